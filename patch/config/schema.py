@@ -1,0 +1,177 @@
+"""The resolved run as frozen dataclasses: the one list behind flags, `--help`, YAML and config.yaml.
+
+Each field is a flag: `hidden_size` is `--hidden-size`, `model.hidden_size` in YAML. The help text, the
+legal choices and the default live here and nowhere else. Fields without a default must be given
+or derived (from MODEL_SIZE, from a Hugging Face config.json, from the machine) before a RunConfig
+exists; nothing changes it afterwards. Rules that relate several fields are in `validate.py`.
+
+Imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+
+def flag(help: str, default: Any = dataclasses.MISSING, choices: tuple[str, ...] = ()) -> Any:
+    """A dataclass field that is also a command-line flag with this help and these choices."""
+    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelConfig:
+    """The shape of a LLaMA-family model. Source of the names: Megatron-LM's arguments."""
+
+    model_size: str = flag("a preset's name, or auto: the shape is read from --load's config.json", "auto")
+    num_layers: int = flag("transformer layers")
+    hidden_size: int = flag("width of the residual stream")
+    ffn_hidden_size: int = flag("width of the gated MLP")
+    num_attention_heads: int = flag("query heads")
+    num_query_groups: int = flag("key/value heads (GQA); equal to the query heads without GQA")
+    kv_channels: int = flag("size of one head")
+    vocab_size: int = flag("rows of the embedding before padding")
+    make_vocab_size_divisible_by: int = flag("the vocabulary is padded to a multiple of this", 128)
+    seq_length: int = flag("tokens of one training sequence")
+    max_position_embeddings: int = flag("longest sequence the model claims to handle")
+    rotary_base: float = flag("RoPE theta")
+    use_rope_scaling: bool = flag("LLaMA-3.1's scaling of the RoPE frequencies", False)
+    rope_scaling_factor: float = flag("llama3 RoPE: how many times the context was extended", 8.0)
+    rope_low_freq_factor: float = flag("llama3 RoPE: wavelengths above original/this are divided", 1.0)
+    rope_high_freq_factor: float = flag("llama3 RoPE: wavelengths below original/this are kept", 4.0)
+    rope_original_max_position: int = flag("llama3 RoPE: context length before the extension", 8192)
+    norm_epsilon: float = flag("epsilon inside RMSNorm", 1e-5)
+    untie_embeddings_and_output_weights: bool = flag("a weight of its own for the output layer", False)
+    init_method_std: float = flag("standard deviation of random initial weights", 0.008)
+    attention_backend: str = flag(
+        "kernel that scaled_dot_product_attention prefers on CUDA; CPU has one",
+        "auto",
+        choices=("auto", "flash", "fused"),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ParallelConfig:
+    """How the model and the batch are cut over processes, and how many processes there are."""
+
+    tensor_model_parallel_size: int = flag("processes that share each layer (TP)", 1)
+    pipeline_model_parallel_size: int = flag("stages that share the layers (PP)", 1)
+    num_layers_per_virtual_pipeline_stage: int = flag("interleaved stages (VPP); 0: none", 0)
+    context_parallel_size: int = flag("processes that share each sequence (CP)", 1)
+    sequence_parallel: bool = flag("cut norms and residuals along the sequence over TP", False)
+    use_distributed_optimizer: bool = flag("shard optimizer states over data-parallel ranks", False)
+    nnodes: int = flag("machines", 1)
+    nproc_per_node: int = flag("processes on this machine")
+    distributed_timeout_minutes: int = flag("a collective that waits longer than this ends the run", 30)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingConfig:
+    """Batch, precision, length and memory of training."""
+
+    micro_batch_size: int = flag("samples of one forward on one data-parallel rank")
+    global_batch_size: int = flag("samples of one optimizer step over all ranks")
+    train_iters: int = flag("optimizer steps of the whole run")
+    sft: bool = flag("supervised fine-tuning: the loss covers only what the assistant says", False)
+    precision: str = flag(
+        "type of weights and activations; masters stay fp32", "bf16", choices=("fp32", "fp16", "bf16", "fp8")
+    )
+    recompute_granularity: str = flag(
+        "activations to recompute in backward: none, selective (attention) or full (layers)",
+        "none",
+        choices=("none", "selective", "full"),
+    )
+    recompute_num_layers: int = flag("full recompute: layers per recomputed block", 1)
+    cpu_offloading: bool = flag("keep activations in host memory", False)
+    seed: int = flag("seed of weights and data order", 1234)
+    deterministic_mode: bool = flag("only kernels that give the same bits each time", False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    lr: float = flag("highest learning rate")
+    min_lr: float = flag("learning rate at the end of the cosine", 0.0)
+    lr_warmup_iters: int = flag("steps of linear warm-up from 0", 0)
+    weight_decay: float = flag("decoupled weight decay; never on norms and biases", 0.1)
+    adam_beta1: float = flag("decay of the first moment", 0.9)
+    adam_beta2: float = flag("decay of the second moment", 0.95)
+    adam_eps: float = flag("epsilon beside the root of the second moment", 1e-8)
+    clip_grad: float = flag("largest global gradient norm; 0: no clipping", 1.0)
+    optimizer_offload_policy: str = flag(
+        "optimizer states in host memory", "false", choices=("false", "static", "auto")
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Data set, tokenizer and evaluation."""
+
+    dataset_type: str = flag(
+        "idxmap: pre-training on .bin/.idx; raw: JSON rows (with --sft)", "idxmap", choices=("idxmap", "raw")
+    )
+    train_data_path: str = flag("raw: a JSON or JSONL file; idxmap: path prefix of .bin/.idx")
+    valid_data_path: str = flag("the same for evaluation; none: no evaluation", "none")
+    max_padding_length: int = flag("raw samples are padded and truncated to this many tokens")
+    tokenizer_type: str = flag("where the tokenizer comes from", "PretrainedFromHF", choices=("PretrainedFromHF",))
+    tokenizer_name_or_path: str = flag("folder of a Hugging Face tokenizer; none: that of --load", "none")
+    packing: bool = flag("several raw samples in one sequence", False)
+    eval_interval: int = flag("steps between evaluations; 0: none", 100)
+    eval_iters: int = flag("global batches of one evaluation; never more than the set holds", 10)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CheckpointConfig:
+    """Where weights come from and where the run is kept."""
+
+    load: str = flag("a Hugging Face folder, a checkpoint of ours, or none: random weights", "none")
+    output_path: str = flag("the run's folder; the same command again resumes from it")
+    save_interval: int = flag("steps between checkpoints; the last step is always saved", 500)
+    export_hf: bool = flag("write the trained model as a Hugging Face folder at the end", False)
+    log_interval: int = flag("steps between lines of log/metrics.jsonl", 1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunConfig:
+    """Everything a run depends on; config.yaml in the run's folder is this, section by section."""
+
+    model: ModelConfig
+    parallel: ParallelConfig
+    training: TrainingConfig
+    optimizer: OptimizerConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+
+    @property
+    def world_size(self) -> int:
+        """Processes over all machines."""
+        return self.parallel.nnodes * self.parallel.nproc_per_node
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Replicas of the model: world size over TP x PP x CP."""
+        parallel = self.parallel
+        replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
+        return self.world_size // (replica * parallel.context_parallel_size)
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of one data-parallel rank in one optimizer step."""
+        samples = self.training.micro_batch_size * self.data_parallel_size
+        return self.training.global_batch_size // samples
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding in the model: the vocabulary padded so that TP divides it."""
+        multiple = self.model.make_vocab_size_divisible_by
+        tp_size = self.parallel.tensor_model_parallel_size
+        if multiple % tp_size:
+            multiple *= tp_size
+        return -(-self.model.vocab_size // multiple) * multiple
+
+    @property
+    def sample_length(self) -> int:
+        """Tokens of one sample as the model sees it: PAD_LEN for raw rows, SEQ_LEN otherwise."""
+        return self.data.max_padding_length if self.data.dataset_type == "raw" else self.model.seq_length

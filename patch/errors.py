@@ -1,0 +1,49 @@
+"""The error family: every failure that a user can cure, and the exit code the launcher ends with.
+
+A message says what failed, what was got, what was expected, and the flag or position that cures it.
+`assert` is kept for our own invariants; whatever a user can cause raises one of these.
+"""
+
+import difflib
+
+
+class PatchError(Exception):
+    """Base of all errors a user can cure. `exit_code` is what the launcher returns."""
+
+    exit_code = 1
+
+
+class ConfigError(PatchError, ValueError):
+    """A configuration that cannot run; raised before any process is started."""
+
+    exit_code = 2
+
+
+class DataError(PatchError, ValueError):
+    """A data set, row or tokenizer that cannot be used."""
+
+    exit_code = 3
+
+
+class CheckpointError(PatchError, RuntimeError):
+    """A checkpoint that cannot be written, read, or does not fit the model."""
+
+    exit_code = 4
+
+
+class ConversionError(PatchError, ValueError):
+    """A Hugging Face folder that cannot be read, written, or does not fit the model."""
+
+    exit_code = 4
+
+
+class TrainingError(PatchError, RuntimeError):
+    """Training stopped itself: non-finite loss, a hang, out of memory."""
+
+    exit_code = 5
+
+
+def nearest(name: str, known: list[str]) -> str:
+    """A hint ", did you mean X?" for a misspelled name, or "" when nothing known is close."""
+    match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    return f", did you mean {match[0]}?" if match else ""
