@@ -1,0 +1,55 @@
+"""What this machine is, and the device this process computes on.
+
+`MachineFacts` is probed once, by the launcher, and decides how many processes a run gets.
+`DeviceContext` belongs to one process: CUDA with NCCL where there is a GPU, the CPU with gloo otherwise.
+torch is imported only when asked, so that the rows below can use the facts without it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class MachineFacts:
+    """The part of this machine that a run may use."""
+
+    cuda_devices: int
+    cpu_cores: int
+    """Cores this process may run on: affinity, not what the box holds."""
+
+    @staticmethod
+    def probe() -> MachineFacts:
+        """Look at this machine; imports torch to count the GPUs."""
+        import torch
+
+        return MachineFacts(cuda_devices=torch.cuda.device_count(), cpu_cores=len(os.sched_getaffinity(0)))
+
+
+@dataclass(frozen=True)
+class DeviceContext:
+    """Where this process computes and how it talks to the others."""
+
+    device: torch.device
+    backend: str
+    """torch.distributed backend: nccl or gloo."""
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether tensors live on a GPU."""
+        return self.device.type == "cuda"
+
+    @staticmethod
+    def select(local_rank: int) -> DeviceContext:
+        """The GPU of this local rank, made current, or the CPU where there is none."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return DeviceContext(torch.device("cpu"), "gloo")
+        torch.cuda.set_device(local_rank)
+        return DeviceContext(torch.device("cuda", local_rank), "nccl")

@@ -1,0 +1,79 @@
+"""Run a test's body on N processes: spawn, gloo, file store, one thread each, hard time-out.
+
+    def run_sum(rank, world_size, value): ...          # module level, so that spawn can import it
+    def test_sum(): run_distributed(run_sum, 2, 3.0)
+
+The first child's traceback is raised in the parent; when one child fails or the time is up all are killed.
+"""
+
+import multiprocessing
+import os
+import queue
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+TIMEOUT_S = 120
+
+
+def _child(rank: int, world_size: int, store: str, body: Callable[..., Any], args: tuple, results: Any) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
+    import torch
+    import torch.distributed
+
+    torch.set_num_threads(1)
+    try:
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=world_size
+        )
+        results.put((rank, None, body(rank, world_size, *args)))
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+    except BaseException:  # noqa: BLE001 - the parent re-raises whatever happened, SystemExit included
+        results.put((rank, traceback.format_exc(), None))
+
+
+def run_distributed(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: int = TIMEOUT_S) -> list:
+    """Call `body(rank, world_size, *args)` in `world_size` processes; their return values by rank.
+
+    Raises:
+        AssertionError: with a child's traceback, or naming the ranks that did not finish in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    outputs: dict[int, Any] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        children = [
+            context.Process(target=_child, args=(rank, world_size, f"{folder}/store", body, args, results))
+            for rank in range(world_size)
+        ]
+        for child in children:
+            child.start()
+        deadline = time.monotonic() + timeout_s
+        try:
+            while len(outputs) < world_size:
+                rank, error, value = _next_result(results, children, deadline, outputs)
+                if error:
+                    raise AssertionError(f"rank {rank} of {world_size} failed:\n{error}")
+                outputs[rank] = value
+            for child in children:
+                child.join(max(0.1, deadline - time.monotonic()))
+        finally:
+            for child in children:
+                child.kill()
+    return [outputs[rank] for rank in range(world_size)]
+
+
+def _next_result(results: Any, children: list, deadline: float, outputs: dict[int, Any]) -> tuple:
+    while True:
+        try:
+            return results.get(timeout=0.5)
+        except queue.Empty:
+            missing = [rank for rank in range(len(children)) if rank not in outputs]
+            dead = [rank for rank in missing if children[rank].exitcode not in (None, 0)]
+            if dead:
+                raise AssertionError(f"rank {dead[0]} died with {children[dead[0]].exitcode}") from None
+            if time.monotonic() > deadline:
+                raise AssertionError(f"ranks {missing} of {len(children)} did not finish in time") from None
