@@ -1,0 +1,23 @@
+"""Upstream defect on every device: an all-reduce whose result is dropped.
+
+megatron/core/tensor_parallel/mappings.py:20-33 (`_reduce`) all-reduces `input_.contiguous()` but
+returns `input_`. For a non-contiguous tensor, such as the gradient of a transposed view when the
+micro-batch is larger than one, the copy is reduced and the unreduced original is returned.
+Delete when upstream returns the tensor it reduced.
+"""
+
+import torch
+from megatron.core.tensor_parallel import mappings
+
+
+def _reduce(input_: torch.Tensor, group: torch.distributed.ProcessGroup) -> torch.Tensor:
+    if group.size() == 1:
+        return input_
+    reduced = input_.contiguous()
+    torch.distributed.all_reduce(reduced, group=group)
+    return reduced
+
+
+def apply() -> None:
+    """Let `_reduce` return what it reduced."""
+    mappings._reduce = _reduce

@@ -1,0 +1,53 @@
+"""Collectives on small host values: agreement on failure, and sums of counters."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from patch.errors import PatchError
+
+
+def agree(error: Exception | None) -> None:
+    """Fail on all ranks or on none: a collective over the whole job.
+
+    Every rank calls it after work that can fail on one rank alone (reading, writing), before the next
+    collective that a failed rank would never reach.
+
+    Raises:
+        Exception: this rank's own `error`; on ranks that had none, the lowest failed rank's error, as
+            the same class when it is one of ours, with that rank named.
+    """
+    if not dist.is_initialized():
+        if error is not None:
+            raise error
+        return
+    reports: list = [None] * dist.get_world_size()
+    dist.all_gather_object(reports, None if error is None else (type(error), str(error)))
+    if error is not None:
+        raise error
+    for rank, report in enumerate(reports):
+        if report is not None:
+            kind, message = report
+            kind = kind if issubclass(kind, PatchError) else PatchError
+            raise kind(f"rank {rank}: {message}")
+
+
+def sum_over(group: dist.ProcessGroup, values: list[float], device: torch.device) -> list[float]:
+    """The sums of `values` over a group, added up in float64, on every rank of it."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total, group=group)
+    return total.tolist()
+
+
+def max_over_world(values: list[float], device: torch.device) -> list[float]:
+    """The largest of each value over all ranks."""
+    largest = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return largest.tolist()
+
+
+def is_last_stage(groups: ProcessGroupCollection) -> bool:
+    """Whether this rank holds the output layer."""
+    return groups.pp.rank() == groups.pp.size() - 1

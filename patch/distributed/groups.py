@@ -1,0 +1,51 @@
+"""Process groups of a run: which ranks share a layer (TP), follow as stages (PP), hold replicas (DP).
+
+Built once by megatron-core's parallel_state and passed on explicitly as a ProcessGroupCollection.
+The rank order is upstream's default: TP fastest, then CP, DP, PP.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from patch.config.schema import RunConfig
+from patch.device import DeviceContext
+from patch.errors import ConfigError
+
+
+def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollection:
+    """Join the job (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and build its groups.
+
+    A process group that exists already (a test's, an embedding program's) is used as it is.
+
+    Raises:
+        ConfigError: the number of processes differs from the one the configuration was resolved for.
+    """
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    if not dist.is_initialized():
+        dist.init_process_group(
+            context.backend, timeout=timeout, device_id=context.device if context.is_cuda else None
+        )
+    if dist.get_world_size() != config.world_size:
+        raise ConfigError(
+            f"this job has {dist.get_world_size()} processes, the configuration expects {config.world_size} "
+            "(--nnodes x --nproc-per-node): give the number that torchrun starts"
+        )
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
+        context_parallel_size=config.parallel.context_parallel_size,
+        distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
+    )
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def shutdown() -> None:
+    """Leave the groups and the job; safe to call when they were never joined."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,82 @@
+"""Causal attention by torch's scaled_dot_product_attention: no S x S mask is ever built.
+
+Stands where upstream's DotProductAttention would (megatron/core/transformer/dot_product_attention.py),
+which materialises the scores and needs Transformer Engine for anything faster. torch picks
+FlashAttention or cuDNN on CUDA and a fused kernel on the CPU.
+
+Shapes: S sequence, B micro-batch, N query heads, G key/value heads of this TP rank, D head size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+# Preference order on CUDA; the last ones take what the first cannot (fp32, odd head sizes).
+_BACKENDS = {
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "fused": [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+}
+
+
+class CausalAttention(torch.nn.Module):
+    """The `core_attention` of upstream's SelfAttention, with grouped key/value heads.
+
+    Args:
+        config: upstream's; `kv_channels` sets the default scale 1/sqrt(D).
+        backend: auto, flash or fused (`--attention-backend`); heeded on CUDA only.
+        The other arguments are upstream's builder protocol.
+    """
+
+    def __init__(
+        self,
+        *,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        backend: str = "auto",
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
+        self.layer_number = layer_number
+        self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
+        self.backends = _BACKENDS.get(backend)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+    ) -> torch.Tensor:
+        """Attend causally.
+
+        Args:
+            query: [S, B, N, D]; key, value: [S, B, G, D] with G dividing N.
+            attention_mask, attention_bias, packed_seq_params: None; upstream's protocol passes them.
+        Returns:
+            [S, B, N * D].
+        """
+        assert attention_mask is None and attention_bias is None and packed_seq_params is None
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        choice = contextlib.nullcontext()
+        if self.backends and query.is_cuda:
+            choice = sdpa_kernel(self.backends, set_priority=True)
+        with choice:
+            context = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=self.scale, enable_gqa=key.shape[1] != query.shape[1]
+            )
+        return context.permute(2, 0, 1, 3).reshape(context.shape[2], context.shape[0], -1)

@@ -1,0 +1,58 @@
+"""Random weights that are the same at every TP, PP and DP.
+
+A weight is drawn whole, from a generator seeded by the run's seed and the weight's global name, and
+each rank keeps its part. So runs of different layouts start from the same model.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+
+import torch
+import torch.nn.functional as F
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import apply_factories
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from patch.config.schema import RunConfig
+
+# The last projections of attention and MLP start smaller: arXiv:1909.08053, section 5.1 (after GPT-2).
+_SCALED = ("linear_proj.weight", "linear_fc2.weight")
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
+
+
+@torch.no_grad()
+def initialize_weights(model: GPTModel, config: RunConfig) -> None:
+    """Fill the model's weights: N(0, init_method_std), norms one, padded vocabulary rows zero."""
+    state = model.sharded_state_dict()
+    apply_factories(state)
+    for shard in nested_values(extract_sharded_tensors(state)[0]):
+        if shard.data.ndim == 1:
+            shard.data.fill_(1.0)
+            continue
+        layer = shard.global_offset[0] if shard.prepend_axis_num else 0
+        shape, offset = (
+            values[shard.prepend_axis_num :] for values in (shard.global_shape, shard.global_offset)
+        )
+        if shard.key in _VOCABULARY:
+            shape = (config.model.vocab_size, *shape[1:])
+        whole = _draw(f"{config.training.seed} {shard.key} {layer}", shape, _std(shard.key, config))
+        if shard.key in _VOCABULARY:
+            whole = F.pad(whole, (0, 0, 0, config.padded_vocab_size - config.model.vocab_size))
+        part = tuple(
+            slice(start, start + size) for start, size in zip(offset, shard.data.shape, strict=True)
+        )
+        shard.data.copy_(whole[part])
+
+
+def _std(key: str, config: RunConfig) -> float:
+    std = config.model.init_method_std
+    return std / math.sqrt(2 * config.model.num_layers) if key.endswith(_SCALED) else std
+
+
+def _draw(name: str, shape: tuple[int, ...], std: float) -> torch.Tensor:
+    """A whole weight of normal values seeded by its name, float32 on the CPU."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(shape).normal_(0.0, std, generator=generator)

@@ -1,0 +1,125 @@
+"""The LLaMA model: upstream's GPTModel from our layer spec, cut over TP and PP.
+
+    build_llama_model  ->  transformer_config, layer spec, LlamaModel, random weights
+
+What LlamaModel changes in GPTModel: RoPE frequencies from the configuration, vocabulary padding that
+never enters the loss, and tied embeddings that need no CUDA. Parameter names stay upstream's.
+"""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import silu
+
+from patch.config.schema import RunConfig
+from patch.model.init import initialize_weights
+from patch.model.rotary import inverse_frequencies
+from patch.model.spec import block_spec
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def transformer_config(config: RunConfig, *, cuda: bool) -> TransformerConfig:
+    """Upstream's configuration of one run. Fusions that need CUDA extensions stay off."""
+    model, parallel, training = config.model, config.parallel, config.training
+    dtype = DTYPES[training.precision]
+    recompute = training.recompute_granularity
+    return TransformerConfig(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        layernorm_epsilon=model.norm_epsilon,
+        normalization="RMSNorm",
+        gated_linear_unit=True,
+        activation_func=silu,
+        add_bias_linear=False,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        pipeline_dtype=dtype,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
+        recompute_granularity=None if recompute == "none" else recompute,
+        recompute_method="uniform" if recompute == "full" else None,
+        recompute_num_layers=training.recompute_num_layers if recompute == "full" else None,
+        calculate_per_token_loss=True,
+        deallocate_pipeline_outputs=True,
+        use_cpu_initialization=not cuda,
+        perform_initialization=False,
+        gradient_accumulation_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        masked_softmax_fusion=False,
+        persist_layer_norm=False,
+    )
+
+
+class LlamaModel(GPTModel):
+    """One pipeline stage of a LLaMA model.
+
+    Input and output of `forward` are GPTModel's: tokens and labels [B, S] in; per-token losses [B, S]
+    (labels given), logits [B, S, V / TP] or, before the last stage, hidden states [S, B, H] out.
+    """
+
+    def __init__(self, config: RunConfig, upstream: TransformerConfig, groups: ProcessGroupCollection) -> None:
+        model, stage, num_stages = config.model, groups.pp.rank(), groups.pp.size()
+        super().__init__(
+            config=upstream,
+            transformer_layer_spec=block_spec(model.attention_backend, model.num_layers // num_stages),
+            vocab_size=config.padded_vocab_size,
+            max_sequence_length=model.max_position_embeddings,
+            pre_process=stage == 0,
+            post_process=stage == num_stages - 1,
+            share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
+            position_embedding_type="rope",
+            pg_collection=groups,
+        )
+        self.rotary_pos_emb.inv_freq = inverse_frequencies(model)
+        rows = config.padded_vocab_size // groups.tp.size()
+        self._num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
+
+    def setup_embeddings_and_output_layer(self) -> None:
+        """Mark embedding and output weights for the optimizer.
+
+        Unlike upstream's (language_module.py:139-254) nothing is communicated: both copies of a tied
+        embedding get the same values from `initialize_weights`, a conversion or a checkpoint.
+        """
+        if self.pre_process:
+            self.embedding.word_embeddings.weight.is_embedding_or_output_parameter = True
+        if self.post_process and self.output_layer.weight is not None:
+            self.output_layer.weight.is_embedding_or_output_parameter = True
+        if not self.share_embeddings_and_output_weights or self.pre_process == self.post_process:
+            return
+        weight = self.shared_embedding_or_output_weight()
+        weight.shared_embedding = True
+        weight.shared = self.post_process
+
+    def compute_language_model_loss(self, labels: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """Cross entropy over the real vocabulary.
+
+        Args:
+            labels: [B, S]. logits: [S, B, V / TP], of the padded vocabulary.
+        Returns:
+            [B, S] float32.
+        """
+        logits[..., self._num_vocab_rows :] = torch.finfo(logits.dtype).min
+        return super().compute_language_model_loss(labels, logits)
+
+
+def build_llama_model(
+    config: RunConfig, groups: ProcessGroupCollection, device: torch.device
+) -> LlamaModel:
+    """The pipeline stage of this rank, on `device`, with random weights that no layout changes."""
+    upstream = transformer_config(config, cuda=device.type == "cuda")
+    model = LlamaModel(config, upstream, groups).to(device)
+    initialize_weights(model, config)
+    return model

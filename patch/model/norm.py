@@ -1,0 +1,31 @@
+"""RMSNorm that is right under sequence parallelism.
+
+Upstream's local norm refuses sequence parallelism (megatron/core/transformer/torch_norm.py:32). Here
+the weight is tagged instead: each TP rank sees a part of the tokens, so its gradient must be summed
+over TP once a step (optimizer/gradients.py).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm over the last dimension, computed in float32 inside the kernel.
+
+    Built by upstream's spec machinery, hence the arguments.
+    Source: Zhang & Sennrich, arXiv:1910.07467.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.eps = eps
+        device = None if config.use_cpu_initialization else torch.cuda.current_device()
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
+        self.weight.sequence_parallel = config.sequence_parallel
+
+    def forward(self, hidden_sbh: torch.Tensor) -> torch.Tensor:
+        """Normalise [S, B, H] (any leading shape); same shape and dtype."""
+        return F.rms_norm(hidden_sbh, self.weight.shape, self.weight, self.eps)
