@@ -1,0 +1,37 @@
+# Every target works alone on a fresh machine with Python 3.10 or newer: it makes .venv and installs what is missing.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PIP = .venv/bin/python -m pip --disable-pip-version-check
+WORKERS ?= 2
+BENCHMARKS = $(filter-out _%,$(basename $(notdir $(wildcard toolkits/benchmarks/*.py))))
+
+.PHONY: help quickstart test checks bench gpu-check
+
+help:  ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
+
+# torch goes first and alone: with a CPU build in reach of pip (TORCH='torch==2.13.0+cpu', PIP_FIND_LINKS, an index
+# of CPU wheels) the packages after it find it there and do not pull the CUDA build.
+.venv/installed: requirements.txt
+	test -x .venv/bin/python || $(PYTHON) -m venv .venv
+	$(PIP) install --progress-bar off "$(TORCH)"
+	$(PIP) install --progress-bar off -r requirements.txt
+	touch $@
+
+quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores)
+	.venv/bin/python -m toolkits.quickstart
+
+test: .venv/installed  ## all tests of this machine; GPU tests skip themselves without one
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile
+
+checks: .venv/installed  ## style, types, and the rules of the house
+	.venv/bin/ruff check .
+	.venv/bin/mypy
+	.venv/bin/python -m pytest tests/architecture
+
+bench: .venv/installed  ## every benchmark in toolkits/benchmarks
+	set -e; for name in $(BENCHMARKS); do .venv/bin/python -m toolkits.benchmarks.$$name; done
+
+gpu-check: .venv/installed  ## the tests that need a GPU, then the benchmarks
+	.venv/bin/python -m pytest -m gpu
+	$(MAKE) bench

@@ -1,0 +1,66 @@
+"""Train a LLaMA: the whole command line of a run, launcher and worker in one file.
+
+`python pretrain_llama.py ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]` or flags alone (`--help`). Started by a
+person it checks the configuration and starts one worker for each local rank; with LOCAL_RANK in the
+environment (from our launcher, torchrun or a scheduler) it is a worker and trains.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an installation
+
+from patch.config import Invocation, parse_args, to_flags, to_yaml, validate_run  # noqa: E402
+from patch.device import MachineFacts  # noqa: E402
+from patch.errors import PatchError  # noqa: E402
+from patch.logger import configure_logging, get_logger  # noqa: E402
+
+_logger = get_logger(__name__)
+
+
+def _work(invocation: Invocation) -> None:
+    from patch.training import run
+
+    run(invocation.config)
+
+
+def _launch(invocation: Invocation, machine: MachineFacts) -> int:
+    from patch.distributed.launch import launch
+
+    config = invocation.config
+    return launch(Path(__file__).resolve(), to_flags(config), config, invocation.rendezvous, machine)
+
+
+def _describe(invocation: Invocation) -> None:
+    from patch.plan import describe_plan
+
+    sys.stdout.write(to_yaml(invocation.config))
+    sys.stderr.write(describe_plan(invocation.config) + "\n")
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; the process's exit code (0, 2 to 5, 130 or 143; the README explains them)."""
+    configure_logging()
+    try:
+        machine = MachineFacts.probe()
+        invocation = parse_args(argv, os.environ, machine)
+        notes = validate_run(invocation.config, machine)
+        if "LOCAL_RANK" in os.environ:
+            _work(invocation)
+            return 0
+        for note in notes:
+            _logger.info("%s", note)
+        if invocation.dry_run:
+            _describe(invocation)
+            return 0
+        return _launch(invocation, machine)
+    except PatchError as error:
+        _logger.error("%s", error)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

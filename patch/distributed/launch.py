@@ -1,0 +1,197 @@
+"""Start the local worker processes of a run and answer for them: one exit code, no orphans.
+
+Not torchrun: its agent kills workers 30 s after SIGTERM, before a large checkpoint is saved, and returns 1
+for every failure. Workers read only RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so they also
+run under a torchrun or srun of the user's own.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from patch.config import Rendezvous, RunConfig
+from patch.device import MachineFacts
+from patch.logger import get_logger
+
+_logger = get_logger(__name__)
+
+POLL_S = 0.1
+# After a failure the other ranks get this long to report the true cause of their own, then this long to end.
+SETTLE_S = 2.0
+GRACE_S = 10.0
+PATCH_ERROR_CODES = range(2, 6)
+# What a worker returns when it is done, or when it obeyed a signal and saved a checkpoint.
+ORDERLY_CODES = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+_PR_SET_PDEATHSIG = 1
+_libc = ctypes.CDLL(None)
+
+
+def launch(
+    script: Path, flags: list[str], config: RunConfig, rendezvous: Rendezvous, machine: MachineFacts
+) -> int:
+    """Run `script` with `flags` once per local rank and wait for all of them.
+
+    SIGINT and SIGTERM are forwarded once; the workers then have all the time they need to save a checkpoint.
+    The first worker that fails ends the others.
+
+    Returns:
+        0; or the code of a PatchError (2 to 5) that any worker ended with; or 130 or 143 after a signal; or
+        what the first failed worker returned (5 when it was killed, which is how running out of memory looks).
+    """
+    environments = worker_environments(config, rendezvous, machine, os.environ)
+    supervisor = Supervisor()
+    with _recording_signals(supervisor.signals):
+        try:
+            for environment in environments:
+                supervisor.start([sys.executable, str(script), *flags], environment)
+            return supervisor.wait()
+        finally:
+            supervisor.kill()
+
+
+def worker_environments(
+    config: RunConfig, rendezvous: Rendezvous, machine: MachineFacts, environ: Mapping[str, str]
+) -> list[dict[str, str]]:
+    """The environment of each local rank; OMP_NUM_THREADS and CUDA_DEVICE_MAX_CONNECTIONS yield to the user's."""
+    num_local = config.parallel.nproc_per_node
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, machine.cpu_cores // num_local)),
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+    }
+    shared = {
+        "WORLD_SIZE": str(config.world_size),
+        "LOCAL_WORLD_SIZE": str(num_local),
+        "MASTER_ADDR": rendezvous.master_addr,
+        "MASTER_PORT": str(rendezvous.master_port or _free_port(rendezvous.master_addr)),
+        "TOKENIZERS_PARALLELISM": "false",
+    }
+    first_rank = rendezvous.node_rank * num_local
+    return [
+        {**defaults, **environ, **shared, "RANK": str(first_rank + local), "LOCAL_RANK": str(local)}
+        for local in range(num_local)
+    ]
+
+
+def _free_port(address: str) -> int:
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+class Supervisor:
+    """The worker processes of this machine. Signals are only recorded when they come; `wait` acts on them."""
+
+    def __init__(self) -> None:
+        self.signals: list[int] = []
+        self._workers: list[subprocess.Popen[bytes]] = []
+        self._failures: dict[int, int] = {}
+        """Local rank to return code, in the order of failing."""
+        self._failed_at = 0.0
+        self._forwarded = False
+        self._terminated = False
+
+    def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
+        """Start the next local rank. Rank 0 has the terminal; of the others only stderr is shown.
+
+        A session of its own keeps Ctrl-C from reaching a worker twice: from the terminal and from us.
+        """
+        launcher = os.getpid()
+        self._workers.append(
+            subprocess.Popen(
+                command,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL if self._workers else None,
+                start_new_session=True,
+                preexec_fn=lambda: _die_with(launcher),
+            )
+        )
+
+    def wait(self) -> int:
+        """Wait for the last worker; the exit code of them all, as `launch` explains it."""
+        while self._note_ends():
+            self._forward_signal()
+            self._end_followers()
+            time.sleep(POLL_S)
+        return self._exit_code()
+
+    def kill(self) -> None:
+        """End whatever still runs, at once; nothing to do after `wait`."""
+        self._send(signal.SIGKILL)
+        for worker in self._workers:
+            worker.wait()
+
+    def _note_ends(self) -> bool:
+        """Record workers that failed since the last look; whether any still runs."""
+        for local_rank, worker in enumerate(self._workers):
+            code = worker.poll()
+            if code is None or code in ORDERLY_CODES or local_rank in self._failures:
+                continue
+            if not self._failures:
+                self._failed_at = time.monotonic()
+                _logger.error("local rank %d ended: %s", local_rank, _describe(code))
+            self._failures[local_rank] = code
+        return any(worker.returncode is None for worker in self._workers)
+
+    def _forward_signal(self) -> None:
+        if self.signals and not self._forwarded:
+            self._forwarded = True
+            _logger.info("%s: waiting for the workers to save", signal.Signals(self.signals[0]).name)
+            self._send(self.signals[0])
+
+    def _end_followers(self) -> None:
+        if not self._failures:
+            return
+        since_failure = time.monotonic() - self._failed_at
+        if since_failure > SETTLE_S + GRACE_S:
+            self._send(signal.SIGKILL)
+        elif since_failure > SETTLE_S and not self._terminated:
+            self._terminated = True
+            self._send(signal.SIGTERM)
+
+    def _send(self, signum: int) -> None:
+        for worker in self._workers:
+            if worker.poll() is None:
+                worker.send_signal(signum)
+
+    def _exit_code(self) -> int:
+        failures = list(self._failures.values())
+        if not failures:
+            return max(worker.returncode for worker in self._workers)
+        code = next((code for code in failures if code in PATCH_ERROR_CODES), failures[0])
+        if code == -signal.SIGKILL:
+            return 5
+        return code if code > 0 else 128 - code
+
+
+def _describe(code: int) -> str:
+    if code == -signal.SIGKILL:
+        return "killed by SIGKILL; the usual reason is that the machine ran out of memory"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _die_with(launcher: int) -> None:
+    """In the new process: have the kernel kill it when the launcher dies in whatever way."""
+    _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != launcher:  # it died before the kernel was asked
+        os._exit(1)
+
+
+@contextmanager
+def _recording_signals(signals: list[int]) -> Iterator[None]:
+    handled = (signal.SIGINT, signal.SIGTERM)
+    before = {signum: signal.signal(signum, lambda got, _: signals.append(got)) for signum in handled}
+    try:
+        yield
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)

@@ -1,0 +1,164 @@
+"""The supervisor of local workers, with tiny scripts as workers: environment, exit codes, signals, orphans.
+
+Run as a program this file is a launcher: `python test_launch.py SCRIPT NUM_WORKERS`.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from patch.config import Rendezvous, RunConfig, schema
+from patch.device import MachineFacts
+from patch.distributed import launch as launch_module
+from patch.distributed.launch import launch, worker_environments
+
+REPOSITORY = Path(__file__).parents[3]
+MACHINE = MachineFacts(cuda_devices=0, cpu_cores=4)
+READY_TIMEOUT_S = 60.0
+
+
+def make_config(num_local: int, num_nodes: int = 1) -> RunConfig:
+    return RunConfig(
+        model=schema.ModelConfig(
+            num_layers=2,
+            hidden_size=8,
+            ffn_hidden_size=8,
+            num_attention_heads=2,
+            num_query_groups=2,
+            kv_channels=4,
+            vocab_size=16,
+            seq_length=8,
+            max_position_embeddings=8,
+            rotary_base=1e4,
+        ),
+        parallel=schema.ParallelConfig(nproc_per_node=num_local, nnodes=num_nodes),
+        training=schema.TrainingConfig(micro_batch_size=1, global_batch_size=num_local, train_iters=1),
+        optimizer=schema.OptimizerConfig(lr=1e-3),
+        data=schema.DataConfig(train_data_path="none", max_padding_length=8),
+        checkpoint=schema.CheckpointConfig(output_path="none"),
+    )
+
+
+def launch_workers(script: Path, num_local: int) -> int:
+    return launch(script, ["--flag"], make_config(num_local), Rendezvous(), MACHINE)
+
+
+def write_script(folder: Path, body: str) -> Path:
+    script = folder / "worker.py"
+    script.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n")
+    return script
+
+
+@pytest.fixture
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch_module, "SETTLE_S", 0.5)
+    monkeypatch.setattr(launch_module, "GRACE_S", 0.5)
+
+
+def test_environment_tells_each_rank_its_place() -> None:
+    rendezvous = Rendezvous(node_rank=1, master_addr="10.0.0.1", master_port=1234)
+    first, second = worker_environments(make_config(2, num_nodes=3), rendezvous, MACHINE, {"HOME": "/h"})
+    assert (first["RANK"], first["LOCAL_RANK"]) == ("2", "0")
+    assert (second["RANK"], second["LOCAL_RANK"]) == ("3", "1")
+    shared = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
+    shared |= {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "HOME": "/h"}
+    assert shared.items() <= first.items()
+
+
+def test_environment_keeps_the_users_thread_count() -> None:
+    (only,) = worker_environments(make_config(1), Rendezvous(), MACHINE, {"OMP_NUM_THREADS": "7"})
+    assert only["OMP_NUM_THREADS"] == "7"
+
+
+def test_success_is_zero_and_passes_the_flags(tmp_path: Path) -> None:
+    script = write_script(tmp_path, f"open(f'{tmp_path}/seen{{rank}}', 'w').write(' '.join(sys.argv[1:]))")
+    assert launch_workers(script, 2) == 0
+    assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["--flag", "--flag"]
+
+
+@pytest.mark.parametrize(
+    ("codes", "expected"),
+    [((3, 3), 3), ((0, 1), 1), ((1, 4), 4), ((143, 143), 143), ((130, 130), 130)],
+    ids=["same", "crash", "cause-beats-follower", "sigterm", "sigint"],
+)
+def test_exit_code_of_workers_is_returned(tmp_path: Path, codes: tuple[int, int], expected: int) -> None:
+    script = write_script(tmp_path, f"sys.exit({codes}[rank])")
+    assert launch_workers(script, 2) == expected
+
+
+def test_killed_worker_reads_as_out_of_memory(tmp_path: Path, short_waits: None) -> None:
+    script = write_script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)")
+    assert launch_workers(script, 2) == 5
+
+
+def test_failed_worker_ends_one_that_ignores_sigterm(tmp_path: Path, short_waits: None) -> None:
+    body = "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nsys.exit(3) if rank else time.sleep(60)"
+    begin = time.monotonic()
+    assert launch_workers(write_script(tmp_path, body), 2) == 3
+    assert time.monotonic() - begin < 10
+
+
+def start_launcher(script: Path, num_local: int) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    return subprocess.Popen([sys.executable, __file__, str(script), str(num_local)], env=environment)
+
+
+def await_files(*files: Path) -> list[str]:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline, f"{files} were not written in time"
+        time.sleep(0.05)
+    return [file.read_text() for file in files]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["sigterm", "sigint"])
+def test_signal_is_forwarded_once_and_waited_for(tmp_path: Path, signum: signal.Signals) -> None:
+    body = f"""
+count = 0
+def stop(signum, frame):
+    global count
+    count += 1
+for each in (signal.SIGTERM, signal.SIGINT):
+    signal.signal(each, stop)
+open(f'{tmp_path}/ready{{rank}}', 'w').write('yes')
+while not count:
+    time.sleep(0.05)
+time.sleep(1)
+open(f'{tmp_path}/saved{{rank}}', 'w').write(str(count))
+sys.exit(128 + {int(signum)})
+"""
+    launcher = start_launcher(write_script(tmp_path, body), 2)
+    await_files(tmp_path / "ready0", tmp_path / "ready1")
+    launcher.send_signal(signum)
+    time.sleep(0.3)
+    launcher.send_signal(signum)  # as `timeout` and impatient users do
+    assert launcher.wait(30) == 128 + signum
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+def test_no_worker_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    body = f"open(f'{tmp_path}/pid{{rank}}', 'w').write(str(os.getpid()))\ntime.sleep(120)"
+    launcher = start_launcher(write_script(tmp_path, body), 2)
+    pids = [int(text) for text in await_files(tmp_path / "pid0", tmp_path / "pid1")]
+    launcher.kill()
+    launcher.wait()
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a worker outlived its launcher"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+if __name__ == "__main__":
+    sys.exit(launch_workers(Path(sys.argv[1]), int(sys.argv[2])))
