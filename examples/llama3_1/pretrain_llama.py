@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an
 
 from patch.config import Invocation, parse_args, to_flags, to_yaml, validate_run  # noqa: E402
 from patch.device import MachineFacts  # noqa: E402
+from patch.distributed.launch import claim_error_report, launch  # noqa: E402
 from patch.errors import PatchError  # noqa: E402
 from patch.logger import configure_logging, get_logger  # noqa: E402
 
@@ -28,8 +29,6 @@ def _work(invocation: Invocation) -> None:
 
 
 def _launch(invocation: Invocation, machine: MachineFacts) -> int:
-    from patch.distributed.launch import launch
-
     config = invocation.config
     return launch(Path(__file__).resolve(), to_flags(config), config, invocation.rendezvous, machine)
 
@@ -58,8 +57,11 @@ def main(argv: list[str]) -> int:
             return 0
         return _launch(invocation, machine)
     except PatchError as error:
-        _logger.error("%s", error)
+        if claim_error_report():
+            _logger.error("%s", error)
         return error.exit_code
+    except KeyboardInterrupt:  # before training could save anything
+        return 130
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -31,6 +32,7 @@ GRACE_S = 10.0
 PATCH_ERROR_CODES = range(2, 6)
 # What a worker returns when it is done, or when it obeyed a signal and saved a checkpoint.
 ORDERLY_CODES = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+_CLAIM = "PATCH_ERROR_CLAIM"
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -45,23 +47,39 @@ def launch(
 
     Returns:
         0; or the code of a PatchError (2 to 5) that any worker ended with; or 130 or 143 after a signal; or
-        what the first failed worker returned (5 when it was killed, which is how running out of memory looks).
+        what the first failed worker returned (5 when it was killed, as by the kernel for want of memory).
     """
     environments = worker_environments(config, rendezvous, machine, os.environ)
     supervisor = Supervisor()
-    with _recording_signals(supervisor.signals):
+    with (
+        tempfile.TemporaryDirectory(prefix="patch-launch-") as folder,
+        _recording_signals(supervisor.signals),
+    ):
+        claim = str(Path(folder) / "error_was_shown")
         try:
             for environment in environments:
-                supervisor.start([sys.executable, str(script), *flags], environment)
+                supervisor.start([sys.executable, str(script), *flags], {**environment, _CLAIM: claim})
             return supervisor.wait()
         finally:
             supervisor.kill()
 
 
+def claim_error_report() -> bool:
+    """Whether this worker is the first on its machine to show an error, which all workers tend to share."""
+    claim = os.environ.get(_CLAIM)
+    if claim is None:  # not started by `launch`
+        return True
+    try:
+        Path(claim).touch(exist_ok=False)
+    except OSError:
+        return False
+    return True
+
+
 def worker_environments(
     config: RunConfig, rendezvous: Rendezvous, machine: MachineFacts, environ: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """The environment of each local rank; OMP_NUM_THREADS and CUDA_DEVICE_MAX_CONNECTIONS yield to the user's."""
+    """The environment of each local rank; thread and connection counts yield to the user's own."""
     num_local = config.parallel.nproc_per_node
     defaults = {
         "OMP_NUM_THREADS": str(max(1, machine.cpu_cores // num_local)),

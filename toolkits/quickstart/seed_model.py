@@ -1,4 +1,4 @@
-"""What a person would normally download: a tokenizer and a model with random weights, in Hugging Face form."""
+"""What a person would download: a tokenizer and a model (here with random weights), in Hugging Face form."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ LLAMA3_PATTERN = (
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
-    f"{{{{ '{HEADER}' + message['role'] + '{END_OF_HEADER}\n\n' + message['content'] | trim + '{END_OF_TURN}' }}}}"
+    f"{{{{ '{HEADER}' + message['role'] + '{END_OF_HEADER}\n\n' }}}}"
+    f"{{{{ message['content'] | trim + '{END_OF_TURN}' }}}}"
     "{% endfor %}"
     f"{{% if add_generation_prompt %}}{{{{ '{HEADER}assistant{END_OF_HEADER}\n\n' }}}}{{% endif %}}"
 )
@@ -82,6 +83,7 @@ def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int) 
             "high_freq_factor": 4.0,
             "original_max_position_embeddings": 128,
         },
+        rms_norm_eps=1e-5,
         initializer_range=0.05,
         tie_word_embeddings=False,
         bos_token_id=tokenizer.bos_token_id,

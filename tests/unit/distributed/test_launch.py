@@ -81,6 +81,18 @@ def test_success_is_zero_and_passes_the_flags(tmp_path: Path) -> None:
     assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["--flag", "--flag"]
 
 
+def test_one_worker_claims_the_error_report(tmp_path: Path) -> None:
+    body = f"""
+sys.path.insert(0, {str(REPOSITORY)!r})
+from patch.distributed.launch import claim_error_report
+open(f'{tmp_path}/claimed{{rank}}', 'w').write(str(claim_error_report()))
+sys.exit(2)
+"""
+    assert launch_workers(write_script(tmp_path, body), 2) == 2
+    claims = [(tmp_path / f"claimed{rank}").read_text() for rank in (0, 1)]
+    assert sorted(claims) == ["False", "True"]
+
+
 @pytest.mark.parametrize(
     ("codes", "expected"),
     [((3, 3), 3), ((0, 1), 1), ((1, 4), 4), ((143, 143), 143), ((130, 130), 130)],

@@ -1,0 +1,123 @@
+"""Fine-tune a small LLaMA on JSON over two processes, then question the exported model.
+
+    python -m toolkits.quickstart [--output DIR]
+
+Everything it needs it writes itself; it runs on the CPU, GPUs are left alone. The training is the ordinary
+launcher's, with all 25 positions; the command is printed, so that it can be repeated with data of your own.
+Exit code 0 from 90 % right answers up, 1 below; the launcher's own code when it fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from transformers.utils.logging import disable_progress_bar
+
+from patch.errors import PatchError
+from toolkits.quickstart.exam import Answered, answer, exact_match_percent
+from toolkits.quickstart.workspace import Workspace, prepare
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+LAUNCHER = REPOSITORY / "examples" / "llama3_1" / "run_mcore_llama.sh"
+PASS_PERCENT = 90.0
+NUM_PROCESSES = 2
+NUM_SHOWN = 8
+
+
+def launcher_command(space: Workspace) -> list[str]:
+    """The launcher with its 25 positions, in their order, and the flags of this run."""
+    positions = {
+        "ENV": "dsw",
+        "MODEL_SIZE": "auto",
+        "BATCH_SIZE": "32",
+        "GLOBAL_BATCH_SIZE": "64",
+        "LR": "5e-3",
+        "MIN_LR": "1e-4",
+        "SEQ_LEN": "64",
+        "PAD_LEN": "40",
+        "PR": "fp32",
+        "TP": "1",
+        "PP": "1",
+        "CP": "1",
+        "SP": "false",
+        "DO": "false",
+        "FL": "true",
+        "SFT": "true",
+        "AC": "none",
+        "OPTIMIZER_OFFLOAD": "false",
+        "SAVE_INTERVAL": "600",
+        "DATASET_PATH": str(space.train_data),
+        "VALID_DATASET_PATH": str(space.valid_data),
+        "PRETRAIN_CHECKPOINT_PATH": str(space.model),
+        "TRAIN_TOKENS_OR_ITERS": "1200",
+        "WARMUP_TOKENS_OR_ITERS": "60",
+        "OUTPUT_BASEPATH": str(space.run),
+    }
+    flags = ["--eval-interval", "300", "--eval-iters", "3", "--export-hf"]
+    return ["bash", str(LAUNCHER), *positions.values(), *flags]
+
+
+def train(space: Workspace) -> int:
+    """Run the launcher over two CPU processes; its exit code."""
+    settings = {"MP_DATASET_TYPE": "raw", "NPROC_PER_NODE": str(NUM_PROCESSES)}
+    command = launcher_command(space)
+    shown = [f"{name}={value}" for name, value in settings.items()] + [shlex.join(command)]
+    print(" ".join(shown), flush=True)
+    environment = {**os.environ, **settings, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(command, env=environment, check=False).returncode
+
+
+def losses(space: Workspace) -> list[float]:
+    """The training losses of log/metrics.jsonl, in order; evaluation lines are left out."""
+    lines = (space.run / "log" / "metrics.jsonl").read_text().splitlines()
+    return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
+
+
+def report(space: Workspace, answered: list[Answered], seconds: float) -> None:
+    """Print what a person wants to know at the end."""
+    first, *_, last = losses(space)
+    for example, said in answered[:NUM_SHOWN]:
+        verdict = "right" if said == example.answer else f"wrong, expected {example.answer}"
+        print(f"  {example.instruction} {example.input} -> {said}  ({verdict})")
+    print(f"loss: {first:.4f} -> {last:.4f}")
+    print(f"exact match: {exact_match_percent(answered):.1f} % of {len(answered)} held-out questions")
+    print(f"loss plot:   {space.run / 'log' / 'loss.png'}")
+    print(f"model:       {space.run / 'hf'}")
+    print(f"time:        {seconds:.0f} s", flush=True)
+
+
+def main(argv: list[str]) -> int:
+    """Prepare, train, export, question; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m toolkits.quickstart",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--output", type=Path, default=Path("quickstart_output"), help="folder to work in")
+    output = parser.parse_args(argv).output.resolve()
+    begin = time.monotonic()
+    disable_progress_bar()
+    print(f"[1/3] writing a model, a tokenizer and data to {output}", flush=True)
+    try:
+        space, held_out = prepare(output)
+    except PatchError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    print(f"[2/3] training over {NUM_PROCESSES} processes", flush=True)
+    if code := train(space):
+        return code
+    print("[3/3] questioning the exported model", flush=True)
+    answered = answer(space.run / "hf", held_out)
+    report(space, answered, time.monotonic() - begin)
+    return 0 if exact_match_percent(answered) >= PASS_PERCENT else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,79 @@
+"""The quickstart's own folder: emptied for a new run, then filled with a model, a tokenizer and data."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from patch.errors import ConfigError
+from toolkits.quickstart.seed_model import write_model, write_tokenizer
+from toolkits.quickstart.tasks import Example, make_examples, to_row
+
+NUM_TRAIN = 40_000
+NUM_HELD_OUT = 200
+SEED = 1
+_MARKER = ".made_by_quickstart"
+
+
+class Workspace(NamedTuple):
+    """Paths below the quickstart's output folder."""
+
+    root: Path
+
+    @property
+    def model(self) -> Path:
+        """The model to start from, with its tokenizer."""
+        return self.root / "model"
+
+    @property
+    def train_data(self) -> Path:
+        """Training rows, one JSON object a line."""
+        return self.root / "data" / "train.jsonl"
+
+    @property
+    def valid_data(self) -> Path:
+        """Held-out rows, one JSON list."""
+        return self.root / "data" / "valid.json"
+
+    @property
+    def run(self) -> Path:
+        """OUTPUT_BASEPATH of the training run."""
+        return self.root / "run"
+
+
+def prepare(root: Path) -> tuple[Workspace, list[Example]]:
+    """Make the workspace anew; the held-out examples.
+
+    Raises:
+        ConfigError: `root` holds something that no quickstart put there, so nothing is deleted.
+    """
+    _empty(root)
+    space = Workspace(root)
+    train, held_out = make_examples(num_train=NUM_TRAIN, num_held_out=NUM_HELD_OUT, seed=SEED)
+    space.train_data.parent.mkdir()
+    space.train_data.write_text("".join(json.dumps(row) + "
+" for row in _rows(train)))
+    space.valid_data.write_text(json.dumps(_rows(held_out)))
+    pairs = ((f"user\n\n{example.question}", f"assistant\n\n{example.answer}") for example in train)
+    tokenizer = write_tokenizer(space.model, chain.from_iterable(pairs))
+    write_model(space.model, tokenizer, seed=SEED)
+    return space, held_out
+
+
+def _rows(examples: list[Example]) -> list[dict[str, Any]]:
+    return [to_row(example, index) for index, example in enumerate(examples)]
+
+
+def _empty(root: Path) -> None:
+    if root.exists() and any(root.iterdir()) and not (root / _MARKER).exists():
+        raise ConfigError(
+            f"--output {root} holds files that no quickstart wrote, and a quickstart starts from an empty "
+            "folder; expected a new, an empty or an earlier quickstart's folder"
+        )
+    root.mkdir(parents=True, exist_ok=True)
+    (root / _MARKER).touch()
+    for made in ("model", "data", "run"):
+        shutil.rmtree(root / made, ignore_errors=True)
