@@ -54,8 +54,7 @@ def prepare(root: Path) -> tuple[Workspace, list[Example]]:
     space = Workspace(root)
     train, held_out = make_examples(num_train=NUM_TRAIN, num_held_out=NUM_HELD_OUT, seed=SEED)
     space.train_data.parent.mkdir()
-    space.train_data.write_text("".join(json.dumps(row) + "
-" for row in _rows(train)))
+    space.train_data.write_text("".join(json.dumps(row) + "\n" for row in _rows(train)))
     space.valid_data.write_text(json.dumps(_rows(held_out)))
     pairs = ((f"user\n\n{example.question}", f"assistant\n\n{example.answer}") for example in train)
     tokenizer = write_tokenizer(space.model, chain.from_iterable(pairs))
