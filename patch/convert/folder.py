@@ -1,0 +1,49 @@
+"""A target folder that appears whole or not at all."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from patch.errors import ConversionError
+
+
+def prepare(partial: Path, target: Path, source: Path | None) -> None:
+    """Make the empty folder to write into.
+
+    Raises:
+        ConversionError: the target is the source, or a folder that is no Hugging Face model and would be
+            lost when it is replaced; or nothing can be written there.
+    """
+    if source is not None and target == source.resolve():
+        raise ConversionError(f"{target} is the folder the weights came from; give another one to write to")
+    if target.exists() and not _is_replaceable(target):
+        raise ConversionError(
+            f"{target} exists and is no Hugging Face model (it has no config.json), so it is not replaced: give "
+            "another folder or remove it"
+        )
+    try:
+        if partial.exists():
+            shutil.rmtree(partial)
+        partial.mkdir(parents=True)
+    except OSError as error:
+        raise ConversionError(f"cannot write beside {target}: {error}") from error
+
+
+def _is_replaceable(target: Path) -> bool:
+    return target.is_dir() and ((target / "config.json").is_file() or not any(target.iterdir()))
+
+
+def publish(partial: Path, target: Path) -> None:
+    """Put the finished folder in the target's place; a target that was there comes back on failure."""
+    replaced = target.with_name(f".{target.name}.replaced")
+    try:
+        shutil.rmtree(replaced, ignore_errors=True)
+        if target.exists():
+            target.rename(replaced)
+        partial.rename(target)
+    except OSError as error:
+        if replaced.exists() and not target.exists():
+            replaced.rename(target)
+        raise ConversionError(f"cannot put the finished export in place at {target}: {error}") from error
+    shutil.rmtree(replaced, ignore_errors=True)

@@ -1,0 +1,180 @@
+"""Running model -> Hugging Face folder: gathered tensor by tensor, written by every stage at once."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from transformers import PreTrainedTokenizerBase
+
+from patch.config.schema import RunConfig
+from patch.convert.collective import all_or_none
+from patch.convert.folder import prepare, publish
+from patch.convert.hf_files import write_descriptions
+from patch.convert.hf_reader import INDEX, SINGLE
+from patch.convert.llama import TIED_OUTPUT, llama_table
+from patch.convert.stage import Weight, stage_weights
+from patch.errors import ConversionError
+from patch.logger import get_logger
+
+_LOG = get_logger(__name__)
+FILE_BYTES = 5 * 2**30
+"""Largest file, unless one tensor is larger; also about what a writing rank holds in host memory."""
+
+
+class Layout(NamedTuple):
+    """The files of all stages: `files[i]` holds the names in file i and their bytes."""
+
+    files: list[dict[str, int]]
+    first: int
+    """Index of this stage's first file."""
+
+    def name(self, index: int) -> str:
+        """The file's name as transformers spells it."""
+        if len(self.files) == 1:
+            return SINGLE
+        return f"model-{index + 1:05d}-of-{len(self.files):05d}.safetensors"
+
+
+def export_hf(
+    model: torch.nn.Module,
+    folder: Path,
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    *,
+    hf_source: Path | None,
+    tokenizer: PreTrainedTokenizerBase,
+    file_bytes: int = FILE_BYTES,
+) -> None:
+    """Write the model as a folder that transformers loads; collective over the job.
+
+    Everything goes into a temporary folder beside `folder`, which replaces it at the end; on failure the
+    target stays as it was. Weights keep the parameters' dtype.
+
+    Args:
+        model: upstream's GPTModel of this rank's stage, cut over `groups.tp` and `groups.pp`.
+        folder: on a file system that every writing rank sees.
+        hf_source: the folder that the weights came from; its config.json and generation_config.json are
+            kept but for what has changed.
+        file_bytes: size at which a new safetensors file is begun.
+    Raises:
+        ConversionError: on every rank, when a rank cannot write or the target is something else's folder.
+    """
+    folder = folder.resolve()
+    is_first = dist.get_rank() == 0
+    partial = folder.with_name(f".{folder.name}.partial")
+    try:
+        with all_or_none():
+            if is_first:
+                prepare(partial, folder, hf_source)
+        layout = _write_weights(model, partial, config, groups, file_bytes)
+        with all_or_none():
+            if is_first:
+                _write_index(partial, layout)
+                write_descriptions(partial, config, hf_source, tokenizer, next(model.parameters()).dtype)
+                publish(partial, folder)
+    finally:
+        if is_first:
+            shutil.rmtree(partial, ignore_errors=True)
+    _LOG.info("Hugging Face folder written: %s", folder)
+
+
+def _write_weights(
+    model: torch.nn.Module, partial: Path, config: RunConfig, groups: ProcessGroupCollection, file_bytes: int
+) -> Layout:
+    """Write this stage's files from its first replica; returns the files of all stages."""
+    tied = not config.model.untie_embeddings_and_output_weights
+    weights = [
+        weight
+        for weight in stage_weights(model, llama_table(config))
+        if not (tied and weight.name == TIED_OUTPUT)
+    ]
+    files = _split(weights, file_bytes)
+    layout = _lay_out(files, groups.pp)
+    with all_or_none():
+        if groups.dp_cp.rank() == 0:
+            _write_stage(files, partial, layout, groups.tp)
+    return layout
+
+
+def _tensor_bytes(weight: Weight) -> dict[str, int]:
+    itemsize = weight.parameter.element_size()
+    return {tensor.name: torch.Size(tensor.shape).numel() * itemsize for tensor in weight.mapping.hf}
+
+
+def _split(weights: list[Weight], file_bytes: int) -> list[list[Weight]]:
+    """Consecutive weights, at most `file_bytes` together unless one alone is larger."""
+    files: list[list[Weight]] = []
+    filled = 0
+    for weight in weights:
+        size = sum(_tensor_bytes(weight).values())
+        if not files or filled + size > file_bytes:
+            files.append([])
+            filled = 0
+        files[-1].append(weight)
+        filled += size
+    return files
+
+
+def _lay_out(files: list[list[Weight]], pp: dist.ProcessGroup) -> Layout:
+    """Number the files over the stages; collective over the pipeline group."""
+    mine = [{name: size for weight in file for name, size in _tensor_bytes(weight).items()} for file in files]
+    stages: list[list[dict[str, int]]] = [[] for _ in range(pp.size())]
+    dist.all_gather_object(stages, mine, group=pp)
+    return Layout([file for stage in stages for file in stage], sum(map(len, stages[: pp.rank()])))
+
+
+def _write_stage(files: list[list[Weight]], partial: Path, layout: Layout, tp: dist.ProcessGroup) -> None:
+    """Gather and write file by file on TP rank 0; the other TP ranks send their parts.
+
+    After a failed write the gathers go on, so that no rank waits for one that gave up.
+    """
+    failure: ConversionError | None = None
+    for index, weights in enumerate(files, start=layout.first):
+        tensors: dict[str, torch.Tensor] = {}
+        for weight in weights:
+            tensors |= _gather(weight, tp)
+        if tp.rank() == 0 and failure is None:
+            failure = _try_save(tensors, partial / layout.name(index))
+    if failure is not None:
+        raise failure
+
+
+def _gather(weight: Weight, tp: dist.ProcessGroup) -> dict[str, torch.Tensor]:
+    """The weight's whole Hugging Face tensors, on the CPU of TP rank 0; empty on the others."""
+    local = weight.parameter.contiguous()
+    shards = [local]
+    if tp.size() > 1 and not weight.mapping.replicated:
+        shards = [torch.empty_like(local) for _ in range(tp.size())] if tp.rank() == 0 else []
+        dist.gather(local, shards or None, dst=dist.get_global_rank(tp, 0), group=tp)
+    if tp.rank() != 0:
+        return {}
+    names = [tensor.name for tensor in weight.mapping.hf]
+    return dict(zip(names, weight.mapping.take_apart(shards), strict=True))
+
+
+def _try_save(tensors: dict[str, torch.Tensor], path: Path) -> ConversionError | None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        return ConversionError(
+            f"cannot write {path}: {error}; expected room for it in a folder that every machine sees "
+            "(OUTPUT_BASEPATH, position 25)"
+        )
+    return None
+
+
+def _write_index(partial: Path, layout: Layout) -> None:
+    if len(layout.files) == 1:
+        return
+    placed = {name: layout.name(index) for index, file in enumerate(layout.files) for name in file}
+    total = sum(sum(file.values()) for file in layout.files)
+    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
+    (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")

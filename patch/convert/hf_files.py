@@ -1,0 +1,141 @@
+"""What lies beside the weights: config.json, generation_config.json and the tokenizer.
+
+A source's files are kept byte for byte where nothing has changed; otherwise only the changed keys are.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from patch.config.hf import read_hf_config
+from patch.config.schema import ModelConfig, RunConfig
+from patch.errors import ConversionError
+
+END_OF_TURN = "<|eot_id|>"
+
+# ModelConfig's field -> config.json's key, where the value is the same.
+_KEYS = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_layers": "num_hidden_layers",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+    "kv_channels": "head_dim",
+    "max_position_embeddings": "max_position_embeddings",
+    "norm_epsilon": "rms_norm_eps",
+}
+_ROPE = (
+    "rotary_base", "use_rope_scaling", "rope_scaling_factor", "rope_low_freq_factor",
+    "rope_high_freq_factor", "rope_original_max_position",
+)  # fmt: skip
+
+
+def write_descriptions(
+    folder: Path,
+    config: RunConfig,
+    hf_source: Path | None,
+    tokenizer: PreTrainedTokenizerBase,
+    dtype: torch.dtype,
+) -> None:
+    """Write config.json, generation_config.json and the tokenizer with its chat template.
+
+    Args:
+        hf_source: the folder whose files are kept where nothing has changed; None: written anew.
+        dtype: of the weights.
+    Raises:
+        ConversionError: a file cannot be written, or a file of the source cannot be read.
+    """
+    try:
+        _write_json(folder, "config.json", hf_source, model_description(config.model, hf_source, tokenizer, dtype))
+        _write_json(folder, "generation_config.json", hf_source, generation_description(hf_source, tokenizer))
+        tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise ConversionError(f"cannot write the files of {folder}: {error}") from error
+
+
+def model_description(
+    model: ModelConfig, hf_source: Path | None, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+) -> dict[str, Any]:
+    """The contents of config.json.
+
+    Without a source it is in the spelling of transformers 4 (`rope_theta`, `rope_scaling`,
+    `torch_dtype`), which transformers 5 reads as well; the reverse is not true.
+    """
+    fields = {**dict.fromkeys((*_KEYS, *_ROPE, "untie_embeddings_and_output_weights"))}
+    fields = {name: getattr(model, name) for name in fields}
+    if hf_source is None:
+        described: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+            "attention_bias": False, "mlp_bias": False, "initializer_range": model.init_method_std,
+            "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+        }  # fmt: skip
+        changed = set(fields)
+    else:
+        described = _read_json(hf_source / "config.json")
+        before = read_hf_config(hf_source)
+        changed = {name for name in fields if name in before and before[name] != fields[name]}
+    described |= {key: fields[name] for name, key in _KEYS.items() if name in changed}
+    if "untie_embeddings_and_output_weights" in changed:
+        described["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
+    if changed & set(_ROPE):
+        _describe_rope(described, model)
+    described["dtype" if "dtype" in described else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    return described
+
+
+def _describe_rope(described: dict[str, Any], model: ModelConfig) -> None:
+    """Set RoPE's keys in the spelling that is there already, else in that of transformers 4."""
+    scaling = None
+    if model.use_rope_scaling:
+        scaling = {
+            "rope_type": "llama3", "factor": model.rope_scaling_factor,
+            "low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor,
+            "original_max_position_embeddings": model.rope_original_max_position,
+        }  # fmt: skip
+    if "rope_parameters" in described:
+        described["rope_parameters"] = {
+            **(scaling or {"rope_type": "default"}), "rope_theta": model.rotary_base
+        }  # fmt: skip
+    else:
+        described |= {"rope_theta": model.rotary_base, "rope_scaling": scaling}
+
+
+def generation_description(hf_source: Path | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
+    """The contents of generation_config.json.
+
+    A chat model ends its turn with the chat template's end-of-turn token, which a base model's
+    generation_config.json does not stop at; so that token is added.
+    """
+    if hf_source is not None and (hf_source / "generation_config.json").is_file():
+        described = _read_json(hf_source / "generation_config.json")
+    else:
+        described = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    ends = described.get("eos_token_id")
+    ends = list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
+    if END_OF_TURN in str(tokenizer.chat_template):
+        end_of_turn = tokenizer.convert_tokens_to_ids(END_OF_TURN)
+        if end_of_turn not in ends:
+            described["eos_token_id"] = [*ends, end_of_turn] if ends else end_of_turn
+    return described
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConversionError(f"cannot read {path}: {error}") from error
+
+
+def _write_json(folder: Path, name: str, hf_source: Path | None, contents: dict[str, Any]) -> None:
+    """Write `contents`; the source's own bytes when they say the same."""
+    source = hf_source / name if hf_source is not None else None
+    if source is not None and source.is_file() and _read_json(source) == contents:
+        (folder / name).write_bytes(source.read_bytes())
+    else:
+        (folder / name).write_text(json.dumps(contents, indent=2) + "\n")

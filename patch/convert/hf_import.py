@@ -1,0 +1,58 @@
+"""Hugging Face -> running model: each rank copies its slices straight into its parameters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from patch.config.schema import RunConfig
+from patch.convert.collective import all_or_none
+from patch.convert.hf_reader import HFFolder
+from patch.convert.llama import OUTPUT, hf_tensors, llama_table
+from patch.convert.mappings import Shard
+from patch.convert.stage import stage_weights
+from patch.errors import ConversionError
+from patch.logger import get_logger
+
+_LOG = get_logger(__name__)
+_STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
+
+
+def import_hf(
+    model: torch.nn.Module, folder: Path, config: RunConfig, groups: ProcessGroupCollection
+) -> None:
+    """Fill this rank's pipeline stage from a Hugging Face folder; collective over the job.
+
+    Names, shapes and types of the whole folder are checked before the first byte is copied. Weights
+    stored in another type are rounded to that of the parameters, to nearest even, and a line says so.
+
+    Args:
+        model: upstream's GPTModel of this stage, cut over `groups.tp` and `groups.pp`.
+    Raises:
+        ConversionError: on every rank, when the folder cannot be read or does not fit the model.
+    """
+    shard = Shard(groups.tp.rank(), groups.tp.size())
+    with all_or_none():
+        if not (folder / "config.json").is_file():
+            raise ConversionError(f"{folder} has no config.json, expected the folder of a Hugging Face model")
+        with HFFolder(folder) as source:
+            tensors = hf_tensors(config)
+            tied = not config.model.untie_embeddings_and_output_weights
+            source.check(tensors, unused=frozenset({OUTPUT} if tied else ()))
+            _tell_rounding(source.dtypes(tensor.name for tensor in tensors), folder, model)
+            for weight in stage_weights(model, llama_table(config)):
+                sources = [source[tensor.name] for tensor in weight.mapping.hf]
+                weight.mapping.fill(weight.parameter, sources, shard)
+
+
+def _tell_rounding(stored: set[str], folder: Path, model: torch.nn.Module) -> None:
+    """Say once when the parameters cannot hold every stored value. float32 holds them all."""
+    dtype = next(model.parameters()).dtype
+    inexact = stored - {_STORED[dtype]}
+    if dtype != torch.float32 and inexact:
+        _LOG.warning(
+            "weights stored as %s in %s are rounded to %s (PR, --precision)",
+            ", ".join(sorted(inexact)), folder, str(dtype).removeprefix("torch."),
+        )  # fmt: skip
