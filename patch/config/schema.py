@@ -115,7 +115,9 @@ class DataConfig:
     train_data_path: str = flag("raw: a JSON or JSONL file; idxmap: path prefix of .bin/.idx")
     valid_data_path: str = flag("the same for evaluation; none: no evaluation", "none")
     max_padding_length: int = flag("raw samples are padded and truncated to this many tokens")
-    tokenizer_type: str = flag("where the tokenizer comes from", "PretrainedFromHF", choices=("PretrainedFromHF",))
+    tokenizer_type: str = flag(
+        "where the tokenizer comes from", "PretrainedFromHF", choices=("PretrainedFromHF",)
+    )
     tokenizer_name_or_path: str = flag("folder of a Hugging Face tokenizer; none: that of --load", "none")
     packing: bool = flag("several raw samples in one sequence", False)
     eval_interval: int = flag("steps between evaluations; 0: none", 100)
@@ -170,6 +172,12 @@ class RunConfig:
         if multiple % tp_size:
             multiple *= tp_size
         return -(-self.model.vocab_size // multiple) * multiple
+
+    @property
+    def tokenizer_folder(self) -> str:
+        """Where the tokenizer is read: named by itself, or beside the weights; none where neither is."""
+        named = self.data.tokenizer_name_or_path
+        return self.checkpoint.load if named == "none" else named
 
     @property
     def sample_length(self) -> int:

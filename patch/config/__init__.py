@@ -1,0 +1,38 @@
+"""The configuration of a run: from a command line to one frozen, checked RunConfig.
+
+Imports neither torch nor megatron, so that a wrong command fails at once.
+"""
+
+from patch.config.environment import Rendezvous
+from patch.config.flags import to_flags
+from patch.config.parse import Invocation, parse_args
+from patch.config.previous import compare_with_previous
+from patch.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from patch.config.validate import validate_run
+from patch.config.yaml_io import read_yaml, to_yaml
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "Invocation",
+    "ModelConfig",
+    "OptimizerConfig",
+    "ParallelConfig",
+    "Rendezvous",
+    "RunConfig",
+    "TrainingConfig",
+    "compare_with_previous",
+    "parse_args",
+    "read_yaml",
+    "to_flags",
+    "to_yaml",
+    "validate_run",
+]

@@ -1,0 +1,147 @@
+"""How many processes there are and where they meet: from ENV, the scheduler's variables and the machine.
+
+Under torchrun (LOCAL_RANK is set) its variables decide. Otherwise `dlc` and `slurm` read their
+scheduler's, and `dsw` (also: no ENV at all) is this machine, or several with --nnodes and
+NODE_RANK, MASTER_ADDR and MASTER_PORT.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from patch.config.fields import to_int
+from patch.device import MachineFacts
+from patch.errors import ConfigError
+
+
+class Rendezvous(NamedTuple):
+    """Where the workers of a job meet; the launcher picks a free port for 0."""
+
+    node_rank: int = 0
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+
+
+class Cluster(NamedTuple):
+    """What the environment says about the job."""
+
+    nnodes: int = 1
+    nproc_per_node: int | None = None
+    """None where the environment is silent: `default_nproc_per_node` decides."""
+    rendezvous: Rendezvous = Rendezvous()
+
+
+def _text(environ: Mapping[str, str], name: str, why: str) -> str:
+    if not environ.get(name):
+        raise ConfigError(f"environment variable {name} is not set, expected {why}")
+    return environ[name]
+
+
+def _number(environ: Mapping[str, str], name: str, why: str, least: int = 0) -> int:
+    text = _text(environ, name, why)
+    number = to_int(text)
+    if number is None or number < least:
+        raise ConfigError(f"environment variable {name}: got {text!r}, expected {why} (at least {least})")
+    return number
+
+
+def _optional(environ: Mapping[str, str], name: str, why: str) -> int | None:
+    return _number(environ, name, why, least=1) if environ.get(name) else None
+
+
+def _torchrun(environ: Mapping[str, str]) -> Cluster:
+    world = _number(environ, "WORLD_SIZE", "the number of processes, as torchrun sets it", least=1)
+    local = _optional(environ, "LOCAL_WORLD_SIZE", "processes on this machine, as torchrun sets it") or world
+    return Cluster(world // local, local)
+
+
+def _dlc(environ: Mapping[str, str]) -> Cluster:
+    nnodes = _number(environ, "WORLD_SIZE", "with ENV=dlc the number of machines", least=1)
+    rendezvous = Rendezvous(
+        _number(environ, "RANK", "with ENV=dlc this machine's index"),
+        _text(environ, "MASTER_ADDR", "with ENV=dlc the first machine's address"),
+        _number(environ, "MASTER_PORT", "with ENV=dlc a free port of the first machine", least=1),
+    )
+    gpus = _optional(environ, "KUBERNETES_CONTAINER_RESOURCE_GPU", "the GPUs of this machine")
+    return Cluster(nnodes, gpus, rendezvous)
+
+
+def _first_host(nodelist: str) -> str:
+    """The first name of a SLURM node list: `gpu[03-05,9],x1` begins with gpu03."""
+    match = re.match(r"([^,\[]+)(?:\[([^\],-]+)[^\]]*\]([^,]*))?", nodelist)
+    if match is None:
+        raise ConfigError(f"environment variable SLURM_JOB_NODELIST: got {nodelist!r}, expected host names")
+    return "".join(part or "" for part in match.groups())
+
+
+def _slurm(environ: Mapping[str, str]) -> Cluster:
+    nnodes = _number(environ, "SLURM_NNODES", "with ENV=slurm the number of machines", least=1)
+    tasks = _optional(environ, "SLURM_STEP_NUM_TASKS", "the tasks of this job step") or nnodes
+    if tasks != nnodes:
+        raise ConfigError(
+            f"SLURM started {tasks} tasks on {nnodes} machines, expected one on each, "
+            "for the launcher starts the workers itself: use srun --ntasks-per-node=1"
+        )
+    address = environ.get("MASTER_ADDR") or _first_host(
+        _text(environ, "SLURM_JOB_NODELIST", "with ENV=slurm the names of the machines")
+    )
+    # every machine must derive the same port without talking: from the job's number
+    port = _optional(environ, "MASTER_PORT", "a free port of the first machine")
+    port = port or 20000 + _number(environ, "SLURM_JOB_ID", "with ENV=slurm the job's number") % 10000
+    node_rank = _number(environ, "SLURM_NODEID", "with ENV=slurm this machine's index")
+    gpus = _optional(environ, "SLURM_GPUS_ON_NODE", "the GPUs of this machine")
+    return Cluster(nnodes, gpus, Rendezvous(node_rank, address, port))
+
+
+_READERS = {"dlc": _dlc, "slurm": _slurm}
+
+
+def read_cluster(env: str, environ: Mapping[str, str], nnodes: int | None = None) -> Cluster:
+    """The job as ENV (`dsw`, `dlc`, `slurm`) and the environment describe it.
+
+    Args:
+        nnodes: of --nnodes, which beats the environment; None where it was not given.
+
+    Raises:
+        ConfigError: a variable that is missing or no number.
+    """
+    if "LOCAL_RANK" in environ:
+        return _torchrun(environ)
+    if env in _READERS:
+        cluster = _READERS[env](environ)
+    elif nnodes is not None and nnodes > 1:
+        cluster = _by_hand(environ, nnodes)
+    else:
+        cluster = Cluster()
+    own = _optional(environ, "NPROC_PER_NODE", "processes on this machine")
+    return cluster._replace(nnodes=nnodes or cluster.nnodes, nproc_per_node=own or cluster.nproc_per_node)
+
+
+def _by_hand(environ: Mapping[str, str], nnodes: int) -> Cluster:
+    rendezvous = Rendezvous(
+        _number(environ, "NODE_RANK", f"with --nnodes {nnodes} this machine's index"),
+        _text(environ, "MASTER_ADDR", f"with --nnodes {nnodes} the first machine's address"),
+        _number(environ, "MASTER_PORT", f"with --nnodes {nnodes} a free port of the first machine", least=1),
+    )
+    return Cluster(nnodes, None, rendezvous)
+
+
+def default_nproc_per_node(cluster: Cluster, machine: MachineFacts, replica: int) -> int:
+    """Processes on this machine: as the environment says, else its GPUs, else one model replica on the CPU.
+
+    Args:
+        replica: TP x PP x CP.
+
+    Raises:
+        ConfigError: several machines without GPUs, where a replica may span them.
+    """
+    if cluster.nproc_per_node or machine.cuda_devices:
+        return cluster.nproc_per_node or machine.cuda_devices
+    if cluster.nnodes > 1:
+        raise ConfigError(
+            f"{cluster.nnodes} machines without GPUs: the processes on each are not known, "
+            "set NPROC_PER_NODE or --nproc-per-node"
+        )
+    return replica

@@ -1,0 +1,121 @@
+"""The flat list of fields behind flags, YAML and positions, and the one conversion of a value to its type.
+
+Field names are unique over the sections of RunConfig, so a name alone says which flag is meant.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import typing
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from patch.config.schema import RunConfig
+from patch.errors import ConfigError, nearest
+
+SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
+"""Section name to its dataclass, in the order of config.yaml."""
+
+
+class Field(NamedTuple):
+    """One value of the run: what its flag, its YAML key and `--help` need to know."""
+
+    section: str
+    name: str
+    kind: type
+    """int, float, bool or str."""
+    default: Any
+    """dataclasses.MISSING where the value must be given or derived."""
+    help: str
+    choices: tuple[str, ...]
+
+    @property
+    def flag(self) -> str:
+        """The flag that sets it: `seq_length` is `--seq-length`."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def required(self) -> bool:
+        """Whether there is no default."""
+        return self.default is dataclasses.MISSING
+
+
+def _collect() -> dict[str, Field]:
+    found: dict[str, Field] = {}
+    for section, cls in SECTIONS.items():
+        kinds = typing.get_type_hints(cls)
+        for field in dataclasses.fields(cls):
+            assert field.name not in found, f"field names are unique over sections: {field.name}"
+            found[field.name] = Field(
+                section, field.name, kinds[field.name], field.default, **dict(field.metadata)
+            )
+    return found
+
+
+FIELDS: dict[str, Field] = _collect()
+
+
+def to_int(value: object) -> int | None:
+    """An int, or text such as 12 or 5e8 that is integral; None for everything else."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, str) and value.strip("+-").isdecimal():
+        return int(value)
+    number = to_float(value)
+    return int(number) if number is not None and number.is_integer() else None
+
+
+def to_float(value: object) -> float | None:
+    """A finite float, or text that is one; None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    return number if math.isfinite(number) else None
+
+
+def _to_bool(value: object) -> bool | None:
+    return value if isinstance(value, bool) else {"true": True, "false": False}.get(str(value))
+
+
+def _to_str(value: object) -> str | None:
+    """Text; YAML's own reading of an unquoted `false` or `8` is turned back into text."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value) if isinstance(value, (str, int, float)) and value != "" else None
+
+
+_CONVERSIONS: Mapping[type, tuple[Callable[[object], Any], str]] = {
+    int: (to_int, "a whole number (5e8 is one)"),
+    float: (to_float, "a finite number"),
+    bool: (_to_bool, "true or false"),
+    str: (_to_str, "a text that is not empty"),
+}
+
+
+def coerce(field: Field, value: object, origin: str) -> Any:
+    """`value` (text of a flag, or a scalar of YAML) as the field's type.
+
+    Args:
+        origin: what the message calls the value, such as `--lr` or `run.yaml: optimizer.lr`.
+
+    Raises:
+        ConfigError: another type, or none of the field's choices.
+    """
+    convert, expected = _CONVERSIONS[field.kind]
+    converted = convert(value)
+    if converted is None:
+        raise ConfigError(f"{origin}: got {value!r}, expected {expected}")
+    if field.choices:
+        check_choice(converted, field.choices, origin)
+    return converted
+
+
+def check_choice(value: str, choices: tuple[str, ...], origin: str) -> None:
+    """Raise ConfigError with the legal values and the nearest one unless `value` is among them."""
+    if value not in choices:
+        hint = nearest(value, list(choices))
+        raise ConfigError(f"{origin}: got {value!r}, expected one of {', '.join(choices)}{hint}")

@@ -1,0 +1,119 @@
+"""The rules of a run that look at files: folders that make a configuration wrong, and data that is missing.
+
+Nothing is written: whether OUTPUT_BASEPATH can be is asked of the nearest folder that exists.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from patch.config.hf import is_hf_folder, read_hf_config
+from patch.config.positions import where
+from patch.config.presets import REQUIRED_SHAPE
+from patch.config.rules import Rule, refuse
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+from patch.errors import DataError
+
+_TRACKER = "latest_checkpointed_iteration.txt"
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+_STRUCTURE = REQUIRED_SHAPE | {
+    "num_query_groups",
+    "kv_channels",
+    "untie_embeddings_and_output_weights",
+}
+"""Fields that decide the tensors' shapes; the rest of a shape only changes what is computed with them."""
+
+
+def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
+    """Position 22 is a Hugging Face folder, a checkpoint of ours, or none."""
+    load = config.checkpoint.load
+    if load == "none" or is_hf_folder(load) or (Path(load) / _TRACKER).is_file():
+        return
+    found = "a folder without either" if Path(load).is_dir() else "no such folder"
+    expected = f"none, a Hugging Face folder (config.json) or a checkpoint ({_TRACKER})"
+    refuse("load", load, expected, found)
+
+
+def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
+    """A Hugging Face folder holds a model of the run's shape."""
+    for field, theirs, ours in _differences(config):
+        if field in _STRUCTURE:
+            file = Path(config.checkpoint.load) / "config.json"
+            refuse(field, ours, str(theirs), f"{file} says so (MODEL_SIZE=auto reads the shape from there)")
+
+
+def _differences(config: RunConfig) -> Iterator[tuple[str, object, object]]:
+    """(field, theirs, ours) wherever the folder's config.json and the run disagree."""
+    load = config.checkpoint.load
+    if load == "none" or not is_hf_folder(load):
+        return
+    for field, theirs in read_hf_config(load).items():
+        ours = getattr(config.model, field)
+        if theirs != ours:
+            yield field, theirs, ours
+
+
+def numerics_notes(config: RunConfig) -> Iterator[str]:
+    """One line for each value that differs from the loaded model's though its weights fit."""
+    for field, theirs, ours in _differences(config):
+        yield f"{where(field)}: {ours} here, {theirs} in {config.checkpoint.load}/config.json"
+
+
+def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:
+    """A tokenizer is named, or lies beside the weights."""
+    folder = config.tokenizer_folder
+    if folder == "none":
+        why = "without PRETRAIN_CHECKPOINT_PATH there is none to take it from"
+        refuse("tokenizer_name_or_path", "none", "a folder of a Hugging Face tokenizer", why)
+    if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
+        expected = f"a folder with one of {', '.join(_TOKENIZER_FILES)}"
+        found = "none of them is there" if Path(folder).is_dir() else "no such folder"
+        refuse("tokenizer_name_or_path", folder, expected, found)
+
+
+def output_is_writable(config: RunConfig, machine: MachineFacts) -> None:
+    """OUTPUT_BASEPATH is a folder that can be written, or can be made."""
+    path = Path(config.checkpoint.output_path).absolute()
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not nearest.is_dir():
+        refuse("output_path", path, "a folder", f"{nearest} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        refuse("output_path", path, "a folder that can be written", f"{nearest} is not writable")
+
+
+FILE_RULES: tuple[Rule, ...] = (
+    weights_are_there,
+    weights_have_this_shape,
+    tokenizer_is_there,
+    output_is_writable,
+)
+
+
+def check_data(config: RunConfig) -> None:
+    """The data set's files are there and readable.
+
+    Raises:
+        DataError: names the file, and the position it comes from.
+    """
+    for field in ("train_data_path", "valid_data_path"):
+        path = getattr(config.data, field)
+        if field == "valid_data_path" and path == "none":
+            continue
+        raw = config.data.dataset_type == "raw"
+        for file in [path] if raw else [f"{path}.bin", f"{path}.idx"]:
+            _check_file(field, path, file)
+
+
+def _check_file(field: str, path: str, file: str) -> None:
+    if os.path.isdir(file):
+        raise DataError(f"{where(field)}: {file} is a folder, expected a JSON or JSONL file")
+    if not os.path.exists(file):
+        cure = "a file" if file == path else "the path of .bin and .idx without the ending"
+        if path.endswith((".bin", ".idx")):
+            cure += f", that is {path[:-4]}"
+        raise DataError(f"{where(field)}: got {path}: {file} does not exist, expected {cure}")
+    if not os.access(file, os.R_OK):
+        raise DataError(f"{where(field)}: {file} cannot be read by this user")

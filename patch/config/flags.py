@@ -1,0 +1,137 @@
+"""The argparse flags generated from the fields, and `--help`.
+
+Only what the user wrote appears in the result, so that layers can be told apart. Booleans are bare,
+each with a `--no-NAME` that takes back what a position, a preset or the file says.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from patch.config.fields import FIELDS, SECTIONS, Field, coerce
+from patch.config.positions import POSITIONS, VARIABLES
+from patch.config.schema import RunConfig
+from patch.errors import ConfigError, nearest
+
+
+class Flags(NamedTuple):
+    """What the named flags said."""
+
+    fields: dict[str, Any]
+    config: str | None
+    dry_run: bool
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; --help lists the flags")
+
+
+def _positions_help() -> str:
+    lines = ["The 25 positions (then named flags; or named flags alone):", ""]
+    for index, position in enumerate(POSITIONS, 1):
+        kind = position.kind if isinstance(position.kind, str) else "|".join(position.kind)
+        lines.append(f"  {index:2}  {position.name:24}  {position.help}")
+        if isinstance(position.kind, tuple):
+            lines.append(f"  {'':30}{kind}")
+    lines += ["", "Environment variables beside the positions:", ""]
+    lines += [f"      {name:24}  {help}" for name, (_, help) in VARIABLES.items()]
+    lines += [
+        f"      {'NPROC_PER_NODE':24}  processes on this machine (default: its GPUs, else TP x PP x CP)"
+    ]
+    lines += [
+        "",
+        "Flags beat positions, positions beat --config, --config beats MODEL_SIZE's shape and defaults.",
+    ]
+    lines += ["Every flag without a value can be taken back with --no-NAME."]
+    return "\n".join(lines)
+
+
+def _help(field: Field) -> str:
+    choices = f" ({', '.join(field.choices)})" if field.choices else ""
+    default = "" if field.required or field.kind is bool else f" [{field.default}]"
+    return (field.help + choices + default).replace("%", "%%")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all flags; its values are lists of what was written, absent where nothing was."""
+    parser = _Parser(
+        prog="run_mcore_llama.sh",
+        usage="run_mcore_llama.sh ENV MODEL_SIZE ... OUTPUT_BASEPATH [FLAGS] | pretrain_llama.py FLAGS",
+        description=_positions_help(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--config", metavar="FILE", action="append", help="a run as YAML, such as config.yaml"
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="check, print the run as YAML and its plan; start nothing"
+    )
+    for section, cls in SECTIONS.items():
+        group = parser.add_argument_group(section, cls.__doc__)
+        for field in FIELDS.values():
+            if field.section == section:
+                _add(group, field)
+    return parser
+
+
+def _spellings(field: Field) -> list[str]:
+    """The flag, and for a boolean the one that takes it back."""
+    return [field.flag, "--no-" + field.flag[2:]] if field.kind is bool else [field.flag]
+
+
+def _add(group: argparse._ArgumentGroup, field: Field) -> None:
+    if field.kind is bool:
+        for flag, const, text in zip(
+            _spellings(field), (True, False), (_help(field), argparse.SUPPRESS), strict=True
+        ):
+            group.add_argument(flag, dest=field.name, action="append_const", const=const, help=text)
+    else:
+        metavar = {int: "N", float: "X", str: "TEXT"}[field.kind]
+        group.add_argument(field.flag, dest=field.name, action="append", metavar=metavar, help=_help(field))
+
+
+def read_flags(argv: Sequence[str]) -> Flags:
+    """The fields that `argv` sets.
+
+    Raises:
+        ConfigError: an unknown flag (names the nearest), a missing or wrong value, a flag given twice
+            with different values.
+        SystemExit: --help, after printing it.
+    """
+    parser = build_parser()
+    namespace, unknown = parser.parse_known_args(list(argv))
+    if unknown:
+        known = ["--config", "--dry-run", *(flag for field in FIELDS.values() for flag in _spellings(field))]
+        name = unknown[0].split("=")[0]
+        raise ConfigError(f"unknown argument {name}{nearest(name, known)} (--help lists the flags)")
+    given = {name: _single(name, values) for name, values in vars(namespace).items()}
+    config, dry_run = given.pop("config", None), given.pop("dry_run", False)
+    fields = {name: coerce(FIELDS[name], value, FIELDS[name].flag) for name, value in given.items()}
+    return Flags(fields, config, dry_run)
+
+
+def _single(name: str, values: Any) -> Any:
+    """The one value of a flag: writing it twice is a conflict unless both say the same."""
+    if not isinstance(values, list):
+        return values
+    if len(set(values)) > 1:
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(f"{flag} is given twice: {' and '.join(map(str, values))}; keep one")
+    return values[0]
+
+
+def to_flags(config: RunConfig) -> list[str]:
+    """The argv that reproduces `config`: every field is named, so nothing else decides."""
+    argv = []
+    for field in FIELDS.values():
+        value = getattr(getattr(config, field.section), field.name)
+        if field.kind is bool:
+            argv.append(_spellings(field)[0 if value else 1])
+        else:
+            argv.append(f"{field.flag}={value}")
+    return argv

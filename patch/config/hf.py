@@ -1,0 +1,132 @@
+"""ModelConfig's fields from a Hugging Face config.json of transformers 4 or 5.
+
+transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 one `rope_parameters` with both.
+What the model here cannot compute is refused by name; what is absent has LlamaConfig's own default.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from patch.config.fields import to_float, to_int
+from patch.errors import ConfigError
+
+_ONLY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "attention_dropout": 0.0,
+    "pretraining_tp": 1,
+    "quantization_config": None,
+}
+"""Keys with the one value that is supported; all but model_type may be absent."""
+
+_LLAMA3_ROPE: dict[str, str] = {
+    "factor": "rope_scaling_factor",
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "rope_original_max_position",
+}
+
+
+def is_hf_folder(path: str | Path) -> bool:
+    """Whether this is a Hugging Face model folder: one that holds a config.json."""
+    return (Path(path) / "config.json").is_file()
+
+
+class _Reader:
+    """The parsed config.json; every complaint names the file and the key."""
+
+    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
+        self.file = file
+        self.values = values
+
+    def refuse(self, key: str, got: object, expected: str) -> NoReturn:
+        raise ConfigError(f"{self.file}: {key}: got {got!r}, expected {expected}")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.values.get(key)
+        number = to_int(default if value is None else value)
+        if number is None:
+            self.refuse(key, value, "a whole number")
+        return number
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.values.get(key)
+        number = to_float(default if value is None else value)
+        if number is None:
+            self.refuse(key, value, "a finite number")
+        return number
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: cannot be read: {error.strerror}; expected a Hugging Face folder"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: malformed JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: got a JSON {type(values).__name__}, expected an object")
+    return values
+
+
+def _refuse_unsupported(reader: _Reader) -> None:
+    for key, only in _ONLY.items():
+        got = reader.values.get(key, None if key == "model_type" else only)
+        if got != only:
+            reader.refuse(key, got, f"{only!r}: nothing else is supported")
+
+
+def _rope(reader: _Reader) -> dict[str, Any]:
+    """RoPE in either spelling; `rope_type` was once called `type`."""
+    rope = reader.values.get("rope_parameters") or reader.values.get("rope_scaling") or {}
+    if not isinstance(rope, dict):
+        reader.refuse("rope_parameters", rope, "an object")
+    inner = _Reader(reader.file, rope)
+    base = inner.number("rope_theta", reader.number("rope_theta", 10000.0))
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", "llama3"):
+        reader.refuse("rope_type", rope_type, "default or llama3: no other scaling is supported")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        reader.refuse("partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
+    shape: dict[str, Any] = {"rotary_base": base, "use_rope_scaling": rope_type == "llama3"}
+    if rope_type == "llama3":
+        for key, field in _LLAMA3_ROPE.items():
+            shape[field] = inner.number(key)
+        shape["rope_original_max_position"] = inner.integer("original_max_position_embeddings")
+    return shape
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """ModelConfig's fields that `folder`/config.json decides.
+
+    Raises:
+        ConfigError: unreadable or malformed (names the file), or a model that is not a plain LLaMA
+            (names the key): biases, another activation, RoPE types other than default and llama3.
+    """
+    file = Path(folder) / "config.json"
+    reader = _Reader(file, _read_json(file))
+    _refuse_unsupported(reader)
+    hidden, heads = reader.integer("hidden_size"), reader.integer("num_attention_heads")
+    if heads < 1:
+        reader.refuse("num_attention_heads", heads, "at least 1")
+    return {
+        "num_layers": reader.integer("num_hidden_layers"),
+        "hidden_size": hidden,
+        "ffn_hidden_size": reader.integer("intermediate_size"),
+        "num_attention_heads": heads,
+        "num_query_groups": reader.integer("num_key_value_heads", heads),
+        "kv_channels": reader.integer("head_dim", hidden // heads),
+        "vocab_size": reader.integer("vocab_size"),
+        "max_position_embeddings": reader.integer("max_position_embeddings", 2048),
+        "norm_epsilon": reader.number("rms_norm_eps", 1e-6),
+        "untie_embeddings_and_output_weights": not reader.values.get("tie_word_embeddings", False),
+        **_rope(reader),
+    }

@@ -1,0 +1,128 @@
+"""From argv, environment and machine to one RunConfig: layers, shape, and what can be derived.
+
+Flags beat positions, positions beat the --config file, the file beats the shape that MODEL_SIZE
+names, and that beats the defaults. The layer that sets MODEL_SIZE replaces the whole shape of the
+layers below it, so a file's 8B never leaks into a position's 70B.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from patch.config.environment import Rendezvous, default_nproc_per_node, read_cluster
+from patch.config.fields import FIELDS, SECTIONS, check_choice, to_float
+from patch.config.flags import build_parser, read_flags
+from patch.config.hf import is_hf_folder, read_hf_config
+from patch.config.positions import read_positions, where
+from patch.config.presets import MODEL_SIZES, PRESETS, REQUIRED_SHAPE, SHAPE_FIELDS
+from patch.config.schema import RunConfig
+from patch.config.yaml_io import read_yaml
+from patch.device import MachineFacts
+from patch.errors import ConfigError
+
+
+class Invocation(NamedTuple):
+    """What one command line asks for."""
+
+    config: RunConfig
+    dry_run: bool
+    rendezvous: Rendezvous
+
+
+def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: MachineFacts) -> Invocation:
+    """Resolve a command line: 25 positions and then flags, or flags alone.
+
+    Raises:
+        ConfigError: anything that cannot be read or is missing; rules that relate values come
+            with `validate_run`.
+        SystemExit: --help, after printing it.
+    """
+    if "--help" in argv or "-h" in argv:
+        build_parser().parse_args(["--help"])
+    texts, rest = _split(argv)
+    flags = read_flags(rest)
+    file = read_yaml(flags.config) if flags.config is not None else {}
+    env, positions = read_positions(texts, environ, flags.fields) if texts else ("dsw", {})
+    merged = _merge([file, positions, flags.fields])
+    merged = {**_shape(merged), **merged}
+    # positions say how many machines there are, so only a flag may overrule them
+    nnodes = (flags.fields if texts else merged).get("nnodes")
+    cluster = read_cluster(env, environ, nnodes)
+    merged["nnodes"] = cluster.nnodes if nnodes is None else nnodes
+    _derive(merged)
+    if "nproc_per_node" not in flags.fields and (texts or "nproc_per_node" not in merged):
+        merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
+    return Invocation(_build(merged), flags.dry_run, cluster.rendezvous)
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Positions and flags: the flags begin at the first argument with a hyphen that is no number."""
+    for index, text in enumerate(argv):
+        if text.startswith("-") and to_float(text) is None:
+            return list(argv[:index]), list(argv[index:])
+    return list(argv), []
+
+
+def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One layer out of several, lowest first."""
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        if "model_size" in layer:
+            merged = {name: value for name, value in merged.items() if name not in SHAPE_FIELDS}
+        merged.update(layer)
+    return merged
+
+
+def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
+    """What MODEL_SIZE says about the shape; nothing where all of it is written out already."""
+    size, load = merged.get("model_size", "auto"), merged.get("load", "none")
+    check_choice(size, MODEL_SIZES, where("model_size"))
+    if merged.keys() >= SHAPE_FIELDS:
+        return {}
+    if size != "auto":
+        return PRESETS[size]
+    if load != "none" and is_hf_folder(load):
+        return read_hf_config(load)
+    if merged.keys() >= REQUIRED_SHAPE:
+        return {}
+    raise ConfigError(
+        f"{where('model_size')}: auto reads the shape from config.json of {where('load')}, which is "
+        f"{load!r} without one; expected a Hugging Face folder there, one of {', '.join(PRESETS)}, "
+        "or the shape by flags"
+    )
+
+
+def _derive(merged: dict[str, Any]) -> None:
+    """Values that follow from others where they are not given; Megatron-LM's rules."""
+    heads = merged.get("num_attention_heads", 0)
+    merged.setdefault("num_query_groups", heads)
+    if "kv_channels" not in merged and heads > 0:
+        if merged["hidden_size"] % heads:
+            raise ConfigError(
+                f"--kv-channels is needed: {heads} heads do not divide --hidden-size {merged['hidden_size']}"
+            )
+        merged["kv_channels"] = merged["hidden_size"] // heads
+    if "seq_length" in merged:
+        merged.setdefault("max_padding_length", merged["seq_length"])
+
+
+def _replica(merged: Mapping[str, Any]) -> int:
+    """Processes of one model replica: TP x PP x CP."""
+    size = 1
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        size *= merged.get(name, FIELDS[name].default)
+    return size
+
+
+def _build(merged: Mapping[str, Any]) -> RunConfig:
+    missing = [where(field.name) for field in FIELDS.values() if field.required and field.name not in merged]
+    if missing:
+        raise ConfigError(
+            f"missing: {', '.join(missing)}; give the 25 positions, these flags, or --config FILE"
+        )
+    sections = {
+        section: cls(**{name: value for name, value in merged.items() if FIELDS[name].section == section})
+        for section, cls in SECTIONS.items()
+    }
+    return RunConfig(**sections)

@@ -1,0 +1,171 @@
+"""The 25 positions of run_mcore_llama.sh: their names, legal values, and the fields they become.
+
+Source of the meaning: the public script of this family (Pai-Megatron-Patch, examples/llama3_1), less
+its faults. Tokens become iterations here; rules that relate several values are in `validate.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from patch.config.fields import FIELDS, check_choice, coerce, to_float, to_int
+from patch.config.presets import MODEL_SIZES
+from patch.errors import ConfigError
+
+INT, FLOAT, PATH = "int", "float", "path"
+_BOOLS = ("true", "false")
+
+
+class Position(NamedTuple):
+    """One position: a number, a path, or one of several words."""
+
+    name: str
+    kind: str | tuple[str, ...]
+    """INT, FLOAT, PATH, or the legal words."""
+    fields: tuple[str, ...]
+    """The fields it decides."""
+    help: str
+
+
+POSITIONS: tuple[Position, ...] = (
+    Position("ENV", ("dsw", "dlc", "slurm"), (), "one machine, or several by DLC's or SLURM's variables"),
+    Position("MODEL_SIZE", MODEL_SIZES, ("model_size",), "a preset, or auto: position 22's config.json"),
+    Position("BATCH_SIZE", INT, ("micro_batch_size",), "samples of one forward on one replica"),
+    Position("GLOBAL_BATCH_SIZE", INT, ("global_batch_size",), "samples of one optimizer step"),
+    Position("LR", FLOAT, ("lr",), "highest learning rate"),
+    Position("MIN_LR", FLOAT, ("min_lr",), "learning rate at the end of the cosine"),
+    Position("SEQ_LEN", INT, ("seq_length",), "the model's sequence"),
+    Position("PAD_LEN", INT, ("max_padding_length",), "raw samples are padded and truncated to it"),
+    Position("PR", FIELDS["precision"].choices, ("precision",), "precision of weights and activations"),
+    Position("TP", INT, ("tensor_model_parallel_size",), "tensor parallelism"),
+    Position("PP", INT, ("pipeline_model_parallel_size",), "pipeline parallelism"),
+    Position("CP", INT, ("context_parallel_size",), "context parallelism"),
+    Position("SP", _BOOLS, ("sequence_parallel",), "sequence parallelism over TP"),
+    Position("DO", _BOOLS, ("use_distributed_optimizer",), "sharded optimizer states"),
+    Position("FL", _BOOLS, ("attention_backend",), "flash attention; false: the fused kernel"),
+    Position("SFT", _BOOLS, ("sft",), "fine-tuning (MP_DATASET_TYPE=raw); false: pre-training"),
+    Position(
+        "AC",
+        ("none", "false", "sel", "full", "offload"),
+        ("recompute_granularity", "cpu_offloading"),
+        "activations: keep, recompute some or all layers, or offload",
+    ),
+    Position(
+        "OPTIMIZER_OFFLOAD",
+        FIELDS["optimizer_offload_policy"].choices,
+        ("optimizer_offload_policy",),
+        "optimizer states in host memory",
+    ),
+    Position("SAVE_INTERVAL", INT, ("save_interval",), "steps between checkpoints"),
+    Position("DATASET_PATH", PATH, ("train_data_path",), "JSON file, or prefix of .bin/.idx"),
+    Position("VALID_DATASET_PATH", PATH, ("valid_data_path",), "the same for evaluation, or none"),
+    Position("PRETRAIN_CHECKPOINT_PATH", PATH, ("load",), "Hugging Face folder, checkpoint, or none"),
+    Position("TRAIN_TOKENS_OR_ITERS", INT, ("train_iters",), "tokens; with SFT=true iterations"),
+    Position("WARMUP_TOKENS_OR_ITERS", INT, ("lr_warmup_iters",), "tokens; with SFT=true iterations"),
+    Position("OUTPUT_BASEPATH", PATH, ("output_path",), "the run's folder"),
+)
+
+VARIABLES: dict[str, tuple[str, str]] = {
+    "MP_DATASET_TYPE": ("dataset_type", "idxmap (default) or raw"),
+    "MP_AC_LAYERS": ("recompute_num_layers", "AC=full: layers per recomputed block (default 1)"),
+    "MP_VP": ("num_layers_per_virtual_pipeline_stage", "layers per interleaved stage"),
+    "MP_SFT_PACKING": ("packing", "true: several samples in one sequence"),
+    "TOKENIZER_PATH": ("tokenizer_name_or_path", "tokenizer folder (default: position 22)"),
+}
+"""Environment variables read beside the positions: the field each sets, and its help."""
+
+_PLACES: dict[str, str] = {
+    **{field: f"position {i} {p.name}" for i, p in enumerate(POSITIONS, 1) for field in p.fields},
+    **{field: variable for variable, (field, _) in VARIABLES.items()},
+    "nproc_per_node": "NPROC_PER_NODE",
+}
+
+
+def where(field: str) -> str:
+    """Where a user sets a field: `--global-batch-size (position 4 GLOBAL_BATCH_SIZE)`."""
+    place = _PLACES.get(field)
+    return FIELDS[field].flag + (f" ({place})" if place else "")
+
+
+def read_positions(
+    texts: Sequence[str], environ: Mapping[str, str], flags: Mapping[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """ENV and the fields that the positions and their environment variables set.
+
+    Args:
+        flags: fields set by named flags, which beat positions: tokens become iterations with them.
+
+    Raises:
+        ConfigError: wrong number of positions, or an unknown value at one of them.
+    """
+    _check_count(texts)
+    words = {p.name: text for p, text in zip(POSITIONS, texts, strict=True)}
+    layer: dict[str, Any] = {}
+    for index, (position, text) in enumerate(zip(POSITIONS, texts, strict=True), 1):
+        value = _parse(index, position, text)
+        if len(position.fields) == 1:
+            layer[position.fields[0]] = value
+    layer["attention_backend"] = "flash" if words["FL"] == "true" else "fused"
+    layer["recompute_granularity"] = {"sel": "selective", "full": "full"}.get(words["AC"], "none")
+    layer["cpu_offloading"] = words["AC"] == "offload"
+    layer.update(_read_variables(environ))
+    if not flags.get("sft", layer["sft"]):
+        _tokens_to_iters(layer, flags)
+    return words["ENV"], layer
+
+
+def _check_count(texts: Sequence[str]) -> None:
+    if len(texts) == len(POSITIONS):
+        return
+    got = f"got {len(texts)} positions, expected {len(POSITIONS)}"
+    if len(texts) > len(POSITIONS):
+        extra = texts[len(POSITIONS)]
+        raise ConfigError(f"{got}: {extra!r} after position {len(POSITIONS)} is the first too many")
+    message = f"{got}: position {len(texts) + 1} {POSITIONS[len(texts)].name} is the first missing"
+    for index, (position, text) in enumerate(zip(POSITIONS, texts, strict=False), 1):
+        try:
+            _parse(index, position, text)
+        except ConfigError as error:
+            raise ConfigError(f"{message}; the first that does not fit its place is {error}") from None
+    raise ConfigError(f"{message}; --help lists them all")
+
+
+def _parse(index: int, position: Position, text: str) -> Any:
+    """The position's value: a number, the text of a path or word, or a bool."""
+    origin = f"position {index} {position.name}"
+    if isinstance(position.kind, tuple):
+        check_choice(text, position.kind, origin)
+        return text == "true" if position.kind == _BOOLS else text
+    value = {INT: to_int, FLOAT: to_float, PATH: lambda path: path or None}[position.kind](text)
+    if value is None:
+        expected = {INT: "a whole number", FLOAT: "a finite number", PATH: "a path"}[position.kind]
+        raise ConfigError(f"{origin}: got {text!r}, expected {expected}")
+    return value
+
+
+def _read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
+    if environ.get("OPTIMIZER_OFFLOAD_FRACTION"):
+        raise ConfigError(
+            "environment variable OPTIMIZER_OFFLOAD_FRACTION: optimizer offload is not built yet, unset it"
+        )
+    return {
+        field: coerce(FIELDS[field], environ[variable], f"environment variable {variable}")
+        for variable, (field, _) in VARIABLES.items()
+        if environ.get(variable)
+    }
+
+
+def _tokens_to_iters(layer: dict[str, Any], flags: Mapping[str, Any]) -> None:
+    """Replace tokens by whole steps of GLOBAL_BATCH_SIZE x SEQ_LEN tokens."""
+    batch, length = (flags.get(name, layer[name]) for name in ("global_batch_size", "seq_length"))
+    tokens_per_step = max(batch * length, 1)  # sizes below 1 are refused by name in validate.py
+    for field, free in (("train_iters", False), ("lr_warmup_iters", True)):
+        tokens = layer[field]
+        layer[field] = tokens // tokens_per_step
+        if layer[field] < 1 and field not in flags and not (free and tokens == 0):
+            zero = ", or 0" if free else ""
+            raise ConfigError(
+                f"{_PLACES[field]}: got {tokens} tokens, expected at least {tokens_per_step}{zero}: "
+                f"one step is {batch} samples x {length} tokens (with SFT=true the position counts iterations)"
+            )

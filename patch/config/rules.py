@@ -1,0 +1,248 @@
+"""The rules of a run that need arithmetic only: each a small function that returns or raises.
+
+A refusal says where the value is set (flag and position), what was got, what is expected with the
+legal values, and why.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, NoReturn
+
+from patch.config.fields import FIELDS
+from patch.config.positions import where
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+from patch.errors import ConfigError
+
+Rule = Callable[[RunConfig, MachineFacts], None]
+
+
+def refuse(field: str, got: object, expected: str, why: str) -> NoReturn:
+    """Raise the ConfigError of one field."""
+    raise ConfigError(f"{where(field)}: got {got}, expected {expected}: {why}")
+
+
+def _value(config: RunConfig, field: str) -> Any:
+    return getattr(getattr(config, FIELDS[field].section), field)
+
+
+def _divisors(*numbers: int) -> str:
+    """The legal values where several numbers must be divided: their common divisors."""
+    common = math.gcd(*numbers)
+    return ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+
+
+class NotBuilt(NamedTuple):
+    """A value of the contract whose feature does not exist yet: refused, never ignored."""
+
+    field: str
+    asks: Callable[[Any], bool]
+    feature: str
+    instead: str
+
+
+NOT_BUILT: tuple[NotBuilt, ...] = (
+    NotBuilt("precision", lambda v: v == "fp16", "fp16 training with loss scaling", "bf16 or fp32"),
+    NotBuilt("precision", lambda v: v == "fp8", "fp8 training", "bf16 or fp32"),
+    NotBuilt("context_parallel_size", lambda v: v > 1, "context parallelism", "1"),
+    NotBuilt("use_distributed_optimizer", bool, "sharded optimizer states", "DO=false"),
+    NotBuilt("cpu_offloading", bool, "activation offload", "AC=sel or full"),
+    NotBuilt("optimizer_offload_policy", lambda v: v != "false", "optimizer offload", "false"),
+    NotBuilt(
+        "num_layers_per_virtual_pipeline_stage", lambda v: v > 0, "interleaved pipelining", "unset or 0"
+    ),
+    NotBuilt("packing", bool, "packing of several samples", "MP_SFT_PACKING=false"),
+)
+
+
+def only_what_is_built(config: RunConfig, machine: MachineFacts) -> None:
+    """Values of DESIGN's contract that no code stands behind yet."""
+    for row in NOT_BUILT:
+        value = _value(config, row.field)
+        if row.asks(value):
+            refuse(row.field, str(value).lower(), row.instead, f"{row.feature} is not built yet")
+
+
+def sft_reads_raw_rows(config: RunConfig, machine: MachineFacts) -> None:
+    """SFT learns from raw rows, pre-training from .bin/.idx; the crossed pairs are not built."""
+    if config.training.sft and config.data.dataset_type == "idxmap":
+        refuse("dataset_type", "idxmap", "raw", "fine-tuning (SFT=true) on .bin/.idx is not built yet")
+    if not config.training.sft and config.data.dataset_type == "raw":
+        refuse("dataset_type", "raw", "idxmap, or SFT=true", "pre-training on raw rows is not built yet")
+
+
+_AT_LEAST_1 = (
+    "nnodes nproc_per_node tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
+    "make_vocab_size_divisible_by seq_length max_padding_length max_position_embeddings "
+    "micro_batch_size global_batch_size train_iters recompute_num_layers "
+    "save_interval log_interval distributed_timeout_minutes rope_original_max_position"
+).split()
+_ABOVE_0 = (
+    "lr adam_eps norm_epsilon rotary_base rope_scaling_factor rope_low_freq_factor rope_high_freq_factor"
+).split()
+_NOT_BELOW_0 = (
+    "min_lr lr_warmup_iters weight_decay clip_grad seed eval_interval eval_iters init_method_std "
+    "num_layers_per_virtual_pipeline_stage"
+).split()
+
+
+def numbers_are_in_range(config: RunConfig, machine: MachineFacts) -> None:
+    """Sizes are at least 1, rates above 0, counts that may be off not below 0."""
+    for field in _AT_LEAST_1:
+        if _value(config, field) < 1:
+            refuse(field, _value(config, field), "at least 1", FIELDS[field].help)
+    for field in _ABOVE_0:
+        if _value(config, field) <= 0:
+            refuse(field, _value(config, field), "more than 0", FIELDS[field].help)
+    for field in _NOT_BELOW_0:
+        if _value(config, field) < 0:
+            refuse(field, _value(config, field), "at least 0", FIELDS[field].help)
+    for field in ("adam_beta1", "adam_beta2"):
+        if not 0 <= _value(config, field) < 1:
+            refuse(field, _value(config, field), "at least 0 and below 1", FIELDS[field].help)
+
+
+def heads_fit(config: RunConfig, machine: MachineFacts) -> None:
+    """Every group has the same number of heads, and RoPE turns pairs of channels."""
+    model = config.model
+    if model.num_attention_heads % model.num_query_groups:
+        legal = _divisors(model.num_attention_heads)
+        why = f"{model.num_attention_heads} heads share the groups evenly"
+        refuse("num_query_groups", model.num_query_groups, f"one of {legal}", why)
+    if model.kv_channels % 2:
+        refuse("kv_channels", model.kv_channels, "an even number", "RoPE turns pairs of channels")
+
+
+def llama3_rope_is_ordered(config: RunConfig, machine: MachineFacts) -> None:
+    """The band between the two wavelengths of llama3's scaling is not empty."""
+    model = config.model
+    if model.use_rope_scaling and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+        expected = f"less than --rope-high-freq-factor {model.rope_high_freq_factor}"
+        refuse(
+            "rope_low_freq_factor", model.rope_low_freq_factor, expected, "wavelengths between are blended"
+        )
+
+
+def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:
+    """TP cuts query heads, key/value groups and the MLP's width evenly."""
+    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    cuts = {
+        "heads": model.num_attention_heads,
+        "key/value groups": model.num_query_groups,
+        "MLP channels": model.ffn_hidden_size,
+    }
+    for what, count in cuts.items():
+        if count % tp_size:
+            legal = _divisors(*cuts.values())
+            refuse("tensor_model_parallel_size", tp_size, f"one of {legal}", f"the model has {count} {what}")
+
+
+def pipeline_divides(config: RunConfig, machine: MachineFacts) -> None:
+    """Every stage has the same number of layers."""
+    layers, pp_size = config.model.num_layers, config.parallel.pipeline_model_parallel_size
+    if layers % pp_size:
+        expected = f"one of {_divisors(layers)}"
+        refuse("pipeline_model_parallel_size", pp_size, expected, f"the model has {layers} layers")
+
+
+def recompute_divides(config: RunConfig, machine: MachineFacts) -> None:
+    """Full recompute cuts a stage's layers in equal blocks."""
+    block = config.training.recompute_num_layers
+    stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
+    if config.training.recompute_granularity == "full" and stage % block:
+        refuse("recompute_num_layers", block, f"one of {_divisors(stage)}", f"a stage has {stage} layers")
+
+
+def sequence_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """PAD_LEN within SEQ_LEN within what the model claims; SP cuts the sequence evenly over TP."""
+    model, padding = config.model, config.data.max_padding_length
+    if padding > model.seq_length:
+        expected = f"at most {model.seq_length}"
+        refuse("max_padding_length", padding, expected, f"it cannot exceed {where('seq_length')}")
+    if model.seq_length > model.max_position_embeddings:
+        expected = f"at most {model.max_position_embeddings} (or a larger --max-position-embeddings)"
+        refuse("seq_length", model.seq_length, expected, "the model claims no longer sequence")
+    tp_size = config.parallel.tensor_model_parallel_size
+    if config.parallel.sequence_parallel and config.sample_length % tp_size:
+        field = "max_padding_length" if config.data.dataset_type == "raw" else "seq_length"
+        why = "SP=true cuts each sequence over TP"
+        refuse(field, config.sample_length, f"a multiple of TP={tp_size}", why)
+
+
+def processes_fit(config: RunConfig, machine: MachineFacts) -> None:
+    """The processes hold whole replicas, and each has a GPU of its own where there are GPUs."""
+    parallel = config.parallel
+    sizes = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    replica = math.prod(sizes)
+    if config.world_size % replica:
+        why = f"{parallel.nnodes} machines x {parallel.nproc_per_node} processes hold whole replicas"
+        expected = f"processes in all a multiple of {replica} (TP x PP x CP = {' x '.join(map(str, sizes))})"
+        refuse("nproc_per_node", parallel.nproc_per_node, expected, why)
+    if 0 < machine.cuda_devices < parallel.nproc_per_node:
+        expected = f"at most {machine.cuda_devices}"
+        refuse("nproc_per_node", parallel.nproc_per_node, expected, "each process has a GPU of its own")
+
+
+def global_batch_divides(config: RunConfig, machine: MachineFacts) -> None:
+    """Every replica computes the same number of whole micro-batches."""
+    batch, micro = config.training.global_batch_size, config.training.micro_batch_size
+    unit = micro * config.data_parallel_size
+    if batch % unit:
+        below = batch // unit * unit
+        near = f"{below} or {below + unit}" if below else str(unit)
+        why = f"BATCH_SIZE {micro} x {config.data_parallel_size} data-parallel replicas"
+        refuse("global_batch_size", batch, f"a multiple of {unit} such as {near}", why)
+
+
+def schedule_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """The learning rate rises before it falls, and falls to something lower."""
+    optimizer, iters = config.optimizer, config.training.train_iters
+    if optimizer.lr_warmup_iters >= iters:
+        expected = f"less than the run's {iters}"
+        refuse("lr_warmup_iters", optimizer.lr_warmup_iters, expected, "the warm-up is part of the run")
+    if optimizer.min_lr > optimizer.lr:
+        refuse("min_lr", optimizer.min_lr, f"at most LR {optimizer.lr}", "the cosine ends below its top")
+
+
+def evaluation_is_possible(config: RunConfig, machine: MachineFacts) -> None:
+    """An evaluation has at least one batch."""
+    data = config.data
+    if data.eval_interval > 0 and data.valid_data_path != "none" and data.eval_iters < 1:
+        refuse("eval_iters", data.eval_iters, "at least 1", "--eval-interval 0 turns evaluation off")
+
+
+RULES: tuple[Rule, ...] = (
+    only_what_is_built,
+    sft_reads_raw_rows,
+    numbers_are_in_range,
+    heads_fit,
+    llama3_rope_is_ordered,
+    tensor_parallel_divides,
+    pipeline_divides,
+    recompute_divides,
+    sequence_fits,
+    processes_fit,
+    global_batch_divides,
+    schedule_fits,
+    evaluation_is_possible,
+)
+"""In the order they are checked: later rules may rely on earlier ones."""
+
+
+def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """One line for each value that is legal but has no effect in this run."""
+    if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
+        yield f"{where('sequence_parallel')} has no effect at TP=1"
+    if config.model.attention_backend != "auto" and not machine.cuda_devices:
+        yield f"{where('attention_backend')} has no effect on the CPU: attention is torch's SDPA either way"
+    if config.training.recompute_num_layers != 1 and config.training.recompute_granularity != "full":
+        yield f"{where('recompute_num_layers')} has no effect without AC=full"
+    if config.data.dataset_type == "idxmap" and config.data.max_padding_length != config.model.seq_length:
+        yield f"{where('max_padding_length')} has no effect in pre-training: sequences are SEQ_LEN long"

@@ -1,0 +1,27 @@
+"""`validate_run`: every rule of a run, checked before a process starts.
+
+The rules are in rules.py (arithmetic) and files.py (folders and data).
+"""
+
+from __future__ import annotations
+
+from patch.config.files import FILE_RULES, check_data, numerics_notes
+from patch.config.rules import RULES, notes
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+
+
+def validate_run(config: RunConfig, machine: MachineFacts) -> list[str]:
+    """Check the whole configuration, then that the data is there.
+
+    Returns:
+        One line for each value that has no effect, or differs from the loaded model's.
+
+    Raises:
+        ConfigError: a value that cannot work: flag and position, got, expected, why.
+        DataError: a data file that is missing, after all of the configuration was found right.
+    """
+    for rule in RULES + FILE_RULES:
+        rule(config, machine)
+    check_data(config)
+    return [*notes(config, machine), *numerics_notes(config)]

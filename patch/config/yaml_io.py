@@ -1,0 +1,67 @@
+"""A run as YAML: what `--dry-run` prints, what config.yaml keeps, and what `--config` reads back."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from patch.config.fields import FIELDS, SECTIONS, coerce
+from patch.config.schema import RunConfig
+from patch.errors import ConfigError, nearest
+
+
+def to_yaml(config: RunConfig) -> str:
+    """Every value of the run, section by section."""
+    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+
+
+def read_yaml(file: str | Path) -> dict[str, Any]:
+    """The fields that a file sets; sections and keys may be left out.
+
+    Raises:
+        ConfigError: unreadable, malformed (with the line), or a section, key or value that is unknown.
+    """
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--config {file}: cannot be read: {error}") from error
+    return parse_yaml(text, str(file))
+
+
+def parse_yaml(text: str, origin: str) -> dict[str, Any]:
+    """The fields that a text sets; `origin` names it in messages.
+
+    Raises:
+        ConfigError: as `read_yaml`.
+    """
+    try:
+        sections = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{origin}: malformed YAML: {error}") from error
+    fields: dict[str, Any] = {}
+    for section, values in _mapping(sections, origin).items():
+        if section not in SECTIONS:
+            raise ConfigError(
+                f"{origin}: unknown section {section!r}{nearest(str(section), list(SECTIONS))}, "
+                f"expected {', '.join(SECTIONS)}"
+            )
+        for name, value in _mapping(values or {}, f"{origin}: {section}").items():
+            _check_known(str(name), section, origin)
+            fields[name] = coerce(FIELDS[name], value, f"{origin}: {section}.{name}")
+    return fields
+
+
+def _mapping(value: object, origin: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise ConfigError(f"{origin}: got {value!r}, expected keys with values")
+    return value
+
+
+def _check_known(name: str, section: str, origin: str) -> None:
+    if name not in FIELDS:
+        raise ConfigError(f"{origin}: unknown key {section}.{name}{nearest(name, list(FIELDS))}")
+    if FIELDS[name].section != section:
+        raise ConfigError(f"{origin}: unknown key {section}.{name}: {name} belongs to {FIELDS[name].section}")
