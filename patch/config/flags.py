@@ -50,9 +50,8 @@ def _positions_help() -> str:
 
 
 def _help(field: Field) -> str:
-    choices = f" ({', '.join(field.choices)})" if field.choices else ""
     default = "" if field.required or field.kind is bool else f" [{field.default}]"
-    return (field.help + choices + default).replace("%", "%%")
+    return (field.help + default).replace("%", "%%")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -91,7 +90,7 @@ def _add(group: argparse._ArgumentGroup, field: Field) -> None:
         ):
             group.add_argument(flag, dest=field.name, action="append_const", const=const, help=text)
     else:
-        metavar = {int: "N", float: "X", str: "TEXT"}[field.kind]
+        metavar = "|".join(field.choices) or {int: "N", float: "X", str: "TEXT"}[field.kind]
         group.add_argument(field.flag, dest=field.name, action="append", metavar=metavar, help=_help(field))
 
 

@@ -84,7 +84,7 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
         return PRESETS[size]
     if load != "none" and is_hf_folder(load):
         return read_hf_config(load)
-    if merged.keys() >= REQUIRED_SHAPE:
+    if merged.keys() >= REQUIRED_SHAPE or "model_size" not in merged:
         return {}
     raise ConfigError(
         f"{where('model_size')}: auto reads the shape from config.json of {where('load')}, which is "
@@ -95,14 +95,12 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
 
 def _derive(merged: dict[str, Any]) -> None:
     """Values that follow from others where they are not given; Megatron-LM's rules."""
-    heads = merged.get("num_attention_heads", 0)
-    merged.setdefault("num_query_groups", heads)
-    if "kv_channels" not in merged and heads > 0:
-        if merged["hidden_size"] % heads:
-            raise ConfigError(
-                f"--kv-channels is needed: {heads} heads do not divide --hidden-size {merged['hidden_size']}"
-            )
-        merged["kv_channels"] = merged["hidden_size"] // heads
+    heads, hidden = merged.get("num_attention_heads", 0), merged.get("hidden_size", 0)
+    if heads > 0:
+        merged.setdefault("num_query_groups", heads)
+        if "kv_channels" not in merged and hidden % heads:
+            raise ConfigError(f"--kv-channels is needed: {heads} heads do not divide --hidden-size {hidden}")
+        merged.setdefault("kv_channels", hidden // heads)
     if "seq_length" in merged:
         merged.setdefault("max_padding_length", merged["seq_length"])
 

@@ -167,5 +167,5 @@ def _tokens_to_iters(layer: dict[str, Any], flags: Mapping[str, Any]) -> None:
             zero = ", or 0" if free else ""
             raise ConfigError(
                 f"{_PLACES[field]}: got {tokens} tokens, expected at least {tokens_per_step}{zero}: "
-                f"one step is {batch} samples x {length} tokens (with SFT=true the position counts iterations)"
+                f"one step is {batch} samples x {length} tokens (SFT=true counts iterations)"
             )

@@ -54,6 +54,6 @@ def _same(before: Any, now: Any) -> bool:
 
 def _refuse(config: RunConfig, what: str, place: str, before: Any, now: Any) -> None:
     raise ConfigError(
-        f"{place}: got {now}, expected {before}: "
-        f"{config.checkpoint.output_path} holds a run of another {what}; give another {where('output_path')}, or the same command as before"
+        f"{place}: got {now}, expected {before}: {config.checkpoint.output_path} holds a run of "
+        f"another {what}; give another {where('output_path')}, or the same command as before"
     )
