@@ -1,0 +1,16 @@
+"""What a run costs, by arithmetic over its configuration: parameters, FLOPs, bytes. Imports no torch."""
+
+from patch.plan.describe import describe_plan
+from patch.plan.flops import flops_per_token, peak_bf16_flops
+from patch.plan.memory import RankBytes, bytes_per_rank
+from patch.plan.parameters import parameters_per_rank, total_parameters
+
+__all__ = [
+    "RankBytes",
+    "bytes_per_rank",
+    "describe_plan",
+    "flops_per_token",
+    "parameters_per_rank",
+    "peak_bf16_flops",
+    "total_parameters",
+]

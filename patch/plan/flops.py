@@ -1,0 +1,54 @@
+"""Model FLOPs of training, and what a GPU could do: the two sides of MFU.
+
+Convention (Megatron-LM's `num_floating_point_operations`): a multiply-add is 2 FLOPs, the backward
+costs twice the forward, matrix multiplications only; causal attention counts the half of the scores
+that is not masked; the output layer counts the padded vocabulary; recomputation does not count.
+PaLM (arXiv 2204.02311, appendix B) counts the same but the whole square of attention.
+"""
+
+from __future__ import annotations
+
+from patch.config import RunConfig
+from patch.plan.parameters import layer_matrices
+
+_PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
+    ("B200", 2250.0),
+    ("H100 PCIe", 756.0),
+    ("H100 NVL", 835.5),
+    ("H200 NVL", 835.5),
+    ("H200", 989.5),
+    ("GH200", 989.5),
+    ("H100", 989.5),
+    ("H800", 989.5),
+    ("H20", 148.0),
+    ("A100", 312.0),
+    ("A800", 312.0),
+    ("A30", 165.0),
+    ("A40", 149.7),
+    ("A10", 125.0),
+    ("L40S", 362.0),
+    ("L40", 181.0),
+    ("L4", 121.0),
+)
+"""Dense bf16 tensor-core peaks from NVIDIA's data sheets, special forms of a name before its plain one."""
+
+
+def flops_per_token(config: RunConfig) -> float:
+    """FLOPs of forward and backward for one token of a sequence of `config.sample_length` tokens."""
+    model = config.model
+    query = model.num_attention_heads * model.kv_channels
+    scores_and_values = 2 * query * config.sample_length / 2
+    per_layer = layer_matrices(config) + scores_and_values
+    return 6 * (model.num_layers * per_layer + config.padded_vocab_size * model.hidden_size)
+
+
+def peak_bf16_flops(device_name: str) -> float | None:
+    """Dense bf16 FLOP/s of a GPU by the name the driver reports; None where it is not known.
+
+    Without the number MFU is null, never a guess.
+    """
+    words = device_name.replace("-", " ").split()
+    for name, tflops in _PEAK_TFLOPS:
+        if all(word in words for word in name.split()):
+            return tflops * 1e12
+    return None

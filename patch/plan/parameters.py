@@ -1,0 +1,43 @@
+"""How many parameters the model has, as a whole and on the ranks of each pipeline stage."""
+
+from __future__ import annotations
+
+from patch.config import RunConfig
+
+
+def layer_matrices(config: RunConfig) -> int:
+    """Elements of one layer's weight matrices: QKV, attention output, gate and up, down."""
+    model = config.model
+    query = model.num_attention_heads * model.kv_channels
+    key_value = 2 * model.num_query_groups * model.kv_channels
+    attention = model.hidden_size * (query + key_value) + query * model.hidden_size
+    return attention + 3 * model.hidden_size * model.ffn_hidden_size
+
+
+def total_parameters(config: RunConfig) -> int:
+    """Parameters of the whole model without vocabulary padding, as transformers counts them.
+
+    A tied embedding counts once.
+    """
+    model = config.model
+    layers = model.num_layers * (layer_matrices(config) + 2 * model.hidden_size)
+    tables = 2 if model.untie_embeddings_and_output_weights else 1
+    return layers + tables * model.vocab_size * model.hidden_size + model.hidden_size
+
+
+def parameters_per_rank(config: RunConfig) -> list[int]:
+    """Parameters on one rank of each pipeline stage, first to last, vocabulary padding included.
+
+    TP cuts matrices and tables; norms are whole on every rank. A tied embedding has a copy on the
+    last stage when there are several stages.
+    """
+    model, parallel = config.model, config.parallel
+    tp_size, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+    table = config.padded_vocab_size * model.hidden_size // tp_size
+    layer = layer_matrices(config) // tp_size + 2 * model.hidden_size
+    counts = [model.num_layers // stages * layer] * stages
+    counts[0] += table
+    counts[-1] += model.hidden_size
+    if model.untie_embeddings_and_output_weights or stages > 1:
+        counts[-1] += table
+    return counts
