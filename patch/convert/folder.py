@@ -19,8 +19,8 @@ def prepare(partial: Path, target: Path, source: Path | None) -> None:
         raise ConversionError(f"{target} is the folder the weights came from; give another one to write to")
     if target.exists() and not _is_replaceable(target):
         raise ConversionError(
-            f"{target} exists and is no Hugging Face model (it has no config.json), so it is not replaced: give "
-            "another folder or remove it"
+            f"{target} exists and is no Hugging Face model (it has no config.json), so it is not replaced: "
+            "give another folder or remove it"
         )
     try:
         if partial.exists():

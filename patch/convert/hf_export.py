@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -44,7 +45,7 @@ class Layout(NamedTuple):
 
 
 def export_hf(
-    model: torch.nn.Module,
+    model: GPTModel,
     folder: Path,
     config: RunConfig,
     groups: ProcessGroupCollection,
@@ -59,7 +60,7 @@ def export_hf(
     target stays as it was. Weights keep the parameters' dtype.
 
     Args:
-        model: upstream's GPTModel of this rank's stage, cut over `groups.tp` and `groups.pp`.
+        model: this rank's stage, cut over `groups.tp` and `groups.pp`.
         folder: on a file system that every writing rank sees.
         hf_source: the folder that the weights came from; its config.json and generation_config.json are
             kept but for what has changed.
@@ -87,7 +88,7 @@ def export_hf(
 
 
 def _write_weights(
-    model: torch.nn.Module, partial: Path, config: RunConfig, groups: ProcessGroupCollection, file_bytes: int
+    model: GPTModel, partial: Path, config: RunConfig, groups: ProcessGroupCollection, file_bytes: int
 ) -> Layout:
     """Write this stage's files from its first replica; returns the files of all stages."""
     tied = not config.model.untie_embeddings_and_output_weights

@@ -30,6 +30,7 @@ _KEYS = {
     "max_position_embeddings": "max_position_embeddings",
     "norm_epsilon": "rms_norm_eps",
 }
+_UNTIED = "untie_embeddings_and_output_weights"
 _ROPE = (
     "rotary_base", "use_rope_scaling", "rope_scaling_factor", "rope_low_freq_factor",
     "rope_high_freq_factor", "rope_original_max_position",
@@ -52,7 +53,8 @@ def write_descriptions(
         ConversionError: a file cannot be written, or a file of the source cannot be read.
     """
     try:
-        _write_json(folder, "config.json", hf_source, model_description(config.model, hf_source, tokenizer, dtype))
+        described = model_description(config.model, hf_source, tokenizer, dtype)
+        _write_json(folder, "config.json", hf_source, described)
         _write_json(folder, "generation_config.json", hf_source, generation_description(hf_source, tokenizer))
         tokenizer.save_pretrained(folder)
     except OSError as error:
@@ -67,8 +69,7 @@ def model_description(
     Without a source it is in the spelling of transformers 4 (`rope_theta`, `rope_scaling`,
     `torch_dtype`), which transformers 5 reads as well; the reverse is not true.
     """
-    fields = {**dict.fromkeys((*_KEYS, *_ROPE, "untie_embeddings_and_output_weights"))}
-    fields = {name: getattr(model, name) for name in fields}
+    fields = {name: getattr(model, name) for name in (*_KEYS, *_ROPE, _UNTIED)}
     if hf_source is None:
         described: dict[str, Any] = {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
@@ -81,7 +82,7 @@ def model_description(
         before = read_hf_config(hf_source)
         changed = {name for name in fields if name in before and before[name] != fields[name]}
     described |= {key: fields[name] for name, key in _KEYS.items() if name in changed}
-    if "untie_embeddings_and_output_weights" in changed:
+    if _UNTIED in changed:
         described["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
     if changed & set(_ROPE):
         _describe_rope(described, model)

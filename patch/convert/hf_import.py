@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import RunConfig
@@ -20,16 +21,14 @@ _LOG = get_logger(__name__)
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-def import_hf(
-    model: torch.nn.Module, folder: Path, config: RunConfig, groups: ProcessGroupCollection
-) -> None:
+def import_hf(model: GPTModel, folder: Path, config: RunConfig, groups: ProcessGroupCollection) -> None:
     """Fill this rank's pipeline stage from a Hugging Face folder; collective over the job.
 
     Names, shapes and types of the whole folder are checked before the first byte is copied. Weights
     stored in another type are rounded to that of the parameters, to nearest even, and a line says so.
 
     Args:
-        model: upstream's GPTModel of this stage, cut over `groups.tp` and `groups.pp`.
+        model: this rank's stage, cut over `groups.tp` and `groups.pp`.
     Raises:
         ConversionError: on every rank, when the folder cannot be read or does not fit the model.
     """
@@ -47,7 +46,7 @@ def import_hf(
                 weight.mapping.fill(weight.parameter, sources, shard)
 
 
-def _tell_rounding(stored: set[str], folder: Path, model: torch.nn.Module) -> None:
+def _tell_rounding(stored: set[str], folder: Path, model: GPTModel) -> None:
     """Say once when the parameters cannot hold every stored value. float32 holds them all."""
     dtype = next(model.parameters()).dtype
     inexact = stored - {_STORED[dtype]}

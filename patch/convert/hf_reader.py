@@ -17,6 +17,7 @@ from patch.errors import ConversionError, nearest
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 READABLE = ("F32", "BF16", "F16")
+_CURE = "MODEL_SIZE (position 2) auto takes the shape from config.json"
 _DERIVED = "rotary_emb.inv_freq"
 """Old folders store these RoPE frequencies; they follow from config.json."""
 
@@ -41,8 +42,8 @@ class HFFolder:
             shard = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
         except (SafetensorError, OSError) as error:
             raise ConversionError(
-                f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}; expected a whole "
-                "file: copy or download it again"
+                f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}; expected a "
+                "whole file: copy or download it again"
             ) from error
         for name in shard.keys():  # noqa: SIM118 - not a dict
             self._slices[name] = shard.get_slice(name)
@@ -78,28 +79,28 @@ class HFFolder:
         extra = [name for name in self._slices if name not in known and not name.endswith(_DERIVED)]
         if extra:
             raise ConversionError(
-                f"{self._files[extra[0]]} holds {extra[0]} (shape {_shape(self[extra[0]])}), which this model has "
-                f"no place for ({len(extra)} such tensors); expected a LLaMA model of the configured number of "
-                "layers: MODEL_SIZE (position 2) auto takes the shape from config.json"
+                f"{self._files[extra[0]]} holds {extra[0]} (shape {_shape(self[extra[0]])}), which this "
+                f"model has no place for ({len(extra)} such tensors); expected a plain LLaMA of as many "
+                f"layers as configured: {_CURE}"
             )
 
     def _check_tensor(self, tensor: HFTensor) -> None:
         if tensor.name not in self._slices:
-            names = sorted(self._slices)
+            files = sorted({path.name for path in self._files.values()})
             raise ConversionError(
-                f"{self.folder} has no tensor {tensor.name} of shape {tensor.shape} in its {len(set(self._files.values()))} "
-                f"safetensors files with {len(names)} tensors{nearest(tensor.name, names)}"
+                f"{self.folder} has no tensor {tensor.name} of shape {tensor.shape}; its {len(self._files)} "
+                f"tensors in {', '.join(files)} were searched{nearest(tensor.name, sorted(self._files))}"
             )
         found = self[tensor.name]
         if _shape(found) != tensor.shape:
             raise ConversionError(
                 f"{tensor.name} in {self._files[tensor.name]} has shape {_shape(found)}, the model expects "
-                f"{tensor.shape}: MODEL_SIZE (position 2) auto takes the shape from config.json"
+                f"{tensor.shape}: {_CURE}"
             )
         if found.get_dtype() not in READABLE:
             raise ConversionError(
-                f"{tensor.name} in {self._files[tensor.name]} is stored as {found.get_dtype()}, expected one of "
-                f"{', '.join(READABLE)}: use the folder of the model that is not quantised"
+                f"{tensor.name} in {self._files[tensor.name]} is stored as {found.get_dtype()}, expected one "
+                f"of {', '.join(READABLE)}: use the folder of the model that is not quantised"
             )
 
 
@@ -112,8 +113,9 @@ def _shard_files(folder: Path) -> list[Path]:
     if (folder / SINGLE).is_file():
         return [folder / SINGLE]
     if not (folder / INDEX).is_file():
-        bins = " (.bin files are not read: save it once with safetensors)" if list(folder.glob("*.bin")) else ""
-        raise ConversionError(f"{folder} holds neither {SINGLE} nor {INDEX}{bins}")
+        has_bin = any(folder.glob("*.bin"))
+        hint = " (.bin files are not read: save it once with safetensors)" if has_bin else ""
+        raise ConversionError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}")
     try:
         placed: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
     except (ValueError, KeyError, TypeError) as error:
@@ -122,7 +124,7 @@ def _shard_files(folder: Path) -> list[Path]:
         if not (folder / file).is_file():
             count = list(placed.values()).count(file)
             raise ConversionError(
-                f"{folder / file} is missing; {INDEX} places {name} and {count - 1} other tensors in it: copy or "
-                "download it again"
+                f"{folder / file} is missing; {INDEX} places {name} and {count - 1} other tensors in it: "
+                "copy or download it again"
             )
     return [folder / file for file in sorted(set(placed.values()))]

@@ -29,7 +29,8 @@ def llama_table(config: RunConfig) -> Table:
         return PaddedRows((HFTensor(name, (model.vocab_size, width)),), config.padded_vocab_size)
 
     qkv = tuple(
-        layer(f"self_attn.{name}_proj", rows, width) for name, rows in (("q", queries), ("k", keys), ("v", keys))
+        layer(f"self_attn.{name}_proj", rows, width)
+        for name, rows in (("q", queries), ("k", keys), ("v", keys))
     )
     return {
         "embedding.word_embeddings.weight": vocabulary(EMBEDDING),

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 
 from patch.convert.llama import Table
 from patch.convert.mappings import Mapping
@@ -22,8 +23,8 @@ class Weight(NamedTuple):
     mapping: Mapping
 
 
-def stage_weights(model: torch.nn.Module, table: Table) -> Iterator[Weight]:
-    """Each parameter of one stage (upstream's GPTModel) with its mapping.
+def stage_weights(model: GPTModel, table: Table) -> Iterator[Weight]:
+    """Each parameter of one stage with its mapping.
 
     The number in a parameter's name counts within the stage; the layer itself knows its number (from 1)
     in the whole model.

@@ -42,9 +42,7 @@ def test_gated_rows_give_each_rank_its_gate_then_its_up():
     assert _filled(mapping, sources, Shard(1, 2), 4) == [2, 3, 102, 103]
 
 
-@pytest.mark.parametrize(
-    ("rank", "expected"), [(0, [1, 2]), (1, [3, 4]), (2, [5, 0]), (3, [0, 0])]
-)
+@pytest.mark.parametrize(("rank", "expected"), [(0, [1, 2]), (1, [3, 4]), (2, [5, 0]), (3, [0, 0])])
 def test_padded_rows_are_zero_where_the_vocabulary_ends(rank, expected):
     sources = [_rows(1, 5)]
     assert _filled(PaddedRows(_hf(*sources), padded_rows=8), sources, Shard(rank, 4), 2) == expected

@@ -112,7 +112,11 @@ def _upstream_model(config, groups):
 
     from patch.model.llama import transformer_config
 
-    return GPTModel(
+    class Upstream(GPTModel):
+        def setup_embeddings_and_output_layer(self):
+            """Left out: it moves tied embeddings to CUDA, to compare the copies."""
+
+    return Upstream(
         transformer_config(config, cuda=False),
         get_gpt_layer_local_spec(normalization="RMSNorm"),
         config.padded_vocab_size,
@@ -127,43 +131,52 @@ def _upstream_model(config, groups):
     ).eval()
 
 
-def _upstream_logits(rank, world_size, folder, layout, tied):
-    import torch.distributed as dist
-
-    from patch.compat.cpu import replace_torch
-    from patch.convert import import_hf
-
-    config = _run(*layout, tied=tied, use_rope_scaling=False)
-    groups = _groups(config)
-    replace_torch("megatron.core.utils")  # upstream's own attention takes a buffer on the current device
-    model = _upstream_model(config, groups)
-    import_hf(model, folder, config, groups)
+@torch.no_grad()
+def _forward(model, config, groups):
+    """Logits [B, S, V] on the last stage; hidden states travel by hand."""
+    rank, tp = torch.distributed.get_rank(), groups.tp.size()
     batch, length = TOKENS.shape
-    tp = groups.tp.size()
     if groups.pp.rank() > 0:
         hidden = torch.empty(length, batch, config.model.hidden_size)
-        dist.recv(hidden, src=rank - tp)
+        torch.distributed.recv(hidden, src=rank - tp)
         model.set_input_tensor(hidden)
     mask = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
-    with torch.no_grad():
-        output = model(TOKENS, torch.arange(length).expand(batch, -1), mask)
+    output = model(TOKENS, torch.arange(length).expand(batch, -1), mask)
     if groups.pp.rank() < groups.pp.size() - 1:
-        dist.send(output.contiguous(), dst=rank + tp)
+        torch.distributed.send(output.contiguous(), dst=rank + tp)
         return None
     return output[..., : config.model.vocab_size].numpy()
 
 
+def _upstream_logits(rank, world_size, root, layout):
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from patch.compat.cpu import replace_torch
+    from patch.convert import import_hf
+
+    groups = _groups(_run(*layout))
+    replace_torch("megatron.core.utils")  # upstream's own attention takes a buffer on the current device
+    model_parallel_cuda_manual_seed(1)  # and its (unused) dropout a random state of each TP rank
+    logits = []
+    for tied in (False, True):
+        config = _run(*layout, tied=tied, use_rope_scaling=False)
+        model = _upstream_model(config, groups)
+        import_hf(model, root / str(tied), config, groups)
+        logits.append(_forward(model, config, groups))
+    return logits
+
+
 @pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 1)])
-@pytest.mark.parametrize("tied", [False, True])
-def test_upstream_model_with_imported_weights_has_transformers_logits(tmp_path, layout, tied):
-    hf_model = hf_llama(_run(*layout, tied=tied, use_rope_scaling=False), tmp_path)
-    with torch.no_grad():
-        expected = hf_model(TOKENS).logits
-    outputs = run_distributed(_upstream_logits, layout[0] * layout[1], tmp_path, layout, tied)
-    logits = [torch.from_numpy(output) for output in outputs if output is not None]
-    assert len(logits) == layout[0]
-    for output in logits:
-        torch.testing.assert_close(output, expected, atol=1e-4, rtol=0)
+def test_upstream_model_with_imported_weights_has_transformers_logits(tmp_path, layout):
+    for tied in (False, True):
+        hf_llama(_run(*layout, tied=tied, use_rope_scaling=False), tmp_path / str(tied))
+    outputs = run_distributed(_upstream_logits, layout[0] * layout[1], tmp_path, layout)
+    last_stage = outputs[-layout[0] :]
+    for index, tied in enumerate((False, True)):
+        with torch.no_grad():
+            expected = LlamaForCausalLM.from_pretrained(tmp_path / str(tied)).eval()(TOKENS).logits
+        for output in last_stage:
+            torch.testing.assert_close(torch.from_numpy(output[index]), expected, atol=1e-4, rtol=0)
 
 
 def _import_with_padding_and_rounding(rank, world_size, root):
