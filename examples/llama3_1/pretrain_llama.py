@@ -13,19 +13,30 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an installation
 
-from patch.config import Invocation, parse_args, to_flags, to_yaml, validate_run  # noqa: E402
+from patch.config import (  # noqa: E402
+    Invocation,
+    RunConfig,
+    compare_with_previous,
+    parse_args,
+    to_flags,
+    to_yaml,
+    validate_run,
+)
 from patch.device import MachineFacts  # noqa: E402
 from patch.distributed.launch import claim_error_report, launch  # noqa: E402
 from patch.errors import PatchError  # noqa: E402
 from patch.logger import configure_logging, get_logger  # noqa: E402
+from patch.plan import describe_plan  # noqa: E402
 
 _logger = get_logger(__name__)
 
 
-def _work(invocation: Invocation) -> None:
-    from patch.training import run
-
-    run(invocation.config)
+def _check(config: RunConfig, machine: MachineFacts) -> list[str]:
+    notes = validate_run(config, machine)
+    previous = Path(config.checkpoint.output_path) / "config.yaml"
+    if previous.is_file():
+        notes += compare_with_previous(config, previous.read_text())
+    return notes
 
 
 def _launch(invocation: Invocation, machine: MachineFacts) -> int:
@@ -34,8 +45,6 @@ def _launch(invocation: Invocation, machine: MachineFacts) -> int:
 
 
 def _describe(invocation: Invocation) -> None:
-    from patch.plan import describe_plan
-
     sys.stdout.write(to_yaml(invocation.config))
     sys.stderr.write(describe_plan(invocation.config) + "\n")
 
@@ -46,16 +55,18 @@ def main(argv: list[str]) -> int:
     try:
         machine = MachineFacts.probe()
         invocation = parse_args(argv, os.environ, machine)
-        notes = validate_run(invocation.config, machine)
-        if "LOCAL_RANK" in os.environ:
-            _work(invocation)
+        notes = _check(invocation.config, machine)
+        if "LOCAL_RANK" in os.environ and not invocation.dry_run:
+            from patch.training import run  # megatron-core, which the launcher does without
+
+            run(invocation.config)
             return 0
         for note in notes:
             _logger.info("%s", note)
-        if invocation.dry_run:
-            _describe(invocation)
-            return 0
-        return _launch(invocation, machine)
+        if not invocation.dry_run:
+            return _launch(invocation, machine)
+        _describe(invocation)
+        return 0
     except PatchError as error:
         if claim_error_report():
             _logger.error("%s", error)

@@ -52,11 +52,11 @@ def launcher_command(space: Workspace) -> list[str]:
         "SFT": "true",
         "AC": "none",
         "OPTIMIZER_OFFLOAD": "false",
-        "SAVE_INTERVAL": "600",
+        "SAVE_INTERVAL": "500",
         "DATASET_PATH": str(space.train_data),
         "VALID_DATASET_PATH": str(space.valid_data),
         "PRETRAIN_CHECKPOINT_PATH": str(space.model),
-        "TRAIN_TOKENS_OR_ITERS": "1200",
+        "TRAIN_TOKENS_OR_ITERS": "1500",
         "WARMUP_TOKENS_OR_ITERS": "60",
         "OUTPUT_BASEPATH": str(space.run),
     }

@@ -66,7 +66,7 @@ def _date(rng: random.Random) -> Example:
 
 def _currency(rng: random.Random) -> Example:
     unit = rng.choice(list(_CURRENCIES))
-    cents = rng.randrange(1, 10 ** rng.randint(3, 8))
+    cents = rng.randrange(1, 10 ** rng.randint(3, 7))
     # Whole amounts and tenths are spelled short, as people do.
     spelled = rng.choice((f"{cents // 100}", f"{cents // 10 / 10:.1f}", f"{cents / 100:.2f}"))
     answer = f"{_CURRENCIES[unit]}{float(spelled):,.2f}"

@@ -1,0 +1,77 @@
+"""Call the launcher's shell script as a user does, with 25 positions by name."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).parents[2]
+SCRIPT = REPOSITORY / "examples" / "llama3_1" / "run_mcore_llama.sh"
+TIMEOUT_S = 200
+
+POSITIONS = {
+    "ENV": "dsw",
+    "MODEL_SIZE": "auto",
+    "BATCH_SIZE": "2",
+    "GLOBAL_BATCH_SIZE": "8",
+    "LR": "5e-3",
+    "MIN_LR": "1e-4",
+    "SEQ_LEN": "64",
+    "PAD_LEN": "48",
+    "PR": "fp32",
+    "TP": "1",
+    "PP": "1",
+    "CP": "1",
+    "SP": "false",
+    "DO": "false",
+    "FL": "true",
+    "SFT": "true",
+    "AC": "none",
+    "OPTIMIZER_OFFLOAD": "false",
+    "SAVE_INTERVAL": "1000",
+    "DATASET_PATH": "none",
+    "VALID_DATASET_PATH": "none",
+    "PRETRAIN_CHECKPOINT_PATH": "none",
+    "TRAIN_TOKENS_OR_ITERS": "8",
+    "WARMUP_TOKENS_OR_ITERS": "2",
+    "OUTPUT_BASEPATH": "none",
+}
+
+
+def command(**changes: object) -> list[str]:
+    """The script and its positions, those named in `changes` replaced."""
+    assert changes.keys() <= POSITIONS.keys(), f"no such position in {sorted(changes)}"
+    return ["bash", str(SCRIPT), *(str(value) for value in {**POSITIONS, **changes}.values())]
+
+
+def environment(**variables: object) -> dict[str, str]:
+    """This process's environment without what tests themselves run under; raw data, two CPU processes."""
+    kept = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    own = {"PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": 1}
+    own |= {"MP_DATASET_TYPE": "raw", "NPROC_PER_NODE": 2}
+    return {**kept, **{name: str(value) for name, value in {**own, **variables}.items()}}
+
+
+def call(arguments: list[str], **variables: object) -> subprocess.CompletedProcess[str]:
+    """Run to the end; output and exit code."""
+    return subprocess.run(
+        arguments,
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+def training_records(output: Path) -> list[dict[str, Any]]:
+    """The lines of log/metrics.jsonl that tell of a training step."""
+    lines = (output / "log" / "metrics.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if "loss" in record]
+
+
+def losses(output: Path) -> list[float]:
+    """The training losses, exactly as written."""
+    return [record["loss"] for record in training_records(output)]

@@ -1,0 +1,66 @@
+"""What cannot run is refused through the shell: exit code, one clear message, nothing written."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+from end_to_end.conftest import Office
+from end_to_end.shell import call, command
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"PR": "fp17"}, ("PR", "fp17", "bf16")),
+        ({"GLOBAL_BATCH_SIZE": 6}, ("GLOBAL_BATCH_SIZE", "6")),
+        ({"DO": "true"}, ("DO", "not built")),
+    ],
+    ids=["unknown-value", "batch-does-not-divide", "not-built-yet"],
+)
+def test_bad_position_is_refused_by_name(
+    office: Office, tmp_path: Path, changes: dict[str, object], named: tuple[str, ...]
+) -> None:
+    result = call(command(**{**office.positions(tmp_path / "out"), **changes}))
+    assert result.returncode == 2, result.stderr
+    assert all(word in result.stderr for word in named), result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_wrong_number_of_positions_is_refused(office: Office, tmp_path: Path) -> None:
+    result = call(command(**office.positions(tmp_path / "out"))[:-1])
+    assert result.returncode == 2
+    assert "24" in result.stderr and "25" in result.stderr
+
+
+def test_unknown_flag_names_the_nearest(office: Office, tmp_path: Path) -> None:
+    result = call([*command(**office.positions(tmp_path / "out")), "--eval-intervall", "3"])
+    assert result.returncode == 2
+    assert "--eval-interval" in result.stderr
+
+
+def test_missing_data_is_refused_after_the_configuration(office: Office, tmp_path: Path) -> None:
+    paths = office.positions(tmp_path / "out")
+    missing = {**paths, "DATASET_PATH": tmp_path / "none.json"}
+    result = call(command(**missing))
+    assert result.returncode == 3
+    assert "none.json" in result.stderr
+    assert call(command(**missing, PR="fp17")).returncode == 2
+
+
+def test_dry_run_prints_the_run_and_writes_nothing(office: Office, tmp_path: Path) -> None:
+    result = call([*command(**office.positions(tmp_path / "out")), "--dry-run"])
+    assert result.returncode == 0, result.stderr
+    run = yaml.safe_load(result.stdout)
+    assert run["model"]["hidden_size"] == 64
+    assert run["parallel"]["nproc_per_node"] == 2
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_malformed_row_ends_all_workers_with_one_message(office: Office, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text(office.train.read_text() + '{"instruction": "no end\n')
+    result = call(command(**{**office.positions(tmp_path / "out"), "DATASET_PATH": broken}))
+    assert result.returncode == 3, result.stderr
+    assert "broken.jsonl" in result.stderr and "401" in result.stderr
+    assert result.stderr.count("broken.jsonl") == 1, result.stderr
