@@ -1,0 +1,104 @@
+"""Whether a checkpoint is whole, and whether it fits the state that asks for it. Reads no tensor."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from patch.errors import CheckpointError, nearest
+
+_SAME_LAYOUT = "resume with the TP, PP and number of processes that the checkpoint was saved with"
+_CURES = {
+    "model": "take MODEL_SIZE (position 2) and the tokenizer that the checkpoint was trained with",
+    "optimizer": _SAME_LAYOUT,
+    "random": _SAME_LAYOUT,
+}
+_NAMED = 5
+
+
+def check_files(folder: Path, index: Metadata) -> None:
+    """Every data file is there and as long as the index says.
+
+    Raises:
+        CheckpointError: names the file.
+    """
+    lengths: dict[str, int] = defaultdict(int)
+    for place in index.storage_data.values():
+        if Path(place.relative_path).name != place.relative_path:
+            raise CheckpointError(f"{folder} names a data file outside of itself: {place.relative_path}")
+        lengths[place.relative_path] = max(lengths[place.relative_path], place.offset + place.length)
+    for name, expected in lengths.items():
+        path = folder / name
+        got = path.stat().st_size if path.is_file() else None
+        if got is None:
+            raise CheckpointError(f"{path} is missing; take another checkpoint")
+        if got < expected:
+            raise CheckpointError(
+                f"{path} is truncated: {got} bytes, expected {expected}; take another checkpoint"
+            )
+
+
+def check_fit(folder: Path, index: Metadata, shards: list[ShardedBase], requested: set[str]) -> None:
+    """The checkpoint holds what is asked for, in the same shape and dtype, and no more of those sections.
+
+    Args:
+        shards: what this rank asks for.
+        requested: keys that any rank asks for.
+
+    Raises:
+        CheckpointError: names tensors, both shapes or dtypes, and the nearest name of a missing one.
+    """
+    stored = index.state_dict_metadata
+    _check_names(folder, set(stored), requested)
+    for shard in shards:
+        if isinstance(shard, ShardedTensor):
+            _check_tensor(folder, shard, stored[shard.key])
+
+
+def _check_names(folder: Path, stored: set[str], requested: set[str]) -> None:
+    stored, requested = ({key for key in keys if not _is_extra_state(key)} for keys in (stored, requested))
+    missing = sorted(requested - stored)
+    if missing:
+        hint = nearest(missing[0], sorted(stored))
+        raise CheckpointError(f"{folder} lacks {_listed(missing)}{hint}: it was saved by another model")
+    sections = {_section(key) for key in requested}
+    unexpected = sorted(key for key in stored - requested if _section(key) in sections)
+    if unexpected:
+        raise CheckpointError(
+            f"{folder} holds {_listed(unexpected)}, which this model has not: it was saved by another model"
+        )
+
+
+def _check_tensor(folder: Path, shard: ShardedTensor, stored: object) -> None:
+    if not isinstance(stored, TensorStorageMetadata):
+        raise CheckpointError(f"{folder}: {shard.key} is an object, expected a tensor")
+    got, expected = tuple(stored.size), tuple(shard.global_shape)
+    if got != expected:
+        raise CheckpointError(
+            f"{folder}: {shard.key} has shape {got}, this run expects {expected}; "
+            + _CURES[_section(shard.key)]
+        )
+    if stored.properties.dtype != shard.dtype:
+        raise CheckpointError(
+            f"{folder}: {shard.key} is {stored.properties.dtype}, this run expects {shard.dtype}; "
+            "take the checkpoint's precision (PR, position 9)"
+        )
+
+
+def _section(key: str) -> str:
+    """The section a key belongs to: its first part, or "model", whose keys carry no prefix."""
+    first = key.split(".", 1)[0]
+    return first if first in _CURES else "model"
+
+
+def _is_extra_state(key: str) -> bool:
+    """Whether a layer's opaque object, which each layer implementation has or has not."""
+    return "._extra_state/" in key
+
+
+def _listed(keys: list[str]) -> str:
+    more = f" and {len(keys) - _NAMED} more" if len(keys) > _NAMED else ""
+    return ", ".join(keys[:_NAMED]) + more

@@ -1,0 +1,84 @@
+"""Load: everything is checked on all ranks before upstream touches the model.
+
+A load that fails inside upstream leaves tensors zeroed or half read, so what can be known is known before:
+every name, shape, dtype and file size. Every layout (TP, PP, DP) of the loading run is welcome.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject
+from torch.distributed.checkpoint.metadata import Metadata
+
+from patch.checkpoint.fit import check_files, check_fit
+from patch.checkpoint.folder import COMMON, INDEX, iteration_folder
+from patch.checkpoint.shards import gather, shards_of, stored_key
+from patch.checkpoint.together import fail_together
+from patch.compat.unpickle import load_plain, read_metadata
+from patch.errors import CheckpointError
+
+
+def load_checkpoint(root: Path, iteration: int, sharded_state: dict[str, Any]) -> dict[str, Any]:
+    """Load the sections that `sharded_state` names, in place, with all ranks.
+
+    Args:
+        root: folder of a run's checkpoints.
+        iteration: which one.
+        sharded_state: sections as they were given to save_checkpoint, in any layout. Sections left out
+            are not read: {"model": ...} loads only the weights.
+
+    Returns:
+        The same nesting with tensors and objects in the place of shards, and the common state beside it.
+
+    Raises:
+        CheckpointError: on all ranks: the checkpoint is not there, damaged, holds code, or does not fit the
+            state (which tensor, both shapes). The state is untouched unless reading itself failed.
+    """
+    folder = iteration_folder(root, iteration)
+    with fail_together(f"checkpoint {folder} was not loaded"):
+        read_common(root, iteration)
+        index = read_metadata(folder / INDEX)
+        if dist.get_rank() == 0:
+            check_files(folder, index)
+        shards = shards_of(sharded_state)
+    requested = set().union(*gather({stored_key(shard) for shard in shards}))
+    with fail_together(f"checkpoint {folder} was not loaded"):
+        check_fit(folder, index, shards, requested)
+    with fail_together(f"checkpoint {folder} failed while it was read, the model in memory is unusable"):
+        # Shards that overlap or leave holes are no error of a load; upstream would say so on rank 0 only.
+        loaded = dist_checkpointing.load(
+            _without_absent_extra_state(sharded_state, index), str(folder), validate_access_integrity=False
+        )
+    return loaded
+
+
+def read_common(root: Path, iteration: int) -> dict[str, Any]:
+    """The plain values saved beside the tensors; not a collective.
+
+    Raises:
+        CheckpointError: the file is missing, damaged, or holds more than plain values.
+    """
+    path = iteration_folder(root, iteration) / COMMON
+    try:
+        return load_plain(path, map_location="cpu")
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: there is no complete checkpoint") from error
+    except pickle.UnpicklingError as error:
+        raise CheckpointError(f"{path} holds more than plain values and was not read") from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}") from error
+
+
+def _without_absent_extra_state(sharded_state: dict[str, Any], index: Metadata) -> dict[str, Any]:
+    """A copy without the `_extra_state` objects (FP8 scales, None on CPU) that the checkpoint lacks."""
+    kept, _ = extract_matching_values(
+        sharded_state,
+        lambda value: not isinstance(value, ShardedObject) or value.unique_key in index.state_dict_metadata,
+    )
+    return kept

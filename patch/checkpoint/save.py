@@ -1,0 +1,76 @@
+"""Save: beside the target, then renamed; an error leaves every earlier checkpoint as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
+
+from patch.checkpoint.folder import is_complete, iteration_folder, open_staging, publish, staging_folder
+from patch.checkpoint.shards import bytes_to_write, gather, shards_of
+from patch.checkpoint.together import fail_together
+from patch.errors import CheckpointError
+from patch.logger import get_logger
+
+_log = get_logger(__name__)
+
+
+def save_checkpoint(
+    root: Path, iteration: int, sharded_state: dict[str, Any], common: dict[str, Any]
+) -> None:
+    """Write one checkpoint with all ranks; it exists under its name only once it is complete.
+
+    Args:
+        root: folder of a run's checkpoints, seen by every rank; made when missing.
+        iteration: optimizer steps done. A checkpoint of the same iteration is replaced.
+        sharded_state: sections of sharded state dicts ("model", "optimizer", "random"); it is not changed.
+            The keys of the model's shards are upstream's own, the other sections' begin with their name.
+        common: the same on every rank, plain types only (what JSON holds); rank 0's is kept.
+
+    Raises:
+        CheckpointError: on all ranks, when any could not write; nothing of the new checkpoint is left.
+    """
+    assert not set(common) & set(sharded_state), "common keys and section names share one dict"
+    target = iteration_folder(root, iteration)
+    staging = staging_folder(target)
+    try:
+        with fail_together(f"checkpoint {target} was not started"):
+            json.dumps(common)
+            mine = bytes_to_write(shards_of(sharded_state))
+        needed = sum(gather(mine))
+        with fail_together(f"checkpoint {target} was not started"):
+            if dist.get_rank() == 0:
+                open_staging(target)
+                _check_space(target, needed)
+        with fail_together(f"checkpoint {target} was not written"):
+            # Upstream expands factories in place: hand it a copy of the nesting.
+            state, _ = extract_matching_values(sharded_state, lambda value: True)
+            dist_checkpointing.save({**state, **common}, str(staging))
+        with fail_together(f"checkpoint {target} was not written"):
+            if dist.get_rank() == 0:
+                _publish(target)
+    except CheckpointError:
+        if dist.get_rank() == 0:
+            shutil.rmtree(staging, ignore_errors=True)
+        raise
+    _log.info("saved %s", target)
+
+
+def _check_space(target: Path, needed: int) -> None:
+    free = shutil.disk_usage(target.parent).free
+    if free < needed:
+        raise CheckpointError(
+            f"checkpoint {target} needs {needed / 2**30:.2f} GiB, {target.parent} has {free / 2**30:.2f} GiB "
+            "free; remove older checkpoints there or choose another OUTPUT_BASEPATH (position 25)"
+        )
+
+
+def _publish(target: Path) -> None:
+    if not is_complete(staging_folder(target)):
+        raise CheckpointError(f"checkpoint {target} was not written: its last file, metadata.json, failed")
+    publish(target)

@@ -1,0 +1,41 @@
+"""All ranks fail, or none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from torch.distributed.checkpoint import CheckpointException
+
+from patch.distributed.collectives import agree
+from patch.errors import CheckpointError
+
+
+@contextmanager
+def fail_together(what: str) -> Iterator[None]:
+    """A block that every rank enters and whose failure on one rank is raised on all.
+
+    Args:
+        what: begins the message, such as "checkpoint X was not written".
+
+    Raises:
+        CheckpointError: on every rank, when the block raised on any.
+    """
+    failure: CheckpointError | None = None
+    try:
+        yield
+    except CheckpointError as error:
+        failure = error
+    except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
+        failure = CheckpointError(f"{what}: {_reason(error)}")
+        failure.__cause__ = error
+    agree(failure)
+
+
+def _reason(error: BaseException) -> str:
+    """One line, of the first failed rank where torch collected one from each."""
+    if isinstance(error, CheckpointException):
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        return f"rank {rank}: {_reason(cause)}"
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -1,0 +1,122 @@
+"""No file of a checkpoint may run code: a restricted unpickler before everything upstream unpickles.
+
+- torch/distributed/checkpoint/filesystem.py:930 (`FileSystemReader.read_metadata`, also behind
+  megatron-core's CachedMetadataFileSystemReader): `pickle.load` of `.metadata`. A planted payload ran there.
+- torch/distributed/checkpoint/default_planner.py:387-391 (`DefaultLoadPlanner.load_bytes`): sharded objects
+  with `torch.load(weights_only=False)`.
+- megatron/core/dist_checkpointing/strategies/common.py:89, 123, 133: common.pt and object files with a
+  torch.load whose default TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment turns off.
+
+Delete an entry when upstream reads that file without pickle, or with `weights_only=True` spelled out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.strategies import common
+from torch.distributed.checkpoint import filesystem, metadata
+from torch.distributed.checkpoint._nested_dict import set_element
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
+
+from patch.errors import CheckpointError
+
+_METADATA = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"
+
+ALLOWED = frozenset(
+    {
+        ("torch", "Size"),
+        ("torch.serialization", "_get_layout"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        (_METADATA, "BytesStorageMetadata"),
+        (_METADATA, "ChunkStorageMetadata"),
+        (_METADATA, "Metadata"),
+        (_METADATA, "MetadataIndex"),
+        (_METADATA, "StorageMeta"),
+        (_METADATA, "TensorProperties"),
+        (_METADATA, "TensorStorageMetadata"),
+        (_METADATA, "_MEM_FORMAT_ENCODING"),
+        (_PLANNER, "BytesIOWriteData"),
+        (_PLANNER, "SavePlan"),
+        (_PLANNER, "TensorWriteData"),
+        (_PLANNER, "WriteItem"),
+        (_PLANNER, "WriteItemType"),
+    }
+    | {("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+)
+"""The globals that torch_dist `.metadata` files of torch 2.11 to 2.13 hold: data classes, enums, dtypes."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ALLOWED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+        return super().find_class(module, name)
+
+
+def read_metadata(path: Path) -> metadata.Metadata:
+    """The index of a torch_dist checkpoint: every tensor's shape and dtype, and where its pieces lie.
+
+    Args:
+        path: the checkpoint's `.metadata` file.
+
+    Raises:
+        CheckpointError: it is missing, truncated, or holds anything that is not an index.
+    """
+    try:
+        with path.open("rb") as stream:
+            index = _MetadataUnpickler(stream).load()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{path} is missing: the checkpoint is not complete") from error
+    except Exception as error:  # noqa: BLE001 - hostile bytes can make the unpickler raise anything
+        raise CheckpointError(f"{path} was not read: {error or type(error).__name__}") from error
+    if not isinstance(index, metadata.Metadata):
+        raise CheckpointError(f"{path} holds a {type(index).__name__}, expected the index of a checkpoint")
+    return index
+
+
+def load_plain(source: Path | str | io.BytesIO, map_location: str | None = None) -> Any:
+    """torch.load of tensors and plain types only, whatever the environment says.
+
+    Raises:
+        pickle.UnpicklingError: the file asks for anything else.
+    """
+    return torch.load(source, map_location=map_location, weights_only=True)
+
+
+def _read_metadata(reader: filesystem.FileSystemReader, *args: Any, **kwargs: Any) -> metadata.Metadata:
+    index = read_metadata(Path(reader._get_metadata_path(kwargs.get("rank"))))
+    stored = getattr(index, "storage_meta", None)
+    index.storage_meta = dataclasses.replace(stored or metadata.StorageMeta(), load_id=reader.load_id)
+    return index
+
+
+def _load_bytes(planner: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
+    loaded, key = load_plain(value), read_item.dest_index.fqn
+    if planner.flatten_state_dict:
+        set_element(planner.original_state_dict, planner.mappings[key], loaded)
+    else:
+        planner.state_dict[key] = loaded
+
+
+class _PlainTorch:
+    """Stands in for the name `torch` in upstream's reader of common.pt."""
+
+    load = staticmethod(load_plain)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def apply() -> None:
+    """Put the restricted readers in place of upstream's."""
+    filesystem.FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign, assignment]
+    DefaultLoadPlanner.load_bytes = _load_bytes  # type: ignore[method-assign, assignment]
+    common.torch = _PlainTorch()

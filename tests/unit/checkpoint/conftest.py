@@ -1,0 +1,17 @@
+"""A job of one process inside the test's own, so that the many ways to fail need no start of processes."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch.distributed as dist
+
+from patch import compat
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    compat.apply(cuda=False)
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()

@@ -1,0 +1,61 @@
+"""Which checkpoint is the newest, and how a written one takes its name."""
+
+from pathlib import Path
+
+import pytest
+
+from patch.checkpoint import latest_iteration
+from patch.checkpoint.folder import iteration_folder, open_staging, publish
+
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+def write_files(folder: Path, content: str = "") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in (".metadata", "common.pt", "metadata.json"):
+        (folder / name).write_text(content)
+
+
+def test_latest_iteration_is_none_without_a_checkpoint(tmp_path):
+    assert latest_iteration(tmp_path / "not_there") is None
+    assert latest_iteration(tmp_path) is None
+    (tmp_path / "iter_0000007.tmp").mkdir()
+    assert latest_iteration(tmp_path) is None
+
+
+def test_latest_iteration_follows_the_tracker(tmp_path):
+    for iteration in (10, 20):
+        write_files(iteration_folder(tmp_path, iteration))
+    (tmp_path / TRACKER).write_text("10\n")
+    assert latest_iteration(tmp_path) == 10
+
+
+@pytest.mark.parametrize("tracked", ["30", "not a number", ""])
+def test_latest_iteration_falls_back_and_says_so_when_the_tracker_is_wrong(tmp_path, caplog, tracked):
+    for iteration in (2, 10):
+        write_files(iteration_folder(tmp_path, iteration))
+    write_files(iteration_folder(tmp_path, 30))
+    (iteration_folder(tmp_path, 30) / ".metadata").unlink()
+    write_files(tmp_path / "iter_0000040.tmp")
+    (tmp_path / TRACKER).write_text(tracked)
+    assert latest_iteration(tmp_path) == 10
+    assert TRACKER in caplog.text and "10" in caplog.text
+
+
+def test_publish_replaces_the_same_iteration_and_tracks_it(tmp_path):
+    target = iteration_folder(tmp_path, 5)
+    write_files(target, "old")
+    (tmp_path / TRACKER).write_text("4")
+    write_files(open_staging(target), "new")
+    publish(target)
+    assert (target / "common.pt").read_text() == "new"
+    assert (tmp_path / TRACKER).read_text() == "5\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000005", TRACKER]
+
+
+def test_open_staging_removes_what_a_killed_save_left(tmp_path):
+    write_files(tmp_path / "iter_0000003.tmp")
+    write_files(tmp_path / "iter_0000002")
+    staging = open_staging(iteration_folder(tmp_path, 4))
+    assert list(staging.iterdir()) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000004.tmp"]

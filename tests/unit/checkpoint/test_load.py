@@ -1,0 +1,150 @@
+"""What comes back from a checkpoint, and which checkpoints are refused before the model is touched."""
+
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+
+from patch.checkpoint import load_checkpoint, read_common, save_checkpoint
+from patch.checkpoint.folder import iteration_folder
+from patch.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+COMMON = {"iteration": 7, "optimizer_steps": 7, "config": "seed: 1\n"}
+
+
+def whole(key: str, tensor: torch.Tensor) -> ShardedTensor:
+    return ShardedTensor.from_rank_offsets(key, tensor)
+
+
+def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    return {
+        "embedding.weight": torch.randn(6, 4, dtype=torch.bfloat16),
+        "decoder.weight": torch.randn(4, 4),
+        "optimizer.exp_avg.decoder.weight": torch.randn(4, 4),
+        "random.cpu": torch.randint(0, 256, (100,), dtype=torch.uint8),
+    }
+
+
+def sections(values: dict[str, torch.Tensor]) -> dict:
+    state: dict = {"model": {"decoder._extra_state": ShardedObject("decoder._extra_state", None, (1,), (0,))}}
+    for key, tensor in values.items():
+        section = key.split(".")[0] if key.startswith(("optimizer.", "random.")) else "model"
+        state.setdefault(section, {})[key] = whole(key, tensor)
+    return state
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path, 7, sections(tensors()), COMMON)
+    return tmp_path
+
+
+def test_load_brings_every_bit_back_in_place(root):
+    values = {key: torch.zeros_like(tensor) for key, tensor in tensors().items()}
+    loaded = load_checkpoint(root, 7, sections(values))
+    for key, tensor in tensors().items():
+        assert torch.equal(values[key], tensor), key
+    assert torch.equal(
+        loaded["optimizer"]["optimizer.exp_avg.decoder.weight"], values["optimizer.exp_avg.decoder.weight"]
+    )
+    assert {key: loaded[key] for key in COMMON} == COMMON == read_common(root, 7)
+
+
+def test_load_of_the_weights_alone_leaves_other_sections_unread(root):
+    weights = {key: torch.zeros_like(t) for key, t in list(tensors().items())[:2]}
+    load_checkpoint(root, 7, sections(weights))
+    assert torch.equal(weights["decoder.weight"], tensors()["decoder.weight"])
+
+
+def test_load_takes_a_checkpoint_without_the_extra_state_of_a_layer(root):
+    state = sections({key: torch.zeros_like(tensor) for key, tensor in tensors().items()})
+    state["model"]["new._extra_state"] = ShardedObject("new._extra_state", None, (1,), (0,))
+    load_checkpoint(root, 7, state)
+    assert torch.equal(state["model"]["decoder.weight"].data, tensors()["decoder.weight"])
+
+
+def misfit(change: str) -> dict[str, torch.Tensor]:
+    values = {key: torch.full_like(tensor, 3) for key, tensor in tensors().items()}
+    if change == "shape":
+        values["embedding.weight"] = torch.full((8, 4), 3, dtype=torch.bfloat16)
+    if change == "dtype":
+        values["embedding.weight"] = values["embedding.weight"].float()
+    if change == "missing":
+        values["embeding.weight"] = values.pop("embedding.weight")
+    if change == "unexpected":
+        del values["embedding.weight"]
+    if change == "layout":
+        values["random.cpu"] = torch.full((200,), 3, dtype=torch.uint8)
+    return values
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ("shape", ["embedding.weight", "(6, 4)", "(8, 4)", "MODEL_SIZE"]),
+        ("dtype", ["embedding.weight", "torch.bfloat16", "torch.float32", "position 9"]),
+        ("missing", ["lacks embeding.weight", "did you mean embedding.weight?"]),
+        ("unexpected", ["holds embedding.weight", "another model"]),
+        ("layout", ["random.cpu", "number of processes"]),
+    ],
+)
+def test_load_refuses_what_does_not_fit_and_leaves_the_state_untouched(root, change, words):
+    values = misfit(change)
+    with pytest.raises(CheckpointError) as refused:
+        load_checkpoint(root, 7, sections(values))
+    assert all(word in str(refused.value) for word in words), refused.value
+    assert all(bool((tensor == 3).all()) for tensor in values.values())
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata"])
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+def test_load_refuses_a_damaged_file_and_names_it(root, name, damage):
+    path = iteration_folder(root, 7) / name
+    if damage == "truncated":
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    else:
+        path.unlink()
+    values = misfit("none")
+    with pytest.raises(CheckpointError, match=name):
+        load_checkpoint(root, 7, sections(values))
+    assert all(bool((tensor == 3).all()) for tensor in values.values())
+
+
+class Payload:
+    """Leaves a mark on the disk when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt", "object"])
+@pytest.mark.parametrize("forced", [False, True])
+def test_load_does_not_run_a_planted_payload(root, tmp_path, monkeypatch, name, forced):
+    if forced:
+        monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    folder, payload = iteration_folder(root, 7), Payload(tmp_path / "ran")
+    if name == "object":
+        state = sections(tensors())
+        state["model"]["decoder._extra_state"].data = payload
+        save_checkpoint(root, 7, state, COMMON)
+    elif name == "common.pt":
+        torch.save({"iteration": payload}, folder / name)
+    else:
+        (folder / name).write_bytes(pickle.dumps(payload))
+    with pytest.raises(CheckpointError):
+        load_checkpoint(root, 7, sections(tensors()))
+    assert not payload.mark.exists()
+
+
+def test_load_refuses_an_iteration_that_is_not_there(root):
+    with pytest.raises(CheckpointError, match="iter_0000008.*missing"):
+        load_checkpoint(root, 8, sections(tensors()))

@@ -1,0 +1,66 @@
+"""A save is whole or leaves no trace: one process; several are in tests/distributed."""
+
+import psutil
+import pytest
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
+from patch.errors import CheckpointError
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+def state(value: float) -> dict:
+    return {"model": {"w": ShardedTensor.from_rank_offsets("w", torch.full((4, 4), value))}}
+
+
+def loaded_value(root, iteration: int) -> float:
+    target = state(0.0)
+    load_checkpoint(root, iteration, target)
+    return float(target["model"]["w"].data[0, 0])
+
+
+def test_save_of_the_same_iteration_replaces_it(tmp_path):
+    for value in (1.0, 2.0):
+        save_checkpoint(tmp_path, 3, state(value), {"iteration": 3})
+    assert loaded_value(tmp_path, 3) == 2.0
+    names = sorted(path.name for path in tmp_path.iterdir())
+    assert names == ["iter_0000003", "latest_checkpointed_iteration.txt"]
+
+
+def test_save_after_a_killed_one_clears_what_it_left(tmp_path):
+    save_checkpoint(tmp_path, 1, state(1.0), {})
+    killed = tmp_path / "iter_0000002.tmp"
+    killed.mkdir()
+    (killed / "__0_0.distcp").write_bytes(b"half")
+    assert latest_iteration(tmp_path) == 1
+    save_checkpoint(tmp_path, 2, state(2.0), {})
+    assert not killed.exists()
+    assert (loaded_value(tmp_path, 1), loaded_value(tmp_path, 2)) == (1.0, 2.0)
+
+
+def test_save_without_space_is_refused_before_anything_is_written(tmp_path):
+    save_checkpoint(tmp_path, 1, state(1.0), {})
+    huge = torch.zeros(1).expand(1 << 50)
+    with pytest.raises(CheckpointError, match=r"needs 4194304\.00 GiB.*position 25"):
+        save_checkpoint(tmp_path, 2, {"model": {"w": ShardedTensor.from_rank_offsets("w", huge)}}, {})
+    assert not (tmp_path / "iter_0000002.tmp").exists()
+    assert latest_iteration(tmp_path) == 1 and loaded_value(tmp_path, 1) == 1.0
+
+
+def test_save_refuses_common_values_that_could_not_be_read_back(tmp_path):
+    with pytest.raises(CheckpointError, match="not JSON serializable"):
+        save_checkpoint(tmp_path, 1, state(1.0), {"optimizer": object()})
+
+
+def test_save_does_not_change_the_state(tmp_path):
+    saved = state(1.0)
+    save_checkpoint(tmp_path, 1, saved, {"iteration": 1})
+    assert set(saved) == {"model"} and set(saved["model"]) == {"w"}
+
+
+def test_save_starts_no_process_that_stays(tmp_path):
+    before = psutil.Process().children()
+    save_checkpoint(tmp_path, 1, state(1.0), {})
+    assert psutil.Process().children() == before
