@@ -17,6 +17,8 @@ class Office(NamedTuple):
     model: Path
     train: Path
     valid: Path
+    num_valid: int = 16
+    seed: int = 7
 
     def positions(self, output: Path) -> dict[str, Path]:
         """The four positions that name paths."""
@@ -31,10 +33,10 @@ class Office(NamedTuple):
 @pytest.fixture(scope="module")
 def office(tmp_path_factory: pytest.TempPathFactory) -> Office:
     folder = tmp_path_factory.mktemp("office")
-    train, held_out = make_examples(num_train=400, num_held_out=16, seed=7)
-    tokenizer = write_tokenizer(folder / "model", chain.from_iterable((e.question, e.answer) for e in train))
-    write_model(folder / "model", tokenizer, seed=7)
     made = Office(folder / "model", folder / "train.jsonl", folder / "valid.json")
+    train, held_out = make_examples(num_train=400, num_held_out=made.num_valid, seed=made.seed)
+    tokenizer = write_tokenizer(made.model, chain.from_iterable((e.question, e.answer) for e in train))
+    write_model(made.model, tokenizer, seed=made.seed)
     made.train.write_text("".join(json.dumps(to_row(e, index)) + "\n" for index, e in enumerate(train)))
     made.valid.write_text(json.dumps([to_row(e, index) for index, e in enumerate(held_out)]))
     return made

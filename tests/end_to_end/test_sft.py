@@ -10,21 +10,23 @@ import pytest
 import torch
 from end_to_end.conftest import Office
 from end_to_end.shell import call, command, environment, losses, training_records
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from toolkits.quickstart.exam import answer
 from toolkits.quickstart.tasks import make_examples
 
 NUM_STEPS = 80
+# The two frameworks add up float32 products in different orders.
+LOSS_TOLERANCE = 1e-4
 STEP_KEYS = (
-    "iteration consumed_samples consumed_tokens loss grad_norm lr step_time_ms tokens_per_s_per_gpu tflops_per_gpu "
-    "mfu peak_memory_gib host_memory_gib skipped offload_fraction comm_exposed_ms"
+    "iteration consumed_samples consumed_tokens loss grad_norm lr step_time_ms tokens_per_s_per_gpu "
+    "tflops_per_gpu mfu peak_memory_gib host_memory_gib skipped offload_fraction comm_exposed_ms"
 ).split()
 
 
 def sft_command(office: Office, output: Path) -> list[str]:
     """Four micro-batches a step, so that a signal can find the run on its way."""
     lengths = {"GLOBAL_BATCH_SIZE": 16, "TRAIN_TOKENS_OR_ITERS": NUM_STEPS, "SAVE_INTERVAL": 50}
-    flags = ["--eval-interval", "40", "--eval-iters", "1", "--export-hf"]
+    flags = ["--eval-interval", str(NUM_STEPS // 2), "--eval-iters", "1", "--export-hf"]
     return [*command(**office.positions(output), **lengths), *flags]
 
 
@@ -40,24 +42,42 @@ def latest_checkpoint(output: Path) -> int:
     return int((output / "checkpoint" / "latest_checkpointed_iteration.txt").read_text())
 
 
+def validation_losses(output: Path) -> dict[int, float]:
+    lines = map(json.loads, (output / "log" / "metrics.jsonl").read_text().splitlines())
+    return {line["iteration"]: line["valid_loss"] for line in lines if "valid_loss" in line}
+
+
 def test_run_leaves_its_files(unbroken: Path) -> None:
     for name in ("config.yaml", "log/loss.png", "hf/config.json", "hf/tokenizer.json", "tensorboard"):
         assert (unbroken / name).exists(), name
-    assert (unbroken / "checkpoint" / "latest_checkpointed_iteration.txt").read_text().strip() == str(
-        NUM_STEPS
-    )
+    assert latest_checkpoint(unbroken) == NUM_STEPS
     records = training_records(unbroken)
     assert [record["iteration"] for record in records] == list(range(1, NUM_STEPS + 1))
     assert sorted(records[0]) == sorted(STEP_KEYS)
-    lines = map(json.loads, (unbroken / "log" / "metrics.jsonl").read_text().splitlines())
-    assert [line["iteration"] for line in lines if "valid_loss" in line] == [40, 80]
+    assert list(validation_losses(unbroken)) == [NUM_STEPS // 2, NUM_STEPS]
 
 
-def test_loss_falls_and_the_export_speaks(unbroken: Path) -> None:
+def test_loss_falls(unbroken: Path) -> None:
     values = losses(unbroken)
     assert sum(values[-5:]) < 0.5 * sum(values[:5])
-    examples, _ = make_examples(num_train=4, num_held_out=1, seed=7)
-    assert all(said for _, said in answer(unbroken / "hf", examples))
+
+
+def test_validation_loss_is_that_of_the_export_in_transformers(office: Office, unbroken: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(unbroken / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(unbroken / "hf")
+    _, held_out = make_examples(num_train=1, num_held_out=office.num_valid, seed=office.seed)
+    total, count = 0.0, 0
+    for example in held_out:
+        user = [{"role": "user", "content": example.question}]
+        text = tokenizer.apply_chat_template(user, tokenize=False, add_generation_prompt=True)
+        prompt = tokenizer(text, add_special_tokens=False)["input_ids"]
+        learned = tokenizer(example.answer, add_special_tokens=False)["input_ids"] + [tokenizer.eos_token_id]
+        tokens = torch.tensor([prompt + learned])
+        with torch.no_grad():
+            logits = model(tokens).logits[0, len(prompt) - 1 : -1]
+        total += torch.nn.functional.cross_entropy(logits, torch.tensor(learned), reduction="sum").item()
+        count += len(learned)
+    assert validation_losses(unbroken)[NUM_STEPS] == pytest.approx(total / count, abs=LOSS_TOLERANCE)
 
 
 def test_resume_after_sigterm_repeats_the_run(office: Office, unbroken: Path, tmp_path: Path) -> None:
@@ -80,8 +100,6 @@ def test_resume_after_sigterm_repeats_the_run(office: Office, unbroken: Path, tm
 
 
 def assert_same_weights(ours: Path, theirs: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
     first, second = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (ours, theirs))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)

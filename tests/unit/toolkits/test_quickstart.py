@@ -1,0 +1,91 @@
+"""The quickstart's questions, tokenizer and folder; the training itself is `make quickstart`."""
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from patch.errors import ConfigError
+from toolkits.quickstart.__main__ import launcher_command
+from toolkits.quickstart.seed_model import write_model, write_tokenizer
+from toolkits.quickstart.tasks import Example, make_examples, number_words, to_row
+from toolkits.quickstart.workspace import Workspace, prepare
+
+POSITION_PAD_LEN = 8
+
+
+@pytest.fixture(scope="module")
+def examples() -> tuple[list[Example], list[Example]]:
+    return make_examples(num_train=4000, num_held_out=200, seed=1)
+
+
+@pytest.fixture(scope="module")
+def folder(examples: tuple[list[Example], list[Example]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    texts = (text for example in examples[0] for text in (example.question, f"assistant\n\n{example.answer}"))
+    write_model(path, write_tokenizer(path, texts), seed=1)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (1, "one"),
+        (20, "twenty"),
+        (42105, "forty-two thousand one hundred five"),
+        (100000 - 1, "ninety-nine thousand nine hundred ninety-nine"),
+        (30017, "thirty thousand seventeen"),
+    ],
+)
+def test_number_words(number: int, words: str) -> None:
+    assert number_words(number) == words
+
+
+def test_nothing_held_out_is_in_training(examples: tuple[list[Example], list[Example]]) -> None:
+    train, held_out = examples
+    assert len(held_out) == 200 and len({example.question for example in held_out}) == 200
+    assert not {example.question for example in train} & {example.question for example in held_out}
+    for task in ("number", "date", "currency"):
+        answers = [{each.answer for each in part if each.task == task} for part in examples]
+        assert not answers[0] & answers[1], task
+
+
+def test_rows_of_every_task_come_in_both_formats(examples: tuple[list[Example], list[Example]]) -> None:
+    seen = {(example.task, *to_row(example, index)) for index, example in enumerate(examples[0][:8])}
+    assert len(seen) == 8
+
+
+def test_tokenizer_keeps_digits_apart_and_text_whole(
+    folder: Path, examples: tuple[list[Example], list[Example]]
+) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    for example in examples[1]:
+        ids = tokenizer(example.question, add_special_tokens=False)["input_ids"]
+        assert tokenizer.decode(ids) == example.question
+        assert not [token for token in tokenizer.convert_ids_to_tokens(ids) if re.search(r"\d.|.\d", token)]
+
+
+def test_every_sample_fits_pad_len(folder: Path, examples: tuple[list[Example], list[Example]]) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    pad_len = int(launcher_command(Workspace(folder))[1 + POSITION_PAD_LEN])
+    for example in examples[0]:
+        turns = [
+            {"role": "user", "content": example.question},
+            {"role": "assistant", "content": example.answer},
+        ]
+        assert len(tokenizer.apply_chat_template(turns, return_dict=True)["input_ids"]) <= pad_len
+
+
+def test_model_is_llama31_in_miniature(folder: Path) -> None:
+    config = AutoModelForCausalLM.from_pretrained(folder).config
+    assert config.rope_parameters["rope_type"] == "llama3"
+    assert config.num_key_value_heads < config.num_attention_heads
+    assert not config.tie_word_embeddings
+
+
+def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="starts from an empty"):
+        prepare(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
