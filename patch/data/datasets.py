@@ -1,0 +1,55 @@
+"""The training and the validation set of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from patch.config.schema import RunConfig
+from patch.data.pretrain import load_pretrain
+from patch.data.sampler import SampleSource
+from patch.data.sft import load_sft
+from patch.data.tokenizer import check_vocabulary
+from patch.distributed.collectives import agree
+
+
+class DataSets(NamedTuple):
+    """What a run learns from and is evaluated on."""
+
+    train: SampleSource
+    valid: SampleSource | None
+
+
+def build_datasets(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> DataSets:
+    """Read both sets; a collective over the job.
+
+    A raw set may give the tokenizer a chat template (see `ensure_chat_template`).
+
+    Raises:
+        DataError: on all ranks, when either set or the tokenizer cannot be used.
+    """
+    check_vocabulary(tokenizer, config.model.vocab_size)
+    paths = [config.data.train_data_path]
+    if config.data.valid_data_path != "none":
+        paths.append(config.data.valid_data_path)
+    build = _raw if config.data.dataset_type == "raw" else _idxmap
+    sources = build(config, tokenizer, paths)
+    return DataSets(sources[0], sources[1] if len(sources) > 1 else None)
+
+
+def _raw(config: RunConfig, tokenizer: PreTrainedTokenizerBase, paths: list[str]) -> list[SampleSource]:
+    sources: list[SampleSource] = []
+    failed: Exception | None = None
+    try:
+        sources = [load_sft(Path(path), tokenizer, config.data.max_padding_length) for path in paths]
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it
+        failed = error
+    agree(failed)
+    return sources
+
+
+def _idxmap(config: RunConfig, tokenizer: PreTrainedTokenizerBase, paths: list[str]) -> list[SampleSource]:
+    eod = tokenizer.eos_token_id
+    return [load_pretrain(path, config, eod=eod, is_train=index == 0) for index, path in enumerate(paths)]

@@ -1,0 +1,111 @@
+"""Which samples each rank sees at each step: a function of (seed, epoch, index) and of nothing else.
+
+No state is kept, so a resumed run needs only its iteration, and skipping ahead costs nothing. Sample k
+of the run is the (k mod N)-th of epoch k // N's permutation; micro-batch m of data-parallel rank r is
+micro-batch m * DP + r of the global batch, so DP=1 and DP=N compute the same micro-batches.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import NamedTuple, Protocol
+
+import numpy as np
+import torch
+
+
+class Sample(NamedTuple):
+    """One sequence of S tokens, labels already shifted."""
+
+    tokens: torch.Tensor
+    """int64 [S]."""
+    labels: torch.Tensor
+    """int64 [S]: labels[i] follows tokens[i]."""
+    loss_mask: torch.Tensor
+    """float32 [S]: 1 where the label is learned."""
+
+
+class Batch(NamedTuple):
+    """One micro-batch on the CPU: the fields of Sample, stacked to [B, S]."""
+
+    tokens: torch.Tensor
+    labels: torch.Tensor
+    loss_mask: torch.Tensor
+
+
+class SampleSource(Protocol):
+    """A data set: samples of one length by index."""
+
+    def __len__(self) -> int: ...  # noqa: D105
+
+    def __getitem__(self, index: int) -> Sample: ...  # noqa: D105
+
+
+class BatchReader:
+    """The micro-batches of one data-parallel rank, by iteration.
+
+    Args:
+        dp_rank, dp_size: this rank's place among the replicas of the model.
+        shuffle: True goes round the source for ever, in a new order each epoch; False takes it once and
+            in its own order, and fills the last global batch with samples that have nothing to learn, so
+            that evaluation counts each sample once.
+    """
+
+    def __init__(
+        self,
+        source: SampleSource,
+        *,
+        micro_batch_size: int,
+        global_batch_size: int,
+        dp_rank: int,
+        dp_size: int,
+        seed: int,
+        shuffle: bool,
+    ) -> None:
+        assert global_batch_size % (micro_batch_size * dp_size) == 0, "validate_run lets only these through"
+        self._source = source
+        self._micro_batch_size = micro_batch_size
+        self._global_batch_size = global_batch_size
+        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._seed = seed
+        self._shuffle = shuffle
+
+    def __len__(self) -> int:
+        """Steps of one pass over the source; the last one may be partial."""
+        return -(-len(self._source) // self._global_batch_size)
+
+    def step(self, iteration: int) -> list[Batch]:
+        """This rank's micro-batches of one global batch.
+
+        Args:
+            iteration: counted from 0; without shuffle below `len(self)`.
+        """
+        assert self._shuffle or iteration < len(self), "one pass does not wrap around"
+        start = iteration * self._global_batch_size
+        first = start + self._dp_rank * self._micro_batch_size
+        stride = self._dp_size * self._micro_batch_size
+        return [self._batch(index) for index in range(first, start + self._global_batch_size, stride)]
+
+    def _batch(self, first: int) -> Batch:
+        samples = [self._sample(index) for index in range(first, first + self._micro_batch_size)]
+        return Batch(*(torch.stack(parts) for parts in zip(*samples, strict=True)))
+
+    def _sample(self, index: int) -> Sample:
+        size = len(self._source)
+        if self._shuffle:
+            epoch, place = divmod(index, size)
+            return self._source[int(_epoch_order(size, self._seed, epoch)[place])]
+        if index < size:
+            return self._source[index]
+        filler = self._source[0]
+        return filler._replace(loss_mask=torch.zeros_like(filler.loss_mask))
+
+
+@lru_cache(maxsize=2)
+def _epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
+    """The permutation of one epoch.
+
+    RandomState, because its streams are frozen: a run resumed under a later NumPy goes on in the same order.
+    """
+    bits = np.random.MT19937(np.random.SeedSequence((seed, epoch)))
+    return np.random.RandomState(bits).permutation(size)

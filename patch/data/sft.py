@@ -1,0 +1,161 @@
+"""Supervised fine-tuning on raw JSON: every row one padded sequence, learned where the assistant speaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from patch.data.chat import ChatRenderer, Span
+from patch.data.formats import to_messages
+from patch.data.records import read_rows
+from patch.data.sampler import Sample
+from patch.data.tokenizer import ensure_chat_template, padding_id
+from patch.errors import DataError
+from patch.logger import get_logger
+
+_log = get_logger(__name__)
+
+_ROWS_AT_ONCE = 1000
+"""The tokenizer encodes a list of texts in parallel; more rows gain nothing and hold more memory."""
+
+
+class SftSource:
+    """Tokenized conversations in three flat arrays, 5 bytes a token; padded when they are read.
+
+    Args:
+        ids: int32 [T], all conversations one after the other.
+        learned: bool [T], the ids that the loss covers.
+        ends: int64 [N], where each conversation ends in `ids`.
+        length: tokens S of one sample.
+        padding: the id behind a conversation; told by position, so it may equal any token.
+    """
+
+    def __init__(
+        self, ids: np.ndarray, learned: np.ndarray, ends: np.ndarray, *, length: int, padding: int
+    ) -> None:
+        self._ids, self._learned = ids, learned
+        self._offsets = np.concatenate(([0], ends))
+        self._length, self._padding = length, padding
+
+    def __len__(self) -> int:
+        return len(self._offsets) - 1
+
+    def __getitem__(self, index: int) -> Sample:
+        part = slice(self._offsets[index], self._offsets[index + 1])
+        ids = torch.from_numpy(self._ids[part].astype(np.int64))
+        count = len(ids) - 1
+        tokens = torch.full((self._length,), self._padding)
+        labels = torch.full((self._length,), self._padding)
+        loss_mask = torch.zeros(self._length)
+        tokens[:count], labels[:count] = ids[:-1], ids[1:]
+        loss_mask[:count] = torch.from_numpy(self._learned[part][1:].astype(np.float32))
+        return Sample(tokens, labels, loss_mask)
+
+
+@dataclass
+class _Report:
+    """What became of the rows."""
+
+    rows: int = 0
+    dropped: list[str] = field(default_factory=list)
+    truncated: list[str] = field(default_factory=list)
+    special: list[str] = field(default_factory=list)
+
+    def log(self, path: Path, source: SftSource, learned: int, tokens: int, length: int) -> None:
+        share = 100 * learned / tokens
+        _log.info(
+            "%s: %d samples, %d of %d tokens learned (%.1f %%)", path, len(source), learned, tokens, share
+        )
+        for places, what in (
+            (self.truncated, f"cut to {length} tokens"),
+            (self.dropped, "dropped: nothing to learn"),
+            (self.special, "with special tokens spelled out in a message, which are encoded as such"),
+        ):
+            if places:
+                _log.warning("%s: %d of %d rows %s: %s", path, len(places), self.rows, what, _first(places))
+
+
+def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, length: int) -> SftSource:
+    """Read and tokenize a JSON or JSONL file of conversations.
+
+    A conversation longer than `length` tokens is cut at its end. One with nothing to learn (then, or since
+    the assistant never speaks) is dropped, counted and named in the log.
+
+    Args:
+        length: tokens of one sample, labels being one position ahead.
+    Raises:
+        DataError: see `read_rows`, `to_messages`, `ChatRenderer`; or no row has anything to learn.
+    """
+    ensure_chat_template(tokenizer)
+    renderer = ChatRenderer(tokenizer)
+    report = _Report()
+    kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for places, conversations in _rendered(path, renderer, report):
+        kept.append(_pack(places, _encode(tokenizer, conversations), length, report))
+    ids, learned, sizes = (np.concatenate(parts) for parts in zip(*kept, strict=True))
+    if not len(sizes):
+        raise DataError(
+            f"{path}: none of {report.rows} rows has anything to learn within {length} tokens: "
+            f"{_first(report.dropped)}; expected answers that begin before PAD_LEN (--max-padding-length)"
+        )
+    source = SftSource(ids, learned, np.cumsum(sizes), length=length, padding=padding_id(tokenizer))
+    report.log(path, source, int(learned.sum()), len(ids), length)
+    return source
+
+
+def _rendered(
+    path: Path, renderer: ChatRenderer, report: _Report
+) -> Iterator[tuple[list[str], list[list[Span]]]]:
+    """Rows' places and texts, `_ROWS_AT_ONCE` at a time."""
+    rows = read_rows(path)
+    while batch := list(islice(rows, _ROWS_AT_ONCE)):
+        conversations = []
+        for row in batch:
+            where = f"{path}: {row.place}"
+            messages = to_messages(row.value, where)
+            if renderer.holds_special_token(messages):
+                report.special.append(row.place)
+            conversations.append(renderer.render(messages, where))
+        report.rows += len(batch)
+        yield [row.place for row in batch], conversations
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase, conversations: list[list[Span]]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Ids and learned flags of each conversation, its spans encoded one by one."""
+    texts = [span.text for spans in conversations for span in spans]
+    # The template has written the special tokens. An empty list is no batch to transformers.
+    encoded = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
+    for spans in conversations:
+        parts = [next(encoded) for _ in spans]
+        ids = np.array([token for part in parts for token in part], dtype=np.int32)
+        yield ids, np.repeat([span.learned for span in spans], [len(part) for part in parts]).astype(bool)
+
+
+def _pack(
+    places: list[str], encoded: Iterator[tuple[np.ndarray, np.ndarray]], length: int, report: _Report
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Ids, learned flags and sizes of the conversations that have something to learn, end to end."""
+    kept_ids, kept_learned = [np.empty(0, np.int32)], [np.empty(0, bool)]
+    for place, (ids, learned) in zip(places, encoded, strict=True):
+        # One id more than tokens, since the last one is only a label; the first one is no label.
+        if not learned[1 : length + 1].any():
+            report.dropped.append(place)
+            continue
+        if len(ids) > length + 1:
+            report.truncated.append(place)
+        kept_ids.append(ids[: length + 1])
+        kept_learned.append(learned[: length + 1])
+    sizes = np.array([len(ids) for ids in kept_ids[1:]], dtype=np.int64)
+    return np.concatenate(kept_ids), np.concatenate(kept_learned), sizes
+
+
+def _first(places: list[str], count: int = 5) -> str:
+    return ", ".join(places[:count]) + (", ..." if len(places) > count else "")

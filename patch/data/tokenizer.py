@@ -1,0 +1,97 @@
+"""The tokenizer of a Hugging Face folder, and what training needs of it: a chat template, ids that fit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from patch.errors import DataError
+from patch.logger import get_logger
+
+_log = get_logger(__name__)
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+_CURE = "give a Hugging Face tokenizer's folder with --tokenizer-name-or-path or TOKENIZER_PATH"
+
+LLAMA3_MARKS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
+"""Special tokens that a LLaMA-3 tokenizer has even where it comes without a chat template."""
+
+# As Meta's own ChatFormat writes a dialog: no date and no system message that the row does not hold.
+LLAMA3_CHAT_TEMPLATE = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+    "{{ message['content'] | trim + '<|eot_id|>' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+
+
+def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+    """The tokenizer in `folder`; nothing is downloaded and no code of the folder's is run.
+
+    Raises:
+        DataError: no such folder, no tokenizer in it, or one that transformers cannot load.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise DataError(f"tokenizer: {folder} is not a folder; {_CURE}")
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        raise DataError(f"tokenizer: {folder} holds none of {', '.join(_TOKENIZER_FILES)}; {_CURE}")
+    try:
+        return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # noqa: BLE001 - transformers and tokenizers raise plain Exception for bad files
+        raise DataError(f"tokenizer: {folder} cannot be loaded: {error}; {_CURE}") from error
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """One more than the largest id; `len(tokenizer)` is less where ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
+    """Refuse a tokenizer with ids that the model has no embedding for.
+
+    Raises:
+        DataError: naming both sizes.
+    """
+    needed = vocabulary_size(tokenizer)
+    if needed > vocab_size:
+        last = tokenizer.convert_ids_to_tokens(needed - 1)
+        raise DataError(
+            f"tokenizer: {tokenizer.name_or_path} has ids up to {needed - 1} ({last}), the model's "
+            f"vocabulary has {vocab_size} rows (--vocab-size); expected the tokenizer of this model"
+        )
+
+
+def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Give a LLaMA-3 tokenizer without a chat template a plain one; it is exported with the tokenizer.
+
+    Raises:
+        DataError: there is no template and the tokenizer is not LLaMA-3's.
+    """
+    if tokenizer.chat_template is not None:
+        return
+    known = set(tokenizer.get_vocab())
+    if not known.issuperset(LLAMA3_MARKS):
+        raise DataError(
+            f"tokenizer: {tokenizer.name_or_path} has no chat template, which --sft needs; put the one "
+            "that you will generate with into chat_template.jinja beside it"
+        )
+    tokenizer.chat_template = LLAMA3_CHAT_TEMPLATE
+    _log.info("the tokenizer has no chat template: a plain LLaMA-3 one is used, and exported with the model")
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Every token that text can only spell as a whole, such as <|eot_id|>."""
+    added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return sorted({*added, *tokenizer.all_special_tokens})
+
+
+def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """The id to fill sequences with; any will do, since the loss mask tells padding by position."""
+    for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
+        if candidate is not None:
+            return candidate
+    return 0
