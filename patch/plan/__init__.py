@@ -1,7 +1,7 @@
 """What a run costs, by arithmetic over its configuration: parameters, FLOPs, bytes. Imports no torch."""
 
 from patch.plan.describe import describe_plan
-from patch.plan.flops import flops_per_token, peak_bf16_flops
+from patch.plan.flops import flops_per_token, model_flops_per_step, peak_flops
 from patch.plan.memory import RankBytes, bytes_per_rank
 from patch.plan.parameters import parameters_per_rank, total_parameters
 
@@ -10,7 +10,8 @@ __all__ = [
     "bytes_per_rank",
     "describe_plan",
     "flops_per_token",
+    "model_flops_per_step",
     "parameters_per_rank",
-    "peak_bf16_flops",
+    "peak_flops",
     "total_parameters",
 ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from patch.config import RunConfig
-from patch.plan.flops import flops_per_token
+from patch.plan.flops import model_flops_per_step
 from patch.plan.memory import bytes_per_rank
 from patch.plan.parameters import total_parameters
 
@@ -26,7 +26,7 @@ def describe_plan(config: RunConfig) -> str:
             "activations come on top",
             f"step        {training.global_batch_size} samples x {config.sample_length} tokens = "
             f"{tokens} tokens, {config.num_micro_batches} micro-batch(es) a replica, "
-            f"{_scaled(tokens * flops_per_token(config))}FLOP",
+            f"{_scaled(model_flops_per_step(config))}FLOP",
             f"run         {training.train_iters} steps = {_scaled(training.train_iters * tokens)} tokens",
         )
     )

@@ -42,7 +42,12 @@ def flops_per_token(config: RunConfig) -> float:
     return 6 * (model.num_layers * per_layer + config.padded_vocab_size * model.hidden_size)
 
 
-def peak_bf16_flops(device_name: str) -> float | None:
+def model_flops_per_step(config: RunConfig) -> float:
+    """FLOPs of one optimizer step over all ranks: every sample at its full, padded length."""
+    return flops_per_token(config) * config.training.global_batch_size * config.sample_length
+
+
+def peak_flops(device_name: str) -> float | None:
     """Dense bf16 FLOP/s of a GPU by the name the driver reports; None where it is not known.
 
     Without the number MFU is null, never a guess.

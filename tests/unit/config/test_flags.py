@@ -1,0 +1,104 @@
+"""Named flags: types, unknown and doubled ones, --help, and the way back to argv."""
+
+import dataclasses
+
+import pytest
+
+from patch.config import parse_args, to_flags
+from patch.config.fields import FIELDS
+from patch.errors import ConfigError
+
+
+@pytest.mark.parametrize(("text", "number"), [("12", 12), ("5e2", 500), ("1.2e3", 1200)])
+def test_whole_numbers_may_be_scientific(command, text, number):
+    assert command.parse("--save-interval", text).config.checkpoint.save_interval == number
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (
+            ["--grobal-batch-size", "2"],
+            "unknown argument --grobal-batch-size, did you mean --global-batch-size?",
+        ),
+        (["--global-batch", "2"], "unknown argument --global-batch, did you mean --global-batch-size?"),
+        (["--no-sequence-paralel"], "did you mean --no-sequence-parallel?"),
+        (["--seed", "1", "stray"], "unknown argument stray"),
+        (["--seed", "1.5"], "--seed: got '1.5', expected a whole number"),
+        (["--lr", "fast"], "--lr: got 'fast', expected a finite number"),
+        (["--lr", "inf"], "--lr: got 'inf', expected a finite number"),
+        (
+            ["--precision", "bf17"],
+            "--precision: got 'bf17', expected one of fp32, fp16, bf16, fp8, did you mean",
+        ),
+        (["--seed"], "argument --seed: expected one argument; --help lists the flags"),
+        (["--sft=yes"], "argument --sft: ignored explicit argument 'yes'"),
+        (["--seed", "1", "--seed", "2"], "--seed is given twice: 1 and 2"),
+        (["--sft", "--no-sft"], "--sft is given twice: True and False"),
+        (["--config", "/no/such.yaml"], "--config /no/such.yaml: cannot be read"),
+        (["--model-size", "7B"], "--model-size (position 2 MODEL_SIZE): got '7B', expected one of tiny, 1B"),
+    ],
+)
+def test_wrong_flag_is_explained(command, flags, message):
+    with pytest.raises(ConfigError) as caught:
+        command.parse(*flags)
+    assert message in str(caught.value)
+
+
+def test_same_value_twice_is_no_conflict(command):
+    assert command.parse("--seed", "7", "--seed", "7").config.training.seed == 7
+
+
+def test_flags_beat_positions_in_both_directions(command):
+    config = command.parse(
+        "--no-sft", "--sequence-parallel", "--lr=3", "--train-iters=2", "--lr-warmup-iters=1", SP="false"
+    ).config
+    assert not config.training.sft and config.parallel.sequence_parallel and config.optimizer.lr == 3
+
+
+def test_to_flags_reproduces_the_run_without_anything_else(command):
+    config = command.parse("--no-use-rope-scaling", "--export-hf", MODEL_SIZE="8B", TP="2", SP="true").config
+    again = parse_args(to_flags(config), {}, command.machine)
+    assert again.config == config and not again.dry_run
+
+
+def test_to_flags_names_every_field(command):
+    flags = {flag.split("=")[0].replace("--no-", "--") for flag in to_flags(command.parse().config)}
+    assert flags == {field.flag for field in FIELDS.values()}
+
+
+def test_empty_command_line_names_what_is_missing(command):
+    with pytest.raises(ConfigError) as caught:
+        parse_args([], {}, command.machine)
+    for wanted in ("missing: ", "--num-layers", "--lr (position 5 LR)", "25 positions"):
+        assert wanted in str(caught.value)
+
+
+def test_help_shows_positions_then_flags(command, capsys):
+    with pytest.raises(SystemExit) as caught:
+        parse_args(["dsw", "--help"], {}, command.machine)
+    shown = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert (
+        shown.index("25  OUTPUT_BASEPATH") < shown.index("MP_AC_LAYERS") < shown.index("--micro-batch-size")
+    )
+    assert "largest global gradient norm; 0: no clipping [1.0]" in " ".join(shown.split())
+
+
+def test_shape_by_flags_alone_derives_the_rest(command):
+    argv = (
+        "--num-layers 2 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --vocab-size 500 "
+        "--seq-length 32 --max-position-embeddings 64 --rotary-base 1e4 --micro-batch-size 1 "
+        "--global-batch-size 1 --train-iters 1 --lr 1 --train-data-path a --output-path b"
+    ).split()
+    config = parse_args(argv, {}, command.machine).config
+    model = config.model
+    assert (model.num_query_groups, model.kv_channels, config.data.max_padding_length) == (4, 16, 32)
+    assert config.parallel.nproc_per_node == 1
+    with pytest.raises(ConfigError, match="--kv-channels is needed: 4 heads do not divide --hidden-size 66"):
+        parse_args([("66" if text == "64" else text) for text in argv], {}, command.machine)
+
+
+def test_config_is_frozen(command):
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        command.parse().config.optimizer.lr = 1.0

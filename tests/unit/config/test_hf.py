@@ -1,0 +1,121 @@
+"""config.json of transformers 4 and 5, checked against what transformers itself reads and writes."""
+
+import json
+
+import pytest
+
+from patch.config.hf import is_hf_folder, read_hf_config
+from patch.errors import ConfigError
+
+ROPE = {
+    "rope_type": "llama3",
+    "factor": 32.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def _write(folder, values):
+    (folder / "config.json").write_text(json.dumps(values))
+    return folder
+
+
+MINIMAL = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+}
+
+
+def test_folder_is_told_by_its_config(tmp_path):
+    assert not is_hf_folder(tmp_path)
+    assert is_hf_folder(_write(tmp_path, MINIMAL))
+
+
+def test_both_spellings_of_rope_give_one_shape(tmp_path):
+    four = read_hf_config(_write(tmp_path, {**MINIMAL, "rope_theta": 5e5, "rope_scaling": ROPE}))
+    five = read_hf_config(_write(tmp_path, {**MINIMAL, "rope_parameters": {**ROPE, "rope_theta": 5e5}}))
+    assert four == five
+    assert four["use_rope_scaling"] and four["rotary_base"] == 5e5
+    scaling = [four[f"rope_{name}"] for name in ("scaling_factor", "low_freq_factor", "high_freq_factor")]
+    assert [*scaling, four["rope_original_max_position"]] == [32.0, 1.0, 4.0, 8192]
+
+
+def test_rope_type_may_be_spelled_type(tmp_path):
+    rope = {**ROPE, "type": "llama3"}
+    del rope["rope_type"]
+    assert read_hf_config(_write(tmp_path, {**MINIMAL, "rope_scaling": rope}))["use_rope_scaling"]
+
+
+def test_absent_keys_mean_what_transformers_means(tmp_path):
+    from transformers import LlamaConfig
+
+    theirs = LlamaConfig(**{k: v for k, v in MINIMAL.items() if k != "model_type"})
+    ours = read_hf_config(_write(tmp_path, MINIMAL))
+    assert ours["num_query_groups"] == theirs.num_key_value_heads
+    assert ours["kv_channels"] == theirs.head_dim
+    assert ours["norm_epsilon"] == theirs.rms_norm_eps
+    assert ours["max_position_embeddings"] == theirs.max_position_embeddings
+    assert ours["untie_embeddings_and_output_weights"] == (not theirs.tie_word_embeddings)
+    assert ours["rotary_base"] == theirs.rope_parameters["rope_theta"]
+    assert not ours["use_rope_scaling"]
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_transformers_saves_is_read_back(tmp_path, tied):
+    from transformers import LlamaConfig
+
+    LlamaConfig(
+        vocab_size=321, hidden_size=96, intermediate_size=200, num_hidden_layers=3, num_attention_heads=6,
+        num_key_value_heads=2, head_dim=32, rms_norm_eps=1e-4, max_position_embeddings=777,
+        tie_word_embeddings=tied, rope_parameters={**ROPE, "rope_theta": 1234.0},
+    ).save_pretrained(tmp_path)  # fmt: skip
+    shape = read_hf_config(tmp_path)
+    assert (shape["vocab_size"], shape["hidden_size"], shape["ffn_hidden_size"]) == (321, 96, 200)
+    assert (shape["num_layers"], shape["num_attention_heads"], shape["num_query_groups"]) == (3, 6, 2)
+    assert (shape["kv_channels"], shape["norm_epsilon"], shape["max_position_embeddings"]) == (32, 1e-4, 777)
+    assert shape["untie_embeddings_and_output_weights"] is not tied
+    assert (shape["rotary_base"], shape["rope_scaling_factor"]) == (1234.0, 32.0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "qwen2"}, "model_type: got 'qwen2', expected 'llama'"),
+        ({"model_type": None}, "model_type: got None, expected 'llama'"),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
+        ({"attention_bias": True}, "attention_bias: got True, expected False"),
+        ({"mlp_bias": True}, "mlp_bias: got True, expected False"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 2.0}},
+            "rope_type: got 'linear', expected default or llama3",
+        ),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type: got 'yarn'"),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "factor: got None, expected a finite number"),
+        ({"rope_parameters": [1]}, "rope_parameters: got [1], expected an object"),
+        ({"hidden_size": "wide"}, "hidden_size: got 'wide', expected a whole number"),
+        ({"vocab_size": None}, "vocab_size: got None, expected a whole number"),
+        ({"num_attention_heads": 0}, "num_attention_heads: got 0, expected at least 1"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: got {'bits': 4}"),
+    ],
+)
+def test_unsupported_model_is_refused_by_name(tmp_path, changes, message):
+    with pytest.raises(ConfigError) as caught:
+        read_hf_config(_write(tmp_path, {**MINIMAL, **changes}))
+    assert message in str(caught.value) and "config.json" in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "message"), [("{", "malformed JSON"), ("[]", "got a JSON list")])
+def test_malformed_json_names_the_file(tmp_path, text, message):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ConfigError, match=f"{tmp_path}/config.json: {message}"):
+        read_hf_config(tmp_path)
+
+
+def test_missing_config_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"config\.json: cannot be read: No such file"):
+        read_hf_config(tmp_path)

@@ -1,0 +1,155 @@
+"""The 25 positions: counts, values, environment variables, and what each becomes."""
+
+import pytest
+
+from patch.config.positions import POSITIONS
+from patch.errors import ConfigError
+
+
+def test_every_position_reaches_its_field(command):
+    command.environ.update(MP_AC_LAYERS="2", MP_VP="3", MP_SFT_PACKING="true")
+    config = command.parse(
+        *("--adam-eps", "1e-7"),
+        **dict(MODEL_SIZE="70B", BATCH_SIZE="3", GLOBAL_BATCH_SIZE="5e1", LR="2e-5", MIN_LR="1e-6"),
+        **dict(SEQ_LEN="4096", PAD_LEN="2048", PR="bf16", TP="4", PP="2", CP="1", SP="true", DO="true"),
+        **dict(FL="false", SFT="true", AC="full", OPTIMIZER_OFFLOAD="auto", SAVE_INTERVAL="7"),
+        **dict(DATASET_PATH="a", VALID_DATASET_PATH="b", PRETRAIN_CHECKPOINT_PATH="c"),
+        **dict(TRAIN_TOKENS_OR_ITERS="1e3", WARMUP_TOKENS_OR_ITERS="10", OUTPUT_BASEPATH="d"),
+    ).config
+    model, parallel, training, optimizer = config.model, config.parallel, config.training, config.optimizer
+    data, checkpoint = config.data, config.checkpoint
+    assert (model.model_size, model.num_layers, model.seq_length) == ("70B", 80, 4096)
+    assert model.attention_backend == "fused"
+    assert (parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size) == (4, 2)
+    assert parallel.sequence_parallel and parallel.use_distributed_optimizer
+    assert parallel.num_layers_per_virtual_pipeline_stage == 3
+    assert (training.micro_batch_size, training.global_batch_size, training.train_iters) == (3, 50, 1000)
+    assert (training.recompute_granularity, training.recompute_num_layers) == ("full", 2)
+    assert training.sft and training.precision == "bf16" and not training.cpu_offloading
+    assert (optimizer.lr, optimizer.min_lr, optimizer.lr_warmup_iters) == (2e-5, 1e-6, 10)
+    assert (optimizer.optimizer_offload_policy, optimizer.adam_eps) == ("auto", 1e-7)
+    assert (data.train_data_path, data.valid_data_path, data.max_padding_length) == ("a", "b", 2048)
+    assert data.packing and data.dataset_type == "raw"
+    assert (checkpoint.load, checkpoint.save_interval, checkpoint.output_path) == ("c", 7, "d")
+
+
+@pytest.mark.parametrize(
+    ("word", "granularity", "offload"),
+    [
+        ("none", "none", False),
+        ("false", "none", False),
+        ("sel", "selective", False),
+        ("offload", "none", True),
+    ],
+)
+def test_ac_words_become_recomputation(command, word, granularity, offload):
+    training = command.parse(AC=word).config.training
+    assert (training.recompute_granularity, training.cpu_offloading) == (granularity, offload)
+
+
+def test_tokens_become_whole_iterations_in_pretraining(command):
+    del command.environ["MP_DATASET_TYPE"]
+    config = command.parse(
+        SFT="false", TRAIN_TOKENS_OR_ITERS="5200", WARMUP_TOKENS_OR_ITERS="1100"
+    ).config  # a step is 8 x 64 = 512 tokens
+    assert (config.training.train_iters, config.optimizer.lr_warmup_iters) == (10, 2)
+    assert config.data.dataset_type == "idxmap"
+
+
+def test_tokens_become_iterations_with_the_batch_a_flag_sets(command):
+    config = command.parse(
+        "--global-batch-size=16", SFT="false", TRAIN_TOKENS_OR_ITERS="10240", WARMUP_TOKENS_OR_ITERS="0"
+    ).config
+    assert config.training.train_iters == 10
+
+
+def test_token_position_gives_way_to_the_flag(command):
+    config = command.parse(
+        "--train-iters=9", SFT="false", TRAIN_TOKENS_OR_ITERS="1", WARMUP_TOKENS_OR_ITERS="0"
+    ).config
+    assert config.training.train_iters == 9
+
+
+@pytest.mark.parametrize(
+    ("positions", "wanted"),
+    [
+        (
+            dict(TRAIN_TOKENS_OR_ITERS="511", WARMUP_TOKENS_OR_ITERS="0"),
+            "position 23 TRAIN_TOKENS_OR_ITERS: got 511 tokens, expected at least 512",
+        ),
+        (
+            dict(TRAIN_TOKENS_OR_ITERS="5120", WARMUP_TOKENS_OR_ITERS="3"),
+            "position 24 WARMUP_TOKENS_OR_ITERS: got 3 tokens, expected at least 512, or 0",
+        ),
+    ],
+)
+def test_fewer_tokens_than_one_step_are_refused(command, positions, wanted):
+    with pytest.raises(ConfigError, match=wanted):
+        command.parse(SFT="false", **positions)
+
+
+def test_missing_position_is_named(command):
+    command_line = command.argv()[:-2]
+    with pytest.raises(
+        ConfigError, match="got 23 positions, expected 25: position 24 WARMUP.* first missing"
+    ):
+        _parse(command, command_line)
+
+
+def test_position_left_out_in_the_middle_is_found_by_its_neighbour(command):
+    command_line = command.argv()
+    del command_line[8]  # PR
+    with pytest.raises(ConfigError, match="does not fit its place is position 9 PR: got '1'"):
+        _parse(command, command_line)
+
+
+def test_position_too_many_is_named(command):
+    with pytest.raises(ConfigError, match="got 26 positions, expected 25: 'more' after position 25"):
+        _parse(command, [*command.argv(), "more"])
+
+
+def _parse(command, argv):
+    from patch.config import parse_args
+
+    return parse_args(argv, command.environ, command.machine)
+
+
+BAD_WORDS = {
+    "ENV": ("dsv", "dsw, dlc, slurm, did you mean dsw?"),
+    "MODEL_SIZE": ("llama2-8B", "did you mean llama2-7B?"),
+    "PR": ("bf61", "fp32, fp16, bf16, fp8, did you mean bf16?"),
+    "SP": ("True", "true, false, did you mean true?"),
+    "DO": ("1", "true, false"),
+    "FL": ("yes", "true, false"),
+    "SFT": ("", "true, false"),
+    "AC": ("fulll", "none, false, sel, full, offload, did you mean full?"),
+    "OPTIMIZER_OFFLOAD": ("statik", "false, static, auto, did you mean static?"),
+}
+
+
+@pytest.mark.parametrize("position", POSITIONS, ids=lambda p: p.name)
+def test_unknown_value_names_the_position(command, position):
+    index = POSITIONS.index(position) + 1
+    kinds = {"int": ("1.5", "a whole number"), "float": ("nan", "a finite number"), "path": ("", "a path")}
+    bad, expected = BAD_WORDS.get(position.name) or kinds[position.kind]
+    with pytest.raises(ConfigError) as caught:
+        command.parse(**{position.name: bad})
+    message = str(caught.value)
+    assert message.startswith(f"position {index} {position.name}: got {bad!r}, expected ")
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("MP_DATASET_TYPE", "json"),
+        ("MP_AC_LAYERS", "two"),
+        ("MP_VP", "1.5"),
+        ("MP_SFT_PACKING", "yes"),
+        ("OPTIMIZER_OFFLOAD_FRACTION", "0.5"),
+    ],
+)
+def test_bad_variable_is_named(command, variable, value):
+    command.environ[variable] = value
+    with pytest.raises(ConfigError, match=f"environment variable {variable}:"):
+        command.parse()

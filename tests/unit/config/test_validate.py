@@ -1,0 +1,223 @@
+"""Every rule of a run: what it refuses, in which words, and that the good run passes."""
+
+import os
+
+import pytest
+
+from patch.config import validate_run
+from patch.config.rules import NOT_BUILT
+from patch.device import MachineFacts
+from patch.errors import ConfigError, DataError
+
+GPUS = MachineFacts(cuda_devices=2, cpu_cores=2)
+
+# (positions, flags, every part the message must hold)
+REFUSED = [
+    (dict(PR="fp16"), [], ["--precision (position 9 PR): got fp16, expected bf16 or fp32", "not built yet"]),
+    (dict(PR="fp8"), [], ["position 9 PR", "got fp8", "fp8 training is not built yet"]),
+    (dict(CP="2"), [], ["position 12 CP", "got 2, expected 1", "context parallelism is not built yet"]),
+    (dict(DO="true"), [], ["position 14 DO", "got true, expected DO=false", "sharded optimizer"]),
+    (dict(AC="offload"), [], ["--cpu-offloading (position 17 AC)", "expected AC=sel or full"]),
+    (dict(OPTIMIZER_OFFLOAD="static"), [], ["position 18 OPTIMIZER_OFFLOAD", "got static, expected false"]),
+    (dict(OPTIMIZER_OFFLOAD="auto"), [], ["got auto", "optimizer offload is not built yet"]),
+    ({}, ["--num-layers-per-virtual-pipeline-stage=1"], ["(MP_VP): got 1", "interleaved"]),
+    ({}, ["--packing"], ["--packing (MP_SFT_PACKING): got true", "packing of several samples"]),
+    ({}, ["--dataset-type=idxmap"], ["(MP_DATASET_TYPE): got idxmap, expected raw", "not built yet"]),
+    (
+        dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITERS="0"),
+        [],
+        ["(MP_DATASET_TYPE): got raw, expected idxmap, or SFT=true"],
+    ),
+    (dict(BATCH_SIZE="0"), [], ["position 3 BATCH_SIZE): got 0, expected at least 1"]),
+    (dict(TP="0"), ["--nproc-per-node=1"], ["position 10 TP): got 0, expected at least 1"]),
+    (dict(SAVE_INTERVAL="-5"), [], ["position 19 SAVE_INTERVAL): got -5, expected at least 1"]),
+    (dict(LR="0"), [], ["position 5 LR): got 0.0, expected more than 0"]),
+    (dict(MIN_LR="-1"), [], ["position 6 MIN_LR): got -1.0, expected at least 0"]),
+    ({}, ["--adam-beta2=1"], ["--adam-beta2: got 1.0, expected at least 0 and below 1"]),
+    ({}, ["--num-query-groups=3"], ["--num-query-groups: got 3, expected one of 1, 2, 4", "4 heads"]),
+    ({}, ["--kv-channels=15"], ["--kv-channels: got 15, expected an even number"]),
+    ({}, ["--rope-low-freq-factor=4"], ["got 4.0, expected less than --rope-high-freq-factor 4.0"]),
+    (dict(TP="3"), [], ["position 10 TP): got 3, expected one of 1, 2:", "4 heads"]),
+    (dict(TP="4"), [], ["got 4, expected one of 1, 2:", "2 key/value groups"]),
+    (dict(TP="2"), ["--ffn-hidden-size=191"], ["got 2, expected one of 1:", "191 MLP channels"]),
+    (dict(PP="3"), [], ["position 11 PP): got 3, expected one of 1, 2:", "2 layers"]),
+    (
+        dict(AC="full"),
+        ["--recompute-num-layers=3"],
+        ["(MP_AC_LAYERS): got 3, expected one of 1, 2:", "2 layers"],
+    ),
+    (dict(PAD_LEN="128"), [], ["position 8 PAD_LEN): got 128, expected at most 64", "position 7 SEQ_LEN"]),
+    (dict(SEQ_LEN="200000"), [], ["position 7 SEQ_LEN): got 200000, expected at most 131072"]),
+    (dict(TP="2", SP="true", PAD_LEN="33"), [], ["position 8 PAD_LEN): got 33, expected a multiple of TP=2"]),
+    (
+        dict(TP="2"),
+        ["--nproc-per-node=3"],
+        ["(NPROC_PER_NODE): got 3", "multiple of 2 (TP x PP x CP = 2 x 1 x 1)"],
+    ),
+    (
+        dict(GLOBAL_BATCH_SIZE="10"),
+        ["--nproc-per-node=2"],
+        [
+            "position 4 GLOBAL_BATCH_SIZE): got 10, expected a multiple of 4 such as 8 or 12",
+            "2 data-parallel",
+        ],
+    ),
+    (dict(GLOBAL_BATCH_SIZE="1"), [], ["got 1, expected a multiple of 2 such as 2:"]),
+    (dict(WARMUP_TOKENS_OR_ITERS="20"), [], ["position 24", "got 20, expected less than the run's 20"]),
+    (dict(MIN_LR="1"), [], ["position 6 MIN_LR): got 1.0, expected at most LR 0.001"]),
+    (dict(VALID_DATASET_PATH="x"), ["--eval-iters=0"], ["--eval-iters: got 0", "--eval-interval 0 turns"]),
+    (dict(PRETRAIN_CHECKPOINT_PATH="/no/model"), [], ["position 22", "got /no/model", "no such folder"]),
+    ({}, ["--tokenizer-name-or-path=/no/tok"], ["(TOKENIZER_PATH): got /no/tok", "tokenizer.json"]),
+    ({}, ["--tokenizer-name-or-path=none"], ["(TOKENIZER_PATH): got none", "PRETRAIN_CHECKPOINT_PATH"]),
+]
+
+
+@pytest.mark.parametrize(("positions", "flags", "parts"), REFUSED)
+def test_configuration_that_cannot_run_is_refused(command, positions, flags, parts):
+    config = command.parse(*flags, **positions).config
+    with pytest.raises(ConfigError) as caught:
+        validate_run(config, command.machine)
+    for part in parts:
+        assert part in str(caught.value)
+
+
+def test_every_unbuilt_feature_has_a_refusal_above(command):
+    messages = []
+    for positions, flags, _ in REFUSED:
+        with pytest.raises(ConfigError) as caught:
+            validate_run(command.parse(*flags, **positions).config, command.machine)
+        messages.append(str(caught.value))
+    for row in NOT_BUILT:
+        assert any(f"{row.feature} is not built yet" in message for message in messages), row.feature
+
+
+def test_good_run_passes_and_writes_nothing(command):
+    before = sorted(os.listdir(command.folder))
+    assert validate_run(command.parse(FL="true").config, GPUS) == []
+    assert sorted(os.listdir(command.folder)) == before
+
+
+def test_more_processes_than_gpus_are_refused(command):
+    config = command.parse("--nproc-per-node=4").config
+    with pytest.raises(
+        ConfigError, match=r"\(NPROC_PER_NODE\): got 4, expected at most 2: each process has a GPU"
+    ):
+        validate_run(config, GPUS)
+    validate_run(config, command.machine)  # on the CPU they may be as many as one likes
+
+
+def test_folder_without_weights_or_checkpoint_is_refused(command):
+    (command.folder / "empty").mkdir()
+    config = command.parse(PRETRAIN_CHECKPOINT_PATH=str(command.folder / "empty")).config
+    with pytest.raises(
+        ConfigError, match=r"position 22.*config\.json.*latest_checkpointed.*a folder without either"
+    ):
+        validate_run(config, command.machine)
+
+
+def test_own_checkpoint_is_taken_with_a_tokenizer_of_its_own(command):
+    folder = command.folder / "checkpoint"
+    folder.mkdir()
+    (folder / "latest_checkpointed_iteration.txt").write_text("10")
+    validate_run(command.parse(PRETRAIN_CHECKPOINT_PATH=str(folder)).config, command.machine)
+    command.environ.pop("TOKENIZER_PATH")
+    with pytest.raises(
+        ConfigError, match=r"TOKENIZER_PATH\): got .*checkpoint, expected a folder with one of"
+    ):
+        validate_run(command.parse(PRETRAIN_CHECKPOINT_PATH=str(folder)).config, command.machine)
+
+
+def test_weights_of_another_shape_are_refused_before_anything_starts(command):
+    config = command.parse(MODEL_SIZE="tiny", PRETRAIN_CHECKPOINT_PATH=command.hf_folder()).config
+    with pytest.raises(ConfigError, match=r"--vocab-size: got 128256, expected 600: .*config\.json says so"):
+        validate_run(config, command.machine)
+
+
+def test_weights_with_other_numerics_are_noted(command):
+    config = command.parse(
+        "--rope-scaling-factor=2", MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=command.hf_folder()
+    ).config
+    notes = validate_run(config, GPUS)
+    assert len(notes) == 1 and notes[0].startswith("--rope-scaling-factor: 2.0 here, 4.0 in ")
+
+
+def test_file_in_the_way_of_the_output_is_refused(command):
+    config = command.parse(OUTPUT_BASEPATH=str(command.data / "sub")).config
+    with pytest.raises(ConfigError, match=r"position 25 OUTPUT_BASEPATH.*rows\.json is a file"):
+        validate_run(config, command.machine)
+
+
+def test_output_on_a_read_only_file_system_is_refused(command):
+    if os.access("/proc/sys", os.W_OK):
+        pytest.skip("no folder here that even root cannot write")
+    config = command.parse(OUTPUT_BASEPATH="/proc/sys/run").config
+    with pytest.raises(ConfigError, match="position 25 OUTPUT_BASEPATH.*/proc/sys is not writable"):
+        validate_run(config, command.machine)
+
+
+def test_missing_data_is_a_data_error_after_the_configuration(command):
+    lost = dict(DATASET_PATH="/no/rows.json")
+    with pytest.raises(ConfigError):
+        validate_run(command.parse(TP="3", **lost).config, command.machine)
+    with pytest.raises(DataError, match=r"position 20 DATASET_PATH.*/no/rows\.json does not exist") as caught:
+        validate_run(command.parse(**lost).config, command.machine)
+    assert caught.value.exit_code == 3
+
+
+def test_missing_validation_file_is_named(command):
+    with pytest.raises(DataError, match=r"position 21 VALID_DATASET_PATH.*/no/valid\.json does not exist"):
+        validate_run(command.parse(VALID_DATASET_PATH="/no/valid.json").config, command.machine)
+
+
+def test_folder_as_data_is_named(command):
+    with pytest.raises(DataError, match="position 20.* is a folder, expected a JSON or JSONL file"):
+        validate_run(command.parse(DATASET_PATH=str(command.folder)).config, command.machine)
+
+
+def test_indexed_data_needs_both_files(command):
+    prefix = command.folder / "text_document"
+    command.environ["MP_DATASET_TYPE"] = "idxmap"
+    tokens = dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITERS="0")
+    prefix.with_suffix(".bin").touch()
+    with pytest.raises(
+        DataError, match=r"text_document\.idx does not exist, expected the path of \.bin and \.idx"
+    ):
+        validate_run(command.parse(DATASET_PATH=str(prefix), **tokens).config, command.machine)
+    with pytest.raises(DataError, match=r"without the ending, that is .*text_document$"):
+        validate_run(command.parse(DATASET_PATH=f"{prefix}.bin", **tokens).config, command.machine)
+    prefix.with_suffix(".idx").touch()
+    validate_run(command.parse(DATASET_PATH=str(prefix), **tokens).config, command.machine)
+
+
+@pytest.mark.parametrize(
+    ("positions", "flags", "note"),
+    [
+        (dict(SP="true"), [], "--sequence-parallel (position 13 SP) has no effect at TP=1"),
+        (
+            {},
+            ["--recompute-num-layers=2"],
+            "--recompute-num-layers (MP_AC_LAYERS) has no effect without AC=full",
+        ),
+    ],
+)
+def test_value_without_effect_is_noted(command, positions, flags, note):
+    assert validate_run(command.parse(*flags, **positions).config, GPUS) == [note]
+
+
+def test_flash_attention_on_the_cpu_is_noted(command):
+    (note,) = validate_run(command.parse().config, command.machine)
+    assert note.startswith("--attention-backend (position 15 FL) has no effect on the CPU")
+
+
+def test_padding_in_pretraining_is_noted(command):
+    command.environ["MP_DATASET_TYPE"] = "idxmap"
+    for ending in (".bin", ".idx"):
+        (command.folder / f"text{ending}").touch()
+    config = command.parse(
+        SFT="false",
+        DATASET_PATH=str(command.folder / "text"),
+        TRAIN_TOKENS_OR_ITERS="1e5",
+        WARMUP_TOKENS_OR_ITERS="0",
+    ).config
+    (note,) = validate_run(config, GPUS)
+    assert note.startswith("--max-padding-length (position 8 PAD_LEN) has no effect in pre-training")

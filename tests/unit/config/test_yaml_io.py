@@ -1,0 +1,98 @@
+"""YAML: round trip, layering, and complaints that name file and key."""
+
+import pytest
+import yaml
+
+from patch.config import parse_args, to_yaml
+from patch.errors import ConfigError
+
+
+def _write(command, text):
+    file = command.folder / "run.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_fed_back_yaml_repeats_the_run(command):
+    config = command.parse("--adam-eps=1e-12", MODEL_SIZE="3B", TP="2", LR="5e-5").config
+    file = _write(command, to_yaml(config))
+    assert parse_args(["--config", file], {}, command.machine).config == config
+
+
+def test_fed_back_yaml_needs_the_hf_folder_no_more(command):
+    config = command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=command.hf_folder()).config
+    file = _write(command, to_yaml(config))
+    (command.folder / "hf" / "config.json").unlink()
+    assert parse_args(["--config", file], {}, command.machine).config == config
+
+
+def test_layers_have_their_order(command):
+    file = _write(
+        command, "training: {seed: 1, train_iters: 2}\noptimizer: {clip_grad: 3, adam_beta1: 0.5}\n"
+    )
+    config = command.parse("--config", file, "--clip-grad=4", TRAIN_TOKENS_OR_ITERS="20").config
+    assert config.training.seed == 1  # the file beats the default
+    assert config.training.train_iters == 20  # positions beat the file
+    assert config.optimizer.clip_grad == 4  # flags beat the file
+    assert config.optimizer.adam_beta1 == 0.5
+
+
+def test_model_size_of_a_higher_layer_replaces_the_whole_shape(command):
+    file = _write(
+        command, "model: {model_size: llama2-7B, num_layers: 3, rotary_base: 7, init_method_std: 0.5}\n"
+    )
+    model = command.parse("--config", file, "--num-query-groups=4", MODEL_SIZE="1B").config.model
+    assert (model.num_layers, model.rotary_base, model.num_query_groups) == (16, 500000.0, 4)
+    assert model.init_method_std == 0.5  # no part of the shape
+
+
+def test_shape_beside_model_size_in_one_layer_wins(command):
+    file = _write(command, "model: {model_size: 1B, num_layers: 3}\n")
+    argv = f"--config {file} --seq-length 8 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1"
+    argv += " --train-data-path a --output-path b"
+    model = parse_args(argv.split(), {}, command.machine).config.model
+    assert (model.num_layers, model.hidden_size) == (3, 2048)
+
+
+def test_yaml_scalars_are_read_as_flags_are(command):
+    file = _write(
+        command,
+        "optimizer: {adam_eps: 1e-7, optimizer_offload_policy: false}\n"
+        "checkpoint: {save_interval: 1e2}\nmodel: {rotary_base: 10000}\n",
+    )
+    config = command.parse("--config", file, "--save-interval=1e2").config
+    assert (config.optimizer.adam_eps, config.optimizer.optimizer_offload_policy) == (1e-7, "false")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("modle: {}", "unknown section 'modle', did you mean model?"),
+        ("model: {num_layer: 2}", "unknown key model.num_layer, did you mean num_layers?"),
+        ("model: {lr: 2}", "unknown key model.lr: lr belongs to optimizer"),
+        ("optimizer: {lr: fast}", "optimizer.lr: got 'fast', expected a finite number"),
+        ("optimizer: {lr: .nan}", "optimizer.lr: got nan, expected a finite number"),
+        ("training: {sft: 1}", "training.sft: got 1, expected true or false"),
+        ("training: {seed: true}", "training.seed: got True, expected a whole number"),
+        ("training: {precision: bf17}", "expected one of fp32, fp16, bf16, fp8, did you mean bf16?"),
+        ("checkpoint: {load: null}", "checkpoint.load: got None, expected a text"),
+        ("training: [1]", "run.yaml: training: got [1], expected keys with values"),
+        ("- 1", "run.yaml: got [1], expected keys with values"),
+        ("training: {seed: 1", "malformed YAML: "),
+    ],
+)
+def test_wrong_file_is_explained(command, text, message):
+    with pytest.raises(ConfigError) as caught:
+        command.parse("--config", _write(command, text))
+    assert message in str(caught.value) and "run.yaml" in str(caught.value)
+
+
+def test_malformed_yaml_names_the_line(command):
+    with pytest.raises(ConfigError, match="line 2"):
+        command.parse("--config", _write(command, "model:\n  a: b: c\n"))
+
+
+def test_yaml_holds_plain_values_only(command):
+    sections = yaml.safe_load(to_yaml(command.parse().config))
+    kinds = {type(value) for section in sections.values() for value in section.values()}
+    assert kinds == {int, float, str, bool}

@@ -1,0 +1,127 @@
+"""Parameters against transformers' modules, FLOPs against torch's counter, bytes by hand."""
+
+import pytest
+import torch
+
+from patch.config import RunConfig, parse_args
+from patch.config.presets import PRESETS
+from patch.device import MachineFacts
+from patch.plan import (
+    bytes_per_rank,
+    describe_plan,
+    flops_per_token,
+    model_flops_per_step,
+    parameters_per_rank,
+    peak_flops,
+    total_parameters,
+)
+
+
+def _run(size: str, *flags: str, length: int = 2048) -> RunConfig:
+    argv = (
+        f"--model-size {size} --seq-length {length} --micro-batch-size 2 --global-batch-size 16 "
+        "--train-iters 10 --lr 1 --train-data-path a --output-path b"
+    )
+    return parse_args([*argv.split(), *flags], {}, MachineFacts(0, 2)).config
+
+
+def _hf_model(config: RunConfig) -> torch.nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = config.model
+    with torch.device("meta"):
+        return LlamaForCausalLM(
+            LlamaConfig(
+                vocab_size=model.vocab_size,
+                hidden_size=model.hidden_size,
+                intermediate_size=model.ffn_hidden_size,
+                num_hidden_layers=model.num_layers,
+                num_attention_heads=model.num_attention_heads,
+                num_key_value_heads=model.num_query_groups,
+                head_dim=model.kv_channels,
+                tie_word_embeddings=not model.untie_embeddings_and_output_weights,
+            )
+        )
+
+
+@pytest.mark.parametrize("size", PRESETS)
+def test_parameters_are_those_of_transformers(size):
+    config = _run(size)
+    assert total_parameters(config) == sum(p.numel() for p in _hf_model(config).parameters())
+
+
+def test_one_rank_holds_the_whole_padded_model():
+    config = _run("tiny", "--vocab-size=500")
+    padding = 2 * (512 - 500) * 64
+    assert parameters_per_rank(config) == [total_parameters(config) + padding]
+
+
+def test_ranks_share_matrices_and_repeat_norms():
+    config = _run("1B", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=4")
+    stages = parameters_per_rank(config)
+    norms = (2 * 16 + 1) * 2048
+    copy_of_tied_embedding = 128256 * 2048
+    assert len(stages) == 4 and stages[1] == stages[2] < stages[0] < stages[3]
+    assert 2 * sum(stages) == total_parameters(config) + norms + copy_of_tied_embedding
+
+
+def test_flops_are_six_per_matrix_element_and_token():
+    config = _run("8B")
+    matrices = sum(
+        p.numel() for n, p in _hf_model(config).named_parameters() if p.ndim == 2 and "embed" not in n
+    )
+    attention = 6 * 32 * 4096 * 2048  # layers x width x sequence: half of PaLM's 12, for the causal mask
+    assert flops_per_token(config) == 6 * matrices + attention
+
+
+def test_flops_of_a_step_count_all_samples():
+    config = _run("tiny")
+    assert model_flops_per_step(config) == flops_per_token(config) * 16 * 2048
+
+
+def test_flops_agree_with_torchs_own_counter():
+    from torch.utils.flop_counter import FlopCounterMode
+
+    config = _run("tiny", "--vocab-size=512", length=32)
+    model = _hf_model(config).to_empty(device="cpu")
+    model.config._attn_implementation = "eager"  # its two score matmuls are whole squares
+    with FlopCounterMode(display=False) as counter:
+        model(input_ids=torch.zeros(1, 32, dtype=torch.long), use_cache=False)
+    half_of_the_scores = 2 * 32 * 32 * 64 * 2  # 2 FLOPs, S x S, width, layers; twice, halved
+    assert flops_per_token(config) * 32 == 3 * (counter.get_total_flops() - half_of_the_scores)
+
+
+def test_bytes_follow_the_precision():
+    bf16, fp32 = (bytes_per_rank(_run("tiny", f"--precision={p}")) for p in ("bf16", "fp32"))
+    count = total_parameters(_run("tiny"))
+    assert bf16 == (2 * count, 4 * count, 12 * count) and bf16.total == 18 * count
+    assert fp32 == (4 * count, 4 * count, 8 * count)
+
+
+@pytest.mark.parametrize(
+    ("name", "tflops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989.5),
+        ("NVIDIA H100 PCIe", 756.0),
+        ("NVIDIA H200", 989.5),
+        ("NVIDIA H20", 148.0),
+        ("NVIDIA A100-SXM4-80GB", 312.0),
+        ("NVIDIA L4", 121.0),
+        ("NVIDIA L40S", 362.0),
+    ],
+)
+def test_peak_is_found_by_the_drivers_name(name, tflops):
+    assert peak_flops(name) == tflops * 1e12
+
+
+@pytest.mark.parametrize("name", ["", "Tesla V100-SXM2-16GB", "NVIDIA A10G", "NVIDIA H1000"])
+def test_unknown_device_has_no_peak(name):
+    assert peak_flops(name) is None
+
+
+def test_description_names_the_layout_and_the_length():
+    text = describe_plan(_run("8B", "--tensor-model-parallel-size=2", "--nproc-per-node=4"))
+    assert "4 = TP 2 x PP 1 x CP 1 x DP 2 on 1 machine(s)" in text
+    assert "8.03 G (8B)" in text
+    assert "16 samples x 2048 tokens = 32768 tokens, 4 micro-batch(es)" in text
+    assert "10 steps = 328 k tokens" in text
