@@ -1,0 +1,161 @@
+"""Who may import whom: the rows of the house, its light half, and the one door to private names."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+ROWS = {
+    "patch.errors": 0,
+    "patch.logger": 0,
+    "patch.device": 0,
+    "patch.config": 1,
+    "patch.compat": 2,
+    "patch.plan": 2,
+    "patch.distributed": 3,
+    "patch.model": 4,
+    "patch.optimizer": 4,
+    "patch.data": 4,
+    "patch.checkpoint": 5,
+    "patch.convert": 6,
+    "patch.training": 7,
+    "examples": 8,
+    "toolkits": 8,
+}
+
+
+class Source(NamedTuple):
+    """A file made up by a test; the real ones come from conftest.py."""
+
+    path: Path
+    text: str
+    tree: ast.Module
+
+
+def _package(module: str) -> str | None:
+    """The package of the house that a dotted name belongs to; None for the world outside."""
+    return next((name for name in ROWS if f"{module}.".startswith(f"{name}.")), None)
+
+
+def _imports(source) -> list[tuple[int, str]]:
+    """(line, dotted name) of every import, those inside functions included; relative ones made absolute."""
+    found = []
+    here = ".".join(source.path.with_suffix("").parts)
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(here.split(".")[: -node.level]) + "." if node.level else ""
+            found += [(node.lineno, f"{base}{node.module or ''}.{a.name}".strip(".")) for a in node.names]
+    return found
+
+
+def test_packages_import_only_from_rows_above(house):
+    wrong = []
+    for source in house:
+        own = _package(".".join(source.path.with_suffix("").parts))
+        for line, name in _imports(source):
+            other = _package(name)
+            if own and other and other != own and ROWS[other] >= ROWS[own]:
+                wrong.append(
+                    f"{source.path}:{line}: {own} (row {ROWS[own]}) imports {name} (row {ROWS[other]})"
+                )
+    assert not wrong, "\n".join(wrong)
+
+
+def test_every_package_has_a_row(house):
+    lost = {
+        str(source.path)
+        for source in house
+        if not _package(".".join(source.path.with_suffix("").parts))
+        and source.path.parts != ("patch", "__init__.py")
+    }
+    assert not lost, f"no row for {lost}"
+
+
+def test_nothing_imports_the_tests(house):
+    wrong = [f"{s.path}:{line}" for s in house for line, name in _imports(s) if name.split(".")[0] == "tests"]
+    assert not wrong
+
+
+def test_light_rows_name_neither_torch_nor_megatron(house):
+    heavy = {"torch", "megatron", "transformers"}
+    wrong = [
+        f"{source.path}:{line}: {name}"
+        for source in house
+        if _package(".".join(source.path.with_suffix("").parts)) in ("patch.config", "patch.plan")
+        for line, name in _imports(source)
+        if name.split(".")[0] in heavy
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("package", ["patch.config", "patch.plan", "patch.distributed.launch"])
+def test_light_package_loads_no_torch(package, root):
+    code = f"import sys, {package}; print(*({{'torch', 'megatron', 'transformers'}} & sys.modules.keys()))"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert loaded.stdout.split() == []
+
+
+def _private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _parsed(path: str, text: str):
+    return Source(Path(path), text, ast.parse(text))
+
+
+def test_imports_inside_functions_are_seen():
+    source = _parsed(
+        "patch/data/x.py", "def f():\n    from ..training import run\n    import patch.model.norm\n"
+    )
+    assert _imports(source) == [(2, "patch.training.run"), (3, "patch.model.norm")]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from megatron.core.x import _reduce",
+        "import megatron.core._rank as rank",
+        "from megatron.core import mappings\nmappings._reduce(1)",
+        "import megatron.core\nmegatron.core.mappings._reduce = 1",
+    ],
+)
+def test_private_uses_are_seen(text):
+    assert _private_uses(_parsed("patch/model/x.py", text))
+
+
+def test_private_megatron_names_come_through_compat_only(house):
+    wrong = []
+    for source in house:
+        if source.path.parts[:2] == ("patch", "compat"):
+            continue
+        wrong += [f"{source.path}:{line}: {what}" for line, what in _private_uses(source)]
+    assert not wrong, "\n".join(wrong)
+
+
+def _private_uses(source) -> list[tuple[int, str]]:
+    """Private parts of imported megatron names, and private attributes reached through them."""
+    bound, found = set(), []
+    for node in ast.walk(source.tree):
+        if not isinstance(node, (ast.Import, ast.ImportFrom)):
+            continue
+        module = getattr(node, "module", None) or ""
+        for alias in node.names:
+            dotted = f"{module}.{alias.name}".strip(".")
+            if dotted.split(".")[0] == "megatron":
+                bound.add(alias.asname or alias.name.split(".")[0])
+                found += [(node.lineno, dotted)] if any(map(_private, dotted.split("."))) else []
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and _private(node.attr):
+            root = node.value
+            while isinstance(root, ast.Attribute):
+                root = root.value
+            if isinstance(root, ast.Name) and root.id in bound:
+                found.append((node.lineno, ast.unparse(node)))
+    return found

@@ -1,0 +1,66 @@
+"""What every file and folder owes its reader: docstrings, READMEs, a tidy top level, no stray output."""
+
+import ast
+import subprocess
+
+import pytest
+
+TOP_LEVEL = set(
+    ".ci .gitignore CHANGELOG.md CONTRIBUTING.md LICENSE Makefile README.md README_zh.md examples patch "
+    "pyproject.toml requirements-gpu.txt requirements.txt tests toolkits".split()
+)
+README_LINES = 60
+
+
+@pytest.fixture(scope="session")
+def git_files(root) -> list[str]:
+    """Files that are tracked, or that git does not ignore."""
+    command = ["git", "-C", str(root), "ls-files", "--cached", "--others", "--exclude-standard"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout: ignored files cannot be told from the others")
+    return listed.stdout.splitlines()
+
+
+def test_top_level_holds_only_what_the_design_lists(git_files):
+    assert {file.split("/")[0] for file in git_files} <= TOP_LEVEL
+
+
+def test_every_module_has_a_docstring(all_sources):
+    assert not [str(source.path) for source in all_sources if not ast.get_docstring(source.tree)]
+
+
+def test_every_function_of_the_house_is_annotated(house):
+    bare = [
+        f"{source.path}:{node.lineno} {node.name}"
+        for source in house
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.FunctionDef) and node.returns is None
+    ]
+    assert not bare
+
+
+def test_every_package_opens_with_a_readme_of_a_screen(house, root):
+    problems = {}
+    for folder in sorted({source.path.parent for source in house if source.path.parts[0] == "patch"}):
+        readme = root / folder / "README.md"
+        lines = len(readme.read_text().splitlines()) if readme.is_file() else 0
+        if not 5 <= lines <= README_LINES:
+            problems[str(folder)] = lines
+    assert not problems, f"lines of README.md: {problems}"
+
+
+def test_patch_is_ascii(house):
+    assert not [str(s.path) for s in house if s.path.parts[0] == "patch" and not s.text.isascii()]
+
+
+def test_patch_never_prints(house):
+    prints = [
+        f"{source.path}:{node.lineno}"
+        for source in house
+        if source.path.parts[0] == "patch"
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print"
+    ]
+    assert not prints
