@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from safetensors import SafetensorError
 
 from patch.errors import ConversionError
 
@@ -22,16 +26,31 @@ def prepare(partial: Path, target: Path, source: Path | None) -> None:
             f"{target} exists and is no Hugging Face model (it has no config.json), so it is not replaced: "
             "give another folder or remove it"
         )
-    try:
+    with writing(partial):
         if partial.exists():
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
-    except OSError as error:
-        raise ConversionError(f"cannot write beside {target}: {error}") from error
 
 
 def _is_replaceable(target: Path) -> bool:
     return target.is_dir() and ((target / "config.json").is_file() or not any(target.iterdir()))
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Whatever the libraries raise when a file cannot be written becomes a ConversionError.
+
+    `tokenizers` raises plain Exception for it; subclasses other than the named ones are bugs and pass.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(error, (OSError, SafetensorError)) and type(error) is not Exception:
+            raise
+        raise ConversionError(
+            f"cannot write {path}: {error}; expected room for it, in a folder that every machine sees "
+            "(OUTPUT_BASEPATH, position 25)"
+        ) from error
 
 
 def publish(partial: Path, target: Path) -> None:

@@ -11,13 +11,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import RunConfig
 from patch.convert.collective import all_or_none
-from patch.convert.folder import prepare, publish
+from patch.convert.folder import prepare, publish, writing
 from patch.convert.hf_files import write_descriptions
 from patch.convert.hf_reader import INDEX, SINGLE
 from patch.convert.llama import TIED_OUTPUT, llama_table
@@ -78,8 +77,9 @@ def export_hf(
         layout = _write_weights(model, partial, config, groups, file_bytes)
         with all_or_none():
             if is_first:
-                _write_index(partial, layout)
-                write_descriptions(partial, config, hf_source, tokenizer, next(model.parameters()).dtype)
+                with writing(partial):
+                    _write_index(partial, layout)
+                    write_descriptions(partial, config, hf_source, tokenizer, next(model.parameters()).dtype)
                 publish(partial, folder)
     finally:
         if is_first:
@@ -163,12 +163,10 @@ def _gather(weight: Weight, tp: dist.ProcessGroup) -> dict[str, torch.Tensor]:
 
 def _try_save(tensors: dict[str, torch.Tensor], path: Path) -> ConversionError | None:
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except (OSError, SafetensorError) as error:
-        return ConversionError(
-            f"cannot write {path}: {error}; expected room for it in a folder that every machine sees "
-            "(OUTPUT_BASEPATH, position 25)"
-        )
+        with writing(path):
+            save_file(tensors, path, metadata={"format": "pt"})
+    except ConversionError as error:
+        return error
     return None
 
 

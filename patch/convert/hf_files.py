@@ -50,15 +50,12 @@ def write_descriptions(
         hf_source: the folder whose files are kept where nothing has changed; None: written anew.
         dtype: of the weights.
     Raises:
-        ConversionError: a file cannot be written, or a file of the source cannot be read.
+        ConversionError: a file of the source cannot be read.
     """
-    try:
-        described = model_description(config.model, hf_source, tokenizer, dtype)
-        _write_json(folder, "config.json", hf_source, described)
-        _write_json(folder, "generation_config.json", hf_source, generation_description(hf_source, tokenizer))
-        tokenizer.save_pretrained(folder)
-    except OSError as error:
-        raise ConversionError(f"cannot write the files of {folder}: {error}") from error
+    described = model_description(config.model, hf_source, tokenizer, dtype)
+    _write_json(folder, "config.json", hf_source, described)
+    _write_json(folder, "generation_config.json", hf_source, generation_description(hf_source, tokenizer))
+    tokenizer.save_pretrained(folder)
 
 
 def model_description(

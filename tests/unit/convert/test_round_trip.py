@@ -12,8 +12,7 @@ import torch
 from distributed_runner import run_distributed
 from safetensors.torch import load_file
 from small_runs import hf_llama, small_run
-from tokenizers import Tokenizer, models
-from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CASES = [(precision, tied) for precision in DTYPES for tied in (False, True)]
@@ -23,14 +22,6 @@ TOKENS = torch.arange(2 * 12).reshape(2, 12) * 7 % 250
 
 def _run(tp, pp, dp, precision="fp32", tied=False, **changes):
     return small_run(tp, pp, dp, precision=precision, untie_embeddings_and_output_weights=not tied, **changes)
-
-
-def _tokenizer():
-    vocabulary = {"<s>": 0, "</s>": 1, "<|eot_id|>": 2, "a": 3}
-    return PreTrainedTokenizerFast(
-        tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a")),
-        bos_token="<s>", eos_token="</s>", chat_template="{{ messages }}<|eot_id|>",
-    )  # fmt: skip
 
 
 def _tensors(folder):
@@ -59,7 +50,7 @@ def sources(tmp_path_factory):
     return root
 
 
-def _convert_both_ways(rank, world_size, root, out, layout):
+def _convert_both_ways(rank, world_size, root, out, layout, tokenizer):
     from patch.convert import export_hf, import_hf
     from patch.model import build_llama_model
 
@@ -70,13 +61,15 @@ def _convert_both_ways(rank, world_size, root, out, layout):
         import_hf(model, root / name, config, groups)
         export_hf(
             model, out / name, config, groups,
-            hf_source=root / name, tokenizer=_tokenizer(), file_bytes=150_000 if tied else 2**30,
+            hf_source=root / name, tokenizer=tokenizer, file_bytes=150_000 if tied else 2**30,
         )  # fmt: skip
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_round_trip_is_bit_equal(sources, tmp_path, layout):
-    run_distributed(_convert_both_ways, layout[0] * layout[1] * layout[2], sources, tmp_path, layout)
+def test_round_trip_is_bit_equal(sources, tmp_path, layout, tiny_tokenizer):
+    tokenizer = tiny_tokenizer("{{ messages }}<|eot_id|>")
+    world_size = layout[0] * layout[1] * layout[2]
+    run_distributed(_convert_both_ways, world_size, sources, tmp_path, layout, tokenizer)
     for precision, tied in CASES:
         source, target = (root / f"{precision}-{tied}" for root in (sources, tmp_path))
         before, after = _tensors(source), _tensors(target)

@@ -1,0 +1,120 @@
+"""config.json and generation_config.json: the source's where nothing changed, readable by transformers."""
+
+import dataclasses
+import json
+
+import pytest
+import torch
+from small_runs import hf_llama, small_run
+from transformers import AutoTokenizer, LlamaConfig
+
+from patch.config.hf import read_hf_config
+from patch.convert.hf_files import generation_description, model_description, write_descriptions
+from patch.errors import ConversionError
+
+CHAT = "{{ messages[0]['content'] }}<|eot_id|>"
+
+
+def _write_json(folder, name, contents):
+    (folder / name).write_text(json.dumps(contents))
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder as transformers 5 writes it."""
+    hf_llama(small_run(), tmp_path / "source")
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def old_source(tmp_path, source):
+    """The same in the spelling of transformers 4."""
+    contents = json.loads((source / "config.json").read_text())
+    rope = contents.pop("rope_parameters")
+    contents |= {
+        "rope_theta": rope.pop("rope_theta"),
+        "rope_scaling": rope,
+        "torch_dtype": contents.pop("dtype"),
+    }
+    (tmp_path / "old").mkdir()
+    return _write_json(tmp_path / "old", "config.json", contents)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("untied", [True, False])
+def test_config_without_a_source_is_read_by_transformers_and_by_us(tmp_path, scaled, untied, tiny_tokenizer):
+    model = small_run(
+        use_rope_scaling=scaled, untie_embeddings_and_output_weights=untied, kv_channels=32
+    ).model
+    _write_json(tmp_path, "config.json", model_description(model, None, tiny_tokenizer(), torch.bfloat16))
+    ours = {
+        name: value for name, value in dataclasses.asdict(model).items() if name in read_hf_config(tmp_path)
+    }
+    assert read_hf_config(tmp_path) == ours
+    theirs = LlamaConfig.from_pretrained(tmp_path)
+    expected = hf_llama(small_run(use_rope_scaling=scaled, kv_channels=32)).config
+    assert theirs.rope_parameters == expected.rope_parameters
+    assert theirs.head_dim == 32 and theirs.dtype == torch.bfloat16
+    assert theirs.tie_word_embeddings is not untied
+
+
+@pytest.mark.parametrize("spelling", ["source", "old_source"])
+def test_unchanged_config_is_the_sources_bytes(request, tmp_path, spelling, tiny_tokenizer):
+    folder = request.getfixturevalue(spelling)
+    target = tmp_path / "target"
+    target.mkdir()
+    write_descriptions(target, small_run(), folder, tiny_tokenizer(CHAT), torch.float32)
+    assert (target / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    assert AutoTokenizer.from_pretrained(target).chat_template == CHAT
+
+
+def test_only_the_changed_keys_change(source, tiny_tokenizer):
+    before = json.loads((source / "config.json").read_text())
+    model = small_run(norm_epsilon=1e-6).model
+    after = model_description(model, source, tiny_tokenizer(), torch.bfloat16)
+    assert {key for key in before | after if before.get(key) != after.get(key)} == {"rms_norm_eps", "dtype"}
+    assert (after["rms_norm_eps"], after["dtype"]) == (1e-6, "bfloat16")
+    assert list(after) == list(before)
+
+
+@pytest.mark.parametrize("spelling", ["source", "old_source"])
+@pytest.mark.parametrize("changes", [{"rope_scaling_factor": 32.0}, {"use_rope_scaling": False}])
+def test_changed_rope_is_written_in_the_sources_spelling(
+    request, tmp_path, spelling, changes, tiny_tokenizer
+):
+    folder = request.getfixturevalue(spelling)
+    described = model_description(small_run(**changes).model, folder, tiny_tokenizer(), torch.float32)
+    assert ("rope_parameters" in described) == (spelling == "source")
+    _write_json(tmp_path, "config.json", described)
+    expected = hf_llama(small_run(**changes)).config.rope_parameters
+    assert LlamaConfig.from_pretrained(tmp_path).rope_parameters == expected
+
+
+@pytest.mark.parametrize(
+    ("eos", "chat", "expected"),
+    [
+        (1, CHAT, [1, 2]),
+        ([1, 5], CHAT, [1, 5, 2]),
+        ([1, 2], CHAT, [1, 2]),
+        (2, CHAT, 2),
+        (None, CHAT, 2),
+        (1, None, 1),
+    ],
+)
+def test_generation_ends_with_the_chat_templates_turn(tmp_path, eos, chat, expected, tiny_tokenizer):
+    contents = {"temperature": 0.6, "eos_token_id": eos}
+    _write_json(tmp_path, "generation_config.json", contents)
+    described = generation_description(tmp_path, tiny_tokenizer(chat))
+    assert described == {"temperature": 0.6, "eos_token_id": expected}
+
+
+def test_generation_without_a_source_comes_from_thetiny_tokenizer(tiny_tokenizer):
+    assert generation_description(None, tiny_tokenizer()) == {"bos_token_id": 0, "eos_token_id": 1}
+    assert generation_description(None, tiny_tokenizer(CHAT)) == {"bos_token_id": 0, "eos_token_id": [1, 2]}
+
+
+def test_broken_file_of_the_source_is_named(source, tiny_tokenizer):
+    (source / "generation_config.json").write_text("{")
+    with pytest.raises(ConversionError, match=r"cannot read .*generation_config\.json"):
+        generation_description(source, tiny_tokenizer())
