@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an installation
@@ -34,9 +35,7 @@ _logger = get_logger(__name__)
 def _check(config: RunConfig, machine: MachineFacts) -> list[str]:
     notes = validate_run(config, machine)
     previous = Path(config.checkpoint.output_path) / "config.yaml"
-    if previous.is_file():
-        notes += compare_with_previous(config, previous.read_text())
-    return notes
+    return notes + (compare_with_previous(config, previous.read_text()) if previous.is_file() else [])
 
 
 def _launch(invocation: Invocation, machine: MachineFacts) -> int:
@@ -57,7 +56,9 @@ def main(argv: list[str]) -> int:
         invocation = parse_args(argv, os.environ, machine)
         notes = _check(invocation.config, machine)
         if "LOCAL_RANK" in os.environ and not invocation.dry_run:
-            from patch.training import run  # megatron-core, which the launcher does without
+            # Upstream warns at import of Apex and Transformer Engine, which this project does without.
+            warnings.filterwarnings("ignore", module=r"megatron\.")
+            from patch.training import run
 
             run(invocation.config)
             return 0
