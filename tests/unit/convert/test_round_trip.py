@@ -4,8 +4,6 @@ The oracle of the layout is upstream's plain GPTModel beside transformers, not t
 """
 
 import json
-import logging
-from pathlib import Path
 
 import pytest
 import torch
@@ -20,8 +18,12 @@ LAYOUTS = [(1, 1, 1), (1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 1)]
 TOKENS = torch.arange(2 * 12).reshape(2, 12) * 7 % 250
 
 
-def _run(tp, pp, dp, precision="fp32", tied=False, **changes):
-    return small_run(tp, pp, dp, precision=precision, untie_embeddings_and_output_weights=not tied, **changes)
+def _run(tp, pp, dp, precision="fp32", tied=False):
+    """No RoPE scaling: upstream's own model cannot be told all of its fields."""
+    untied = not tied
+    return small_run(
+        tp, pp, dp, precision=precision, use_rope_scaling=False, untie_embeddings_and_output_weights=untied
+    )
 
 
 def _tensors(folder):
@@ -50,7 +52,11 @@ def sources(tmp_path_factory):
     return root
 
 
-def _convert_both_ways(rank, world_size, root, out, layout, tokenizer):
+def _convert(rank, world_size, root, out, layout, tokenizer):
+    """Both ways for every case; returns the logits of upstream's model, untied and tied.
+
+    They are None before the last stage.
+    """
     from patch.convert import export_hf, import_hf
     from patch.model import build_llama_model
 
@@ -58,29 +64,40 @@ def _convert_both_ways(rank, world_size, root, out, layout, tokenizer):
     for precision, tied in CASES:
         config, name = _run(*layout, precision, tied), f"{precision}-{tied}"
         model = build_llama_model(config, groups, torch.device("cpu"))
+        for parameter in model.parameters():
+            parameter.data.fill_(float("nan"))
         import_hf(model, root / name, config, groups)
         export_hf(
             model, out / name, config, groups,
             hf_source=root / name, tokenizer=tokenizer, file_bytes=150_000 if tied else 2**30,
         )  # fmt: skip
+    return [
+        _upstream_logits(root / f"fp32-{tied}", _run(*layout, tied=tied), groups) for tied in (False, True)
+    ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_round_trip_is_bit_equal(sources, tmp_path, layout, tiny_tokenizer):
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: "tp{}-pp{}-dp{}".format(*layout))
+def converted(request, sources, tmp_path_factory, tiny_tokenizer):
+    """(layout, folder of the exports, what each rank returned), made once for all tests of a layout."""
+    layout, out = request.param, tmp_path_factory.mktemp("exports")
     tokenizer = tiny_tokenizer("{{ messages }}<|eot_id|>")
     world_size = layout[0] * layout[1] * layout[2]
-    run_distributed(_convert_both_ways, world_size, sources, tmp_path, layout, tokenizer)
-    for precision, tied in CASES:
-        source, target = (root / f"{precision}-{tied}" for root in (sources, tmp_path))
-        before, after = _tensors(source), _tensors(target)
-        assert before.keys() == after.keys()
-        for name, tensor in before.items():
-            assert after[name].dtype == tensor.dtype == DTYPES[precision]
-            assert torch.equal(after[name], tensor), name
-        assert (target / "config.json").read_bytes() == (source / "config.json").read_bytes()
-        assert len(list(target.glob("*.safetensors"))) == (layout[1] if not tied else _count(target))
-        _loads_cleanly(target)
-    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+    return layout, out, run_distributed(_convert, world_size, sources, out, layout, tokenizer)
+
+
+@pytest.mark.parametrize(("precision", "tied"), CASES)
+def test_round_trip_is_bit_equal(sources, converted, precision, tied):
+    layout, out, _ = converted
+    source, target = (root / f"{precision}-{tied}" for root in (sources, out))
+    before, after = _tensors(source), _tensors(target)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype == DTYPES[precision]
+        assert torch.equal(after[name], tensor), name
+    assert (target / "config.json").read_bytes() == (source / "config.json").read_bytes()
+    assert len(list(target.glob("*.safetensors"))) == (layout[1] if not tied else _count(target))
+    _loads_cleanly(target)
+    assert not [path for path in out.iterdir() if path.name.startswith(".")]
 
 
 def _count(folder):
@@ -141,86 +158,25 @@ def _forward(model, config, groups):
     return output[..., : config.model.vocab_size].numpy()
 
 
-def _upstream_logits(rank, world_size, root, layout):
+def _upstream_logits(folder, config, groups):
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     from patch.compat.cpu import replace_torch
     from patch.convert import import_hf
 
-    groups = _groups(_run(*layout))
     replace_torch("megatron.core.utils")  # upstream's own attention takes a buffer on the current device
     model_parallel_cuda_manual_seed(1)  # and its (unused) dropout a random state of each TP rank
-    logits = []
-    for tied in (False, True):
-        config = _run(*layout, tied=tied, use_rope_scaling=False)
-        model = _upstream_model(config, groups)
-        import_hf(model, root / str(tied), config, groups)
-        logits.append(_forward(model, config, groups))
-    return logits
+    model = _upstream_model(config, groups)
+    import_hf(model, folder, config, groups)
+    return _forward(model, config, groups)
 
 
-@pytest.mark.parametrize("layout", [(1, 1, 1), (2, 2, 1)])
-def test_upstream_model_with_imported_weights_has_transformers_logits(tmp_path, layout):
-    for tied in (False, True):
-        hf_llama(_run(*layout, tied=tied, use_rope_scaling=False), tmp_path / str(tied))
-    outputs = run_distributed(_upstream_logits, layout[0] * layout[1], tmp_path, layout)
-    last_stage = outputs[-layout[0] :]
-    for index, tied in enumerate((False, True)):
-        with torch.no_grad():
-            expected = LlamaForCausalLM.from_pretrained(tmp_path / str(tied)).eval()(TOKENS).logits
-        for output in last_stage:
-            torch.testing.assert_close(torch.from_numpy(output[index]), expected, atol=1e-4, rtol=0)
-
-
-def _import_with_padding_and_rounding(rank, world_size, root):
-    from patch.convert import import_hf
-    from patch.model import build_llama_model
-
-    config = _run(1, 1, 1, "bf16")
-    groups = _groups(config)
-    model = build_llama_model(config, groups, torch.device("cpu"))
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    logging.getLogger("patch.convert").addHandler(handler)
-    for parameter in model.parameters():
-        parameter.data.fill_(float("nan"))
-    import_hf(model, root / "fp32-False", config, groups)
-    weights = dict(model.named_parameters())
-    source = _tensors(root / "fp32-False")
-    for name, hf_name in (("embedding.word_embeddings", "model.embed_tokens"), ("output_layer", "lm_head")):
-        weight = weights[f"{name}.weight"]
-        assert weight.shape[0] == 256 and not weight[250:].any()
-        assert torch.equal(weight[:250], source[f"{hf_name}.weight"].bfloat16())
-    import_hf(model, root / "bf16-False", config, groups)
-    return messages
-
-
-def test_rounding_is_said_once_and_padding_is_zero(sources):
-    (messages,) = run_distributed(_import_with_padding_and_rounding, 1, sources)
-    assert len(messages) == 1 and "F32" in messages[0] and "rounded to bfloat16" in messages[0]
-
-
-def _try_import(rank, world_size, folder: Path):
-    from patch.convert import import_hf
-    from patch.errors import ConversionError
-    from patch.model import build_llama_model
-
-    config = _run(2, 1, 1)
-    groups = _groups(config)
-    model = build_llama_model(config, groups, torch.device("cpu"))
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    own = folder if rank == 0 else folder.parent / "whole"
-    with pytest.raises(ConversionError) as caught:
-        import_hf(model, own, config, groups)
-    untouched = all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
-    return str(caught.value), untouched
-
-
-def test_import_fails_on_every_rank_when_one_cannot_read(tmp_path):
-    hf_llama(_run(1, 1, 1), tmp_path / "whole")
-    hf_llama(_run(1, 1, 1), tmp_path / "broken")
-    (tmp_path / "broken" / "config.json").unlink()
-    (first, untouched), (second, _) = run_distributed(_try_import, 2, tmp_path / "broken")
-    assert "has no config.json" in first and untouched
-    assert "rank 0" in second and "has no config.json" in second
+@pytest.mark.parametrize("tied", [False, True])
+def test_upstream_model_with_imported_weights_has_transformers_logits(sources, converted, tied):
+    _, _, by_rank = converted
+    with torch.no_grad():
+        expected = LlamaForCausalLM.from_pretrained(sources / f"fp32-{tied}").eval()(TOKENS).logits
+    outputs = [logits[tied] for logits in by_rank if logits[tied] is not None]
+    assert outputs
+    for output in outputs:
+        torch.testing.assert_close(torch.from_numpy(output), expected, atol=1e-4, rtol=0)
