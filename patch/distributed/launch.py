@@ -156,7 +156,8 @@ class Supervisor:
                 continue
             if not self._failures:
                 self._failed_at = time.monotonic()
-                _logger.error("local rank %d ended: %s", local_rank, _describe(code))
+                if -code not in self.signals:  # else it obeyed before it could save anything
+                    _logger.error("local rank %d ended: %s", local_rank, _describe(code))
             self._failures[local_rank] = code
         return any(worker.returncode is None for worker in self._workers)
 

@@ -38,7 +38,7 @@ def test_c4_demo_pretrains(llama3_tokenizer: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "c4"
     preprocess = [sys.executable, "-m", "toolkits.preprocess_pretrain"]
     preprocess += ["--input", str(data_file("c4_demo.jsonl")), "--output-prefix", str(prefix)]
-    preprocess += ["--tokenizer-name-or-path", str(llama3_tokenizer)]
+    preprocess += ["--tokenizer", str(llama3_tokenizer)]
     subprocess.run(preprocess, cwd=REPOSITORY, check=True, timeout=120)
     tokens_per_step = 4 * 128
     positions = {"MODEL_SIZE": "tiny", "SEQ_LEN": 128, "PAD_LEN": 128, "SFT": "false", "DATASET_PATH": prefix}
