@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.config.schema import RunConfig
 from patch.convert.collective import all_or_none
 from patch.convert.hf_reader import HFFolder
-from patch.convert.llama import OUTPUT, hf_tensors, llama_table
+from patch.convert.llama import EMBEDDING, OUTPUT, hf_tensors, llama_table
 from patch.convert.mappings import Shard
 from patch.convert.stage import stage_weights
 from patch.errors import ConversionError
@@ -40,6 +40,8 @@ def import_hf(model: GPTModel, folder: Path, config: RunConfig, groups: ProcessG
             tensors = hf_tensors(config)
             tied = not config.model.untie_embeddings_and_output_weights
             source.check(tensors, unused=frozenset({OUTPUT} if tied else ()))
+            if tied:
+                source.check_copy(OUTPUT, EMBEDDING)
             _tell_rounding(source.dtypes(tensor.name for tensor in tensors), folder, model)
             for weight in stage_weights(model, llama_table(config)):
                 sources = [source[tensor.name] for tensor in weight.mapping.hf]

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from patch.convert.mappings import HFTensor
@@ -18,6 +19,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 READABLE = ("F32", "BF16", "F16")
 _CURE = "MODEL_SIZE (position 2) auto takes the shape from config.json"
+_ROWS = 4096
+"""Rows that are compared at once."""
 _DERIVED = "rotary_emb.inv_freq"
 """Old folders store these RoPE frequencies; they follow from config.json."""
 
@@ -83,6 +86,23 @@ class HFFolder:
                 f"model has no place for ({len(extra)} such tensors); expected a plain LLaMA of as many "
                 f"layers as configured: {_CURE}"
             )
+
+    def check_copy(self, name: str, original: str) -> None:
+        """Compare a tensor that may be stored beside the one it is tied to; reads both, part by part.
+
+        Raises:
+            ConversionError: it is there and differs.
+        """
+        if name not in self._slices:
+            return
+        for start in range(0, _shape(self[original])[0], _ROWS):
+            part = slice(start, start + _ROWS)
+            if not torch.equal(self[name][part], self[original][part]):
+                raise ConversionError(
+                    f"{name} in {self._files[name]} differs from {original}, expected a copy of it since "
+                    "config.json has tie_word_embeddings true: set that to false (as "
+                    "transformers 5 takes it) and load again"
+                )
 
     def _check_tensor(self, tensor: HFTensor) -> None:
         if tensor.name not in self._slices:

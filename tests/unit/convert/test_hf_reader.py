@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from small_runs import hf_llama, small_run
 
 from patch.convert.hf_reader import HFFolder
-from patch.convert.llama import OUTPUT, hf_tensors
+from patch.convert.llama import EMBEDDING, OUTPUT, hf_tensors
 from patch.errors import ConversionError
 
 QKV = "model.layers.3.self_attn.k_proj.weight"
@@ -108,6 +108,19 @@ def test_output_layer_in_a_tied_folder_is_unused_not_unexpected(folder):
     _check(folder, tied, unused=frozenset({OUTPUT}))
     with pytest.raises(ConversionError, match=OUTPUT):
         _check(folder, tied)
+
+
+def test_tied_output_layer_must_be_a_copy(folder):
+    with (
+        HFFolder(folder) as source,
+        pytest.raises(ConversionError, match=f"{OUTPUT} .* differs from {EMBEDDING}"),
+    ):
+        source.check_copy(OUTPUT, EMBEDDING)
+    embedding = load_file(_file_of(folder, EMBEDDING))[EMBEDDING]
+    _change(folder, OUTPUT, lambda tensors: tensors.update({OUTPUT: embedding}))
+    with HFFolder(folder) as source:
+        source.check_copy(OUTPUT, EMBEDDING)
+        source.check_copy("absent", EMBEDDING)
 
 
 @pytest.mark.parametrize("index", ["[", "{}", "[]"])
