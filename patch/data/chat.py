@@ -65,8 +65,8 @@ class ChatRenderer:
             answered = self._apply(messages[: index + 1], where, generate=False)
             if not prompt.startswith(done) or not answered.startswith(prompt):
                 raise DataError(
-                    f"{where}: message {index + 1}: with the answer, the chat template writes what comes before "
-                    f"otherwise than as the prompt, so the two cannot be told apart; {_CURE}"
+                    f"{where}: message {index + 1}: the chat template writes what comes before the answer "
+                    f"otherwise than the prompt for it, so the two cannot be told apart; {_CURE}"
                 )
             content = message["content"].strip()
             end = self._end_of_turn(answered, len(prompt), content, where)

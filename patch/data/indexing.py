@@ -42,20 +42,11 @@ def write_indexed(
             f"tokenizer: {tokenizer.name_or_path} has no eos token to end documents with; "
             "give one that has, or --no-append-eod"
         )
-    partial = f"{prefix}.partial"
     try:
         Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        tokens = _write(read_texts(source, json_key), tokenizer, partial, eod)
-        if tokens == 0:
-            raise DataError(f"{source}: no row has a text under {json_key} (--json-key)")
-        for suffix in (".bin", ".idx"):
-            os.replace(partial + suffix, prefix + suffix)
+        return _publish(read_texts(source, json_key), tokenizer, prefix, eod)
     except OSError as error:
         raise DataError(f"{prefix}: cannot be written: {error.strerror} (--output-prefix)") from error
-    finally:
-        for suffix in (".bin", ".idx"):
-            Path(partial + suffix).unlink(missing_ok=True)
-    return tokens
 
 
 def read_texts(source: Path, json_key: str) -> Iterator[str]:
@@ -72,6 +63,19 @@ def read_texts(source: Path, json_key: str) -> Iterator[str]:
         if not isinstance(text, str):
             raise DataError(f"{where}: {json_key}: got {text!r:.60}, expected text")
         yield text
+
+
+def _publish(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, prefix: str, eod: list[int]) -> int:
+    """Write under a name of its own, and rename: a set that is there is a whole one."""
+    partial = f"{prefix}.partial"
+    try:
+        tokens = _write(texts, tokenizer, partial, eod)
+        for suffix in (".bin", ".idx"):
+            os.replace(partial + suffix, prefix + suffix)
+        return tokens
+    finally:
+        for suffix in (".bin", ".idx"):
+            Path(partial + suffix).unlink(missing_ok=True)
 
 
 def _write(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, prefix: str, eod: list[int]) -> int:
@@ -91,6 +95,8 @@ def _write(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, prefix: str
         if now - reported > _REPORT_EVERY_S:
             reported = now
             _log.info("%d documents, %d tokens, %.0f tokens/s", documents, tokens, tokens / (now - started))
+    if tokens == 0:
+        raise DataError(f"none of {empty} rows has a text")
     builder.finalize(f"{prefix}.idx")
     _log.info("%d documents, %d tokens; %d rows with an empty text left out", documents, tokens, empty)
     return tokens

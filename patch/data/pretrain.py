@@ -97,28 +97,35 @@ def _build(prefix: str, config: RunConfig, eod: int | None, is_train: bool) -> P
     indexed = open_indexed(prefix)
     head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, _total_tokens(indexed)), 0)
     _check_ids(prefix, int(head.max()), config.model.vocab_size)
-    training = config.training
-    dataset = GPTDataset(
-        indexed,
-        prefix,
-        np.arange(len(indexed), dtype=np.int32),
-        training.train_iters * training.global_batch_size if is_train else None,
-        Split.train if is_train else Split.valid,
-        GPTDatasetConfig(
-            random_seed=training.seed,
-            sequence_length=config.model.seq_length,
-            blend=([prefix], None),
-            split="1",
-            path_to_cache=str(Path(config.checkpoint.output_path) / "data_index"),
-            tokenizer=_Vocabulary(prefix, config.model.vocab_size, eod),
-            reset_position_ids=False,
-            reset_attention_mask=False,
-            eod_mask_loss=False,
-            create_attention_mask=False,
-            drop_last_partial_validation_sequence=False,
-        ),
-    )
+    cache = Path(config.checkpoint.output_path) / "data_index"
+    num_samples = config.training.train_iters * config.training.global_batch_size if is_train else None
+    split = Split.train if is_train else Split.valid
+    documents = np.arange(len(indexed), dtype=np.int32)
+    upstream = _upstream_config(prefix, config, cache, eod)
+    try:
+        dataset = GPTDataset(indexed, prefix, documents, num_samples, split, upstream)
+    except OSError as error:
+        raise DataError(
+            f"{cache}: the index files of {prefix} cannot be written by rank 0, or read by the others: "
+            f"{error.strerror}; expected a folder that all machines share (OUTPUT_BASEPATH)"
+        ) from error
     return PretrainSource(dataset, prefix, config.model.vocab_size)
+
+
+def _upstream_config(prefix: str, config: RunConfig, cache: Path, eod: int | None) -> GPTDatasetConfig:
+    return GPTDatasetConfig(
+        random_seed=config.training.seed,
+        sequence_length=config.model.seq_length,
+        blend=([prefix], None),
+        split="1",
+        path_to_cache=str(cache),
+        tokenizer=_Vocabulary(prefix, config.model.vocab_size, eod),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        drop_last_partial_validation_sequence=False,
+    )
 
 
 def open_indexed(prefix: str) -> IndexedDataset:

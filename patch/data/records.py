@@ -54,8 +54,8 @@ def _list_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
 
 def _line_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
     for number, line in enumerate(file, start=1):
-        line = line.removeprefix(_BOM) if number == 1 else line
-        if line.strip():
+        line = (line.removeprefix(_BOM) if number == 1 else line).strip()
+        if line:
             yield _row(path, f"line {number}", _parse(path, line, number))
 
 
@@ -76,7 +76,7 @@ def _parse(path: Path, data: bytes, first_line: int) -> Any:
             # orjson places every encoding error at the file's first character.
             message, line = "not UTF-8", first_line + data.count(b"\n", 0, undecodable.start)
         raise DataError(
-            f"{path}: line {line}: malformed JSON: {message}; expected a list of objects, or one object a line"
+            f"{path}: line {line}: malformed JSON: {message}; expected a list of objects or one object a line"
         ) from error
 
 

@@ -17,7 +17,8 @@ _CURE = "give a Hugging Face tokenizer's folder with --tokenizer-name-or-path or
 LLAMA3_MARKS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 """Special tokens that a LLaMA-3 tokenizer has even where it comes without a chat template."""
 
-# As Meta's own ChatFormat writes a dialog: no date and no system message that the row does not hold.
+# Meta's own ChatFormat, contents trimmed as in the templates that Meta publishes; no date and no system
+# message that the row does not hold.
 LLAMA3_CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"

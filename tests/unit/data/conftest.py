@@ -1,0 +1,37 @@
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from llama3_tokenizer import build_llama3_tokenizer
+
+SHARED_DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The project's messages, whatever another test has made of the logger's handlers."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    root = logging.getLogger("patch")
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield messages
+    root.removeHandler(handler)
+    root.setLevel(level)
+
+
+@pytest.fixture(scope="session")
+def llama3_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("llama3")
+    build_llama3_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture
+def shared_data() -> Path:
+    if not SHARED_DATA.is_dir():
+        pytest.skip("the shared data sets are not beside this checkout")
+    return SHARED_DATA

@@ -1,0 +1,108 @@
+import pytest
+from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
+
+from patch.data.chat import ChatRenderer, Span
+from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
+from patch.errors import DataError
+
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+LLAMA2 = (
+    "{% for m in messages %}{% if m.role == 'user' %}{{ bos_token }}[INST] {{ m.content }} [/INST]"
+    "{% elif m.role == 'assistant' %} {{ m.content }} {{ eos_token }}"
+    "{% else %}{{ raise_exception('no system message, please') }}{% endif %}{% endfor %}"
+)
+B, H, E, T = "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
+
+
+def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    """User and assistant by turns."""
+    messages = [{"role": "system", "content": system}] if system else []
+    for index, content in enumerate(contents):
+        messages.append({"role": ("user", "assistant")[index % 2], "content": content})
+    return messages
+
+
+def renderer(template: str = LLAMA3_CHAT_TEMPLATE, special: tuple = ()) -> ChatRenderer:
+    return ChatRenderer(tiny_tokenizer(template=template, special=[*SPECIAL_TOKENS, *special]))
+
+
+def test_llama3_header_is_not_learned_and_end_of_turn_is() -> None:
+    spans = renderer().render(turns("hello", " world\n", system="be brief"), "row")
+    assert spans == [
+        Span(f"{B}{H}system{E}\n\nbe brief{T}{H}user{E}\n\nhello{T}{H}assistant{E}\n\n", False),
+        Span(f"world{T}", True),
+    ]
+
+
+def test_every_answer_of_several_turns_is_learned_and_a_last_question_left_out() -> None:
+    spans = renderer().render(turns("one", "two", "three", "four", "five"), "row")
+    assert spans == [
+        Span(f"{B}{H}user{E}\n\none{T}{H}assistant{E}\n\n", False),
+        Span(f"two{T}", True),
+        Span(f"{H}user{E}\n\nthree{T}{H}assistant{E}\n\n", False),
+        Span(f"four{T}", True),
+    ]
+
+
+def test_line_break_after_chatmls_end_of_turn_is_not_learned() -> None:
+    spans = renderer(CHATML, ("<|im_start|>", "<|im_end|>")).render(turns("a", "b", "c", "d"), "row")
+    assert spans == [
+        Span("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", False),
+        Span("b<|im_end|>", True),
+        Span("\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n", False),
+        Span("d<|im_end|>", True),
+    ]
+
+
+def test_llama2_template_without_generation_prompt_learns_up_to_eos() -> None:
+    spans = renderer(LLAMA2).render(turns("a", "b"), "row")
+    assert spans == [Span(f"{B}[INST] a [/INST]", False), Span(" b <|end_of_text|>", True)]
+
+
+def test_special_token_within_an_answer_does_not_end_it() -> None:
+    spans = renderer().render(turns("a", f"say {T} twice"), "row")
+    assert spans[1] == Span(f"say {T} twice{T}", True)
+    assert renderer().holds_special_token(turns("a", f"say {T} twice"))
+    assert not renderer().holds_special_token(turns("a", "say <|eot_i d|>"))
+
+
+def test_wordless_answer_is_context_only() -> None:
+    spans = renderer().render(turns("a", " ", "b", "c"), "row")
+    assert [span.learned for span in spans] == [False, False, False, True]
+    assert spans[1].text == T
+
+
+def test_conversation_without_an_answer_is_empty() -> None:
+    assert renderer().render(turns("a"), "row") == []
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "would not learn to stop"),
+        ("{{ messages | length }}{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}", "told apart"),
+        ("{{ raise_exception('not today') }}", "refuses the conversation: not today"),
+        ("{% if %}", "refuses the conversation"),
+    ],
+)
+def test_template_that_cannot_be_trained_with_is_refused_at_once(template: str, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        renderer(template)
+    assert str(caught.value).startswith("chat template: ")
+    assert said in str(caught.value)
+
+
+def test_template_that_rewrites_earlier_turns_is_refused_with_the_row() -> None:
+    forgetful = (
+        "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' }}<|eot_id|>{% endfor %}"
+    )
+    with pytest.raises(DataError, match="f.json: row 3: message 4: .*told apart"):
+        renderer(forgetful).render(turns("a", "b", "c", "d"), "f.json: row 3")
+
+
+def test_templates_refusal_names_the_row() -> None:
+    with pytest.raises(DataError, match="f.json: row 3: .*no system message, please"):
+        renderer(LLAMA2).render(turns("a", "b", system="s"), "f.json: row 3")

@@ -1,0 +1,177 @@
+import dataclasses
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from distributed_runner import run_distributed
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from small_runs import small_run
+
+from patch.config.schema import RunConfig
+from patch.data.pretrain import load_pretrain
+from patch.errors import DataError
+
+LENGTH = 8
+
+
+def write_set(prefix: Path, sizes: list[int], dtype: type = np.int32, first: int = 1) -> np.ndarray:
+    """Documents of consecutive numbers, so that a sample shows where it comes from; all tokens in order."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    start = first
+    for size in sizes:
+        builder.add_document(np.arange(start, start + size), [size])
+        start += size
+    builder.finalize(f"{prefix}.idx")
+    return np.arange(first, start)
+
+
+def run(folder: Path, **changes) -> RunConfig:
+    defaults = dict(dataset_type="idxmap", seq_length=LENGTH, train_iters=3, output_path=str(folder / "out"))
+    return small_run(**(defaults | changes))
+
+
+def load(prefix: Path, config: RunConfig, is_train: bool = True):
+    return load_pretrain(str(prefix), config, eod=0, is_train=is_train)
+
+
+def check_samples(source) -> None:
+    for index in range(len(source)):
+        sample = source[index]
+        assert all(part.shape == (LENGTH,) for part in sample)
+        assert (sample.tokens.dtype, sample.labels.dtype) == (torch.int64, torch.int64)
+        assert sample.loss_mask.dtype == torch.float32
+        torch.testing.assert_close(sample.tokens[1:], sample.labels[:-1])
+
+
+def test_one_epoch_takes_every_position_once(tmp_path: Path) -> None:
+    """One document: 81 tokens are ten samples of eight with the label of the last; seven are asked for."""
+    tokens = write_set(tmp_path / "set", [81])
+    source = load(tmp_path / "set", run(tmp_path, train_iters=7, global_batch_size=1, micro_batch_size=1))
+    check_samples(source)
+    assert len(source) == 10
+    seen = torch.cat([source[index].tokens for index in range(10)])
+    labels = torch.cat([source[index].labels for index in range(10)])
+    assert sorted(seen.tolist()) == tokens[:-1].tolist()
+    torch.testing.assert_close(labels, seen + 1)
+    assert seen.tolist() != sorted(seen.tolist())
+    assert all(source[index].loss_mask.all() for index in range(10))
+
+
+def test_there_are_samples_for_all_iterations(tmp_path: Path) -> None:
+    """10 tokens a pass, 12 samples of 8."""
+    write_set(tmp_path / "set", [3, 5, 2])
+    source = load(tmp_path / "set", run(tmp_path, train_iters=3, global_batch_size=4))
+    assert len(source) >= 12
+    check_samples(source)
+    assert all(source[index].loss_mask.all() for index in range(12))
+
+
+def test_same_seed_gives_the_same_samples_and_another_seed_others(tmp_path: Path) -> None:
+    write_set(tmp_path / "set", [40, 60])
+    seeds = (5, 5, 6)
+    sources = [load(tmp_path / "set", run(tmp_path / str(i), seed=seed)) for i, seed in enumerate(seeds)]
+    orders = [[sources[i][k].tokens.tolist() for k in range(12)] for i in range(3)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("sizes", [[4, 9, 7], [17], [3], [40], [16]])
+def test_evaluation_learns_every_label_once(tmp_path: Path, sizes: list[int]) -> None:
+    """The last sample is padded, and upstream would share one loss mask between all samples."""
+    write_set(tmp_path / "set", sizes)
+    source = load(tmp_path / "set", run(tmp_path), is_train=False)
+    total = sum(sizes)
+    assert len(source) == -(-(total - 1) // LENGTH)
+    padded_first = sorted(range(len(source)), key=lambda index: source[index].loss_mask.sum().item())
+    learned: list[int] = []
+    for index in padded_first:
+        sample = source[index]
+        assert (sample.tokens >= 0).all() and (sample.labels >= 0).all()
+        learned += sample.labels[sample.loss_mask.bool()].tolist()
+    assert len(learned) == total - 1 == len(set(learned))
+
+
+def test_padded_sample_leaves_the_masks_of_others_alone(tmp_path: Path) -> None:
+    """Reads the padded sample before any other, the order in which upstream's cached mask is spoilt."""
+    write_set(tmp_path / "set", [20])
+    for first in range(3):
+        source = load(tmp_path / "set", run(tmp_path), is_train=False)
+        order = [first, *(index for index in range(3) if index != first)]
+        assert sorted(source[index].loss_mask.sum().item() for index in order) == [3, 8, 8]
+
+
+def test_changed_data_behind_the_same_path_is_indexed_anew(tmp_path: Path) -> None:
+    write_set(tmp_path / "set", [100])
+    load(tmp_path / "set", run(tmp_path))
+    tokens = write_set(tmp_path / "set", [7, 90], first=110)
+    source = load(tmp_path / "set", run(tmp_path))
+    check_samples(source)
+    assert {int(token) for index in range(12) for token in source[index].tokens} <= set(tokens.tolist())
+
+
+def cut(path: Path, size: int) -> None:
+    os.truncate(path, size)
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda p: os.remove(f"{p}.bin"), r"set\.bin: no such file.*toolkits.preprocess_pretrain"),
+        (lambda p: os.remove(f"{p}.idx"), r"set\.idx: no such file"),
+        (lambda p: cut(f"{p}.bin", 0), r"set\.bin: holds no tokens"),
+        (lambda p: cut(f"{p}.bin", 100), r"set\.bin: 100 bytes, expected 400"),
+        (lambda p: write_set(f"{p}.x", [99]) is None or os.replace(f"{p}.x.bin", f"{p}.bin"), "396 bytes"),
+        (lambda p: cut(f"{p}.idx", 0), r"set\.idx: 0 bytes"),
+        (lambda p: cut(f"{p}.idx", 20), r"set\.idx: 20 bytes"),
+        (lambda p: cut(f"{p}.idx", 50), r"set\.idx: 50 bytes, expected 62"),
+        (lambda p: Path(f"{p}.idx").write_bytes(b"x" * 62), "no index of megatron-core"),
+        (lambda p: write_set(p, [1]), "one token"),
+        (lambda p: write_set(p, []), "holds no tokens"),
+        (lambda p: write_set(p, [100], first=200), "token id 299.* has 250 rows"),
+    ],
+)
+def test_damaged_set_is_refused_with_the_file(tmp_path: Path, damage, said: str) -> None:
+    prefix = tmp_path / "set"
+    write_set(prefix, [100])
+    damage(prefix)
+    with pytest.raises(DataError, match=said):
+        load(prefix, run(tmp_path))
+
+
+def test_id_beyond_the_checked_head_is_refused_when_it_is_read(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("patch.data.pretrain._TOKENS_CHECKED", 10)
+    write_set(tmp_path / "set", [100], first=200)
+    source = load(tmp_path / "set", run(tmp_path))
+    with pytest.raises(DataError, match="token id 2.. *, the model's vocabulary has 250 rows"):
+        for index in range(len(source)):
+            source[index]
+
+
+def build_on_rank(rank: int, world_size: int, prefix: str, config: RunConfig) -> list:
+    from patch.data.pretrain import load_pretrain
+
+    try:
+        source = load_pretrain(prefix, config, eod=0, is_train=True)
+    except DataError as error:
+        return [str(error)]
+    return [source[index].tokens.tolist() for index in range(12)]
+
+
+def test_all_ranks_see_the_same_set_or_the_same_error(tmp_path: Path) -> None:
+    write_set(tmp_path / "set", [40, 60])
+    config = run(tmp_path)
+    first, second = run_distributed(build_on_rank, 2, str(tmp_path / "set"), config)
+    assert first == second and len(first) == 12
+    alone = dataclasses.replace(
+        config, checkpoint=dataclasses.replace(config.checkpoint, output_path=str(tmp_path / "alone"))
+    )
+    assert first == build_on_rank(0, 1, str(tmp_path / "set"), alone)
+
+
+def test_output_that_cannot_be_written_fails_on_all_ranks(tmp_path: Path) -> None:
+    write_set(tmp_path / "set", [40, 60])
+    (tmp_path / "out").write_text("a file where the folder should be")
+    first, second = run_distributed(build_on_rank, 2, str(tmp_path / "set"), run(tmp_path))
+    assert "out/data_index" in first[0] and "OUTPUT_BASEPATH" in first[0]
+    assert second[0] == f"rank 0: {first[0]}"

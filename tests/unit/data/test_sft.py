@@ -1,0 +1,189 @@
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from llama3_tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, tiny_tokenizer
+
+from patch.data.sft import load_sft
+from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE, load_tokenizer
+from patch.errors import DataError
+
+# The fallback template, with transformers' marks around what the assistant says: the second implementation.
+MARKED = LLAMA3_CHAT_TEMPLATE.replace(
+    "{{ message['content'] | trim + '<|eot_id|>' }}",
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}",
+)
+assert MARKED != LLAMA3_CHAT_TEMPLATE
+
+
+def write_rows(folder: Path, rows: list) -> Path:
+    path = folder / "rows.json"
+    path.write_text(json.dumps(rows))
+    return path
+
+
+def alpaca(prompt: str, answer: str) -> dict[str, str]:
+    return {"instruction": prompt, "output": answer}
+
+
+def learned_text(sample, tokenizer) -> str:
+    return tokenizer.decode(sample.labels[sample.loss_mask.bool()])
+
+
+def test_sample_is_exactly_what_was_written_by_hand(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    source = load_sft(write_rows(tmp_path, [alpaca("hello", "world")]), tokenizer, 16)
+    names = ["<|begin_of_text|>", "<|start_header_id|>", "user", "<|end_header_id|>", "\u010a\u010a", "hello"]
+    names += ["<|eot_id|>", "<|start_header_id|>", "assistant", "<|end_header_id|>", "\u010a\u010a", "world"]
+    names += ["<|eot_id|>"]
+    ids = tokenizer.convert_tokens_to_ids(names)
+    assert None not in ids
+    end = tokenizer.eos_token_id
+    (sample,) = (source[index] for index in range(len(source)))
+    assert sample.tokens.tolist() == ids[:-1] + [end] * 4
+    assert sample.labels.tolist() == ids[1:] + [end] * 4
+    # labels[9] is the header's line break, labels[10] the answer, labels[11] its end of turn.
+    assert sample.loss_mask.tolist() == [0.0] * 10 + [1.0, 1.0] + [0.0] * 4
+    assert (sample.tokens.dtype, sample.loss_mask.dtype) == (torch.int64, torch.float32)
+
+
+@pytest.mark.parametrize("pad", ["<|eot_id|>", "<|end_of_text|>", "<|finetune_right_pad_id|>", "Q"])
+def test_end_of_turn_is_learned_whatever_the_pad_token(tmp_path: Path, pad: str) -> None:
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = pad
+    source = load_sft(write_rows(tmp_path, [alpaca("Q", "yes Q"), alpaca("Q", "no")]), tokenizer, 40)
+    assert [learned_text(source[index], tokenizer) for index in (0, 1)] == ["yes Q<|eot_id|>", "no<|eot_id|>"]
+    assert source[1].tokens[-1] == tokenizer.convert_tokens_to_ids(pad)
+
+
+@pytest.mark.parametrize(("pattern", "is_trap"), [(LLAMA3_PATTERN, False), (GPT2_PATTERN, True)])
+def test_prompt_is_encoded_as_generation_does(tmp_path: Path, pattern: str, is_trap: bool) -> None:
+    """With GPT-2's split pattern, encoding prompt and answer as one text merges over the border."""
+    tokenizer = tiny_tokenizer(pattern, LLAMA3_CHAT_TEMPLATE)
+    answers = ["42", "four", "(x)", "\u4f60\u597d", "a\n\nb", "'s"]
+    source = load_sft(write_rows(tmp_path, [alpaca("2+2?", answer) for answer in answers]), tokenizer, 40)
+    asked = [{"role": "user", "content": "2+2?"}]
+    given = tokenizer.apply_chat_template(asked, add_generation_prompt=True, return_dict=True)["input_ids"]
+    trapped = False
+    for index, answer in enumerate(answers):
+        assert source[index].tokens[: len(given)].tolist() == given
+        assert source[index].loss_mask[: len(given)].tolist() == [0.0] * (len(given) - 1) + [1.0]
+        assert learned_text(source[index], tokenizer) == f"{answer}<|eot_id|>"
+        told = [*asked, {"role": "assistant", "content": answer}]
+        as_one = tokenizer.apply_chat_template(told, return_dict=True)["input_ids"]
+        trapped = trapped or as_one[: len(given)] != given
+    assert trapped == is_trap
+
+
+def test_long_conversation_is_cut_and_keeps_every_position(tmp_path: Path, logged: list[str]) -> None:
+    tokenizer = tiny_tokenizer()
+    path = write_rows(tmp_path, [alpaca("hello", "world " * 30), alpaca("hello", "world")])
+    whole, cut = load_sft(path, tokenizer, 200)[0], load_sft(path, tokenizer, 20)[0]
+    for long, short in zip(whole, cut, strict=True):
+        torch.testing.assert_close(short, long[:20])
+    assert cut.loss_mask[-1] == 1
+    assert any("1 of 2 rows cut to 20 tokens: row 1" in message for message in logged)
+
+
+def test_conversation_that_just_fits_is_not_cut(tmp_path: Path, logged: list[str]) -> None:
+    """13 ids: 12 tokens and 12 labels."""
+    path = write_rows(tmp_path, [alpaca("hello", "world")])
+    tokenizer = tiny_tokenizer()
+    assert learned_text(load_sft(path, tokenizer, 12)[0], tokenizer) == "world<|eot_id|>"
+    assert not any("cut" in message for message in logged)
+    assert learned_text(load_sft(path, tokenizer, 11)[0], tokenizer) == "world"
+    assert any("cut to 11" in message for message in logged)
+
+
+def test_samples_with_nothing_to_learn_are_dropped_counted_and_named(
+    tmp_path: Path, logged: list[str]
+) -> None:
+    rows = [
+        alpaca("hello", "world"),
+        alpaca("too long " * 20, "world"),
+        alpaca("no answer", " "),
+        {"messages": [{"role": "user", "content": "nobody answers"}]},
+        alpaca("hello", "again"),
+    ]
+    tokenizer = tiny_tokenizer()
+    source = load_sft(write_rows(tmp_path, rows), tokenizer, 24)
+    assert [learned_text(source[index], tokenizer) for index in range(len(source))] == [
+        "world<|eot_id|>", "again<|eot_id|>"
+    ]  # fmt: skip
+    assert any("3 of 5 rows dropped: nothing to learn: row 2, row 3, row 4" in message for message in logged)
+    share = [message for message in logged if "tokens learned" in message]
+    assert len(share) == 1 and "2 samples" in share[0]
+
+
+def test_set_with_nothing_to_learn_is_refused(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [alpaca("hello", ""), {"messages": [{"role": "user", "content": "x"}]}])
+    with pytest.raises(
+        DataError, match="none of 2 rows has anything to learn within 24 tokens: row 1, row 2"
+    ):
+        load_sft(path, tiny_tokenizer(), 24)
+
+
+def test_special_tokens_in_a_message_are_reported(tmp_path: Path, logged: list[str]) -> None:
+    rows = [alpaca("a", "b"), alpaca("say <|eot_id|>", "b")]
+    load_sft(write_rows(tmp_path, rows), tiny_tokenizer(), 24)
+    assert any("special tokens spelled out" in message and "row 2" in message for message in logged)
+
+
+def test_bad_row_far_into_the_file_is_named(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [*(alpaca("a", "b") for _ in range(1500)), {"prompt": "a"}])
+    with pytest.raises(DataError, match="row 1501: found the keys prompt"):
+        load_sft(path, tiny_tokenizer(), 24)
+
+
+def expected_by_transformers(tokenizer, messages: list) -> tuple[list[int], list[int]]:
+    marked = tokenizer.apply_chat_template(
+        messages, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True
+    )
+    return marked["input_ids"], marked["assistant_masks"]
+
+
+def check_against_transformers(source, tokenizer, conversations: list, length: int) -> None:
+    assert len(source) == len(conversations)
+    for index, messages in enumerate(conversations):
+        ids, mask = expected_by_transformers(tokenizer, messages)
+        count = min(len(ids) - 1, length)
+        sample = source[index]
+        assert sample.tokens[:count].tolist() == ids[:count]
+        assert sample.labels[:count].tolist() == ids[1 : count + 1]
+        assert sample.loss_mask[:count].tolist() == mask[1 : count + 1]
+        assert not sample.loss_mask[count:].any()
+
+
+def test_masks_equal_transformers_on_several_turns(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    conversations = []
+    for turns in range(1, 6):
+        messages = [{"role": "system", "content": "answer question \u4e16\u754c"}] if turns % 2 else []
+        for turn in range(turns):
+            messages.append({"role": "user", "content": f"what is {turn}?"})
+            messages.append({"role": "assistant", "content": f"{turn} \u00e9\u4f60\u597d fox\n\nthe dog"})
+        conversations.append(messages)
+    path = write_rows(tmp_path, [{"messages": messages} for messages in conversations])
+    check_against_transformers(load_sft(path, tokenizer, 150), tokenizer, conversations, 150)
+
+
+@pytest.mark.parametrize("name", ["alpaca_en_demo.json", "alpaca_zh_demo.json"])
+def test_masks_equal_transformers_on_real_data(name: str, shared_data: Path, llama3_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(llama3_folder))
+    length = 4096
+    rows = json.loads((shared_data / name).read_text())
+    source = load_sft(shared_data / name, tokenizer, length)
+    conversations = [
+        [
+            {"role": "user", "content": row["instruction"] + (f"\n{row['input']}" if row["input"] else "")},
+            {"role": "assistant", "content": row["output"]},
+        ]
+        for row in rows
+        if row["output"].strip()
+    ]
+    check_against_transformers(source, tokenizer, conversations, length)
+    learned = sum(int(source[index].loss_mask.sum()) for index in range(len(source)))
+    assert learned == sum(sum(expected_by_transformers(tokenizer, each)[1]) for each in conversations)

@@ -1,0 +1,136 @@
+import importlib.util
+from pathlib import Path
+
+import pytest
+from llama3_tokenizer import SPECIAL_TOKENS, build_tiny_tokenizer, tiny_tokenizer
+from transformers import AutoTokenizer
+
+from patch.data.tokenizer import (
+    LLAMA3_CHAT_TEMPLATE,
+    check_vocabulary,
+    ensure_chat_template,
+    load_tokenizer,
+    padding_id,
+    special_tokens,
+    vocabulary_size,
+)
+from patch.errors import DataError
+
+TEXTS = (
+    "Hello, world! It's 12345 o'clock.\n\n  Two  spaces\t tab\r\n",
+    "你好，世界！今天的天气怎么样？１２３",
+    "def f(x):\n    return x ** 2  # naïve café 🙂🙃",
+    "<|start_header_id|>user<|end_header_id|>\n\nHi<|eot_id|>",
+    " leading and trailing ",
+    "\n\n\n",
+)
+
+
+def test_real_llama3_tokenizer_encodes_as_metas_own(llama3_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(llama3_folder))
+    from llama_models.llama3.tokenizer import Tokenizer
+
+    meta = Tokenizer.get_instance()
+    for text in TEXTS:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        assert ids == meta.encode(text, bos=False, eos=False, allowed_special="all")
+        assert tokenizer(text)["input_ids"] == [128000, *ids]
+        assert tokenizer.decode(ids) == text
+    expected = {
+        "<|begin_of_text|>": 128000, "<|end_of_text|>": 128001, "<|start_header_id|>": 128006,
+        "<|end_header_id|>": 128007, "<|eot_id|>": 128009,
+    }  # fmt: skip
+    assert {token: tokenizer.convert_tokens_to_ids(token) for token in expected} == expected
+    assert {token: meta.special_tokens[token] for token in expected} == expected
+    assert vocabulary_size(tokenizer) == 128256 == meta.n_words
+    assert len(special_tokens(tokenizer)) == 256
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llama_models") is None, reason="llama-models is not installed")
+def test_fallback_template_writes_metas_own_dialog_format(llama3_folder: Path) -> None:
+    """Second implementation: the ChatFormat of Meta's package."""
+    chat_format = pytest.importorskip("llama_models.llama3.chat_format")
+    datatypes = pytest.importorskip("llama_models.datatypes")
+    tokenizer = load_tokenizer(str(llama3_folder))
+    ensure_chat_template(tokenizer)
+    dialog = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Wie heißt du?"},
+        {"role": "assistant", "content": "我叫小明。\n\nOk?"},
+        {"role": "user", "content": "1234"},
+    ]
+    meta = chat_format.ChatFormat(chat_format.Tokenizer.get_instance())
+    raw = [datatypes.RawMessage(**message, **_stop(datatypes, message["role"])) for message in dialog]
+    expected = meta.encode_dialog_prompt(raw).tokens
+    ids = tokenizer.apply_chat_template(dialog, add_generation_prompt=True, return_dict=True)["input_ids"]
+    assert ids == expected
+
+
+def _stop(datatypes, role: str) -> dict:
+    return {"stop_reason": datatypes.StopReason.end_of_turn} if role == "assistant" else {}
+
+
+def test_missing_tokenizer_says_what_is_expected(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is not a folder.*--tokenizer-name-or-path"):
+        load_tokenizer(str(tmp_path / "absent"))
+    with pytest.raises(DataError, match=r"holds none of tokenizer.json, tokenizer.model"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
+    with pytest.raises(DataError, match="cannot be loaded"):
+        load_tokenizer(str(tmp_path))
+
+
+def test_folder_without_tokenizer_config_still_loads(tmp_path: Path) -> None:
+    build_tiny_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").unlink()
+    text = "hello world\n\n1234"
+    assert load_tokenizer(str(tmp_path))(text)["input_ids"] == tiny_tokenizer()(text)["input_ids"]
+
+
+def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
+    build_tiny_tokenizer(tmp_path)
+    (tmp_path / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Evil: pass\n")
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "Evil", "auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}}'
+    )
+    try:
+        load_tokenizer(str(tmp_path))
+    except DataError:
+        pass
+    assert not (tmp_path / "ran").exists()
+
+
+def test_vocabulary_that_is_too_small_is_refused_with_both_sizes() -> None:
+    tokenizer = tiny_tokenizer()
+    size = vocabulary_size(tokenizer)
+    check_vocabulary(tokenizer, size)
+    with pytest.raises(DataError, match=f"ids up to {size - 1} .* has {size - 1} rows"):
+        check_vocabulary(tokenizer, size - 1)
+
+
+def test_fallback_template_is_said_kept_and_saved(tmp_path: Path, logged: list[str]) -> None:
+    tokenizer = tiny_tokenizer()
+    ensure_chat_template(tokenizer)
+    assert any("no chat template" in message for message in logged)
+    tokenizer.save_pretrained(tmp_path)
+    assert AutoTokenizer.from_pretrained(tmp_path).chat_template == LLAMA3_CHAT_TEMPLATE
+
+
+def test_tokenizers_own_template_is_left_alone(logged: list[str]) -> None:
+    tokenizer = tiny_tokenizer(template="{{ messages[0].content }}")
+    ensure_chat_template(tokenizer)
+    assert tokenizer.chat_template == "{{ messages[0].content }}" and not logged
+
+
+def test_no_template_and_no_llama3_tokens_is_refused() -> None:
+    with pytest.raises(DataError, match="no chat template.*chat_template.jinja"):
+        ensure_chat_template(tiny_tokenizer(special=SPECIAL_TOKENS[:2]))
+
+
+def test_padding_is_pad_else_eos_else_zero() -> None:
+    tokenizer = tiny_tokenizer()
+    assert padding_id(tokenizer) == tokenizer.eos_token_id
+    tokenizer.pad_token = "<|finetune_right_pad_id|>"
+    assert padding_id(tokenizer) == 4
+    tokenizer.pad_token = tokenizer.eos_token = None
+    assert padding_id(tokenizer) == 0
