@@ -18,7 +18,9 @@ from typing import Any
 TIMEOUT_S = 120
 
 
-def _child(rank: int, world_size: int, store: str, body: Callable[..., Any], args: tuple, results: Any) -> None:
+def _child(
+    rank: int, world_size: int, store: str, body: Callable[..., Any], args: tuple, results: Any
+) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1")
     import torch
     import torch.distributed
@@ -35,7 +37,9 @@ def _child(rank: int, world_size: int, store: str, body: Callable[..., Any], arg
         results.put((rank, traceback.format_exc(), None))
 
 
-def run_distributed(body: Callable[..., Any], world_size: int, *args: Any, timeout_s: int = TIMEOUT_S) -> list:
+def run_distributed(
+    body: Callable[..., Any], world_size: int, *args: Any, timeout_s: int = TIMEOUT_S
+) -> list:
     """Call `body(rank, world_size, *args)` in `world_size` processes; their return values by rank.
 
     Raises:

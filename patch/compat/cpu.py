@@ -21,6 +21,7 @@ MODULES = {
     "megatron.core.tensor_parallel.layers": "torch.cuda.current_device() at 261, 552, 597-607, 873-899",
     "megatron.core.tensor_parallel.utils": "torch.cuda.current_device() at 70, 91",
     "megatron.core.tensor_parallel.random": "torch.cuda.manual_seed, get_rng_state at 235-238, 422",
+    "megatron.core.utils": "torch.cuda.current_device() in GlobalMemoryBuffer.get_tensor at 631",
     "megatron.core.pipeline_parallel.p2p_communication": "current_device at 190-321, synchronize at 242, 398",
     "megatron.core.pipeline_parallel.schedules": 'device="cuda" at 596, 983, 2138',
     "megatron.core.models.common.embeddings.rotary_pos_embedding": "current_device at 78, 162",

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from patch.config.schema import RunConfig
 from patch.device import DeviceContext
@@ -18,7 +20,7 @@ from patch.errors import ConfigError
 
 
 def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollection:
-    """Join the job (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) and build its groups.
+    """Join the job (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), build its groups and seed its generators.
 
     A process group that exists already (a test's, an embedding program's) is used as it is.
 
@@ -41,6 +43,9 @@ def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollect
         context_parallel_size=config.parallel.context_parallel_size,
         distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
     )
+    torch.manual_seed(config.training.seed)
+    # The tracker's generators differ between TP ranks; sequence parallelism and recomputation ask for them.
+    model_parallel_cuda_manual_seed(config.training.seed)
     return ProcessGroupCollection.use_mpu_process_groups()
 
 

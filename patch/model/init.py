@@ -41,9 +41,7 @@ def initialize_weights(model: GPTModel, config: RunConfig) -> None:
         whole = _draw(f"{config.training.seed} {shard.key} {layer}", shape, _std(shard.key, config))
         if shard.key in _VOCABULARY:
             whole = F.pad(whole, (0, 0, 0, config.padded_vocab_size - config.model.vocab_size))
-        part = tuple(
-            slice(start, start + size) for start, size in zip(offset, shard.data.shape, strict=True)
-        )
+        part = tuple(slice(start, start + size) for start, size in zip(offset, shard.data.shape, strict=True))
         shard.data.copy_(whole[part])
 
 

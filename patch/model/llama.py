@@ -11,6 +11,12 @@ from __future__ import annotations
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
@@ -70,7 +76,9 @@ class LlamaModel(GPTModel):
     (labels given), logits [B, S, V / TP] or, before the last stage, hidden states [S, B, H] out.
     """
 
-    def __init__(self, config: RunConfig, upstream: TransformerConfig, groups: ProcessGroupCollection) -> None:
+    def __init__(
+        self, config: RunConfig, upstream: TransformerConfig, groups: ProcessGroupCollection
+    ) -> None:
         model, stage, num_stages = config.model, groups.pp.rank(), groups.pp.size()
         super().__init__(
             config=upstream,
@@ -85,6 +93,7 @@ class LlamaModel(GPTModel):
         )
         self.rotary_pos_emb.inv_freq = inverse_frequencies(model)
         rows = config.padded_vocab_size // groups.tp.size()
+        _mark_cut_weights(self)
         self._num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
 
     def setup_embeddings_and_output_layer(self) -> None:
@@ -115,9 +124,19 @@ class LlamaModel(GPTModel):
         return super().compute_language_model_loss(labels, logits)
 
 
-def build_llama_model(
-    config: RunConfig, groups: ProcessGroupCollection, device: torch.device
-) -> LlamaModel:
+def _mark_cut_weights(model: torch.nn.Module) -> None:
+    """Tell weights cut over TP from those each TP rank holds whole, which the gradient norm counts once.
+
+    Upstream does it only inside its own initialisation (layers.py:244-266, 855-884, 1178-1208).
+    """
+    for module in model.modules():
+        if isinstance(module, (VocabParallelEmbedding, ColumnParallelLinear)) and module.weight is not None:
+            set_tensor_model_parallel_attributes(module.weight, True, 0, 1)
+        elif isinstance(module, RowParallelLinear):
+            set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
+
+
+def build_llama_model(config: RunConfig, groups: ProcessGroupCollection, device: torch.device) -> LlamaModel:
     """The pipeline stage of this rank, on `device`, with random weights that no layout changes."""
     upstream = transformer_config(config, cuda=device.type == "cuda")
     model = LlamaModel(config, upstream, groups).to(device)

@@ -31,9 +31,7 @@ def _scale_llama3(frequencies: torch.Tensor, model: ModelConfig) -> torch.Tensor
     low, high = model.rope_low_freq_factor, model.rope_high_freq_factor
     context = model.rope_original_max_position
     wavelengths = 2 * math.pi / frequencies
-    scaled = torch.where(
-        wavelengths > context / low, frequencies / model.rope_scaling_factor, frequencies
-    )
+    scaled = torch.where(wavelengths > context / low, frequencies / model.rope_scaling_factor, frequencies)
     blend = (context / wavelengths - low) / (high - low)
     blended = (1 - blend) * scaled / model.rope_scaling_factor + blend * scaled
     is_between = (wavelengths >= context / high) & (wavelengths <= context / low)

@@ -1,0 +1,5 @@
+"""Where the islands meet: setup, step, loop, reports; see README.md."""
+
+from patch.training.worker import run
+
+__all__ = ["run"]

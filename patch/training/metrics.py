@@ -1,0 +1,138 @@
+"""What a run reports: log/metrics.jsonl, TensorBoard, log/loss.png. Written by rank 0 alone.
+
+One JSON object per logged iteration, one per evaluation; the keys are a contract (a test freezes them).
+On resume the file is cut back to the checkpoint, so that an iteration never appears twice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psutil
+import torch
+
+from patch.config.schema import RunConfig
+from patch.plan import model_flops_per_step, peak_flops
+from patch.training.step import StepResult
+
+_GIB = 2**30
+
+
+def measure(
+    config: RunConfig, device: torch.device, iteration: int, result: StepResult, step_time_ms: float
+) -> dict[str, float | None]:
+    """This rank's record of one step.
+
+    Args:
+        iteration: counted from 1. step_time_ms: from batch to updated weights.
+    Returns:
+        the keys of metrics.jsonl. Tokens are positions the model computed, padding included; memory is
+        the GPU's, on the CPU the process's. `mfu` is None where the device's peak is not known.
+    """
+    samples = config.training.global_batch_size
+    tokens = samples * config.sample_length
+    process_seconds = config.world_size * step_time_ms / 1e3
+    flops = model_flops_per_step(config) / process_seconds
+    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    host = psutil.Process().memory_info().rss / _GIB
+    return {
+        "iteration": iteration,
+        "consumed_samples": iteration * samples,
+        "consumed_tokens": iteration * tokens,
+        "loss": result.loss,
+        "grad_norm": result.grad_norm,
+        "lr": result.lr,
+        "step_time_ms": step_time_ms,
+        "tokens_per_s_per_gpu": tokens / process_seconds,
+        "tflops_per_gpu": flops / 1e12,
+        "mfu": flops / peak if peak else None,
+        "peak_memory_gib": _peak_memory(device),
+        "host_memory_gib": host,
+        "skipped": 0,
+        "offload_fraction": 0.0,
+        "comm_exposed_ms": result.comm_exposed_ms,
+    }
+
+
+def _peak_memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / _GIB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+
+
+class MetricsLog:
+    """The files of one run's log.
+
+    Args:
+        output: the run's folder. start_iteration: steps already done; later lines are cut away.
+    """
+
+    def __init__(self, output: Path, start_iteration: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path = output / "log" / "metrics.jsonl"
+        self.plot_path = output / "log" / "loss.png"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [record for record in read_metrics(self.path) if record["iteration"] <= start_iteration]
+        _replace(self.path, b"".join(orjson.dumps(record) + b"\n" for record in kept))
+        self._file = self.path.open("ab")
+        self._board = SummaryWriter(str(output / "tensorboard"), purge_step=start_iteration + 1)
+
+    def write(self, record: dict[str, Any]) -> None:
+        """Append one object and its TensorBoard scalars."""
+        self._file.write(orjson.dumps(record) + b"\n")
+        self._file.flush()
+        for name, value in record.items():
+            if name != "iteration" and value is not None:
+                self._board.add_scalar(name, value, record["iteration"])
+
+    def plot(self) -> None:
+        """Draw log/loss.png from what the file holds."""
+        plot_losses(read_metrics(self.path), self.plot_path)
+
+    def close(self) -> None:
+        """Draw the last plot and close the files."""
+        self.plot()
+        self._file.close()
+        self._board.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The objects of a metrics.jsonl; [] without the file. A line cut off by a crash is left out."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_bytes().splitlines():
+        try:
+            records.append(json.loads(line))
+        except ValueError:
+            continue
+    return records
+
+
+def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
+    """A picture of training and validation loss over the steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5))
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot(xlabel="iteration", ylabel="loss (mean over learned tokens)")
+    for key, label, style in (("loss", "training", "-"), ("valid_loss", "validation", "o-")):
+        points = [(record["iteration"], record[key]) for record in records if key in record]
+        if points:
+            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(content)
+    os.replace(temporary, path)

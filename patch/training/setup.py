@@ -1,0 +1,113 @@
+"""Everything a run needs, built in the order of the walk: groups, data, model, optimizer, weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from patch import compat
+from patch.config.hf import is_hf_folder
+from patch.config.schema import RunConfig
+from patch.convert import import_hf
+from patch.data import BatchReader, build_datasets, load_tokenizer
+from patch.data.sampler import SampleSource
+from patch.device import DeviceContext
+from patch.distributed.groups import initialize
+from patch.logger import get_logger
+from patch.model import LlamaModel, build_llama_model
+from patch.optimizer import ReplicatedAdamW
+from patch.training.state import load_weights, resume
+
+_log = get_logger(__name__)
+
+
+@dataclass
+class Run:
+    """One rank's parts of a run."""
+
+    config: RunConfig
+    device: torch.device
+    groups: ProcessGroupCollection
+    tokenizer: Any
+    train_reader: BatchReader
+    valid_reader: BatchReader | None
+    model: LlamaModel
+    optimizer: ReplicatedAdamW
+    start_iteration: int
+    """Optimizer steps already done: 0, or those of the checkpoint that was resumed."""
+
+
+def build_run(config: RunConfig, context: DeviceContext) -> Run:
+    """Build the run on this rank and load its weights or its checkpoint.
+
+    Raises:
+        ConfigError, DataError, CheckpointError, ConversionError: on all ranks or on none.
+    """
+    compat.apply(context.is_cuda)
+    groups = initialize(config, context)
+    torch.use_deterministic_algorithms(config.training.deterministic_mode)
+    tokenizer = load_tokenizer(tokenizer_folder(config))
+    datasets = build_datasets(config, tokenizer)
+    model = build_llama_model(config, groups, context.device)
+    optimizer = ReplicatedAdamW(model, config.optimizer, groups)
+    run = Run(
+        config=config,
+        device=context.device,
+        groups=groups,
+        tokenizer=tokenizer,
+        train_reader=_reader(config, datasets.train, groups, shuffle=config.data.dataset_type == "raw"),
+        valid_reader=_reader(config, datasets.valid, groups, shuffle=False) if datasets.valid else None,
+        model=model,
+        optimizer=optimizer,
+        start_iteration=0,
+    )
+    _load(run)
+    return run
+
+
+def tokenizer_folder(config: RunConfig) -> str:
+    """--tokenizer-name-or-path, or the folder the weights come from."""
+    folder = config.data.tokenizer_name_or_path
+    return config.checkpoint.load if folder == "none" else folder
+
+
+def checkpoint_root(config: RunConfig) -> Path:
+    """Where this run keeps its checkpoints."""
+    return Path(config.checkpoint.output_path) / "checkpoint"
+
+
+def _reader(
+    config: RunConfig, source: SampleSource, groups: ProcessGroupCollection, *, shuffle: bool
+) -> BatchReader:
+    return BatchReader(
+        source,
+        micro_batch_size=config.training.micro_batch_size,
+        global_batch_size=config.training.global_batch_size,
+        dp_rank=groups.dp.rank(),
+        dp_size=groups.dp.size(),
+        seed=config.training.seed,
+        shuffle=shuffle,
+    )
+
+
+def _load(run: Run) -> None:
+    """Resume this run's newest checkpoint; without one, start from --load or from random weights."""
+    resumed = resume(checkpoint_root(run.config), run.model, run.optimizer)
+    if resumed is not None:
+        run.start_iteration = resumed
+        _log.info("resumed after step %d from %s", resumed, checkpoint_root(run.config))
+        return
+    load = run.config.checkpoint.load
+    if load == "none":
+        _log.info("random weights (seed %d)", run.config.training.seed)
+        return
+    if is_hf_folder(Path(load)):
+        import_hf(run.model, Path(load), run.config, run.groups)
+    else:
+        load_weights(Path(load), run.model)
+    run.optimizer.refresh_masters()
+    _log.info("weights from %s", load)

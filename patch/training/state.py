@@ -1,0 +1,73 @@
+"""The state of a run as one sharded state dict: weights, optimizer, random generators, progress.
+
+Data position and schedule are functions of the iteration, so the iteration is all they need.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
+from patch.model import LlamaModel
+from patch.optimizer import ReplicatedAdamW
+
+
+def save(root: Path, iteration: int, model: LlamaModel, optimizer: ReplicatedAdamW, config_yaml: str) -> None:
+    """Write everything that a resumed run needs to go on with the same bits."""
+    common = {"iteration": iteration, "optimizer_steps": optimizer.step_count, "config": config_yaml}
+    save_checkpoint(root, iteration, _sharded_state(model, optimizer), common)
+
+
+def resume(root: Path, model: LlamaModel, optimizer: ReplicatedAdamW) -> int | None:
+    """Load the newest checkpoint below `root` in place; its iteration, or None where there is none."""
+    iteration = latest_iteration(root)
+    if iteration is None:
+        return None
+    state = _sharded_state(model, optimizer)
+    loaded = load_checkpoint(root, iteration, state)
+    optimizer.step_count = loaded["optimizer_steps"]
+    _set_random_state({name: shard.data for name, shard in state["random"].items()})
+    return iteration
+
+
+def load_weights(folder: Path, model: LlamaModel) -> None:
+    """Load only the weights of a checkpoint of ours: its root, or the run's folder that holds it."""
+    root = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
+    iteration = latest_iteration(root)
+    assert iteration is not None, "validate_run lets only folders with a checkpoint pass"
+    load_checkpoint(root, iteration, {"model": model.sharded_state_dict()})
+
+
+def _sharded_state(model: LlamaModel, optimizer: ReplicatedAdamW) -> dict[str, Any]:
+    weights = model.sharded_state_dict()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    random = {
+        name: ShardedTensor.from_rank_offsets(
+            f"random.{name}", state, (0, rank, world_size), prepend_axis_num=1
+        )
+        for name, state in _random_state().items()
+    }
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights), "random": random}
+
+
+def _random_state() -> dict[str, torch.Tensor]:
+    """Bytes of this rank's generators: CPU, CUDA, and upstream's tracker of TP-dependent ones."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states | {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+
+
+def _set_random_state(states: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(states["cpu"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(states["cuda"])
+    prefix = "tracker."
+    tracked = {name[len(prefix) :]: state for name, state in states.items() if name.startswith(prefix)}
+    get_cuda_rng_tracker().set_states(tracked)

@@ -1,0 +1,121 @@
+"""One optimizer step and one evaluation pass on megatron-core's schedules.
+
+The loss of a step is sum(loss * mask) / tokens, with `tokens` the learned tokens of the global batch,
+counted over data-parallel ranks before the first forward. So micro-batch size, DP, PP and padding
+change neither loss nor gradient beyond the order of summation, and a reduced gradient is final.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from megatron.core.pipeline_parallel import get_forward_backward_func
+
+from patch.data import Batch
+from patch.distributed.collectives import sum_over
+from patch.errors import TrainingError
+from patch.optimizer import learning_rate
+from patch.training.clock import DeviceClock
+from patch.training.setup import Run
+
+
+class StepResult(NamedTuple):
+    """What one optimizer step did; equal on all ranks of the last stage's data-parallel group."""
+
+    loss: float
+    """Mean over the learned tokens of the global batch; 0 on stages before the last."""
+    grad_norm: float
+    lr: float
+    comm_exposed_ms: float
+    """How long this rank's compute waited for the gradient reduction."""
+
+
+def train_step(run: Run, iteration: int) -> StepResult:
+    """Forward, backward, reduction and update of one global batch.
+
+    Args:
+        iteration: counted from 0; it alone selects the samples.
+    Raises:
+        TrainingError: the gradient norm is not finite; nothing has been updated.
+    """
+    batches = run.train_reader.step(iteration)
+    tokens = _count_learned(run, batches)
+    clock = DeviceClock(run.device)
+
+    def finalize(*unused: Any, **unused_too: Any) -> None:
+        clock.start()
+        run.optimizer.gradients.reduce()
+        clock.stop()
+
+    run.model.config.finalize_model_grads_func = finalize
+    run.optimizer.gradients.zero()
+    loss = _run_schedule(run, batches, tokens, forward_only=False)
+    grad_norm = run.optimizer.gradients.norm()
+    if not math.isfinite(grad_norm):
+        raise TrainingError(
+            f"step {iteration + 1}: gradient norm {grad_norm}, expected a finite number; the weights are "
+            "those of the step before. Lower --lr, raise --lr-warmup-iters, or look at this step's data"
+        )
+    lr = learning_rate(iteration + 1, run.config.training.train_iters, run.config.optimizer)
+    run.optimizer.step(lr, grad_norm)
+    return StepResult(loss, grad_norm, lr, clock.elapsed_ms())
+
+
+@torch.no_grad()
+def evaluate(run: Run) -> float:
+    """Token-weighted mean loss over the validation set, at most `--eval-iters` global batches.
+
+    Returns:
+        the loss on the last stage, 0 on the others.
+    """
+    assert run.valid_reader is not None
+    run.model.eval()
+    total, tokens = 0.0, 0.0
+    for index in range(min(run.config.data.eval_iters, len(run.valid_reader))):
+        batches = run.valid_reader.step(index)
+        learned = _count_learned(run, batches)
+        total += _run_schedule(run, batches, learned, forward_only=True) * learned
+        tokens += learned
+    run.model.train()
+    return total / max(tokens, 1.0)
+
+
+def _count_learned(run: Run, batches: list[Batch]) -> float:
+    """Learned tokens of the global batch these micro-batches belong to."""
+    counted = sum(batch.loss_mask.sum().item() for batch in batches)
+    return sum_over(run.groups.dp_cp, [counted], run.device)[0]
+
+
+def _run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only: bool) -> float:
+    """Run all micro-batches; the global batch's mean loss on the last stage, 0 on the others."""
+    parts = get_forward_backward_func()(
+        forward_step_func=partial(_forward_step, device=run.device, divisor=max(tokens, 1.0)),
+        data_iterator=iter(batches),
+        model=run.model,
+        num_microbatches=len(batches),
+        seq_length=run.config.sample_length,
+        micro_batch_size=run.config.training.micro_batch_size,
+        forward_only=forward_only,
+    )
+    return sum_over(run.groups.dp_cp, [sum(part.item() for part in parts)], run.device)[0]
+
+
+def _forward_step(
+    batches: Iterator[Batch], model: torch.nn.Module, *, device: torch.device, divisor: float
+) -> tuple[torch.Tensor, Any]:
+    """Upstream's forward_step_func: the stage's output and how to make it a loss."""
+    batch = next(batches)
+    tokens, labels, mask = (tensor.to(device, non_blocking=True) for tensor in batch)
+    # RoPE needs no position ids, causal attention no mask.
+    output = model(tokens, None, None, labels=labels)
+    return output, partial(_masked_loss, mask=mask, divisor=divisor)
+
+
+def _masked_loss(losses: torch.Tensor, *, mask: torch.Tensor, divisor: float) -> tuple:
+    """This micro-batch's share of the global mean; upstream's (loss, tokens, report) protocol."""
+    loss = (losses * mask).sum() / divisor
+    return loss, mask.sum().int(), loss.detach()

@@ -1,0 +1,112 @@
+"""The loop: step, report, evaluate, save, and stop in good order when a signal asks for it."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from patch.config import to_yaml
+from patch.distributed.collectives import max_over_world
+from patch.training.display import Display
+from patch.training.metrics import MetricsLog, measure
+from patch.training.setup import Run, checkpoint_root
+from patch.training.state import save
+from patch.training.step import evaluate, train_step
+
+# Of a step's record these differ between ranks: times and memory are the worst rank's; the loss, known
+# on the last stage, is zero elsewhere.
+_WORST_OF_RANKS = ("loss", "step_time_ms", "comm_exposed_ms", "peak_memory_gib", "host_memory_gib")
+
+
+class Trainer:
+    """Runs the steps that are left of a run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._noted_signal = 0
+        self._stopping_signal = 0
+        """The signal all ranks agreed to stop for; 0: none. One rank may note it a step earlier."""
+        output = Path(run.config.checkpoint.output_path)
+        is_reporter = dist.get_rank() == 0
+        self._log = MetricsLog(output, run.start_iteration) if is_reporter else None
+        train_iters = run.config.training.train_iters
+        self._display = Display(run.start_iteration, train_iters) if is_reporter else None
+
+    def train(self) -> int:
+        """Train to the last step or to a signal; the signal's number, or 0.
+
+        Raises:
+            TrainingError: the gradients are not finite. CheckpointError: a checkpoint was not written.
+        """
+        try:
+            with self._listening():
+                for iteration in range(self.run.start_iteration, self.run.config.training.train_iters):
+                    self._step(iteration)
+                    if self._stopping_signal:
+                        break
+        finally:
+            for part in (self._log, self._display):
+                if part is not None:
+                    part.close()
+        return self._stopping_signal
+
+    def _step(self, iteration: int) -> None:
+        config, done = self.run.config, iteration + 1
+        is_last = done == config.training.train_iters
+        begin = time.perf_counter()
+        result = train_step(self.run, iteration)
+        record = measure(config, self.run.device, done, result, (time.perf_counter() - begin) * 1e3)
+        self._share(record)
+        if done % config.checkpoint.log_interval == 0 or is_last:
+            self._report(record)
+        interval = config.data.eval_interval
+        if self.run.valid_reader is not None and interval and (done % interval == 0 or is_last):
+            self._evaluate(done)
+        if done % config.checkpoint.save_interval == 0 or is_last or self._stopping_signal:
+            self._save(done)
+
+    def _share(self, record: dict[str, Any]) -> None:
+        """Make the record and the wish to stop the same on all ranks, in one collective."""
+        values = [record[key] for key in _WORST_OF_RANKS]
+        *worst, number = max_over_world([*values, self._noted_signal], self.run.device)
+        self._stopping_signal = int(number)
+        record.update(zip(_WORST_OF_RANKS, worst, strict=True))
+
+    def _report(self, record: dict[str, Any]) -> None:
+        if self._log is not None and self._display is not None:
+            self._log.write(record)
+            self._display.step(record)
+
+    def _evaluate(self, done: int) -> None:
+        (loss,) = max_over_world([evaluate(self.run)], self.run.device)
+        if self._log is not None and self._display is not None:
+            record = {"iteration": done, "valid_loss": loss, "valid_ppl": math.exp(min(loss, 700.0))}
+            self._log.write(record)
+            self._display.evaluation(record)
+
+    def _save(self, done: int) -> None:
+        run = self.run
+        save(checkpoint_root(run.config), done, run.model, run.optimizer, to_yaml(run.config))
+        if self._log is not None:
+            self._log.plot()
+
+    @contextmanager
+    def _listening(self) -> Iterator[None]:
+        """While training, SIGINT and SIGTERM are noted and obeyed after the step."""
+
+        def note(number: int, frame: object) -> None:
+            self._noted_signal = number
+
+        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)

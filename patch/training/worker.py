@@ -1,0 +1,69 @@
+"""One worker process of a run, from joining the job to the exported model."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+
+from patch.config import to_yaml
+from patch.config.hf import is_hf_folder
+from patch.config.schema import RunConfig
+from patch.convert import export_hf
+from patch.device import DeviceContext
+from patch.distributed.collectives import agree
+from patch.distributed.groups import shutdown
+from patch.logger import configure_logging, get_logger
+from patch.training.setup import Run, build_run
+from patch.training.trainer import Trainer
+
+_log = get_logger(__name__)
+
+
+def run(config: RunConfig) -> None:
+    """Train as `config` says, in the process that RANK, LOCAL_RANK and WORLD_SIZE describe.
+
+    Raises:
+        PatchError: what the user can cure; its exit_code is the worker's.
+        SystemExit: 128 + the signal's number, after a checkpoint was saved.
+    """
+    configure_logging()
+    # Upstream warns about missing Apex and Transformer Engine, which this project does without.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    this_run = build_run(config, DeviceContext.select(int(os.environ["LOCAL_RANK"])))
+    _write_config(config)
+    stopped_by = Trainer(this_run).train()
+    if not stopped_by and config.checkpoint.export_hf:
+        _export(this_run)
+    shutdown()
+    if stopped_by:
+        _log.info("stopped by signal %d after saving a checkpoint; the same command resumes", stopped_by)
+        sys.exit(128 + stopped_by)
+
+
+def _write_config(config: RunConfig) -> None:
+    error = None
+    if os.environ["RANK"] == "0":
+        try:
+            output = Path(config.checkpoint.output_path)
+            output.mkdir(parents=True, exist_ok=True)
+            (output / "config.yaml").write_text(to_yaml(config))
+        except OSError as failure:
+            error = failure
+    agree(error)
+
+
+def _export(this_run: Run) -> None:
+    config = this_run.config
+    target = Path(config.checkpoint.output_path) / "hf"
+    source = Path(config.checkpoint.load)
+    export_hf(
+        this_run.model,
+        target,
+        config,
+        this_run.groups,
+        hf_source=source if is_hf_folder(source) else None,
+        tokenizer=this_run.tokenizer,
+    )
+    _log.info("exported to %s", target)

@@ -1,0 +1,81 @@
+"""Train small models in a test's processes, on batches made from a seed instead of files."""
+
+from pathlib import Path
+
+import torch
+from megatron.core import parallel_state
+
+from patch import compat
+from patch.config.schema import RunConfig
+from patch.convert import import_hf
+from patch.data import Batch
+from patch.device import DeviceContext
+from patch.distributed.collectives import max_over_world
+from patch.distributed.groups import initialize
+from patch.model import build_llama_model
+from patch.optimizer import ReplicatedAdamW
+from patch.training.setup import Run
+from patch.training.step import StepResult, evaluate, train_step
+
+CPU = DeviceContext(torch.device("cpu"), "gloo")
+
+
+def seeded_batches(config: RunConfig, iteration: int) -> list[Batch]:
+    """All micro-batches of a global batch; some tokens are not learned, a different number in each row."""
+    generator = torch.Generator().manual_seed(iteration)
+    size, length = config.training.micro_batch_size, config.sample_length
+    batches = []
+    for _ in range(config.training.global_batch_size // size):
+        ids = torch.randint(0, config.model.vocab_size, (size, length + 1), generator=generator)
+        learned_from = torch.randint(0, length - 1, (size, 1), generator=generator)
+        mask = (torch.arange(length) >= learned_from).float()
+        batches.append(Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), mask))
+    return batches
+
+
+class SeededReader:
+    """A BatchReader over `seeded_batches`: micro-batch m of rank r is the m * DP + r-th of the global batch."""
+
+    def __init__(self, config: RunConfig, dp_rank: int) -> None:
+        self._config, self._dp_rank = config, dp_rank
+
+    def __len__(self) -> int:
+        return 2
+
+    def step(self, iteration: int) -> list[Batch]:
+        return seeded_batches(self._config, iteration)[self._dp_rank :: self._config.data_parallel_size]
+
+
+def build_seeded_run(config: RunConfig, hf_folder: Path | None = None) -> Run:
+    """This rank's run with random weights, or those of a Hugging Face folder."""
+    compat.apply(cuda=False)
+    groups = initialize(config, CPU)
+    model = build_llama_model(config, groups, CPU.device)
+    if hf_folder is not None:
+        import_hf(model, hf_folder, config, groups)
+    reader = SeededReader(config, groups.dp.rank())
+    return Run(
+        config=config, device=CPU.device, groups=groups, tokenizer=None, train_reader=reader,
+        valid_reader=reader, model=model, optimizer=ReplicatedAdamW(model, config.optimizer, groups),
+        start_iteration=0,
+    )  # fmt: skip
+
+
+def train(config: RunConfig, hf_folder: Path | None = None) -> list[StepResult]:
+    """Train all iterations in this job; the results, with the loss known on every rank.
+
+    One more result at the end holds the validation loss.
+    """
+    run = build_seeded_run(config, hf_folder)
+    results = []
+    for iteration in range(config.training.train_iters):
+        result = train_step(run, iteration)
+        results.append(result._replace(loss=max_over_world([result.loss], run.device)[0]))
+    valid_loss = max_over_world([evaluate(run)], run.device)[0]
+    parallel_state.destroy_model_parallel()
+    return [*results, results[-1]._replace(loss=valid_loss)]
+
+
+def run_training(rank: int, world_size: int, configs: dict[str, RunConfig]) -> dict[str, list[StepResult]]:
+    """Body for run_distributed: train several configurations of one world size, one after the other."""
+    return {name: train(config) for name, config in configs.items()}
