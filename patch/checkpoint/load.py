@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from patch.checkpoint.fit import check_files, check_fit
 from patch.checkpoint.folder import COMMON, INDEX, iteration_folder
-from patch.checkpoint.shards import gather, shards_of, stored_key
+from patch.checkpoint.shards import copied, gather, shards_of, stored_key
 from patch.checkpoint.together import fail_together
 from patch.compat.unpickle import load_plain, read_metadata
 from patch.errors import CheckpointError
@@ -53,7 +53,9 @@ def load_checkpoint(root: Path, iteration: int, sharded_state: dict[str, Any]) -
     with fail_together(f"checkpoint {folder} failed while it was read, the model in memory is unusable"):
         # Shards that overlap or leave holes are no error of a load; upstream would say so on rank 0 only.
         loaded = dist_checkpointing.load(
-            _without_absent_extra_state(sharded_state, index), str(folder), validate_access_integrity=False
+            copied(_without_absent_extra_state(sharded_state, index)),
+            str(folder),
+            validate_access_integrity=False,
         )
     return loaded
 

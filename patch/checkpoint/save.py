@@ -9,10 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
 
 from patch.checkpoint.folder import is_complete, iteration_folder, open_staging, publish, staging_folder
-from patch.checkpoint.shards import bytes_to_write, gather, shards_of
+from patch.checkpoint.shards import bytes_to_write, copied, gather, shards_of
 from patch.checkpoint.together import fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
@@ -47,11 +46,9 @@ def save_checkpoint(
             if dist.get_rank() == 0:
                 open_staging(target)
                 _check_space(target, needed)
-        with fail_together(f"checkpoint {target} was not written"):
-            # Upstream expands factories in place: hand it a copy of the nesting.
-            state, _ = extract_matching_values(sharded_state, lambda value: True)
-            dist_checkpointing.save({**state, **common}, str(staging))
-        with fail_together(f"checkpoint {target} was not written"):
+        with fail_together(f"checkpoint {target} was not written, earlier ones are untouched"):
+            dist_checkpointing.save({**copied(sharded_state), **common}, str(staging))
+        with fail_together(f"checkpoint {target} was not written, earlier ones are untouched"):
             if dist.get_rank() == 0:
                 _publish(target)
     except CheckpointError:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
     ShardedObject,
@@ -30,6 +31,16 @@ def shards_of(sharded_state: dict[str, Any]) -> list[ShardedBase]:
         elif isinstance(value, ShardedBase):
             shards.append(value)
     return shards
+
+
+def copied(sharded_state: dict[str, Any]) -> dict[str, Any]:
+    """The same tensors in a new nesting of new shards, for upstream to change.
+
+    It expands factories in place and gives the data of stacked layers a leading axis.
+    """
+    return dict_list_map_outplace(
+        lambda value: copy.copy(value) if isinstance(value, ShardedBase) else value, sharded_state
+    )
 
 
 def stored_key(shard: ShardedBase) -> str:

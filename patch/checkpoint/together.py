@@ -37,5 +37,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, CheckpointException):
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         return f"rank {rank}: {_reason(cause)}"
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    lines = str(error).strip().splitlines() or [""]
+    if "inline_container" in lines[0]:  # torch's zip writer, which does not say why
+        return f"a file could not be written, the disk may be full ({lines[0]})"
+    return f"{type(error).__name__}: {lines[0]}"

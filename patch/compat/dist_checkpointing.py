@@ -65,8 +65,15 @@ def _write_file(transforms: list, use_msc: bool, index: int, bucket: Any) -> tup
     )
     _, outcome = written.get()
     if isinstance(outcome, Exception):
-        raise outcome
+        raise _operating_system_error(outcome) or outcome
     return index, outcome
+
+
+def _operating_system_error(error: BaseException | None) -> OSError | None:
+    """The full disk behind torch's "unexpected pos 704 vs 598", which is all its zip writer says of it."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
 
 
 def _on_all_ranks(step: str, function: Callable[[], None]) -> None:

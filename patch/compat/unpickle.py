@@ -32,6 +32,8 @@ _PLANNER = "torch.distributed.checkpoint.planner"
 
 ALLOWED = frozenset(
     {
+        ("pathlib", "PosixPath"),
+        ("pathlib._local", "PosixPath"),
         ("torch", "Size"),
         ("torch.serialization", "_get_layout"),
         ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
@@ -51,7 +53,8 @@ ALLOWED = frozenset(
     }
     | {("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 )
-"""The globals that torch_dist `.metadata` files of torch 2.11 to 2.13 hold: data classes, enums, dtypes."""
+"""The globals that torch_dist `.metadata` files of torch 2.11 to 2.13 hold: data classes, enums, dtypes.
+The folder's own path is recorded as a Path by torch's writer (Python 3.13 moved that class)."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -54,10 +54,16 @@ def test_save_refuses_common_values_that_could_not_be_read_back(tmp_path):
         save_checkpoint(tmp_path, 1, state(1.0), {"optimizer": object()})
 
 
-def test_save_does_not_change_the_state(tmp_path):
-    saved = state(1.0)
+def test_save_and_load_do_not_change_the_shards(tmp_path):
+    def stacked() -> ShardedTensor:
+        return ShardedTensor.from_rank_offsets("w", torch.ones(4, 4), (0, 0, 1), prepend_axis_num=1)
+
+    saved, loaded = {"model": {"w": stacked()}}, {"model": {"w": stacked()}}
     save_checkpoint(tmp_path, 1, saved, {"iteration": 1})
-    assert set(saved) == {"model"} and set(saved["model"]) == {"w"}
+    load_checkpoint(tmp_path, 1, loaded)
+    for given in (saved, loaded):
+        assert set(given) == {"model"} and set(given["model"]) == {"w"}
+        assert given["model"]["w"].data.shape == (4, 4)
 
 
 def test_save_starts_no_process_that_stays(tmp_path):

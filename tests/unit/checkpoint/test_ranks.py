@@ -1,0 +1,127 @@
+"""Two processes: when one fails to write or to read, both say so, and the earlier checkpoint still loads."""
+
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_runner import run_distributed
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from patch import compat
+from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
+from patch.checkpoint.folder import iteration_folder
+from patch.errors import CheckpointError
+
+ROWS = 256
+FULL_DISK_S = 30
+
+
+@contextmanager
+def disk_full_after(limit: int) -> Iterator[None]:
+    """Let this process write no file longer than `limit` bytes, as on a disk that fills up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def state(rank: int, world_size: int, value: float) -> dict:
+    tensor = torch.full((ROWS, 1024), value + rank)
+    return {"model": {"w": ShardedTensor.from_rank_offsets("w", tensor, (0, rank, world_size))}}
+
+
+def outcome(action: Callable[[], object]) -> str:
+    """The message of the CheckpointError that `action` ends with, or "done"."""
+    begin = time.monotonic()
+    try:
+        action()
+    except CheckpointError as error:
+        assert time.monotonic() - begin < FULL_DISK_S
+        return str(error)
+    finally:
+        dist.barrier()
+    return "done"
+
+
+def run_failures(rank: int, world_size: int, folder: str) -> dict[str, object]:
+    compat.apply(cuda=False)
+    root = Path(folder)
+    report: dict[str, object] = {}
+
+    def save(iteration: int, common: dict | None = None) -> str:
+        return outcome(
+            lambda: save_checkpoint(root, iteration, state(rank, world_size, float(iteration)), common or {})
+        )
+
+    begin = time.monotonic()
+    assert save(1) == "done"
+    report["first_save_s"] = time.monotonic() - begin
+    with disk_full_after(64 * 1024 if rank == 1 else resource.RLIM_INFINITY):
+        report["data"] = save(2)
+    with disk_full_after(2 * 2**20 if rank == 0 else resource.RLIM_INFINITY):
+        report["common"] = save(3, {"config": "x" * 4 * 2**20})
+    report["names"] = sorted(path.name for path in root.iterdir())
+    report["latest"] = latest_iteration(root)
+    target = state(rank, world_size, 0.0)
+    load_checkpoint(root, 1, target)
+    report["value"] = float(target["model"]["w"].data.mean())
+    report["after"] = save(4)
+    report["final"] = latest_iteration(root)
+    if rank == 0:
+        data = iteration_folder(root, 4) / "__1_0.distcp"
+        data.write_bytes(data.read_bytes()[:-1])
+    dist.barrier()
+    report["truncated"] = outcome(lambda: load_checkpoint(root, 4, state(rank, world_size, 0.0)))
+    one_misfit = state(rank, world_size, 0.0)
+    if rank == 1:
+        one_misfit["model"]["w"].dtype = torch.bfloat16
+    report["misfit"] = outcome(lambda: load_checkpoint(root, 1, one_misfit))
+    return report
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
+    return run_distributed(run_failures, 2, str(tmp_path_factory.mktemp("ranks")), timeout_s=100)
+
+
+@pytest.mark.parametrize(
+    "step, reason",
+    [
+        ("data", "rank 1: RuntimeError: Worker failure: [Errno 27] File too large"),
+        ("common", "rank 0: a file could not be written, the disk may be full"),
+    ],
+)
+def test_full_disk_on_one_rank_fails_both_and_names_it(reports, step, reason):
+    for report in reports:
+        assert "was not written" in report[step] and reason in report[step], report[step]
+
+
+def test_full_disk_leaves_no_trace_and_the_previous_checkpoint_loads(reports):
+    for rank, report in enumerate(reports):
+        assert report["names"] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
+        assert report["latest"] == 1 and report["value"] == 1.0 + rank
+
+
+def test_save_works_again_after_failures(reports):
+    assert all(report["after"] == "done" and report["final"] == 4 for report in reports)
+
+
+def test_truncated_file_of_another_rank_is_refused_on_both(reports):
+    assert all("__1_0.distcp is truncated" in report["truncated"] for report in reports)
+
+
+def test_misfit_on_one_rank_is_refused_on_both(reports):
+    assert all(
+        "w is torch.float32, this run expects torch.bfloat16" in report["misfit"] for report in reports
+    )
+
+
+def test_first_save_takes_no_start_of_processes(reports):
+    assert max(report["first_save_s"] for report in reports) < 5.0

@@ -1,0 +1,108 @@
+"""Nothing that upstream reads from a checkpoint runs code."""
+
+import io
+import os
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.dist_checkpointing import load_common_state_dict
+from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
+    CachedMetadataFileSystemReader,
+)
+from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint import load as torch_load_checkpoint
+from torch.distributed.checkpoint import save as torch_save_checkpoint
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+
+from patch import compat
+from patch.compat import unpickle
+from patch.errors import CheckpointError
+
+
+class Payload:
+    """Leaves a mark on the disk when it is unpickled."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple:
+        return os.mkdir, (str(self.mark),)
+
+
+@pytest.fixture(autouse=True)
+def applied() -> None:
+    compat.apply(cuda=False)
+
+
+@pytest.fixture
+def payload(tmp_path: Path) -> Payload:
+    return Payload(tmp_path / "ran")
+
+
+@pytest.mark.parametrize("reader", [FileSystemReader, CachedMetadataFileSystemReader])
+def test_metadata_readers_refuse_a_payload_and_name_it(tmp_path, payload, reader):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(payload))
+    with pytest.raises(CheckpointError, match="posix.mkdir"):
+        reader(tmp_path).read_metadata()
+    assert not payload.mark.exists()
+
+
+@pytest.mark.parametrize("protocol", [0, 4])
+@pytest.mark.parametrize(
+    "module, name", [("torch", "load"), ("torch.serialization", "os.system"), ("builtins", "getattr")]
+)
+def test_allow_list_refuses_names_beside_the_allowed_ones(tmp_path, protocol, module, name):
+    if protocol < 4:
+        ask = f"c{module}\n{name}\n.".encode()
+    else:
+        words = [bytes([len(word)]) + word.encode() for word in (module, name)]
+        ask = b"\x80\x04\x8c" + b"\x8c".join(words) + b"\x93."
+    (tmp_path / ".metadata").write_bytes(ask)
+    with pytest.raises(CheckpointError, match=f"{module}.{name}, which no checkpoint needs"):
+        unpickle.read_metadata(tmp_path / ".metadata")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"not a pickle", pickle.dumps({"a": 1})])
+def test_metadata_that_is_no_index_is_refused(tmp_path, content):
+    (tmp_path / ".metadata").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"\.metadata"):
+        unpickle.read_metadata(tmp_path / ".metadata")
+
+
+def test_objects_are_loaded_as_plain_data_only(payload):
+    planner = DefaultLoadPlanner(flatten_state_dict=False)
+    planner.state_dict = {}
+    item = SimpleNamespace(dest_index=SimpleNamespace(fqn="layer._extra_state"))
+    for data, refused in ((payload, True), ([None, torch.ones(2)], False)):
+        stream = io.BytesIO()
+        torch.save(data, stream)
+        stream.seek(0)
+        if refused:
+            with pytest.raises(pickle.UnpicklingError):
+                planner.load_bytes(item, stream)
+        else:
+            planner.load_bytes(item, stream)
+    assert not payload.mark.exists()
+    assert torch.equal(planner.state_dict["layer._extra_state"][1], torch.ones(2))
+
+
+def test_common_state_is_plain_data_whatever_the_environment_says(tmp_path, payload, monkeypatch):
+    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
+    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
+    torch.save({"args": payload}, tmp_path / "common.pt")
+    with pytest.raises(pickle.UnpicklingError):
+        load_common_state_dict(str(tmp_path))
+    assert not payload.mark.exists()
+
+
+def test_plain_torch_checkpoints_of_every_dtype_still_load(tmp_path):
+    dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool]
+    saved = {str(dtype): torch.arange(4).to(dtype) for dtype in dtypes} | {"step": 3}
+    torch_save_checkpoint(saved, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
+    loaded = {key: torch.zeros_like(value) if torch.is_tensor(value) else 0 for key, value in saved.items()}
+    torch_load_checkpoint(loaded, storage_reader=FileSystemReader(tmp_path), no_dist=True)
+    assert loaded["step"] == 3
+    assert all(torch.equal(loaded[str(dtype)], saved[str(dtype)]) for dtype in dtypes)
