@@ -53,8 +53,10 @@ def read_texts(source: Path, json_key: str) -> Iterator[str]:
     """The text of every row.
 
     Raises:
-        DataError: see `read_rows`; a row without `json_key` (what was found, the nearest), or not text.
+        DataError: see `read_rows`; a row without `json_key` (what was found, the nearest), or not text; all
+            texts empty.
     """
+    empty = True
     for row in read_rows(source):
         where = f"{source}: {row.place}"
         if json_key not in row.value:
@@ -62,7 +64,10 @@ def read_texts(source: Path, json_key: str) -> Iterator[str]:
         text = row.value[json_key]
         if not isinstance(text, str):
             raise DataError(f"{where}: {json_key}: got {text!r:.60}, expected text")
+        empty = empty and not text
         yield text
+    if empty:
+        raise DataError(f"{source}: no row has a text under {json_key} (--json-key)")
 
 
 def _publish(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, prefix: str, eod: list[int]) -> int:
@@ -95,8 +100,6 @@ def _write(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, prefix: str
         if now - reported > _REPORT_EVERY_S:
             reported = now
             _log.info("%d documents, %d tokens, %.0f tokens/s", documents, tokens, tokens / (now - started))
-    if tokens == 0:
-        raise DataError(f"none of {empty} rows has a text")
     builder.finalize(f"{prefix}.idx")
     _log.info("%d documents, %d tokens; %d rows with an empty text left out", documents, tokens, empty)
     return tokens

@@ -110,6 +110,14 @@ def test_changed_data_behind_the_same_path_is_indexed_anew(tmp_path: Path) -> No
     assert {int(token) for index in range(12) for token in source[index].tokens} <= set(tokens.tolist())
 
 
+def test_changed_data_of_the_same_size_is_indexed_anew(tmp_path: Path) -> None:
+    """Ten documents become one, which the old index files would still look for ten of."""
+    for age, sizes in enumerate(([10] * 10, [100])):
+        write_set(tmp_path / "set", sizes)
+        os.utime(tmp_path / "set.bin", ns=(age, age))
+        check_samples(load(tmp_path / "set", run(tmp_path)))
+
+
 def cut(path: Path, size: int) -> None:
     os.truncate(path, size)
 

@@ -3,7 +3,8 @@ from pathlib import Path
 
 import pytest
 from llama3_tokenizer import SPECIAL_TOKENS, build_tiny_tokenizer, tiny_tokenizer
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from patch.data.tokenizer import (
     LLAMA3_CHAT_TEMPLATE,
@@ -106,6 +107,14 @@ def test_vocabulary_that_is_too_small_is_refused_with_both_sizes() -> None:
     check_vocabulary(tokenizer, size)
     with pytest.raises(DataError, match=f"ids up to {size - 1} .* has {size - 1} rows"):
         check_vocabulary(tokenizer, size - 1)
+
+
+def test_gaps_between_ids_count_as_vocabulary() -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE({"a": 0, "b": 6}, [])))
+    assert len(tokenizer) == 2
+    check_vocabulary(tokenizer, 7)
+    with pytest.raises(DataError, match="ids up to 6 .b., the model's vocabulary has 6 rows"):
+        check_vocabulary(tokenizer, 6)
 
 
 def test_fallback_template_is_said_kept_and_saved(tmp_path: Path, logged: list[str]) -> None:
