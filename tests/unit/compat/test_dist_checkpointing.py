@@ -1,5 +1,7 @@
 """An error on one rank while upstream saves is raised on all ranks, and nobody waits for ever."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -73,3 +75,10 @@ def test_save_without_metadata_json_leaves_no_checkpoint_and_no_hang(saved):
 
 def test_save_without_obstacles_leaves_a_checkpoint(saved):
     assert check_is_distributed_checkpoint(str(saved[0] / "whole"))
+
+
+def test_apply_refuses_to_start_without_psutil():
+    script = "import sys; sys.modules['psutil'] = None; from patch import compat; compat.apply(cuda=False)"
+    repository = Path(__file__).parents[3]
+    ended = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
+    assert ended.returncode == 1 and "CheckpointError: saving a checkpoint needs psutil" in ended.stderr
