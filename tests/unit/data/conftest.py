@@ -1,3 +1,5 @@
+"""What the data tests share: the project's log messages, the real LLaMA-3 tokenizer, the shared data sets."""
+
 import logging
 from collections.abc import Iterator
 from pathlib import Path

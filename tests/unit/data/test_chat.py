@@ -1,3 +1,5 @@
+"""Where learning begins and ends in a conversation, written by hand for three families of templates."""
+
 import pytest
 from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
 

@@ -1,3 +1,5 @@
+"""build_datasets: both kinds of sets, and one rank's error on all ranks."""
+
 import json
 from pathlib import Path
 

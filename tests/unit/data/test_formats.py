@@ -1,3 +1,5 @@
+"""Rows of every supported format, and what is said about the others."""
+
 import pytest
 
 from patch.data.formats import to_messages

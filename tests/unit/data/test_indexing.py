@@ -1,3 +1,5 @@
+"""The pre-training set that toolkits.preprocess_pretrain writes, read back by megatron-core."""
+
 import json
 import subprocess
 import sys

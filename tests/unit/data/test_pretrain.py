@@ -1,3 +1,5 @@
+"""Samples of a .bin/.idx whose tokens are consecutive numbers, and damaged files."""
+
 import dataclasses
 import os
 from pathlib import Path

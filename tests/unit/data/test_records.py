@@ -1,3 +1,5 @@
+"""JSON lists and JSONL, whole and broken."""
+
 import json
 from pathlib import Path
 

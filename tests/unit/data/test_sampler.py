@@ -1,3 +1,5 @@
+"""Each sample once an epoch, the same micro-batches at every DP, and resume by iteration alone."""
+
 import pytest
 import torch
 

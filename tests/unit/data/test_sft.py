@@ -1,3 +1,5 @@
+"""Samples of raw JSON against hand-written ids, and against transformers' own assistant masks."""
+
 import json
 from pathlib import Path
 

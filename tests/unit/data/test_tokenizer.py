@@ -1,3 +1,5 @@
+"""The tokenizer against Meta's own, and tokenizers that cannot be used."""
+
 import importlib.util
 from pathlib import Path
 
