@@ -34,7 +34,7 @@ def seeded_batches(config: RunConfig, iteration: int) -> list[Batch]:
 
 
 class SeededReader:
-    """A BatchReader over `seeded_batches`: micro-batch m of rank r is the m * DP + r-th of the global batch."""
+    """A BatchReader over `seeded_batches`: micro-batch m of rank r is number m * DP + r."""
 
     def __init__(self, config: RunConfig, dp_rank: int) -> None:
         self._config, self._dp_rank = config, dp_rank

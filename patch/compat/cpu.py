@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from megatron.core.tensor_parallel import random
 
 # Upstream module -> why (line numbers of 0.16.1).
 MODULES = {
@@ -71,7 +72,7 @@ for _name in ("tensor", "zeros", "ones", "empty"):
 
 def replace_torch(module_name: str) -> None:
     """Give one upstream module the stand-in instead of torch."""
-    importlib.import_module(module_name).torch = TorchOnCpu()
+    vars(importlib.import_module(module_name))["torch"] = TorchOnCpu()
 
 
 def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
@@ -90,6 +91,4 @@ def apply() -> None:
     """
     for module_name in MODULES:
         replace_torch(module_name)
-    random = importlib.import_module("megatron.core.tensor_parallel.random")
-    random._get_cuda_rng_state = _get_rng_state
-    random._set_cuda_rng_state = _set_rng_state
+    vars(random).update(_get_cuda_rng_state=_get_rng_state, _set_cuda_rng_state=_set_rng_state)

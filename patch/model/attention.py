@@ -9,7 +9,7 @@ Shapes: S sequence, B micro-batch, N query heads, G key/value heads of this TP r
 
 from __future__ import annotations
 
-import contextlib
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +19,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 # Preference order on CUDA; the last ones take what the first cannot (fp32, odd head sizes).
-_BACKENDS = {
+_BACKENDS: dict[str, list[SDPBackend]] = {
+    "auto": [],
     "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
     "fused": [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
 }
@@ -49,7 +50,7 @@ class CausalAttention(torch.nn.Module):
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         self.layer_number = layer_number
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
-        self.backends = _BACKENDS.get(backend)
+        self.backends = _BACKENDS[backend]
 
     def forward(
         self,
@@ -72,10 +73,8 @@ class CausalAttention(torch.nn.Module):
         """
         assert attention_mask is None and attention_bias is None and packed_seq_params is None
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        choice = contextlib.nullcontext()
-        if self.backends and query.is_cuda:
-            choice = sdpa_kernel(self.backends, set_priority=True)
-        with choice:
+        is_choice = bool(self.backends) and query.is_cuda
+        with sdpa_kernel(self.backends, set_priority=True) if is_choice else nullcontext():
             context = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=self.scale, enable_gqa=key.shape[1] != query.shape[1]
             )

@@ -24,7 +24,7 @@ class RMSNorm(torch.nn.Module):
         self.eps = eps
         device = None if config.use_cpu_initialization else torch.cuda.current_device()
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_sbh: torch.Tensor) -> torch.Tensor:
         """Normalise [S, B, H] (any leading shape); same shape and dtype."""

@@ -1,7 +1,7 @@
 """Gradients of one step in one flat float32 buffer, and how ranks bring them together.
 
-Backward adds each micro-batch's gradient to the parameter's `main_grad`, a view of the buffer. After
-the last micro-batch `reduce` makes them final:
+Backward adds each micro-batch's gradient to the parameter's part of the buffer. After the last
+micro-batch `reduce` makes them final:
 
     sequence-parallel norms   summed over TP (each rank saw a part of the tokens), coalesced
     tied embedding            summed over the first and the last pipeline stage
@@ -22,19 +22,21 @@ class GradientBuffer:
     """Flat gradients of a list of parameters, in the list's order.
 
     Args:
-        parameters: all on one device; each gets `main_grad`, a float32 view of its own shape.
-        groups: tp, embd and dp_cp are used.
+        parameters: all on one device.
+        groups: tp, embd, mp and dp_cp are used.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], groups: ProcessGroupCollection) -> None:
-        self.parameters = parameters
         self.groups = groups
-        numel = sum(parameter.numel() for parameter in parameters)
-        self.flat = torch.zeros(numel, dtype=torch.float32, device=parameters[0].device)
-        views = self.flat.split([parameter.numel() for parameter in parameters])
-        for parameter, view in zip(parameters, views, strict=True):
-            parameter.main_grad = view.view(parameter.shape)
-            parameter.register_post_accumulate_grad_hook(_accumulate)
+        numels = [parameter.numel() for parameter in parameters]
+        self.flat = torch.zeros(sum(numels), dtype=torch.float32, device=parameters[0].device)
+        views = self.flat.split(numels)
+        self.of = {
+            parameter: view.view(parameter.shape) for parameter, view in zip(parameters, views, strict=True)
+        }
+        """Each parameter's gradient: float32, the parameter's shape, a view of `flat`."""
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._accumulate)
 
     def zero(self) -> None:
         """Forget the last step's gradients."""
@@ -43,15 +45,15 @@ class GradientBuffer:
     @torch.no_grad()
     def reduce(self) -> None:
         """Make every gradient that of the global batch, equal on all data-parallel ranks."""
-        norms = [p.main_grad for p in self.parameters if getattr(p, "sequence_parallel", False)]
+        norms = [grad for p, grad in self.of.items() if getattr(p, "sequence_parallel", False)]
         if norms and self.groups.tp.size() > 1:
             coalesced = torch.cat([grad.flatten() for grad in norms])
             dist.all_reduce(coalesced, group=self.groups.tp)
             for grad, summed in zip(norms, coalesced.split([grad.numel() for grad in norms]), strict=True):
                 grad.copy_(summed.view(grad.shape))
-        for parameter in self.parameters:
+        for parameter, grad in self.of.items():
             if getattr(parameter, "shared_embedding", False):
-                dist.all_reduce(parameter.main_grad, group=self.groups.embd)
+                dist.all_reduce(grad, group=self.groups.embd)
         if self.groups.dp_cp.size() > 1:
             dist.all_reduce(self.flat, group=self.groups.dp_cp)
 
@@ -62,7 +64,7 @@ class GradientBuffer:
         Weights held by several ranks are left out on all but one: norms on TP ranks above 0, and the
         last stage's copy of a tied embedding.
         """
-        counted = [p.main_grad for p in self.parameters if self._is_counted(p)]
+        counted = [grad for parameter, grad in self.of.items() if self._is_counted(parameter)]
         squares = [torch.linalg.vector_norm(grad, dtype=torch.float64) ** 2 for grad in counted]
         total = torch.stack(squares).sum() if squares else self.flat.new_zeros((), dtype=torch.float64)
         dist.all_reduce(total, group=self.groups.mp)
@@ -73,8 +75,8 @@ class GradientBuffer:
         is_cut = getattr(parameter, "tensor_model_parallel", False)
         return not is_copy and (is_cut or self.groups.tp.rank() == 0)
 
-
-def _accumulate(parameter: torch.nn.Parameter) -> None:
-    """Add what autograd left in `.grad` to the float32 `main_grad`, and free it."""
-    parameter.main_grad.add_(parameter.grad)
-    parameter.grad = None
+    def _accumulate(self, parameter: torch.nn.Parameter) -> None:
+        """Add what autograd left in `.grad` to the float32 buffer, and free it."""
+        assert parameter.grad is not None
+        self.of[parameter].add_(parameter.grad)
+        parameter.grad = None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import warnings
 from pathlib import Path
 
 from patch.config import to_yaml
@@ -29,8 +28,6 @@ def run(config: RunConfig) -> None:
         SystemExit: 128 + the signal's number, after a checkpoint was saved.
     """
     configure_logging()
-    # Upstream warns about missing Apex and Transformer Engine, which this project does without.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     this_run = build_run(config, DeviceContext.select(int(os.environ["LOCAL_RANK"])))
     _write_config(config)
     stopped_by = Trainer(this_run).train()

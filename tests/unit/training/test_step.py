@@ -1,0 +1,50 @@
+"""A step that cannot be taken leaves the weights alone; upstream's own model takes ours as they are."""
+
+import pytest
+import torch
+from distributed_runner import run_distributed
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from small_runs import small_run
+from training_runs import build_seeded_run, seeded_batches
+
+from patch.errors import TrainingError
+from patch.training.step import train_step
+
+
+def run_with_an_infinite_weight(rank: int, world_size: int) -> None:
+    run = build_seeded_run(small_run(dp=2))
+    if rank == 1:
+        next(run.model.parameters()).data.fill_(float("inf"))
+    before = [weight.detach().clone() for weight in run.model.parameters()]
+    with pytest.raises(TrainingError, match="step 1: gradient norm nan.*--lr"):
+        train_step(run, 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+    assert run.optimizer.step_count == 0
+
+
+def test_gradients_that_are_not_finite_on_one_rank_stop_all_before_anything_is_written() -> None:
+    run_distributed(run_with_an_infinite_weight, 2)
+
+
+@torch.no_grad()
+def run_upstream(rank: int, world_size: int) -> None:
+    run = build_seeded_run(small_run(rope_original_max_position=8192))
+    upstream = GPTModel(
+        config=run.model.config,
+        transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
+        vocab_size=run.config.padded_vocab_size,
+        max_sequence_length=run.config.model.max_position_embeddings,
+        position_embedding_type="rope",
+        rotary_base=run.config.model.rotary_base,
+        rope_scaling=True,
+    )
+    upstream.load_state_dict(run.model.state_dict(), strict=True)
+    tokens = seeded_batches(run.config, 0)[0].tokens
+    mask = torch.ones(32, 32).triu(1).bool()[None, None]
+    expected = upstream(tokens, None, mask)
+    torch.testing.assert_close(run.model(tokens, None, None), expected, rtol=0, atol=1e-5)
+
+
+def test_upstreams_model_loads_our_weights_strictly_and_computes_the_same() -> None:
+    run_distributed(run_upstream, 1)
