@@ -1,4 +1,4 @@
-# Every target works alone on a fresh machine with Python 3.10 or newer: it makes .venv and installs what is missing.
+# Every target works alone on a fresh machine with Python 3.11 or newer: it makes .venv and installs what is missing.
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP = .venv/bin/python -m pip --disable-pip-version-check

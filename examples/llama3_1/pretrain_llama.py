@@ -34,8 +34,10 @@ _logger = get_logger(__name__)
 
 def _check(config: RunConfig, machine: MachineFacts) -> list[str]:
     notes = validate_run(config, machine)
-    previous = Path(config.checkpoint.output_path) / "config.yaml"
-    return notes + (compare_with_previous(config, previous.read_text()) if previous.is_file() else [])
+    output = Path(config.checkpoint.output_path)
+    if not (output / "checkpoint" / "latest_checkpointed_iteration.txt").is_file():
+        return notes
+    return notes + compare_with_previous(config, (output / "config.yaml").read_text())
 
 
 def _launch(invocation: Invocation, machine: MachineFacts) -> int:

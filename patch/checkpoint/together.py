@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch.distributed.checkpoint import CheckpointException
 
-from patch.distributed.collectives import agree
+from patch.distributed.collectives import all_or_none
 from patch.errors import CheckpointError
 
 
@@ -21,15 +21,13 @@ def fail_together(what: str) -> Iterator[None]:
     Raises:
         CheckpointError: on every rank, when the block raised on any.
     """
-    failure: CheckpointError | None = None
-    try:
-        yield
-    except CheckpointError as error:
-        failure = error
-    except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
-        failure = CheckpointError(f"{what}: {_reason(error)}")
-        failure.__cause__ = error
-    agree(failure)
+    with all_or_none():
+        try:
+            yield
+        except CheckpointError:
+            raise
+        except (Exception, CheckpointException) as error:  # torch's CheckpointException is a BaseException
+            raise CheckpointError(f"{what}: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:

@@ -15,12 +15,12 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import RunConfig
-from patch.convert.collective import all_or_none
 from patch.convert.folder import prepare, publish, writing
 from patch.convert.hf_files import write_descriptions
 from patch.convert.hf_reader import INDEX, SINGLE
 from patch.convert.llama import TIED_OUTPUT, llama_table
 from patch.convert.stage import Weight, stage_weights
+from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError
 from patch.logger import get_logger
 

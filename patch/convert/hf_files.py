@@ -55,7 +55,19 @@ def write_descriptions(
     described = model_description(config.model, hf_source, tokenizer, dtype)
     _write_json(folder, "config.json", hf_source, described)
     _write_json(folder, "generation_config.json", hf_source, generation_description(hf_source, tokenizer))
+    _write_tokenizer(folder, tokenizer)
+
+
+def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Save the tokenizer under the class name that transformers 4 and 5 both know.
+
+    transformers 5 writes `TokenizersBackend`, which version 4 (and what is built on it) cannot load.
+    """
     tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    described = _read_json(path)
+    if described.get("tokenizer_class") == "TokenizersBackend":
+        path.write_text(json.dumps(described | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
 
 
 def model_description(

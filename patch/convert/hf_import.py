@@ -9,11 +9,11 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import RunConfig
-from patch.convert.collective import all_or_none
 from patch.convert.hf_reader import HFFolder
 from patch.convert.llama import EMBEDDING, OUTPUT, hf_tensors, llama_table
 from patch.convert.mappings import Shard
 from patch.convert.stage import stage_weights
+from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError
 from patch.logger import get_logger
 

@@ -12,7 +12,7 @@ from patch.data.pretrain import load_pretrain
 from patch.data.sampler import SampleSource
 from patch.data.sft import load_sft
 from patch.data.tokenizer import check_vocabulary
-from patch.distributed.collectives import agree
+from patch.distributed.collectives import all_or_none
 
 
 class DataSets(NamedTuple):
@@ -40,14 +40,8 @@ def build_datasets(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Dat
 
 
 def _raw(config: RunConfig, tokenizer: PreTrainedTokenizerBase, paths: list[str]) -> list[SampleSource]:
-    sources: list[SampleSource] = []
-    failed: Exception | None = None
-    try:
-        sources = [load_sft(Path(path), tokenizer, config.data.max_padding_length) for path in paths]
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it
-        failed = error
-    agree(failed)
-    return sources
+    with all_or_none():
+        return [load_sft(Path(path), tokenizer, config.data.max_padding_length) for path in paths]
 
 
 def _idxmap(config: RunConfig, tokenizer: PreTrainedTokenizerBase, paths: list[str]) -> list[SampleSource]:

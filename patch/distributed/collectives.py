@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 import torch.distributed as dist
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.errors import PatchError
 
@@ -34,6 +36,21 @@ def agree(error: Exception | None) -> None:
             raise kind(f"rank {rank}: {message}")
 
 
+@contextmanager
+def all_or_none() -> Iterator[None]:
+    """A block of this rank's own work; after it every rank raises when any has failed. Collective.
+
+    Raises:
+        Exception: as `agree`.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+        failure = error
+    agree(failure)
+
+
 def sum_over(group: dist.ProcessGroup, values: list[float], device: torch.device) -> list[float]:
     """The sums of `values` over a group, added up in float64, on every rank of it."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
@@ -46,8 +63,3 @@ def max_over_world(values: list[float], device: torch.device) -> list[float]:
     largest = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.tolist()
-
-
-def is_last_stage(groups: ProcessGroupCollection) -> bool:
-    """Whether this rank holds the output layer."""
-    return groups.pp.rank() == groups.pp.size() - 1

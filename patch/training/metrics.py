@@ -128,7 +128,8 @@ def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
     axes.grid(alpha=0.3)
-    axes.legend()
+    if axes.lines:
+        axes.legend()
     figure.savefig(path, dpi=120)
 
 

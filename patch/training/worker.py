@@ -11,7 +11,7 @@ from patch.config.hf import is_hf_folder
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
 from patch.device import DeviceContext
-from patch.distributed.collectives import agree
+from patch.distributed.collectives import all_or_none
 from patch.distributed.groups import shutdown
 from patch.logger import configure_logging, get_logger
 from patch.training.setup import Run, build_run
@@ -40,15 +40,11 @@ def run(config: RunConfig) -> None:
 
 
 def _write_config(config: RunConfig) -> None:
-    error = None
-    if os.environ["RANK"] == "0":
-        try:
+    with all_or_none():
+        if os.environ["RANK"] == "0":
             output = Path(config.checkpoint.output_path)
             output.mkdir(parents=True, exist_ok=True)
             (output / "config.yaml").write_text(to_yaml(config))
-        except OSError as failure:
-            error = failure
-    agree(error)
 
 
 def _export(this_run: Run) -> None:

@@ -118,3 +118,14 @@ def test_broken_file_of_the_source_is_named(source, tiny_tokenizer):
     (source / "generation_config.json").write_text("{")
     with pytest.raises(ConversionError, match=r"cannot read .*generation_config\.json"):
         generation_description(source, tiny_tokenizer())
+
+
+def test_tokenizer_is_saved_under_a_class_that_transformers_4_knows(tmp_path, tiny_tokenizer):
+    tokenizer = tiny_tokenizer(CHAT)
+    write_descriptions(tmp_path, small_run(), None, tokenizer, torch.float32)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == (
+        "PreTrainedTokenizerFast"
+    )
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.chat_template == CHAT and loaded.eos_token == tokenizer.eos_token
