@@ -67,7 +67,9 @@ def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
     path = folder / "tokenizer_config.json"
     described = _read_json(path)
     if described.get("tokenizer_class") == "TokenizersBackend":
-        path.write_text(json.dumps(described | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n")
+        path.write_text(
+            json.dumps(described | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n"
+        )
 
 
 def model_description(
