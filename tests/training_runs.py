@@ -13,7 +13,7 @@ from patch.device import DeviceContext
 from patch.distributed.collectives import max_over_world
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model
-from patch.optimizer import ReplicatedAdamW
+from patch.optimizer import OverlappedDistributedOptimizer
 from patch.training.setup import Run
 from patch.training.step import StepResult, evaluate, train_step
 
@@ -54,9 +54,11 @@ def build_seeded_run(config: RunConfig, hf_folder: Path | None = None) -> Run:
     if hf_folder is not None:
         import_hf(model, hf_folder, config, groups)
     reader = SeededReader(config, groups.dp.rank())
+    optimizer = OverlappedDistributedOptimizer(model, config.optimizer, config.sharding_level, groups)
+    model.config.no_sync_func = optimizer.no_sync
     return Run(
         config=config, device=CPU.device, groups=groups, tokenizer=None, train_reader=reader,
-        valid_reader=reader, model=model, optimizer=ReplicatedAdamW(model, config.optimizer, groups),
+        valid_reader=reader, model=model, optimizer=optimizer,
         start_iteration=0,
     )  # fmt: skip
 

@@ -60,7 +60,16 @@ class ParallelConfig:
     num_layers_per_virtual_pipeline_stage: int = flag("interleaved stages (VPP); 0: none", 0)
     context_parallel_size: int = flag("processes that share each sequence (CP)", 1)
     sequence_parallel: bool = flag("cut norms and residuals along the sequence over TP", False)
-    use_distributed_optimizer: bool = flag("shard optimizer states over data-parallel ranks", False)
+    use_distributed_optimizer: bool = flag("shard optimizer states over replicas (ZeRO-1)", False)
+    overlapped_distributed_optimizer: bool = flag(
+        "with --use-distributed-optimizer: gradients are sharded too (ZeRO-2)", False
+    )
+    data_parallel_sharding: str = flag(
+        "what replicas share: none, optimizer (ZeRO-1), gradients (ZeRO-2) or auto; default: as the two "
+        "flags above say",
+        "default",
+        choices=("default", "none", "optimizer", "gradients", "auto"),
+    )
     nnodes: int = flag("machines", 1)
     nproc_per_node: int = flag("processes on this machine")
     distributed_timeout_minutes: int = flag("a collective that waits longer than this ends the run", 30)
@@ -99,6 +108,12 @@ class OptimizerConfig:
     adam_beta1: float = flag("decay of the first moment", 0.9)
     adam_beta2: float = flag("decay of the second moment", 0.95)
     adam_eps: float = flag("epsilon beside the root of the second moment", 1e-8)
+    reduce_bucket_size: int = flag(
+        "elements of a bucket, the unit in which gradients and weights travel", 500_000_000
+    )
+    main_grads_dtype: str = flag(
+        "type in which gradients are added up and reduced", "fp32", choices=("fp32", "bf16")
+    )
     clip_grad: float = flag("largest global gradient norm; 0: no clipping", 1.0)
     optimizer_offload_policy: str = flag(
         "optimizer states in host memory", "false", choices=("false", "static", "auto")
@@ -157,6 +172,16 @@ class RunConfig:
         parallel = self.parallel
         replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         return self.world_size // (replica * parallel.context_parallel_size)
+
+    @property
+    def sharding_level(self) -> str:
+        """What data-parallel ranks share: none, optimizer, gradients, or auto while nothing has chosen."""
+        parallel = self.parallel
+        if parallel.data_parallel_sharding != "default":
+            return parallel.data_parallel_sharding
+        if not parallel.use_distributed_optimizer:
+            return "none"
+        return "gradients" if parallel.overlapped_distributed_optimizer else "optimizer"
 
     @property
     def num_micro_batches(self) -> int:

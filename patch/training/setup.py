@@ -19,7 +19,7 @@ from patch.device import DeviceContext
 from patch.distributed.groups import initialize
 from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model
-from patch.optimizer import ReplicatedAdamW
+from patch.optimizer import OverlappedDistributedOptimizer
 from patch.training.state import load_weights, resume
 
 _log = get_logger(__name__)
@@ -36,7 +36,7 @@ class Run:
     train_reader: BatchReader
     valid_reader: BatchReader | None
     model: LlamaModel
-    optimizer: ReplicatedAdamW
+    optimizer: OverlappedDistributedOptimizer
     start_iteration: int
     """Optimizer steps already done: 0, or those of the checkpoint that was resumed."""
 
@@ -53,7 +53,8 @@ def build_run(config: RunConfig, context: DeviceContext) -> Run:
     tokenizer = load_tokenizer(tokenizer_folder(config))
     datasets = build_datasets(config, tokenizer)
     model = build_llama_model(config, groups, context.device)
-    optimizer = ReplicatedAdamW(model, config.optimizer, groups)
+    optimizer = OverlappedDistributedOptimizer(model, config.optimizer, config.sharding_level, groups)
+    model.config.no_sync_func = optimizer.no_sync
     run = Run(
         config=config,
         device=context.device,

@@ -15,16 +15,19 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from patch.model import LlamaModel
-from patch.optimizer import ReplicatedAdamW
+from patch.optimizer import OverlappedDistributedOptimizer
 
 
-def save(root: Path, iteration: int, model: LlamaModel, optimizer: ReplicatedAdamW, config_yaml: str) -> None:
+def save(
+    root: Path, iteration: int, model: LlamaModel, optimizer: OverlappedDistributedOptimizer, config_yaml: str
+) -> None:
     """Write everything that a resumed run needs to go on with the same bits."""
+    optimizer.wait_for_weights()
     common = {"iteration": iteration, "optimizer_steps": optimizer.step_count, "config": config_yaml}
     save_checkpoint(root, iteration, _sharded_state(model, optimizer), common)
 
 
-def resume(root: Path, model: LlamaModel, optimizer: ReplicatedAdamW) -> int | None:
+def resume(root: Path, model: LlamaModel, optimizer: OverlappedDistributedOptimizer) -> int | None:
     """Load the newest checkpoint below `root` in place; its iteration, or None where there is none."""
     iteration = latest_iteration(root)
     if iteration is None:
@@ -44,7 +47,7 @@ def load_weights(folder: Path, model: LlamaModel) -> None:
     load_checkpoint(root, iteration, {"model": model.sharded_state_dict()})
 
 
-def _sharded_state(model: LlamaModel, optimizer: ReplicatedAdamW) -> dict[str, Any]:
+def _sharded_state(model: LlamaModel, optimizer: OverlappedDistributedOptimizer) -> dict[str, Any]:
     weights = model.sharded_state_dict()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     random = {

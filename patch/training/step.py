@@ -19,7 +19,6 @@ from patch.data import Batch
 from patch.distributed.collectives import sum_over
 from patch.errors import TrainingError
 from patch.optimizer import learning_rate
-from patch.training.clock import DeviceClock
 from patch.training.setup import Run
 
 
@@ -31,7 +30,7 @@ class StepResult(NamedTuple):
     grad_norm: float
     lr: float
     comm_exposed_ms: float
-    """How long this rank's compute waited for the gradient reduction."""
+    """How long this rank's compute waited for gradients, and for the weights of the step before."""
 
 
 def train_step(run: Run, iteration: int) -> StepResult:
@@ -44,17 +43,10 @@ def train_step(run: Run, iteration: int) -> StepResult:
     """
     batches = run.train_reader.step(iteration)
     tokens = _count_learned(run, batches)
-    clock = DeviceClock(run.device)
-
-    def finalize(*unused: Any, **unused_too: Any) -> None:
-        clock.start()
-        run.optimizer.gradients.reduce()
-        clock.stop()
-
-    run.model.config.finalize_model_grads_func = finalize
-    run.optimizer.gradients.zero()
+    run.optimizer.start_step()
     loss = _run_schedule(run, batches, tokens, forward_only=False)
-    grad_norm = run.optimizer.gradients.norm()
+    run.optimizer.finish_gradients()
+    grad_norm = run.optimizer.gradient_norm()
     if not math.isfinite(grad_norm):
         raise TrainingError(
             f"step {iteration + 1}: gradient norm {grad_norm}, expected a finite number; the weights are "
@@ -62,7 +54,7 @@ def train_step(run: Run, iteration: int) -> StepResult:
         )
     lr = learning_rate(iteration + 1, run.config.training.train_iters, run.config.optimizer)
     run.optimizer.step(lr, grad_norm)
-    return StepResult(loss, grad_norm, lr, clock.elapsed_ms())
+    return StepResult(loss, grad_norm, lr, run.optimizer.clock.read_ms())
 
 
 @torch.no_grad()
@@ -93,7 +85,7 @@ def _count_learned(run: Run, batches: list[Batch]) -> float:
 def _run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only: bool) -> float:
     """Run all micro-batches; the global batch's mean loss on the last stage, 0 on the others."""
     parts = get_forward_backward_func()(
-        forward_step_func=partial(_forward_step, device=run.device, divisor=max(tokens, 1.0)),
+        forward_step_func=partial(_forward_step, run=run, divisor=max(tokens, 1.0)),
         data_iterator=iter(batches),
         model=run.model,
         num_microbatches=len(batches),
@@ -105,13 +97,14 @@ def _run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only
 
 
 def _forward_step(
-    batches: Iterator[Batch], model: torch.nn.Module, *, device: torch.device, divisor: float
+    batches: Iterator[Batch], model: torch.nn.Module, *, run: Run, divisor: float
 ) -> tuple[torch.Tensor, Any]:
     """Upstream's forward_step_func: the stage's output and how to make it a loss."""
     batch = next(batches)
-    tokens, labels, mask = (tensor.to(device, non_blocking=True) for tensor in batch)
+    tokens, labels, mask = (tensor.to(run.device, non_blocking=True) for tensor in batch)
     # RoPE needs no position ids, causal attention no mask.
     output = model(tokens, None, None, labels=labels)
+    run.optimizer.watch(output)
     return output, partial(_masked_loss, mask=mask, divisor=divisor)
 
 

@@ -51,6 +51,7 @@ def _export(this_run: Run) -> None:
     config = this_run.config
     target = Path(config.checkpoint.output_path) / "hf"
     source = Path(config.checkpoint.load)
+    this_run.optimizer.wait_for_weights()
     export_hf(
         this_run.model,
         target,

@@ -1,0 +1,217 @@
+"""Gradients on their way: filled by backward, reduced bucket by bucket while backward goes on.
+
+Levels of data-parallel sharding, in one implementation:
+
+    none        full gradients; each bucket is all-reduced in the last micro-batch of a step
+    optimizer   full gradients; each bucket is reduce-scattered in the last micro-batch (ZeRO-1)
+    gradients   a rank keeps its shards only; each bucket is staged in one of a few rotating buffers and
+                reduce-scattered in every micro-batch (ZeRO-2)
+
+A bucket's reduction starts when it and all earlier buckets are full, so every rank starts the same
+collectives in the same order. What unused parameters leave open is reduced, in order, when the
+micro-batch ends. Where it ends is told by `watch`, not guessed from the gradients that came, so ranks
+whose unused parameters differ still agree.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from patch.distributed.flat import Pending, WaitClock, start_all_reduce, start_reduce_scatter
+from patch.optimizer.layout import BucketRange, Slot
+
+# Staging buffers of level `gradients`: one filling, one travelling, one for gradients that come before
+# the last of the bucket before.
+NUM_STAGING = 3
+
+
+class Bucket:
+    """The state of one bucket within one micro-batch."""
+
+    def __init__(
+        self, index: int, extent: BucketRange, shard: torch.Tensor, buffer: torch.Tensor | None
+    ) -> None:
+        self.index, self.extent = index, extent
+        self.shard = shard
+        """(n,) this rank's gradients; final after `GradientBuckets.finish`."""
+        self.buffer = buffer
+        """(shards * n,) where gradients are collected; None while no staging buffer is lent."""
+        self.staging: torch.Tensor | None = None
+        self.missing = len(extent.slots)
+        self.is_shard_empty = True
+        self.pending: Pending | None = None
+
+
+class GradientBuckets:
+    """The gradients of one model stage.
+
+    Args:
+        parameters: the trainable ones, on one device; `extents` refer to them by index.
+        extents: buckets in the order of backward.
+        level: none, optimizer or gradients.
+        group: data-parallel ranks (with context parallelism).
+        dtype: of collecting and of reduction.
+        clock: gets the time that compute waits for reductions.
+    """
+
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        extents: list[BucketRange],
+        *,
+        level: str,
+        group: dist.ProcessGroup,
+        dtype: torch.dtype,
+        clock: WaitClock,
+    ) -> None:
+        self._level, self._group, self._clock = level, group, clock
+        self._like = torch.empty(0, dtype=dtype, device=parameters[0].device)
+        self.num_shards = 1 if level == "none" else group.size()
+        self._rank = 0 if level == "none" else group.rank()
+        self.buckets = self._make_buckets(extents)
+        self.on_launch: Callable[[int], None] | None = None
+        """Called with a bucket's index when its reduction starts; for tests and traces."""
+        self._staging: list[torch.Tensor] = []
+        self._num_staging = 0
+        self._travelling: deque[Bucket] = deque()
+        self._accumulating = False
+        self._reduces = False
+        self._next = 0
+        self._is_open = False
+        for bucket in self.buckets:
+            for slot in bucket.extent.slots:
+                self._collect(parameters[slot.index], bucket, slot)
+
+    def start_step(self) -> None:
+        """Forget the last step's gradients."""
+        for bucket in self.buckets:
+            bucket.is_shard_empty = True
+            if self._level != "gradients":
+                bucket.buffer.zero_()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Micro-batches before the last one: megatron-core's schedules ask for it (`no_sync_func`)."""
+        self._accumulating = True
+        try:
+            yield
+        finally:
+            self._accumulating = False
+
+    def watch(self, output: torch.Tensor) -> None:
+        """Tell where a micro-batch's backward begins: at the gradient of its `output`."""
+        if output.requires_grad:
+            output.register_hook(self._begin_micro_batch)
+
+    def finish(self) -> None:
+        """Wait until every shard holds the sum over micro-batches and ranks."""
+        self._end_micro_batch()
+        while self._travelling:
+            self._arrive(self._travelling.popleft())
+        for bucket in self.buckets:
+            if bucket.is_shard_empty:  # a step without backward
+                bucket.shard.zero_()
+
+    def _make_buckets(self, extents: list[BucketRange]) -> list[Bucket]:
+        """Cut the gradient memory: full buffers, or shards of accumulation alone."""
+        is_sharded = self._level == "gradients"
+        numel = extents[-1].end // (self.num_shards if is_sharded else 1)
+        flat = self._like.new_zeros(numel)
+        buckets = []
+        for index, extent in enumerate(extents):
+            if is_sharded:
+                begin = extent.begin // self.num_shards
+                shard = flat[begin : begin + extent.numel // self.num_shards]
+                buckets.append(Bucket(index, extent, shard, None))
+            else:
+                begin, end = extent.shard(self._rank, self.num_shards)
+                buckets.append(Bucket(index, extent, flat[begin:end], flat[extent.begin : extent.end]))
+        return buckets
+
+    def _collect(self, parameter: torch.nn.Parameter, bucket: Bucket, slot: Slot) -> None:
+        begin, end = slot.begin - bucket.extent.begin, slot.end - bucket.extent.begin
+
+        def on_gradient(parameter: torch.nn.Parameter) -> None:
+            self._open(bucket)[begin:end].view(parameter.shape).add_(parameter.grad)
+            parameter.grad = None
+            bucket.missing -= 1
+            if self._reduces:
+                self._launch_full()
+
+        parameter.register_post_accumulate_grad_hook(on_gradient)
+
+    def _begin_micro_batch(self, gradient: torch.Tensor) -> None:
+        self._end_micro_batch()
+        self._is_open = True
+        self._reduces = self._level == "gradients" or not self._accumulating
+
+    def _end_micro_batch(self) -> None:
+        if not self._is_open:
+            return
+        if self._reduces:
+            while self._next < len(self.buckets):
+                self._launch()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.extent.slots)
+        self._next = 0
+        self._is_open = False
+
+    def _launch_full(self) -> None:
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            self._launch()
+
+    def _launch(self) -> None:
+        """Start the reduction of the next bucket."""
+        bucket = self.buckets[self._next]
+        self._next += 1
+        buffer = self._open(bucket)
+        if self.on_launch is not None:
+            self.on_launch(bucket.index)
+        if self._level == "none":
+            bucket.pending = start_all_reduce(buffer, self._group)
+        else:
+            size = bucket.extent.numel // self.num_shards
+            own = buffer[self._rank * size : (self._rank + 1) * size]
+            # In place; only the first reduction of a ZeRO-2 step can write where the sum is kept.
+            out = bucket.shard if self._level == "gradients" and bucket.is_shard_empty else own
+            bucket.pending = start_reduce_scatter(buffer, out, self._group)
+        self._travelling.append(bucket)
+
+    def _arrive(self, bucket: Bucket) -> None:
+        """Take in a finished reduction and the staging buffer back."""
+        assert bucket.pending is not None and bucket.buffer is not None
+        bucket.pending.wait(self._clock)
+        bucket.pending = None
+        if self._level == "gradients":
+            if not bucket.is_shard_empty:
+                size = bucket.shard.numel()
+                bucket.shard.add_(bucket.buffer[self._rank * size : (self._rank + 1) * size])
+            assert bucket.staging is not None
+            self._staging.append(bucket.staging)
+            bucket.buffer = bucket.staging = None
+        bucket.is_shard_empty = False
+
+    def _open(self, bucket: Bucket) -> torch.Tensor:
+        """The buffer that this micro-batch's gradients of a bucket go to."""
+        while bucket.pending is not None:  # the micro-batch before is still on its way
+            self._arrive(self._travelling.popleft())
+        if bucket.buffer is None:
+            bucket.staging = self._borrow_staging()
+            bucket.buffer = bucket.staging[: bucket.extent.numel].zero_()
+        return bucket.buffer
+
+    def _borrow_staging(self) -> torch.Tensor:
+        """A free staging buffer, a new one while few exist, or the one that comes back first."""
+        if not self._staging and self._num_staging >= NUM_STAGING and self._travelling:
+            self._arrive(self._travelling.popleft())
+        if not self._staging:
+            # Beyond NUM_STAGING only when unused parameters hold that many buckets open.
+            self._num_staging += 1
+            largest = max(bucket.extent.numel for bucket in self.buckets)
+            self._staging.append(self._like.new_empty(largest))
+        return self._staging.pop()

@@ -1,0 +1,260 @@
+"""OverlappedDistributedOptimizer: communication that nobody waits for.
+
+One step has three phases:
+
+    reduce   while backward runs, full buckets are reduced (buckets.py); what spans tensor-parallel ranks or
+             pipeline stages is summed at the end, so that every gradient is final
+    update   the global norm decides clipping; each bucket's shard is updated, first-needed bucket first
+    gather   each updated bucket's weights travel at once, while later buckets are updated and the next
+             forward begins (weights.py)
+
+Design after Megatron-LLaMA's optimizer of this name (alibaba/Megatron-LLaMA,
+megatron/optimizer/overlapped_dist_optimizer.py) and ZeRO (Rajbhandari et al., arXiv:1910.02054).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from patch.config.schema import OptimizerConfig
+from patch.distributed.flat import WaitClock
+from patch.errors import ConfigError
+from patch.optimizer.adamw import AdamWScalars, adamw_update
+from patch.optimizer.buckets import GradientBuckets
+from patch.optimizer.layout import Item, Piece, lay_out, pieces
+from patch.optimizer.resharding import sharded_ranges
+from patch.optimizer.rounding import round_to_bf16
+from patch.optimizer.weights import FlatWeights
+
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class OverlappedDistributedOptimizer:
+    """AdamW over the shards of a flat parameter buffer.
+
+    Args:
+        model: one stage; its trainable parameters are re-pointed into the flat buffer.
+        optimizer: rates, decay, clipping, bucket size.
+        level: data-parallel sharding: none, optimizer (ZeRO-1) or gradients (ZeRO-2).
+        groups: dp_cp, tp, mp and embd are used.
+    Raises:
+        ConfigError: parameters of several types, or sharded over experts.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, optimizer: OptimizerConfig, level: str, groups: ProcessGroupCollection
+    ) -> None:
+        # Backward completes gradients in about the reverse of the order of registration.
+        self.parameters = [p for p in reversed(list(model.parameters())) if p.requires_grad]
+        _check(self.parameters)
+        self.config, self.groups = optimizer, groups
+        self.step_count = 0
+        self.is_sharded = level != "none" and groups.dp_cp.size() > 1
+        level = level if self.is_sharded else "none"
+        num_shards = groups.dp_cp.size() if self.is_sharded else 1
+        extents = lay_out([_item(p) for p in self.parameters], optimizer.reduce_bucket_size, num_shards)
+        self.clock = WaitClock(self.parameters[0].device)
+        self.weights = FlatWeights(
+            model, self.parameters, extents, num_shards=num_shards, group=groups.dp_cp, clock=self.clock
+        )
+        self.gradients = GradientBuckets(
+            self.parameters,
+            extents,
+            level=level,
+            group=groups.dp_cp,
+            dtype=_DTYPES[optimizer.main_grads_dtype],
+            clock=self.clock,
+        )
+        rank = groups.dp_cp.rank() if self.is_sharded else 0
+        self._pieces = [pieces(extent, *extent.shard(rank, num_shards)) for extent in extents]
+        self._begins = [extent.shard(rank, num_shards)[0] for extent in extents]
+        self._make_states()
+
+    def _make_states(self) -> None:
+        """Zeroed moments and, for bf16 weights, fp32 masters: one flat tensor each, a view per bucket."""
+        numels = [bucket.shard.numel() for bucket in self.gradients.buckets]
+        self.has_masters = self.weights.flat.dtype != torch.float32
+        names = ["exp_avg", "exp_avg_sq"] + ["master"] * self.has_masters
+        device = self.weights.flat.device
+        self.state = {
+            name: torch.zeros(sum(numels), dtype=torch.float32, device=device).split(numels) for name in names
+        }
+        if self.has_masters:
+            self.refresh_masters()
+        else:  # fp32 weights are their own masters
+            self.state["master"] = tuple(self.weights.shard(index) for index in range(len(numels)))
+
+    def refresh_masters(self) -> None:
+        """Take the model's weights as masters; call after weights were loaded into the model."""
+        if self.has_masters:
+            for index, master in enumerate(self.state["master"]):
+                master.copy_(self.weights.shard(index))
+
+    def start_step(self) -> None:
+        """Forget the last step's gradients; call before the first backward of a step."""
+        self.gradients.start_step()
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """What megatron-core's schedules put around all micro-batches but the last (`no_sync_func`)."""
+        return self.gradients.no_sync()
+
+    def watch(self, output: torch.Tensor) -> None:
+        """Tell which tensor a micro-batch's backward begins at; call in the forward step."""
+        self.gradients.watch(output)
+
+    @torch.no_grad()
+    def finish_gradients(self) -> None:
+        """Make every gradient that of the global batch; call when all backwards are done."""
+        self.gradients.finish()
+        if self.groups.tp.size() > 1:
+            self._sum_sequence_parallel()
+        for index, bucket in enumerate(self.gradients.buckets):
+            parameter = self.parameters[bucket.extent.slots[0].index]
+            if getattr(parameter, "shared_embedding", False):
+                with self.clock.waiting():
+                    dist.all_reduce(self.gradients.buckets[index].shard, group=self.groups.embd)
+
+    def _sum_sequence_parallel(self) -> None:
+        """Sum over TP the gradients of which each TP rank saw a part of the tokens, in one message."""
+        parts = [
+            self._part(self.gradients.buckets[index].shard, index, piece)
+            for index, found in enumerate(self._pieces)
+            for piece in found
+            if getattr(self.parameters[piece.index], "sequence_parallel", False)
+        ]
+        if parts:
+            coalesced = torch.cat(parts)
+            with self.clock.waiting():
+                dist.all_reduce(coalesced, group=self.groups.tp)
+            for part, summed in zip(parts, coalesced.split([part.numel() for part in parts]), strict=True):
+                part.copy_(summed)
+
+    @torch.no_grad()
+    def gradient_norm(self) -> float:
+        """Global L2 norm over the whole model, each weight counted once; sums in float64.
+
+        It is the finite check too: infinity or NaN anywhere shows in it, on every rank.
+        """
+        squares = [
+            torch.linalg.vector_norm(self._part(bucket.shard, index, run), dtype=torch.float64) ** 2
+            for index, bucket in enumerate(self.gradients.buckets)
+            for is_counted, run in _runs(self._pieces[index], self._is_counted)
+            if is_counted
+        ]
+        zero = torch.zeros((), dtype=torch.float64, device=self.weights.flat.device)
+        total = torch.stack([zero, *squares]).sum()
+        # Shards differ on all ranks of the job; replicas only over the ranks that share a model.
+        dist.all_reduce(total, group=None if self.is_sharded else self.groups.mp)
+        return math.sqrt(total.item()) if total.isfinite() else float(total)
+
+    @torch.no_grad()
+    def step(self, lr: float, grad_norm: float, grad_scale: float = 1.0) -> None:
+        """Update every shard and send the new weights on their way.
+
+        Args:
+            lr: rate of this step. grad_norm: of the gradients as they are, finite.
+            grad_scale: what the gradients are multiplied by before anything else (1 / loss scale).
+        """
+        self.step_count += 1
+        limit, norm = self.config.clip_grad, grad_norm * grad_scale
+        scale = grad_scale * (min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0)
+        # The next forward needs the last bucket of backward first.
+        for index in reversed(range(len(self._pieces))):
+            self._update(index, lr, scale)
+            self.weights.start_gather(index)
+
+    def _update(self, index: int, lr: float, scale: float) -> None:
+        gradient = self.gradients.buckets[index].shard
+        for is_decayed, run in _runs(self._pieces[index], self._is_decayed):
+            scalars = AdamWScalars(
+                lr=lr,
+                beta1=self.config.adam_beta1,
+                beta2=self.config.adam_beta2,
+                eps=self.config.adam_eps,
+                weight_decay=self.config.weight_decay if is_decayed else 0.0,
+                step=self.step_count,
+                grad_scale=scale,
+            )
+            master, exp_avg, exp_avg_sq = (
+                self._part(self.state[name][index], index, run)
+                for name in ("master", "exp_avg", "exp_avg_sq")
+            )
+            adamw_update(master, self._part(gradient, index, run).float(), exp_avg, exp_avg_sq, scalars)
+        if self.has_masters:
+            round_to_bf16(self.state["master"][index], self.weights.shard(index))
+
+    def wait_for_weights(self) -> None:
+        """Wait until every parameter has its new value; call before reading parameters raw."""
+        self.weights.wait()
+
+    def sharded_state_dict(self, model_state: ShardedStateDict) -> ShardedStateDict:
+        """States as sharded tensors of the weights' global shapes, whatever DP, TP, PP or bucket size.
+
+        They are views: loading into them loads the optimizer. fp32 weights are their own masters and
+        are left to the model's state.
+
+        Args:
+            model_state: the model's sharded_state_dict, whose entries hold the parameters themselves.
+        """
+        dp_rank = 0 if self.is_sharded else self.groups.dp_cp.rank()
+        sharded: ShardedStateDict = {}
+        for name in ("exp_avg", "exp_avg_sq") + ("master",) * self.has_masters:
+            ranges = [
+                (
+                    self.parameters[piece.index],
+                    piece.offset,
+                    self._part(self.state[name][index], index, piece),
+                )
+                for index, found in enumerate(self._pieces)
+                for piece in found
+            ]
+            sharded |= sharded_ranges(model_state, ranges, f"optimizer.state.{name}", dp_rank)
+        return sharded
+
+    def _part(self, shard: torch.Tensor, index: int, piece: Piece) -> torch.Tensor:
+        """A piece's elements of this rank's shard of bucket `index`."""
+        begin = self._begins[index]
+        return shard[piece.begin - begin : piece.end - begin]
+
+    def _is_decayed(self, piece: Piece) -> bool:
+        return self.parameters[piece.index].ndim > 1
+
+    def _is_counted(self, piece: Piece) -> bool:
+        """Whether this rank counts a parameter in the norm, of those that hold a copy."""
+        parameter = self.parameters[piece.index]
+        is_cut = getattr(parameter, "tensor_model_parallel", False)
+        return not getattr(parameter, "shared", False) and (is_cut or self.groups.tp.rank() == 0)
+
+
+def _item(parameter: torch.nn.Parameter) -> Item:
+    """Matrices before norms in a bucket, a tied embedding of two stages alone in its own."""
+    return Item(parameter.numel(), int(parameter.ndim <= 1), getattr(parameter, "shared_embedding", False))
+
+
+def _runs(found: list[Piece], key: Callable[[Piece], bool]) -> list[tuple[bool, Piece]]:
+    """Neighbouring pieces with the same key as one."""
+    runs = []
+    for value, group in groupby(found, key):
+        members = list(group)
+        runs.append((value, members[0]._replace(end=members[-1].end)))
+    return runs
+
+
+def _check(parameters: list[torch.nn.Parameter]) -> None:
+    dtypes = {parameter.dtype for parameter in parameters}
+    if len(dtypes) != 1:
+        raise ConfigError(
+            f"trainable parameters have types {sorted(map(str, dtypes))}, expected one (--precision)"
+        )
+    if not all(getattr(parameter, "allreduce", True) for parameter in parameters):
+        raise ConfigError(
+            "expert-parallel parameters, expected none: not built yet, use one expert-parallel rank"
+        )

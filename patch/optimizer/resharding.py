@@ -1,0 +1,122 @@
+"""Optimizer states as pieces of the weights' global shapes, so that any layout loads them.
+
+A rank's states are ranges of flattened local parameters, cut without regard to rows. Each range becomes a
+few rectangles of the parameter's global shape; megatron-core saves them as irregular shards and any other
+cut reads them back, in place and without a gather. (Its own flattened ranges are gone:
+megatron/core/dist_checkpointing/mapping.py:133.)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+
+Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offset and shape."""
+
+
+def sharded_ranges(
+    model_state: ShardedStateDict,
+    ranges: Sequence[tuple[torch.nn.Parameter, int, torch.Tensor]],
+    prefix: str,
+    dp_rank: int,
+) -> ShardedStateDict:
+    """Describe flat ranges of a state to dist_checkpointing.
+
+    Args:
+        model_state: the model's sharded_state_dict, whose entries hold the parameters themselves.
+        ranges: (parameter, first element in it, state of the elements from there on, (n,) contiguous).
+        prefix: the shards' keys are `prefix` + "." + the weight's key.
+        dp_rank: 0 writes; other replicas of the same range only read.
+    Returns:
+        one entry per rectangle; each holds a view of the state.
+    """
+    shards = _shards_by_parameter(model_state)
+    found: ShardedStateDict = {}
+    for parameter, first, state in ranges:
+        for shard, start in shards[id(parameter)]:
+            begin = max(first, start)
+            end = min(first + state.numel(), start + math.prod(_local_shape(shard)))
+            for offset, shape in rectangles(_local_shape(shard), begin - start, end - start):
+                size = math.prod(shape)
+                values = state[begin - first : begin - first + size]
+                begin += size
+                key = f"{prefix}.{shard.key}"
+                found[f"{key}{_global_offset(shard, offset)}"] = _shard_of(
+                    shard, key, values, offset, shape, dp_rank
+                )
+    return found
+
+
+def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Rectangle]:
+    """Cut elements [begin, end) of a row-major array into rectangles, in the order of the elements.
+
+    Each is contiguous in memory; there are at most 2 * len(shape) - 1 of them.
+    """
+    if begin >= end:
+        return
+    if len(shape) == 1:
+        yield (begin,), (end - begin,)
+        return
+    row = math.prod(shape[1:])
+    first, last = begin // row, (end - 1) // row
+    if begin % row or end < (first + 1) * row:
+        stop = min(end, (first + 1) * row)
+        for offset, part in rectangles(shape[1:], begin - first * row, stop - first * row):
+            yield (first, *offset), (1, *part)
+        yield from rectangles(shape, stop, end)
+        return
+    whole = end // row - first
+    yield (first, *(0 for _ in shape[1:])), (whole, *shape[1:])
+    if end % row:
+        for offset, part in rectangles(shape[1:], 0, end - last * row):
+            yield (last, *offset), (1, *part)
+
+
+def _shards_by_parameter(model_state: ShardedStateDict) -> dict[int, list[tuple[ShardedTensor, int]]]:
+    """Of each parameter: its sharded tensors, and where each begins in the flattened parameter."""
+    found: dict[int, list[tuple[ShardedTensor, int]]] = {}
+    for entry in nested_values(extract_sharded_tensors_and_factories(model_state)[0]):
+        parameter = entry.data
+        parts = entry.build() if isinstance(entry, ShardedTensorFactory) else entry
+        for shard in nested_values(parts) if isinstance(parts, (dict, list)) else [parts]:
+            start = shard.data.storage_offset() - parameter.storage_offset()
+            found.setdefault(id(parameter), []).append((shard, start))
+    return found
+
+
+def _local_shape(shard: ShardedTensor) -> tuple[int, ...]:
+    return tuple(shard.data.shape)
+
+
+def _global_offset(shard: ShardedTensor, offset: tuple[int, ...]) -> tuple[int, ...]:
+    axes = shard.prepend_axis_num
+    inner = (base + more for base, more in zip(shard.global_offset[axes:], offset, strict=True))
+    return (*shard.global_offset[:axes], *inner)
+
+
+def _shard_of(
+    shard: ShardedTensor,
+    key: str,
+    values: torch.Tensor,
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    dp_rank: int,
+) -> ShardedTensor:
+    whole = (1,) * shard.prepend_axis_num + shape
+    replica = shard.replica_id if isinstance(shard.replica_id, tuple) else (0, 0, shard.replica_id)
+    return ShardedTensor(
+        key=key,
+        data=values.view(whole),
+        dtype=values.dtype,
+        local_shape=whole,
+        global_shape=shard.global_shape,
+        global_offset=_global_offset(shard, offset),
+        axis_fragmentations=None,
+        replica_id=(*replica[:2], dp_rank),
+    )

@@ -1,0 +1,86 @@
+"""Weights in one flat buffer, gathered bucket by bucket while the next forward already runs.
+
+The model's parameters are views of the buffer. After the update each rank holds new values in its shards;
+`start_gather` sends them, and the first module of the next forward that owns a parameter of the bucket
+waits for it. Whoever reads a parameter in another way calls `wait` first.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from patch.distributed.flat import Pending, WaitClock, start_all_gather
+from patch.optimizer.layout import BucketRange
+
+
+class FlatWeights:
+    """The weights of one model stage.
+
+    Args:
+        model: modules of it that own parameters get a forward hook that waits.
+        parameters: the trainable ones, one dtype; they become views of the buffer, values kept.
+        extents: buckets in the order of backward.
+        num_shards: ranks that share a bucket: 1, or the size of `group`.
+        clock: gets the time that compute waits for weights.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        parameters: list[torch.nn.Parameter],
+        extents: list[BucketRange],
+        *,
+        num_shards: int,
+        group: dist.ProcessGroup,
+        clock: WaitClock,
+    ) -> None:
+        self._extents, self._group, self._clock = extents, group, clock
+        self._num_shards = num_shards
+        self._rank = group.rank() if num_shards > 1 else 0
+        self._pending: dict[int, Pending] = {}
+        like = parameters[0].detach()
+        self.flat = like.new_zeros(extents[-1].end)
+        bucket_of = {}
+        with torch.no_grad():
+            for index, extent in enumerate(extents):
+                for slot in extent.slots:
+                    parameter = parameters[slot.index]
+                    view = self.flat[slot.begin : slot.end].view(parameter.shape)
+                    parameter.data = view.copy_(parameter)
+                    bucket_of[parameter] = index
+        for module in model.modules():
+            needed = sorted({bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of})
+            if needed:
+                module.register_forward_pre_hook(self._waiter(needed))
+
+    def shard(self, index: int) -> torch.Tensor:
+        """This rank's part of a bucket: a view of the buffer."""
+        begin, end = self._extents[index].shard(self._rank, self._num_shards)
+        return self.flat[begin:end]
+
+    def start_gather(self, index: int) -> None:
+        """Send this rank's new part of a bucket and receive the others'; returns at once."""
+        if self._num_shards > 1:
+            extent = self._extents[index]
+            buffer = self.flat[extent.begin : extent.end]
+            self._pending[index] = start_all_gather(buffer, self.shard(index), self._group)
+
+    def wait(self) -> None:
+        """Wait until every parameter has its new value on this rank."""
+        for index in list(self._pending):
+            self._wait_for(index)
+
+    def _wait_for(self, index: int) -> None:
+        pending = self._pending.pop(index, None)
+        if pending is not None:
+            pending.wait(self._clock)
+
+    def _waiter(self, needed: list[int]) -> Any:
+        def wait_before_forward(module: torch.nn.Module, inputs: Any) -> None:
+            for index in needed:
+                self._wait_for(index)
+
+        return wait_before_forward
