@@ -23,12 +23,20 @@ class MachineFacts:
     cpu_cores: int
     """Cores this process may run on: affinity, not what the box holds."""
 
+    cuda_memory_bytes: int = 0
+    """Memory of one GPU; 0 without any."""
+
     @staticmethod
     def probe() -> MachineFacts:
         """Look at this machine; imports torch to count the GPUs."""
         import torch
 
-        return MachineFacts(cuda_devices=torch.cuda.device_count(), cpu_cores=len(os.sched_getaffinity(0)))
+        devices = torch.cuda.device_count()
+        return MachineFacts(
+            cuda_devices=devices,
+            cpu_cores=len(os.sched_getaffinity(0)),
+            cuda_memory_bytes=torch.cuda.get_device_properties(0).total_memory if devices else 0,
+        )
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from patch.device import MachineFacts  # noqa: E402
 from patch.distributed.launch import claim_error_report, launch  # noqa: E402
 from patch.errors import PatchError  # noqa: E402
 from patch.logger import configure_logging, get_logger  # noqa: E402
-from patch.plan import describe_plan  # noqa: E402
+from patch.plan import describe_plan, resolve_sharding  # noqa: E402
 
 _logger = get_logger(__name__)
 
@@ -57,6 +57,8 @@ def main(argv: list[str]) -> int:
         machine = MachineFacts.probe()
         invocation = parse_args(argv, os.environ, machine)
         notes = _check(invocation.config, machine)
+        config, choices = resolve_sharding(invocation.config, machine)
+        invocation, notes = invocation._replace(config=config), notes + choices
         if "LOCAL_RANK" in os.environ and not invocation.dry_run:
             # Upstream warns at import of Apex and Transformer Engine, which this project does without.
             warnings.filterwarnings("ignore", module=r"megatron\.")

@@ -47,7 +47,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("precision", lambda v: v == "fp16", "fp16 training with loss scaling", "bf16 or fp32"),
     NotBuilt("precision", lambda v: v == "fp8", "fp8 training", "bf16 or fp32"),
     NotBuilt("context_parallel_size", lambda v: v > 1, "context parallelism", "1"),
-    NotBuilt("use_distributed_optimizer", bool, "sharded optimizer states", "DO=false"),
     NotBuilt("cpu_offloading", bool, "activation offload", "AC=sel or full"),
     NotBuilt("optimizer_offload_policy", lambda v: v != "false", "optimizer offload", "false"),
     NotBuilt(
@@ -77,7 +76,7 @@ _AT_LEAST_1 = (
     "nnodes nproc_per_node tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
     "make_vocab_size_divisible_by seq_length max_padding_length max_position_embeddings "
-    "micro_batch_size global_batch_size train_iters recompute_num_layers "
+    "micro_batch_size global_batch_size train_iters reduce_bucket_size recompute_num_layers "
     "save_interval log_interval distributed_timeout_minutes rope_original_max_position"
 ).split()
 _ABOVE_0 = (
@@ -201,6 +200,17 @@ def global_batch_divides(config: RunConfig, machine: MachineFacts) -> None:
         refuse("global_batch_size", batch, f"a multiple of {unit} such as {near}", why)
 
 
+def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
+    """The flags that say what replicas share do not contradict each other."""
+    parallel = config.parallel
+    if parallel.overlapped_distributed_optimizer and not parallel.use_distributed_optimizer:
+        why = "it shards gradients beside the optimizer's states"
+        refuse("overlapped_distributed_optimizer", "true", f"{where('use_distributed_optimizer')} true", why)
+    if parallel.use_distributed_optimizer and parallel.data_parallel_sharding == "none":
+        expected = "optimizer, gradients, auto, or none with DO=false"
+        refuse("data_parallel_sharding", "none", expected, "DO=true shards the optimizer's states")
+
+
 def schedule_fits(config: RunConfig, machine: MachineFacts) -> None:
     """The learning rate rises before it falls, and falls to something lower."""
     optimizer, iters = config.optimizer, config.training.train_iters
@@ -230,6 +240,7 @@ RULES: tuple[Rule, ...] = (
     sequence_fits,
     processes_fit,
     global_batch_divides,
+    sharding_is_said_once,
     schedule_fits,
     evaluation_is_possible,
 )

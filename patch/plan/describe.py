@@ -23,7 +23,7 @@ def describe_plan(config: RunConfig) -> str:
             f"parameters  {_scaled(total_parameters(config))} ({config.model.model_size})",
             f"state/rank  {state.total / _GIB:.2f} GiB = weights {state.weights / _GIB:.2f} "
             f"+ gradients {state.gradients / _GIB:.2f} + optimizer {state.optimizer / _GIB:.2f}; "
-            "activations come on top",
+            f"activations come on top (data-parallel sharding: {config.sharding_level})",
             f"step        {training.global_batch_size} samples x {config.sample_length} tokens = "
             f"{tokens} tokens, {config.num_micro_batches} micro-batch(es) a replica, "
             f"{_scaled(model_flops_per_step(config))}FLOP",

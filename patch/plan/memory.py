@@ -23,11 +23,17 @@ class RankBytes(NamedTuple):
 
 
 def bytes_per_rank(config: RunConfig) -> RankBytes:
-    """Weights, fp32 main gradients and replicated optimizer states of the heaviest rank."""
-    parameters = max(parameters_per_rank(config))
+    """Weights, main gradients and optimizer states of the heaviest rank, staging buffers aside.
+
+    Sharding divides the states over replicas (ZeRO-1), and the gradients too (ZeRO-2).
+    """
+    parameters, replicas = max(parameters_per_rank(config)), config.data_parallel_size
+    level = config.sharding_level
     is_fp32 = config.training.precision == "fp32"
+    gradients = parameters * (4 if config.optimizer.main_grads_dtype == "fp32" else 2)
+    states = parameters * (8 if is_fp32 else 12)
     return RankBytes(
         weights=parameters * (4 if is_fp32 else 2),
-        gradients=parameters * 4,
-        optimizer=parameters * (8 if is_fp32 else 12),
+        gradients=gradients // replicas if level == "gradients" else gradients,
+        optimizer=states if level == "none" else states // replicas,
     )

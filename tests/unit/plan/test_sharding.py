@@ -1,0 +1,53 @@
+"""What a sharding level moves and holds, and which one auto takes."""
+
+import pytest
+from small_runs import small_run
+
+from patch.device import MachineFacts
+from patch.plan import bytes_per_rank, level_cost, resolve_sharding, total_parameters
+
+CPU = MachineFacts(cuda_devices=0, cpu_cores=2)
+
+
+def _run(level, micro_batches=1, **changes):
+    return small_run(
+        dp=4, global_batch_size=8 * micro_batches, data_parallel_sharding=level, precision="bf16",
+        vocab_size=256, **changes,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("level", "gradients", "states"), [("none", 4, 12), ("optimizer", 4, 3), ("gradients", 1, 3)]
+)
+def test_bytes_held_follow_the_level(level, gradients, states):
+    count = total_parameters(_run(level))
+    assert bytes_per_rank(_run(level)) == (2 * count, gradients * count, states * count)
+    assert level_cost(_run("auto"), level).held == (2 + gradients + states) * count
+
+
+@pytest.mark.parametrize(("level", "bytes_of_4_steps"), [("none", 8), ("optimizer", 6), ("gradients", 18)])
+def test_bytes_moved_count_every_micro_batch_of_zero_2(level, bytes_of_4_steps):
+    config = _run("auto", micro_batches=4)
+    assert level_cost(config, level).moved == bytes_of_4_steps * total_parameters(config) * 3 // 4
+
+
+@pytest.mark.parametrize(("micro_batches", "level"), [(1, "gradients"), (4, "optimizer")])
+def test_auto_goes_by_accumulation(micro_batches, level):
+    config, lines = resolve_sharding(_run("auto", micro_batches), CPU)
+    assert config.sharding_level == level
+    assert len(lines) == 3 and [line for line in lines if level in line.split(": ")[1]][0].endswith("chosen")
+
+
+def test_auto_takes_the_smaller_level_where_only_that_fits():
+    fits = level_cost(_run("auto", 4), "gradients").held
+    gpu = MachineFacts(cuda_devices=4, cpu_cores=2, cuda_memory_bytes=fits + 1)
+    assert resolve_sharding(_run("auto", 4), gpu)[0].sharding_level == "gradients"
+
+
+def test_auto_shards_nothing_without_replicas():
+    assert resolve_sharding(small_run(data_parallel_sharding="auto"), CPU)[0].sharding_level == "none"
+
+
+def test_a_level_that_was_asked_for_stays():
+    config = _run("optimizer")
+    assert resolve_sharding(config, CPU) == (config, [])
