@@ -56,6 +56,7 @@ def build_seeded_run(config: RunConfig, hf_folder: Path | None = None) -> Run:
     reader = SeededReader(config, groups.dp.rank())
     optimizer = OverlappedDistributedOptimizer(model, config.optimizer, config.sharding_level, groups)
     model.config.no_sync_func = optimizer.no_sync
+    model.config.grad_scale_func = optimizer.loss_scale.apply
     return Run(
         config=config, device=CPU.device, groups=groups, tokenizer=None, train_reader=reader,
         valid_reader=reader, model=model, optimizer=optimizer,

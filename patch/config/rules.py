@@ -44,8 +44,7 @@ class NotBuilt(NamedTuple):
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("precision", lambda v: v == "fp16", "fp16 training with loss scaling", "bf16 or fp32"),
-    NotBuilt("precision", lambda v: v == "fp8", "fp8 training", "bf16 or fp32"),
+    NotBuilt("precision", lambda v: v == "fp8", "fp8 training", "bf16, fp16 or fp32"),
     NotBuilt("context_parallel_size", lambda v: v > 1, "context parallelism", "1"),
     NotBuilt("cpu_offloading", bool, "activation offload", "AC=sel or full"),
     NotBuilt("optimizer_offload_policy", lambda v: v != "false", "optimizer offload", "false"),
@@ -76,11 +75,12 @@ _AT_LEAST_1 = (
     "nnodes nproc_per_node tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
     "make_vocab_size_divisible_by seq_length max_padding_length max_position_embeddings "
-    "micro_batch_size global_batch_size train_iters reduce_bucket_size recompute_num_layers "
-    "save_interval log_interval distributed_timeout_minutes rope_original_max_position"
+    "micro_batch_size global_batch_size train_iters recompute_num_layers "
+    "reduce_bucket_size loss_scale_window save_interval log_interval distributed_timeout_minutes rope_original_max_position"
 ).split()
 _ABOVE_0 = (
-    "lr adam_eps norm_epsilon rotary_base rope_scaling_factor rope_low_freq_factor rope_high_freq_factor"
+    "lr adam_eps initial_loss_scale norm_epsilon rotary_base rope_scaling_factor rope_low_freq_factor "
+    "rope_high_freq_factor"
 ).split()
 _NOT_BELOW_0 = (
     "min_lr lr_warmup_iters weight_decay clip_grad seed eval_interval eval_iters init_method_std "

@@ -108,6 +108,8 @@ class OptimizerConfig:
     adam_beta1: float = flag("decay of the first moment", 0.9)
     adam_beta2: float = flag("decay of the second moment", 0.95)
     adam_eps: float = flag("epsilon beside the root of the second moment", 1e-8)
+    initial_loss_scale: float = flag("fp16: first scale of the loss; halved on overflow", 2.0**16)
+    loss_scale_window: int = flag("fp16: good steps after which the scale doubles", 1000)
     reduce_bucket_size: int = flag(
         "elements of a bucket, the unit in which gradients and weights travel", 500_000_000
     )

@@ -25,7 +25,7 @@ from patch.model.init import initialize_weights
 from patch.model.rotary import inverse_frequencies
 from patch.model.spec import block_spec
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def transformer_config(config: RunConfig, *, cuda: bool) -> TransformerConfig:
@@ -48,6 +48,7 @@ def transformer_config(config: RunConfig, *, cuda: bool) -> TransformerConfig:
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
+        fp16=dtype == torch.float16,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,

@@ -14,7 +14,6 @@ megatron/optimizer/overlapped_dist_optimizer.py) and ZeRO (Rajbhandari et al., a
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from itertools import groupby
@@ -30,8 +29,9 @@ from patch.errors import ConfigError
 from patch.optimizer.adamw import AdamWScalars, adamw_update
 from patch.optimizer.buckets import GradientBuckets
 from patch.optimizer.layout import Item, Piece, lay_out, pieces
+from patch.optimizer.loss_scale import LossScale
 from patch.optimizer.resharding import sharded_ranges
-from patch.optimizer.rounding import round_to_bf16
+from patch.optimizer.rounding import round_weights
 from patch.optimizer.weights import FlatWeights
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -57,6 +57,9 @@ class OverlappedDistributedOptimizer:
         _check(self.parameters)
         self.config, self.groups = optimizer, groups
         self.step_count = 0
+        self.loss_scale = LossScale(1.0, 0)
+        if self.parameters[0].dtype == torch.float16:
+            self.loss_scale = LossScale(optimizer.initial_loss_scale, optimizer.loss_scale_window)
         self.is_sharded = level != "none" and groups.dp_cp.size() > 1
         level = level if self.is_sharded else "none"
         num_shards = groups.dp_cp.size() if self.is_sharded else 1
@@ -139,8 +142,9 @@ class OverlappedDistributedOptimizer:
 
     @torch.no_grad()
     def gradient_norm(self) -> float:
-        """Global L2 norm over the whole model, each weight counted once; sums in float64.
+        """Global L2 norm of the unscaled gradients of the whole model, each weight counted once.
 
+        Sums are in float64.
         It is the finite check too: infinity or NaN anywhere shows in it, on every rank.
         """
         squares = [
@@ -153,19 +157,19 @@ class OverlappedDistributedOptimizer:
         total = torch.stack([zero, *squares]).sum()
         # Shards differ on all ranks of the job; replicas only over the ranks that share a model.
         dist.all_reduce(total, group=None if self.is_sharded else self.groups.mp)
-        return math.sqrt(total.item()) if total.isfinite() else float(total)
+        return total.sqrt().item() / self.loss_scale.value
 
     @torch.no_grad()
-    def step(self, lr: float, grad_norm: float, grad_scale: float = 1.0) -> None:
+    def step(self, lr: float, grad_norm: float) -> None:
         """Update every shard and send the new weights on their way.
 
         Args:
-            lr: rate of this step. grad_norm: of the gradients as they are, finite.
-            grad_scale: what the gradients are multiplied by before anything else (1 / loss scale).
+            lr: rate of this step. grad_norm: what `gradient_norm` returned, finite.
         """
         self.step_count += 1
-        limit, norm = self.config.clip_grad, grad_norm * grad_scale
-        scale = grad_scale * (min(1.0, limit / (norm + 1e-6)) if limit > 0 else 1.0)
+        limit = self.config.clip_grad
+        scale = (min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0) / self.loss_scale.value
+        self.loss_scale.keep()
         # The next forward needs the last bucket of backward first.
         for index in reversed(range(len(self._pieces))):
             self._update(index, lr, scale)
@@ -189,7 +193,7 @@ class OverlappedDistributedOptimizer:
             )
             adamw_update(master, self._part(gradient, index, run).float(), exp_avg, exp_avg_sq, scalars)
         if self.has_masters:
-            round_to_bf16(self.state["master"][index], self.weights.shard(index))
+            round_weights(self.state["master"][index], self.weights.shard(index))
 
     def wait_for_weights(self) -> None:
         """Wait until every parameter has its new value; call before reading parameters raw."""

@@ -53,7 +53,7 @@ def measure(
         "mfu": flops / peak if peak else None,
         "peak_memory_gib": _peak_memory(device),
         "host_memory_gib": host,
-        "skipped": 0,
+        "skipped": result.skipped,
         "offload_fraction": 0.0,
         "comm_exposed_ms": result.comm_exposed_ms,
     }

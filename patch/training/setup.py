@@ -55,6 +55,7 @@ def build_run(config: RunConfig, context: DeviceContext) -> Run:
     model = build_llama_model(config, groups, context.device)
     optimizer = OverlappedDistributedOptimizer(model, config.optimizer, config.sharding_level, groups)
     model.config.no_sync_func = optimizer.no_sync
+    model.config.grad_scale_func = optimizer.loss_scale.apply
     run = Run(
         config=config,
         device=context.device,

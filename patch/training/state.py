@@ -23,7 +23,13 @@ def save(
 ) -> None:
     """Write everything that a resumed run needs to go on with the same bits."""
     optimizer.wait_for_weights()
-    common = {"iteration": iteration, "optimizer_steps": optimizer.step_count, "config": config_yaml}
+    scale = optimizer.loss_scale
+    common = {
+        "iteration": iteration,
+        "optimizer_steps": optimizer.step_count,
+        "loss_scale": {"value": scale.value, "good_steps": scale.good_steps},
+        "config": config_yaml,
+    }
     save_checkpoint(root, iteration, _sharded_state(model, optimizer), common)
 
 
@@ -35,6 +41,8 @@ def resume(root: Path, model: LlamaModel, optimizer: OverlappedDistributedOptimi
     state = _sharded_state(model, optimizer)
     loaded = load_checkpoint(root, iteration, state)
     optimizer.step_count = loaded["optimizer_steps"]
+    optimizer.loss_scale.value = loaded["loss_scale"]["value"]
+    optimizer.loss_scale.good_steps = loaded["loss_scale"]["good_steps"]
     _set_random_state({name: shard.data for name, shard in state["random"].items()})
     return iteration
 

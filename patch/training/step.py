@@ -29,6 +29,8 @@ class StepResult(NamedTuple):
     """Mean over the learned tokens of the global batch; 0 on stages before the last."""
     grad_norm: float
     lr: float
+    skipped: int
+    """1 when fp16 gradients overflowed and nothing was updated."""
     comm_exposed_ms: float
     """How long this rank's compute waited for gradients, and for the weights of the step before."""
 
@@ -47,14 +49,18 @@ def train_step(run: Run, iteration: int) -> StepResult:
     loss = _run_schedule(run, batches, tokens, forward_only=False)
     run.optimizer.finish_gradients()
     grad_norm = run.optimizer.gradient_norm()
-    if not math.isfinite(grad_norm):
+    lr = learning_rate(iteration + 1, run.config.training.train_iters, run.config.optimizer)
+    is_finite = math.isfinite(grad_norm)
+    if is_finite:
+        run.optimizer.step(lr, grad_norm)
+    elif run.optimizer.loss_scale.can_shrink:
+        run.optimizer.loss_scale.shrink()
+    else:
         raise TrainingError(
             f"step {iteration + 1}: gradient norm {grad_norm}, expected a finite number; the weights are "
             "those of the step before. Lower --lr, raise --lr-warmup-iters, or look at this step's data"
         )
-    lr = learning_rate(iteration + 1, run.config.training.train_iters, run.config.optimizer)
-    run.optimizer.step(lr, grad_norm)
-    return StepResult(loss, grad_norm, lr, run.optimizer.clock.read_ms())
+    return StepResult(loss, grad_norm, lr, int(not is_finite), run.optimizer.clock.read_ms())
 
 
 @torch.no_grad()

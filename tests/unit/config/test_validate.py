@@ -13,8 +13,7 @@ GPUS = MachineFacts(cuda_devices=2, cpu_cores=2)
 
 # (positions, flags, every part the message must hold)
 REFUSED = [
-    (dict(PR="fp16"), [], ["--precision (position 9 PR): got fp16, expected bf16 or fp32", "not built yet"]),
-    (dict(PR="fp8"), [], ["position 9 PR", "got fp8", "fp8 training is not built yet"]),
+    (dict(PR="fp8"), [], ["--precision (position 9 PR)", "got fp8, expected bf16, fp16 or fp32", "fp8 training is not built yet"]),
     (dict(CP="2"), [], ["position 12 CP", "got 2, expected 1", "context parallelism is not built yet"]),
     (
         {},
