@@ -76,7 +76,8 @@ _AT_LEAST_1 = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
     "make_vocab_size_divisible_by seq_length max_padding_length max_position_embeddings "
     "micro_batch_size global_batch_size train_iters recompute_num_layers "
-    "reduce_bucket_size loss_scale_window save_interval log_interval distributed_timeout_minutes rope_original_max_position"
+    "reduce_bucket_size loss_scale_window save_interval log_interval distributed_timeout_minutes "
+    "rope_original_max_position"
 ).split()
 _ABOVE_0 = (
     "lr adam_eps initial_loss_scale norm_epsilon rotary_base rope_scaling_factor rope_low_freq_factor "
