@@ -85,13 +85,13 @@ class GradientBuckets:
         self._is_open = False
         for bucket in self.buckets:
             for slot in bucket.extent.slots:
-                self._collect(parameters[slot.index], bucket, slot)
+                self._collect(parameters[slot.parameter], bucket, slot)
 
     def start_step(self) -> None:
         """Forget the last step's gradients."""
         for bucket in self.buckets:
             bucket.is_shard_empty = True
-            if self._level != "gradients":
+            if bucket.buffer is not None:
                 bucket.buffer.zero_()
 
     @contextmanager
@@ -137,6 +137,7 @@ class GradientBuckets:
         begin, end = slot.begin - bucket.extent.begin, slot.end - bucket.extent.begin
 
         def on_gradient(parameter: torch.nn.Parameter) -> None:
+            assert parameter.grad is not None
             self._open(bucket)[begin:end].view(parameter.shape).add_(parameter.grad)
             parameter.grad = None
             bucket.missing -= 1

@@ -29,7 +29,8 @@ class Item(NamedTuple):
 class Slot(NamedTuple):
     """A parameter's place: elements [begin, end) of the flat buffer."""
 
-    index: int
+    parameter: int
+    """Its index among the parameters."""
     begin: int
     end: int
 
@@ -93,7 +94,8 @@ def _packed(items: Sequence[Item], bucket_size: int) -> list[list[int]]:
 class Piece(NamedTuple):
     """Part of a parameter inside a shard."""
 
-    index: int
+    parameter: int
+    """Its index among the parameters."""
     begin: int
     """First element, counted in the flat buffer."""
     end: int
@@ -107,5 +109,5 @@ def pieces(bucket: BucketRange, begin: int, end: int) -> list[Piece]:
     for slot in bucket.slots:
         first, last = max(slot.begin, begin), min(slot.end, end)
         if first < last:
-            found.append(Piece(slot.index, first, last, first - slot.begin))
+            found.append(Piece(slot.parameter, first, last, first - slot.begin))
     return found

@@ -120,7 +120,7 @@ class OverlappedDistributedOptimizer:
         if self.groups.tp.size() > 1:
             self._sum_sequence_parallel()
         for index, bucket in enumerate(self.gradients.buckets):
-            parameter = self.parameters[bucket.extent.slots[0].index]
+            parameter = self.parameters[bucket.extent.slots[0].parameter]
             if getattr(parameter, "shared_embedding", False):
                 with self.clock.waiting():
                     dist.all_reduce(self.gradients.buckets[index].shard, group=self.groups.embd)
@@ -131,7 +131,7 @@ class OverlappedDistributedOptimizer:
             self._part(self.gradients.buckets[index].shard, index, piece)
             for index, found in enumerate(self._pieces)
             for piece in found
-            if getattr(self.parameters[piece.index], "sequence_parallel", False)
+            if getattr(self.parameters[piece.parameter], "sequence_parallel", False)
         ]
         if parts:
             coalesced = torch.cat(parts)
@@ -213,7 +213,7 @@ class OverlappedDistributedOptimizer:
         for name in ("exp_avg", "exp_avg_sq") + ("master",) * self.has_masters:
             ranges = [
                 (
-                    self.parameters[piece.index],
+                    self.parameters[piece.parameter],
                     piece.offset,
                     self._part(self.state[name][index], index, piece),
                 )
@@ -229,11 +229,11 @@ class OverlappedDistributedOptimizer:
         return shard[piece.begin - begin : piece.end - begin]
 
     def _is_decayed(self, piece: Piece) -> bool:
-        return self.parameters[piece.index].ndim > 1
+        return self.parameters[piece.parameter].ndim > 1
 
     def _is_counted(self, piece: Piece) -> bool:
         """Whether this rank counts a parameter in the norm, of those that hold a copy."""
-        parameter = self.parameters[piece.index]
+        parameter = self.parameters[piece.parameter]
         is_cut = getattr(parameter, "tensor_model_parallel", False)
         return not getattr(parameter, "shared", False) and (is_cut or self.groups.tp.rank() == 0)
 

@@ -47,7 +47,7 @@ class FlatWeights:
         with torch.no_grad():
             for index, extent in enumerate(extents):
                 for slot in extent.slots:
-                    parameter = parameters[slot.index]
+                    parameter = parameters[slot.parameter]
                     view = self.flat[slot.begin : slot.end].view(parameter.shape)
                     parameter.data = view.copy_(parameter)
                     bucket_of[parameter] = index
