@@ -12,7 +12,7 @@ from patch.data import Batch
 from patch.device import DeviceContext
 from patch.distributed.collectives import max_over_world
 from patch.distributed.groups import initialize
-from patch.model import build_llama_model
+from patch.model import build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.training.setup import Run
 from patch.training.step import StepResult, evaluate, train_step
@@ -51,7 +51,9 @@ def build_seeded_run(config: RunConfig, hf_folder: Path | None = None) -> Run:
     compat.apply(cuda=False)
     groups = initialize(config, CPU)
     model = build_llama_model(config, groups, CPU.device)
-    if hf_folder is not None:
+    if hf_folder is None:
+        initialize_weights(model, config)
+    else:
         import_hf(model, hf_folder, config, groups)
     reader = SeededReader(config, groups.dp.rank())
     optimizer = OverlappedDistributedOptimizer(model, config.optimizer, config.sharding_level, groups)

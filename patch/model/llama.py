@@ -21,7 +21,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
 from patch.config.schema import RunConfig
-from patch.model.init import initialize_weights
 from patch.model.rotary import inverse_frequencies
 from patch.model.spec import block_spec
 
@@ -60,6 +59,7 @@ def transformer_config(config: RunConfig, *, cuda: bool) -> TransformerConfig:
         recompute_num_layers=training.recompute_num_layers if recompute == "full" else None,
         calculate_per_token_loss=True,
         deallocate_pipeline_outputs=True,
+        deterministic_mode=training.deterministic_mode,
         use_cpu_initialization=not cuda,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
@@ -138,8 +138,6 @@ def _mark_cut_weights(model: torch.nn.Module) -> None:
 
 
 def build_llama_model(config: RunConfig, groups: ProcessGroupCollection, device: torch.device) -> LlamaModel:
-    """The pipeline stage of this rank, on `device`, with random weights that no layout changes."""
+    """The pipeline stage of this rank on `device`; its weights are not set yet (`initialize_weights`)."""
     upstream = transformer_config(config, cuda=device.type == "cuda")
-    model = LlamaModel(config, upstream, groups).to(device)
-    initialize_weights(model, config)
-    return model
+    return LlamaModel(config, upstream, groups).to(device)

@@ -48,6 +48,10 @@ class AdamWScalars:
         )
 
 
+# Elements updated at a time: small enough that temporaries stay in a core's cache, or cost a GPU little.
+_CPU_TILE, _CUDA_TILE = 1 << 16, 1 << 24
+
+
 @torch.no_grad()
 def adamw_update(
     param: torch.Tensor,
@@ -59,13 +63,27 @@ def adamw_update(
     """Update `param`, `exp_avg` and `exp_avg_sq` in place.
 
     Args:
-        param, grad, exp_avg, exp_avg_sq: (numel,) float32, contiguous, one device. `grad` is overwritten.
+        param, grad, exp_avg, exp_avg_sq: (numel,) float32, contiguous, one device; `grad` may be
+            bfloat16, and is not changed.
         scalars: of this step.
     Source: Loshchilov & Hutter, arXiv:1711.05101, algorithm 2.
     """
+    tile = _CUDA_TILE if param.is_cuda else _CPU_TILE
+    tensors = (param, grad, exp_avg, exp_avg_sq)
+    for parts in zip(*(tensor.split(tile) for tensor in tensors), strict=True):
+        _update_tile(*parts, scalars)
+
+
+def _update_tile(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    scalars: AdamWScalars,
+) -> None:
     decay, beta1, rest1, beta2, rest2, step_size, root_bias2 = scalars.rounded()
     # Separate in-place operations: alpha arguments, addcmul_ and addcdiv_ may fuse and round once less.
-    grad.mul_(scalars.grad_scale)
+    grad = grad.float() * scalars.grad_scale
     param.mul_(decay)
     exp_avg.mul_(beta1).add_(grad * rest1)
     exp_avg_sq.mul_(beta2).add_((grad * rest2).mul_(grad))

@@ -191,7 +191,7 @@ class OverlappedDistributedOptimizer:
                 self._part(self.state[name][index], index, run)
                 for name in ("master", "exp_avg", "exp_avg_sq")
             )
-            adamw_update(master, self._part(gradient, index, run).float(), exp_avg, exp_avg_sq, scalars)
+            adamw_update(master, self._part(gradient, index, run), exp_avg, exp_avg_sq, scalars)
         if self.has_masters:
             round_weights(self.state["master"][index], self.weights.shard(index))
 

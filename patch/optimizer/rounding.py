@@ -6,10 +6,13 @@ this can be undone from the 16 bits dropped, which a later split master relies o
 
 import torch
 
+# Elements rounded at a time: temporaries of 8 bytes each stay small beside the states.
+_TILE = 1 << 24
+
 
 @torch.no_grad()
 def round_weights(masters: torch.Tensor, weights: torch.Tensor) -> None:
-    """Write bf16 or fp16 `weights` from float32 `masters` of the same shape."""
+    """Write bf16 or fp16 `weights` from float32 `masters` (numel,)."""
     if weights.dtype == torch.bfloat16:
         round_to_bf16(masters, weights)
     else:
@@ -18,7 +21,7 @@ def round_weights(masters: torch.Tensor, weights: torch.Tensor) -> None:
 
 @torch.no_grad()
 def round_to_bf16(masters: torch.Tensor, weights: torch.Tensor) -> None:
-    """Write bfloat16 `weights` from float32 `masters` of the same shape; NaN stays NaN."""
-    bits = masters.view(torch.int32)
-    weights.view(torch.int16).copy_((bits + 0x8000) >> 16)
-    weights.masked_fill_(masters.isnan(), float("nan"))
+    """Write bfloat16 `weights` from float32 `masters` (numel,); NaN stays NaN."""
+    for master, weight in zip(masters.split(_TILE), weights.split(_TILE), strict=True):
+        weight.view(torch.int16).copy_((master.view(torch.int32) + 0x8000) >> 16)
+        weight.masked_fill_(master.isnan(), float("nan"))

@@ -17,45 +17,57 @@ import psutil
 import torch
 
 from patch.config.schema import RunConfig
+from patch.errors import CheckpointError
+from patch.logger import get_logger
 from patch.plan import model_flops_per_step, peak_flops
 from patch.training.step import StepResult
 
 _GIB = 2**30
+_log = get_logger(__name__)
 
 
-def measure(
-    config: RunConfig, device: torch.device, iteration: int, result: StepResult, step_time_ms: float
+def measure(device: torch.device, result: StepResult, step_time_ms: float) -> dict[str, float]:
+    """What differs between ranks of one step; the record holds the largest of each.
+
+    Memory is the GPU's, on the CPU the process's. The loss is known on the last stage, 0 elsewhere.
+    """
+    return {
+        "loss": result.loss,
+        "step_time_ms": step_time_ms,
+        "comm_exposed_ms": result.comm_exposed_ms,
+        "peak_memory_gib": _peak_memory(device),
+        "host_memory_gib": psutil.Process().memory_info().rss / _GIB,
+    }
+
+
+def make_record(
+    config: RunConfig, device: torch.device, iteration: int, result: StepResult, worst: dict[str, float]
 ) -> dict[str, float | None]:
-    """This rank's record of one step.
+    """One object of metrics.jsonl.
 
     Args:
-        iteration: counted from 1. step_time_ms: from batch to updated weights.
+        iteration: counted from 1. worst: `measure` of all ranks, the largest of each.
     Returns:
-        the keys of metrics.jsonl. Tokens are positions the model computed, padding included; memory is
-        the GPU's, on the CPU the process's. `mfu` is None where the device's peak is not known.
+        the file's keys. Tokens are positions the model computed, padding included; `mfu` is None where
+        the device's peak is not known.
     """
     samples = config.training.global_batch_size
     tokens = samples * config.sample_length
-    process_seconds = config.world_size * step_time_ms / 1e3
+    process_seconds = config.world_size * worst["step_time_ms"] / 1e3
     flops = model_flops_per_step(config) / process_seconds
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
-    host = psutil.Process().memory_info().rss / _GIB
     return {
         "iteration": iteration,
         "consumed_samples": iteration * samples,
         "consumed_tokens": iteration * tokens,
-        "loss": result.loss,
         "grad_norm": result.grad_norm,
         "lr": result.lr,
-        "step_time_ms": step_time_ms,
         "tokens_per_s_per_gpu": tokens / process_seconds,
         "tflops_per_gpu": flops / 1e12,
         "mfu": flops / peak if peak else None,
-        "peak_memory_gib": _peak_memory(device),
-        "host_memory_gib": host,
         "skipped": result.skipped,
         "offload_fraction": 0.0,
-        "comm_exposed_ms": result.comm_exposed_ms,
+        **worst,
     }
 
 
@@ -84,22 +96,31 @@ class MetricsLog:
         self._board = SummaryWriter(str(output / "tensorboard"), purge_step=start_iteration + 1)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one object and its TensorBoard scalars."""
-        self._file.write(orjson.dumps(record) + b"\n")
-        self._file.flush()
-        for name, value in record.items():
-            if name != "iteration" and value is not None:
-                self._board.add_scalar(name, value, record["iteration"])
+        """Append one object and its TensorBoard scalars.
+
+        Raises:
+            CheckpointError: the disk is full or gone.
+        """
+        try:
+            self._file.write(orjson.dumps(record) + b"\n")
+            self._file.flush()
+            for name, value in record.items():
+                if name != "iteration" and value is not None:
+                    self._board.add_scalar(name, value, record["iteration"])
+        except OSError as error:
+            raise CheckpointError(f"{self.path} could not be written: {error}; free space, resume") from error
 
     def plot(self) -> None:
         """Draw log/loss.png from what the file holds."""
         plot_losses(read_metrics(self.path), self.plot_path)
 
     def close(self) -> None:
-        """Draw the last plot and close the files."""
-        self.plot()
-        self._file.close()
-        self._board.close()
+        """Draw the last plot and close the files; what fails here is said, and hides no earlier error."""
+        for finish in (self.plot, self._file.close, self._board.close):
+            try:
+                finish()
+            except OSError as error:
+                _log.error("%s: %s", self.path.parent, error)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

@@ -16,9 +16,10 @@ from patch.convert import import_hf
 from patch.data import BatchReader, build_datasets, load_tokenizer
 from patch.data.sampler import SampleSource
 from patch.device import DeviceContext
+from patch.distributed.collectives import all_or_none
 from patch.distributed.groups import initialize
 from patch.logger import get_logger
-from patch.model import LlamaModel, build_llama_model
+from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.training.state import load_weights, resume
 
@@ -50,7 +51,8 @@ def build_run(config: RunConfig, context: DeviceContext) -> Run:
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
     torch.use_deterministic_algorithms(config.training.deterministic_mode)
-    tokenizer = load_tokenizer(tokenizer_folder(config))
+    with all_or_none():
+        tokenizer = load_tokenizer(config.tokenizer_folder)
     datasets = build_datasets(config, tokenizer)
     model = build_llama_model(config, groups, context.device)
     optimizer = OverlappedDistributedOptimizer(model, config.optimizer, config.sharding_level, groups)
@@ -69,12 +71,6 @@ def build_run(config: RunConfig, context: DeviceContext) -> Run:
     )
     _load(run)
     return run
-
-
-def tokenizer_folder(config: RunConfig) -> str:
-    """--tokenizer-name-or-path, or the folder the weights come from."""
-    folder = config.data.tokenizer_name_or_path
-    return config.checkpoint.load if folder == "none" else folder
 
 
 def checkpoint_root(config: RunConfig) -> Path:
@@ -105,9 +101,9 @@ def _load(run: Run) -> None:
         return
     load = run.config.checkpoint.load
     if load == "none":
-        _log.info("random weights (seed %d)", run.config.training.seed)
-        return
-    if is_hf_folder(Path(load)):
+        load = f"seed {run.config.training.seed}"
+        initialize_weights(run.model, run.config)
+    elif is_hf_folder(Path(load)):
         import_hf(run.model, Path(load), run.config, run.groups)
     else:
         load_weights(Path(load), run.model)

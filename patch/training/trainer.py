@@ -10,19 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from patch.config import to_yaml
 from patch.distributed.collectives import max_over_world
 from patch.training.display import Display
-from patch.training.metrics import MetricsLog, measure
+from patch.training.metrics import MetricsLog, make_record, measure
 from patch.training.setup import Run, checkpoint_root
 from patch.training.state import save
 from patch.training.step import evaluate, train_step
-
-# Of a step's record these differ between ranks: times and memory are the worst rank's; the loss, known
-# on the last stage, is zero elsewhere.
-_WORST_OF_RANKS = ("loss", "step_time_ms", "comm_exposed_ms", "peak_memory_gib", "host_memory_gib")
 
 
 class Trainer:
@@ -62,22 +59,23 @@ class Trainer:
         is_last = done == config.training.train_iters
         begin = time.perf_counter()
         result = train_step(self.run, iteration)
-        record = measure(config, self.run.device, done, result, (time.perf_counter() - begin) * 1e3)
-        self._share(record)
+        if self.run.device.type == "cuda":
+            # The update is still under way; sharing the record below waits for it in any case.
+            torch.cuda.current_stream().synchronize()
+        worst = self._share(measure(self.run.device, result, (time.perf_counter() - begin) * 1e3))
         if done % config.checkpoint.log_interval == 0 or is_last:
-            self._report(record)
+            self._report(make_record(config, self.run.device, done, result, worst))
         interval = config.data.eval_interval
         if self.run.valid_reader is not None and interval and (done % interval == 0 or is_last):
             self._evaluate(done)
         if done % config.checkpoint.save_interval == 0 or is_last or self._stopping_signal:
             self._save(done)
 
-    def _share(self, record: dict[str, Any]) -> None:
-        """Make the record and the wish to stop the same on all ranks, in one collective."""
-        values = [record[key] for key in _WORST_OF_RANKS]
-        *worst, number = max_over_world([*values, self._noted_signal], self.run.device)
+    def _share(self, measured: dict[str, float]) -> dict[str, float]:
+        """The worst rank's measures, and the wish to stop, the same on all ranks, in one collective."""
+        *worst, number = max_over_world([*measured.values(), self._noted_signal], self.run.device)
         self._stopping_signal = int(number)
-        record.update(zip(_WORST_OF_RANKS, worst, strict=True))
+        return dict(zip(measured, worst, strict=True))
 
     def _report(self, record: dict[str, Any]) -> None:
         if self._log is not None and self._display is not None:
@@ -96,6 +94,7 @@ class Trainer:
         save(checkpoint_root(run.config), done, run.model, run.optimizer, to_yaml(run.config))
         if self._log is not None:
             self._log.plot()
+        dist.barrier()  # or the other ranks' next step would seem to last as long as the drawing
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
