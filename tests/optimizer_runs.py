@@ -1,0 +1,149 @@
+"""Train plain torch models with the optimizer, and the same by an oracle: autograd on one process and NumPy.
+
+A batch is whatever the model's forward takes; forward returns the loss. `Step` is the data of one step:
+the micro-batches of each data-parallel rank.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import reduce
+from typing import Any
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from patch import compat
+from patch.config.schema import OptimizerConfig
+from patch.optimizer import OverlappedDistributedOptimizer
+from patch.optimizer.adamw import AdamWScalars, adamw_update_numpy
+
+LEVELS = ("none", "optimizer", "gradients")
+LR = 3e-3
+Step = Sequence[Sequence[Any]]
+
+
+class OddModel(torch.nn.Module):
+    """975 elements in matrices (decayed) and vectors of 31 and 7 (not), none a multiple of 2, 3 or 4."""
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = torch.nn.Linear(23, 31)
+        self.last = torch.nn.Linear(31, 7)
+        self.gain = torch.nn.Parameter(torch.rand(7))
+        self.to(dtype)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """The loss of inputs [B, 23]."""
+        return (self.last(torch.tanh(self.first(batch))) * self.gain).square().mean()
+
+
+def make_steps(num_steps: int, dp_size: int, num_micro_batches: int, seed: int = 1) -> list[Step]:
+    """Inputs of [4, 23] for every step, rank and micro-batch."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(num_steps, dp_size, num_micro_batches, 4, 23, generator=generator)
+    return [[list(rank) for rank in step] for step in inputs]
+
+
+def data_parallel_groups() -> ProcessGroupCollection:
+    """Groups of a job that is data-parallel only."""
+    compat.apply(cuda=False)
+    if not parallel_state.is_initialized():
+        parallel_state.initialize_model_parallel()
+    return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def build_optimizer(model: torch.nn.Module, level: str, **changes: Any) -> OverlappedDistributedOptimizer:
+    """The optimizer over all processes of the job; `changes` are fields of its configuration."""
+    config = OptimizerConfig(**{"lr": LR, "clip_grad": 0.5, "reduce_bucket_size": 300} | changes)
+    return OverlappedDistributedOptimizer(model, config, level, data_parallel_groups())
+
+
+def accumulate(model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer, batches: Sequence) -> None:
+    """Forward and backward of this rank's micro-batches, until every gradient is final."""
+    optimizer.start_step()
+    for index, batch in enumerate(batches):
+        is_last = index == len(batches) - 1
+        with nullcontext() if is_last else optimizer.no_sync():
+            loss = model(batch)
+            optimizer.watch(loss)
+            optimizer.loss_scale.apply(loss).backward()
+    optimizer.finish_gradients()
+
+
+def take_step(model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer, batches: Sequence) -> float:
+    """One step; the gradient norm. The new weights are still on their way."""
+    accumulate(model, optimizer, batches)
+    norm = optimizer.gradient_norm()
+    optimizer.step(LR, norm)
+    return norm
+
+
+def weights_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Copies of all parameters; call `wait_for_weights` first."""
+    return {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
+
+
+class Oracle:
+    """AdamW on plain float32 arrays, with the gradients of all ranks computed here one after the other.
+
+    Args:
+        model: a model of its own, never given to an optimizer.
+        level: the order of sums: over the micro-batches of a rank and then over ranks, or, for
+            "gradients", over the ranks of a micro-batch and then over micro-batches.
+    """
+
+    def __init__(self, model: torch.nn.Module, level: str, clip_grad: float = 0.5) -> None:
+        self.model, self._level, self._clip_grad = model, level, clip_grad
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._step_count = 0
+        self.exp_avg = {name: np.zeros(p.shape, np.float32) for name, p in self._trained.items()}
+        self.exp_avg_sq = {name: np.zeros(p.shape, np.float32) for name, p in self._trained.items()}
+
+    def take_step(self, step: Step) -> float:
+        """One step; the gradient norm."""
+        gradients = self.gradients(step)
+        norm = float(np.sqrt(sum(np.square(g.astype(np.float64)).sum() for g in gradients.values())))
+        scale = min(1.0, self._clip_grad / (norm + 1e-6)) if self._clip_grad > 0 else 1.0
+        self._step_count += 1
+        for name, parameter in self._trained.items():
+            scalars = AdamWScalars(
+                lr=LR, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1 if parameter.ndim > 1 else 0.0,
+                step=self._step_count, grad_scale=scale,
+            )  # fmt: skip
+            states = self.exp_avg[name], self.exp_avg_sq[name]
+            adamw_update_numpy(parameter.detach().numpy(), gradients[name], *states, scalars)
+        return norm
+
+    def gradients(self, step: Step) -> dict[str, np.ndarray]:
+        """The sums over ranks and micro-batches; zeros where a parameter was not used."""
+        found = [[self._backward(batch) for batch in batches] for batches in step]
+        if self._level == "gradients":
+            found = list(zip(*found, strict=True))
+        return _sum([_sum(inner) for inner in found])
+
+    def _backward(self, batch: Any) -> dict[str, np.ndarray]:
+        self.model.zero_grad()
+        self.model(batch).backward()
+        return {
+            name: np.zeros(p.shape, np.float32) if p.grad is None else p.grad.numpy().copy()
+            for name, p in self._trained.items()
+        }
+
+
+def _sum(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+    return {name: reduce(np.add, [part[name] for part in parts]) for name in parts[0]}
+
+
+def assert_same_weights(model: torch.nn.Module, oracle: Oracle, atol: float = 0.0) -> None:
+    """Every parameter equals the oracle's, to the bit unless a bound is given."""
+    expected = weights_of(oracle.model)
+    for name, ours in weights_of(model).items():
+        np.testing.assert_allclose(ours, expected[name], rtol=0, atol=atol, err_msg=name)
+
+
+def run_in_turn(rank: int, world_size: int, bodies: dict[str, Callable[[int, int], Any]]) -> dict[str, Any]:
+    """Body for run_distributed: several bodies in one start of processes; their results by name."""
+    return {name: body(rank, world_size) for name, body in bodies.items()}
