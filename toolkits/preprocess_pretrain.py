@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from pathlib import Path
 
 
@@ -13,6 +14,8 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     # Before the tokenizer's thread pool starts, which reads it once.
     os.environ.update(RAYON_NUM_THREADS=str(options.workers), TOKENIZERS_PARALLELISM="true")
+    # Upstream warns at import of Apex and Transformer Engine, which this project does without.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     from patch.data.indexing import write_indexed
     from patch.data.tokenizer import load_tokenizer
     from patch.errors import PatchError
@@ -29,7 +32,7 @@ def main(argv: list[str]) -> int:
             append_eod=options.append_eod,
         )
     except PatchError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"ERROR {error}", file=sys.stderr)
         return error.exit_code
     print(f"{options.output_prefix}.bin and .idx: {tokens} tokens")
     return 0

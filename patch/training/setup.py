@@ -98,6 +98,8 @@ def _load(run: Run) -> None:
     if resumed is not None:
         run.start_iteration = resumed
         _log.info("resumed after step %d from %s", resumed, checkpoint_root(run.config))
+        if resumed >= run.config.training.train_iters:
+            _log.info("nothing is left to train of %d steps", run.config.training.train_iters)
         return
     load = run.config.checkpoint.load
     if load == "none":
