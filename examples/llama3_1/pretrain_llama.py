@@ -17,8 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an
 from patch.config import (  # noqa: E402
     Invocation,
     RunConfig,
-    compare_with_previous,
     parse_args,
+    remember_data,
+    resume_notes,
     to_flags,
     to_yaml,
     validate_run,
@@ -32,12 +33,10 @@ from patch.plan import describe_plan, resolve_sharding  # noqa: E402
 _logger = get_logger(__name__)
 
 
-def _check(config: RunConfig, machine: MachineFacts) -> list[str]:
+def _check(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
     notes = validate_run(config, machine)
-    output = Path(config.checkpoint.output_path)
-    if not (output / "checkpoint" / "latest_checkpointed_iteration.txt").is_file():
-        return notes
-    return notes + compare_with_previous(config, (output / "config.yaml").read_text())
+    config, choices = resolve_sharding(config, machine)
+    return config, notes + choices + resume_notes(config)
 
 
 def _launch(invocation: Invocation, machine: MachineFacts) -> int:
@@ -56,15 +55,16 @@ def main(argv: list[str]) -> int:
     try:
         machine = MachineFacts.probe()
         invocation = parse_args(argv, os.environ, machine)
-        notes = _check(invocation.config, machine)
-        config, choices = resolve_sharding(invocation.config, machine)
-        invocation, notes = invocation._replace(config=config), notes + choices
+        config, notes = _check(invocation.config, machine)
+        invocation = invocation._replace(config=config)
         if "LOCAL_RANK" in os.environ and not invocation.dry_run:
             # Upstream warns at import of Apex and Transformer Engine, which this project does without.
             warnings.filterwarnings("ignore", module=r"megatron\.")
             from patch.training import run
 
-            run(invocation.config)
+            if os.environ.get("RANK") == "0":
+                remember_data(config)
+            run(config)
             return 0
         for note in notes:
             _logger.info("%s", note)

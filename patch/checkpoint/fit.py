@@ -11,11 +11,15 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from patch.errors import CheckpointError, nearest
 
 _SAME_LAYOUT = "resume with the TP, PP and number of processes that the checkpoint was saved with"
-_CURES = {
-    "model": "take MODEL_SIZE (position 2) and the tokenizer that the checkpoint was trained with",
-    "optimizer": _SAME_LAYOUT,
-    "random": _SAME_LAYOUT,
-}
+_SAME_MODEL = "take MODEL_SIZE (position 2) and the tokenizer that the checkpoint was trained with"
+_SAME_PRECISION = "take the checkpoint's precision (PR, position 9)"
+_SAME_TYING = (
+    "one of them ties the output layer to the embedding: turn --untie-embeddings-and-output-weights "
+    "(--no-untie-embeddings-and-output-weights), or take the checkpoint's MODEL_SIZE (position 2)"
+)
+_CURES = {"model": _SAME_MODEL, "optimizer": _SAME_MODEL, "random": _SAME_LAYOUT}
+_MASTERS = "optimizer.state.master."
+_OUTPUT_LAYER = "output_layer.weight"
 _NAMED = 5
 
 
@@ -63,12 +67,12 @@ def _check_names(folder: Path, stored: set[str], requested: set[str]) -> None:
     missing = sorted(requested - stored)
     if missing:
         hint = nearest(missing[0], sorted(stored))
-        raise CheckpointError(f"{folder} lacks {_listed(missing)}{hint}: it was saved by another model")
+        raise CheckpointError(f"{folder} lacks {_listed(missing)}{hint}; {_cure(missing)}")
     sections = {_section(key) for key in requested}
     unexpected = sorted(key for key in stored - requested if _section(key) in sections)
     if unexpected:
         raise CheckpointError(
-            f"{folder} holds {_listed(unexpected)}, which this model has not: it was saved by another model"
+            f"{folder} holds {_listed(unexpected)}, which this run has not; {_cure(unexpected)}"
         )
 
 
@@ -84,8 +88,20 @@ def _check_tensor(folder: Path, shard: ShardedTensor, stored: object) -> None:
     if stored.properties.dtype != shard.dtype:
         raise CheckpointError(
             f"{folder}: {shard.key} is {stored.properties.dtype}, this run expects {shard.dtype}; "
-            "take the checkpoint's precision (PR, position 9)"
+            + _SAME_PRECISION
         )
+
+
+def _cure(keys: list[str]) -> str:
+    """What makes run and checkpoint agree on these names.
+
+    A tied model has no output layer; only fp32 weights, their own masters, have none in the optimizer.
+    """
+    if _OUTPUT_LAYER in keys:
+        return _SAME_TYING
+    if any(key.startswith(_MASTERS) for key in keys):
+        return _SAME_PRECISION
+    return "it was saved by another model: " + _CURES[_section(keys[0])]
 
 
 def _section(key: str) -> str:

@@ -17,10 +17,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 from torch.distributed.checkpoint.metadata import Metadata
 
 from patch.checkpoint.fit import check_files, check_fit
-from patch.checkpoint.folder import COMMON, INDEX, iteration_folder
+from patch.checkpoint.folder import iteration_folder
 from patch.checkpoint.shards import copied, gather, shards_of, stored_key
 from patch.checkpoint.together import fail_together
 from patch.compat.unpickle import load_plain, read_metadata
+from patch.config.run_folder import COMMON, INDEX
 from patch.errors import CheckpointError
 
 

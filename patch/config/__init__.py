@@ -6,7 +6,7 @@ Imports neither torch nor megatron, so that a wrong command fails at once.
 from patch.config.environment import Rendezvous
 from patch.config.flags import to_flags
 from patch.config.parse import Invocation, parse_args
-from patch.config.previous import compare_with_previous
+from patch.config.previous import remember_data, resume_notes
 from patch.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -29,9 +29,10 @@ __all__ = [
     "Rendezvous",
     "RunConfig",
     "TrainingConfig",
-    "compare_with_previous",
     "parse_args",
     "read_yaml",
+    "remember_data",
+    "resume_notes",
     "to_flags",
     "to_yaml",
     "validate_run",

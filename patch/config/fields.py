@@ -56,6 +56,25 @@ def _collect() -> dict[str, Field]:
 FIELDS: dict[str, Field] = _collect()
 
 
+def value_of(config: RunConfig, name: str) -> Any:
+    """The value of a field, whichever section it lies in."""
+    return getattr(getattr(config, FIELDS[name].section), name)
+
+
+def assemble(values: Mapping[str, Any]) -> RunConfig:
+    """The run of these values; those left out have their defaults, those without one must be there."""
+    sections = {
+        section: cls(**{name: value for name, value in values.items() if FIELDS[name].section == section})
+        for section, cls in SECTIONS.items()
+    }
+    return RunConfig(**sections)
+
+
+def missing(values: Mapping[str, Any]) -> list[str]:
+    """The fields without a default that `values` lacks."""
+    return [field.name for field in FIELDS.values() if field.required and field.name not in values]
+
+
 def to_int(value: object) -> int | None:
     """An int, or text such as 12 or 5e8 that is integral; None for everything else."""
     if isinstance(value, int) and not isinstance(value, bool):

@@ -9,57 +9,64 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from patch.config.hf import is_hf_folder, read_hf_config
+from patch.config.hf import is_hf_folder
 from patch.config.positions import where
 from patch.config.presets import REQUIRED_SHAPE
 from patch.config.rules import Rule, refuse
+from patch.config.run_folder import TRACKER, checkpoint_root, complete_iterations
 from patch.config.schema import RunConfig
+from patch.config.shape import shape_at
 from patch.device import MachineFacts
 from patch.errors import DataError
 
-_TRACKER = "latest_checkpointed_iteration.txt"
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+"""A folder with one of these holds a tokenizer; tokenizer_config.json alone says only how to use one."""
+
 _STRUCTURE = REQUIRED_SHAPE | {
     "num_query_groups",
     "kv_channels",
     "untie_embeddings_and_output_weights",
+    "make_vocab_size_divisible_by",
 }
 """Fields that decide the tensors' shapes; the rest of a shape only changes what is computed with them."""
 
 
 def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
-    """Position 22 is a Hugging Face folder, a checkpoint of ours, or none."""
+    """Position 22 is a Hugging Face folder, a run's folder or its checkpoint/, or none."""
     load = config.checkpoint.load
-    if load == "none" or is_hf_folder(load) or (Path(load) / _TRACKER).is_file():
+    if load == "none" or is_hf_folder(load):
+        return
+    root = checkpoint_root(load)
+    if complete_iterations(root):
         return
     found = "a folder without either" if Path(load).is_dir() else "no such folder"
-    expected = f"none, a Hugging Face folder (config.json) or a checkpoint ({_TRACKER})"
-    refuse("load", load, expected, found)
+    if (root / TRACKER).is_file():
+        found = f"{root / TRACKER} is there, but no complete checkpoint (iter_*) beside it"
+    refuse("load", load, "none, a Hugging Face folder (config.json), or a run's folder or checkpoint/", found)
 
 
 def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
-    """A Hugging Face folder holds a model of the run's shape."""
-    for field, theirs, ours in _differences(config):
+    """The weights at position 22 are of the run's shape."""
+    for file, field, theirs, ours in _differences(config):
         if field in _STRUCTURE:
-            file = Path(config.checkpoint.load) / "config.json"
             refuse(field, ours, str(theirs), f"{file} says so (MODEL_SIZE=auto reads the shape from there)")
 
 
-def _differences(config: RunConfig) -> Iterator[tuple[str, object, object]]:
-    """(field, theirs, ours) wherever the folder's config.json and the run disagree."""
-    load = config.checkpoint.load
-    if load == "none" or not is_hf_folder(load):
+def _differences(config: RunConfig) -> Iterator[tuple[Path, str, object, object]]:
+    """(file, field, theirs, ours) wherever the loaded model's description and the run disagree."""
+    found = shape_at(config.checkpoint.load)
+    if found is None:
         return
-    for field, theirs in read_hf_config(load).items():
+    for field, theirs in found.fields.items():
         ours = getattr(config.model, field)
         if theirs != ours:
-            yield field, theirs, ours
+            yield found.file, field, theirs, ours
 
 
 def numerics_notes(config: RunConfig) -> Iterator[str]:
     """One line for each value that differs from the loaded model's though its weights fit."""
-    for field, theirs, ours in _differences(config):
-        yield f"{where(field)}: {ours} here, {theirs} in {config.checkpoint.load}/config.json"
+    for file, field, theirs, ours in _differences(config):
+        yield f"{where(field)}: {ours} here, {theirs} in {file}"
 
 
 def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:
@@ -68,8 +75,8 @@ def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:
     if folder == "none":
         why = "without PRETRAIN_CHECKPOINT_PATH there is none to take it from"
         refuse("tokenizer_name_or_path", "none", "a folder of a Hugging Face tokenizer", why)
-    if not any((Path(folder) / name).is_file() for name in _TOKENIZER_FILES):
-        expected = f"a folder with one of {', '.join(_TOKENIZER_FILES)}"
+    if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+        expected = f"a folder with one of {', '.join(TOKENIZER_FILES)}"
         found = "none of them is there" if Path(folder).is_dir() else "no such folder"
         refuse("tokenizer_name_or_path", folder, expected, found)
 
@@ -92,6 +99,14 @@ FILE_RULES: tuple[Rule, ...] = (
 )
 
 
+def data_files(config: RunConfig, field: str) -> list[str]:
+    """The files that `train_data_path` or `valid_data_path` names; [] for no evaluation."""
+    path = getattr(config.data, field)
+    if field == "valid_data_path" and path == "none":
+        return []
+    return [path] if config.data.dataset_type == "raw" else [f"{path}.bin", f"{path}.idx"]
+
+
 def check_data(config: RunConfig) -> None:
     """The data set's files are there and readable.
 
@@ -99,12 +114,8 @@ def check_data(config: RunConfig) -> None:
         DataError: names the file, and the position it comes from.
     """
     for field in ("train_data_path", "valid_data_path"):
-        path = getattr(config.data, field)
-        if field == "valid_data_path" and path == "none":
-            continue
-        raw = config.data.dataset_type == "raw"
-        for file in [path] if raw else [f"{path}.bin", f"{path}.idx"]:
-            _check_file(field, path, file)
+        for file in data_files(config, field):
+            _check_file(field, getattr(config.data, field), file)
 
 
 def _check_file(field: str, path: str, file: str) -> None:

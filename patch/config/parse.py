@@ -11,12 +11,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from patch.config.environment import Rendezvous, default_nproc_per_node, read_cluster
-from patch.config.fields import FIELDS, SECTIONS, check_choice, to_float
+from patch.config.fields import FIELDS, assemble, check_choice, missing, to_float
 from patch.config.flags import build_parser, read_flags
-from patch.config.hf import is_hf_folder, read_hf_config
+from patch.config.hf import is_hf_folder
 from patch.config.positions import read_positions, where
 from patch.config.presets import MODEL_SIZES, PRESETS, REQUIRED_SHAPE, SHAPE_FIELDS
+from patch.config.run_folder import run_behind
 from patch.config.schema import RunConfig
+from patch.config.shape import shape_at
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
@@ -51,6 +53,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     cluster = read_cluster(env, environ, nnodes)
     merged["nnodes"] = cluster.nnodes if nnodes is None else nnodes
     _derive(merged)
+    _take_tokenizer(merged)
     if "nproc_per_node" not in flags.fields and (texts or "nproc_per_node" not in merged):
         merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
     return Invocation(_build(merged), flags.dry_run, cluster.rendezvous)
@@ -82,14 +85,14 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if size != "auto":
         return PRESETS[size]
-    if load != "none" and is_hf_folder(load):
-        return read_hf_config(load)
+    if (found := shape_at(load)) is not None:
+        return found.fields
     if merged.keys() >= REQUIRED_SHAPE or "model_size" not in merged:
         return {}
     raise ConfigError(
-        f"{where('model_size')}: auto reads the shape from config.json of {where('load')}, which is "
-        f"{load!r} without one; expected a Hugging Face folder there, one of {', '.join(PRESETS)}, "
-        "or the shape by flags"
+        f"{where('model_size')}: auto reads the shape from what is at {where('load')}, which is {load!r} "
+        "without a config.json, and no run's checkpoints with their config.yaml; expected one of the two "
+        f"there, one of {', '.join(PRESETS)}, or the shape by flags"
     )
 
 
@@ -105,6 +108,15 @@ def _derive(merged: dict[str, Any]) -> None:
         merged.setdefault("max_padding_length", merged["seq_length"])
 
 
+def _take_tokenizer(merged: dict[str, Any]) -> None:
+    """Weights of another run come with its tokenizer, which its folder names and does not hold."""
+    load = merged.get("load", "none")
+    if merged.get("tokenizer_name_or_path", "none") != "none" or is_hf_folder(load):
+        return
+    if (run := run_behind(load)) is not None:
+        merged["tokenizer_name_or_path"] = run.tokenizer_folder
+
+
 def _replica(merged: Mapping[str, Any]) -> int:
     """Processes of one model replica: TP x PP x CP."""
     size = 1
@@ -114,13 +126,8 @@ def _replica(merged: Mapping[str, Any]) -> int:
 
 
 def _build(merged: Mapping[str, Any]) -> RunConfig:
-    missing = [where(field.name) for field in FIELDS.values() if field.required and field.name not in merged]
-    if missing:
+    if lacking := missing(merged):
         raise ConfigError(
-            f"missing: {', '.join(missing)}; give the 25 positions, these flags, or --config FILE"
+            f"missing: {', '.join(map(where, lacking))}; give the 25 positions, these flags, or --config FILE"
         )
-    sections = {
-        section: cls(**{name: value for name, value in merged.items() if FIELDS[name].section == section})
-        for section, cls in SECTIONS.items()
-    }
-    return RunConfig(**sections)
+    return assemble(merged)

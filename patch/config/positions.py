@@ -1,7 +1,7 @@
 """The 25 positions of run_mcore_llama.sh: their names, legal values, and the fields they become.
 
 Source of the meaning: the public script of this family (Pai-Megatron-Patch, examples/llama3_1), less
-its faults. Tokens become iterations here; rules that relate several values are in `validate.py`.
+its faults. Tokens become iterations here; rules that relate several values are in `rules.py`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ def _read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
 def _tokens_to_iters(layer: dict[str, Any], flags: Mapping[str, Any]) -> None:
     """Replace tokens by whole steps of GLOBAL_BATCH_SIZE x SEQ_LEN tokens."""
     batch, length = (flags.get(name, layer[name]) for name in ("global_batch_size", "seq_length"))
-    tokens_per_step = max(batch * length, 1)  # sizes below 1 are refused by name in validate.py
+    tokens_per_step = max(batch * length, 1)  # sizes below 1 are refused by name in rules.py
     for field, free in (("train_iters", False), ("lr_warmup_iters", True)):
         tokens = layer[field]
         layer[field] = tokens // tokens_per_step

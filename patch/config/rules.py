@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
-from patch.config.fields import FIELDS
+from patch.config.fields import FIELDS, value_of
 from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -22,10 +22,6 @@ Rule = Callable[[RunConfig, MachineFacts], None]
 def refuse(field: str, got: object, expected: str, why: str) -> NoReturn:
     """Raise the ConfigError of one field."""
     raise ConfigError(f"{where(field)}: got {got}, expected {expected}: {why}")
-
-
-def _value(config: RunConfig, field: str) -> Any:
-    return getattr(getattr(config, FIELDS[field].section), field)
 
 
 def _divisors(*numbers: int) -> str:
@@ -52,13 +48,14 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "num_layers_per_virtual_pipeline_stage", lambda v: v > 0, "interleaved pipelining", "unset or 0"
     ),
     NotBuilt("packing", bool, "packing of several samples", "MP_SFT_PACKING=false"),
+    NotBuilt("distributed_checkpointing", lambda v: not v, "a checkpoint written by one rank alone", "true"),
 )
 
 
 def only_what_is_built(config: RunConfig, machine: MachineFacts) -> None:
     """Values of DESIGN's contract that no code stands behind yet."""
     for row in NOT_BUILT:
-        value = _value(config, row.field)
+        value = value_of(config, row.field)
         if row.asks(value):
             refuse(row.field, str(value).lower(), row.instead, f"{row.feature} is not built yet")
 
@@ -92,17 +89,17 @@ _NOT_BELOW_0 = (
 def numbers_are_in_range(config: RunConfig, machine: MachineFacts) -> None:
     """Sizes are at least 1, rates above 0, counts that may be off not below 0."""
     for field in _AT_LEAST_1:
-        if _value(config, field) < 1:
-            refuse(field, _value(config, field), "at least 1", FIELDS[field].help)
+        if value_of(config, field) < 1:
+            refuse(field, value_of(config, field), "at least 1", FIELDS[field].help)
     for field in _ABOVE_0:
-        if _value(config, field) <= 0:
-            refuse(field, _value(config, field), "more than 0", FIELDS[field].help)
+        if value_of(config, field) <= 0:
+            refuse(field, value_of(config, field), "more than 0", FIELDS[field].help)
     for field in _NOT_BELOW_0:
-        if _value(config, field) < 0:
-            refuse(field, _value(config, field), "at least 0", FIELDS[field].help)
+        if value_of(config, field) < 0:
+            refuse(field, value_of(config, field), "at least 0", FIELDS[field].help)
     for field in ("adam_beta1", "adam_beta2"):
-        if not 0 <= _value(config, field) < 1:
-            refuse(field, _value(config, field), "at least 0 and below 1", FIELDS[field].help)
+        if not 0 <= value_of(config, field) < 1:
+            refuse(field, value_of(config, field), "at least 0 and below 1", FIELDS[field].help)
 
 
 def heads_fit(config: RunConfig, machine: MachineFacts) -> None:

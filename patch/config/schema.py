@@ -3,7 +3,7 @@
 Each field is a flag: `hidden_size` is `--hidden-size`, `model.hidden_size` in YAML. The help text, the
 legal choices and the default live here and nowhere else. Fields without a default must be given
 or derived (from MODEL_SIZE, from a Hugging Face config.json, from the machine) before a RunConfig
-exists; nothing changes it afterwards. Rules that relate several fields are in `validate.py`.
+exists; nothing changes it afterwards. Rules that relate several fields are in `rules.py`.
 
 Imports neither torch nor megatron.
 """
@@ -147,6 +147,7 @@ class CheckpointConfig:
 
     load: str = flag("a Hugging Face folder, a checkpoint of ours, or none: random weights", "none")
     output_path: str = flag("the run's folder; the same command again resumes from it")
+    distributed_checkpointing: bool = flag("every rank writes its part of a checkpoint; always so", True)
     save_interval: int = flag("steps between checkpoints; the last step is always saved", 500)
     export_hf: bool = flag("write the trained model as a Hugging Face folder at the end", False)
     log_interval: int = flag("steps between lines of log/metrics.jsonl", 1)

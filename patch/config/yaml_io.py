@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from patch.config.fields import FIELDS, SECTIONS, coerce
+from patch.config.fields import FIELDS, SECTIONS, assemble, coerce, missing
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, nearest
 
@@ -24,19 +24,29 @@ def read_yaml(file: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: unreadable, malformed (with the line), or a section, key or value that is unknown.
     """
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--config {file}: cannot be read: {error}") from error
-    return parse_yaml(text, str(file))
+    return _parse(_read(Path(file), f"--config {file}"), str(file))
 
 
-def parse_yaml(text: str, origin: str) -> dict[str, Any]:
-    """The fields that a text sets; `origin` names it in messages.
+def read_run(file: Path) -> RunConfig:
+    """A whole run, as config.yaml keeps it.
 
     Raises:
-        ConfigError: as `read_yaml`.
+        ConfigError: as `read_yaml`, or a value without a default is not there.
     """
+    values = _parse(_read(file, str(file)), str(file))
+    if lacking := missing(values):
+        raise ConfigError(f"{file}: lacks {', '.join(lacking)}, expected a whole run as config.yaml keeps it")
+    return assemble(values)
+
+
+def _read(file: Path, origin: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{origin}: cannot be read: {error}") from error
+
+
+def _parse(text: str, origin: str) -> dict[str, Any]:
     try:
         sections = yaml.safe_load(text) or {}
     except yaml.YAMLError as error:

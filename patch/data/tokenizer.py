@@ -6,12 +6,12 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from patch.config.files import TOKENIZER_FILES
 from patch.errors import DataError
 from patch.logger import get_logger
 
 _log = get_logger(__name__)
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 _CURE = "give a Hugging Face tokenizer's folder with --tokenizer-name-or-path or TOKENIZER_PATH"
 
 LLAMA3_MARKS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
@@ -38,8 +38,8 @@ def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
     path = Path(folder)
     if not path.is_dir():
         raise DataError(f"tokenizer: {folder} is not a folder; {_CURE}")
-    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
-        raise DataError(f"tokenizer: {folder} holds none of {', '.join(_TOKENIZER_FILES)}; {_CURE}")
+    if not any((path / name).is_file() for name in TOKENIZER_FILES):
+        raise DataError(f"tokenizer: {folder} holds none of {', '.join(TOKENIZER_FILES)}; {_CURE}")
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - transformers and tokenizers raise plain Exception for bad files

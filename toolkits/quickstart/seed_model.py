@@ -10,6 +10,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
+from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
+
 BEGIN, END, END_OF_TURN = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
 HEADER, END_OF_HEADER, PADDING = "<|start_header_id|>", "<|end_header_id|>", "<|finetune_right_pad_id|>"
 VOCAB_SIZE = 640
@@ -18,15 +20,6 @@ VOCAB_SIZE = 640
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-
-CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    f"{{{{ '{HEADER}' + message['role'] + '{END_OF_HEADER}\n\n' }}}}"
-    f"{{{{ message['content'] | trim + '{END_OF_TURN}' }}}}"
-    "{% endfor %}"
-    f"{{% if add_generation_prompt %}}{{{{ '{HEADER}assistant{END_OF_HEADER}\n\n' }}}}{{% endif %}}"
 )
 
 
@@ -57,7 +50,7 @@ def write_tokenizer(folder: Path, texts: Iterable[str]) -> PreTrainedTokenizerFa
         eos_token=END_OF_TURN,
         pad_token=PADDING,
         padding_side="left",
-        chat_template=CHAT_TEMPLATE,
+        chat_template=LLAMA3_CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
     wrapped.save_pretrained(folder)

@@ -102,6 +102,31 @@ def test_load_refuses_what_does_not_fit_and_leaves_the_state_untouched(root, cha
     assert all(bool((tensor == 3).all()) for tensor in values.values())
 
 
+UNTIED = ("output_layer.weight", "optimizer.state.exp_avg.output_layer.weight")
+UNTIED_BF16 = (*UNTIED, "optimizer.state.master.output_layer.weight")
+BF16 = ("optimizer.state.master.decoder.weight", "optimizer.state.master.output_layer.weight")
+
+
+@pytest.mark.parametrize(
+    "keys, cure",
+    [
+        (UNTIED, "--untie-embeddings-and-output-weights"),
+        (UNTIED_BF16, "--untie-embeddings-and-output-weights"),
+        (BF16, "position 9"),
+        (("optimizer.state.exp_avg.decoder.bias",), "another model: take MODEL_SIZE (position 2)"),
+    ],
+)
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_load_names_the_cure_for_tensors_that_one_side_has_not(tmp_path, keys, cure, is_stored):
+    few, many = tensors(), tensors() | {key: torch.ones(4, 4) for key in keys}
+    save_checkpoint(tmp_path, 7, sections(many if is_stored else few), COMMON)
+    with pytest.raises(CheckpointError) as refused:
+        load_checkpoint(tmp_path, 7, sections(few if is_stored else many))
+    message = str(refused.value)
+    assert f"{'holds' if is_stored else 'lacks'} {sorted(keys)[0]}" in message and cure in message
+    assert ("position 9" in message) == (cure == "position 9")
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", "common.pt", ".metadata"])
 @pytest.mark.parametrize("damage", ["truncated", "missing"])
 def test_load_refuses_a_damaged_file_and_names_it(root, name, damage):

@@ -72,5 +72,21 @@ class Command:
 
 
 @pytest.fixture
+def run_folder() -> Callable[[Path, str], Path]:
+    """Makes the folder of a run whose first checkpoint is complete, by the names of its files."""
+
+    def make(folder: Path, config_yaml: str) -> Path:
+        iteration = folder / "checkpoint" / "iter_0000010"
+        iteration.mkdir(parents=True)
+        for name in (".metadata", "common.pt", "metadata.json"):
+            (iteration / name).touch()
+        (folder / "checkpoint" / "latest_checkpointed_iteration.txt").write_text("10")
+        (folder / "config.yaml").write_text(config_yaml)
+        return folder
+
+    return make
+
+
+@pytest.fixture
 def command(tmp_path: Path) -> Callable[..., Command]:
     return Command(tmp_path)

@@ -1,56 +1,177 @@
 """What may change between two runs in one OUTPUT_BASEPATH."""
 
+import os
+
 import pytest
 
-from patch.config import compare_with_previous, to_yaml
-from patch.errors import ConfigError
+from patch.config import remember_data, resume_notes, to_yaml
+from patch.errors import CheckpointError, ConfigError
+
+ANEW = "another OUTPUT_BASEPATH"
+WEIGHTS = "this folder as position 22"
 
 
-def test_same_run_has_no_changes(command):
+@pytest.fixture
+def begun(command, run_folder):
+    """Puts a run with a checkpoint at the command's OUTPUT_BASEPATH."""
+
+    def begin(*flags, **positions):
+        config = command.parse(*flags, **positions).config
+        remember_data(config)
+        run_folder(command.folder / "out", to_yaml(config))
+        return config
+
+    return begin
+
+
+def test_same_run_has_no_changes(begun):
+    assert resume_notes(begun()) == []
+
+
+def test_folder_without_checkpoints_is_free(command):
     config = command.parse().config
-    assert compare_with_previous(config, to_yaml(config)) == []
+    assert resume_notes(config) == []
+    remember_data(config)
+    assert resume_notes(command.parse("--num-layers=4").config) == []
 
 
 @pytest.mark.parametrize(
-    ("flags", "positions", "message"),
+    ("flags", "positions", "message", "cure"),
     [
-        (["--num-layers=4"], {}, "--num-layers: got 4, expected 2: .* holds a run of another model shape"),
-        ([], dict(SEQ_LEN="128"), "position 7 SEQ_LEN.*: got 128, expected 64: .* another model shape"),
-        ([], dict(DATASET_PATH="other"), "position 20 DATASET_PATH.*: got other, .* another data"),
-        ([], dict(PAD_LEN="16"), "position 8 PAD_LEN.*: got 16, expected 32: .* another data"),
-        (["--tokenizer-name-or-path=b"], {}, "TOKENIZER_PATH.*: got b, .* holds a run of another tokenizer"),
+        (["--num-layers=4"], {}, "--num-layers: got 4, expected 2: .* run of another model shape", ANEW),
+        ([], dict(SEQ_LEN="128"), "position 7 SEQ_LEN.*: got 128, expected 64: .* another model shape", ANEW),
+        ([], dict(DATASET_PATH="other"), "position 20 DATASET_PATH.*: got other, .* other data", WEIGHTS),
+        ([], dict(PAD_LEN="16"), "position 8 PAD_LEN.*: got 16, expected 32: .* other data", WEIGHTS),
+        (["--tokenizer-name-or-path=b"], {}, "TOKENIZER_PATH.*: got b, .* run of another tokenizer", ANEW),
+        ([], dict(GLOBAL_BATCH_SIZE="16"), "position 4 .*: got 16, expected 8: .* another order", WEIGHTS),
+        (["--seed=1"], {}, "--seed: got 1, expected 1234: .* another order", WEIGHTS),
+        ([], dict(PR="bf16"), "position 9 PR.*: got bf16, expected fp32: .* another type", ANEW),
+        ([], dict(TP="2"), "position 10 TP.*: got 2, expected 1: .* not built yet", WEIGHTS),
+        ([], dict(PP="2"), "position 11 PP.*: got 2, expected 1: .* not built yet", WEIGHTS),
+        ([], dict(CP="2"), "position 12 CP.*: got 2, expected 1: .* not built yet", WEIGHTS),
+        (["--nproc-per-node=2"], {}, "NPROC_PER_NODE.*: got 2, expected 1: .* layout on resume", WEIGHTS),
     ],
-)
-def test_change_that_cannot_be_resumed_is_refused(command, flags, positions, message):
-    before = to_yaml(command.parse().config)
-    with pytest.raises(ConfigError, match=message):
-        compare_with_previous(command.parse(*flags, **positions).config, before)
+)  # fmt: skip
+def test_change_that_cannot_be_resumed_is_refused(command, begun, flags, positions, message, cure):
+    begun()
+    with pytest.raises(ConfigError, match=message) as caught:
+        resume_notes(command.parse(*flags, **positions).config)
+    assert cure in str(caught.value)
 
 
-def test_tokenizer_beside_other_weights_is_another_tokenizer(command):
+def test_same_processes_on_other_machines_are_taken(command, begun):
+    begun("--nproc-per-node=2")
+    meeting = dict(NODE_RANK="0", MASTER_ADDR="localhost", MASTER_PORT="29500", NPROC_PER_NODE="1")
+    command.environ.update(meeting)
+    notes = resume_notes(command.parse("--nnodes=2").config)
+    assert [note.split(" ")[0] for note in notes] == ["--nnodes:", "--nproc-per-node"]
+
+
+def test_length_is_kept_in_pretraining_alone(command, begun):
+    command.environ["MP_DATASET_TYPE"] = "idxmap"
+    for ending in (".bin", ".idx"):
+        (command.folder / f"text{ending}").touch()
+    positions = dict(SFT="false", WARMUP_TOKENS_OR_ITERS="0", DATASET_PATH=str(command.folder / "text"))
+    begun(TRAIN_TOKENS_OR_ITERS="5120", **positions)
+    with pytest.raises(ConfigError, match="position 23 .*: got 20, expected 10: .* order of its samples"):
+        resume_notes(command.parse(TRAIN_TOKENS_OR_ITERS="10240", **positions).config)
+
+
+def test_tokenizer_beside_other_weights_is_another_tokenizer(command, begun):
     command.environ.pop("TOKENIZER_PATH")
-    before = to_yaml(command.parse(PRETRAIN_CHECKPOINT_PATH="a").config)
+    begun(PRETRAIN_CHECKPOINT_PATH="a")
     with pytest.raises(ConfigError, match="got b, expected a: .* another tokenizer"):
-        compare_with_previous(command.parse(PRETRAIN_CHECKPOINT_PATH="b").config, before)
+        resume_notes(command.parse(PRETRAIN_CHECKPOINT_PATH="b").config)
 
 
-def test_other_changes_are_listed(command):
-    before = to_yaml(command.parse().config)
-    changed = command.parse(LR="2e-3", TP="2", TRAIN_TOKENS_OR_ITERS="40").config
-    assert compare_with_previous(changed, before) == [
-        "--tensor-model-parallel-size (position 10 TP): 1 before, 2 from here on",
-        "--nproc-per-node (NPROC_PER_NODE): 1 before, 2 from here on",
+def test_other_changes_are_listed(command, begun):
+    begun("--nproc-per-node=2", TP="2", BATCH_SIZE="2")
+    changed = command.parse(
+        "--nproc-per-node=2", "--reduce-bucket-size=1e6", TP="2", BATCH_SIZE="4", LR="2e-3", SP="true",
+        DO="true", TRAIN_TOKENS_OR_ITERS="40",
+    ).config  # fmt: skip
+    assert resume_notes(changed) == [
+        "--sequence-parallel (position 13 SP): False before, True from here on",
+        "--use-distributed-optimizer (position 14 DO): False before, True from here on",
+        "--micro-batch-size (position 3 BATCH_SIZE): 2 before, 4 from here on",
         "--train-iters (position 23 TRAIN_TOKENS_OR_ITERS): 20 before, 40 from here on",
         "--lr (position 5 LR): 0.001 before, 0.002 from here on",
+        "--reduce-bucket-size: 500000000 before, 1000000 from here on",
     ]
 
 
-def test_two_spellings_of_one_path_are_no_change(command):
-    before = to_yaml(command.parse().config)
+def test_two_spellings_of_one_path_are_no_change(command, begun):
+    begun()
     again = command.parse(DATASET_PATH=f"{command.folder}/./rows.json").config
-    assert compare_with_previous(again, before) == []
+    assert resume_notes(again) == []
 
 
-def test_broken_previous_file_is_named(command):
-    with pytest.raises(ConfigError, match="out/config.yaml: malformed YAML"):
-        compare_with_previous(command.parse().config, "model: {")
+MIB = 2**20
+
+
+@pytest.mark.parametrize("place", [0, 3 * MIB - 1], ids=["first", "last"])
+def test_data_that_changed_in_place_is_refused(command, begun, place):
+    command.data.write_bytes(bytes(3 * MIB))
+    config = begun()
+    changed = bytearray(3 * MIB)
+    changed[place] = 1
+    command.data.write_bytes(changed)
+    with pytest.raises(ConfigError, match=r"position 20 DATASET_PATH.*rows\.json has changed since"):
+        resume_notes(config)
+
+
+def test_data_that_grew_is_refused_and_put_back_is_taken(command, begun):
+    command.data.write_bytes(bytes(3 * MIB))
+    config = begun()
+    command.data.write_bytes(bytes(3 * MIB + 1))
+    with pytest.raises(ConfigError, match="has changed since"):
+        resume_notes(config)
+    command.data.write_bytes(bytes(3 * MIB))
+    os.utime(command.data, (0, 0))  # a copy from elsewhere
+    assert resume_notes(config) == []
+
+
+def test_data_fingerprint_that_cannot_be_written_is_named(command):
+    config = command.parse().config
+    (command.folder / "out" / "data.sha256").mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"data\.sha256 cannot be written: .*position 25"):
+        remember_data(config)
+
+
+def test_what_the_data_looked_like_is_not_forgotten_on_resume(command, begun):
+    config = begun()
+    command.data.write_text("[1]")
+    remember_data(config)
+    with pytest.raises(ConfigError, match="has changed since"):
+        resume_notes(config)
+
+
+def test_run_of_before_the_fingerprint_is_resumed(command, begun):
+    config = begun()
+    (command.folder / "out" / "data.sha256").unlink()
+    assert resume_notes(config) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model: {", r"out/config\.yaml: malformed YAML"),
+        ("model: {num_layers: 2}", r"out/config\.yaml: lacks hidden_size, .* expected a whole run"),
+        (None, r"out/config\.yaml is missing, while .*out/checkpoint holds checkpoints: .* put it back"),
+    ],
+)
+def test_unusable_config_of_the_run_is_named(command, begun, text, message):
+    config = begun()
+    file = command.folder / "out" / "config.yaml"
+    file.unlink()
+    if text is not None:
+        file.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        resume_notes(config)
+
+
+def test_checkpoints_without_their_tracker_are_guarded_too(command, begun):
+    begun()
+    (command.folder / "out" / "checkpoint" / "latest_checkpointed_iteration.txt").unlink()
+    with pytest.raises(ConfigError, match="another model shape"):
+        resume_notes(command.parse("--num-layers=4").config)

@@ -1,10 +1,11 @@
 """Every rule of a run: what it refuses, in which words, and that the good run passes."""
 
+import dataclasses
 import os
 
 import pytest
 
-from patch.config import validate_run
+from patch.config import to_yaml, validate_run
 from patch.config.rules import NOT_BUILT
 from patch.device import MachineFacts
 from patch.errors import ConfigError, DataError
@@ -13,7 +14,15 @@ GPUS = MachineFacts(cuda_devices=2, cpu_cores=2)
 
 # (positions, flags, every part the message must hold)
 REFUSED = [
-    (dict(PR="fp8"), [], ["--precision (position 9 PR)", "got fp8, expected bf16, fp16 or fp32", "fp8 training is not built yet"]),
+    (
+        dict(PR="fp8"),
+        [],
+        [
+            "--precision (position 9 PR)",
+            "got fp8, expected bf16, fp16 or fp32",
+            "fp8 training is not built yet",
+        ],
+    ),
     (dict(CP="2"), [], ["position 12 CP", "got 2, expected 1", "context parallelism is not built yet"]),
     (
         {},
@@ -27,6 +36,7 @@ REFUSED = [
     (dict(OPTIMIZER_OFFLOAD="auto"), [], ["got auto", "optimizer offload is not built yet"]),
     ({}, ["--num-layers-per-virtual-pipeline-stage=1"], ["(MP_VP): got 1", "interleaved"]),
     ({}, ["--packing"], ["--packing (MP_SFT_PACKING): got true", "packing of several samples"]),
+    ({}, ["--no-distributed-checkpointing"], ["--distributed-checkpointing: got false, expected true"]),
     ({}, ["--dataset-type=idxmap"], ["(MP_DATASET_TYPE): got idxmap, expected raw", "not built yet"]),
     (
         dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITERS="0"),
@@ -114,22 +124,55 @@ def test_more_processes_than_gpus_are_refused(command):
 def test_folder_without_weights_or_checkpoint_is_refused(command):
     (command.folder / "empty").mkdir()
     config = command.parse(PRETRAIN_CHECKPOINT_PATH=str(command.folder / "empty")).config
-    with pytest.raises(
-        ConfigError, match=r"position 22.*config\.json.*latest_checkpointed.*a folder without either"
-    ):
+    with pytest.raises(ConfigError, match=r"position 22.*config\.json.*checkpoint/: a folder without either"):
         validate_run(config, command.machine)
 
 
-def test_own_checkpoint_is_taken_with_a_tokenizer_of_its_own(command):
-    folder = command.folder / "checkpoint"
-    folder.mkdir()
-    (folder / "latest_checkpointed_iteration.txt").write_text("10")
-    validate_run(command.parse(PRETRAIN_CHECKPOINT_PATH=str(folder)).config, command.machine)
+def test_checkpoint_without_a_complete_iteration_is_refused(command, run_folder):
+    folder = run_folder(command.folder / "run", to_yaml(command.parse().config))
+    (folder / "checkpoint" / "iter_0000010" / ".metadata").unlink()
+    for load in (folder, folder / "checkpoint"):
+        config = command.parse(PRETRAIN_CHECKPOINT_PATH=str(load)).config
+        with pytest.raises(ConfigError, match="latest_checkpointed_iteration.txt is there, but no complete"):
+            validate_run(config, command.machine)
+
+
+@pytest.mark.parametrize("below", ["", "checkpoint", "checkpoint/../"])
+def test_another_run_gives_shape_tokenizer_and_weights(command, run_folder, below):
+    shape = ["--num-layers=4", "--make-vocab-size-divisible-by=32", "--rotary-base=7"]
+    other = command.parse(*shape).config
+    folder = run_folder(command.folder / "run", to_yaml(other))
     command.environ.pop("TOKENIZER_PATH")
-    with pytest.raises(
-        ConfigError, match=r"TOKENIZER_PATH\): got .*checkpoint, expected a folder with one of"
-    ):
+    positions = dict(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=os.path.join(folder, below))
+    config = command.parse(**positions).config
+    assert dataclasses.replace(config.model, model_size="tiny") == other.model
+    assert config.tokenizer_folder == str(command.tokenizer)
+    assert validate_run(config, GPUS) == []
+    assert command.parse("--num-layers=3", **positions).config.model.num_layers == 3
+
+
+def test_another_run_of_another_shape_is_refused(command, run_folder):
+    folder = run_folder(command.folder / "run", to_yaml(command.parse("--num-layers=4").config))
+    config = command.parse(PRETRAIN_CHECKPOINT_PATH=str(folder)).config
+    with pytest.raises(ConfigError, match=r"--num-layers: got 2, expected 4: .*run/config\.yaml says so"):
+        validate_run(config, command.machine)
+
+
+def test_checkpoint_alone_is_taken_with_a_tokenizer_of_its_own(command, run_folder):
+    folder = run_folder(command.folder / "run", "")
+    (folder / "config.yaml").unlink()
+    validate_run(command.parse(PRETRAIN_CHECKPOINT_PATH=str(folder)).config, command.machine)
+    with pytest.raises(ConfigError, match="position 2 MODEL_SIZE.*: auto reads .* their config.yaml"):
+        command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=str(folder))
+    command.environ.pop("TOKENIZER_PATH")
+    with pytest.raises(ConfigError, match=r"TOKENIZER_PATH\): got .*run, expected a folder with one of"):
         validate_run(command.parse(PRETRAIN_CHECKPOINT_PATH=str(folder)).config, command.machine)
+
+
+def test_folder_that_only_describes_a_tokenizer_is_refused(command):
+    (command.tokenizer / "tokenizer.json").rename(command.tokenizer / "tokenizer_config.json")
+    with pytest.raises(ConfigError, match=r"with one of tokenizer\.json, tokenizer\.model: none of them"):
+        validate_run(command.parse().config, command.machine)
 
 
 def test_weights_of_another_shape_are_refused_before_anything_starts(command):

@@ -1,0 +1,55 @@
+"""What lies in a run's folder, as far as a configuration depends on it: checkpoints and config.yaml.
+
+OUTPUT_BASEPATH/config.yaml                                        the resolved run
+OUTPUT_BASEPATH/data.sha256                                        what its training data looked like
+OUTPUT_BASEPATH/checkpoint/iter_0000100/                           .metadata  common.pt  metadata.json  ...
+OUTPUT_BASEPATH/checkpoint/latest_checkpointed_iteration.txt       "100"
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from patch.config.schema import RunConfig
+from patch.config.yaml_io import read_run
+
+TRACKER = "latest_checkpointed_iteration.txt"
+INDEX = ".metadata"
+COMMON = "common.pt"
+_FILES = (INDEX, COMMON, "metadata.json")
+CONFIG_FILE = "config.yaml"
+
+
+def checkpoint_root(folder: str | Path) -> Path:
+    """Where the checkpoints of a run's folder lie; any other folder is taken for that place itself."""
+    below = Path(folder) / "checkpoint"
+    return below if below.is_dir() else Path(folder)
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether the folder holds every file that a checkpoint has whatever its size."""
+    return all((folder / name).is_file() for name in _FILES)
+
+
+def complete_iterations(root: Path) -> list[int]:
+    """The iterations whose checkpoints below `root` are complete, in no order."""
+    return [
+        int(path.name[len("iter_") :])
+        for path in root.glob("iter_*")
+        if re.fullmatch(r"iter_\d+", path.name) and is_complete(path)
+    ]
+
+
+def run_behind(load: str) -> RunConfig | None:
+    """The run that wrote the checkpoints at `load`, its folder or the checkpoint/ in it.
+
+    None where there is no config.yaml beside them.
+
+    Raises:
+        ConfigError: a config.yaml that cannot be read.
+    """
+    root = checkpoint_root(load)
+    file = root.absolute().parent / CONFIG_FILE
+    is_run = load != "none" and ((root / TRACKER).is_file() or complete_iterations(root))
+    return read_run(file) if is_run and file.is_file() else None

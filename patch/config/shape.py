@@ -1,0 +1,37 @@
+"""The model's shape as the folder at position 22 states it: config.json, or the config.yaml of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from patch.config.hf import is_hf_folder, read_hf_config
+from patch.config.presets import SHAPE_FIELDS
+from patch.config.run_folder import CONFIG_FILE, checkpoint_root, run_behind
+
+STORED_SHAPE = SHAPE_FIELDS | {"make_vocab_size_divisible_by"}
+"""A preset's fields, and the padding of the vocabulary that checkpoints are stored with."""
+
+
+class FoundShape(NamedTuple):
+    """Fields of ModelConfig, and the file that says so."""
+
+    file: Path
+    fields: dict[str, Any]
+
+
+def shape_at(load: str) -> FoundShape | None:
+    """The shape of the weights at `load`; None where no file there tells it.
+
+    Raises:
+        ConfigError: the file cannot be read, or its model is not supported.
+    """
+    if load == "none":
+        return None
+    if is_hf_folder(load):
+        return FoundShape(Path(load) / "config.json", read_hf_config(load))
+    run = run_behind(load)
+    if run is None:
+        return None
+    file = checkpoint_root(load).absolute().parent / CONFIG_FILE
+    return FoundShape(file, {name: getattr(run.model, name) for name in sorted(STORED_SHAPE)})
