@@ -166,6 +166,7 @@ class OverlappedDistributedOptimizer:
         Args:
             lr: rate of this step. grad_norm: what `gradient_norm` returned, finite.
         """
+        self.wait_for_weights()  # of modules that the last forward did not use
         self.step_count += 1
         limit = self.config.clip_grad
         scale = (min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0) / self.loss_scale.value

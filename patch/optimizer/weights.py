@@ -1,12 +1,14 @@
 """Weights in one flat buffer, gathered bucket by bucket while the next forward already runs.
 
 The model's parameters are views of the buffer. After the update each rank holds new values in its shards;
-`start_gather` sends them, and the first module of the next forward that owns a parameter of the bucket
-waits for it. Whoever reads a parameter in another way calls `wait` first.
+`start_gather` sends them, and the first module that owns a parameter of the bucket waits for it: in its
+forward, its `state_dict` (megatron-core's `sharded_state_dict` asks for that) or its `load_state_dict`.
+Whoever reads or writes a parameter in another way calls `wait` first.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -20,7 +22,7 @@ class FlatWeights:
     """The weights of one model stage.
 
     Args:
-        model: modules of it that own parameters get a forward hook that waits.
+        model: modules of it that own parameters get hooks that wait.
         parameters: the trainable ones, one dtype; they become views of the buffer, values kept.
         extents: buckets in the order of backward.
         num_shards: ranks that share a bucket: 1, or the size of `group`.
@@ -54,7 +56,10 @@ class FlatWeights:
         for module in model.modules():
             needed = sorted({bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of})
             if needed:
-                module.register_forward_pre_hook(self._waiter(needed))
+                wait = self._waiter(needed)
+                module.register_forward_pre_hook(wait)
+                module.register_state_dict_pre_hook(wait)
+                module.register_load_state_dict_pre_hook(wait)
 
     def shard(self, index: int) -> torch.Tensor:
         """This rank's part of a bucket: a view of the buffer."""
@@ -78,9 +83,9 @@ class FlatWeights:
         if pending is not None:
             pending.wait(self._clock)
 
-    def _waiter(self, needed: list[int]) -> Any:
-        def wait_before_forward(module: torch.nn.Module, inputs: Any) -> None:
+    def _waiter(self, needed: list[int]) -> Callable[..., None]:
+        def wait(module: torch.nn.Module, *arguments: Any) -> None:
             for index in needed:
                 self._wait_for(index)
 
-        return wait_before_forward
+        return wait
