@@ -70,8 +70,8 @@ def adamw_update(
     """
     tile = _CUDA_TILE if param.is_cuda else _CPU_TILE
     tensors = (param, grad, exp_avg, exp_avg_sq)
-    for parts in zip(*(tensor.split(tile) for tensor in tensors), strict=True):
-        _update_tile(*parts, scalars)
+    for p, g, m, v in zip(*(tensor.split(tile) for tensor in tensors), strict=True):
+        _update_tile(p, g, m, v, scalars)
 
 
 def _update_tile(
