@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,9 +29,18 @@ POLL_S = 0.1
 # After a failure the other ranks get this long to report the true cause of their own, then this long to end.
 SETTLE_S = 2.0
 GRACE_S = 10.0
+# A signal that comes again after this long is meant: the workers are ended without a checkpoint.
+INSISTENCE_S = 3.0
 PATCH_ERROR_CODES = range(2, 6)
+LOST_RANK_CODE = 6
+"""What a worker returns that only saw another rank end: the launcher looks for that rank's code instead."""
 # What a worker returns when it is done, or when it obeyed a signal and saved a checkpoint.
 ORDERLY_CODES = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+# Signals that end training as an error of class 5 does, and what usually sends them.
+_KILLERS: dict[int, str] = {
+    signal.SIGKILL: "that the machine ran out of memory",
+    signal.SIGABRT: "a collective that waited longer than --distributed-timeout-minutes (NCCL's watchdog)",
+}
 _CLAIM = "PATCH_ERROR_CLAIM"
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
@@ -42,18 +51,20 @@ def launch(
 ) -> int:
     """Run `script` with `flags` once per local rank and wait for all of them.
 
-    SIGINT and SIGTERM are forwarded once; the workers then have all the time they need to save a checkpoint.
-    The first worker that fails ends the others.
+    SIGINT and SIGTERM are forwarded once; the workers then have all the time they need to save a checkpoint,
+    unless another signal comes INSISTENCE_S or more after the first. The first worker that fails ends the
+    others.
 
     Returns:
         0; or the code of a PatchError (2 to 5) that any worker ended with; or 130 or 143 after a signal; or
-        what the first failed worker returned (5 when it was killed, as by the kernel for want of memory).
+        what the first failed worker returned (5 when it was killed, as by the kernel for want of memory or by
+        NCCL's watchdog, and when all that is known here is that a rank of another machine ended).
     """
     environments = worker_environments(config, rendezvous, machine, os.environ)
     supervisor = Supervisor()
     with (
         tempfile.TemporaryDirectory(prefix="patch-launch-") as folder,
-        _recording_signals(supervisor.signals),
+        _telling(supervisor.note_signal),
     ):
         claim = str(Path(folder) / "error_was_shown")
         try:
@@ -81,16 +92,20 @@ def worker_environments(
 ) -> list[dict[str, str]]:
     """The environment of each local rank; thread and connection counts yield to the user's own."""
     num_local = config.parallel.nproc_per_node
+    share_of_cores = str(max(1, machine.cpu_cores // num_local))
     defaults = {
-        "OMP_NUM_THREADS": str(max(1, machine.cpu_cores // num_local)),
+        "OMP_NUM_THREADS": share_of_cores,
+        "RAYON_NUM_THREADS": share_of_cores,
+        "TOKENIZERS_PARALLELISM": "true",  # no worker forks, which is what tokenizers' threads do not survive
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
+    if config.training.deterministic_mode:
+        defaults["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch refuses deterministic matmuls without it
     shared = {
         "WORLD_SIZE": str(config.world_size),
         "LOCAL_WORLD_SIZE": str(num_local),
         "MASTER_ADDR": rendezvous.master_addr,
         "MASTER_PORT": str(rendezvous.master_port or _free_port(rendezvous.master_addr)),
-        "TOKENIZERS_PARALLELISM": "false",
     }
     first_rank = rendezvous.node_rank * num_local
     return [
@@ -109,13 +124,19 @@ class Supervisor:
     """The worker processes of this machine. Signals are only recorded when they come; `wait` acts on them."""
 
     def __init__(self) -> None:
-        self.signals: list[int] = []
+        self._signals: list[tuple[int, float]] = []
+        """Number and time of each signal."""
         self._workers: list[subprocess.Popen[bytes]] = []
         self._failures: dict[int, int] = {}
         """Local rank to return code, in the order of failing."""
         self._failed_at = 0.0
         self._forwarded = False
         self._terminated = False
+        self._given_up = False
+
+    def note_signal(self, number: int) -> None:
+        """Remember a signal; safe inside a signal handler."""
+        self._signals.append((number, time.monotonic()))
 
     def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
         """Start the next local rank. Rank 0 has the terminal; of the others only stderr is shown.
@@ -137,7 +158,7 @@ class Supervisor:
     def wait(self) -> int:
         """Wait for the last worker; the exit code of them all, as `launch` explains it."""
         while self._note_ends():
-            self._forward_signal()
+            self._obey_signals()
             self._end_followers()
             time.sleep(POLL_S)
         return self._exit_code()
@@ -156,16 +177,29 @@ class Supervisor:
                 continue
             if not self._failures:
                 self._failed_at = time.monotonic()
-                if -code not in self.signals:  # else it obeyed before it could save anything
+                obeyed = -code in (number for number, _ in self._signals)  # before it could save anything
+                if not (obeyed or self._given_up):
                     _logger.error("local rank %d ended: %s", local_rank, _describe(code))
             self._failures[local_rank] = code
         return any(worker.returncode is None for worker in self._workers)
 
-    def _forward_signal(self) -> None:
-        if self.signals and not self._forwarded:
+    def _obey_signals(self) -> None:
+        if not self._signals:
+            return
+        (number, first), (_, last) = self._signals[0], self._signals[-1]
+        name = signal.Signals(number).name
+        if not self._forwarded:
             self._forwarded = True
-            _logger.info("%s: waiting for the workers to save", signal.Signals(self.signals[0]).name)
-            self._send(self.signals[0])
+            _logger.info(
+                "%s: waiting for the workers to save; again after %.0f s ends them without",
+                name,
+                INSISTENCE_S,
+            )
+            self._send(number)
+        elif last - first >= INSISTENCE_S and not self._given_up:
+            self._given_up = True
+            _logger.error("%s again: ending the workers without a checkpoint of these last steps", name)
+            self._send(signal.SIGKILL)
 
     def _end_followers(self) -> None:
         if not self._failures:
@@ -186,16 +220,22 @@ class Supervisor:
         failures = list(self._failures.values())
         if not failures:
             return max(worker.returncode for worker in self._workers)
-        code = next((code for code in failures if code in PATCH_ERROR_CODES), failures[0])
-        if code == -signal.SIGKILL:
+        if self._given_up:
+            return 128 + self._signals[0][0]
+        causes = [code for code in failures if code != LOST_RANK_CODE]
+        code = next((code for code in causes if code in PATCH_ERROR_CODES), causes[0] if causes else 5)
+        if -code in _KILLERS:
             return 5
         return code if code > 0 else 128 - code
 
 
 def _describe(code: int) -> str:
-    if code == -signal.SIGKILL:
-        return "killed by SIGKILL; the usual reason is that the machine ran out of memory"
-    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if code == LOST_RANK_CODE:
+        return "another rank ended"
+    if code >= 0:
+        return f"exit code {code}"
+    reason = _KILLERS.get(-code)
+    return f"killed by {signal.Signals(-code).name}" + (f"; the usual reason is {reason}" if reason else "")
 
 
 def _die_with(launcher: int) -> None:
@@ -206,9 +246,10 @@ def _die_with(launcher: int) -> None:
 
 
 @contextmanager
-def _recording_signals(signals: list[int]) -> Iterator[None]:
+def _telling(listener: Callable[[int], None]) -> Iterator[None]:
+    """Tell `listener` of SIGINT and SIGTERM instead of obeying them."""
     handled = (signal.SIGINT, signal.SIGTERM)
-    before = {signum: signal.signal(signum, lambda got, _: signals.append(got)) for signum in handled}
+    before = {signum: signal.signal(signum, lambda number, _: listener(number)) for signum in handled}
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
 from typing import Any
@@ -39,6 +40,7 @@ class Display:
                 "training", total=train_iters, completed=start_iteration, state=""
             )
             self._bar.start()
+            _log_to_stderr()
 
     def step(self, record: dict[str, Any]) -> None:
         """Show one logged step."""
@@ -72,3 +74,11 @@ class Display:
         """Give the terminal back."""
         if self._bar is not None:
             self._bar.stop()
+            _log_to_stderr()
+
+
+def _log_to_stderr() -> None:
+    """Let the project's log follow sys.stderr, which a live bar replaces to keep lines above itself."""
+    for handler in get_logger("patch").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)

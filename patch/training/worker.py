@@ -8,12 +8,15 @@ from pathlib import Path
 
 from patch.config import to_yaml
 from patch.config.hf import is_hf_folder
+from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_or_none
 from patch.distributed.groups import shutdown
+from patch.errors import CheckpointError
 from patch.logger import configure_logging, get_logger
+from patch.training.failures import explained
 from patch.training.setup import Run, build_run
 from patch.training.trainer import Trainer
 
@@ -28,23 +31,46 @@ def run(config: RunConfig) -> None:
         SystemExit: 128 + the signal's number, after a checkpoint was saved.
     """
     configure_logging()
+    with explained(config):
+        stopped_by = _train(config)
+    if stopped_by:
+        _log.info("stopped by signal %d after saving a checkpoint; the same command resumes", stopped_by)
+        sys.exit(128 + stopped_by)
+
+
+def _train(config: RunConfig) -> int:
+    """The whole run; the number of the signal that stopped it, or 0."""
     this_run = build_run(config, DeviceContext.select(int(os.environ["LOCAL_RANK"])))
     _write_config(config)
     stopped_by = Trainer(this_run).train()
     if not stopped_by and config.checkpoint.export_hf:
         _export(this_run)
     shutdown()
-    if stopped_by:
-        _log.info("stopped by signal %d after saving a checkpoint; the same command resumes", stopped_by)
-        sys.exit(128 + stopped_by)
+    return stopped_by
 
 
 def _write_config(config: RunConfig) -> None:
     with all_or_none():
         if os.environ["RANK"] == "0":
-            output = Path(config.checkpoint.output_path)
-            output.mkdir(parents=True, exist_ok=True)
-            (output / "config.yaml").write_text(to_yaml(config))
+            path = Path(config.checkpoint.output_path) / "config.yaml"
+            try:
+                _write_whole(path, to_yaml(config))
+            except OSError as error:
+                raise CheckpointError(
+                    f"{path} cannot be written: {error.strerror}; make room there, or give another "
+                    f"{where('output_path')}"
+                ) from error
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Replace the file at once: a full disk leaves the one of the last run."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_suffix(".tmp")
+    try:
+        draft.write_text(text)
+        draft.replace(path)
+    finally:
+        draft.unlink(missing_ok=True)
 
 
 def _export(this_run: Run) -> None:
@@ -60,4 +86,3 @@ def _export(this_run: Run) -> None:
         hf_source=source if is_hf_folder(source) else None,
         tokenizer=this_run.tokenizer,
     )
-    _log.info("exported to %s", target)

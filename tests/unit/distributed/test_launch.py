@@ -15,14 +15,14 @@ import pytest
 from patch.config import Rendezvous, RunConfig, schema
 from patch.device import MachineFacts
 from patch.distributed import launch as launch_module
-from patch.distributed.launch import launch, worker_environments
+from patch.distributed.launch import INSISTENCE_S, LOST_RANK_CODE, launch, worker_environments
 
 REPOSITORY = Path(__file__).parents[3]
 MACHINE = MachineFacts(cuda_devices=0, cpu_cores=4)
 READY_TIMEOUT_S = 60.0
 
 
-def make_config(num_local: int, num_nodes: int = 1) -> RunConfig:
+def make_config(num_local: int, num_nodes: int = 1, **training: object) -> RunConfig:
     return RunConfig(
         model=schema.ModelConfig(
             num_layers=2,
@@ -37,7 +37,9 @@ def make_config(num_local: int, num_nodes: int = 1) -> RunConfig:
             rotary_base=1e4,
         ),
         parallel=schema.ParallelConfig(nproc_per_node=num_local, nnodes=num_nodes),
-        training=schema.TrainingConfig(micro_batch_size=1, global_batch_size=num_local, train_iters=1),
+        training=schema.TrainingConfig(
+            micro_batch_size=1, global_batch_size=num_local, train_iters=1, **training
+        ),
         optimizer=schema.OptimizerConfig(lr=1e-3),
         data=schema.DataConfig(train_data_path="none", max_padding_length=8),
         checkpoint=schema.CheckpointConfig(output_path="none"),
@@ -66,13 +68,27 @@ def test_environment_tells_each_rank_its_place() -> None:
     assert (first["RANK"], first["LOCAL_RANK"]) == ("2", "0")
     assert (second["RANK"], second["LOCAL_RANK"]) == ("3", "1")
     shared = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
-    shared |= {"OMP_NUM_THREADS": "2", "TOKENIZERS_PARALLELISM": "false", "HOME": "/h"}
+    shared |= {
+        "OMP_NUM_THREADS": "2",
+        "RAYON_NUM_THREADS": "2",
+        "TOKENIZERS_PARALLELISM": "true",
+        "HOME": "/h",
+    }
     assert shared.items() <= first.items()
 
 
-def test_environment_keeps_the_users_thread_count() -> None:
-    (only,) = worker_environments(make_config(1), Rendezvous(), MACHINE, {"OMP_NUM_THREADS": "7"})
-    assert only["OMP_NUM_THREADS"] == "7"
+def test_environment_keeps_the_users_own_choices() -> None:
+    own = {"OMP_NUM_THREADS": "7", "RAYON_NUM_THREADS": "3", "TOKENIZERS_PARALLELISM": "false"}
+    own |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    (only,) = worker_environments(make_config(1, deterministic_mode=True), Rendezvous(), MACHINE, own)
+    assert own.items() <= only.items()
+
+
+def test_environment_lets_cublas_be_deterministic_where_it_is_asked() -> None:
+    (only,) = worker_environments(make_config(1, deterministic_mode=True), Rendezvous(), MACHINE, {})
+    assert only["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    (only,) = worker_environments(make_config(1), Rendezvous(), MACHINE, {})
+    assert "CUBLAS_WORKSPACE_CONFIG" not in only
 
 
 def test_success_is_zero_and_passes_the_flags(tmp_path: Path) -> None:
@@ -95,17 +111,34 @@ sys.exit(2)
 
 @pytest.mark.parametrize(
     ("codes", "expected"),
-    [((3, 3), 3), ((0, 1), 1), ((1, 4), 4), ((143, 143), 143), ((130, 130), 130)],
-    ids=["same", "crash", "cause-beats-follower", "sigterm", "sigint"],
+    [
+        ((3, 3), 3),
+        ((0, 1), 1),
+        ((1, 4), 4),
+        ((LOST_RANK_CODE, 3), 3),
+        ((LOST_RANK_CODE, 1), 1),
+        ((LOST_RANK_CODE, LOST_RANK_CODE), 5),
+        ((143, 143), 143),
+        ((130, 130), 130),
+    ],
+    ids=["same", "crash", "cause", "lost-by-cause", "lost-by-crash", "lost-elsewhere", "sigterm", "sigint"],
 )
 def test_exit_code_of_workers_is_returned(tmp_path: Path, codes: tuple[int, int], expected: int) -> None:
     script = write_script(tmp_path, f"sys.exit({codes}[rank])")
     assert launch_workers(script, 2) == expected
 
 
-def test_killed_worker_reads_as_out_of_memory(tmp_path: Path, short_waits: None) -> None:
-    script = write_script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL) if rank else time.sleep(60)")
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("SIGKILL", "out of memory"), ("SIGABRT", "--distributed-timeout-minutes")],
+    ids=["by-the-kernel", "by-nccl"],
+)
+def test_killed_worker_ends_the_run_with_the_usual_reason(
+    tmp_path: Path, short_waits: None, caplog: pytest.LogCaptureFixture, name: str, reason: str
+) -> None:
+    script = write_script(tmp_path, f"os.kill(os.getpid(), signal.{name}) if rank else time.sleep(60)")
     assert launch_workers(script, 2) == 5
+    assert name in caplog.text and reason in caplog.text
 
 
 def test_failed_worker_ends_one_that_ignores_sigterm(tmp_path: Path, short_waits: None) -> None:
@@ -151,6 +184,23 @@ sys.exit(128 + {int(signum)})
     launcher.send_signal(signum)  # as `timeout` and impatient users do
     assert launcher.wait(30) == 128 + signum
     assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+def test_second_signal_after_a_while_ends_workers_that_hang(tmp_path: Path) -> None:
+    body = f"""
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+open(f'{tmp_path}/ready{{rank}}', 'w').write('yes')
+time.sleep(120)
+"""
+    launcher = start_launcher(write_script(tmp_path, body), 2)
+    await_files(tmp_path / "ready0", tmp_path / "ready1")
+    for pause in (0.5, 0.5, INSISTENCE_S):  # the first two are one impatient person
+        assert launcher.poll() is None
+        launcher.send_signal(signal.SIGINT)
+        time.sleep(pause)
+    assert launcher.poll() is None
+    launcher.send_signal(signal.SIGINT)
+    assert launcher.wait(30) == 128 + signal.SIGINT
 
 
 def test_no_worker_outlives_a_killed_launcher(tmp_path: Path) -> None:

@@ -1,0 +1,89 @@
+"""What torch raises when memory runs out or another rank does not answer, in words that name a cure.
+
+torch has no class for most of it: gloo raises RuntimeError, NCCL's watchdog aborts the process (the launcher
+knows SIGABRT), the CPU allocator raises RuntimeError. So the first line of the message decides.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from patch.config.positions import where
+from patch.config.schema import RunConfig
+from patch.distributed.launch import LOST_RANK_CODE
+from patch.errors import PatchError, TrainingError
+
+# Sources of the wording: torch's c10/core/impl/alloc_cpu.cpp, c10/cuda and torch/csrc/distributed/c10d
+# (ProcessGroupNCCL, NCCLUtils, TCPStore); gloo/transport/tcp (pair.cc, unbound_buffer.cc).
+_OUT_OF_MEMORY = ("can't allocate memory", "DefaultCPUAllocator", "out of memory", "Cannot allocate memory")
+_TIMED_OUT = ("Timed out", "timed out", "Application timeout", "wait timeout", "Watchdog caught collective")
+_LOST = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "remote process exited",
+    "failed to recv",
+)
+
+
+class LostRankError(TrainingError):
+    """Another rank ended. It knows why: the launcher prefers that rank's exit code to this one."""
+
+    exit_code = LOST_RANK_CODE
+
+
+@contextmanager
+def explained(config: RunConfig) -> Iterator[None]:
+    """Out of memory, a collective that timed out and a lost rank leave the block as errors of ours.
+
+    Raises:
+        TrainingError: with the cure; what torch raised is its __cause__. Anything else passes as it is.
+    """
+    try:
+        yield
+    except PatchError:
+        raise
+    except (RuntimeError, MemoryError, OSError) as error:
+        explanation = _explain(error, config)
+        if explanation is None:
+            raise
+        raise explanation from error
+
+
+def _explain(error: RuntimeError | MemoryError | OSError, config: RunConfig) -> TrainingError | None:
+    message = str(error)
+    reason = (message.strip().splitlines() or [type(error).__name__])[0]
+    if _is_out_of_memory(error, message):
+        return TrainingError(
+            f"this process ran out of memory: {reason}. Take a smaller {where('micro_batch_size')}, full at "
+            f"{where('recompute_granularity')}, true at {where('use_distributed_optimizer')}, or more "
+            "processes (TP, PP)"
+        )
+    if not isinstance(error, RuntimeError):
+        return None
+    if any(words in message for words in _TIMED_OUT):
+        return TrainingError(
+            f"another rank did not answer within {config.parallel.distributed_timeout_minutes} minutes "
+            f"({where('distributed_timeout_minutes')}): {reason}. It hangs or has ended, its own messages "
+            "say why; raise that flag if a step really takes so long"
+        )
+    if any(words in message for words in _LOST):
+        return LostRankError(f"another rank ended, its own messages say why: {reason}")
+    if isinstance(error, dist.DistError):
+        return TrainingError(
+            f"the processes cannot talk to each other: {reason}. Look at the other ranks' messages, and at "
+            "MASTER_ADDR and MASTER_PORT where there are several machines"
+        )
+    return None
+
+
+def _is_out_of_memory(error: RuntimeError | MemoryError | OSError, message: str) -> bool:
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    return known or any(words in message for words in _OUT_OF_MEMORY)

@@ -1,0 +1,113 @@
+"""Real failures of torch, gloo and the system, as the launcher's exit code and a message with a cure.
+
+Run as a program this file is a worker: `python test_failures.py CODE_OF_RANK_1`.
+"""
+
+import errno
+import os
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3])]
+from distributed_runner import run_distributed
+from small_runs import small_run
+
+from patch.config import Rendezvous
+from patch.device import MachineFacts
+from patch.distributed.launch import LOST_RANK_CODE, launch
+from patch.errors import DataError, TrainingError
+from patch.training.failures import LostRankError, explained
+
+CONFIG = small_run()
+MACHINE = MachineFacts(cuda_devices=0, cpu_cores=2)
+
+
+def out_of_memory_on_the_cpu() -> None:
+    torch.empty(2**60, dtype=torch.uint8)
+
+
+def out_of_memory_in_python() -> None:
+    bytearray(2**60)
+
+
+def out_of_memory_on_a_gpu() -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+
+def out_of_memory_in_a_file() -> None:
+    raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+
+@pytest.mark.parametrize(
+    "fail",
+    [out_of_memory_on_the_cpu, out_of_memory_in_python, out_of_memory_on_a_gpu, out_of_memory_in_a_file],
+)
+def test_out_of_memory_names_its_cures(fail) -> None:
+    with pytest.raises(TrainingError) as caught, explained(CONFIG):
+        fail()
+    assert all(name in str(caught.value) for name in ("BATCH_SIZE", "17 AC", "14 DO"))
+    assert caught.value.exit_code == 5 and caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        DataError("row 3"),
+        RuntimeError("a bug"),
+        FileNotFoundError("x"),
+        TimeoutError("timed out"),
+        KeyError(1),
+    ],
+    ids=repr,
+)
+def test_other_errors_pass_as_they_are(error: Exception) -> None:
+    with pytest.raises(type(error)) as caught, explained(CONFIG):
+        raise error
+    assert caught.value is error
+
+
+def wait_for_a_rank_that_hangs(rank: int, world_size: int) -> str:
+    hasty = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == 1:
+        time.sleep(3)
+        return ""
+    with pytest.raises(TrainingError) as caught, explained(CONFIG):
+        dist.all_reduce(torch.ones(1), group=hasty)
+    assert not isinstance(caught.value, LostRankError)
+    return str(caught.value)
+
+
+def test_hang_names_the_flag_and_the_other_ranks() -> None:
+    message, _ = run_distributed(wait_for_a_rank_that_hangs, 2)
+    assert "--distributed-timeout-minutes" in message and "30 minutes" in message
+    assert "another rank" in message
+
+
+@pytest.mark.parametrize("code", [4, 1])
+def test_rank_that_ended_gives_the_exit_code(code: int) -> None:
+    config = small_run(dp=2)
+    assert launch(Path(__file__), [str(code)], config, Rendezvous(), MACHINE) == code
+
+
+def lose_rank_1(code: int) -> None:
+    """Rank 1 ends with `code`; rank 0 waits for it and ends with the code of what `explained` raises."""
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(code)
+    try:
+        with explained(CONFIG):
+            dist.all_reduce(torch.ones(1))
+    except LostRankError as error:
+        assert error.exit_code == LOST_RANK_CODE
+        os._exit(error.exit_code)
+
+
+if __name__ == "__main__":
+    lose_rank_1(int(sys.argv[1]))
