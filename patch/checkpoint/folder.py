@@ -8,18 +8,18 @@ root/latest_checkpointed_iteration.txt "100"
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from pathlib import Path
 
+import torch.distributed as dist
+
+from patch.config.run_folder import TRACKER, complete_iterations, is_complete
+from patch.distributed.collectives import all_or_none
+from patch.errors import CheckpointError
 from patch.logger import get_logger
 
 _log = get_logger(__name__)
 
-INDEX = ".metadata"
-COMMON = "common.pt"
-_FILES = (INDEX, COMMON, "metadata.json")
-_TRACKER = "latest_checkpointed_iteration.txt"
 _STAGING = ".tmp"
 _REPLACED = ".old"
 
@@ -29,24 +29,49 @@ def iteration_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def is_complete(folder: Path) -> bool:
-    """Whether the folder holds every file that a checkpoint has whatever its size."""
-    return all((folder / name).is_file() for name in _FILES)
-
-
 def latest_iteration(root: Path) -> int | None:
-    """The newest checkpoint below `root`: the tracker's, or else the newest complete folder, or None."""
+    """The newest checkpoint below `root`: the tracker's, or else the newest complete folder.
+
+    None where nothing was ever saved. Rank 0 looks and all ranks agree: a collective in a job.
+
+    Raises:
+        CheckpointError: checkpoints were there and none is complete; training must not begin anew over them.
+    """
+    if not dist.is_initialized():
+        return _newest(root)
+    found: list[int | None] = [None]
+    with all_or_none():
+        if dist.get_rank() == 0:
+            found = [_newest(root)]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def _newest(root: Path) -> int | None:
     tracked = _tracked_iteration(root)
     if tracked is not None and is_complete(iteration_folder(root, tracked)):
         return tracked
-    complete = [int(path.name[len("iter_") :]) for path in root.glob("iter_*") if _is_checkpoint(path)]
-    newest = max(complete, default=None)
-    if tracked is not None or newest is not None:
-        _log.warning(
-            "%s names %s, which is no complete checkpoint; the newest complete one is %s",
-            root / _TRACKER, tracked, newest,
-        )  # fmt: skip
+    newest = max(complete_iterations(root), default=None)
+    if newest is None:
+        _refuse_remains(root)
+        return None
+    _log.warning(
+        "%s names %s, which is no complete checkpoint; the newest complete one is %s",
+        root / TRACKER, tracked, newest,
+    )  # fmt: skip
     return newest
+
+
+def _refuse_remains(root: Path) -> None:
+    """A tracker or a folder that once was a checkpoint; a first save that was killed leaves neither."""
+    remains = sorted(path.name for path in root.glob("iter_*") if not path.name.endswith(_STAGING))
+    remains += [TRACKER] if (root / TRACKER).exists() else []
+    if remains:
+        raise CheckpointError(
+            f"{root} holds {', '.join(remains)} and no complete checkpoint (iter_* with .metadata, common.pt "
+            f"and metadata.json): bring the missing files back (a folder *{_REPLACED} is a checkpoint under "
+            "another name), remove these to start from step 1, or give another OUTPUT_BASEPATH (position 25)"
+        )
 
 
 def open_staging(target: Path) -> Path:
@@ -79,7 +104,7 @@ def publish(target: Path) -> None:
         target.rename(replaced)
     staging.rename(target)
     shutil.rmtree(replaced, ignore_errors=True)
-    tracker = target.parent / _TRACKER
+    tracker = target.parent / TRACKER
     draft = tracker.with_suffix(_STAGING)
     draft.write_text(f"{int(target.name[len('iter_') :])}\n", encoding="ascii")
     _sync(draft)
@@ -87,13 +112,9 @@ def publish(target: Path) -> None:
     _sync(target.parent)
 
 
-def _is_checkpoint(path: Path) -> bool:
-    return re.fullmatch(r"iter_\d+", path.name) is not None and is_complete(path)
-
-
 def _tracked_iteration(root: Path) -> int | None:
     try:
-        return int((root / _TRACKER).read_text(encoding="ascii"))
+        return int((root / TRACKER).read_text(encoding="ascii"))
     except (FileNotFoundError, ValueError):
         return None
 

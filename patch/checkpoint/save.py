@@ -10,9 +10,10 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from patch.checkpoint.folder import is_complete, iteration_folder, open_staging, publish, staging_folder
+from patch.checkpoint.folder import iteration_folder, open_staging, publish, staging_folder
 from patch.checkpoint.shards import bytes_to_write, copied, gather, shards_of
 from patch.checkpoint.together import fail_together
+from patch.config.run_folder import is_complete
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 
@@ -62,9 +63,14 @@ def _check_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise CheckpointError(
-            f"checkpoint {target} needs {needed / 2**30:.2f} GiB, {target.parent} has {free / 2**30:.2f} GiB "
-            "free; remove older checkpoints there or choose another OUTPUT_BASEPATH (position 25)"
+            f"checkpoint {target} needs {size_text(needed)}, {target.parent} has {size_text(free)} free; "
+            "remove older checkpoints there or choose another OUTPUT_BASEPATH (position 25)"
         )
+
+
+def size_text(num_bytes: int) -> str:
+    """Bytes in MiB, from 1 GiB on in GiB."""
+    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _publish(target: Path) -> None:

@@ -13,7 +13,8 @@ Upstream 0.16.1, all below megatron/core/dist_checkpointing/:
 - strategies/common.py:41, validation.py:422: fail on one rank only, with the same end.
 - serialization.py:427 writes the small metadata.json on rank 0, then all ranks meet in a barrier.
 - strategies/filesystem_async.py:230 calls torch.cuda.synchronize.
-- strategies/torch.py:799 calls torch's deprecated load_state_dict, of which every load would warn the user.
+- strategies/torch.py:799 and :138 use torch's deprecated load_state_dict and ShardedTensor, of which every
+  load would warn the user; tensor_parallel/mappings.py uses collectives that torch 2.13 renamed.
 
 Delete an entry when upstream reports that failure on all ranks, or saves without CUDA. Saving in the
 background (`async_sharded_save` with a forked caller) needs a queue between processes and is not covered.
@@ -42,6 +43,13 @@ from patch.errors import CheckpointError
 _log = logging.getLogger(__name__)
 _save_common = common.TorchCommonSaveStrategy.save_common
 _validate_sharding_integrity = state_dict_utils.validate_sharding_integrity
+
+# Beginnings of torch's warnings about names that upstream uses and a user cannot change.
+_OLD_NAMES = (
+    "`load_state_dict` is deprecated",
+    "Please use DTensor instead",
+    r"`torch\.distributed\.\w+_tensor` is deprecated",
+)
 
 
 def _write_in_threads(
@@ -124,6 +132,7 @@ def apply(cuda: bool) -> None:
     common.TorchCommonSaveStrategy.save_common = _save_common_together
     state_dict_utils.validate_sharding_integrity = _validate_together
     serialization.save_config = _save_config
-    warnings.filterwarnings("ignore", "`load_state_dict` is deprecated", FutureWarning)
+    for message in _OLD_NAMES:
+        warnings.filterwarnings("ignore", message, FutureWarning)
     if not cuda:
         replace_torch(filesystem_async.__name__)

@@ -6,6 +6,7 @@ import pytest
 
 from patch.checkpoint import latest_iteration
 from patch.checkpoint.folder import iteration_folder, open_staging, publish
+from patch.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
@@ -40,6 +41,18 @@ def test_latest_iteration_falls_back_and_says_so_when_the_tracker_is_wrong(tmp_p
     (tmp_path / TRACKER).write_text(tracked)
     assert latest_iteration(tmp_path) == 10
     assert TRACKER in caplog.text and "10" in caplog.text
+
+
+@pytest.mark.parametrize("remains", ["tracker", "incomplete", "replaced"])
+def test_latest_iteration_refuses_to_begin_anew_over_a_damaged_checkpoint(tmp_path, remains):
+    names = {"tracker": TRACKER, "incomplete": "iter_0000030", "replaced": "iter_0000030.old"}
+    if remains == "tracker":
+        (tmp_path / TRACKER).write_text("30")
+    else:
+        (tmp_path / names[remains]).mkdir()
+    with pytest.raises(CheckpointError) as refused:
+        latest_iteration(tmp_path)
+    assert all(part in str(refused.value) for part in (names[remains], "OUTPUT_BASEPATH", "metadata.json"))
 
 
 def test_publish_replaces_the_same_iteration_and_tracks_it(tmp_path):
