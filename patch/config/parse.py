@@ -1,6 +1,6 @@
 """From argv, environment and machine to one RunConfig: layers, shape, and what can be derived.
 
-Flags beat positions, positions beat the --config file, the file beats the shape that MODEL_SIZE
+Flags beat positions and environment variables, these beat the --config file, the file beats the shape that MODEL_SIZE
 names, and that beats the defaults. The layer that sets MODEL_SIZE replaces the whole shape of the
 layers below it, so a file's 8B never leaks into a position's 70B.
 """
@@ -8,13 +8,14 @@ layers below it, so a file's 8B never leaks into a position's 70B.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from patch.config.environment import Rendezvous, default_nproc_per_node, read_cluster
 from patch.config.fields import FIELDS, assemble, check_choice, missing, to_float
 from patch.config.flags import build_parser, read_flags
 from patch.config.hf import is_hf_folder
-from patch.config.positions import read_positions, where
+from patch.config.positions import read_positions, read_variables, where
 from patch.config.presets import MODEL_SIZES, PRESETS, REQUIRED_SHAPE, SHAPE_FIELDS
 from patch.config.run_folder import run_behind
 from patch.config.schema import RunConfig
@@ -45,7 +46,9 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     texts, rest = _split(argv)
     flags = read_flags(rest)
     file = read_yaml(flags.config) if flags.config is not None else {}
-    env, positions = read_positions(texts, environ, flags.fields) if texts else ("dsw", {})
+    env, positions = "dsw", read_variables(environ)
+    if texts:
+        env, positions = read_positions(texts, environ, flags.fields)
     merged = _merge([file, positions, flags.fields])
     merged = {**_shape(merged), **merged}
     # positions say how many machines there are, so only a flag may overrule them
@@ -89,6 +92,11 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
         return found.fields
     if merged.keys() >= REQUIRED_SHAPE or "model_size" not in merged:
         return {}
+    if load != "none" and not Path(load).exists():
+        raise ConfigError(
+            f"{where('load')}: there is no {load!r}, expected a folder; models of the hub are not fetched, "
+            "do that first: hf download NAME --local-dir FOLDER"
+        )
     raise ConfigError(
         f"{where('model_size')}: auto reads the shape from what is at {where('load')}, which is {load!r} "
         "without a config.json, and no run's checkpoints with their config.yaml; expected one of the two "

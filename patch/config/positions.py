@@ -109,7 +109,7 @@ def read_positions(
     layer["attention_backend"] = "flash" if words["FL"] == "true" else "fused"
     layer["recompute_granularity"] = {"sel": "selective", "full": "full"}.get(words["AC"], "none")
     layer["cpu_offloading"] = words["AC"] == "offload"
-    layer.update(_read_variables(environ))
+    layer.update(read_variables(environ))
     if not flags.get("sft", layer["sft"]):
         _tokens_to_iters(layer, flags)
     return words["ENV"], layer
@@ -144,7 +144,12 @@ def _parse(index: int, position: Position, text: str) -> Any:
     return value
 
 
-def _read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
+def read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
+    """The fields that environment variables set, with positions or without.
+
+    Raises:
+        ConfigError: a value that cannot be read.
+    """
     if environ.get("OPTIMIZER_OFFLOAD_FRACTION"):
         raise ConfigError(
             "environment variable OPTIMIZER_OFFLOAD_FRACTION: optimizer offload is not built yet, unset it"

@@ -58,6 +58,11 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
         DataError: naming both sizes.
     """
     needed = vocabulary_size(tokenizer)
+    if vocab_size > 2 * needed:
+        _log.warning(
+            "the model's vocabulary has %d rows, tokenizer %s only %d ids: --vocab-size %d would do",
+            vocab_size, tokenizer.name_or_path, needed, needed,
+        )  # fmt: skip
     if needed > vocab_size:
         last = tokenizer.convert_ids_to_tokens(needed - 1)
         raise DataError(

@@ -97,8 +97,11 @@ def worker_environments(
         "OMP_NUM_THREADS": share_of_cores,
         "RAYON_NUM_THREADS": share_of_cores,
         "TOKENIZERS_PARALLELISM": "true",  # no worker forks, which is what tokenizers' threads do not survive
-        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
     }
+    if config.parallel.tensor_model_parallel_size > 1:
+        # megatron-core's tensor-parallel layers rely on one queue for the order of their kernels; without
+        # them it would keep gradient reductions from running beside backward.
+        defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.training.deterministic_mode:
         defaults["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch refuses deterministic matmuls without it
     shared = {

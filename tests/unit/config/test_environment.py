@@ -2,6 +2,7 @@
 
 import pytest
 
+from patch.config import parse_args, to_flags
 from patch.config.environment import Rendezvous
 from patch.device import MachineFacts
 from patch.errors import ConfigError
@@ -98,3 +99,13 @@ def test_torchrun_decides_for_its_workers(command):
     command.environ.update(LOCAL_RANK="0", WORLD_SIZE="8", LOCAL_WORLD_SIZE="4", NPROC_PER_NODE="1")
     parallel = command.parse().config.parallel
     assert (parallel.nnodes, parallel.nproc_per_node) == (2, 4)
+
+
+def test_variables_count_without_positions_too(command):
+    flags = to_flags(command.parse().config)
+    named = ("--tokenizer-name-or-path", "--dataset-type")
+    kept = [flag for flag in flags if not flag.startswith(named)]
+    assert len(kept) < len(flags)
+    config = parse_args(kept, command.environ, command.machine).config
+    assert config.data.tokenizer_name_or_path == str(command.tokenizer)
+    assert config.data.dataset_type == "raw"
