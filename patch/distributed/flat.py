@@ -84,9 +84,9 @@ def start_reduce_scatter(buffer: torch.Tensor, out: torch.Tensor, group: dist.Pr
     work = dist.all_to_all_single(received, buffer, group=group, async_op=True)
 
     def add_up() -> None:
-        parts = received.view(group.size(), -1)
-        out.copy_(parts[0])
-        for part in parts[1:]:
+        first, second, *others = received.view(group.size(), -1)
+        torch.add(first, second, out=out)
+        for part in others:
             out.add_(part)
 
     return Pending(work, add_up)
