@@ -1,0 +1,205 @@
+"""Who takes part in `overlap`: ours at each sharding level, upstream, compute alone, communication alone."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from patch.config.schema import RunConfig
+from patch.data import Batch
+from patch.distributed.flat import WaitClock, start_all_gather, start_reduce_scatter
+from patch.model import build_llama_model, initialize_weights
+from patch.optimizer import OverlappedDistributedOptimizer
+from patch.training.setup import Run
+from patch.training.step import train_step
+from toolkits.benchmarks._overlap_figures import COMMUNICATION, COMPUTE
+from toolkits.benchmarks._upstream import Overlap, UpstreamTrainer
+
+OURS = {f"ours: {level}": level for level in ("none", "optimizer", "gradients")}
+UPSTREAM = {
+    "upstream: no overlap": Overlap(),
+    "upstream: gradients": Overlap(gradients=True),
+    "upstream: gradients + weights": Overlap(gradients=True, weights=True),
+    "upstream: both, all-to-all": Overlap(gradients=True, weights=True, all_to_all=True),
+}
+
+
+class Contender(Protocol):
+    """What a round needs of a participant."""
+
+    def step(self) -> float:
+        """One optimizer step; the loss, or what stands for it."""
+
+    def settle(self) -> None:
+        """Finish what the last step left under way."""
+
+
+class SameBatches:
+    """A reader that gives the same micro-batches in every step, all of whose tokens are learned."""
+
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        generator = torch.Generator().manual_seed(rank)
+        shape = (config.training.micro_batch_size, config.sample_length)
+        self.batches = [
+            Batch(
+                torch.randint(config.model.vocab_size, shape, generator=generator),
+                torch.randint(config.model.vocab_size, shape, generator=generator),
+                torch.ones(shape),
+            )
+            for _ in range(config.num_micro_batches)
+        ]
+
+    def step(self, iteration: int) -> list[Batch]:
+        """The micro-batches of this rank."""
+        return self.batches
+
+
+class OurTrainer:
+    """patch.training's step, as every run of ours takes it."""
+
+    def __init__(
+        self, config: RunConfig, groups: ProcessGroupCollection, device: torch.device, reader: SameBatches
+    ) -> None:
+        model = build_llama_model(config, groups, device)
+        initialize_weights(model, config)
+        optimizer = OverlappedDistributedOptimizer(model, config.optimizer, config.sharding_level, groups)
+        model.config.no_sync_func = optimizer.no_sync
+        model.config.grad_scale_func = optimizer.loss_scale.apply
+        self.run = Run(
+            config=config,
+            device=device,
+            groups=groups,
+            tokenizer=None,
+            train_reader=reader,  # type: ignore[arg-type]
+            valid_reader=None,
+            model=model,
+            optimizer=optimizer,
+            start_iteration=0,
+        )
+
+    def step(self) -> float:
+        """One optimizer step."""
+        return train_step(self.run, 0).loss
+
+    def settle(self) -> None:
+        """Wait for the weights."""
+        self.run.optimizer.wait_for_weights()
+
+
+class ComputeAlone(OurTrainer):
+    """A job of this rank alone: nothing travels.
+
+    It updates all parameters, where a rank of the others updates its shard; `surplus` is the time of the
+    part that it should not do, since the last call.
+    """
+
+    def __init__(
+        self, config: RunConfig, groups: ProcessGroupCollection, device: torch.device, reader: SameBatches
+    ) -> None:
+        alone = copy.copy(groups)
+        alone.dp = alone.dp_cp = dist.new_subgroups(1)[0]
+        super().__init__(config, alone, device, reader)
+        self._num_shards = groups.dp_cp.size()
+        self._update_s = 0.0
+        update = self.run.optimizer.step
+
+        def timed_update(lr: float, grad_norm: float) -> None:
+            begin = now(device)
+            update(lr, grad_norm)
+            self._update_s += now(device) - begin
+
+        self.run.optimizer.step = timed_update  # type: ignore[method-assign]
+
+    def take_surplus(self) -> float:
+        """Seconds of updates that belong to other ranks' shards, since the last call."""
+        update_s, self._update_s = self._update_s, 0.0
+        return update_s * (1 - 1 / self._num_shards)
+
+
+class CommunicationAlone:
+    """The bytes of one sharded step, bucket by bucket: gradients reduce-scattered, weights gathered."""
+
+    def __init__(self, like: OverlappedDistributedOptimizer) -> None:
+        self._group = like.groups.dp_cp
+        self._rank, self._num_ranks = self._group.rank(), self._group.size()
+        self._clock = WaitClock(like.weights.flat.device)
+        numels = [bucket.extent.numel for bucket in like.gradients.buckets]
+        total, device = sum(numels), like.weights.flat.device
+        self._gradients = torch.zeros(total, dtype=torch.float32, device=device).split(numels)
+        self._weights = torch.zeros(total, dtype=like.weights.flat.dtype, device=device).split(numels)
+
+    @property
+    def num_bytes(self) -> int:
+        """What a rank sends in a step."""
+        whole = sum(part.numel() * part.element_size() for part in (*self._gradients, *self._weights))
+        return whole * (self._num_ranks - 1) // self._num_ranks
+
+    def step(self) -> float:
+        """All reductions, then all gathers."""
+        reduced = [start_reduce_scatter(part, self._own(part), self._group) for part in self._gradients]
+        for pending in reduced:
+            pending.wait(self._clock)
+        gathered = [start_all_gather(part, self._own(part), self._group) for part in self._weights]
+        for pending in gathered:
+            pending.wait(self._clock)
+        return 0.0
+
+    def settle(self) -> None:
+        """Every step waits for its end itself."""
+
+    def _own(self, part: torch.Tensor) -> torch.Tensor:
+        return part.chunk(self._num_ranks)[self._rank]
+
+
+def build_contenders(
+    config: RunConfig, groups: ProcessGroupCollection, device: torch.device
+) -> dict[str, Contender]:
+    """All of them, by name, on this rank; each has a model of its own with the same first weights."""
+    reader = SameBatches(config, groups.dp_cp.rank())
+    contenders: dict[str, Contender] = {COMPUTE: ComputeAlone(config, groups, device, reader)}
+    for name, level in OURS.items():
+        contenders[name] = OurTrainer(_at_level(config, level), groups, device, reader)
+    sharded = contenders["ours: optimizer"]
+    assert isinstance(sharded, OurTrainer)
+    contenders[COMMUNICATION] = CommunicationAlone(sharded.run.optimizer)
+    for name, overlap in UPSTREAM.items():
+        contenders[name] = UpstreamTrainer(config, groups, device, reader.batches, overlap)
+    return contenders
+
+
+def time_round(contender: Contender, steps: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of one step, over `steps` steps after one untimed, and the last loss.
+
+    The untimed step brings the steady state: each timed forward meets the weights of the step before on
+    their way, and the last step's are left on theirs.
+    """
+    contender.step()
+    if isinstance(contender, ComputeAlone):
+        contender.take_surplus()
+    dist.barrier()
+    begin = now(device)
+    for _ in range(steps):
+        loss = contender.step()
+    seconds = now(device) - begin
+    contender.settle()
+    if isinstance(contender, ComputeAlone):
+        seconds -= contender.take_surplus()
+    return seconds / steps, loss
+
+
+def now(device: torch.device) -> float:
+    """Seconds on a clock that has waited for the GPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _at_level(config: RunConfig, level: str) -> RunConfig:
+    parallel = dataclasses.replace(config.parallel, data_parallel_sharding=level)
+    return dataclasses.replace(config, parallel=parallel)

@@ -1,0 +1,89 @@
+"""Two network namespaces joined by a cable of a chosen speed, for two ranks on one machine.
+
+Nothing of the host's network changes: both ends of the cable are made inside the namespaces, which have no
+other interface than their loopback. Needs root, and `ip` and `tc` of iproute2.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from types import TracebackType
+
+INTERFACE = "cable"
+"""Name of the cable's end, the same in both namespaces."""
+
+# Room for the largest packet the stack hands over at once, and a queue that TCP fills without losses.
+_BURST, _QUEUE = "256kb", "4mb"
+
+
+class LinkError(Exception):
+    """This machine or this user cannot make namespaces; the message says why."""
+
+
+class Link:
+    """A context in which the two namespaces exist; they are gone after it, however it ends."""
+
+    def __init__(self) -> None:
+        self.namespaces = [f"overlap-{os.getpid()}-{end}" for end in range(2)]
+
+    def __enter__(self) -> Link:
+        """Make the namespaces and the cable.
+
+        Raises:
+            LinkError: no root, no iproute2, or a kernel that refuses.
+        """
+        if os.geteuid() != 0:
+            raise LinkError("network namespaces need root")
+        for tool in ("ip", "tc"):
+            if shutil.which(tool) is None:
+                raise LinkError(f"`{tool}` not found; install iproute2")
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._remove()
+
+    def inside(self, end: int, command: list[str]) -> list[str]:
+        """The command that runs `command` in one of the namespaces."""
+        return ["ip", "netns", "exec", self.namespaces[end], *command]
+
+    def _make(self) -> None:
+        first, second = self.namespaces
+        for name in self.namespaces:
+            _run("ip", "netns", "add", name)
+        cable = ["type", "veth", "peer", "name", INTERFACE, "netns", second]
+        _run("ip", "link", "add", INTERFACE, "netns", first, *cable)
+        for end, name in enumerate(self.namespaces):
+            # A network of two addresses kept for documentation (RFC 5737).
+            _run("ip", "-n", name, "address", "add", f"192.0.2.{end + 1}/30", "dev", INTERFACE)
+            for device in ("lo", INTERFACE):
+                _run("ip", "-n", name, "link", "set", device, "up")
+
+    def _remove(self) -> None:
+        """The cable goes with the namespaces. Ctrl-C waits until they are gone."""
+        previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for name in self.namespaces:
+            if os.path.exists(f"/run/netns/{name}"):
+                subprocess.run(["ip", "netns", "delete", name], check=False)
+        signal.signal(signal.SIGINT, previous)
+
+
+def limit_speed(mbit: float) -> None:
+    """Limit what this process's namespace sends to `mbit` Mbit/s, headers included."""
+    rate = ["tbf", "rate", f"{mbit:.1f}mbit", "burst", _BURST, "limit", _QUEUE]
+    _run("tc", "qdisc", "replace", "dev", INTERFACE, "root", *rate)
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise LinkError(f"`{' '.join(command)}`: {done.stderr.strip()}")

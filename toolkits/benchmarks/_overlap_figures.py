@@ -1,0 +1,80 @@
+"""From the rounds of `overlap` to medians, ratios, a table and a plot."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from statistics import median, quantiles
+
+COMPUTE, COMMUNICATION = "compute alone", "communication alone"
+
+
+class Figures:
+    """The rounds of one accumulation count.
+
+    Args:
+        rounds: name -> one record a round, whose "seconds" are those of a step on the slower rank.
+
+    Ratios are medians over rounds of the ratio within a round: what else runs on the machine changes from
+    minute to minute and hits neighbours in a round alike.
+    """
+
+    def __init__(self, rounds: dict[str, list[dict[str, float]]]) -> None:
+        self.seconds = {name: [one["seconds"] for one in found] for name, found in rounds.items()}
+        self.best_ours = self._best("ours")
+        self.best_upstream = self._best("upstream")
+
+    def ratio(self, name: str, other: str) -> float:
+        """How many times `other`'s step a step of `name` takes."""
+        return _ratio(self.seconds[name], self.seconds[other])
+
+    def over_bound(self, name: str) -> float:
+        """A step over max(compute, communication), the time that perfect overlap would take."""
+        return _ratio(self.seconds[name], list(map(max, self.seconds[COMPUTE], self.seconds[COMMUNICATION])))
+
+    def spread(self, name: str) -> tuple[float, float, float]:
+        """Lower quartile, median and upper quartile, in seconds."""
+        lower, middle, upper = quantiles(self.seconds[name], n=4, method="inclusive")
+        return lower, middle, upper
+
+    def _best(self, prefix: str) -> str:
+        return min((n for n in self.seconds if n.startswith(prefix)), key=lambda n: median(self.seconds[n]))
+
+
+def _ratio(these: list[float], those: list[float]) -> float:
+    return median(this / that for this, that in zip(these, those, strict=True))
+
+
+def table(accumulation: int, figures: Figures) -> str:
+    """Contenders by median step time."""
+    bound = "/ max(compute, comm.)"
+    lines = [f"accumulation {accumulation:<16}{'median s':>10}{'quartiles':>18}{bound:>24}{'/ upstream':>12}"]
+    for name in sorted(figures.seconds, key=lambda name: median(figures.seconds[name])):
+        lower, middle, upper = figures.spread(name)
+        line = f"{name:<29}{middle:>10.3f}{f'{lower:.3f} - {upper:.3f}':>18}"
+        if name not in (COMPUTE, COMMUNICATION):
+            line += f"{figures.over_bound(name):>24.3f}{figures.ratio(name, figures.best_upstream):>12.3f}"
+        lines.append(line)
+    return "\n".join(lines) + "\n"
+
+
+def plot(file: Path, figures: dict[str, Figures]) -> None:
+    """Bars of step times with quartiles; lines for compute and communication alone."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    canvas, axes = pyplot.subplots(1, len(figures), figsize=(6.5 * len(figures), 4), layout="constrained")
+    for axis, (accumulation, found) in zip(axes, figures.items(), strict=True):
+        names = [name for name in reversed(found.seconds) if name not in (COMPUTE, COMMUNICATION)]
+        spreads = [found.spread(name) for name in names]
+        middles = [middle for _, middle, _ in spreads]
+        errors = [[m - low for low, m, _ in spreads], [high - m for _, m, high in spreads]]
+        colors = ["tab:blue" if name.startswith("ours") else "tab:gray" for name in names]
+        axis.barh(names, middles, xerr=errors, color=colors)
+        for name, style in ((COMPUTE, "--"), (COMMUNICATION, ":")):
+            axis.axvline(median(found.seconds[name]), linestyle=style, color="black", label=name)
+        axis.set(title=f"accumulation {accumulation}", xlabel="seconds a step (median, quartiles)")
+        axis.legend(fontsize="small")
+    canvas.savefig(file, dpi=120)
+    pyplot.close(canvas)

@@ -1,0 +1,76 @@
+"""What every benchmark says about itself: aims, machine, versions; as JSON and on the screen."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+_PACKAGES = ("torch", "megatron-core", "transformers", "numpy")
+
+
+class Aim(NamedTuple):
+    """One threshold of the issue; smaller is better."""
+
+    name: str
+    measured: float
+    aim: float
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the measured value is at most the aim."""
+        return self.measured <= self.aim
+
+
+def write_json(file: Path, aims: Sequence[Aim], **content: Any) -> None:
+    """Write the aims, the machine, the versions and whatever else the benchmark measured."""
+    listed = [{"name": aim.name, "measured": aim.measured, "aim": aim.aim, "met": aim.is_met} for aim in aims]
+    report = {"aims": listed, "machine": machine(), "versions": versions(), **content}
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def aim_lines(aims: Sequence[Aim]) -> list[str]:
+    """One line an aim, for people."""
+    return [
+        f"{'met   ' if aim.is_met else 'MISSED'}  {aim.name}: {aim.measured:.3f} (aim: at most {aim.aim:.2f})"
+        for aim in aims
+    ]
+
+
+def machine() -> dict[str, Any]:
+    """Processor, cores this process may use, load before the run, kernel."""
+    return {
+        "cpu": _cpu_name(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": os.getloadavg()[0],
+        "kernel": platform.release(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python, of this repository and of the packages that matter; "missing" where one is not there."""
+    found = {"python": platform.python_version(), "commit": _commit()}
+    for package in _PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    return found
+
+
+def _cpu_name() -> str:
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"

@@ -1,0 +1,165 @@
+"""The rival: megatron-core's DistributedDataParallel with its DistributedOptimizer.
+
+It trains the same model on the same batches, wired as Megatron-LM's training loop does it. It gets what
+helps it: our bucket size (its default of 40 million parameters would make one bucket of the small model),
+torch's fused Adam (on a CPU the loop it would take is several times slower), and as one more contender its
+own reduce-scatter by all-to-all, because gloo's reduce-scatter moves as much as an all-reduce.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+    param_and_grad_buffer,
+)
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from patch.compat.cpu import replace_torch
+from patch.config.schema import RunConfig
+from patch.data import Batch
+from patch.model import build_llama_model, initialize_weights
+
+# What DDP and its optimizer need on a CPU beyond patch.compat: production never runs them.
+_CUDA_MODULES = (
+    "megatron.core.distributed.param_and_grad_buffer",
+    "megatron.core.distributed.distributed_data_parallel",
+    "megatron.core.optimizer.optimizer",
+    "megatron.core.optimizer.distrib_optimizer",
+    "megatron.core.optimizer.clip_grads",
+)
+_REDUCE_SCATTER = param_and_grad_buffer.dist_reduce_scatter_func
+
+
+class Overlap(NamedTuple):
+    """What upstream is told to overlap."""
+
+    gradients: bool = False
+    weights: bool = False
+    all_to_all: bool = False
+    """Reduce-scatter by all-to-all and a local sum."""
+
+
+def prepare_cpu() -> None:
+    """Let upstream's DDP and optimizer run without CUDA, in this process; after patch.compat.apply."""
+    for module in _CUDA_MODULES:
+        replace_torch(module)
+    get_type = torch.Tensor.type
+
+    def type_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Upstream compares type names with "torch.cuda.FloatTensor" (distrib_optimizer.py:361, 420, 582)."""
+        found = get_type(tensor, *args, **kwargs)
+        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+
+    vars(torch)["Tensor"].type = type_as_on_cuda
+
+
+class UpstreamTrainer:
+    """Upstream's training loop around one of our models.
+
+    Args:
+        config: of the run; its optimizer and bucket settings are given to upstream.
+        batches: this rank's micro-batches, the same in each step.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        groups: ProcessGroupCollection,
+        device: torch.device,
+        batches: list[Batch],
+        overlap: Overlap,
+    ) -> None:
+        self._config, self._groups, self._batches = config, groups, batches
+        model = build_llama_model(config, groups, device)
+        initialize_weights(model, config)
+        model.config.calculate_per_token_loss = False  # upstream's default
+        self._overlaps_weights = overlap.weights
+        param_and_grad_buffer.dist_reduce_scatter_func = _REDUCE_SCATTER
+        self._model = DistributedDataParallel(
+            model.config, _ddp_config(config, overlap), model, pg_collection=groups
+        )
+        self._reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
+        self._optimizer = get_megatron_optimizer(
+            _optimizer_config(config), [self._model], use_gloo_process_groups=False
+        )
+        for group in self._optimizer.param_groups:
+            group["fused"] = True
+        model.config.no_sync_func = self._model.no_sync
+        model.config.grad_scale_func = self._optimizer.scale_loss
+        model.config.finalize_model_grads_func = finalize_model_grads
+
+    def step(self) -> float:
+        """One optimizer step; the mean loss over ranks, which upstream's loop reduces each step too."""
+        # Upstream chooses its reduce-scatter for the whole process, when the last DDP is built.
+        param_and_grad_buffer.dist_reduce_scatter_func = self._reduce_scatter
+        self._model.zero_grad_buffer()
+        self._optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=_forward_step,
+            data_iterator=iter(self._batches),
+            model=self._model,
+            num_microbatches=len(self._batches),
+            seq_length=self._config.sample_length,
+            micro_batch_size=self._config.training.micro_batch_size,
+            forward_only=False,
+        )
+        self._optimizer.step()
+        loss = torch.stack([part["loss"] for part in losses]).mean()
+        dist.all_reduce(loss, group=self._groups.dp_cp)
+        return loss.item() / self._groups.dp_cp.size()
+
+    def settle(self) -> None:
+        """Wait for all weights: those on their way, and those the next forward would have asked for."""
+        if self._overlaps_weights:
+            self._model.disable_forward_pre_hook(param_sync=True)
+            self._model.enable_forward_pre_hook()
+
+
+def _ddp_config(config: RunConfig, overlap: Overlap) -> DistributedDataParallelConfig:
+    return DistributedDataParallelConfig(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlap.gradients,
+        overlap_param_gather=overlap.weights,
+        reduce_scatter_with_fp32_accumulation=overlap.all_to_all,
+        bucket_size=config.optimizer.reduce_bucket_size,
+    )
+
+
+def _optimizer_config(config: RunConfig) -> OptimizerConfig:
+    ours = config.optimizer
+    return OptimizerConfig(
+        optimizer="adam",
+        lr=ours.lr,
+        min_lr=ours.min_lr,
+        weight_decay=ours.weight_decay,
+        adam_beta1=ours.adam_beta1,
+        adam_beta2=ours.adam_beta2,
+        adam_eps=ours.adam_eps,
+        clip_grad=ours.clip_grad,
+        bf16=config.training.precision == "bf16",
+        params_dtype=torch.bfloat16 if config.training.precision == "bf16" else torch.float32,
+        use_distributed_optimizer=True,
+    )
+
+
+def _forward_step(
+    batches: Iterator[Batch], model: torch.nn.Module
+) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
+    tokens, labels, mask = next(batches)
+    return model(tokens, None, None, labels=labels), partial(_masked_mean, mask=mask)
+
+
+def _masked_mean(losses: torch.Tensor, *, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    loss = (losses * mask).sum() / mask.sum()
+    return loss, {"loss": loss.detach()}

@@ -1,0 +1,149 @@
+"""How well data-parallel traffic hides behind compute: ours against megatron-core's overlapped DDP.
+
+    python -m toolkits.benchmarks.overlap [--quick] [--json FILE] [--plot FILE] [--mbit SPEED]
+
+Without two GPUs: two ranks on one core each, in two network namespaces joined by a cable of limited speed
+(root and iproute2). With two: two NCCL ranks. All contenders live in the same two processes and take turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from patch.device import MachineFacts
+from patch.plan.sharding import resolve_sharding, with_level
+from toolkits.benchmarks._link import INTERFACE, Link, LinkError
+from toolkits.benchmarks._overlap_figures import Figures, plot, table
+from toolkits.benchmarks._overlap_rank import NUM_RANKS, Task, run_config
+from toolkits.benchmarks._report import Aim, aim_lines, write_json
+
+# Accumulation -> rounds, and timed steps in each.
+_FULL = {"1": [7, 2], "4": [4, 1]}
+_QUICK = {"1": [3, 2], "4": [2, 1]}
+_TIMEOUT_S = 900
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark and report; the exit code: 0 also where it cannot run and says so, 130 after Ctrl-C."""
+    arguments = _parse(argv)
+    signal.signal(signal.SIGTERM, _interrupt)  # so that namespaces are removed then too
+    machine = MachineFacts.probe()
+    cuda = machine.cuda_devices >= NUM_RANKS
+    if not cuda and machine.cpu_cores < NUM_RANKS:
+        print(
+            f"not run: needs {NUM_RANKS} cores or GPUs, found {machine.cpu_cores} and {machine.cuda_devices}"
+        )
+        return 0
+    begin = time.monotonic()
+    schedule = _QUICK if arguments.quick else _FULL
+    try:
+        measured = _measure(schedule, arguments.mbit, cuda)
+    except LinkError as reason:
+        print(f"not run: {reason}")
+        return 0
+    except KeyboardInterrupt:
+        return 130
+    figures = {accumulation: Figures(rounds) for accumulation, rounds in measured["rounds"].items()}
+    aims = _aims(figures, f"ours: {_auto_level(cuda, 4, machine)}")
+    way = "NCCL" if cuda else f"a cable of {measured['mbit']:.0f} Mbit/s each way"
+    print(f"{measured['bytes'] / 1e6:.1f} MB a rank and step over {way}; {time.monotonic() - begin:.0f} s\n")
+    for accumulation, found in figures.items():
+        print(table(int(accumulation), found))
+    print("\n".join(aim_lines(aims)))
+    if arguments.json:
+        write_json(arguments.json, aims, **measured)
+    plot(arguments.plot, figures)
+    print(f"plot: {arguments.plot}")
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="overlap", description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds: about half the time")
+    parser.add_argument("--json", type=Path, help="write aims, raw rounds, machine and versions here")
+    parser.add_argument("--plot", type=Path, default=Path("overlap.png"), help="the plot, a PNG")
+    parser.add_argument(
+        "--mbit", type=float, default=0.0,
+        help="speed of the cable; default: communication then takes as long as compute",
+    )  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def _interrupt(*unused: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _measure(schedule: dict[str, list[int]], mbit: float, cuda: bool) -> dict[str, Any]:
+    """Run both ranks; what rank 0 measured.
+
+    Raises:
+        LinkError: no namespaces here. RuntimeError: a rank failed; its own words are on stderr.
+    """
+    with tempfile.TemporaryDirectory() as folder, nullcontext() if cuda else Link() as link:
+        store, output = f"{folder}/store", f"{folder}/output.json"
+        ranks: list[subprocess.Popen] = []
+        try:
+            for rank in range(NUM_RANKS):
+                task = Task(rank=rank, store=store, output=output, cuda=cuda, mbit=mbit, schedule=schedule)
+                ranks.append(_start(task, link))
+            _wait(ranks)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        return json.loads(Path(output).read_text(encoding="utf-8"))
+
+
+def _start(task: Task, link: Link | None) -> subprocess.Popen:
+    command = [sys.executable, "-W", "ignore", "-m", "toolkits.benchmarks._overlap_rank", task.to_json()]
+    if link is None:
+        return subprocess.Popen(command)
+    core = sorted(os.sched_getaffinity(0))[task.rank]
+    return subprocess.Popen(
+        link.inside(task.rank, command),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE},
+        preexec_fn=partial(os.sched_setaffinity, 0, {core}),
+    )
+
+
+def _wait(ranks: list[subprocess.Popen]) -> None:
+    deadline = time.monotonic() + _TIMEOUT_S
+    while any(process.poll() is None for process in ranks):
+        failed = [rank for rank, process in enumerate(ranks) if process.poll()]
+        if failed or time.monotonic() > deadline:
+            what = f"failed, exit code {ranks[failed[0]].poll()}" if failed else f"took over {_TIMEOUT_S} s"
+            raise RuntimeError(f"rank {failed[0] if failed else 0} {what}")
+        time.sleep(0.2)
+
+
+def _auto_level(cuda: bool, accumulation: int, machine: MachineFacts) -> str:
+    """What `--data-parallel-sharding auto` chooses for the benchmark's run."""
+    asked = with_level(run_config(cuda, accumulation), "auto")
+    return resolve_sharding(asked, machine)[0].sharding_level
+
+
+def _aims(figures: dict[str, Figures], auto: str) -> list[Aim]:
+    """The thresholds of the issue."""
+    one, four = figures["1"], figures["4"]
+    ours, rival = one.best_ours, one.best_upstream
+    return [
+        Aim("accumulation 1: our best step / upstream's best", one.ratio(ours, rival), 0.90),
+        Aim("accumulation 1: our best step / max(compute, communication)", one.over_bound(ours), 1.08),
+        Aim(f"accumulation 4: auto ({auto}) / upstream's best", four.ratio(auto, four.best_upstream), 1.00),
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
