@@ -1,8 +1,8 @@
 """From argv, environment and machine to one RunConfig: layers, shape, and what can be derived.
 
-Flags beat positions and environment variables, these beat the --config file, the file beats the shape that MODEL_SIZE
-names, and that beats the defaults. The layer that sets MODEL_SIZE replaces the whole shape of the
-layers below it, so a file's 8B never leaks into a position's 70B.
+Flags beat positions and environment variables, these beat the --config file, the file beats the
+shape that MODEL_SIZE names, and that beats the defaults. The layer that sets MODEL_SIZE replaces the
+whole shape of the layers below it, so a file's 8B never leaks into a position's 70B.
 """
 
 from __future__ import annotations
