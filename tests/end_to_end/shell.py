@@ -2,10 +2,14 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "examples" / "llama3_1" / "run_mcore_llama.sh"
@@ -66,6 +70,20 @@ def call(arguments: list[str], **variables: object) -> subprocess.CompletedProce
     )
 
 
+def limited(resource: str, amount: int, arguments: list[str]) -> list[str]:
+    """The same call under a `ulimit`, such as -v (KiB of address space) or -f (KiB of a file)."""
+    return ["bash", "-c", f'ulimit {resource} {amount}; exec "$@"', "limited", *arguments]
+
+
+def cut_back(output: Path, iteration: int) -> None:
+    """Leave a run's folder as it was right after the checkpoint of `iteration`, but for its log."""
+    root = output / "checkpoint"
+    for folder in root.glob("iter_*"):
+        if int(folder.name.removeprefix("iter_")) > iteration:
+            shutil.rmtree(folder)
+    (root / "latest_checkpointed_iteration.txt").write_text(f"{iteration}\n")
+
+
 def training_records(output: Path) -> list[dict[str, Any]]:
     """The lines of log/metrics.jsonl that tell of a training step."""
     lines = (output / "log" / "metrics.jsonl").read_text().splitlines()
@@ -75,3 +93,10 @@ def training_records(output: Path) -> list[dict[str, Any]]:
 def losses(output: Path) -> list[float]:
     """The training losses, exactly as written."""
     return [record["loss"] for record in training_records(output)]
+
+
+def assert_same_weights(ours: Path, theirs: Path) -> None:
+    """Two Hugging Face folders hold the same bits."""
+    first, second = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (ours, theirs))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)

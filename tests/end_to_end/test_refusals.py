@@ -13,7 +13,7 @@ from end_to_end.shell import call, command
     [
         ({"PR": "fp17"}, ("PR", "fp17", "bf16")),
         ({"GLOBAL_BATCH_SIZE": 6}, ("GLOBAL_BATCH_SIZE", "6")),
-        ({"DO": "true"}, ("DO", "not built")),
+        ({"PR": "fp8"}, ("PR", "not built")),
     ],
     ids=["unknown-value", "batch-does-not-divide", "not-built-yet"],
 )
@@ -46,6 +46,21 @@ def test_missing_data_is_refused_after_the_configuration(office: Office, tmp_pat
     assert result.returncode == 3
     assert "none.json" in result.stderr
     assert call(command(**missing, PR="fp17")).returncode == 2
+
+
+def test_output_with_a_file_in_the_way_is_refused(office: Office, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    result = call(command(**office.positions(tmp_path / "file" / "out")))
+    assert result.returncode == 2, result.stderr
+    assert "OUTPUT_BASEPATH" in result.stderr and f"{tmp_path / 'file'} is a file" in result.stderr
+
+
+def test_empty_set_is_refused(office: Office, tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    result = call(command(**{**office.positions(tmp_path / "out"), "DATASET_PATH": empty}), NPROC_PER_NODE=1)
+    assert result.returncode == 3, result.stderr
+    assert result.stderr.count("empty.jsonl") == 1 and "Traceback" not in result.stderr
 
 
 def test_dry_run_prints_the_run_and_writes_nothing(office: Office, tmp_path: Path) -> None:

@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 from end_to_end.conftest import Office
-from end_to_end.shell import call, command, environment, losses, training_records
+from end_to_end.shell import (
+    assert_same_weights,
+    call,
+    command,
+    environment,
+    losses,
+    training_records,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from toolkits.quickstart.tasks import make_examples
@@ -97,12 +104,6 @@ def test_resume_after_sigterm_repeats_the_run(office: Office, unbroken: Path, tm
     assert result.returncode == 0, result.stderr
     assert losses(tmp_path / "out") == losses(unbroken)
     assert_same_weights(tmp_path / "out" / "hf", unbroken / "hf")
-
-
-def assert_same_weights(ours: Path, theirs: Path) -> None:
-    first, second = (AutoModelForCausalLM.from_pretrained(folder).state_dict() for folder in (ours, theirs))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 def test_another_shape_in_the_same_folder_is_refused(office: Office, unbroken: Path) -> None:

@@ -1,0 +1,121 @@
+"""bf16 runs over tensor, pipeline and data parallelism: each resumed run repeats itself to the bit.
+
+The second run starts from a checkpoint of the first, so the tests of this file build on one another.
+"""
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from end_to_end.conftest import Office
+from end_to_end.shell import assert_same_weights, call, command, cut_back, losses
+
+GLOBAL_BATCH, STEPS = 8, 5
+# The same bf16 weights in two layouts: sums are rounded in another order.
+LAYOUT_TOLERANCE = 0.02
+
+
+class Finished(NamedTuple):
+    """A run that went to its end twice: at once, and resumed after step 2."""
+
+    arguments: list[str]
+    output: Path
+    first: list[float]
+    resumed: list[float]
+    messages: str
+
+
+def run_twice(arguments: list[str], output: Path, **variables: object) -> Finished:
+    """Run, forget what came after step 2, run again; the first export is kept as hf_first."""
+    once = call(arguments, **variables)
+    assert once.returncode == 0, once.stderr
+    first = losses(output)
+    (output / "hf").rename(output / "hf_first")
+    cut_back(output, 2)
+    again = call(arguments, **variables)
+    assert again.returncode == 0, again.stderr
+    assert "resumed after step 2" in again.stderr
+    return Finished(arguments, output, first, losses(output), once.stderr + again.stderr)
+
+
+@pytest.fixture(scope="module")
+def few_rows(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Office:
+    """As many rows as one step takes: every step learns from the same ones."""
+    train = tmp_path_factory.mktemp("few") / "few.jsonl"
+    rows = office.train.read_text().splitlines(keepends=True)[:GLOBAL_BATCH]
+    train.write_text("".join(rows))
+    return office._replace(train=train)
+
+
+def command_of(few_rows: Office, output: Path, **changes: object) -> list[str]:
+    steps = {"PR": "bf16", "SAVE_INTERVAL": 2, "TRAIN_TOKENS_OR_ITERS": STEPS, "WARMUP_TOKENS_OR_ITERS": 1}
+    paths = {**few_rows.positions(output), "VALID_DATASET_PATH": "none"}
+    return [*command(**{**paths, **steps, **changes}), "--export-hf"]
+
+
+@pytest.fixture(scope="module")
+def four_ranks(few_rows: Office, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    output = tmp_path_factory.mktemp("four") / "out"
+    return run_twice(command_of(few_rows, output, TP=2, PP=2), output, NPROC_PER_NODE=4)
+
+
+@pytest.fixture(scope="module")
+def sharded(few_rows: Office, four_ranks: Finished, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Two replicas that share gradients and states, from the first run's weights after step 4."""
+    output = tmp_path_factory.mktemp("sharded") / "out"
+    cut_back(four_ranks.output, STEPS - 1)
+    positions = {"DO": "true", "PRETRAIN_CHECKPOINT_PATH": four_ranks.output}
+    arguments = [*command_of(few_rows, output, **positions), "--overlapped-distributed-optimizer"]
+    return run_twice(arguments, output, NPROC_PER_NODE=2, TOKENIZER_PATH=few_rows.model)
+
+
+def test_tp_times_pp_resumes_to_the_bit(four_ranks: Finished) -> None:
+    assert len(four_ranks.first) == STEPS and four_ranks.first[-1] < four_ranks.first[0] - 0.5
+    assert four_ranks.resumed == four_ranks.first
+    assert_same_weights(four_ranks.output / "hf", four_ranks.output / "hf_first")
+
+
+def test_sharded_replicas_resume_to_the_bit(sharded: Finished) -> None:
+    assert len(sharded.first) == STEPS
+    assert sharded.resumed == sharded.first
+    assert_same_weights(sharded.output / "hf", sharded.output / "hf_first")
+
+
+def test_checkpoint_at_position_22_gives_its_weights_to_another_layout(
+    four_ranks: Finished, sharded: Finished
+) -> None:
+    assert sharded.first[0] == pytest.approx(four_ranks.first[STEPS - 1], abs=LAYOUT_TOLERANCE)
+
+
+def test_no_library_warns_the_user(four_ranks: Finished, sharded: Finished) -> None:
+    for messages in (four_ranks.messages, sharded.messages):
+        assert "Warning" not in messages, messages
+
+
+def test_export_is_told_once(four_ranks: Finished) -> None:
+    assert four_ranks.messages.count(f"{four_ranks.output / 'hf'}") == 2, "once in each of the two runs"
+
+
+def test_checkpoint_of_another_shape_is_refused(
+    few_rows: Office, four_ranks: Finished, tmp_path: Path
+) -> None:
+    moved = shutil.copytree(four_ranks.output / "checkpoint", tmp_path / "moved")  # no config.yaml beside it
+    positions = {"MODEL_SIZE": "tiny", "PRETRAIN_CHECKPOINT_PATH": moved}
+    arguments = command_of(few_rows, tmp_path / "out", **positions)
+    result = call(arguments, NPROC_PER_NODE=1, TOKENIZER_PATH=few_rows.model)
+    assert result.returncode == 4, result.stderr
+    assert "has shape" in result.stderr and "MODEL_SIZE" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_damaged_checkpoints_do_not_begin_the_run_anew(few_rows: Office, sharded: Finished) -> None:
+    """The last test of this file: it damages the second run."""
+    metrics = sharded.output / "log" / "metrics.jsonl"
+    before = metrics.read_bytes()
+    for index in (sharded.output / "checkpoint").glob("iter_*/.metadata"):
+        index.unlink()
+    result = call(sharded.arguments, NPROC_PER_NODE=2, TOKENIZER_PATH=few_rows.model)
+    assert result.returncode == 4, result.stderr
+    assert "no complete checkpoint" in result.stderr and "Traceback" not in result.stderr
+    assert metrics.read_bytes() == before
