@@ -36,7 +36,7 @@ _TIMEOUT_S = 900
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report; the exit code: 0 also where it cannot run and says so, 130 after Ctrl-C."""
+    """Run the benchmark and report; exit code 0 also where it cannot run, 130 after Ctrl-C."""
     arguments = _parse(argv)
     signal.signal(signal.SIGTERM, _interrupt)  # so that namespaces are removed then too
     machine = MachineFacts.probe()
