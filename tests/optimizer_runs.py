@@ -4,9 +4,12 @@ A batch is whatever the model's forward takes; forward returns the loss. `Step` 
 the micro-batches of each data-parallel rank.
 """
 
-from collections.abc import Callable, Sequence
+import gc
+from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import reduce
+from itertools import product
+from types import FunctionType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -144,6 +147,53 @@ def assert_same_weights(model: torch.nn.Module, oracle: Oracle, atol: float = 0.
         np.testing.assert_allclose(ours, expected[name], rtol=0, atol=atol, err_msg=name)
 
 
-def run_in_turn(rank: int, world_size: int, bodies: dict[str, Callable[[int, int], Any]]) -> dict[str, Any]:
-    """Body for run_distributed: several bodies in one start of processes; their results by name."""
-    return {name: body(rank, world_size) for name, body in bodies.items()}
+WIDTH, DEPTH = 64, 8
+NUMEL = DEPTH * WIDTH * WIDTH
+BUCKET = 2 * WIDTH * WIDTH
+"""Four buckets that need no padding at DP 1, 2 and 4."""
+
+
+class Layers(torch.nn.Module):
+    """NUMEL parameters in matrices."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            *(torch.nn.Linear(WIDTH, WIDTH, bias=False, dtype=dtype) for _ in range(DEPTH))
+        )
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """The loss of inputs [B, WIDTH]."""
+        return self.layers(batch).square().mean()
+
+
+def held_bytes(*roots: Any) -> int:
+    """Bytes of all tensors that can be reached, each storage once; hooks count, other modules do not."""
+    seen: dict[int, Any] = {}
+    storages: dict[int, int] = {}
+    stack = list(roots)
+    while stack:
+        found = stack.pop()
+        if id(found) in seen or isinstance(found, (type, ModuleType)):
+            continue
+        seen[id(found)] = found  # kept alive, so that no id comes twice
+        if isinstance(found, torch.Tensor):
+            storage = found.untyped_storage()
+            storages[storage.data_ptr()] = storage.nbytes()
+            stack.append(found.grad)
+        # A function's globals lead everywhere; what it holds itself is in its cells.
+        stack += (found.__closure__ or ()) if isinstance(found, FunctionType) else gc.get_referents(found)
+    return sum(storages.values())
+
+
+def measure_levels() -> dict[str, int]:
+    """Bytes held after two steps, by level and type of the weights."""
+    found = {}
+    for level, dtype in product(LEVELS, (torch.bfloat16, torch.float32)):
+        model = Layers(dtype)
+        optimizer = build_optimizer(model, level, reduce_bucket_size=BUCKET)
+        for _ in range(2):
+            take_step(model, optimizer, [torch.ones(3, WIDTH, dtype=dtype)] * 2)
+        optimizer.wait_for_weights()
+        found[f"{level} {dtype}"] = held_bytes(model, optimizer)
+    return found

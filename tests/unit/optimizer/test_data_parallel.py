@@ -1,10 +1,17 @@
-"""Twenty steps of the optimizer against autograd on one process and AdamW in NumPy.
+"""Twenty steps against autograd on one process and AdamW in NumPy, and the bytes held, at DP 1 to 4.
 
 DP 1 to 4, buckets of one parameter up to the whole model, accumulation 1 and 4, every level, with and
 without decay, clipping in every step, a parameter of 7 elements over 4 ranks.
 
 Equal to the bit, but for level `none` at DP 3 and 4, where gloo's all-reduce adds ranks up in an order of
 its own: bound ALL_REDUCE_BOUND on weights near 0.1 that moved by up to 20 x 3e-3.
+
+Memory is counted storage by storage. Bytes per parameter with bf16 weights and P ranks: 2 for weights,
+12 for master and moments, 4 for fp32 gradients:
+
+    none        2 + 12 + 4
+    optimizer   2 + 12 / P + 4
+    gradients   2 + 12 / P + 4 / P, and at most NUM_STAGING staging buffers of the largest bucket
 """
 
 from itertools import product
@@ -13,10 +20,22 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 from distributed_runner import run_distributed
-from optimizer_runs import LEVELS, LR, OddModel, Oracle, build_optimizer, make_steps, take_step, weights_of
+from optimizer_runs import (
+    BUCKET,
+    LEVELS,
+    LR,
+    NUMEL,
+    OddModel,
+    Oracle,
+    build_optimizer,
+    make_steps,
+    measure_levels,
+    take_step,
+    weights_of,
+)
 
 from patch.optimizer import OverlappedDistributedOptimizer
-from patch.optimizer.buckets import GradientBuckets
+from patch.optimizer.buckets import NUM_STAGING, GradientBuckets
 
 NUM_STEPS = 20
 BUCKET_SIZES = (1, 300, 10**9)
@@ -69,6 +88,7 @@ def train(case: Case, rank: int, dp_size: int, *, overlaps: bool) -> Outcome:
 
 def run_cases(rank: int, world_size: int) -> dict[str, Any]:
     return {
+        "bytes": measure_levels(),
         "overlapped": {case: train(case, rank, world_size, overlaps=True) for case in CASES},
         "waiting": {
             case: train(case, rank, world_size, overlaps=False)
@@ -109,3 +129,27 @@ def test_overlap_changes_no_bit(ranks: list) -> None:
             assert waiting.norms == found["overlapped"][case].norms
             for name, weight in waiting.weights.items():
                 assert np.array_equal(weight, found["overlapped"][case].weights[name]), (case, name)
+
+
+def formula(level: str, weights: int, states: int, num_ranks: int) -> float:
+    """Bytes per parameter, staging aside."""
+    return (
+        weights
+        + states / (1 if level == "none" else num_ranks)
+        + 4 / (num_ranks if level == "gradients" else 1)
+    )
+
+
+@pytest.mark.parametrize("dtype,weights,states", [("bfloat16", 2, 12), ("float32", 4, 8)])
+@pytest.mark.parametrize("level", LEVELS)
+def test_bytes_per_parameter(ranks: list, level: str, dtype: str, weights: int, states: int) -> None:
+    if NUMEL % (len(ranks) * BUCKET):
+        pytest.skip("buckets are padded at DP 3")
+    wanted = NUMEL * formula(level, weights, states, len(ranks))
+    is_staged = level == "gradients" and len(ranks) > 1
+    for found in ranks:
+        staging = found["bytes"][f"{level} torch.{dtype}"] - wanted
+        if is_staged:
+            assert 4 * BUCKET <= staging <= NUM_STAGING * 4 * BUCKET and staging % (4 * BUCKET) == 0
+        else:
+            assert staging == 0
