@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,7 +13,7 @@ from patch import compat
 from patch.config.hf import is_hf_folder
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
-from patch.data import BatchReader, build_datasets, load_tokenizer
+from patch.data import Batch, BatchReader, build_datasets, load_tokenizer
 from patch.data.sampler import SampleSource
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_or_none
@@ -24,6 +24,15 @@ from patch.optimizer import OverlappedDistributedOptimizer
 from patch.training.state import load_weights, resume
 
 _log = get_logger(__name__)
+
+
+class StepWork(NamedTuple):
+    """What one step trains on: read and counted while the step before it ends."""
+
+    iteration: int
+    batches: list[Batch]
+    tokens: float
+    """Learned tokens of the global batch."""
 
 
 @dataclass
@@ -40,6 +49,7 @@ class Run:
     optimizer: OverlappedDistributedOptimizer
     start_iteration: int
     """Optimizer steps already done: 0, or those of the checkpoint that was resumed."""
+    upcoming: StepWork | None = None
 
 
 def build_run(config: RunConfig, context: DeviceContext) -> Run:

@@ -19,7 +19,7 @@ from patch.data import Batch
 from patch.distributed.collectives import sum_over
 from patch.errors import TrainingError
 from patch.optimizer import learning_rate
-from patch.training.setup import Run
+from patch.training.setup import Run, StepWork
 
 
 class StepResult(NamedTuple):
@@ -43,13 +43,20 @@ def train_step(run: Run, iteration: int) -> StepResult:
     Raises:
         TrainingError: the gradient norm is not finite; nothing has been updated.
     """
-    batches = run.train_reader.step(iteration)
-    tokens = _count_learned(run, batches)
+    train_iters = run.config.training.train_iters
+    work = run.upcoming
+    if work is None or work.iteration != iteration:
+        batches = run.train_reader.step(iteration)
+        work = StepWork(iteration, batches, sum_over(run.groups.dp_cp, [_learned(batches)], run.device)[0])
     run.optimizer.start_step()
-    loss = _run_schedule(run, batches, tokens, forward_only=False)
+    losses = _run_schedule(run, work.batches, work.tokens, forward_only=False)
+    following = run.train_reader.step(iteration + 1) if iteration + 1 < train_iters else []
     run.optimizer.finish_gradients()
     grad_norm = run.optimizer.gradient_norm()
-    lr = learning_rate(iteration + 1, run.config.training.train_iters, run.config.optimizer)
+    # Small sums are made while no weights travel: behind them they would wait for the last gather.
+    loss, tokens = sum_over(run.groups.dp_cp, [_total(losses), _learned(following)], run.device)
+    run.upcoming = StepWork(iteration + 1, following, tokens)
+    lr = learning_rate(iteration + 1, train_iters, run.config.optimizer)
     is_finite = math.isfinite(grad_norm)
     if is_finite:
         run.optimizer.step(lr, grad_norm)
@@ -75,22 +82,26 @@ def evaluate(run: Run) -> float:
     total, tokens = 0.0, 0.0
     for index in range(min(run.config.data.eval_iters, len(run.valid_reader))):
         batches = run.valid_reader.step(index)
-        learned = _count_learned(run, batches)
-        total += _run_schedule(run, batches, learned, forward_only=True) * learned
+        (learned,) = sum_over(run.groups.dp_cp, [_learned(batches)], run.device)
+        losses = _run_schedule(run, batches, 1.0, forward_only=True)
+        total += sum_over(run.groups.dp_cp, [_total(losses)], run.device)[0]
         tokens += learned
     run.model.train()
     return total / max(tokens, 1.0)
 
 
-def _count_learned(run: Run, batches: list[Batch]) -> float:
-    """Learned tokens of the global batch these micro-batches belong to."""
-    counted = sum(batch.loss_mask.sum().item() for batch in batches)
-    return sum_over(run.groups.dp_cp, [counted], run.device)[0]
+def _learned(batches: list[Batch]) -> float:
+    """Learned tokens of this rank's micro-batches."""
+    return sum(batch.loss_mask.sum().item() for batch in batches)
 
 
-def _run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only: bool) -> float:
-    """Run all micro-batches; the global batch's mean loss on the last stage, 0 on the others."""
-    parts = get_forward_backward_func()(
+def _total(losses: list[torch.Tensor]) -> float:
+    return sum(loss.item() for loss in losses)
+
+
+def _run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only: bool) -> list[torch.Tensor]:
+    """Run all micro-batches; on the last stage each one's summed loss over `tokens`, [] on the others."""
+    return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, run=run, divisor=max(tokens, 1.0)),
         data_iterator=iter(batches),
         model=run.model,
@@ -99,7 +110,6 @@ def _run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only
         micro_batch_size=run.config.training.micro_batch_size,
         forward_only=forward_only,
     )
-    return sum_over(run.groups.dp_cp, [sum(part.item() for part in parts)], run.device)[0]
 
 
 def _forward_step(
