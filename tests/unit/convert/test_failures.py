@@ -56,11 +56,12 @@ def _trouble(rank, world_size, root: Path, tokenizer):
     from patch import compat
     from patch.device import DeviceContext
     from patch.distributed.groups import initialize
-    from patch.model import build_llama_model
+    from patch.model import build_llama_model, initialize_weights
 
     compat.apply(cuda=False)
     groups = initialize(RUN, DeviceContext(torch.device("cpu"), "gloo"))
     model = build_llama_model(RUN, groups, torch.device("cpu"))
+    initialize_weights(model, RUN)  # memory as it comes may hold NaN, which equals nothing
     return (
         _import_broken_on_rank_0(rank, model, root, groups),
         _import_rounded(model, root / "whole", groups),
