@@ -84,6 +84,18 @@ def take_step(model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer,
     return norm
 
 
+def states_of(
+    optimizer: OverlappedDistributedOptimizer, name: str
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of a state, each beside the weights that it belongs to, padding left out."""
+    found = []
+    for index, shard in enumerate(optimizer.adam.shards):
+        for run in shard.runs:
+            for begin, state in optimizer.adam.state(name, index, run.begin, run.end):
+                found.append((state, shard.weight[begin : begin + state.numel()]))
+    return found
+
+
 def weights_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
     """Copies of all parameters; call `wait_for_weights` first."""
     return {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}

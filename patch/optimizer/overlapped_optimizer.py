@@ -26,12 +26,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.config.schema import OptimizerConfig
 from patch.distributed.flat import WaitClock
 from patch.errors import ConfigError
-from patch.optimizer.adamw import AdamWScalars, adamw_update
 from patch.optimizer.buckets import GradientBuckets
+from patch.optimizer.hybrid_adam import HybridAdam, Run, Shard
 from patch.optimizer.layout import Item, Piece, lay_out, pieces
 from patch.optimizer.loss_scale import LossScale
 from patch.optimizer.resharding import sharded_ranges
-from patch.optimizer.rounding import round_weights
 from patch.optimizer.weights import FlatWeights
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -56,7 +55,6 @@ class OverlappedDistributedOptimizer:
         self.parameters = [p for p in reversed(list(model.parameters())) if p.requires_grad]
         _check(self.parameters)
         self.config, self.groups = optimizer, groups
-        self.step_count = 0
         self.loss_scale = LossScale(1.0, 0)
         if self.parameters[0].dtype == torch.float16:
             self.loss_scale = LossScale(optimizer.initial_loss_scale, optimizer.loss_scale_window)
@@ -79,27 +77,15 @@ class OverlappedDistributedOptimizer:
         rank = groups.dp_cp.rank() if self.is_sharded else 0
         self._pieces = [pieces(extent, *extent.shard(rank, num_shards)) for extent in extents]
         self._begins = [extent.shard(rank, num_shards)[0] for extent in extents]
-        self._make_states()
+        self.adam = HybridAdam([self._shard(index) for index in range(len(extents))], optimizer)
 
-    def _make_states(self) -> None:
-        """Zeroed moments and, for bf16 weights, fp32 masters: one flat tensor each, a view per bucket."""
-        numels = [bucket.shard.numel() for bucket in self.gradients.buckets]
-        self.has_masters = self.weights.flat.dtype != torch.float32
-        names = ["exp_avg", "exp_avg_sq"] + ["master"] * self.has_masters
-        device = self.weights.flat.device
-        self.state = {
-            name: torch.zeros(sum(numels), dtype=torch.float32, device=device).split(numels) for name in names
-        }
-        if self.has_masters:
-            self.refresh_masters()
-        else:  # fp32 weights are their own masters
-            self.state["master"] = tuple(self.weights.shard(index) for index in range(len(numels)))
-
-    def refresh_masters(self) -> None:
-        """Take the model's weights as masters; call after weights were loaded into the model."""
-        if self.has_masters:
-            for index, master in enumerate(self.state["master"]):
-                master.copy_(self.weights.shard(index))
+    def _shard(self, index: int) -> Shard:
+        begin = self._begins[index]
+        runs = [
+            Run(run.begin - begin, run.end - begin, is_decayed)
+            for is_decayed, run in _runs(self._pieces[index], self._is_decayed)
+        ]
+        return Shard(self.gradients.buckets[index].shard, self.weights.shard(index), runs)
 
     def start_step(self) -> None:
         """Forget the last step's gradients; call before the first backward of a step."""
@@ -167,34 +153,14 @@ class OverlappedDistributedOptimizer:
             lr: rate of this step. grad_norm: what `gradient_norm` returned, finite.
         """
         self.wait_for_weights()  # of modules that the last forward did not use
-        self.step_count += 1
         limit = self.config.clip_grad
         scale = (min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0) / self.loss_scale.value
         self.loss_scale.keep()
+        self.adam.start_update()
         # The next forward needs the last bucket of backward first.
         for index in reversed(range(len(self._pieces))):
-            self._update(index, lr, scale)
+            self.adam.update(index, lr, scale)
             self.weights.start_gather(index)
-
-    def _update(self, index: int, lr: float, scale: float) -> None:
-        gradient = self.gradients.buckets[index].shard
-        for is_decayed, run in _runs(self._pieces[index], self._is_decayed):
-            scalars = AdamWScalars(
-                lr=lr,
-                beta1=self.config.adam_beta1,
-                beta2=self.config.adam_beta2,
-                eps=self.config.adam_eps,
-                weight_decay=self.config.weight_decay if is_decayed else 0.0,
-                step=self.step_count,
-                grad_scale=scale,
-            )
-            master, exp_avg, exp_avg_sq = (
-                self._part(self.state[name][index], index, run)
-                for name in ("master", "exp_avg", "exp_avg_sq")
-            )
-            adamw_update(master, self._part(gradient, index, run), exp_avg, exp_avg_sq, scalars)
-        if self.has_masters:
-            round_weights(self.state["master"][index], self.weights.shard(index))
 
     def wait_for_weights(self) -> None:
         """Wait until every parameter has its new value; call before reading parameters raw."""
@@ -211,15 +177,13 @@ class OverlappedDistributedOptimizer:
         """
         dp_rank = 0 if self.is_sharded else self.groups.dp_cp.rank()
         sharded: ShardedStateDict = {}
-        for name in ("exp_avg", "exp_avg_sq") + ("master",) * self.has_masters:
+        for name in self.adam.names:
             ranges = [
-                (
-                    self.parameters[piece.parameter],
-                    piece.offset,
-                    self._part(self.state[name][index], index, piece),
-                )
+                (self.parameters[piece.parameter], piece.offset + begin - first, state)
                 for index, found in enumerate(self._pieces)
                 for piece in found
+                for first in [piece.begin - self._begins[index]]
+                for begin, state in self.adam.state(name, index, first, first + piece.end - piece.begin)
             ]
             sharded |= sharded_ranges(model_state, ranges, f"optimizer.state.{name}", dp_rank)
         return sharded

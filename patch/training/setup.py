@@ -119,5 +119,5 @@ def _load(run: Run) -> None:
         import_hf(run.model, Path(load), run.config, run.groups)
     else:
         load_weights(Path(load), run.model)
-    run.optimizer.refresh_masters()
+    run.optimizer.adam.refresh_masters()
     _log.info("weights from %s", load)

@@ -26,7 +26,7 @@ def save(
     scale = optimizer.loss_scale
     common = {
         "iteration": iteration,
-        "optimizer_steps": optimizer.step_count,
+        "optimizer_steps": optimizer.adam.step_count,
         "loss_scale": {"value": scale.value, "good_steps": scale.good_steps},
         "config": config_yaml,
     }
@@ -40,7 +40,7 @@ def resume(root: Path, model: LlamaModel, optimizer: OverlappedDistributedOptimi
         return None
     state = _sharded_state(model, optimizer)
     loaded = load_checkpoint(root, iteration, state)
-    optimizer.step_count = loaded["optimizer_steps"]
+    optimizer.adam.step_count = loaded["optimizer_steps"]
     optimizer.loss_scale.value = loaded["loss_scale"]["value"]
     optimizer.loss_scale.good_steps = loaded["loss_scale"]["good_steps"]
     _set_random_state({name: shard.data for name, shard in state["random"].items()})

@@ -26,6 +26,7 @@ from optimizer_runs import (
     assert_same_weights,
     build_optimizer,
     make_steps,
+    states_of,
     take_step,
 )
 from torch.nn.modules import module as torch_module
@@ -225,9 +226,9 @@ def masters_that_ignore_loaded_weights(rank: int, level: str) -> None:
     model = OddModel(dtype=torch.bfloat16)
     optimizer = build_optimizer(model, level)
     model.load_state_dict(loaded.state_dict())
-    optimizer.refresh_masters()
-    for index, master in enumerate(optimizer.state["master"]):
-        assert torch.equal(master, optimizer.weights.shard(index).float())
+    optimizer.adam.refresh_masters()
+    for master, weight in states_of(optimizer, "master"):
+        assert torch.equal(master, weight.float())
     accumulate(model, optimizer, [batch.bfloat16() for batch in make_steps(1, 2, 1)[0][rank]])
     optimizer.step(0.0, optimizer.gradient_norm())
     optimizer.wait_for_weights()
@@ -248,7 +249,8 @@ def non_finite_bf16_gradients_unseen(rank: int, level: str) -> None:
 
 
 def _all_state(optimizer: Any) -> list[torch.Tensor]:
-    return [optimizer.weights.flat, *(shard for shards in optimizer.state.values() for shard in shards)]
+    states = (state for name in optimizer.adam.names for state, _ in states_of(optimizer, name))
+    return [optimizer.weights.flat, *states]
 
 
 def fp16_gradients_unscaled_in_fp16(rank: int, level: str) -> None:
@@ -266,7 +268,8 @@ def fp16_gradients_unscaled_in_fp16(rank: int, level: str) -> None:
     assert np.abs(expected.astype(np.float16)).max() == 0.0, "fp16 could hold these gradients"
     norm = take_step(model, optimizer, inputs[rank])
     assert norm == pytest.approx(np.linalg.norm(expected), rel=0.02)
-    square = sum(exp_avg.double().square().sum() for exp_avg in optimizer.state["exp_avg"])
+    states = [state for state, _ in states_of(optimizer, "exp_avg")]
+    square = sum(exp_avg.double().square().sum() for exp_avg in states)
     if optimizer.is_sharded:
         dist.all_reduce(square)
     assert square.sqrt().item() == pytest.approx(0.1 * np.linalg.norm(expected), rel=0.02)

@@ -19,6 +19,7 @@ import torch.distributed.checkpoint as dcp
 from distributed_runner import run_distributed
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from optimizer_runs import states_of
 from small_runs import small_run
 from training_runs import build_seeded_run
 
@@ -82,17 +83,16 @@ def build(config: RunConfig) -> Run:
             if isinstance(shard, ShardedTensor) and shard.data.ndim == 1:  # norms, ones until now
                 torch.manual_seed(zlib.crc32(f"{shard.key}{shard.global_offset}".encode()))
                 shard.data.uniform_(0.5, 1.5)
-    run.optimizer.refresh_masters()
+    run.optimizer.adam.refresh_masters()
     return run
 
 
 def wanted_states(run: Run) -> dict[str, list[torch.Tensor]]:
     """What each state has to be, next to the weights of this rank's shards."""
-    optimizer = run.optimizer
-    shards = [optimizer.weights.shard(i).float() for i in range(len(optimizer.gradients.buckets))]
-    found = {"exp_avg": [2 * shard for shard in shards], "exp_avg_sq": [shard.square() for shard in shards]}
-    if optimizer.has_masters:
-        found["master"] = [shard * 1.001 for shard in shards]
+    weights = [weight.float() for _, weight in states_of(run.optimizer, "exp_avg")]
+    found = {"exp_avg": [2 * w for w in weights], "exp_avg_sq": [w.square() for w in weights]}
+    if run.optimizer.adam.has_masters:
+        found["master"] = [w * 1.001 for w in weights]
     return found
 
 
@@ -104,17 +104,15 @@ def sharded_state(run: Run) -> dict[str, Any]:
 def check_loaded(root: Path, iteration: int, run: Run) -> None:
     """A run's states, all wrong before, are those of its weights after a load."""
     wanted = wanted_states(run)
-    for shard in (shard for name in wanted for shard in run.optimizer.state[name]):
-        shard.fill_(math.pi)
+    for state in (state for name in wanted for state, _ in states_of(run.optimizer, name)):
+        state.fill_(math.pi)
     weights = run.optimizer.weights.flat.clone()
     load_checkpoint(root, iteration, sharded_state(run))
     assert torch.equal(run.optimizer.weights.flat, weights), "weights of another layout"
     for name, expected in wanted.items():
-        for bucket, ours, values in zip(
-            run.optimizer.gradients.buckets, run.optimizer.state[name], expected, strict=True
-        ):
+        for (ours, _), values in zip(states_of(run.optimizer, name), expected, strict=True):
             is_padding = values == 0  # no weight is, but for padded rows of the vocabulary
-            assert torch.equal(ours[~is_padding], values[~is_padding]), (name, bucket.index)
+            assert torch.equal(ours[~is_padding], values[~is_padding]), name
             assert set(ours[is_padding].tolist()) <= {0.0, ours.new_tensor(math.pi).item()}
 
 
@@ -146,11 +144,11 @@ def run_chain(chain: list[RunConfig], root: Path, rank: int) -> None:
             check_loaded(root, iteration - 1, run)
         else:
             for name, values in wanted_states(run).items():
-                for shard, value in zip(run.optimizer.state[name], values, strict=True):
-                    shard.copy_(value)
+                for (state, _), value in zip(states_of(run.optimizer, name), values, strict=True):
+                    state.copy_(value)
         save_checkpoint(root, iteration, sharded_state(run), {"iteration": iteration})
         if rank == 0:
-            check_files(iteration_folder(root, iteration), 2 + run.optimizer.has_masters)
+            check_files(iteration_folder(root, iteration), 2 + run.optimizer.adam.has_masters)
         parallel_state.destroy_model_parallel()
 
 

@@ -30,7 +30,7 @@ def _overflowing_steps(config: object) -> list[tuple]:
         run.optimizer.wait_for_weights()
         same = all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
         scale = run.optimizer.loss_scale.value
-        history.append((result.skipped, result.grad_norm, same, scale, run.optimizer.step_count))
+        history.append((result.skipped, result.grad_norm, same, scale, run.optimizer.adam.step_count))
     return history
 
 
