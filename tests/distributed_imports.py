@@ -1,0 +1,11 @@
+"""What multi-process tests import, loaded once by the server that their processes are forked from."""
+
+import gc
+
+import pytest  # noqa: F401
+import torch.distributed  # noqa: F401
+from transformers import LlamaForCausalLM  # noqa: F401
+
+import patch.training  # noqa: F401
+
+gc.freeze()  # collections in the children leave all of this alone
