@@ -1,0 +1,299 @@
+// One Adam update in one written order of float32 operations (see numpy_adam.py, the oracle), for CPUs.
+//
+// The loop is written once and plainly; the compiler makes it in vectors for each instruction set, and the
+// machine it runs on chooses. No operation is fused or reordered (-ffp-contract=off, no -ffast-math), so all
+// of them give the same bits. The interface is C without torch's headers: called by ctypes, which releases
+// the GIL, and built in seconds by any C++17 compiler.
+
+#include <pthread.h>
+#include <signal.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <cstdint>
+#include <cstring>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <xmmintrin.h>
+#endif
+
+#if defined(__clang__)
+#define INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define INDEPENDENT _Pragma("GCC ivdep")
+#endif
+
+extern "C" {
+
+// Layout known to native.py. Inputs may be the outputs' own memory (an update in place).
+struct Segment {
+    const void *grad;
+    const void *master_in;  // float; with a split master the uint16 low bits
+    const float *exp_avg_in, *exp_avg_sq_in;
+    const uint16_t *weight_in;  // bf16; read with a split master only
+    void *master_out;
+    float *exp_avg_out, *exp_avg_sq_out;
+    uint16_t *weight_out;  // bf16, or null
+    int64_t numel;
+    int32_t has_bf16_grad, is_split, is_decayed;
+};
+
+struct Scalars {
+    float grad_scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps;
+    float decay[2];  // of segments without and with weight decay
+    int32_t is_decoupled;
+};
+
+}  // extern "C"
+
+namespace {
+
+constexpr int64_t kTile = 1 << 16;  // elements a thread takes at a time
+
+enum Form { kMaster, kMasterAndWeight, kSplit };
+
+inline float as_float(uint32_t bits) {
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+inline uint32_t as_bits(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    return bits;
+}
+
+inline float widen(float value) { return value; }
+inline float widen(uint16_t bf16) { return as_float(static_cast<uint32_t>(bf16) << 16); }
+
+// To nearest, halves away from zero: what the low 16 bits can undo. Every NaN becomes one.
+inline uint16_t round_to_bf16(uint32_t bits) {
+    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
+    return is_nan ? 0x7fc0u : static_cast<uint16_t>((bits + 0x8000u) >> 16);
+}
+
+inline float join(uint16_t weight, uint16_t low) {
+    return as_float((static_cast<uint32_t>(weight - (low >> 15)) << 16) | low);
+}
+
+template <class Grad, Form form, bool is_decoupled>
+inline __attribute__((always_inline)) void update_range(
+    const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
+    const Scalars c = scalars;
+    const float decay = c.decay[segment.is_decayed];
+    const auto *grad = static_cast<const Grad *>(segment.grad);
+    const auto *master_in = static_cast<const float *>(segment.master_in);
+    const auto *low_in = static_cast<const uint16_t *>(segment.master_in);
+    const uint16_t *weight_in = segment.weight_in;
+    const float *exp_avg_in = segment.exp_avg_in, *exp_avg_sq_in = segment.exp_avg_sq_in;
+    auto *master_out = static_cast<float *>(segment.master_out);
+    auto *low_out = static_cast<uint16_t *>(segment.master_out);
+    uint16_t *weight_out = segment.weight_out;
+    float *exp_avg_out = segment.exp_avg_out, *exp_avg_sq_out = segment.exp_avg_sq_out;
+
+    INDEPENDENT
+    for (int64_t i = begin; i < end; ++i) {
+        float p = form == kSplit ? join(weight_in[i], low_in[i]) : master_in[i];
+        float g = widen(grad[i]) * c.grad_scale;
+        if (is_decoupled)
+            p = p * decay;
+        else
+            g = g + decay * p;
+        const float m = exp_avg_in[i] * c.beta1 + g * c.rest1;
+        const float v = exp_avg_sq_in[i] * c.beta2 + (g * c.rest2) * g;
+        p = p - c.step_size * (m / (std::sqrt(v) / c.root_bias2 + c.eps));
+        exp_avg_out[i] = m;
+        exp_avg_sq_out[i] = v;
+        const uint32_t bits = as_bits(p);
+        const uint16_t weight = round_to_bf16(bits);
+        if (form == kSplit)
+            low_out[i] = weight == 0x7fc0u ? 0 : static_cast<uint16_t>(bits);
+        else
+            master_out[i] = p;
+        if (form != kMaster) weight_out[i] = weight;
+    }
+}
+
+using Update = void (*)(const Segment &, const Scalars &, int64_t, int64_t);
+
+template <class Grad, Form form, bool is_decoupled>
+void update_default(const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
+    update_range<Grad, form, is_decoupled>(segment, scalars, begin, end);
+}
+
+#if defined(__x86_64__)
+template <class Grad, Form form, bool is_decoupled>
+__attribute__((target("avx2"))) void update_avx2(
+    const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
+    update_range<Grad, form, is_decoupled>(segment, scalars, begin, end);
+}
+
+template <class Grad, Form form, bool is_decoupled>
+__attribute__((target("avx512f,avx512bw,avx512vl,prefer-vector-width=512"))) void update_avx512(
+    const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
+    update_range<Grad, form, is_decoupled>(segment, scalars, begin, end);
+}
+#endif
+
+// Index of an instruction set, as native.py counts them: default, avx2, avx512.
+int best_instruction_set() {
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512vl"))
+        return 2;
+    if (__builtin_cpu_supports("avx2")) return 1;
+#endif
+    return 0;
+}
+
+template <class Grad, Form form, bool is_decoupled>
+Update choose(int instruction_set) {
+#if defined(__x86_64__)
+    if (instruction_set == 2) return update_avx512<Grad, form, is_decoupled>;
+    if (instruction_set == 1) return update_avx2<Grad, form, is_decoupled>;
+#endif
+    (void)instruction_set;
+    return update_default<Grad, form, is_decoupled>;
+}
+
+template <class Grad, bool is_decoupled>
+Update choose(const Segment &segment, int instruction_set) {
+    if (segment.is_split) return choose<Grad, kSplit, is_decoupled>(instruction_set);
+    if (segment.weight_out) return choose<Grad, kMasterAndWeight, is_decoupled>(instruction_set);
+    return choose<Grad, kMaster, is_decoupled>(instruction_set);
+}
+
+Update choose(const Segment &segment, bool is_decoupled, int instruction_set) {
+    if (segment.has_bf16_grad)
+        return is_decoupled ? choose<uint16_t, true>(segment, instruction_set)
+                            : choose<uint16_t, false>(segment, instruction_set);
+    return is_decoupled ? choose<float, true>(segment, instruction_set)
+                        : choose<float, false>(segment, instruction_set);
+}
+
+// Denormal numbers count: a caller may have told its thread to flush them, and new threads inherit that.
+class Ieee {
+#if defined(__x86_64__)
+    const unsigned saved_ = _mm_getcsr();
+
+   public:
+    Ieee() { _mm_setcsr(0x1f80); }
+    ~Ieee() { _mm_setcsr(saved_); }
+#endif
+};
+
+// All segments of one call as one row of tiles; threads take the next tile until none is left.
+class Batch {
+   public:
+    Batch(const Segment *segments, int64_t num_segments, const Scalars &scalars, int instruction_set)
+        : segments_(segments), scalars_(scalars), instruction_set_(instruction_set) {
+        ends_.reserve(num_segments);
+        int64_t tiles = 0;
+        for (int64_t i = 0; i < num_segments; ++i)
+            ends_.push_back(tiles += (segments[i].numel + kTile - 1) / kTile);
+    }
+
+    int64_t num_tiles() const { return ends_.empty() ? 0 : ends_.back(); }
+
+    void work() {
+        const Ieee ieee;
+        for (int64_t tile; (tile = next_.fetch_add(1, std::memory_order_relaxed)) < num_tiles();) {
+            const auto found = std::upper_bound(ends_.begin(), ends_.end(), tile) - ends_.begin();
+            const Segment &segment = segments_[found];
+            const int64_t begin = (tile - (found ? ends_[found - 1] : 0)) * kTile;
+            const int64_t end = std::min(begin + kTile, segment.numel);
+            choose(segment, scalars_.is_decoupled, instruction_set_)(segment, scalars_, begin, end);
+        }
+    }
+
+   private:
+    const Segment *segments_;
+    const Scalars &scalars_;
+    const int instruction_set_;
+    std::vector<int64_t> ends_;  // tiles up to and with each segment
+    std::atomic<int64_t> next_{0};
+};
+
+// Threads that sleep between batches. The caller works too; a helper that wakes too late is not waited for.
+class Pool {
+   public:
+    void run(Batch &batch, int num_threads) {
+        const std::lock_guard<std::mutex> one_at_a_time(calls_);
+        const int helpers = grow(static_cast<int>(std::min<int64_t>(num_threads, batch.num_tiles())) - 1);
+        if (helpers <= 0) return batch.work();
+        {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            batch_ = &batch;
+            open_places_ = helpers;
+        }
+        wake_.notify_all();
+        batch.work();
+        std::unique_lock<std::mutex> lock(mutex_);
+        open_places_ = 0;
+        done_.wait(lock, [this] { return running_ == 0; });
+    }
+
+   private:
+    // Threads there are now, of those asked for; a machine that refuses more threads gets on with fewer.
+    int grow(int asked) {
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for Python's threads
+        try {
+            for (; num_helpers_ < asked; ++num_helpers_) std::thread([this] { serve(); }).detach();
+        } catch (const std::system_error &) {
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+        return std::min(asked, num_helpers_);
+    }
+
+    void serve() {
+        std::unique_lock<std::mutex> lock(mutex_);
+        for (;;) {
+            wake_.wait(lock, [this] { return open_places_ > 0; });
+            --open_places_;
+            ++running_;
+            Batch *batch = batch_;
+            lock.unlock();
+            batch->work();
+            lock.lock();
+            if (--running_ == 0) done_.notify_one();
+        }
+    }
+
+    std::mutex calls_, mutex_;
+    std::condition_variable wake_, done_;
+    Batch *batch_ = nullptr;
+    int num_helpers_ = 0, open_places_ = 0, running_ = 0;
+};
+
+// Never deleted: helpers sleep in it until the process ends. A forked child has no helpers and gets a new one.
+Pool *pool = nullptr;
+
+void renew_pool() { pool = new Pool; }
+
+__attribute__((constructor)) void prepare() {
+    renew_pool();
+    pthread_atfork(nullptr, nullptr, renew_pool);
+}
+
+}  // namespace
+
+extern "C" {
+
+int32_t adam_best_instruction_set() { return best_instruction_set(); }
+
+void adam_update(
+    const Segment *segments, int64_t num_segments, const Scalars *scalars, int32_t num_threads, int32_t set) {
+    Batch batch(segments, num_segments, *scalars, set);
+    pool->run(batch, num_threads);
+}
+
+}  // extern "C"

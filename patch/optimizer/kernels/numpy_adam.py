@@ -1,0 +1,99 @@
+"""The update in NumPy: the oracle of the other kernels, and in tiles what runs where no compiler is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from patch.optimizer.kernels.update import (
+    AdamScalars,
+    Segment,
+    States,
+    bf16_weight,
+    check,
+    copy_other_weights,
+)
+
+# Elements updated at a time: small enough that temporaries stay in a core's cache.
+_TILE = 1 << 16
+
+
+class NumpyAdam:
+    """The update on CPU tensors, one thread."""
+
+    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
+        """See AdamKernel."""
+        for segment in segments:
+            check(segment)
+            for begin in range(0, segment.grad.numel(), _TILE):
+                part = slice(begin, begin + _TILE)
+                with np.errstate(all="ignore"):
+                    _update_part(segment, scalars, part)
+        copy_other_weights(segments)
+
+
+def _update_part(segment: Segment, scalars: AdamScalars, part: slice) -> None:
+    states = _arrays(segment.states, part)
+    results = states if segment.shadow is None else _arrays(segment.shadow, part)
+    is_split = states[0].dtype == np.uint16
+    master = join(states[3], states[0]) if is_split else states[0]
+    new, exp_avg, exp_avg_sq = adam(
+        master, _gradient(segment.grad[part]), states[1], states[2], scalars, segment.is_decayed
+    )
+    results[0][:] = low_bits(new) if is_split else new
+    results[1][:], results[2][:] = exp_avg, exp_avg_sq
+    if len(results) > 3:
+        results[3][:] = round_to_bf16(new)
+
+
+def adam(
+    master: np.ndarray,
+    grad: np.ndarray,
+    exp_avg: np.ndarray,
+    exp_avg_sq: np.ndarray,
+    scalars: AdamScalars,
+    is_decayed: bool,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The oracle: new master, exp_avg and exp_avg_sq of float32 arrays, as plainly as it can be written."""
+    scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps = map(np.float32, scalars.constants())
+    decay = np.float32(scalars.decay(is_decayed))
+    is_decoupled = scalars.is_decoupled
+    g = grad * scale if is_decoupled else grad * scale + decay * master
+    p = master * decay if is_decoupled else master
+    m = exp_avg * beta1 + g * rest1
+    v = exp_avg_sq * beta2 + (g * rest2) * g
+    return p - step_size * (m / (np.sqrt(v) / root_bias2 + eps)), m, v
+
+
+def round_to_bf16(master: np.ndarray) -> np.ndarray:
+    """The bits of float32 values as bf16: to nearest, halves away from zero; every NaN becomes one."""
+    high = ((master.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
+    return np.where(np.isnan(master), np.uint16(0x7FC0), high)
+
+
+def low_bits(master: np.ndarray) -> np.ndarray:
+    """The bits that `round_to_bf16` drops; zero for NaN."""
+    low = (master.view(np.uint32) & np.uint32(0xFFFF)).astype(np.uint16)
+    return np.where(np.isnan(master), np.uint16(0), low)
+
+
+def join(weight: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """The float32 values whose bf16 bits and low bits these are: the rounding undone."""
+    high = weight - (low >> np.uint16(15))
+    return ((high.astype(np.uint32) << np.uint32(16)) | low).view(np.float32)
+
+
+def _gradient(part: torch.Tensor) -> np.ndarray:
+    return part.float().numpy()
+
+
+def _arrays(states: States, part: slice) -> list[np.ndarray]:
+    """Views of a part of the states; bf16 weights and split masters as their bits."""
+    tensors = [states.master[part], states.exp_avg[part], states.exp_avg_sq[part]]
+    weight = bf16_weight(states)
+    if weight is not None:
+        tensors.append(weight[part].view(torch.int16))
+    arrays = [tensor.numpy() for tensor in tensors]
+    return [array.view(np.uint16) if array.dtype == np.int16 else array for array in arrays]
