@@ -20,7 +20,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch import compat
 from patch.config.schema import OptimizerConfig
 from patch.optimizer import OverlappedDistributedOptimizer
-from patch.optimizer.adamw import AdamWScalars, adamw_update_numpy
+from patch.optimizer.kernels import AdamScalars
+from patch.optimizer.kernels.numpy_adam import adam
 
 LEVELS = ("none", "optimizer", "gradients")
 LR = 3e-3
@@ -124,12 +125,14 @@ class Oracle:
         scale = min(1.0, self._clip_grad / (norm + 1e-6)) if self._clip_grad > 0 else 1.0
         self._step_count += 1
         for name, parameter in self._trained.items():
-            scalars = AdamWScalars(
-                lr=LR, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1 if parameter.ndim > 1 else 0.0,
+            scalars = AdamScalars(
+                lr=LR, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1,
                 step=self._step_count, grad_scale=scale,
             )  # fmt: skip
-            states = self.exp_avg[name], self.exp_avg_sq[name]
-            adamw_update_numpy(parameter.detach().numpy(), gradients[name], *states, scalars)
+            states = [parameter.detach().numpy(), self.exp_avg[name], self.exp_avg_sq[name]]
+            updated = adam(states[0], gradients[name], *states[1:], scalars, is_decayed=parameter.ndim > 1)
+            for old, new in zip(states, updated, strict=True):
+                old[...] = new
         return norm
 
     def gradients(self, step: Step) -> dict[str, np.ndarray]:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 import torch
 
 from patch.config.schema import OptimizerConfig
-from patch.optimizer.adamw import AdamWScalars, adamw_update
-from patch.optimizer.rounding import round_weights
+from patch.optimizer.kernels import AdamScalars, Segment, States, adam_kernel
 
 
 class Run(NamedTuple):
@@ -46,6 +45,7 @@ class HybridAdam:
     def __init__(self, shards: Sequence[Shard], config: OptimizerConfig) -> None:
         self.shards, self._config = shards, config
         self.step_count = 0
+        self._kernel = adam_kernel(shards[0].weight.device)
         self.has_masters = shards[0].weight.dtype != torch.float32
         """Whether masters are states of their own; fp32 weights are their own masters."""
         self.names = ("exp_avg", "exp_avg_sq") + ("master",) * self.has_masters
@@ -77,26 +77,23 @@ class HybridAdam:
             lr: rate of this step. grad_scale: factor on the gradient (clipping, fp16's scale undone).
         """
         shard = self.shards[index]
-        state = {name: values[index] for name, values in self._states.items()}
+        scalars = AdamScalars(
+            lr=lr,
+            beta1=self._config.adam_beta1,
+            beta2=self._config.adam_beta2,
+            eps=self._config.adam_eps,
+            weight_decay=self._config.weight_decay,
+            step=self.step_count,
+            grad_scale=grad_scale,
+        )
+        tensors = [self._states[name][index] for name in ("master", "exp_avg", "exp_avg_sq")]
+        segments = []
         for begin, end, is_decayed in shard.runs:
-            scalars = AdamWScalars(
-                lr=lr,
-                beta1=self._config.adam_beta1,
-                beta2=self._config.adam_beta2,
-                eps=self._config.adam_eps,
-                weight_decay=self._config.weight_decay if is_decayed else 0.0,
-                step=self.step_count,
-                grad_scale=grad_scale,
-            )
-            adamw_update(
-                state["master"][begin:end],
-                shard.gradient[begin:end],
-                state["exp_avg"][begin:end],
-                state["exp_avg_sq"][begin:end],
-                scalars,
-            )
-        if self.has_masters:
-            round_weights(state["master"], shard.weight)
+            master, exp_avg, exp_avg_sq = (tensor[begin:end] for tensor in tensors)
+            weight = shard.weight[begin:end] if self.has_masters else None
+            states = States(master, exp_avg, exp_avg_sq, weight)
+            segments.append(Segment(shard.gradient[begin:end], states, is_decayed))
+        self._kernel.update(segments, scalars)
 
     def state(self, name: str, index: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Views of a state of elements [begin, end) of shard `index`, each with its first element."""
