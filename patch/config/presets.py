@@ -28,6 +28,9 @@ def _shape(size: _Size, vocab_size: int, max_position: int, norm_epsilon: float)
         "vocab_size": vocab_size,
         "max_position_embeddings": max_position,
         "norm_epsilon": norm_epsilon,
+        "add_qkv_bias": False,
+        "qk_layernorm": False,
+        "window_size": "none",
     }
 
 

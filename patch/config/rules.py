@@ -7,6 +7,7 @@ legal values, and why.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
@@ -111,6 +112,21 @@ def heads_fit(config: RunConfig, machine: MachineFacts) -> None:
         refuse("num_query_groups", model.num_query_groups, f"one of {legal}", why)
     if model.kv_channels % 2:
         refuse("kv_channels", model.kv_channels, "an even number", "RoPE turns pairs of channels")
+
+
+def window_is_causal(config: RunConfig, machine: MachineFacts) -> None:
+    """A sliding window names tokens to the left; to the right of a token is what it is to predict."""
+    text = config.model.window_size
+    if text != "none" and not re.fullmatch(r"\d+,0", text):
+        refuse("window_size", text, "none, or LEFT,0 such as 4095,0", "attention is causal")
+
+
+def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:
+    """transformers has a class for the model that is to be exported."""
+    model = config.model
+    if config.checkpoint.export_hf and model.add_qkv_bias and model.qk_layernorm:
+        why = "no model of transformers has biases on q, k, v and norms of their heads"
+        refuse("export_hf", "true", "one of --add-qkv-bias and --qk-layernorm left out, or no export", why)
 
 
 def llama3_rope_is_ordered(config: RunConfig, machine: MachineFacts) -> None:
@@ -231,6 +247,8 @@ RULES: tuple[Rule, ...] = (
     sft_reads_raw_rows,
     numbers_are_in_range,
     heads_fit,
+    window_is_causal,
+    export_has_a_class,
     llama3_rope_is_ordered,
     tensor_parallel_divides,
     pipeline_divides,

@@ -42,6 +42,12 @@ class ModelConfig:
     rope_high_freq_factor: float = flag("llama3 RoPE: wavelengths below original/this are kept", 4.0)
     rope_original_max_position: int = flag("llama3 RoPE: context length before the extension", 8192)
     norm_epsilon: float = flag("epsilon inside RMSNorm", 1e-5)
+    add_qkv_bias: bool = flag("biases on queries, keys and values (Qwen 2)", False)
+    qk_layernorm: bool = flag("RMSNorm of each query and key head before RoPE (Qwen 3)", False)
+    window_size: str = flag(
+        "sliding window, LEFT,0: a token attends to itself and LEFT tokens before it; none: to all before it",
+        "none",
+    )
     untie_embeddings_and_output_weights: bool = flag("a weight of its own for the output layer", False)
     init_method_std: float = flag("standard deviation of random initial weights", 0.008)
     attention_backend: str = flag(
@@ -49,6 +55,14 @@ class ModelConfig:
         "auto",
         choices=("auto", "flash", "fused"),
     )
+
+    @property
+    def window(self) -> tuple[int, int] | None:
+        """`window_size` as numbers: tokens to the left and to the right."""
+        if self.window_size == "none":
+            return None
+        left, right = self.window_size.split(",")
+        return int(left), int(right)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -18,8 +18,8 @@ from patch.config.schema import RunConfig
 from patch.convert.folder import prepare, publish, writing
 from patch.convert.hf_files import write_descriptions
 from patch.convert.hf_reader import INDEX, SINGLE
-from patch.convert.llama import TIED_OUTPUT, llama_table
 from patch.convert.stage import Weight, stage_weights
+from patch.convert.table import TIED_OUTPUT, parameter_table
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError
 from patch.logger import get_logger
@@ -92,11 +92,8 @@ def _write_weights(
 ) -> Layout:
     """Write this stage's files from its first replica; returns the files of all stages."""
     tied = not config.model.untie_embeddings_and_output_weights
-    weights = [
-        weight
-        for weight in stage_weights(model, llama_table(config))
-        if not (tied and weight.name == TIED_OUTPUT)
-    ]
+    table = parameter_table(config.model, config.padded_vocab_size)
+    weights = [weight for weight in stage_weights(model, table) if not (tied and weight.name == TIED_OUTPUT)]
     files = _split(weights, file_bytes)
     layout = _lay_out(files, groups.pp)
     with all_or_none():

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from patch.config.hf import read_hf_config
+from patch.config.hf import FAMILIES, read_hf_config
 from patch.config.schema import ModelConfig, RunConfig
 from patch.errors import ConversionError
 
@@ -31,6 +31,7 @@ _KEYS = {
     "norm_epsilon": "rms_norm_eps",
 }
 _UNTIED = "untie_embeddings_and_output_weights"
+_FAMILY = ("add_qkv_bias", "qk_layernorm", "window_size")
 _ROPE = (
     "rotary_base", "use_rope_scaling", "rope_scaling_factor", "rope_low_freq_factor",
     "rope_high_freq_factor", "rope_original_max_position",
@@ -80,18 +81,20 @@ def model_description(
     Without a source it is in the spelling of transformers 4 (`rope_theta`, `rope_scaling`,
     `torch_dtype`), which transformers 5 reads as well; the reverse is not true.
     """
-    fields = {name: getattr(model, name) for name in (*_KEYS, *_ROPE, _UNTIED)}
-    if hf_source is None:
-        described: dict[str, Any] = {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-            "attention_bias": False, "mlp_bias": False, "initializer_range": model.init_method_std,
-            "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
-        }  # fmt: skip
-        changed = set(fields)
-    else:
+    fields = {name: getattr(model, name) for name in (*_KEYS, *_ROPE, *_FAMILY, _UNTIED)}
+    described: dict[str, Any] = {}
+    changed = set(fields)
+    if hf_source is not None:
         described = _read_json(hf_source / "config.json")
         before = read_hf_config(hf_source)
         changed = {name for name in fields if name in before and before[name] != fields[name]}
+    if changed & set(_FAMILY):
+        _describe_family(described, model)
+    if hf_source is None:
+        described |= {
+            "hidden_act": "silu", "initializer_range": model.init_method_std,
+            "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
+        }  # fmt: skip
     described |= {key: fields[name] for name, key in _KEYS.items() if name in changed}
     if _UNTIED in changed:
         described["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
@@ -99,6 +102,38 @@ def model_description(
         _describe_rope(described, model)
     described["dtype" if "dtype" in described else "torch_dtype"] = str(dtype).removeprefix("torch.")
     return described
+
+
+def family_of(model: ModelConfig) -> str:
+    """The `model_type` whose code in transformers computes this model.
+
+    Raises:
+        ConversionError: none does.
+    """
+    if model.qk_layernorm and model.add_qkv_bias:
+        raise ConversionError(
+            "no model of transformers has biases on q, k, v and norms of their heads: leave out one of "
+            "--add-qkv-bias and --qk-layernorm"
+        )
+    if model.qk_layernorm:
+        return "qwen3"
+    return "qwen2" if model.add_qkv_bias else "llama" if model.window is None else "mistral"
+
+
+def _describe_family(described: dict[str, Any], model: ModelConfig) -> None:
+    """Set the keys that say which family it is, and its window; a Mistral without a window stays one."""
+    model_type = family_of(model)
+    if model_type == "llama" and described.get("model_type") == "mistral":
+        model_type = "mistral"
+    window = None if model.window is None else model.window[0] + 1
+    described |= {"architectures": [FAMILIES[model_type].architecture], "model_type": model_type}
+    described.pop("layer_types", None)  # what transformers 5 derives from the window
+    if model_type == "llama":
+        described |= {"attention_bias": False, "mlp_bias": False}
+    else:
+        described["sliding_window"] = window
+    if model_type.startswith("qwen"):
+        described |= {"use_sliding_window": window is not None, "max_window_layers": 0 if window else 28}
 
 
 def _describe_rope(described: dict[str, Any], model: ModelConfig) -> None:

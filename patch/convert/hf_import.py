@@ -10,9 +10,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import RunConfig
 from patch.convert.hf_reader import HFFolder
-from patch.convert.llama import EMBEDDING, OUTPUT, hf_tensors, llama_table
 from patch.convert.mappings import Shard
 from patch.convert.stage import stage_weights
+from patch.convert.table import EMBEDDING, OUTPUT, hf_tensors, parameter_table
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError
 from patch.logger import get_logger
@@ -37,13 +37,13 @@ def import_hf(model: GPTModel, folder: Path, config: RunConfig, groups: ProcessG
         if not (folder / "config.json").is_file():
             raise ConversionError(f"{folder} has no config.json, expected the folder of a Hugging Face model")
         with HFFolder(folder) as source:
-            tensors = hf_tensors(config)
+            tensors = hf_tensors(config.model)
             tied = not config.model.untie_embeddings_and_output_weights
             source.check(tensors, unused=frozenset({OUTPUT} if tied else ()))
             if tied:
                 source.check_copy(OUTPUT, EMBEDDING)
             _tell_rounding(source.dtypes(tensor.name for tensor in tensors), folder, model)
-            for weight in stage_weights(model, llama_table(config)):
+            for weight in stage_weights(model, parameter_table(config.model, config.padded_vocab_size)):
                 sources = [source[tensor.name] for tensor in weight.mapping.hf]
                 weight.mapping.fill(weight.parameter, sources, shard)
 

@@ -83,8 +83,8 @@ class HFFolder:
         if extra:
             raise ConversionError(
                 f"{self._files[extra[0]]} holds {extra[0]} (shape {_shape(self[extra[0]])}), which this "
-                f"model has no place for ({len(extra)} such tensors); expected a plain LLaMA of as many "
-                f"layers as configured: {_CURE}"
+                f"model has no place for ({len(extra)} such tensors); expected a model of the "
+                f"configured family and layers: {_CURE}"
             )
 
     def check_copy(self, name: str, original: str) -> None:

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from patch.convert.llama import Table
 from patch.convert.mappings import Mapping
+from patch.convert.table import Table, table_name
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
@@ -33,6 +33,6 @@ def stage_weights(model: GPTModel, table: Table) -> Iterator[Weight]:
         layer = 0
         if match := _LAYER.match(name):
             layer = model.decoder.layers[int(match[1])].layer_number - 1
-            name = _LAYER.sub("decoder.layers.*.", name)
+            name = table_name(_LAYER.sub("decoder.layers.*.", name))
         assert name in table, f"the table of this family has no parameter {name}"
         yield Weight(name, parameter.detach(), table[name].at_layer(layer))

@@ -1,5 +1,7 @@
 """Causal attention by torch's scaled_dot_product_attention: no S x S mask is ever built.
 
+With a sliding window of W tokens queries are taken W at a time, so that a mask is W x 2W at most.
+
 Stands where upstream's DotProductAttention would (megatron/core/transformer/dot_product_attention.py),
 which materialises the scores and needs Transformer Engine for anything faster. torch picks
 FlashAttention or cuDNN on CUDA and a fused kernel on the CPU.
@@ -30,7 +32,7 @@ class CausalAttention(torch.nn.Module):
     """The `core_attention` of upstream's SelfAttention, with grouped key/value heads.
 
     Args:
-        config: upstream's; `kv_channels` sets the default scale 1/sqrt(D).
+        config: upstream's; `kv_channels` sets the default scale 1/sqrt(D), `window_size` the window.
         backend: auto, flash or fused (`--attention-backend`); heeded on CUDA only.
         The other arguments are upstream's builder protocol.
     """
@@ -51,6 +53,8 @@ class CausalAttention(torch.nn.Module):
         self.layer_number = layer_number
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self.backends = _BACKENDS[backend]
+        self.window = None if config.window_size is None else config.window_size[0] + 1
+        """Tokens that one attends to, itself included; None: all before it."""
 
     def forward(
         self,
@@ -75,7 +79,31 @@ class CausalAttention(torch.nn.Module):
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
         is_choice = bool(self.backends) and query.is_cuda
         with sdpa_kernel(self.backends, set_priority=True) if is_choice else nullcontext():
-            context = F.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=self.scale, enable_gqa=key.shape[1] != query.shape[1]
-            )
+            if self.window is None or self.window >= query.shape[2]:
+                context = self._attend(query, key, value, None)
+            else:
+                context = self._attend_in_window(query, key, value, self.window)
         return context.permute(2, 0, 1, 3).reshape(context.shape[2], context.shape[0], -1)
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[B, N or G, S, D] in, [B, N, S, D] out; causal without a mask."""
+        return F.scaled_dot_product_attention(
+            query, key, value, mask, is_causal=mask is None, scale=self.scale,
+            enable_gqa=key.shape[1] != query.shape[1],
+        )  # fmt: skip
+
+    def _attend_in_window(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
+    ) -> torch.Tensor:
+        """The same, each token attending to the last `window` ones; the work is S x 2W, not S x S."""
+        first = slice(0, window)
+        parts = [self._attend(query[:, :, first], key[:, :, first], value[:, :, first], None)]
+        for start in range(window, query.shape[2], window):
+            seen = slice(start - window + 1, start + window)
+            rows = query[:, :, start : start + window]
+            keys, values = key[:, :, seen], value[:, :, seen]
+            ones = torch.ones(rows.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
+            parts.append(self._attend(rows, keys, values, ones.triu().tril(window - 1)))
+        return torch.cat(parts, dim=2)

@@ -25,12 +25,12 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 @torch.no_grad()
 def initialize_weights(model: GPTModel, config: RunConfig) -> None:
-    """Fill the model's weights: N(0, init_method_std), norms one, padded vocabulary rows zero."""
+    """Fill the model's weights: N(0, init_method_std), norms one, biases and padded vocabulary rows zero."""
     state = model.sharded_state_dict()
     apply_factories(state)
     for shard in nested_values(extract_sharded_tensors(state)[0]):
         if shard.data.ndim == 1:
-            shard.data.fill_(1.0)
+            shard.data.fill_(0.0 if shard.key.endswith(".bias") else 1.0)
             continue
         layer = shard.global_offset[0] if shard.prepend_axis_num else 0
         shape, offset = (

@@ -44,6 +44,9 @@ def transformer_config(config: RunConfig, *, cuda: bool) -> TransformerConfig:
         gated_linear_unit=True,
         activation_func=silu,
         add_bias_linear=False,
+        add_qkv_bias=model.add_qkv_bias,
+        qk_layernorm=model.qk_layernorm,
+        window_size=model.window,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
@@ -83,7 +86,7 @@ class LlamaModel(GPTModel):
         model, stage, num_stages = config.model, groups.pp.rank(), groups.pp.size()
         super().__init__(
             config=upstream,
-            transformer_layer_spec=block_spec(model.attention_backend, model.num_layers // num_stages),
+            transformer_layer_spec=block_spec(model, model.num_layers // num_stages),
             vocab_size=config.padded_vocab_size,
             max_sequence_length=model.max_position_embeddings,
             pre_process=stage == 0,

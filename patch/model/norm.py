@@ -2,7 +2,7 @@
 
 Upstream's local norm refuses sequence parallelism (megatron/core/transformer/torch_norm.py:32). Here
 the weight is tagged instead: each TP rank sees a part of the tokens, so its gradient must be summed
-over TP once a step (optimizer/gradients.py).
+over TP once a step (optimizer/overlapped_optimizer.py).
 """
 
 from __future__ import annotations
@@ -29,3 +29,16 @@ class RMSNorm(torch.nn.Module):
     def forward(self, hidden_sbh: torch.Tensor) -> torch.Tensor:
         """Normalise [S, B, H] (any leading shape); same shape and dtype."""
         return F.rms_norm(hidden_sbh, self.weight.shape, self.weight, self.eps)
+
+
+class HeadRMSNorm(RMSNorm):
+    """RMSNorm of each query or key head, one weight for all heads (Qwen 3).
+
+    Each TP rank sees its own heads, so this gradient too is summed over TP, with sequence parallelism or
+    without; the optimizer knows such weights by the attribute `sequence_parallel`.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(config, hidden_size, eps)
+        is_cut = config.tensor_model_parallel_size > 1
+        self.weight.sequence_parallel = is_cut  # type: ignore[attr-defined]

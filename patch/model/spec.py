@@ -16,21 +16,23 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from patch.config.schema import ModelConfig
 from patch.model.attention import CausalAttention
-from patch.model.norm import RMSNorm
+from patch.model.norm import HeadRMSNorm, RMSNorm
 
 
-def layer_spec(attention_backend: str) -> ModuleSpec:
-    """One LLaMA layer: norm, attention, norm, gated MLP."""
+def layer_spec(model: ModelConfig) -> ModuleSpec:
+    """One layer: norm, attention, norm, gated MLP."""
+    head_norm = HeadRMSNorm if model.qk_layernorm else IdentityOp
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=ModuleSpec(module=CausalAttention, params={"backend": attention_backend}),
+            core_attention=ModuleSpec(module=CausalAttention, params={"backend": model.attention_backend}),
             linear_proj=RowParallelLinear,
-            q_layernorm=IdentityOp,
-            k_layernorm=IdentityOp,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
         ),
     )
     mlp = ModuleSpec(
@@ -53,8 +55,6 @@ def layer_spec(attention_backend: str) -> ModuleSpec:
     )
 
 
-def block_spec(attention_backend: str, num_local_layers: int) -> TransformerBlockSubmodules:
+def block_spec(model: ModelConfig, num_local_layers: int) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage and the norm after the last one."""
-    return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(attention_backend)] * num_local_layers, layer_norm=RMSNorm
-    )
+    return TransformerBlockSubmodules(layer_specs=[layer_spec(model)] * num_local_layers, layer_norm=RMSNorm)

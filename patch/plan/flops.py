@@ -37,9 +37,16 @@ def flops_per_token(config: RunConfig) -> float:
     """FLOPs of forward and backward for one token of a sequence of `config.sample_length` tokens."""
     model = config.model
     query = model.num_attention_heads * model.kv_channels
-    scores_and_values = 2 * query * config.sample_length / 2
+    scores_and_values = 2 * query * _attended(config)
     per_layer = layer_matrices(config) + scores_and_values
     return 6 * (model.num_layers * per_layer + config.padded_vocab_size * model.hidden_size)
+
+
+def _attended(config: RunConfig) -> float:
+    """Tokens that one attends to on average: half of the sequence, fewer with a sliding window."""
+    length, window = config.sample_length, config.model.window
+    width = length if window is None else min(window[0] + 1, length)
+    return width * (length - width / 2) / length
 
 
 def model_flops_per_step(config: RunConfig) -> float:

@@ -14,13 +14,21 @@ def layer_matrices(config: RunConfig) -> int:
     return attention + 3 * model.hidden_size * model.ffn_hidden_size
 
 
+def _layer_vectors(config: RunConfig, tp_size: int) -> int:
+    """Elements of one layer's norms, whole on every TP rank, and biases, which TP cuts."""
+    model = config.model
+    heads = model.num_attention_heads + 2 * model.num_query_groups
+    biases = heads * model.kv_channels // tp_size if model.add_qkv_bias else 0
+    return 2 * model.hidden_size + biases + (2 * model.kv_channels if model.qk_layernorm else 0)
+
+
 def total_parameters(config: RunConfig) -> int:
     """Parameters of the whole model without vocabulary padding, as transformers counts them.
 
     A tied embedding counts once.
     """
     model = config.model
-    layers = model.num_layers * (layer_matrices(config) + 2 * model.hidden_size)
+    layers = model.num_layers * (layer_matrices(config) + _layer_vectors(config, 1))
     tables = 2 if model.untie_embeddings_and_output_weights else 1
     return layers + tables * model.vocab_size * model.hidden_size + model.hidden_size
 
@@ -34,7 +42,7 @@ def parameters_per_rank(config: RunConfig) -> list[int]:
     model, parallel = config.model, config.parallel
     tp_size, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     table = config.padded_vocab_size * model.hidden_size // tp_size
-    layer = layer_matrices(config) // tp_size + 2 * model.hidden_size
+    layer = layer_matrices(config) // tp_size + _layer_vectors(config, tp_size)
     counts = [model.num_layers // stages * layer] * stages
     counts[0] += table
     counts[-1] += model.hidden_size

@@ -51,17 +51,21 @@ def test_rope_type_may_be_spelled_type(tmp_path):
     assert read_hf_config(_write(tmp_path, {**MINIMAL, "rope_scaling": rope}))["use_rope_scaling"]
 
 
-def test_absent_keys_mean_what_transformers_means(tmp_path):
-    from transformers import LlamaConfig
+@pytest.mark.parametrize("name", ["Llama", "Mistral", "Qwen2", "Qwen3"])
+def test_absent_keys_mean_what_transformers_means(tmp_path, name):
+    import transformers
 
-    theirs = LlamaConfig(**{k: v for k, v in MINIMAL.items() if k != "model_type"})
-    ours = read_hf_config(_write(tmp_path, MINIMAL))
+    values = MINIMAL | {"model_type": name.lower(), "num_attention_heads": 64}
+    theirs = getattr(transformers, f"{name}Config")(**values)
+    ours = read_hf_config(_write(tmp_path, values))
     assert ours["num_query_groups"] == theirs.num_key_value_heads
-    assert ours["kv_channels"] == theirs.head_dim
+    assert ours["kv_channels"] == (getattr(theirs, "head_dim", None) or 1)
     assert ours["norm_epsilon"] == theirs.rms_norm_eps
     assert ours["max_position_embeddings"] == theirs.max_position_embeddings
     assert ours["untie_embeddings_and_output_weights"] == (not theirs.tie_word_embeddings)
     assert ours["rotary_base"] == theirs.rope_parameters["rope_theta"]
+    assert ours["window_size"] == ("4095,0" if name == "Mistral" else "none")
+    assert theirs.get_text_config().to_dict().get("sliding_window") == (4096 if name == "Mistral" else None)
     assert not ours["use_rope_scaling"]
 
 
@@ -85,8 +89,24 @@ def test_what_transformers_saves_is_read_back(tmp_path, tied):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "qwen2"}, "model_type: got 'qwen2', expected 'llama'"),
-        ({"model_type": None}, "model_type: got None, expected 'llama'"),
+        ({"model_type": "gpt2"}, "model_type: got 'gpt2', expected one of llama, mistral, qwen2, qwen3"),
+        ({"model_type": None}, "model_type: got None, expected one of llama"),
+        ({"model_type": "qwen3", "attention_bias": True}, "attention_bias: got True, expected False"),
+        ({"model_type": "mistral", "sliding_window": 0}, "sliding_window: got 0, expected at least 1"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1},
+            "max_window_layers: got 1, expected the same attention in all layers",
+        ),
+        (
+            {
+                "model_type": "qwen3",
+                "use_sliding_window": True,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            "layer_types: got ['full_attention', 'sliding_attention'], expected the same attention",
+        ),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1.0"),
+        ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "expected an object for all layers"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
         ({"attention_bias": True}, "attention_bias: got True, expected False"),
         ({"mlp_bias": True}, "mlp_bias: got True, expected False"),

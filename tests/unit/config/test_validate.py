@@ -52,6 +52,13 @@ REFUSED = [
     ({}, ["--num-query-groups=3"], ["--num-query-groups: got 3, expected one of 1, 2, 4", "4 heads"]),
     ({}, ["--kv-channels=15"], ["--kv-channels: got 15, expected an even number"]),
     ({}, ["--rope-low-freq-factor=4"], ["got 4.0, expected less than --rope-high-freq-factor 4.0"]),
+    ({}, ["--window-size=4096"], ["--window-size: got 4096, expected none, or LEFT,0 such as 4095,0"]),
+    ({}, ["--window-size=4,1"], ["--window-size: got 4,1", "attention is causal"]),
+    (
+        {},
+        ["--export-hf", "--add-qkv-bias", "--qk-layernorm"],
+        ["--export-hf: got true", "--add-qkv-bias and --qk-layernorm"],
+    ),
     (dict(TP="3"), [], ["position 10 TP): got 3, expected one of 1, 2:", "4 heads"]),
     (dict(TP="4"), [], ["got 4, expected one of 1, 2:", "2 key/value groups"]),
     (dict(TP="2"), ["--ffn-hidden-size=191"], ["got 2, expected one of 1:", "191 MLP channels"]),

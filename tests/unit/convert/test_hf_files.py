@@ -3,13 +3,14 @@
 import dataclasses
 import json
 
+import hf_families
 import pytest
 import torch
 from small_runs import hf_llama, small_run
-from transformers import AutoTokenizer, LlamaConfig
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from patch.config.hf import read_hf_config
-from patch.convert.hf_files import generation_description, model_description, write_descriptions
+from patch.convert.hf_files import family_of, generation_description, model_description, write_descriptions
 from patch.errors import ConversionError
 
 CHAT = "{{ messages[0]['content'] }}<|eot_id|>"
@@ -57,6 +58,40 @@ def test_config_without_a_source_is_read_by_transformers_and_by_us(tmp_path, sca
     assert theirs.rope_parameters == expected.rope_parameters
     assert theirs.head_dim == 32 and theirs.dtype == torch.bfloat16
     assert theirs.tie_word_embeddings is not untied
+
+
+@pytest.mark.parametrize("name", hf_families.FAMILIES)
+def test_config_of_every_family_is_written_without_a_source(tmp_path, name, tiny_tokenizer):
+    theirs = hf_families.family_model(name, tmp_path).config
+    model = hf_families.family_run(tmp_path).model
+    _write_json(tmp_path, "config.json", model_description(model, None, tiny_tokenizer(), torch.float32))
+    assert read_hf_config(tmp_path) == {
+        field: value
+        for field, value in dataclasses.asdict(model).items()
+        if field in read_hf_config(tmp_path)
+    }
+    ours = AutoConfig.from_pretrained(tmp_path)
+    if name != "mistral-nemo":  # without a window it is a LLaMA
+        assert ours.architectures == theirs.architectures
+    for key in ("sliding_window", "layer_types", "head_dim", "rope_parameters"):
+        assert getattr(ours, key, None) == getattr(theirs, key, None) or (key, name) in _IMPLIED
+
+
+# Qwen2Config has no head_dim of its own: it follows from the others.
+_IMPLIED = {("head_dim", name) for name in ("qwen-2", "qwen-2-sliding", "qwen-2.5")}
+
+
+def test_window_taken_from_a_mistral_leaves_a_mistral(tmp_path, tiny_tokenizer):
+    hf_families.family_model("mistral-0.1", tmp_path)
+    before = json.loads((tmp_path / "config.json").read_text())
+    model = hf_families.family_run(tmp_path, window_size="none").model
+    after = model_description(model, tmp_path, tiny_tokenizer(), torch.float32)
+    assert {key for key in before | after if before.get(key) != after.get(key)} == {"sliding_window"}
+
+
+def test_model_that_transformers_has_not_is_refused():
+    with pytest.raises(ConversionError, match="--add-qkv-bias and --qk-layernorm"):
+        family_of(small_run(add_qkv_bias=True, qk_layernorm=True).model)
 
 
 @pytest.mark.parametrize("spelling", ["source", "old_source"])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from small_runs import hf_llama, small_run
 
 from patch.convert.hf_reader import HFFolder
-from patch.convert.llama import EMBEDDING, OUTPUT, hf_tensors
+from patch.convert.table import EMBEDDING, OUTPUT, hf_tensors
 from patch.errors import ConversionError
 
 QKV = "model.layers.3.self_attn.k_proj.weight"
@@ -42,7 +42,7 @@ def _change(folder, name, change):
 
 def _check(folder, config=None, unused=frozenset()):
     with HFFolder(folder) as source:
-        source.check(hf_tensors(config or small_run()), unused=unused)
+        source.check(hf_tensors((config or small_run()).model), unused=unused)
 
 
 def test_sharded_folder_that_fits_is_accepted_and_read(folder):
@@ -138,4 +138,4 @@ def test_folder_without_safetensors_is_refused(tmp_path):
 
 def test_expected_tensors_are_those_of_transformers():
     found = {name: tuple(tensor.shape) for name, tensor in hf_llama(small_run()).state_dict().items()}
-    assert dict(hf_tensors(small_run())) == found
+    assert dict(hf_tensors(small_run().model)) == found

@@ -10,9 +10,9 @@ from patch.model.attention import CausalAttention
 from patch.model.norm import RMSNorm
 
 
-def _attention(head_size: int) -> CausalAttention:
+def _attention(head_size: int, window_size: tuple[int, int] | None = None) -> CausalAttention:
     return CausalAttention(
-        config=SimpleNamespace(kv_channels=head_size),
+        config=SimpleNamespace(kv_channels=head_size, window_size=window_size),
         layer_number=1,
         attn_mask_type=AttnMaskType.causal,
         attention_type="self",
@@ -21,14 +21,17 @@ def _attention(head_size: int) -> CausalAttention:
 
 @pytest.mark.parametrize("groups", [1, 2, 4])
 @pytest.mark.parametrize("length", [1, 7, 65])
-def test_attention_equals_softmax_of_masked_scores(groups: int, length: int) -> None:
+@pytest.mark.parametrize("window", [None, 1, 7, 30, 65, 100])
+def test_attention_equals_softmax_of_masked_scores(groups: int, length: int, window: int | None) -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(length, 3, heads, 16) for heads in (4, groups, groups))
     repeated = [tensor.repeat_interleave(4 // groups, dim=2) for tensor in (key, value)]
     scores = torch.einsum("sbnd,tbnd->bnst", query, repeated[0]) / 4.0
-    scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), float("-inf"))
+    distance = torch.arange(length)[:, None] - torch.arange(length)
+    hidden = (distance < 0) | (distance >= (window or length))
+    scores = scores.masked_fill(hidden, float("-inf"))
     expected = torch.einsum("bnst,tbnd->sbnd", scores.softmax(-1), repeated[1])
-    context = _attention(16)(query, key, value, None)
+    context = _attention(16, window and (window - 1, 0))(query, key, value, None)
     torch.testing.assert_close(context, expected.reshape(length, 3, 64), rtol=1e-5, atol=1e-6)
 
 

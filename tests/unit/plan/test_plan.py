@@ -1,5 +1,6 @@
 """Parameters against transformers' modules, FLOPs against torch's counter, bytes by hand."""
 
+import hf_families
 import pytest
 import torch
 
@@ -48,6 +49,29 @@ def _hf_model(config: RunConfig) -> torch.nn.Module:
 def test_parameters_are_those_of_transformers(size):
     config = _run(size)
     assert total_parameters(config) == sum(p.numel() for p in _hf_model(config).parameters())
+
+
+@pytest.mark.parametrize("name", hf_families.FAMILIES)
+def test_parameters_of_every_family_are_those_of_transformers(tmp_path, name):
+    model = hf_families.family_model(name, tmp_path)
+    assert total_parameters(hf_families.family_run(tmp_path)) == sum(p.numel() for p in model.parameters())
+
+
+def test_biases_are_cut_and_head_norms_are_not():
+    plain, own = _run("tiny"), ("--add-qkv-bias", "--qk-layernorm")
+    for tp_size, vectors in ((1, 8 * 16 + 2 * 16), (2, 8 * 16 // 2 + 2 * 16)):
+        cut = f"--tensor-model-parallel-size={tp_size}"
+        more = parameters_per_rank(_run("tiny", cut, *own))[0] - parameters_per_rank(_run("tiny", cut))[0]
+        assert more == plain.model.num_layers * vectors
+
+
+@pytest.mark.parametrize("window", [1, 3, 100])
+def test_flops_count_the_scores_inside_the_window(window):
+    config, full = _run("tiny", f"--window-size={window - 1},0", length=64), _run("tiny", length=64)
+    scores = torch.ones(64, 64).tril().triu(1 - window)
+    fewer = (torch.ones(64, 64).tril().sum() - scores.sum()).item() * 2 * 6 * 64 * 2 / 64
+    # the convention counts half of the square, without the half diagonal
+    assert flops_per_token(full) - flops_per_token(config) == pytest.approx(fewer, rel=0.05, abs=0)
 
 
 def test_one_rank_holds_the_whole_padded_model():

@@ -14,6 +14,8 @@ from patch.training.step import StepResult
 # On losses near 5.6; twenty steps of AdamW at lr 2e-3 amplify the rounding of the first.
 TP_BOUND = 2e-5
 TIED = {"untie_embeddings_and_output_weights": False}
+# Qwen's biases and head norms, Mistral's window, all at once.
+FAMILIES = {"add_qkv_bias": True, "qk_layernorm": True, "window_size": "7,0"}
 RUNS = {
     1: {
         "one": small_run(),
@@ -21,6 +23,7 @@ RUNS = {
         "full": small_run(recompute_granularity="full"),
         "tied": small_run(**TIED),
         "bf16": small_run(precision="bf16"),
+        "families": small_run(**FAMILIES),
     },
     2: {
         "pp=2": small_run(pp=2),
@@ -30,6 +33,8 @@ RUNS = {
         "tp=2-sp-full": small_run(tp=2, sequence_parallel=True, recompute_granularity="full"),
         "tied-pp=2": small_run(pp=2, **TIED),
         "tied-tp=2": small_run(tp=2, **TIED),
+        "families-tp=2": small_run(tp=2, **FAMILIES),
+        "families-tp=2-sp": small_run(tp=2, sequence_parallel=True, **FAMILIES),
     },
     4: {
         "tp=2-pp=2": small_run(tp=2, pp=2),
@@ -66,9 +71,15 @@ def test_losses_are_bitwise_those_of_one_process(results: dict, name: str) -> No
         assert _losses(rank_results) == _losses(results["one"][0])
 
 
-@pytest.mark.parametrize("name", ["tp=2", "tp=2-sp", "tp=2-pp=2", "tp=2-pp=2-sp"])
-def test_losses_and_norms_are_close_to_those_of_one_process(results: dict, name: str) -> None:
-    ours, one = results[name][0], results["one"][0]
+@pytest.mark.parametrize(
+    ("name", "alone"),
+    [
+        *((name, "one") for name in ("tp=2", "tp=2-sp", "tp=2-pp=2", "tp=2-pp=2-sp")),
+        *((name, "families") for name in ("families-tp=2", "families-tp=2-sp")),
+    ],
+)
+def test_losses_and_norms_are_close_to_those_of_one_process(results: dict, name: str, alone: str) -> None:
+    ours, one = results[name][0], results[alone][0]
     assert _losses(ours) == pytest.approx(_losses(one), abs=TP_BOUND)
     assert [result.grad_norm for result in ours] == pytest.approx([r.grad_norm for r in one], rel=1e-4)
 

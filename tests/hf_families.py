@@ -1,0 +1,84 @@
+"""One tiny random transformers model of each family, saved as its users' folders are."""
+
+from pathlib import Path
+from typing import Any
+
+from small_runs import small_run
+
+from patch.config.hf import read_hf_config
+from patch.config.schema import RunConfig
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": 250, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
+    "initializer_range": 0.05, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None,
+}  # fmt: skip
+
+
+def _llama3_rope(factor: float) -> dict[str, Any]:
+    return {
+        "rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 64,
+    }  # fmt: skip
+
+
+def _plain_rope(theta: float) -> dict[str, Any]:
+    return {"rope_type": "default", "rope_theta": theta}
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama-1": (
+        "Llama", {"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_parameters": _plain_rope(1e4)}
+    ),
+    "llama-2-70B": ("Llama", {"rms_norm_eps": 1e-5, "rope_parameters": _plain_rope(1e4)}),
+    "llama-3": ("Llama", {"rms_norm_eps": 1e-5, "rope_parameters": _plain_rope(5e5)}),
+    "llama-3.1": ("Llama", {"rms_norm_eps": 1e-5, "rope_parameters": _llama3_rope(8.0)}),
+    "llama-3.2": (
+        "Llama", {"rms_norm_eps": 1e-5, "rope_parameters": _llama3_rope(32.0), "tie_word_embeddings": True}
+    ),
+    "mistral-0.1": (
+        "Mistral", {"sliding_window": 16, "rms_norm_eps": 1e-5, "rope_parameters": _plain_rope(1e4)}
+    ),
+    "mistral-nemo": (
+        "Mistral",
+        {"sliding_window": None, "head_dim": 32, "rms_norm_eps": 1e-5, "rope_parameters": _plain_rope(1e6)},
+    ),
+    "qwen-2": ("Qwen2", {"rope_parameters": _plain_rope(1e6)}),
+    "qwen-2-sliding": (
+        "Qwen2",
+        {
+            "use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0,
+            "rope_parameters": _plain_rope(1e6),
+        },
+    ),
+    "qwen-2.5": ("Qwen2", {"rope_parameters": _plain_rope(1e6), "tie_word_embeddings": True}),
+    "qwen-3": (
+        "Qwen3", {"head_dim": 32, "rope_parameters": _plain_rope(1e6), "tie_word_embeddings": True}
+    ),
+}  # fmt: skip
+"""Name -> class prefix in transformers, and what its configuration has of its own. LLaMA 3.3 is 3.1's."""
+
+
+def family_model(name: str, folder: Path | None = None, **save: Any) -> Any:
+    """The model with random weights, norms and biases included; saved to `folder` when given."""
+    import torch
+    import transformers
+
+    prefix, own = FAMILIES[name]
+    config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, **own})
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{prefix}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.uniform_(0.5, 1.5)
+            elif parameter_name.endswith("bias"):
+                parameter.normal_(0.0, 0.5)
+    if folder is not None:
+        model.save_pretrained(folder, **save)
+    return model.eval()
+
+
+def family_run(folder: Path, tp: int = 1, pp: int = 1, dp: int = 1, **changes: Any) -> RunConfig:
+    """A run of the model whose config.json lies in `folder`."""
+    return small_run(tp, pp, dp, **{**read_hf_config(folder), **changes})
