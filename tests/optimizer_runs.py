@@ -62,7 +62,7 @@ def data_parallel_groups() -> ProcessGroupCollection:
 def build_optimizer(model: torch.nn.Module, level: str, **changes: Any) -> OverlappedDistributedOptimizer:
     """The optimizer over all processes of the job; `changes` are fields of its configuration."""
     config = OptimizerConfig(**{"lr": LR, "clip_grad": 0.5, "reduce_bucket_size": 300} | changes)
-    return OverlappedDistributedOptimizer(model, config, level, data_parallel_groups())
+    return OverlappedDistributedOptimizer([model], config, level, data_parallel_groups())
 
 
 def accumulate(model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer, batches: Sequence) -> None:

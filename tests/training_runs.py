@@ -50,18 +50,17 @@ def build_seeded_run(config: RunConfig, hf_folder: Path | None = None) -> Run:
     """This rank's run with random weights, or those of a Hugging Face folder."""
     compat.apply(cuda=False)
     groups = initialize(config, CPU)
-    model = build_llama_model(config, groups, CPU.device)
+    stages = build_llama_model(config, groups, CPU.device)
     if hf_folder is None:
-        initialize_weights(model, config)
+        initialize_weights(stages, config)
     else:
-        import_hf(model, hf_folder, config, groups)
+        import_hf(stages, hf_folder, config, groups)
     reader = SeededReader(config, groups.dp.rank())
-    optimizer = OverlappedDistributedOptimizer(model, config.optimizer, config.sharding_level, groups)
-    model.config.no_sync_func = optimizer.no_sync
-    model.config.grad_scale_func = optimizer.loss_scale.apply
+    optimizer = OverlappedDistributedOptimizer(stages, config.optimizer, config.sharding_level, groups)
+    optimizer.connect(stages[0].config)
     return Run(
         config=config, device=CPU.device, groups=groups, tokenizer=None, train_reader=reader,
-        valid_reader=reader, model=model, optimizer=optimizer,
+        valid_reader=reader, stages=stages, optimizer=optimizer,
         start_iteration=0,
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,7 +45,7 @@ class Layout(NamedTuple):
 
 
 def export_hf(
-    model: GPTModel,
+    stages: Sequence[GPTModel],
     folder: Path,
     config: RunConfig,
     groups: ProcessGroupCollection,
@@ -59,7 +60,7 @@ def export_hf(
     target stays as it was. Weights keep the parameters' dtype.
 
     Args:
-        model: this rank's stage, cut over `groups.tp` and `groups.pp`.
+        stages: of this rank, cut over `groups.tp` and `groups.pp`.
         folder: on a file system that every writing rank sees.
         hf_source: the folder that the weights came from; its config.json and generation_config.json are
             kept but for what has changed.
@@ -74,12 +75,14 @@ def export_hf(
         with all_or_none():
             if is_first:
                 prepare(partial, folder, hf_source)
-        layout = _write_weights(model, partial, config, groups, file_bytes)
+        layout = _write_weights(stages, partial, config, groups, file_bytes)
         with all_or_none():
             if is_first:
                 with writing(partial):
                     _write_index(partial, layout)
-                    write_descriptions(partial, config, hf_source, tokenizer, next(model.parameters()).dtype)
+                    write_descriptions(
+                        partial, config, hf_source, tokenizer, next(stages[0].parameters()).dtype
+                    )
                 publish(partial, folder)
     finally:
         if is_first:
@@ -88,12 +91,16 @@ def export_hf(
 
 
 def _write_weights(
-    model: GPTModel, partial: Path, config: RunConfig, groups: ProcessGroupCollection, file_bytes: int
+    stages: Sequence[GPTModel],
+    partial: Path,
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    file_bytes: int,
 ) -> Layout:
-    """Write this stage's files from its first replica; returns the files of all stages."""
+    """Write this rank's files from its first replica; returns the files of all stages."""
     tied = not config.model.untie_embeddings_and_output_weights
     table = parameter_table(config.model, config.padded_vocab_size)
-    weights = [weight for weight in stage_weights(model, table) if not (tied and weight.name == TIED_OUTPUT)]
+    weights = [weight for weight in stage_weights(stages, table) if not (tied and weight.name == TIED_OUTPUT)]
     files = _split(weights, file_bytes)
     layout = _lay_out(files, groups.pp)
     with all_or_none():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -21,14 +22,16 @@ _LOG = get_logger(__name__)
 _STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
-def import_hf(model: GPTModel, folder: Path, config: RunConfig, groups: ProcessGroupCollection) -> None:
-    """Fill this rank's pipeline stage from a Hugging Face folder; collective over the job.
+def import_hf(
+    stages: Sequence[GPTModel], folder: Path, config: RunConfig, groups: ProcessGroupCollection
+) -> None:
+    """Fill this rank's pipeline stages from a Hugging Face folder; collective over the job.
 
     Names, shapes and types of the whole folder are checked before the first byte is copied. Weights
     stored in another type are rounded to that of the parameters, to nearest even, and a line says so.
 
     Args:
-        model: this rank's stage, cut over `groups.tp` and `groups.pp`.
+        stages: of this rank, cut over `groups.tp` and `groups.pp`.
     Raises:
         ConversionError: on every rank, when the folder cannot be read or does not fit the model.
     """
@@ -42,15 +45,15 @@ def import_hf(model: GPTModel, folder: Path, config: RunConfig, groups: ProcessG
             source.check(tensors, unused=frozenset({OUTPUT} if tied else ()))
             if tied:
                 source.check_copy(OUTPUT, EMBEDDING)
-            _tell_rounding(source.dtypes(tensor.name for tensor in tensors), folder, model)
-            for weight in stage_weights(model, parameter_table(config.model, config.padded_vocab_size)):
+            _tell_rounding(source.dtypes(tensor.name for tensor in tensors), folder, stages)
+            for weight in stage_weights(stages, parameter_table(config.model, config.padded_vocab_size)):
                 sources = [source[tensor.name] for tensor in weight.mapping.hf]
                 weight.mapping.fill(weight.parameter, sources, shard)
 
 
-def _tell_rounding(stored: set[str], folder: Path, model: GPTModel) -> None:
+def _tell_rounding(stored: set[str], folder: Path, stages: Sequence[GPTModel]) -> None:
     """Say once when the parameters cannot hold every stored value. float32 holds them all."""
-    dtype = next(model.parameters()).dtype
+    dtype = next(stages[0].parameters()).dtype
     inexact = stored - {_STORED[dtype]}
     if dtype != torch.float32 and inexact:
         _LOG.warning(

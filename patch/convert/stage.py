@@ -1,9 +1,9 @@
-"""The parameters of this rank's pipeline stage, each with its mapping."""
+"""The parameters of this rank's pipeline stages, each with its mapping."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,16 +23,17 @@ class Weight(NamedTuple):
     mapping: Mapping
 
 
-def stage_weights(model: GPTModel, table: Table) -> Iterator[Weight]:
-    """Each parameter of one stage with its mapping.
+def stage_weights(stages: Sequence[GPTModel], table: Table) -> Iterator[Weight]:
+    """Each parameter of a rank's stages with its mapping.
 
     The number in a parameter's name counts within the stage; the layer itself knows its number (from 1)
     in the whole model.
     """
-    for name, parameter in model.named_parameters():
-        layer = 0
-        if match := _LAYER.match(name):
-            layer = model.decoder.layers[int(match[1])].layer_number - 1
-            name = table_name(_LAYER.sub("decoder.layers.*.", name))
-        assert name in table, f"the table of this family has no parameter {name}"
-        yield Weight(name, parameter.detach(), table[name].at_layer(layer))
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            layer = 0
+            if match := _LAYER.match(name):
+                layer = stage.decoder.layers[int(match[1])].layer_number - 1
+                name = table_name(_LAYER.sub("decoder.layers.*.", name))
+            assert name in table, f"the table of this family has no parameter {name}"
+            yield Weight(name, parameter.detach(), table[name].at_layer(layer))

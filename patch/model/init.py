@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import zlib
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +18,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from megatron.core.models.gpt.gpt_model import GPTModel
 
 from patch.config.schema import RunConfig
+from patch.model.llama import sharded_weights
 
 # The last projections of attention and MLP start smaller: arXiv:1909.08053, section 5.1 (after GPT-2).
 _SCALED = ("linear_proj.weight", "linear_fc2.weight")
@@ -24,9 +26,9 @@ _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @torch.no_grad()
-def initialize_weights(model: GPTModel, config: RunConfig) -> None:
-    """Fill the model's weights: N(0, init_method_std), norms one, biases and padded vocabulary rows zero."""
-    state = model.sharded_state_dict()
+def initialize_weights(stages: Sequence[GPTModel], config: RunConfig) -> None:
+    """Fill a rank's stages: N(0, init_method_std), norms one, biases and padded vocabulary rows zero."""
+    state = sharded_weights(stages)
     apply_factories(state)
     for shard in nested_values(extract_sharded_tensors(state)[0]):
         if shard.data.ndim == 1:

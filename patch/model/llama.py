@@ -8,7 +8,10 @@ never enters the loss, and tied embeddings that need no CUDA. Parameter names st
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import (
@@ -140,7 +143,21 @@ def _mark_cut_weights(model: torch.nn.Module) -> None:
             set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
 
 
-def build_llama_model(config: RunConfig, groups: ProcessGroupCollection, device: torch.device) -> LlamaModel:
-    """The pipeline stage of this rank on `device`; its weights are not set yet (`initialize_weights`)."""
+def build_llama_model(
+    config: RunConfig, groups: ProcessGroupCollection, device: torch.device
+) -> list[LlamaModel]:
+    """The pipeline stages of this rank on `device`, in the order in which a batch passes them.
+
+    Their weights are not set yet (`initialize_weights`). They share one configuration of upstream's.
+    """
     upstream = transformer_config(config, cuda=device.type == "cuda")
-    return LlamaModel(config, upstream, groups).to(device)
+    return [LlamaModel(config, upstream, groups).to(device)]
+
+
+def sharded_weights(stages: Sequence[GPTModel]) -> ShardedStateDict:
+    """What megatron-core's dist_checkpointing takes for the weights of a rank's stages.
+
+    The names under which weights are stored are those of the whole model; the outer keys only keep stages
+    apart, each of which counts its layers from 0.
+    """
+    return {f"stage{index}": stage.sharded_state_dict() for index, stage in enumerate(stages)}

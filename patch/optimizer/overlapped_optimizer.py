@@ -14,13 +14,14 @@ megatron/optimizer/overlapped_dist_optimizer.py) and ZeRO (Rajbhandari et al., a
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import OptimizerConfig
@@ -40,7 +41,8 @@ class OverlappedDistributedOptimizer:
     """AdamW over the shards of a flat parameter buffer.
 
     Args:
-        model: one stage; its trainable parameters are re-pointed into the flat buffer.
+        stages: the pipeline stages of this rank, in the order in which a batch passes them; their trainable
+            parameters are re-pointed into the flat buffer.
         optimizer: rates, decay, clipping, bucket size.
         level: data-parallel sharding: none, optimizer (ZeRO-1) or gradients (ZeRO-2).
         groups: dp_cp, tp, mp and embd are used.
@@ -49,8 +51,13 @@ class OverlappedDistributedOptimizer:
     """
 
     def __init__(
-        self, model: torch.nn.Module, optimizer: OptimizerConfig, level: str, groups: ProcessGroupCollection
+        self,
+        stages: Sequence[torch.nn.Module],
+        optimizer: OptimizerConfig,
+        level: str,
+        groups: ProcessGroupCollection,
     ) -> None:
+        model = torch.nn.ModuleList(stages)
         # Backward completes gradients in about the reverse of the order of registration.
         self.parameters = [p for p in reversed(list(model.parameters())) if p.requires_grad]
         _check(self.parameters)
@@ -86,6 +93,11 @@ class OverlappedDistributedOptimizer:
             for is_decayed, run in _runs(self._pieces[index], self._is_decayed)
         ]
         return Shard(self.gradients.buckets[index].shard, self.weights.shard(index), runs)
+
+    def connect(self, upstream: ModelParallelConfig) -> None:
+        """Give megatron-core's schedules, which read it from the model's configuration, what they ask for."""
+        upstream.no_sync_func = self.no_sync
+        upstream.grad_scale_func = self.loss_scale.apply
 
     def start_step(self) -> None:
         """Forget the last step's gradients; call before the first backward of a step."""

@@ -45,7 +45,8 @@ class Run:
     tokenizer: Any
     train_reader: BatchReader
     valid_reader: BatchReader | None
-    model: LlamaModel
+    stages: list[LlamaModel]
+    """This rank's pipeline stages, in the order in which a batch passes them."""
     optimizer: OverlappedDistributedOptimizer
     start_iteration: int
     """Optimizer steps already done: 0, or those of the checkpoint that was resumed."""
@@ -64,10 +65,9 @@ def build_run(config: RunConfig, context: DeviceContext) -> Run:
     with all_or_none():
         tokenizer = load_tokenizer(config.tokenizer_folder)
     datasets = build_datasets(config, tokenizer)
-    model = build_llama_model(config, groups, context.device)
-    optimizer = OverlappedDistributedOptimizer(model, config.optimizer, config.sharding_level, groups)
-    model.config.no_sync_func = optimizer.no_sync
-    model.config.grad_scale_func = optimizer.loss_scale.apply
+    stages = build_llama_model(config, groups, context.device)
+    optimizer = OverlappedDistributedOptimizer(stages, config.optimizer, config.sharding_level, groups)
+    optimizer.connect(stages[0].config)
     run = Run(
         config=config,
         device=context.device,
@@ -75,7 +75,7 @@ def build_run(config: RunConfig, context: DeviceContext) -> Run:
         tokenizer=tokenizer,
         train_reader=_reader(config, datasets.train, groups, shuffle=config.data.dataset_type == "raw"),
         valid_reader=_reader(config, datasets.valid, groups, shuffle=False) if datasets.valid else None,
-        model=model,
+        stages=stages,
         optimizer=optimizer,
         start_iteration=0,
     )
@@ -104,7 +104,7 @@ def _reader(
 
 def _load(run: Run) -> None:
     """Resume this run's newest checkpoint; without one, start from --load or from random weights."""
-    resumed = resume(checkpoint_root(run.config), run.model, run.optimizer)
+    resumed = resume(checkpoint_root(run.config), run.stages, run.optimizer)
     if resumed is not None:
         run.start_iteration = resumed
         _log.info("resumed after step %d from %s", resumed, checkpoint_root(run.config))
@@ -114,10 +114,10 @@ def _load(run: Run) -> None:
     load = run.config.checkpoint.load
     if load == "none":
         load = f"seed {run.config.training.seed}"
-        initialize_weights(run.model, run.config)
+        initialize_weights(run.stages, run.config)
     elif is_hf_folder(Path(load)):
-        import_hf(run.model, Path(load), run.config, run.groups)
+        import_hf(run.stages, Path(load), run.config, run.groups)
     else:
-        load_weights(Path(load), run.model)
+        load_weights(Path(load), run.stages)
     run.optimizer.adam.refresh_masters()
     _log.info("weights from %s", load)

@@ -14,12 +14,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
-from patch.model import LlamaModel
+from patch.model import LlamaModel, sharded_weights
 from patch.optimizer import OverlappedDistributedOptimizer
 
 
 def save(
-    root: Path, iteration: int, model: LlamaModel, optimizer: OverlappedDistributedOptimizer, config_yaml: str
+    root: Path,
+    iteration: int,
+    stages: list[LlamaModel],
+    optimizer: OverlappedDistributedOptimizer,
+    config_yaml: str,
 ) -> None:
     """Write everything that a resumed run needs to go on with the same bits."""
     optimizer.wait_for_weights()
@@ -30,15 +34,15 @@ def save(
         "loss_scale": {"value": scale.value, "good_steps": scale.good_steps},
         "config": config_yaml,
     }
-    save_checkpoint(root, iteration, _sharded_state(model, optimizer), common)
+    save_checkpoint(root, iteration, _sharded_state(stages, optimizer), common)
 
 
-def resume(root: Path, model: LlamaModel, optimizer: OverlappedDistributedOptimizer) -> int | None:
+def resume(root: Path, stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> int | None:
     """Load the newest checkpoint below `root` in place; its iteration, or None where there is none."""
     iteration = latest_iteration(root)
     if iteration is None:
         return None
-    state = _sharded_state(model, optimizer)
+    state = _sharded_state(stages, optimizer)
     loaded = load_checkpoint(root, iteration, state)
     optimizer.adam.step_count = loaded["optimizer_steps"]
     optimizer.loss_scale.value = loaded["loss_scale"]["value"]
@@ -47,16 +51,16 @@ def resume(root: Path, model: LlamaModel, optimizer: OverlappedDistributedOptimi
     return iteration
 
 
-def load_weights(folder: Path, model: LlamaModel) -> None:
+def load_weights(folder: Path, stages: list[LlamaModel]) -> None:
     """Load only the weights of a checkpoint of ours: its root, or the run's folder that holds it."""
     root = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
     iteration = latest_iteration(root)
     assert iteration is not None, "validate_run lets only folders with a checkpoint pass"
-    load_checkpoint(root, iteration, {"model": model.sharded_state_dict()})
+    load_checkpoint(root, iteration, {"model": sharded_weights(stages)})
 
 
-def _sharded_state(model: LlamaModel, optimizer: OverlappedDistributedOptimizer) -> dict[str, Any]:
-    weights = model.sharded_state_dict()
+def _sharded_state(stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> dict[str, Any]:
+    weights = sharded_weights(stages)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     random = {
         name: ShardedTensor.from_rank_offsets(

@@ -78,7 +78,8 @@ def evaluate(run: Run) -> float:
         the loss on the last stage, 0 on the others.
     """
     assert run.valid_reader is not None
-    run.model.eval()
+    for stage in run.stages:
+        stage.eval()
     total, tokens = 0.0, 0.0
     for index in range(min(run.config.data.eval_iters, len(run.valid_reader))):
         batches = run.valid_reader.step(index)
@@ -86,7 +87,8 @@ def evaluate(run: Run) -> float:
         losses = _run_schedule(run, batches, 1.0, forward_only=True)
         total += sum_over(run.groups.dp_cp, [_total(losses)], run.device)[0]
         tokens += learned
-    run.model.train()
+    for stage in run.stages:
+        stage.train()
     return total / max(tokens, 1.0)
 
 
@@ -103,8 +105,8 @@ def _run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only
     """Run all micro-batches; on the last stage each one's summed loss over `tokens`, [] on the others."""
     return get_forward_backward_func()(
         forward_step_func=partial(_forward_step, run=run, divisor=max(tokens, 1.0)),
-        data_iterator=iter(batches),
-        model=run.model,
+        data_iterator=[iter(batches) for _ in run.stages],
+        model=run.stages,
         num_microbatches=len(batches),
         seq_length=run.config.sample_length,
         micro_batch_size=run.config.training.micro_batch_size,

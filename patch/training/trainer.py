@@ -91,7 +91,7 @@ class Trainer:
 
     def _save(self, done: int) -> None:
         run = self.run
-        save(checkpoint_root(run.config), done, run.model, run.optimizer, to_yaml(run.config))
+        save(checkpoint_root(run.config), done, run.stages, run.optimizer, to_yaml(run.config))
         if self._log is not None:
             self._log.plot()
         dist.barrier()  # or the other ranks' next step would seem to last as long as the drawing

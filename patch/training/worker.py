@@ -79,7 +79,7 @@ def _export(this_run: Run) -> None:
     source = Path(config.checkpoint.load)
     this_run.optimizer.wait_for_weights()
     export_hf(
-        this_run.model,
+        this_run.stages,
         target,
         config,
         this_run.groups,

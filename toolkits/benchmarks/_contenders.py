@@ -66,11 +66,10 @@ class OurTrainer:
     def __init__(
         self, config: RunConfig, groups: ProcessGroupCollection, device: torch.device, reader: SameBatches
     ) -> None:
-        model = build_llama_model(config, groups, device)
-        initialize_weights(model, config)
-        optimizer = OverlappedDistributedOptimizer(model, config.optimizer, config.sharding_level, groups)
-        model.config.no_sync_func = optimizer.no_sync
-        model.config.grad_scale_func = optimizer.loss_scale.apply
+        stages = build_llama_model(config, groups, device)
+        initialize_weights(stages, config)
+        optimizer = OverlappedDistributedOptimizer(stages, config.optimizer, config.sharding_level, groups)
+        optimizer.connect(stages[0].config)
         self.run = Run(
             config=config,
             device=device,
@@ -78,7 +77,7 @@ class OurTrainer:
             tokenizer=None,
             train_reader=reader,  # type: ignore[arg-type]
             valid_reader=None,
-            model=model,
+            stages=stages,
             optimizer=optimizer,
             start_iteration=0,
         )

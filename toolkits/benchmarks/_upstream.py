@@ -80,8 +80,8 @@ class UpstreamTrainer:
         overlap: Overlap,
     ) -> None:
         self._config, self._groups, self._batches = config, groups, batches
-        model = build_llama_model(config, groups, device)
-        initialize_weights(model, config)
+        (model,) = build_llama_model(config, groups, device)
+        initialize_weights([model], config)
         model.config.calculate_per_token_loss = False  # upstream's default
         self._overlaps_weights = overlap.weights
         param_and_grad_buffer.dist_reduce_scatter_func = _REDUCE_SCATTER

@@ -4,6 +4,7 @@ The oracle of the layout is upstream's plain GPTModel beside transformers, not t
 """
 
 import json
+from itertools import chain
 
 import pytest
 import torch
@@ -63,12 +64,12 @@ def _convert(rank, world_size, root, out, layout, tokenizer):
     groups = _groups(_run(*layout))
     for precision, tied in CASES:
         config, name = _run(*layout, precision, tied), f"{precision}-{tied}"
-        model = build_llama_model(config, groups, torch.device("cpu"))
-        for parameter in model.parameters():
+        stages = build_llama_model(config, groups, torch.device("cpu"))
+        for parameter in chain.from_iterable(stage.parameters() for stage in stages):
             parameter.data.fill_(float("nan"))
-        import_hf(model, root / name, config, groups)
+        import_hf(stages, root / name, config, groups)
         export_hf(
-            model, out / name, config, groups,
+            stages, out / name, config, groups,
             hf_source=root / name, tokenizer=tokenizer, file_bytes=150_000 if tied else 2**30,
         )  # fmt: skip
     return [
@@ -167,7 +168,7 @@ def _upstream_logits(folder, config, groups):
     replace_torch("megatron.core.utils")  # upstream's own attention takes a buffer on the current device
     model_parallel_cuda_manual_seed(1)  # and its (unused) dropout a random state of each TP rank
     model = _upstream_model(config, groups)
-    import_hf(model, folder, config, groups)
+    import_hf([model], folder, config, groups)
     return _forward(model, config, groups)
 
 

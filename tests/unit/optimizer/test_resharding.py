@@ -27,6 +27,7 @@ from patch.checkpoint import load_checkpoint, save_checkpoint
 from patch.checkpoint.folder import iteration_folder
 from patch.checkpoint.shards import shards_of
 from patch.config.schema import RunConfig
+from patch.model import sharded_weights
 from patch.optimizer.resharding import rectangles
 from patch.training.setup import Run
 
@@ -79,7 +80,7 @@ def build(config: RunConfig) -> Run:
     """A run whose weights differ in every element, the same ones in every layout."""
     run = build_seeded_run(config)
     with torch.no_grad():
-        for shard in shards_of(run.model.sharded_state_dict()):
+        for shard in shards_of(sharded_weights(run.stages)):
             if isinstance(shard, ShardedTensor) and shard.data.ndim == 1:  # norms, ones until now
                 torch.manual_seed(zlib.crc32(f"{shard.key}{shard.global_offset}".encode()))
                 shard.data.uniform_(0.5, 1.5)
@@ -97,7 +98,7 @@ def wanted_states(run: Run) -> dict[str, list[torch.Tensor]]:
 
 
 def sharded_state(run: Run) -> dict[str, Any]:
-    weights = run.model.sharded_state_dict()
+    weights = sharded_weights(run.stages)
     return {"model": weights, "optimizer": run.optimizer.sharded_state_dict(weights)}
 
 

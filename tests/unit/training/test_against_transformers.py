@@ -38,7 +38,8 @@ def _shape_changes(config: RunConfig) -> dict:
 
 @torch.no_grad()
 def _our_logits(config: RunConfig, folder: Path) -> dict[int, torch.Tensor]:
-    model = build_seeded_run(config, folder).model.eval()
+    (model,) = build_seeded_run(config, folder).stages
+    model.eval()
     logits = {length: model(_prompt(config, length), None, None).float().numpy() for length in LENGTHS}
     parallel_state.destroy_model_parallel()
     return logits

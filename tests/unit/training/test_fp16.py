@@ -25,10 +25,10 @@ def _overflowing_steps(config: object) -> list[tuple]:
     history = []
     for iteration in range(20):
         run.optimizer.wait_for_weights()
-        before = [weight.detach().clone() for weight in run.model.parameters()]
+        before = [weight.detach().clone() for weight in run.stages[0].parameters()]
         result = train_step(run, iteration)
         run.optimizer.wait_for_weights()
-        same = all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+        same = all(torch.equal(a, b) for a, b in zip(before, run.stages[0].parameters(), strict=True))
         scale = run.optimizer.loss_scale.value
         history.append((result.skipped, result.grad_norm, same, scale, run.optimizer.adam.step_count))
     return history

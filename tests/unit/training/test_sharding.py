@@ -63,7 +63,7 @@ def trace(config: RunConfig) -> dict[str, Any]:
     first = [index for index, event in enumerate(events) if event == "gradient"][earlier]
     events_of_step_1 = events[first:]
     pending: list[int] = []
-    for module in run.model.modules():
+    for module in run.stages[0].modules():
         if next(module.parameters(recurse=False), None) is not None:
             module.register_forward_pre_hook(lambda *_: pending.append(len(run.optimizer.weights._pending)))
     train_step(run, 1)

@@ -15,11 +15,11 @@ from patch.training.step import train_step
 def run_with_an_infinite_weight(rank: int, world_size: int) -> None:
     run = build_seeded_run(small_run(dp=2))
     if rank == 1:
-        next(run.model.parameters()).data.fill_(float("inf"))
-    before = [weight.detach().clone() for weight in run.model.parameters()]
+        next(run.stages[0].parameters()).data.fill_(float("inf"))
+    before = [weight.detach().clone() for weight in run.stages[0].parameters()]
     with pytest.raises(TrainingError, match="step 1: gradient norm nan.*--lr"):
         train_step(run, 0)
-    assert all(torch.equal(a, b) for a, b in zip(before, run.model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(before, run.stages[0].parameters(), strict=True))
     assert run.optimizer.adam.step_count == 0
 
 
@@ -30,8 +30,9 @@ def test_gradients_that_are_not_finite_on_one_rank_stop_all_before_anything_is_w
 @torch.no_grad()
 def run_upstream(rank: int, world_size: int) -> None:
     run = build_seeded_run(small_run(rope_original_max_position=8192))
+    (model,) = run.stages
     upstream = GPTModel(
-        config=run.model.config,
+        config=model.config,
         transformer_layer_spec=get_gpt_layer_local_spec(normalization="RMSNorm"),
         vocab_size=run.config.padded_vocab_size,
         max_sequence_length=run.config.model.max_position_embeddings,
@@ -39,11 +40,11 @@ def run_upstream(rank: int, world_size: int) -> None:
         rotary_base=run.config.model.rotary_base,
         rope_scaling=True,
     )
-    upstream.load_state_dict(run.model.state_dict(), strict=True)
+    upstream.load_state_dict(model.state_dict(), strict=True)
     tokens = seeded_batches(run.config, 0)[0].tokens
     mask = torch.ones(32, 32).triu(1).bool()[None, None]
     expected = upstream(tokens, None, mask)
-    torch.testing.assert_close(run.model(tokens, None, None), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(model(tokens, None, None), expected, rtol=0, atol=1e-5)
 
 
 def test_upstreams_model_loads_our_weights_strictly_and_computes_the_same() -> None:
