@@ -45,9 +45,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("context_parallel_size", lambda v: v > 1, "context parallelism", "1"),
     NotBuilt("cpu_offloading", bool, "activation offload", "AC=sel or full"),
     NotBuilt("optimizer_offload_policy", lambda v: v != "false", "optimizer offload", "false"),
-    NotBuilt(
-        "num_layers_per_virtual_pipeline_stage", lambda v: v > 0, "interleaved pipelining", "unset or 0"
-    ),
     NotBuilt("packing", bool, "packing of several samples", "MP_SFT_PACKING=false"),
     NotBuilt("distributed_checkpointing", lambda v: not v, "a checkpoint written by one rank alone", "true"),
 )
@@ -161,10 +158,25 @@ def pipeline_divides(config: RunConfig, machine: MachineFacts) -> None:
         refuse("pipeline_model_parallel_size", pp_size, expected, f"the model has {layers} layers")
 
 
+def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
+    """Several stages a process, all with the same number of layers; no layers over."""
+    pp_size, field = config.parallel.pipeline_model_parallel_size, "num_layers_per_virtual_pipeline_stage"
+    layers = config.parallel.num_layers_per_virtual_pipeline_stage
+    if layers and pp_size == 1:
+        refuse(
+            field,
+            layers,
+            f"0, or {where('pipeline_model_parallel_size')} above 1",
+            "one process has no bubble",
+        )
+    own = config.model.num_layers // pp_size
+    if layers and own % layers:
+        refuse(field, layers, f"0 or one of {_divisors(own)}", f"a process has {own} layers")
+
+
 def recompute_divides(config: RunConfig, machine: MachineFacts) -> None:
     """Full recompute cuts a stage's layers in equal blocks."""
-    block = config.training.recompute_num_layers
-    stage = config.model.num_layers // config.parallel.pipeline_model_parallel_size
+    block, stage = config.training.recompute_num_layers, config.num_layers_per_stage
     if config.training.recompute_granularity == "full" and stage % block:
         refuse("recompute_num_layers", block, f"one of {_divisors(stage)}", f"a stage has {stage} layers")
 
@@ -214,6 +226,16 @@ def global_batch_divides(config: RunConfig, machine: MachineFacts) -> None:
         refuse("global_batch_size", batch, f"a multiple of {unit} such as {near}", why)
 
 
+def interleaving_has_enough_batches(config: RunConfig, machine: MachineFacts) -> None:
+    """A group of at least PP micro-batches passes a stage before the process turns to its next stage."""
+    count, pp_size = config.num_micro_batches, config.parallel.pipeline_model_parallel_size
+    if config.virtual_pipeline_size > 1 and count < pp_size:
+        training = config.training
+        unit = training.micro_batch_size * config.data_parallel_size
+        why = f"interleaved stages need as many micro-batches as PP={pp_size}, this is {count}"
+        refuse("global_batch_size", training.global_batch_size, f"at least {unit * pp_size}", why)
+
+
 def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
     """The flags that say what replicas share do not contradict each other."""
     parallel = config.parallel
@@ -252,10 +274,12 @@ RULES: tuple[Rule, ...] = (
     llama3_rope_is_ordered,
     tensor_parallel_divides,
     pipeline_divides,
+    interleaving_divides,
     recompute_divides,
     sequence_fits,
     processes_fit,
     global_batch_divides,
+    interleaving_has_enough_batches,
     sharding_is_said_once,
     schedule_fits,
     evaluation_is_possible,
@@ -267,6 +291,8 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     """One line for each value that is legal but has no effect in this run."""
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         yield f"{where('sequence_parallel')} has no effect at TP=1"
+    if config.parallel.num_layers_per_virtual_pipeline_stage and config.virtual_pipeline_size == 1:
+        yield f"{where('num_layers_per_virtual_pipeline_stage')} has no effect: a process has no more layers"
     if config.model.attention_backend != "auto" and not machine.cuda_devices:
         yield f"{where('attention_backend')} has no effect on the CPU: attention is torch's SDPA either way"
     if config.training.recompute_num_layers != 1 and config.training.recompute_granularity != "full":

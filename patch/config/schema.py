@@ -71,7 +71,9 @@ class ParallelConfig:
 
     tensor_model_parallel_size: int = flag("processes that share each layer (TP)", 1)
     pipeline_model_parallel_size: int = flag("stages that share the layers (PP)", 1)
-    num_layers_per_virtual_pipeline_stage: int = flag("interleaved stages (VPP); 0: none", 0)
+    num_layers_per_virtual_pipeline_stage: int = flag(
+        "PP: each process holds several stages of this many layers, which take turns (VPP); 0: one stage", 0
+    )
     context_parallel_size: int = flag("processes that share each sequence (CP)", 1)
     sequence_parallel: bool = flag("cut norms and residuals along the sequence over TP", False)
     use_distributed_optimizer: bool = flag("shard optimizer states over replicas (ZeRO-1)", False)
@@ -189,6 +191,18 @@ class RunConfig:
         parallel = self.parallel
         replica = parallel.tensor_model_parallel_size * parallel.pipeline_model_parallel_size
         return self.world_size // (replica * parallel.context_parallel_size)
+
+    @property
+    def virtual_pipeline_size(self) -> int:
+        """Pipeline stages of one process: one, or several of a few layers each that take turns (VPP)."""
+        layers = self.parallel.num_layers_per_virtual_pipeline_stage
+        return self.model.num_layers // (layers * self.parallel.pipeline_model_parallel_size) if layers else 1
+
+    @property
+    def num_layers_per_stage(self) -> int:
+        """Layers that follow each other on one process."""
+        stages = self.parallel.pipeline_model_parallel_size * self.virtual_pipeline_size
+        return self.model.num_layers // stages
 
     @property
     def sharding_level(self) -> str:

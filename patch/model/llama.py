@@ -35,6 +35,7 @@ def transformer_config(config: RunConfig, *, cuda: bool) -> TransformerConfig:
     model, parallel, training = config.model, config.parallel, config.training
     dtype = DTYPES[training.precision]
     recompute = training.recompute_granularity
+    is_interleaved = config.virtual_pipeline_size > 1
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -58,13 +59,20 @@ def transformer_config(config: RunConfig, *, cuda: bool) -> TransformerConfig:
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        virtual_pipeline_model_parallel_size=config.virtual_pipeline_size if is_interleaved else None,
+        microbatch_group_size_per_vp_stage=_micro_batch_group(config) if is_interleaved else None,
+        # Interleaved over two processes, both neighbours are the same one: in one batch of sends and
+        # receives a gradient could be taken for an activation. So they go one by one, as Megatron-LM does.
+        overlap_p2p_comm=is_interleaved,
+        batch_p2p_comm=not is_interleaved,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
         recompute_granularity=None if recompute == "none" else recompute,
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=training.recompute_num_layers if recompute == "full" else None,
         calculate_per_token_loss=True,
-        deallocate_pipeline_outputs=True,
+        # Sends that overlap with compute may still read an output when upstream would free it.
+        deallocate_pipeline_outputs=not is_interleaved,
         deterministic_mode=training.deterministic_mode,
         use_cpu_initialization=not cuda,
         perform_initialization=False,
@@ -76,27 +84,40 @@ def transformer_config(config: RunConfig, *, cuda: bool) -> TransformerConfig:
     )
 
 
+def _micro_batch_group(config: RunConfig) -> int:
+    """Micro-batches that pass one stage before the next stage of the same process takes its turn.
+
+    As few as upstream's schedule takes (schedules.py:1000-1020): PP at least, in the last group too.
+    """
+    pp_size, count = config.parallel.pipeline_model_parallel_size, config.num_micro_batches
+    fits = (size for size in range(pp_size, count) if count % size == 0 or count % size >= pp_size)
+    return next(fits, count)
+
+
 class LlamaModel(GPTModel):
-    """One pipeline stage of a LLaMA model.
+    """One pipeline stage of a LLaMA model: the `vp_stage`-th of those that its process holds.
 
     Input and output of `forward` are GPTModel's: tokens and labels [B, S] in; per-token losses [B, S]
     (labels given), logits [B, S, V / TP] or, before the last stage, hidden states [S, B, H] out.
     """
 
     def __init__(
-        self, config: RunConfig, upstream: TransformerConfig, groups: ProcessGroupCollection
+        self, config: RunConfig, upstream: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int
     ) -> None:
-        model, stage, num_stages = config.model, groups.pp.rank(), groups.pp.size()
+        model = config.model
+        stage = vp_stage * groups.pp.size() + groups.pp.rank()
+        last = config.virtual_pipeline_size * groups.pp.size() - 1
         super().__init__(
             config=upstream,
-            transformer_layer_spec=block_spec(model, model.num_layers // num_stages),
+            transformer_layer_spec=block_spec(model, config.num_layers_per_stage),
             vocab_size=config.padded_vocab_size,
             max_sequence_length=model.max_position_embeddings,
             pre_process=stage == 0,
-            post_process=stage == num_stages - 1,
+            post_process=stage == last,
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
             position_embedding_type="rope",
             pg_collection=groups,
+            vp_stage=vp_stage,
         )
         self.rotary_pos_emb.inv_freq = inverse_frequencies(model)
         rows = config.padded_vocab_size // groups.tp.size()
@@ -151,7 +172,10 @@ def build_llama_model(
     Their weights are not set yet (`initialize_weights`). They share one configuration of upstream's.
     """
     upstream = transformer_config(config, cuda=device.type == "cuda")
-    return [LlamaModel(config, upstream, groups).to(device)]
+    return [
+        LlamaModel(config, upstream, groups, vp_stage).to(device)
+        for vp_stage in range(config.virtual_pipeline_size)
+    ]
 
 
 def sharded_weights(stages: Sequence[GPTModel]) -> ShardedStateDict:

@@ -11,13 +11,17 @@ A bucket's reduction starts when it and all earlier buckets are full, so every r
 collectives in the same order. What unused parameters leave open is reduced, in order, when the
 micro-batch ends. Where it ends is told by `watch`, not guessed from the gradients that came, so ranks
 whose unused parameters differ still agree.
+
+A rank of an interleaved pipeline has several stages. A micro-batch passes one of them at a time and concerns
+only that stage's buckets; it ends where the next begins, on whichever stage.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -48,7 +52,7 @@ class Bucket:
 
 
 class GradientBuckets:
-    """The gradients of one model stage.
+    """The gradients of a rank's pipeline stages.
 
     Args:
         parameters: the trainable ones, on one device; `extents` refer to them by index.
@@ -79,10 +83,12 @@ class GradientBuckets:
         self._staging: list[torch.Tensor] = []
         self._num_staging = 0
         self._travelling: deque[Bucket] = deque()
-        self._accumulating = False
+        self.is_accumulating = False
+        """Whether a micro-batch that begins is followed by others on its stage (see `no_sync`)."""
         self._reduces = False
+        self._begun: list[Bucket] = []
+        """The buckets of the stage whose micro-batch is open; of these, `_next` comes next."""
         self._next = 0
-        self._is_open = False
         for bucket in self.buckets:
             for slot in bucket.extent.slots:
                 self._collect(parameters[slot.parameter], bucket, slot)
@@ -94,19 +100,14 @@ class GradientBuckets:
             if bucket.buffer is not None:
                 bucket.buffer.zero_()
 
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> AbstractContextManager[None]:
         """Micro-batches before the last one: megatron-core's schedules ask for it (`no_sync_func`)."""
-        self._accumulating = True
-        try:
-            yield
-        finally:
-            self._accumulating = False
+        return _Accumulating(self)
 
-    def watch(self, output: torch.Tensor) -> None:
-        """Tell where a micro-batch's backward begins: at the gradient of its `output`."""
+    def watch(self, output: torch.Tensor, stage: int) -> None:
+        """Tell where a micro-batch's backward through a stage begins: at the gradient of its `output`."""
         if output.requires_grad:
-            output.register_hook(self._begin_micro_batch)
+            output.register_hook(partial(self._begin_micro_batch, stage))
 
     def finish(self) -> None:
         """Wait until every shard holds the sum over micro-batches and ranks."""
@@ -138,6 +139,7 @@ class GradientBuckets:
 
         def on_gradient(parameter: torch.nn.Parameter) -> None:
             assert parameter.grad is not None
+            assert self._begun, "a backward that `watch` was not told of"
             self._open(bucket)[begin:end].view(parameter.shape).add_(parameter.grad)
             parameter.grad = None
             bucket.missing -= 1
@@ -146,29 +148,27 @@ class GradientBuckets:
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
 
-    def _begin_micro_batch(self, gradient: torch.Tensor) -> None:
+    def _begin_micro_batch(self, stage: int, gradient: torch.Tensor) -> None:
         self._end_micro_batch()
-        self._is_open = True
-        self._reduces = self._level == "gradients" or not self._accumulating
+        self._begun = [bucket for bucket in self.buckets if bucket.extent.stage == stage]
+        self._next = 0
+        self._reduces = self._level == "gradients" or not self.is_accumulating
 
     def _end_micro_batch(self) -> None:
-        if not self._is_open:
-            return
         if self._reduces:
-            while self._next < len(self.buckets):
+            while self._next < len(self._begun):
                 self._launch()
-        for bucket in self.buckets:
+        for bucket in self._begun:
             bucket.missing = len(bucket.extent.slots)
-        self._next = 0
-        self._is_open = False
+        self._begun = []
 
     def _launch_full(self) -> None:
-        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+        while self._next < len(self._begun) and self._begun[self._next].missing == 0:
             self._launch()
 
     def _launch(self) -> None:
         """Start the reduction of the next bucket."""
-        bucket = self.buckets[self._next]
+        bucket = self._begun[self._next]
         self._next += 1
         buffer = self._open(bucket)
         if self.on_launch is not None:
@@ -216,3 +216,20 @@ class GradientBuckets:
             largest = max(bucket.extent.numel for bucket in self.buckets)
             self._staging.append(self._like.new_empty(largest))
         return self._staging.pop()
+
+
+class _Accumulating(AbstractContextManager[None]):
+    """What `no_sync` gives.
+
+    A class, because schedules that only run forward never leave it: a generator would end by itself when it
+    is collected, perhaps in the midst of a later step.
+    """
+
+    def __init__(self, gradients: GradientBuckets) -> None:
+        self._gradients = gradients
+
+    def __enter__(self) -> None:
+        self._gradients.is_accumulating = True
+
+    def __exit__(self, *error: object) -> None:
+        self._gradients.is_accumulating = False

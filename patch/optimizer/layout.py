@@ -24,6 +24,8 @@ class Item(NamedTuple):
     """Index of its parameter group: the order of groups inside a bucket."""
     is_alone: bool = False
     """In a bucket of its own (a tied embedding, which the first and last stage must cut alike)."""
+    stage: int = 0
+    """Which of the rank's pipeline stages it belongs to: each has its own backward, no bucket spans two."""
 
 
 class Slot(NamedTuple):
@@ -43,6 +45,8 @@ class BucketRange:
     end: int
     slots: tuple[Slot, ...]
     """The parameters in it, in the order of their elements."""
+    stage: int = 0
+    """Which of the rank's pipeline stages they belong to."""
 
     @property
     def numel(self) -> int:
@@ -73,21 +77,22 @@ def lay_out(items: Sequence[Item], bucket_size: int, num_shards: int) -> list[Bu
             slots.append(Slot(index, position, position + items[index].numel))
             position += items[index].numel
         unit = num_shards * ALIGNMENT
-        buckets.append(BucketRange(begin, begin + -(-(position - begin) // unit) * unit, tuple(slots)))
+        end = begin + -(-(position - begin) // unit) * unit
+        buckets.append(BucketRange(begin, end, tuple(slots), items[members[0]].stage))
     return buckets
 
 
 def _packed(items: Sequence[Item], bucket_size: int) -> list[list[int]]:
     """Indices of `items` by bucket; a bucket exceeds `bucket_size` only when one parameter does."""
     packed: list[list[int]] = []
-    filled, is_open = 0, False
+    filled, open_stage = 0, None
     for index, item in enumerate(items):
-        if not is_open or item.is_alone or filled + item.numel > bucket_size:
+        if item.stage != open_stage or item.is_alone or filled + item.numel > bucket_size:
             packed.append([])
             filled = 0
         packed[-1].append(index)
         filled += item.numel
-        is_open = not item.is_alone
+        open_stage = None if item.is_alone else item.stage
     return packed
 
 

@@ -57,9 +57,12 @@ class OverlappedDistributedOptimizer:
         level: str,
         groups: ProcessGroupCollection,
     ) -> None:
-        model = torch.nn.ModuleList(stages)
         # Backward completes gradients in about the reverse of the order of registration.
-        self.parameters = [p for p in reversed(list(model.parameters())) if p.requires_grad]
+        self.parameters, items = [], []
+        for stage, model in reversed(list(enumerate(stages))):
+            trained = [p for p in reversed(list(model.parameters())) if p.requires_grad]
+            self.parameters += trained
+            items += [_item(parameter, stage) for parameter in trained]
         _check(self.parameters)
         self.config, self.groups = optimizer, groups
         self.loss_scale = LossScale(1.0, 0)
@@ -68,10 +71,10 @@ class OverlappedDistributedOptimizer:
         self.is_sharded = level != "none" and groups.dp_cp.size() > 1
         level = level if self.is_sharded else "none"
         num_shards = groups.dp_cp.size() if self.is_sharded else 1
-        extents = lay_out([_item(p) for p in self.parameters], optimizer.reduce_bucket_size, num_shards)
+        extents = lay_out(items, optimizer.reduce_bucket_size, num_shards)
         self.clock = WaitClock(self.parameters[0].device)
         self.weights = FlatWeights(
-            model, self.parameters, extents, num_shards=num_shards, group=groups.dp_cp, clock=self.clock
+            stages, self.parameters, extents, num_shards=num_shards, group=groups.dp_cp, clock=self.clock
         )
         self.gradients = GradientBuckets(
             self.parameters,
@@ -107,9 +110,9 @@ class OverlappedDistributedOptimizer:
         """What megatron-core's schedules put around all micro-batches but the last (`no_sync_func`)."""
         return self.gradients.no_sync()
 
-    def watch(self, output: torch.Tensor) -> None:
-        """Tell which tensor a micro-batch's backward begins at; call in the forward step."""
-        self.gradients.watch(output)
+    def watch(self, output: torch.Tensor, stage: int = 0) -> None:
+        """Tell which tensor a micro-batch's backward through a stage begins at; call in the forward step."""
+        self.gradients.watch(output, stage)
 
     @torch.no_grad()
     def finish_gradients(self) -> None:
@@ -215,9 +218,10 @@ class OverlappedDistributedOptimizer:
         return not getattr(parameter, "shared", False) and (is_cut or self.groups.tp.rank() == 0)
 
 
-def _item(parameter: torch.nn.Parameter) -> Item:
+def _item(parameter: torch.nn.Parameter, stage: int) -> Item:
     """Matrices before norms in a bucket, a tied embedding of two stages alone in its own."""
-    return Item(parameter.numel(), int(parameter.ndim <= 1), getattr(parameter, "shared_embedding", False))
+    is_tied = getattr(parameter, "shared_embedding", False)
+    return Item(parameter.numel(), int(parameter.ndim <= 1), is_tied, stage)
 
 
 def _runs(found: list[Piece], key: Callable[[Piece], bool]) -> list[tuple[bool, Piece]]:

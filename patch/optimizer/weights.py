@@ -8,7 +8,8 @@ Whoever reads or writes a parameter in another way calls `wait` first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from patch.optimizer.layout import BucketRange
 
 
 class FlatWeights:
-    """The weights of one model stage.
+    """The weights of a rank's pipeline stages.
 
     Args:
-        model: modules of it that own parameters get hooks that wait.
+        stages: modules of them that own parameters get hooks that wait.
         parameters: the trainable ones, one dtype; they become views of the buffer, values kept.
         extents: buckets in the order of backward.
         num_shards: ranks that share a bucket: 1, or the size of `group`.
@@ -31,7 +32,7 @@ class FlatWeights:
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        stages: Sequence[torch.nn.Module],
         parameters: list[torch.nn.Parameter],
         extents: list[BucketRange],
         *,
@@ -53,7 +54,7 @@ class FlatWeights:
                     view = self.flat[slot.begin : slot.end].view(parameter.shape)
                     parameter.data = view.copy_(parameter)
                     bucket_of[parameter] = index
-        for module in model.modules():
+        for module in chain.from_iterable(stage.modules() for stage in stages):
             needed = sorted({bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of})
             if needed:
                 wait = self._waiter(needed)

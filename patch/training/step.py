@@ -18,6 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from patch.data import Batch
 from patch.distributed.collectives import sum_over
 from patch.errors import TrainingError
+from patch.model import LlamaModel
 from patch.optimizer import learning_rate
 from patch.training.setup import Run, StepWork
 
@@ -103,7 +104,8 @@ def _total(losses: list[torch.Tensor]) -> float:
 
 def _run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only: bool) -> list[torch.Tensor]:
     """Run all micro-batches; on the last stage each one's summed loss over `tokens`, [] on the others."""
-    return get_forward_backward_func()(
+    pp_size, vp_size = run.groups.pp.size(), run.stages[0].config.virtual_pipeline_model_parallel_size
+    return get_forward_backward_func(pp_size, vp_size)(
         forward_step_func=partial(_forward_step, run=run, divisor=max(tokens, 1.0)),
         data_iterator=[iter(batches) for _ in run.stages],
         model=run.stages,
@@ -115,14 +117,14 @@ def _run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only
 
 
 def _forward_step(
-    batches: Iterator[Batch], model: torch.nn.Module, *, run: Run, divisor: float
+    batches: Iterator[Batch], model: LlamaModel, *, run: Run, divisor: float
 ) -> tuple[torch.Tensor, Any]:
     """Upstream's forward_step_func: the stage's output and how to make it a loss."""
     batch = next(batches)
     tokens, labels, mask = (tensor.to(run.device, non_blocking=True) for tensor in batch)
     # RoPE needs no position ids, causal attention no mask.
     output = model(tokens, None, None, labels=labels)
-    run.optimizer.watch(output)
+    run.optimizer.watch(output, model.vp_stage)
     return output, partial(_masked_loss, mask=mask, divisor=divisor)
 
 
