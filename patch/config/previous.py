@@ -47,7 +47,6 @@ _FIXED: dict[str, _Reason] = {
     "precision": _TYPE,
     "tensor_model_parallel_size": _LAYOUT,
     "pipeline_model_parallel_size": _LAYOUT,
-    "num_layers_per_virtual_pipeline_stage": _LAYOUT,
     "context_parallel_size": _LAYOUT,
 }
 """Fields that a resumed run keeps; the others may change."""

@@ -167,7 +167,7 @@ def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
             field,
             layers,
             f"0, or {where('pipeline_model_parallel_size')} above 1",
-            "one process has no bubble",
+            "one process holds all layers",
         )
     own = config.model.num_layers // pp_size
     if layers and own % layers:

@@ -85,12 +85,14 @@ def test_tokenizer_beside_other_weights_is_another_tokenizer(command, begun):
 
 
 def test_other_changes_are_listed(command, begun):
-    begun("--nproc-per-node=2", TP="2", BATCH_SIZE="2")
+    layout = dict(TP="2", PP="2")
+    begun("--nproc-per-node=4", BATCH_SIZE="2", **layout)
     changed = command.parse(
-        "--nproc-per-node=2", "--reduce-bucket-size=1e6", TP="2", BATCH_SIZE="4", LR="2e-3", SP="true",
-        DO="true", TRAIN_TOKENS_OR_ITERS="40",
+        "--nproc-per-node=4", "--reduce-bucket-size=1e6", "--num-layers-per-virtual-pipeline-stage=1",
+        **layout, BATCH_SIZE="4", LR="2e-3", SP="true", DO="true", TRAIN_TOKENS_OR_ITERS="40",
     ).config  # fmt: skip
     assert resume_notes(changed) == [
+        "--num-layers-per-virtual-pipeline-stage (MP_VP): 0 before, 1 from here on",
         "--sequence-parallel (position 13 SP): False before, True from here on",
         "--use-distributed-optimizer (position 14 DO): False before, True from here on",
         "--micro-batch-size (position 3 BATCH_SIZE): 2 before, 4 from here on",

@@ -11,6 +11,7 @@ from patch.device import MachineFacts
 from patch.errors import ConfigError, DataError
 
 GPUS = MachineFacts(cuda_devices=2, cpu_cores=2)
+VPP = "--num-layers-per-virtual-pipeline-stage"
 
 # (positions, flags, every part the message must hold)
 REFUSED = [
@@ -34,7 +35,6 @@ REFUSED = [
     (dict(AC="offload"), [], ["--cpu-offloading (position 17 AC)", "expected AC=sel or full"]),
     (dict(OPTIMIZER_OFFLOAD="static"), [], ["position 18 OPTIMIZER_OFFLOAD", "got static, expected false"]),
     (dict(OPTIMIZER_OFFLOAD="auto"), [], ["got auto", "optimizer offload is not built yet"]),
-    ({}, ["--num-layers-per-virtual-pipeline-stage=1"], ["(MP_VP): got 1", "interleaved"]),
     ({}, ["--packing"], ["--packing (MP_SFT_PACKING): got true", "packing of several samples"]),
     ({}, ["--no-distributed-checkpointing"], ["--distributed-checkpointing: got false, expected true"]),
     ({}, ["--dataset-type=idxmap"], ["(MP_DATASET_TYPE): got idxmap, expected raw", "not built yet"]),
@@ -63,6 +63,26 @@ REFUSED = [
     (dict(TP="4"), [], ["got 4, expected one of 1, 2:", "2 key/value groups"]),
     (dict(TP="2"), ["--ffn-hidden-size=191"], ["got 2, expected one of 1:", "191 MLP channels"]),
     (dict(PP="3"), [], ["position 11 PP): got 3, expected one of 1, 2:", "2 layers"]),
+    (
+        {},
+        [f"{VPP}=1"],
+        [f"{VPP} (MP_VP): got 1, expected 0, or", "position 11 PP) above 1: one process holds all layers"],
+    ),
+    (
+        dict(PP="2"),
+        ["--num-layers=12", f"{VPP}=4"],
+        ["(MP_VP): got 4, expected 0 or one of 1, 2, 3, 6: a process has 6 layers"],
+    ),
+    (
+        dict(PP="2", AC="full"),
+        ["--num-layers=4", f"{VPP}=1", "--recompute-num-layers=2"],
+        ["(MP_AC_LAYERS): got 2, expected one of 1: a stage has 1 layers"],
+    ),
+    (
+        dict(PP="2", GLOBAL_BATCH_SIZE="2"),
+        ["--num-layers=4", f"{VPP}=1"],
+        ["position 4 GLOBAL_BATCH_SIZE): got 2, expected at least 4: interleaved stages", "PP=2"],
+    ),
     (
         dict(AC="full"),
         ["--recompute-num-layers=3"],
@@ -117,6 +137,15 @@ def test_good_run_passes_and_writes_nothing(command):
     before = sorted(os.listdir(command.folder))
     assert validate_run(command.parse(FL="true").config, GPUS) == []
     assert sorted(os.listdir(command.folder)) == before
+
+
+def test_any_number_of_micro_batches_from_pp_on_can_be_interleaved(command):
+    for batch in ("4", "6", "10"):
+        config = command.parse(
+            "--num-layers=4", f"{VPP}=1", "--nproc-per-node=2", PP="2", GLOBAL_BATCH_SIZE=batch
+        ).config
+        assert validate_run(config, GPUS) == []
+        assert (config.virtual_pipeline_size, config.num_layers_per_stage) == (2, 1)
 
 
 def test_more_processes_than_gpus_are_refused(command):
@@ -248,6 +277,11 @@ def test_indexed_data_needs_both_files(command):
     ("positions", "flags", "note"),
     [
         (dict(SP="true"), [], "--sequence-parallel (position 13 SP) has no effect at TP=1"),
+        (
+            dict(PP="2"),
+            ["--nproc-per-node=2", f"{VPP}=1"],
+            f"{VPP} (MP_VP) has no effect: a process has no more layers",
+        ),
         (
             {},
             ["--recompute-num-layers=2"],
