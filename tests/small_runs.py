@@ -31,10 +31,14 @@ _SECTIONS = {
 }  # fmt: skip
 
 
-def small_run(tp: int = 1, pp: int = 1, dp: int = 1, **changes: Any) -> RunConfig:
-    """A resolved run of TP x PP x DP processes; `changes` are fields of any section."""
+def small_run(tp: int = 1, pp: int = 1, dp: int = 1, stage: int = 0, **changes: Any) -> RunConfig:
+    """A resolved run of TP x PP x DP processes; `changes` are fields of any section.
+
+    `stage` is the number of layers of an interleaved stage; 0: stages are not interleaved.
+    """
     changes |= {
-        "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "nproc_per_node": tp * pp * dp
+        "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "nproc_per_node": tp * pp * dp,
+        "num_layers_per_virtual_pipeline_stage": stage,
     }  # fmt: skip
     sections = {}
     for name, section in _SECTIONS.items():

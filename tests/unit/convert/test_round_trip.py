@@ -1,4 +1,4 @@
-"""Hugging Face -> running model -> Hugging Face, bit for bit, at TP, PP and DP 1 and 2; and its logits.
+"""Hugging Face -> running model -> Hugging Face, bit for bit, at TP, PP, VPP and DP 1 and 2; and its logits.
 
 The oracle of the layout is upstream's plain GPTModel beside transformers, not the way back.
 """
@@ -15,16 +15,15 @@ from transformers import AutoTokenizer, LlamaForCausalLM
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 CASES = [(precision, tied) for precision in DTYPES for tied in (False, True)]
-LAYOUTS = [(1, 1, 1), (1, 1, 2), (2, 1, 1), (1, 2, 1), (2, 2, 1)]
+# TP, PP, DP and layers of an interleaved stage.
+LAYOUTS = [(1, 1, 1, 0), (1, 1, 2, 0), (2, 1, 1, 0), (1, 2, 1, 0), (2, 2, 1, 1)]
 TOKENS = torch.arange(2 * 12).reshape(2, 12) * 7 % 250
 
 
-def _run(tp, pp, dp, precision="fp32", tied=False):
+def _run(tp, pp, dp, stage=0, precision="fp32", tied=False):
     """No RoPE scaling: upstream's own model cannot be told all of its fields."""
-    untied = not tied
-    return small_run(
-        tp, pp, dp, precision=precision, use_rope_scaling=False, untie_embeddings_and_output_weights=untied
-    )
+    changes = {"precision": precision, "untie_embeddings_and_output_weights": not tied}
+    return small_run(tp, pp, dp, stage, use_rope_scaling=False, **changes)
 
 
 def _tensors(folder):
@@ -48,7 +47,7 @@ def sources(tmp_path_factory):
     """One folder for each precision and tying, in several shards."""
     root = tmp_path_factory.mktemp("sources")
     for precision, tied in CASES:
-        model = hf_llama(_run(1, 1, 1, precision, tied)).to(DTYPES[precision])
+        model = hf_llama(_run(1, 1, 1, 0, precision, tied)).to(DTYPES[precision])
         model.save_pretrained(root / f"{precision}-{tied}", max_shard_size="200KB")
     return root
 
@@ -73,11 +72,12 @@ def _convert(rank, world_size, root, out, layout, tokenizer):
             hf_source=root / name, tokenizer=tokenizer, file_bytes=150_000 if tied else 2**30,
         )  # fmt: skip
     return [
-        _upstream_logits(root / f"fp32-{tied}", _run(*layout, tied=tied), groups) for tied in (False, True)
+        _upstream_logits(root / f"fp32-{tied}", _run(*layout[:3], tied=tied), groups)
+        for tied in (False, True)
     ]
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: "tp{}-pp{}-dp{}".format(*layout))
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda layout: "tp{}-pp{}-dp{}-stage{}".format(*layout))
 def converted(request, sources, tmp_path_factory, tiny_tokenizer):
     """(layout, folder of the exports, what each rank returned), made once for all tests of a layout."""
     layout, out = request.param, tmp_path_factory.mktemp("exports")

@@ -47,18 +47,20 @@ CHAINS = {
         layout("gradients", 9000, dp=4),
         layout("optimizer", 1, tp=2, dp=2, sequence_parallel=True),
         layout("gradients", 10**9, pp=2, dp=2),
-        layout("none", 5000, tp=2, pp=2),
+        layout("none", 5000, tp=2, pp=2, stage=1),
         layout("none", 20_000, dp=4),
         layout("optimizer", 777, dp=4),
     ],
     "tied": [
         layout("gradients", 9000, pp=2, dp=2, **TIED),
         layout("optimizer", 9000, dp=4, **TIED),
-        layout("none", 1, pp=2, dp=2, **TIED),
+        layout("none", 1, pp=2, dp=2, stage=1, **TIED),
+        layout("optimizer", 9000, pp=2, dp=2, **TIED),
     ],
     "fp32": [
         layout("optimizer", 9000, dp=4, precision="fp32"),
         layout("gradients", 3, tp=2, pp=2, precision="fp32"),
+        layout("gradients", 3, pp=2, dp=2, stage=1, precision="fp32"),
     ],
 }
 

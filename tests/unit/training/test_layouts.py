@@ -1,4 +1,4 @@
-"""One process against TP, PP, DP, SP and recomputation: the same losses on the same data.
+"""One process against TP, PP, VPP, DP, SP and recomputation: the same losses on the same data.
 
 Bitwise where the order of summation is the same (pipeline stages, replicas, recomputation). Tensor
 parallelism cuts the sums of row-parallel layers, which fp32 rounds differently: bound TP_BOUND.
@@ -16,6 +16,9 @@ TP_BOUND = 2e-5
 TIED = {"untie_embeddings_and_output_weights": False}
 # Qwen's biases and head norms, Mistral's window, all at once.
 FAMILIES = {"add_qkv_bias": True, "qk_layernorm": True, "window_size": "7,0"}
+# Micro-batches of a step: 2 are one group of the interleaved schedule, 4 two, 5 one of three and one of two.
+FOUR = {"global_batch_size": 8, "train_iters": 6}
+FIVE = {"global_batch_size": 10, "train_iters": 6}
 RUNS = {
     1: {
         "one": small_run(),
@@ -24,6 +27,8 @@ RUNS = {
         "tied": small_run(**TIED),
         "bf16": small_run(precision="bf16"),
         "families": small_run(**FAMILIES),
+        "one-4": small_run(**FOUR),
+        "one-5": small_run(**FIVE),
     },
     2: {
         "pp=2": small_run(pp=2),
@@ -32,6 +37,11 @@ RUNS = {
         "tp=2-sp": small_run(tp=2, sequence_parallel=True),
         "tp=2-sp-full": small_run(tp=2, sequence_parallel=True, recompute_granularity="full"),
         "tied-pp=2": small_run(pp=2, **TIED),
+        "vpp=2": small_run(pp=2, stage=1),
+        "vpp=2-full": small_run(pp=2, stage=1, recompute_granularity="full"),
+        "vpp=2-4": small_run(pp=2, stage=1, **FOUR),
+        "vpp=2-5": small_run(pp=2, stage=1, **FIVE),
+        "tied-vpp=2": small_run(pp=2, stage=1, **TIED),
         "tied-tp=2": small_run(tp=2, **TIED),
         "families-tp=2": small_run(tp=2, **FAMILIES),
         "families-tp=2-sp": small_run(tp=2, sequence_parallel=True, **FAMILIES),
@@ -40,6 +50,7 @@ RUNS = {
         "tp=2-pp=2": small_run(tp=2, pp=2),
         "tp=2-pp=2-sp": small_run(tp=2, pp=2, sequence_parallel=True),
         "tied-tp=2-pp=2": small_run(tp=2, pp=2, **TIED),
+        "tp=2-vpp=2-sp": small_run(tp=2, pp=2, stage=1, sequence_parallel=True),
         "bf16-tp=2-pp=2-sp": small_run(tp=2, pp=2, sequence_parallel=True, precision="bf16"),
     },
 }
@@ -65,16 +76,26 @@ def test_loss_falls_and_clipping_triggers(results: dict) -> None:
     assert max(result.grad_norm for result in one) > 1.0
 
 
-@pytest.mark.parametrize("name", ["pp=2", "dp=2"])
-def test_losses_are_bitwise_those_of_one_process(results: dict, name: str) -> None:
+@pytest.mark.parametrize(
+    "name,alike",
+    [
+        ("pp=2", "one"),
+        ("dp=2", "one"),
+        ("vpp=2", "one"),
+        ("vpp=2-4", "one-4"),
+        ("vpp=2-5", "one-5"),
+        ("tied-vpp=2", "tied-pp=2"),
+    ],
+)
+def test_losses_are_bitwise_alike(results: dict, name: str, alike: str) -> None:
     for rank_results in results[name]:
-        assert _losses(rank_results) == _losses(results["one"][0])
+        assert _losses(rank_results) == _losses(results[alike][0])
 
 
 @pytest.mark.parametrize(
     ("name", "alone"),
     [
-        *((name, "one") for name in ("tp=2", "tp=2-sp", "tp=2-pp=2", "tp=2-pp=2-sp")),
+        *((name, "one") for name in ("tp=2", "tp=2-sp", "tp=2-pp=2", "tp=2-pp=2-sp", "tp=2-vpp=2-sp")),
         *((name, "families") for name in ("families-tp=2", "families-tp=2-sp")),
     ],
 )
@@ -84,7 +105,10 @@ def test_losses_and_norms_are_close_to_those_of_one_process(results: dict, name:
     assert [result.grad_norm for result in ours] == pytest.approx([r.grad_norm for r in one], rel=1e-4)
 
 
-@pytest.mark.parametrize("name,alike", [("selective", "one"), ("full", "one"), ("tp=2-sp-full", "tp=2-sp")])
+@pytest.mark.parametrize(
+    "name,alike",
+    [("selective", "one"), ("full", "one"), ("tp=2-sp-full", "tp=2-sp"), ("vpp=2-full", "one")],
+)
 def test_recomputation_changes_no_bit(results: dict, name: str, alike: str) -> None:
     assert _losses(results[name][0]) == _losses(results[alike][0])
 

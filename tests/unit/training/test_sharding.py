@@ -5,6 +5,7 @@ ranks have one order. Level `gradients` adds up over ranks first, and TP cuts su
 """
 
 import functools
+import itertools
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ TIED = {"untie_embeddings_and_output_weights": False}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp=2": {"tp": 2}, "tp=2-sp": {"tp": 2, "sequence_parallel": True},
     "pp=2": {"pp": 2}, "tied-pp=2": {"pp": 2, **TIED},
+    "vpp=2": {"pp": 2, "stage": 1}, "tied-vpp=2": {"pp": 2, "stage": 1, **TIED},
 }  # fmt: skip
 
 
@@ -45,35 +47,49 @@ RUNS = {
     },
     2: {f"{level}-{size}": run_of(level, size) for level in LEVELS for size in BUCKET_SIZES}
     | {f"bf16-{level}": run_of(level, precision="bf16") for level in LEVELS},
-    4: {f"{level}-{name}": run_of(level, **layout) for level in SHARDED for name, layout in LAYOUTS.items()},
+    4: {f"{level}-{name}": run_of(level, **layout) for level in SHARDED for name, layout in LAYOUTS.items()}
+    | {"none-vpp=2": run_of("none", pp=2, stage=1)},
 }
 
 
 def trace(config: RunConfig) -> dict[str, Any]:
-    """Launches and gradients of the first step's last micro-batch, and the gathers under way at each module
-    of the next step's forwards."""
+    """Launches and gradients of each of this rank's stages, in its last micro-batch of the first step; and
+    the gathers under way at each module of the next step's forwards."""
     run = build_seeded_run(config)
-    events: list[str] = []
-    run.optimizer.gradients.on_launch = lambda index: events.append(f"launch {index}")
-    for parameter in run.optimizer.parameters:
-        # A tensor hook sees the gradient before it is accumulated, so before the optimizer does.
-        parameter.register_hook(lambda gradient: events.append("gradient"))
+    buckets = run.optimizer.gradients.buckets
+    events: list[list[str]] = [[] for _ in run.stages]
+
+    def note_launch(index: int) -> None:
+        events[buckets[index].extent.stage].append(f"launch {index}")
+
+    run.optimizer.gradients.on_launch = note_launch
+    for stage, noted in zip(run.stages, events, strict=True):
+        for parameter in stage.parameters():
+            # A tensor hook sees the gradient before it is accumulated, so before the optimizer does.
+            parameter.register_hook(lambda gradient, noted=noted: noted.append("gradient"))
     train_step(run, 0)
-    earlier = len(run.optimizer.parameters) * (config.num_micro_batches - 1)
-    first = [index for index, event in enumerate(events) if event == "gradient"][earlier]
-    events_of_step_1 = events[first:]
+    stages = []
+    for stage, noted in zip(run.stages, events, strict=True):
+        earlier = len(list(stage.parameters())) * (config.num_micro_batches - 1)
+        first = [index for index, event in enumerate(noted) if event == "gradient"][earlier]
+        own = [bucket.index for bucket in buckets if bucket.extent.stage == stage.vp_stage]
+        stages.append((noted[first:], [f"launch {index}" for index in own]))
     pending: list[int] = []
-    for module in run.stages[0].modules():
+    for module in itertools.chain.from_iterable(stage.modules() for stage in run.stages):
         if next(module.parameters(recurse=False), None) is not None:
             module.register_forward_pre_hook(lambda *_: pending.append(len(run.optimizer.weights._pending)))
     train_step(run, 1)
     parallel_state.destroy_model_parallel()
-    num_buckets = len(run.optimizer.gradients.buckets)
-    return {"events": events_of_step_1, "pending": pending, "num_buckets": num_buckets}
+    return {"stages": stages, "pending": pending, "num_buckets": len(buckets)}
+
+
+TRACED = {
+    f"{level}-{name}": run_of(level, **LAYOUTS[name]) for level in SHARDED for name in ("pp=2", "vpp=2")
+}
 
 
 def run_all(rank: int, world_size: int) -> dict[str, Any]:
-    traces = {level: trace(run_of(level, pp=2)) for level in SHARDED} if world_size == 4 else {}
+    traces = {name: trace(config) for name, config in TRACED.items()} if world_size == 4 else {}
     return {"training": run_training(rank, world_size, RUNS[world_size]), "traces": traces}
 
 
@@ -116,29 +132,40 @@ def test_bf16_is_close_to_one_process(level: str) -> None:
     assert losses(2, f"bf16-{level}") == pytest.approx(losses(1, "one-bf16"), abs=BF16_BOUND)
 
 
-@pytest.mark.parametrize("level", SHARDED)
-def test_reduction_starts_before_the_last_gradient_on_every_stage_in_iteration_1(level: str) -> None:
-    for rank in ranks_of(4):
-        traced = rank["traces"][level]
-        events = traced["events"]
-        last_gradient = max(index for index, event in enumerate(events) if event == "gradient")
-        launches = [event for event in events if event != "gradient"]
-        assert events.index("launch 0") < last_gradient
-        assert launches[-traced["num_buckets"] :] == [f"launch {i}" for i in range(traced["num_buckets"])]
+def test_level_none_over_interleaved_stages_is_bitwise_level_optimizer() -> None:
+    assert losses(4, "none-vpp=2") == losses(4, "optimizer-vpp=2")
 
 
 @pytest.mark.parametrize("level", SHARDED)
-def test_first_module_runs_before_the_last_weights_were_waited_for(level: str) -> None:
+def test_interleaving_changes_no_bit(level: str) -> None:
+    for layout in ("pp=2", "tied-pp=2"):
+        assert losses(4, f"{level}-{layout.replace('pp', 'vpp')}") == losses(4, f"{level}-{layout}")
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_reduction_starts_before_the_last_gradient_on_every_stage_in_iteration_1(name: str) -> None:
     for rank in ranks_of(4):
-        traced = rank["traces"][level]
+        stages = rank["traces"][name]["stages"]
+        assert len(stages) == (2 if "vpp" in name else 1)
+        for events, expected in stages:
+            last_gradient = max(index for index, event in enumerate(events) if event == "gradient")
+            assert events.index(expected[0]) < last_gradient
+            assert [event for event in events if event != "gradient"][-len(expected) :] == expected
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_first_module_runs_before_the_last_weights_were_waited_for(name: str) -> None:
+    for rank in ranks_of(4):
+        traced = rank["traces"][name]
         assert traced["num_buckets"] > traced["pending"][0] > 0
         assert traced["pending"][-1] == 0
 
 
 @pytest.mark.parametrize("level", SHARDED)
-def test_norms_of_a_tied_embedding_on_two_stages_are_those_of_one_process(level: str) -> None:
+@pytest.mark.parametrize("layout", ["tied-pp=2", "tied-vpp=2"])
+def test_norms_of_a_tied_embedding_on_two_stages_are_those_of_one_process(level: str, layout: str) -> None:
     """Counted once, though two stages hold it; the same number on all ranks."""
-    norms = [[r.grad_norm for r in rank["training"][f"{level}-tied-pp=2"]] for rank in ranks_of(4)]
+    norms = [[r.grad_norm for r in rank["training"][f"{level}-{layout}"]] for rank in ranks_of(4)]
     assert norms == [norms[0]] * 4
     one = [result.grad_norm for result in ranks_of(1)[0]["training"]["one-tied"]]
     assert norms[0] == pytest.approx(one, rel=1e-5)
