@@ -9,6 +9,7 @@ import gc
 import math
 import time
 import traceback
+from contextlib import nullcontext
 from itertools import product
 from typing import Any
 
@@ -25,12 +26,14 @@ from optimizer_runs import (
     accumulate,
     assert_same_weights,
     build_optimizer,
+    data_parallel_groups,
     make_steps,
     states_of,
     take_step,
 )
 from torch.nn.modules import module as torch_module
 
+from patch.config.schema import OptimizerConfig
 from patch.optimizer import OverlappedDistributedOptimizer
 
 LATE_S = 0.3
@@ -139,6 +142,57 @@ def unused_parameters_that_differ_by_rank(rank: int, level: str) -> None:
 
 def unused_parameters_that_differ_by_micro_batch(rank: int, level: str) -> None:
     train_branches(rank, level, [["left", "right", ""], ["left", "", "right"]])
+
+
+def unused_parameters_that_differ_by_rank_on_interleaved_stages(rank: int, level: str) -> None:
+    """Two stages take turns; rank 0 fills all buckets of a stage at once, rank 1 leaves some to its end."""
+    names = [["left", "right"], ["", "left"]]
+    for bucket_size in (1, 150):
+        stages, oracles = (
+            [Branches(), Branches()],
+            [Oracle(Branches(), level, clip_grad=0.0) for _ in range(2)],
+        )
+        config = OptimizerConfig(lr=LR, clip_grad=0.0, reduce_bucket_size=bucket_size)
+        optimizer = OverlappedDistributedOptimizer(stages, config, level, data_parallel_groups())
+        for first, second in zip(make_steps(2, 2, 2), make_steps(2, 2, 2, seed=2), strict=True):
+            named = [
+                [list(zip(*of, strict=True)) for of in zip(step, names, strict=True)]
+                for step in (first, second)
+            ]
+            optimizer.start_step()
+            for index, stage in ((0, 1), (0, 0), (1, 1), (1, 0)):
+                with optimizer.no_sync() if index == 0 else nullcontext():
+                    loss = stages[stage](named[stage][rank][index])
+                    optimizer.watch(loss, stage)
+                    loss.backward()
+            optimizer.finish_gradients()
+            optimizer.step(LR, optimizer.gradient_norm())
+            for oracle, batches in zip(oracles, named, strict=True):
+                oracle.take_step(batches)
+        optimizer.wait_for_weights()
+        for stage, oracle in zip(stages, oracles, strict=True):
+            assert_same_weights(stage, oracle)
+
+
+def context_of_an_evaluation_that_ends_within_a_later_step(rank: int, level: str) -> None:
+    """Schedules that only run forward enter `no_sync` and never leave it."""
+    model, oracle = OddModel(), Oracle(OddModel(), level)
+    optimizer = build_optimizer(model, level)
+    left_open = [optimizer.no_sync()]
+    left_open[0].__enter__()
+    (step,) = make_steps(1, 2, 3)
+    optimizer.start_step()
+    for index, batch in enumerate(step[rank]):
+        with optimizer.no_sync() if index < 2 else nullcontext():
+            left_open.clear()
+            loss = model(batch)
+            optimizer.watch(loss)
+            loss.backward()
+    optimizer.finish_gradients()
+    optimizer.step(LR, optimizer.gradient_norm())
+    oracle.take_step(step)
+    optimizer.wait_for_weights()
+    assert_same_weights(model, oracle)
 
 
 class GuardedOptimizer(OverlappedDistributedOptimizer):
@@ -286,6 +340,8 @@ FAULTS = [
     bucket_dropped_by_an_unused_parameter,
     unused_parameters_that_differ_by_rank,
     unused_parameters_that_differ_by_micro_batch,
+    unused_parameters_that_differ_by_rank_on_interleaved_stages,
+    context_of_an_evaluation_that_ends_within_a_later_step,
     weights_of_an_unused_module_still_on_their_way_when_written,
     hooks_that_die,
     frozen_parameters_lost_or_changed,

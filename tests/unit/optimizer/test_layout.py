@@ -13,12 +13,14 @@ SHARDS = (1, 2, 3, 4, 8)
 
 
 def random_items(seed: int) -> list[Item]:
-    """Up to 12 parameters of odd sizes in two groups, a few of them alone."""
+    """Up to 12 parameters of odd sizes in two groups, a few of them alone; every other model has 2 stages."""
     generator = random.Random(seed)
-    return [
+    items = [
         Item(generator.choice([1, 7, 31, 64, 513, 4096]), generator.randrange(2), generator.random() < 0.1)
         for _ in range(generator.randint(1, 12))
     ]
+    first = generator.randrange(len(items) + 1)
+    return [item._replace(stage=seed % 2 if index < first else 0) for index, item in enumerate(items)]
 
 
 MODELS = [random_items(seed) for seed in range(12)]
@@ -81,7 +83,8 @@ def test_a_bucket_exceeds_its_size_only_for_one_parameter_and_closes_only_when_i
             first = min(slot.parameter for slot in after.slots)
             is_alone = items[first].is_alone or items[before.slots[0].parameter].is_alone
             filled = sum(slot.end - slot.begin for slot in before.slots)
-            assert is_alone or filled + items[first].numel > case[1], case
+            must = is_alone or before.stage != after.stage
+            assert must or filled + items[first].numel > case[1], case
 
 
 def test_a_tied_embedding_is_alone_in_its_bucket() -> None:
@@ -89,6 +92,13 @@ def test_a_tied_embedding_is_alone_in_its_bucket() -> None:
         items, buckets = laid_out(*case)
         for bucket in buckets:
             assert len(bucket.slots) == 1 or not any(items[slot.parameter].is_alone for slot in bucket.slots)
+
+
+def test_a_bucket_belongs_to_one_stage() -> None:
+    for case in EVERY:
+        items, buckets = laid_out(*case)
+        for bucket in buckets:
+            assert {items[slot.parameter].stage for slot in bucket.slots} == {bucket.stage}, case
 
 
 def test_groups_are_in_order_inside_a_bucket() -> None:
