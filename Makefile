@@ -16,6 +16,7 @@ help:  ## this list
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	$(PIP) install --progress-bar off "$(TORCH)"
 	$(PIP) install --progress-bar off -r requirements.txt
+	.venv/bin/python patch/optimizer/kernels/build.py
 	touch $@
 
 quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores)

@@ -51,9 +51,13 @@ def find_or_build() -> Path:
     raise BuildError("; ".join(reasons))
 
 
-def _folders() -> list[Path]:
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return [SOURCE.parent / "build", cache / "llama-megatron-patch"]
+def _folders() -> Iterator[Path]:
+    yield SOURCE.parent / "build"
+    try:
+        cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:  # a user without a home
+        return
+    yield Path(cache) / "llama-megatron-patch"
 
 
 def _find_or_build(library: Path) -> Path:
@@ -113,7 +117,7 @@ def _compile(library: Path) -> None:
         except subprocess.TimeoutExpired:
             reasons.append(f"{name}: longer than {_TIMEOUT_S} s")
         except subprocess.CalledProcessError as error:
-            reasons.append(f"{name}: {error.stderr.strip().splitlines()[:1]}")
+            reasons.append(f"{name}: {error.stderr.strip() or error}".split("\n")[0])
     raise BuildError("; ".join(reasons))
 
 

@@ -1,0 +1,127 @@
+"""Building the C++ kernel: once for many ranks, anywhere it may, never loading what others can write."""
+
+import ctypes
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from adam_cases import assert_equal, bits_after, make_segments, scalars
+
+from patch.optimizer.kernels import adam_kernel, build, native
+from patch.optimizer.kernels.native import NativeAdam
+from patch.optimizer.kernels.numpy_adam import NumpyAdam
+
+TINY = 'extern "C" int answer() { return 42; }\n'
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch) -> Path:
+    """A folder of its own that build.py takes for the package's, with a source that compiles at once."""
+    folder = tmp_path / "package"
+    folder.mkdir()
+    (folder / "adam.cpp").write_text(TINY)
+    monkeypatch.setattr(build, "SOURCE", folder / "adam.cpp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return folder
+
+
+@pytest.fixture
+def native_bits():
+    """What the C++ kernel computes; kernels are chosen anew after that, and again after the test."""
+    found = bits_after(NativeAdam(), make_segments("split master", torch.bfloat16), scalars())
+    adam_kernel.cache_clear()
+    native.load.cache_clear()
+    yield found
+    adam_kernel.cache_clear()
+    native.load.cache_clear()
+
+
+def _answer(library: Path) -> int:
+    return ctypes.CDLL(str(library)).answer()
+
+
+def test_a_library_is_built_once_and_anew_when_its_source_changes(package):
+    first = build.find_or_build()
+    assert first.parent == package / "build"
+    assert _answer(first) == 42
+    stamp = first.stat().st_mtime_ns
+    assert build.find_or_build() == first
+    assert first.stat().st_mtime_ns == stamp
+    build.SOURCE.write_text(TINY.replace("42", "43"))
+    assert _answer(build.find_or_build()) == 43
+
+
+def test_a_package_that_cannot_be_written_leaves_the_library_in_the_users_cache(package, tmp_path):
+    (package / "build").write_text("in the way, for root too")
+    assert build.find_or_build().parent == tmp_path / "cache" / "llama-megatron-patch"
+
+
+@pytest.mark.parametrize("mode", [0o775, 0o757])
+def test_a_library_that_others_can_write_is_replaced_not_loaded(package, mode):
+    library = build.find_or_build()
+    library.write_bytes(b"planted")
+    library.chmod(mode)
+    assert _answer(build.find_or_build()) == 42
+    assert library.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_library_of_another_user_is_not_loaded(package, tmp_path):
+    if os.getuid():
+        pytest.skip("only root can give files away")
+    library = build.find_or_build()
+    os.chown(library.parent, 12345, 12345)
+    os.chown(library, 12345, 12345)
+    assert build.find_or_build().parent == tmp_path / "cache" / "llama-megatron-patch"
+
+
+def test_a_compiler_that_fails_gives_way_to_the_next(package, monkeypatch):
+    monkeypatch.setenv("CXX", "false --with options")
+    assert _answer(build.find_or_build()) == 42
+
+
+def test_a_source_that_no_compiler_takes_names_each(package):
+    build.SOURCE.write_text("neither C nor C++")
+    with pytest.raises(build.BuildError, match=r"c\+\+: .*adam.cpp:1"):
+        build.find_or_build()
+    assert not list((package / "build").glob("*.so"))
+
+
+def test_ranks_that_start_at_once_build_once(tmp_path):
+    for name in ("build.py", "adam.cpp"):
+        shutil.copy(Path(build.__file__).with_name(name), tmp_path)
+    (tmp_path / "adam.cpp").write_text(TINY)
+    compiler = tmp_path / "compiler"
+    compiler.write_text(f'#!/bin/sh\necho >> {tmp_path}/calls\nsleep 0.2\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    command = [sys.executable, "-S", tmp_path / "build.py"]
+    environment = {**os.environ, "CXX": str(compiler)}
+    ranks = [subprocess.Popen(command, env=environment) for _ in range(4)]
+    assert [rank.wait(60) for rank in ranks] == [0] * 4
+    assert (tmp_path / "calls").read_text() == "\n"
+    assert sorted(file.suffix for file in (tmp_path / "build").iterdir()) == [".lock", ".so"]
+
+
+def test_without_a_compiler_numpy_gives_the_same_bits_and_says_what_it_costs(
+    native_bits, package, monkeypatch, caplog
+):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setattr(logging.getLogger("patch"), "propagate", True)
+    kernels = [adam_kernel(torch.device("cpu")) for _ in range(3)]
+    assert [type(kernel) for kernel in kernels] == [NumpyAdam] * 3
+    (warning,) = caplog.messages
+    assert "slower" in warning and "no C++ compiler" in warning and "CXX" in warning
+    assert_equal(bits_after(kernels[0], make_segments("split master", torch.bfloat16), scalars()), native_bits)
+
+
+def test_make_builds_ahead_and_survives_without_a_compiler(tmp_path):
+    for name in ("build.py", "adam.cpp"):
+        shutil.copy(Path(build.__file__).with_name(name), tmp_path)
+    command = [sys.executable, "-S", tmp_path / "build.py"]
+    done = subprocess.run(command, env={"PATH": ""}, capture_output=True, text=True, check=True, timeout=60)
+    assert "NumPy will be used" in done.stderr
