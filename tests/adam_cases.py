@@ -23,25 +23,32 @@ def scalars(**changes: Any) -> AdamScalars:
 
 
 def make_segments(
-    form: str, grad_dtype: torch.dtype, *, seed: int = 0, scale: float = 1.0, is_shadowed: bool = False
+    form: str,
+    grad_dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    scale: float = 1.0,
+    is_shadowed: bool = False,
+    sizes: Sequence[int] = SIZES,
+    device: str = "cpu",
 ) -> list[Segment]:
-    """Segments of SIZES, decayed or not, at aligned and unaligned addresses; the same for the same seed."""
+    """Segments, decayed or not, the first at an aligned address, others not; the same for the same seed."""
     generator = np.random.default_rng(seed)
-    return [
-        _segment(generator, form, grad_dtype, scale, numel, index, is_shadowed)
-        for index, numel in enumerate(SIZES)
-    ]
+    segments = []
+    for index, numel in enumerate(sizes):
 
+        def place(tensor: torch.Tensor, index: int = index) -> torch.Tensor:
+            room = torch.empty(index + tensor.numel(), dtype=tensor.dtype, device=device)
+            room[index:] = tensor
+            return room[index:]
 
-def _segment(
-    generator: np.random.Generator, form: str, grad_dtype: torch.dtype, scale: float, numel: int, *rest: int
-) -> Segment:
-    index, is_shadowed = rest
-    master, grad, exp_avg, exp_avg_sq = (_values(generator, scale, numel) for _ in range(4))
-    states = _states(form, master, exp_avg, np.abs(exp_avg_sq), index)
-    shadow = _states(form, *(np.full(numel, 7, np.float32) for _ in range(3)), index)
-    gradient = _at(index, torch.from_numpy(grad).to(grad_dtype))
-    return Segment(gradient, states, index % 2 == 0, shadow if is_shadowed else None)
+        master, grad, exp_avg, exp_avg_sq = (_values(generator, scale, numel) for _ in range(4))
+        states = _states(form, master, exp_avg, np.abs(exp_avg_sq))
+        shadow = States(*(t if t is None else place(torch.full_like(t, 7)) for t in states))
+        states = States(*(t if t is None else place(t) for t in states))
+        gradient = place(torch.from_numpy(grad).to(grad_dtype))
+        segments.append(Segment(gradient, states, index % 2 == 0, shadow if is_shadowed else None))
+    return segments
 
 
 def _values(generator: np.random.Generator, scale: float, numel: int) -> np.ndarray:
@@ -53,28 +60,20 @@ def _values(generator: np.random.Generator, scale: float, numel: int) -> np.ndar
     return np.where(kind == 1, halves, values)
 
 
-def _states(form: str, master: np.ndarray, exp_avg: np.ndarray, exp_avg_sq: np.ndarray, index: int) -> States:
+def _states(form: str, master: np.ndarray, exp_avg: np.ndarray, exp_avg_sq: np.ndarray) -> States:
     weight = {
         "fp32 weight": None,
         "fp16 weight": torch.zeros(len(master), dtype=torch.float16),
     }.get(form, torch.from_numpy(round_to_bf16(master).view(np.int16)).view(torch.bfloat16))
     if form == "split master":
         master = low_bits(master).view(np.int16)
-    tensors = [_at(index, torch.from_numpy(array)) for array in (master, exp_avg, exp_avg_sq)]
-    return States(*tensors, weight if weight is None else _at(index, weight))
-
-
-def _at(index: int, tensor: torch.Tensor) -> torch.Tensor:
-    """A copy that starts `index` elements into its memory."""
-    room = torch.empty(index + tensor.numel(), dtype=tensor.dtype)
-    room[index:] = tensor
-    return room[index:]
+    return States(*map(torch.from_numpy, (master, exp_avg, exp_avg_sq)), weight)
 
 
 def bits_after(kernel: AdamKernel, segments: Sequence[Segment], step: AdamScalars) -> list[np.ndarray]:
     """The bits of all inputs and results after an update, every float32 NaN as one."""
     kernel.update(segments, step)
-    tensors = [t for s in segments for t in (s.grad, *s.states, *(s.shadow or ())) if t is not None]
+    tensors = [t.cpu() for s in segments for t in (s.grad, *s.states, *(s.shadow or ())) if t is not None]
     return [_bits(tensor) for tensor in tensors]
 
 

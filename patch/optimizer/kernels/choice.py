@@ -10,15 +10,17 @@ from patch.logger import get_logger
 from patch.optimizer.kernels.build import BuildError
 from patch.optimizer.kernels.native import NativeAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
-from patch.optimizer.kernels.torch_adam import TorchAdam
 from patch.optimizer.kernels.update import AdamKernel
 
 
 @cache
 def adam_kernel(device: torch.device) -> AdamKernel:
-    """C++ for CPU tensors, NumPy without a compiler."""
+    """Triton for CUDA tensors, C++ for CPU tensors, NumPy without a compiler."""
     if device.type == "cuda":
-        return TorchAdam()
+        # Comes with torch's CUDA builds only.
+        from patch.optimizer.kernels.triton_adam import TritonAdam
+
+        return TritonAdam()
     try:
         return NativeAdam()
     except BuildError as reason:

@@ -14,10 +14,10 @@ from patch.optimizer.kernels.build import BuildError, find_or_build
 from patch.optimizer.kernels.update import (
     AdamScalars,
     Segment,
-    bf16_weight,
     check,
     copy_other_weights,
     is_split,
+    pointers,
 )
 
 INSTRUCTION_SETS = ("default", "avx2", "avx512")
@@ -83,7 +83,7 @@ class NativeAdam:
         """See AdamKernel. Calls of several threads follow one another."""
         for segment in segments:
             check(segment)
-        table = (_Segment * len(segments))(*(_Segment(*_row(segment)) for segment in segments))
+        table = (_Segment * len(segments))(*map(_row, segments))
         decay = scalars.decay(False), scalars.decay(True)
         constants = _Scalars(scalars.constants(), decay, scalars.is_decoupled)
         threads = self._num_threads or min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
@@ -91,14 +91,7 @@ class NativeAdam:
         copy_other_weights(segments)
 
 
-def _row(segment: Segment) -> tuple[int | None, ...]:
-    states, results = segment.states, segment.shadow or segment.states
-    pointers = (
-        tensor if tensor is None else tensor.data_ptr()
-        for tensor in (
-            *(segment.grad, states.master, states.exp_avg, states.exp_avg_sq, bf16_weight(states)),
-            *(results.master, results.exp_avg, results.exp_avg_sq, bf16_weight(results)),
-        )
-    )
+def _row(segment: Segment) -> _Segment:
     has_bf16_grad = segment.grad.dtype == torch.bfloat16
-    return *pointers, segment.grad.numel(), has_bf16_grad, is_split(segment), segment.is_decayed
+    numel = segment.grad.numel()
+    return _Segment(*pointers(segment), numel, has_bf16_grad, is_split(segment), segment.is_decayed)

@@ -105,6 +105,14 @@ def bf16_weight(states: States) -> torch.Tensor | None:
     return states.weight if is_bf16 else None
 
 
+def pointers(segment: Segment) -> list[int | None]:
+    """Addresses: gradient; master, moments and bf16 weight that are read; the same as they are written."""
+    found: list[torch.Tensor | None] = [segment.grad]
+    for states in (segment.states, segment.shadow or segment.states):
+        found += [states.master, states.exp_avg, states.exp_avg_sq, bf16_weight(states)]
+    return [None if tensor is None else tensor.data_ptr() for tensor in found]
+
+
 @torch.no_grad()
 def copy_other_weights(segments: Sequence[Segment]) -> None:
     """Write the weights that no kernel writes (fp16: to nearest, halves to even) from their new masters."""

@@ -116,7 +116,9 @@ def test_without_a_compiler_numpy_gives_the_same_bits_and_says_what_it_costs(
     assert [type(kernel) for kernel in kernels] == [NumpyAdam] * 3
     (warning,) = caplog.messages
     assert "slower" in warning and "no C++ compiler" in warning and "CXX" in warning
-    assert_equal(bits_after(kernels[0], make_segments("split master", torch.bfloat16), scalars()), native_bits)
+    assert_equal(
+        bits_after(kernels[0], make_segments("split master", torch.bfloat16), scalars()), native_bits
+    )
 
 
 def test_make_builds_ahead_and_survives_without_a_compiler(tmp_path):

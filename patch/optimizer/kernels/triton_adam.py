@@ -1,0 +1,165 @@
+"""The update in Triton, for CUDA: all segments of a call in one launch.
+
+Products and sums are kept apart (enable_fp_fusion=False), quotients and roots are rounded to nearest, so the
+bits are the oracle's. Triton's interpreter runs it on CPU tensors: TRITON_INTERPRET=1 before the import.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from patch.optimizer.kernels.update import (
+    AdamScalars,
+    Segment,
+    bf16_weight,
+    check,
+    copy_other_weights,
+    is_split,
+    pointers,
+)
+
+_BLOCK = tl.constexpr(2048)
+_COLUMNS = tl.constexpr(12)  # of the table: nine pointers, elements, whether decayed, first block
+
+
+class TritonAdam:
+    """The update on CUDA tensors, on the current stream; nothing is waited for."""
+
+    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
+        """See AdamKernel. One launch for each form of segments: usually one."""
+        forms: dict[tuple[bool, bool, bool], list[Segment]] = defaultdict(list)
+        for segment in segments:
+            check(segment)
+            has_weight = bf16_weight(segment.states) is not None
+            forms[segment.grad.dtype == torch.bfloat16, has_weight, is_split(segment)].append(segment)
+        for form, members in forms.items():
+            _launch(form, members, scalars)
+        copy_other_weights(segments)
+
+
+def _launch(form: tuple[bool, bool, bool], segments: list[Segment], scalars: AdamScalars) -> None:
+    rows: list[list[int]] = []
+    num_blocks = 0
+    for segment in segments:
+        numel = segment.grad.numel()
+        rows.append([pointer or 0 for pointer in pointers(segment)])
+        rows[-1] += [numel, segment.is_decayed, num_blocks]
+        num_blocks += triton.cdiv(numel, _BLOCK.value)
+    if num_blocks:
+        _update[(num_blocks,)](
+            _to_device(torch.tensor(rows, dtype=torch.int64), segments[0].grad.device),
+            len(rows),
+            tuple(map(float, (*scalars.constants(), scalars.decay(False), scalars.decay(True)))),
+            *form,
+            scalars.is_decoupled,
+            _alignment(rows),
+            enable_fp_fusion=False,
+        )
+
+
+def _to_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
+    # From pageable memory the copy would wait for everything queued before it.
+    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
+
+
+def _alignment(rows: list[list[int]]) -> int:
+    """A divisor of every pointer and number of elements: 16, which lets the compiler use wide loads, or 1."""
+    return 1 if any(value % 16 for row in rows for value in row[:10]) else 16
+
+
+@triton.jit
+def _find_row(table: tl.tensor, num_segments: tl.tensor, block: tl.tensor) -> tl.tensor:
+    """The segment of a block: the last whose first block is not after it, found by halving."""
+    low = 0
+    high = num_segments
+    while high - low > 1:
+        middle = (low + high) // 2
+        is_right = tl.load(table + middle * _COLUMNS + 11) <= block
+        low = tl.where(is_right, middle, low)
+        high = tl.where(is_right, high, middle)
+    return table + low * _COLUMNS
+
+
+@triton.jit
+def _pointer(row: tl.tensor, column: tl.constexpr, kind: tl.constexpr, alignment: tl.constexpr) -> tl.tensor:
+    return tl.multiple_of(tl.load(row + column).to(tl.pointer_type(kind)), alignment)
+
+
+@triton.jit
+def _float_of_bf16(bits: tl.tensor) -> tl.tensor:
+    return (bits.to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _join(weight: tl.tensor, low: tl.tensor) -> tl.tensor:
+    low = low.to(tl.uint32)
+    return (((weight.to(tl.uint32) - (low >> 15)) << 16) | low).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _adam(
+    p: tl.tensor, g: tl.tensor, m: tl.tensor, v: tl.tensor,
+    scalars: tl.tensor, is_decayed: tl.tensor, is_decoupled: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The written order of operations (update.py)."""
+    grad_scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps, undecayed, decayed = scalars
+    decay = tl.where(is_decayed, decayed, undecayed)
+    g = g * grad_scale
+    if is_decoupled:
+        p = p * decay
+    else:
+        g = g + decay * p
+    m = m * beta1 + g * rest1
+    v = v * beta2 + (g * rest2) * g
+    p = p - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root_bias2) + eps)
+    return p, m, v
+
+
+@triton.jit(do_not_specialize=["num_segments"])
+def _update(
+    table: tl.tensor,
+    num_segments: tl.tensor,
+    scalars: tl.tensor,
+    has_bf16_grad: tl.constexpr,
+    has_weight: tl.constexpr,
+    is_split: tl.constexpr,
+    is_decoupled: tl.constexpr,
+    alignment: tl.constexpr,
+) -> None:
+    """Update one block of one segment."""
+    block = tl.program_id(0)
+    row = _find_row(table, num_segments, block)
+    i = (block - tl.load(row + 11)) * _BLOCK + tl.arange(0, _BLOCK)
+    inside = i < tl.multiple_of(tl.load(row + 9), alignment)
+
+    if has_bf16_grad:
+        g = _float_of_bf16(tl.load(_pointer(row, 0, tl.uint16, alignment) + i, inside))
+    else:
+        g = tl.load(_pointer(row, 0, tl.float32, alignment) + i, inside)
+    if is_split:
+        low = tl.load(_pointer(row, 1, tl.uint16, alignment) + i, inside)
+        p = _join(tl.load(_pointer(row, 4, tl.uint16, alignment) + i, inside), low)
+    else:
+        p = tl.load(_pointer(row, 1, tl.float32, alignment) + i, inside)
+    m = tl.load(_pointer(row, 2, tl.float32, alignment) + i, inside)
+    v = tl.load(_pointer(row, 3, tl.float32, alignment) + i, inside)
+
+    p, m, v = _adam(p, g, m, v, scalars, tl.load(row + 10) != 0, is_decoupled)
+
+    tl.store(_pointer(row, 6, tl.float32, alignment) + i, m, inside)
+    tl.store(_pointer(row, 7, tl.float32, alignment) + i, v, inside)
+    bits = p.to(tl.uint32, bitcast=True)
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    if has_weight:
+        weight = tl.where(is_nan, 0x7FC0, (bits + 0x8000) >> 16)
+        tl.store(_pointer(row, 8, tl.uint16, alignment) + i, weight.to(tl.uint16), inside)
+    if is_split:
+        low = tl.where(is_nan, 0, bits & 0xFFFF)
+        tl.store(_pointer(row, 5, tl.uint16, alignment) + i, low.to(tl.uint16), inside)
+    else:
+        tl.store(_pointer(row, 5, tl.float32, alignment) + i, p, inside)

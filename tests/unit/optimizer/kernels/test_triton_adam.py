@@ -1,0 +1,68 @@
+"""The Triton kernel: its interpreter against the NumPy oracle to the bit, and what a GPU would get to run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from adam_cases import FORMS, assert_equal, bits_after, make_segments, scalars
+
+from patch.optimizer.kernels.numpy_adam import NumpyAdam
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+
+
+@pytest.fixture(scope="module")
+def interpreted():
+    """The kernel on Triton's interpreter, which is chosen when the module is imported."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    from patch.optimizer.kernels.triton_adam import TritonAdam
+
+    return TritonAdam()
+
+
+@pytest.mark.parametrize("is_decoupled", [True, False], ids=["AdamW", "Adam"])
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_interpreter_equals_the_oracle(interpreted, form, grad_dtype, is_decoupled):
+    for seed, scale in enumerate((1e-30, 1e-3, 1e12)):
+        step = scalars(step=10**seed, is_decoupled=is_decoupled)
+        ours, expected = (make_segments(form, grad_dtype, seed=seed, scale=scale) for _ in range(2))
+        assert_equal(bits_after(interpreted, ours, step), bits_after(NumpyAdam(), expected, step))
+
+
+def test_one_call_takes_segments_of_all_forms_and_shadows(interpreted):
+    ours, expected = (
+        [s for form in FORMS for s in make_segments(form, torch.bfloat16, is_shadowed=True)] for _ in range(2)
+    )
+    assert_equal(bits_after(interpreted, ours, scalars()), bits_after(NumpyAdam(), expected, scalars()))
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from patch.optimizer.kernels.triton_adam import _update
+
+names = _update.arg_names
+kinds = {"table": "*i64", "num_segments": "i32", "scalars": ("fp32",) * 10}
+constants = dict(zip(names[3:], (True, True, False, True, 16)))
+signature = {name: kinds.get(name, "constexpr") for name in names}
+source = ASTSource(fn=_update, signature=signature, constexprs=constants)
+options = {"enable_fp_fusion": False}
+print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+"""
+
+
+def test_compiled_for_a_gpu_nothing_is_fused_flushed_or_approximated():
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
+    ptx = subprocess.run(
+        command, cwd=Path(__file__).parents[4], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    assert not re.findall(r"fma|ftz|approx|div\.full", ptx)
+    assert "div.rn.f32" in ptx and "sqrt.rn.f32" in ptx
+    assert "ld.global.v4" in ptx, "wide loads"
