@@ -293,9 +293,23 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         yield f"{where('sequence_parallel')} has no effect at TP=1"
     if config.parallel.num_layers_per_virtual_pipeline_stage and config.virtual_pipeline_size == 1:
         yield f"{where('num_layers_per_virtual_pipeline_stage')} has no effect: a process has no more layers"
+    if config.model.precision_align != "none":
+        yield from _alignment_notes(config, machine)
     if config.model.attention_backend != "auto" and not machine.cuda_devices:
         yield f"{where('attention_backend')} has no effect on the CPU: attention is torch's SDPA either way"
     if config.training.recompute_num_layers != 1 and config.training.recompute_granularity != "full":
         yield f"{where('recompute_num_layers')} has no effect without AC=full"
     if config.data.dataset_type == "idxmap" and config.data.max_padding_length != config.model.seq_length:
         yield f"{where('max_padding_length')} has no effect in pre-training: sequences are SEQ_LEN long"
+
+
+def _alignment_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """What `--precision-align` cannot do in this run, and what it leaves without effect."""
+    tp_size = config.parallel.tensor_model_parallel_size
+    if tp_size > 1:
+        yield (
+            f"{where('precision_align')}: equal to transformers to the bit at TP=1 only; TP={tp_size} adds "
+            "up in another order (logits: fp32 within 1e-5, bf16 cosine 0.999)"
+        )
+    if config.model.attention_backend != "auto" and machine.cuda_devices:
+        yield f"{where('attention_backend')} has no effect with {where('precision_align')}"

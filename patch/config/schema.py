@@ -55,6 +55,11 @@ class ModelConfig:
         "auto",
         choices=("auto", "flash", "fused"),
     )
+    precision_align: str = flag(
+        "Hugging Face's order of operations, with this attention of transformers; none: the fastest kernels",
+        "none",
+        choices=("none", "eager", "sdpa"),
+    )
 
     @property
     def window(self) -> tuple[int, int] | None:

@@ -9,6 +9,7 @@ never enters the loss, and tied embeddings that need no CUDA. Parameter names st
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -24,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
 from patch.config.schema import RunConfig
+from patch.model.aligned import SOURCES, AlignedOutput, aligned_losses
 from patch.model.rotary import inverse_frequencies
 from patch.model.spec import block_spec
 
@@ -102,14 +104,19 @@ class LlamaModel(GPTModel):
     """
 
     def __init__(
-        self, config: RunConfig, upstream: TransformerConfig, groups: ProcessGroupCollection, vp_stage: int
+        self,
+        config: RunConfig,
+        upstream: TransformerConfig,
+        groups: ProcessGroupCollection,
+        aligned: frozenset[str],
+        vp_stage: int,
     ) -> None:
         model = config.model
         stage = vp_stage * groups.pp.size() + groups.pp.rank()
         last = config.virtual_pipeline_size * groups.pp.size() - 1
         super().__init__(
             config=upstream,
-            transformer_layer_spec=block_spec(model, config.num_layers_per_stage),
+            transformer_layer_spec=block_spec(model, config.num_layers_per_stage, aligned),
             vocab_size=config.padded_vocab_size,
             max_sequence_length=model.max_position_embeddings,
             pre_process=stage == 0,
@@ -123,6 +130,16 @@ class LlamaModel(GPTModel):
         rows = config.padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
         self._num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
+        self._has_aligned_loss = bool(aligned) and groups.tp.size() == 1
+        if aligned and self.post_process:
+            # GPTModel makes this one layer itself, whatever the spec says.
+            self.output_layer.__class__ = AlignedOutput
+            self.output_layer.num_rows = self._num_vocab_rows
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As GPTModel's; what is sent to the next stage is contiguous, whatever order the layers left."""
+        output = super().forward(*args, **kwargs)
+        return output if self.post_process else output.contiguous()
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark embedding and output weights for the optimizer.
@@ -148,6 +165,9 @@ class LlamaModel(GPTModel):
         Returns:
             [B, S] float32.
         """
+        if self._has_aligned_loss:
+            return aligned_losses(labels, logits, self._num_vocab_rows)
+        logits = logits.contiguous()
         logits[..., self._num_vocab_rows :] = torch.finfo(logits.dtype).min
         return super().compute_language_model_loss(labels, logits)
 
@@ -165,15 +185,24 @@ def _mark_cut_weights(model: torch.nn.Module) -> None:
 
 
 def build_llama_model(
-    config: RunConfig, groups: ProcessGroupCollection, device: torch.device
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    device: torch.device,
+    *,
+    aligned: frozenset[str] | None = None,
 ) -> list[LlamaModel]:
     """The pipeline stages of this rank on `device`, in the order in which a batch passes them.
 
     Their weights are not set yet (`initialize_weights`). They share one configuration of upstream's.
+
+    Args:
+        aligned: the sources in Hugging Face's order of operations; None: all with `--precision-align`.
     """
+    if aligned is None:
+        aligned = frozenset(SOURCES) if config.model.precision_align != "none" else frozenset()
     upstream = transformer_config(config, cuda=device.type == "cuda")
     return [
-        LlamaModel(config, upstream, groups, vp_stage).to(device)
+        LlamaModel(config, upstream, groups, aligned, vp_stage).to(device)
         for vp_stage in range(config.virtual_pipeline_size)
     ]
 

@@ -1,11 +1,13 @@
 """The layer specification: upstream's TransformerLayer with our norm and our attention.
 
 Parameter names are those of upstream's local spec (get_gpt_layer_local_spec), and the checkpoint keys
-those of its Transformer Engine spec, so either of upstream's models loads what we save.
+those of its Transformer Engine spec, so either of upstream's models loads what we save. Hugging Face's
+order of operations (aligned.py) is a choice for each source of difference; it changes no name.
 """
 
 from __future__ import annotations
 
+import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
@@ -17,34 +19,54 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from patch.config.schema import ModelConfig
+from patch.model.aligned import (
+    AlignedHeadRMSNorm,
+    AlignedRMSNorm,
+    AlignedSdpa,
+    BatchFirstColumn,
+    BatchFirstRow,
+    EagerAttention,
+    SeparateGateUp,
+    SeparateQKV,
+)
 from patch.model.attention import CausalAttention
 from patch.model.norm import HeadRMSNorm, RMSNorm
 
 
-def layer_spec(model: ModelConfig) -> ModuleSpec:
-    """One layer: norm, attention, norm, gated MLP."""
-    head_norm = HeadRMSNorm if model.qk_layernorm else IdentityOp
+def layer_spec(model: ModelConfig, aligned: frozenset[str]) -> ModuleSpec:
+    """One layer: norm, attention, norm, gated MLP.
+
+    Args:
+        aligned: the sources (of aligned.SOURCES) in Hugging Face's order of operations.
+    """
+    norm = _norm(aligned)
+    head_norm = _head_norm(model, aligned)
+    column = BatchFirstColumn if aligned else ColumnParallelLinear
+    row = BatchFirstRow if aligned else RowParallelLinear
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
-            linear_qkv=ColumnParallelLinear,
-            core_attention=ModuleSpec(module=CausalAttention, params={"backend": model.attention_backend}),
-            linear_proj=RowParallelLinear,
+            linear_qkv=SeparateQKV if "qkv" in aligned else column,
+            core_attention=_core_attention(model, "attention" in aligned),
+            linear_proj=row,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
     )
     mlp = ModuleSpec(
-        module=MLP, submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+        module=MLP,
+        submodules=MLPSubmodules(
+            linear_fc1=SeparateGateUp if "gate_up" in aligned else column, linear_fc2=row
+        ),
     )
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
-            input_layernorm=RMSNorm,
+            input_layernorm=norm,
             self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
-            pre_mlp_layernorm=RMSNorm,
+            pre_mlp_layernorm=norm,
             mlp=mlp,
             mlp_bda=get_bias_dropout_add,
             sharded_state_dict_keys_map={
@@ -55,6 +77,26 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
     )
 
 
-def block_spec(model: ModelConfig, num_local_layers: int) -> TransformerBlockSubmodules:
+def _norm(aligned: frozenset[str]) -> type[RMSNorm]:
+    return AlignedRMSNorm if "rmsnorm" in aligned else RMSNorm
+
+
+def _head_norm(model: ModelConfig, aligned: frozenset[str]) -> type[torch.nn.Module]:
+    if not model.qk_layernorm:
+        return IdentityOp
+    return AlignedHeadRMSNorm if "rmsnorm" in aligned else HeadRMSNorm
+
+
+def _core_attention(model: ModelConfig, is_aligned: bool) -> ModuleSpec:
+    if is_aligned:
+        return ModuleSpec(module=EagerAttention if model.precision_align == "eager" else AlignedSdpa)
+    return ModuleSpec(module=CausalAttention, params={"backend": model.attention_backend})
+
+
+def block_spec(
+    model: ModelConfig, num_local_layers: int, aligned: frozenset[str]
+) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage and the norm after the last one."""
-    return TransformerBlockSubmodules(layer_specs=[layer_spec(model)] * num_local_layers, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(
+        layer_specs=[layer_spec(model, aligned)] * num_local_layers, layer_norm=_norm(aligned)
+    )

@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from patch.data import Batch
 from patch.distributed.collectives import sum_over
 from patch.errors import TrainingError
-from patch.model import LlamaModel
+from patch.model import LlamaModel, sum_learned
 from patch.optimizer import learning_rate
 from patch.training.setup import Run, StepWork
 
@@ -125,10 +125,11 @@ def _forward_step(
     # RoPE needs no position ids, causal attention no mask.
     output = model(tokens, None, None, labels=labels)
     run.optimizer.watch(output, model.vp_stage)
-    return output, partial(_masked_loss, mask=mask, divisor=divisor)
+    is_aligned = run.config.model.precision_align != "none"
+    return output, partial(_masked_loss, mask=mask, divisor=divisor, is_aligned=is_aligned)
 
 
-def _masked_loss(losses: torch.Tensor, *, mask: torch.Tensor, divisor: float) -> tuple:
+def _masked_loss(losses: torch.Tensor, *, mask: torch.Tensor, divisor: float, is_aligned: bool) -> tuple:
     """This micro-batch's share of the global mean; upstream's (loss, tokens, report) protocol."""
-    loss = (losses * mask).sum() / divisor
+    loss = sum_learned(losses, mask, is_aligned=is_aligned) / divisor
     return loss, mask.sum().int(), loss.detach()

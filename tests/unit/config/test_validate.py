@@ -298,6 +298,13 @@ def test_flash_attention_on_the_cpu_is_noted(command):
     assert note.startswith("--attention-backend (position 15 FL) has no effect on the CPU")
 
 
+def test_limits_of_alignment_are_noted(command):
+    config = command.parse("--precision-align=eager", "--nproc-per-node=2", TP="2").config
+    bound, backend = validate_run(config, GPUS)
+    assert bound.startswith("--precision-align: equal to transformers to the bit at TP=1 only; TP=2 adds up")
+    assert backend == "--attention-backend (position 15 FL) has no effect with --precision-align"
+
+
 def test_padding_in_pretraining_is_noted(command):
     command.environ["MP_DATASET_TYPE"] = "idxmap"
     for ending in (".bin", ".idx"):

@@ -1,0 +1,218 @@
+"""Hugging Face's order of operations, where the fast order gives other bits (`--precision-align`).
+
+Each class stands where upstream's or ours would, with the same parameters, names and sharding. On the CPU
+at TP=1 they make logits, loss and every weight gradient equal to transformers' to the bit; how much each
+fast form differs is what `python -m toolkits.verify_alignment` measures. What the fast forms share with
+Hugging Face is left as it is: RoPE and SwiGLU (both unfused), residual, embedding.
+
+Matrix products see batch-first memory as Hugging Face's do, because a weight's gradient is a sum over
+tokens in memory order. Shapes: S sequence, B micro-batch, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+
+from patch.model.attention import CausalAttention
+from patch.model.norm import HeadRMSNorm, RMSNorm
+
+SOURCES = ("rmsnorm", "rope", "swiglu", "qkv", "gate_up", "attention")
+"""Where a fast form may differ from Hugging Face's. RoPE and SwiGLU have one form, in its order."""
+
+
+class AlignedRMSNorm(RMSNorm):
+    """RMSNorm that rounds to the weight's type before it multiplies by the weight."""
+
+    def forward(self, hidden_sbh: torch.Tensor) -> torch.Tensor:
+        """Normalise [S, B, ...] over the last dimension; same shape and dtype.
+
+        The input itself is used, not a copy: its three gradients (residual, product, square) are added in
+        the order in which they arrive. The weight's gradient is a sum over tokens, batch first.
+        """
+        wide = hidden_sbh.float()
+        normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
+        batch_first = normed.to(hidden_sbh.dtype).transpose(0, 1).contiguous()
+        return (self.weight * batch_first).transpose(0, 1)
+
+
+class AlignedHeadRMSNorm(AlignedRMSNorm, HeadRMSNorm):
+    """The same of each query or key head."""
+
+    def forward(self, heads_sbnd: torch.Tensor) -> torch.Tensor:
+        """Normalise [S, B, N, D]. The weight's gradient is a sum over [B, N, S] in this order of memory."""
+        heads_bnsd = super().forward(heads_sbnd).permute(1, 2, 0, 3)
+        if heads_bnsd.requires_grad:
+            heads_bnsd.register_hook(torch.Tensor.contiguous)
+        return heads_bnsd.permute(2, 0, 1, 3)
+
+
+class _BatchFirst:
+    """Makes upstream's linear layers multiply batch-first memory; reductions over TP stay upstream's."""
+
+    def _forward_impl(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: torch.distributed.ProcessGroup | None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(
+                input.contiguous(), tensor_parallel_output_grad=True, group=tp_group
+            )
+        batch_first = input.transpose(0, 1).contiguous()
+        if allreduce_dgrad:
+            batch_first = copy_to_tensor_model_parallel_region(batch_first, group=tp_group)
+        return self.multiply(batch_first, weight, bias).transpose(0, 1)
+
+    def multiply(
+        self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[B, S, inputs] in, [B, S, outputs] out."""
+        return F.linear(hidden_bsh, weight, bias)
+
+
+class BatchFirstColumn(_BatchFirst, ColumnParallelLinear):
+    """A column-parallel layer in one product."""
+
+
+class BatchFirstRow(_BatchFirst, RowParallelLinear):
+    """A row-parallel layer; over TP > 1 its sum over inputs is in another order than Hugging Face's."""
+
+
+class SeparateQKV(BatchFirstColumn):
+    """One merged parameter, three products: the input's gradient is a sum of three rounded ones."""
+
+    def multiply(
+        self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[B, S, H] in; q.., k, v of each group in turn out."""
+        biases = self._split(bias) if bias is not None else [None] * 3
+        outputs = [
+            F.linear(hidden_bsh, rows.flatten(0, 2), part if part is None else part.flatten())
+            for rows, part in zip(self._split(weight), biases, strict=True)
+        ]
+        groups = self._num_groups
+        merged = torch.cat([output.unflatten(-1, (groups, -1)) for output in outputs], dim=-1)
+        return merged.flatten(-2)
+
+    @property
+    def _num_groups(self) -> int:
+        """Key/value groups of this TP rank."""
+        return self.config.num_query_groups * self.output_size_per_partition // self.output_size
+
+    def _split(self, merged: torch.Tensor) -> list[torch.Tensor]:
+        """Rows of q, k and v, each [groups, heads, head size, ...]."""
+        queries = self.config.num_attention_heads // self.config.num_query_groups
+        heads = merged.unflatten(0, (self._num_groups, queries + 2, self.config.kv_channels))
+        return list(heads.split([queries, 1, 1], dim=1))
+
+
+class SeparateGateUp(BatchFirstColumn):
+    """One merged parameter, two products, for the reason of SeparateQKV."""
+
+    def multiply(
+        self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[B, S, H] in, gate beside up out."""
+        assert bias is None, "no supported family has a bias in its MLP"
+        return torch.cat([F.linear(hidden_bsh, half) for half in weight.chunk(2)], dim=-1)
+
+
+class AlignedOutput(BatchFirstColumn):
+    """The output layer without the padded vocabulary: a product's bits depend on how many rows it has."""
+
+    num_rows: int
+    """Rows of the real vocabulary on this TP rank."""
+
+    def multiply(
+        self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """[B, S, H] in, [B, S, V / TP] out, zeros where the vocabulary is padded."""
+        logits = F.linear(hidden_bsh, weight[: self.num_rows])
+        return F.pad(logits, (0, weight.shape[0] - self.num_rows))
+
+
+class AlignedSdpa(CausalAttention):
+    """transformers' call of scaled_dot_product_attention: ours, but for a window, which is one S x S mask."""
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        if query.shape[2] == self.window:  # masks nothing more, but is another kernel
+            return self._attend_in_window(query, key, value, self.window)
+        return super()._attend(query, key, value, mask)
+
+    def _attend_in_window(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
+    ) -> torch.Tensor:
+        seen = _seen(query, window)
+        key, value = _repeat(query, key), _repeat(query, value)
+        return F.scaled_dot_product_attention(query, key, value, seen, scale=self.scale)
+
+
+class EagerAttention(CausalAttention):
+    """transformers' eager attention: scores rounded before they are scaled, a mask added, float32 softmax."""
+
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        return self._attend_in_window(query, key, value, query.shape[2])
+
+    def _attend_in_window(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
+    ) -> torch.Tensor:
+        key, value = _repeat(query, key), _repeat(query, value)
+        seen = _seen(query, window)
+        mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
+        scores = torch.matmul(query, key.transpose(2, 3)) * self.scale + mask
+        weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
+        return torch.matmul(weights, value)
+
+
+def _repeat(query: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    """[B, G, S, D] to [B, N, S, D]: each key or value head for all of its queries."""
+    return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
+
+
+def _seen(query: torch.Tensor, window: int) -> torch.Tensor:
+    """[S, S] bool: the tokens that each token attends to, the last of them itself."""
+    length = query.shape[2]
+    return torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
+
+
+def aligned_losses(labels: torch.Tensor, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Cross entropy in float32 over the real vocabulary.
+
+    Args:
+        labels: [B, S]. logits: [S, B, padded V].
+    Returns:
+        [B, S] float32.
+    """
+    flat = logits[..., :vocab_size].transpose(0, 1).float().flatten(0, 1)
+    return F.cross_entropy(flat, labels.flatten(), reduction="none").view_as(labels)
+
+
+def sum_learned(losses: torch.Tensor, mask: torch.Tensor, *, is_aligned: bool) -> torch.Tensor:
+    """The sum of the learned tokens' losses.
+
+    Args:
+        losses, mask: [B, S]; the mask is 1 where a token is learned, 0 elsewhere.
+        is_aligned: in the order of torch's own loss function, which is Hugging Face's.
+    """
+    if not is_aligned:
+        return (losses * mask).sum()
+    ignored = torch.where(mask > 0, 0, -100)
+    return F.nll_loss(-losses.reshape(-1, 1), ignored.flatten(), ignore_index=-100, reduction="sum")
