@@ -7,6 +7,7 @@ torch is imported only when asked, so that the rows below can use the facts with
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,15 +29,27 @@ class MachineFacts:
 
     @staticmethod
     def probe() -> MachineFacts:
-        """Look at this machine; imports torch to count the GPUs."""
+        """Look at this machine; imports torch to count the GPUs, where there can be any."""
+        cores = len(os.sched_getaffinity(0))
+        if not _has_cuda_driver():
+            return MachineFacts(cuda_devices=0, cpu_cores=cores)
         import torch
 
         devices = torch.cuda.device_count()
         return MachineFacts(
             cuda_devices=devices,
-            cpu_cores=len(os.sched_getaffinity(0)),
+            cpu_cores=cores,
             cuda_memory_bytes=torch.cuda.get_device_properties(0).total_memory if devices else 0,
         )
+
+
+def _has_cuda_driver() -> bool:
+    """Whether the library is there through which torch reaches GPUs; a launcher without it needs no torch."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,10 @@ def main(argv: list[str]) -> int:
         if "LOCAL_RANK" in os.environ and not invocation.dry_run:
             # Upstream warns at import of Apex and Transformer Engine, which this project does without.
             warnings.filterwarnings("ignore", module=r"megatron\.")
-            from patch.training import run
+            from patch.compat import quick_start
+
+            with quick_start():
+                from patch.training import run
 
             if os.environ.get("RANK") == "0":
                 remember_data(config)

@@ -1,9 +1,12 @@
 """The one door to private megatron-core names and to what 0.16.1 gets wrong; see README.md.
 
-Nothing happens at import: `apply` is called once by whoever starts a process.
+Nothing happens at import, of megatron-core either, which `quick_start` has to come before. `apply` is
+called once by whoever starts a process.
 """
 
-from patch.compat import cpu, dist_checkpointing, reduce
+from patch.compat.startup import quick_start
+
+__all__ = ["apply", "quick_start"]
 
 
 def apply(cuda: bool) -> None:
@@ -12,6 +15,8 @@ def apply(cuda: bool) -> None:
     Args:
         cuda: whether this process computes on a GPU; the CPU stand-ins are left out then.
     """
+    from patch.compat import cpu, dist_checkpointing, reduce
+
     reduce.apply()
     if not cuda:
         cpu.apply()

@@ -61,7 +61,8 @@ def build_run(config: RunConfig, context: DeviceContext) -> Run:
     """
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
-    torch.use_deterministic_algorithms(config.training.deterministic_mode)
+    if config.training.deterministic_mode:  # asking for the default loads Inductor
+        torch.use_deterministic_algorithms(True)
     with all_or_none():
         tokenizer = load_tokenizer(config.tokenizer_folder)
     datasets = build_datasets(config, tokenizer)

@@ -1,0 +1,49 @@
+"""A quick start loads no compiler, and what is deferred is compiled all the same."""
+
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from patch.compat import quick_start
+
+REPOSITORY = Path(__file__).parents[3]
+COMPILER = ("torch._dynamo", "torch._inductor.compile_fx")
+
+
+def test_a_worker_imports_no_compiler_and_leaves_its_imports_to_no_collection() -> None:
+    script = (
+        "import gc, sys\nfrom patch.compat import quick_start\n"
+        "with quick_start():\n    import patch.training\n"
+        f"print(*({set(COMPILER)} & sys.modules.keys()), gc.get_freeze_count() > 100_000, gc.isenabled())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_a_decorated_function_is_compiled_when_it_is_called() -> None:
+    compile_now = torch.compile
+    compiling: list[bool] = []
+
+    def double(x: torch.Tensor) -> torch.Tensor:
+        """Twice as much."""
+        compiling.append(torch.compiler.is_compiling())
+        return 2 * x
+
+    torch.compiler.set_default_backend("eager")  # traces without a C++ compiler
+    try:
+        with quick_start():
+            deferred = torch.compile(double)
+            at_once = torch.compile(double, dynamic=True)
+        assert torch.equal(deferred(torch.ones(2)), torch.full((2,), 2.0))
+    finally:
+        torch.compiler.set_default_backend(None)
+        gc.unfreeze()
+    assert compiling == [True]
+    assert deferred.__doc__ == "Twice as much." and not hasattr(deferred, "_torchdynamo_orig_callable")
+    assert at_once._torchdynamo_orig_callable is double
+    assert torch.compile is compile_now
