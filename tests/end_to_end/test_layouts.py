@@ -1,4 +1,4 @@
-"""bf16 runs over tensor, pipeline and data parallelism: each resumed run repeats itself to the bit.
+"""bf16 over tensor, (interleaved) pipeline and data parallelism: each resumed run repeats itself to the bit.
 
 The second run starts from a checkpoint of the first, so the tests of this file build on one another.
 """
@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 from end_to_end.conftest import Office
 from end_to_end.shell import assert_same_weights, call, command, cut_back, losses
+from transformers import AutoConfig, AutoModelForCausalLM
 
 GLOBAL_BATCH, STEPS = 8, 5
 # The same bf16 weights in two layouts: sums are rounded in another order.
@@ -26,26 +28,35 @@ class Finished(NamedTuple):
     messages: str
 
 
-def run_twice(arguments: list[str], output: Path, **variables: object) -> Finished:
-    """Run, forget what came after step 2, run again; the first export is kept as hf_first."""
-    once = call(arguments, **variables)
+def run_twice(
+    arguments: list[str], output: Path, first: dict[str, object] | None = None, **variables: object
+) -> Finished:
+    """Run, forget what came after step 2, run again; the first export is kept as hf_first.
+
+    `first` holds variables of the first run alone.
+    """
+    once = call(arguments, **{**variables, **(first or {})})
     assert once.returncode == 0, once.stderr
-    first = losses(output)
+    losses_at_once = losses(output)
     (output / "hf").rename(output / "hf_first")
     cut_back(output, 2)
     again = call(arguments, **variables)
     assert again.returncode == 0, again.stderr
     assert "resumed after step 2" in again.stderr
-    return Finished(arguments, output, first, losses(output), once.stderr + again.stderr)
+    return Finished(arguments, output, losses_at_once, losses(output), once.stderr + again.stderr)
 
 
 @pytest.fixture(scope="module")
 def few_rows(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Office:
-    """As many rows as one step takes: every step learns from the same ones."""
-    train = tmp_path_factory.mktemp("few") / "few.jsonl"
+    """As many rows as one step takes: every step learns from the same ones. Four layers, to interleave."""
+    folder = tmp_path_factory.mktemp("few")
     rows = office.train.read_text().splitlines(keepends=True)[:GLOBAL_BATCH]
-    train.write_text("".join(rows))
-    return office._replace(train=train)
+    (folder / "few.jsonl").write_text("".join(rows))
+    shutil.copytree(office.model, folder / "model")
+    torch.manual_seed(office.seed)
+    config = AutoConfig.from_pretrained(office.model, num_hidden_layers=4)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "model")
+    return office._replace(train=folder / "few.jsonl", model=folder / "model")
 
 
 def command_of(few_rows: Office, output: Path, **changes: object) -> list[str]:
@@ -56,8 +67,10 @@ def command_of(few_rows: Office, output: Path, **changes: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def four_ranks(few_rows: Office, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """At once with interleaved stages, resumed without."""
     output = tmp_path_factory.mktemp("four") / "out"
-    return run_twice(command_of(few_rows, output, TP=2, PP=2), output, NPROC_PER_NODE=4)
+    arguments = command_of(few_rows, output, TP=2, PP=2)
+    return run_twice(arguments, output, first={"MP_VP": 1}, NPROC_PER_NODE=4)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +83,8 @@ def sharded(few_rows: Office, four_ranks: Finished, tmp_path_factory: pytest.Tem
     return run_twice(arguments, output, NPROC_PER_NODE=2, TOKENIZER_PATH=few_rows.model)
 
 
-def test_tp_times_pp_resumes_to_the_bit(four_ranks: Finished) -> None:
+def test_tp_times_pp_resumes_to_the_bit_without_interleaving(four_ranks: Finished) -> None:
+    assert "(MP_VP): 1 before, 0 from here on" in four_ranks.messages
     assert len(four_ranks.first) == STEPS and four_ranks.first[-1] < four_ranks.first[0] - 0.5
     assert four_ranks.resumed == four_ranks.first
     assert_same_weights(four_ranks.output / "hf", four_ranks.output / "hf_first")
