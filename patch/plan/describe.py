@@ -13,13 +13,15 @@ _GIB = 2**30
 def describe_plan(config: RunConfig) -> str:
     """A few lines: processes, parameters, bytes of model state on a rank, work of a step, length."""
     parallel, training = config.parallel, config.training
+    stages = config.virtual_pipeline_size
     state = bytes_per_rank(config)
     tokens = training.global_batch_size * config.sample_length
     return "\n".join(
         (
             f"processes   {config.world_size} = TP {parallel.tensor_model_parallel_size} "
             f"x PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size} "
-            f"x DP {config.data_parallel_size} on {parallel.nnodes} machine(s)",
+            f"x DP {config.data_parallel_size} on {parallel.nnodes} machine(s)"
+            + (f", {stages} interleaved stages each" if stages > 1 else ""),
             f"parameters  {_scaled(total_parameters(config))} ({config.model.model_size})",
             f"state/rank  {state.total / _GIB:.2f} GiB = weights {state.weights / _GIB:.2f} "
             f"+ gradients {state.gradients / _GIB:.2f} + optimizer {state.optimizer / _GIB:.2f}; "

@@ -146,6 +146,13 @@ def test_unknown_device_has_no_peak(name):
 def test_description_names_the_layout_and_the_length():
     text = describe_plan(_run("8B", "--tensor-model-parallel-size=2", "--nproc-per-node=4"))
     assert "4 = TP 2 x PP 1 x CP 1 x DP 2 on 1 machine(s)" in text
-    assert "8.03 G (8B)" in text
+    assert "8.03 G (8B)" in text and "interleaved" not in text
     assert "16 samples x 2048 tokens = 32768 tokens, 4 micro-batch(es)" in text
     assert "10 steps = 328 k tokens" in text
+
+
+def test_description_names_interleaved_stages():
+    flags = ("--pipeline-model-parallel-size=4", "--num-layers-per-virtual-pipeline-stage=2")
+    assert "PP 4 x CP 1 x DP 1 on 1 machine(s), 4 interleaved stages each" in describe_plan(
+        _run("8B", *flags)
+    )
