@@ -21,6 +21,7 @@ _CURES = {"model": _SAME_MODEL, "optimizer": _SAME_MODEL, "random": _SAME_LAYOUT
 _MASTERS = "optimizer.state.master."
 _OUTPUT_LAYER = "output_layer.weight"
 _NAMED = 5
+_MODEL_KEYS = ("decoder.", "embedding.", "output_layer.")
 
 
 def check_files(folder: Path, index: Metadata) -> None:
@@ -62,6 +63,26 @@ def check_fit(folder: Path, index: Metadata, shards: list[ShardedBase], requeste
             _check_tensor(folder, shard, stored[shard.key])
 
 
+def check_weights(
+    folder: Path, index: Metadata, shards: list[ShardedBase], requested: set[str], vocab_size: int
+) -> None:
+    """The checkpoint holds this model; types and the vocabulary's padding may be others.
+
+    Args:
+        shards: what this rank asks for.
+        requested: keys that any rank asks for.
+        vocab_size: rows of the vocabulary that are no padding.
+
+    Raises:
+        CheckpointError: names tensors, and both shapes or the nearest name of a missing one.
+    """
+    stored = index.state_dict_metadata
+    _check_names(folder, {key for key in stored if key.startswith(_MODEL_KEYS)}, requested)
+    for shard in shards:
+        if isinstance(shard, ShardedTensor):
+            _check_shape(folder, shard, stored[shard.key], vocab_size)
+
+
 def _check_names(folder: Path, stored: set[str], requested: set[str]) -> None:
     stored, requested = ({key for key in keys if not _is_extra_state(key)} for keys in (stored, requested))
     missing = sorted(requested - stored)
@@ -76,15 +97,23 @@ def _check_names(folder: Path, stored: set[str], requested: set[str]) -> None:
         )
 
 
-def _check_tensor(folder: Path, shard: ShardedTensor, stored: object) -> None:
+def _check_shape(
+    folder: Path, shard: ShardedTensor, stored: object, vocab_size: int | None = None
+) -> TensorStorageMetadata:
     if not isinstance(stored, TensorStorageMetadata):
         raise CheckpointError(f"{folder}: {shard.key} is an object, expected a tensor")
     got, expected = tuple(stored.size), tuple(shard.global_shape)
-    if got != expected:
+    is_padded = vocab_size is not None and shard.allow_shape_mismatch and got[0] >= vocab_size
+    if got != expected and not (is_padded and got[1:] == expected[1:]):
         raise CheckpointError(
             f"{folder}: {shard.key} has shape {got}, this run expects {expected}; "
             + _CURES[_section(shard.key)]
         )
+    return stored
+
+
+def _check_tensor(folder: Path, shard: ShardedTensor, stored: object) -> None:
+    stored = _check_shape(folder, shard, stored)
     if stored.properties.dtype != shard.dtype:
         raise CheckpointError(
             f"{folder}: {shard.key} is {stored.properties.dtype}, this run expects {shard.dtype}; "

@@ -13,7 +13,14 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from patch.config.run_folder import TRACKER, complete_iterations, is_complete
+from patch.config.run_folder import (
+    RELEASE,
+    TRACKER,
+    checkpoint_root,
+    complete_iterations,
+    is_complete,
+    is_released,
+)
 from patch.distributed.collectives import all_or_none
 from patch.errors import CheckpointError
 from patch.logger import get_logger
@@ -45,6 +52,30 @@ def latest_iteration(root: Path) -> int | None:
             found = [_newest(root)]
     dist.broadcast_object_list(found, src=0)
     return found[0]
+
+
+def weights_folder(load: Path) -> Path:
+    """The folder of the checkpoint that weights are to be read from.
+
+    Args:
+        load: that folder itself, one that holds checkpoints (of ours, of Megatron-LM's, converted), or a
+            run's folder. A collective in a job.
+
+    Raises:
+        CheckpointError: none of them.
+    """
+    if is_complete(load):
+        return load
+    root = checkpoint_root(load)
+    if is_released(root):
+        return root / RELEASE
+    iteration = latest_iteration(root)
+    if iteration is None:
+        raise CheckpointError(
+            f"{load} holds no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
+            "folder with .metadata"
+        )
+    return iteration_folder(root, iteration)
 
 
 def _newest(root: Path) -> int | None:

@@ -10,19 +10,24 @@ import pickle
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
-from megatron.core.dist_checkpointing.mapping import ShardedObject
-from torch.distributed.checkpoint.metadata import Metadata
+from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
+from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from patch.checkpoint.fit import check_files, check_fit
+from patch.checkpoint.fit import check_files, check_fit, check_weights
 from patch.checkpoint.folder import iteration_folder
 from patch.checkpoint.shards import copied, gather, shards_of, stored_key
 from patch.checkpoint.together import fail_together
 from patch.compat.unpickle import load_plain, read_metadata
 from patch.config.run_folder import COMMON, INDEX
 from patch.errors import CheckpointError
+from patch.logger import get_logger
+
+_log = get_logger(__name__)
 
 
 def load_checkpoint(root: Path, iteration: int, sharded_state: dict[str, Any]) -> dict[str, Any]:
@@ -59,6 +64,61 @@ def load_checkpoint(root: Path, iteration: int, sharded_state: dict[str, Any]) -
             validate_access_integrity=False,
         )
     return loaded
+
+
+def load_only_weights(folder: Path, sharded_state: dict[str, Any], *, vocab_size: int) -> None:
+    """Load the model of a checkpoint in place, with all ranks, whoever wrote it in megatron-core's keys.
+
+    Unlike a resume this takes weights of another type (rounded to nearest even, which is said) and another
+    padding of the vocabulary, and does not look at what else the checkpoint holds.
+
+    Args:
+        folder: of the checkpoint itself (`weights_folder`).
+        sharded_state: the model's section, in any layout.
+        vocab_size: rows of the vocabulary that must be there; the others are padding.
+
+    Raises:
+        CheckpointError: as `load_checkpoint`.
+    """
+    with fail_together(f"weights of {folder} were not loaded"):
+        index = read_metadata(folder / INDEX)
+        if dist.get_rank() == 0:
+            check_files(folder, index)
+        shards = shards_of(sharded_state)
+    requested = set().union(*gather({stored_key(shard) for shard in shards}))
+    with fail_together(f"weights of {folder} were not loaded"):
+        check_weights(folder, index, shards, requested, vocab_size)
+    _tell_rounding(folder, index, shards)
+    with fail_together(f"{folder} failed while it was read, the model in memory is unusable"):
+        dist_checkpointing.load(
+            copied(_without_absent_extra_state(sharded_state, index)),
+            str(folder),
+            common_strategy=_NoCommon(),
+            validate_access_integrity=False,
+        )
+
+
+class _NoCommon(TorchCommonLoadStrategy):
+    """Leaves common.pt unread: Megatron-LM keeps objects of its own classes there."""
+
+    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
+        """Nothing."""
+        return {}
+
+
+def _tell_rounding(folder: Path, index: Metadata, shards: list[ShardedBase]) -> None:
+    wanted = {shard.key: shard.dtype for shard in shards if isinstance(shard, ShardedTensor)}
+    stored = {
+        metadata.properties.dtype
+        for key, dtype in wanted.items()
+        if isinstance(metadata := index.state_dict_metadata[key], TensorStorageMetadata)
+        and metadata.properties.dtype != dtype != torch.float32
+    }
+    if stored:
+        _log.warning(
+            "weights stored as %s in %s are rounded to %s (PR, --precision)",
+            ", ".join(sorted(map(str, stored))), folder, next(iter(wanted.values())),
+        )  # fmt: skip
 
 
 def read_common(root: Path, iteration: int) -> dict[str, Any]:

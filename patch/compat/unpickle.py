@@ -16,7 +16,7 @@ import dataclasses
 import io
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 from megatron.core.dist_checkpointing.strategies import common
@@ -85,13 +85,16 @@ def read_metadata(path: Path) -> metadata.Metadata:
     return index
 
 
-def load_plain(source: Path | str | io.BytesIO, map_location: str | None = None) -> Any:
+def load_plain(source: Path | str | IO[bytes], map_location: str | None = None, mmap: bool = False) -> Any:
     """torch.load of tensors and plain types only, whatever the environment says.
+
+    Args:
+        mmap: tensors are views of the mapped file, read when they are used.
 
     Raises:
         pickle.UnpicklingError: the file asks for anything else.
     """
-    return torch.load(source, map_location=map_location, weights_only=True)
+    return torch.load(source, map_location=map_location, weights_only=True, mmap=mmap)
 
 
 def _read_metadata(reader: filesystem.FileSystemReader, *args: Any, **kwargs: Any) -> metadata.Metadata:

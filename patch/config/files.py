@@ -13,7 +13,14 @@ from patch.config.hf import is_hf_folder
 from patch.config.positions import where
 from patch.config.presets import REQUIRED_SHAPE
 from patch.config.rules import Rule, refuse
-from patch.config.run_folder import TRACKER, checkpoint_root, complete_iterations
+from patch.config.run_folder import (
+    TRACKER,
+    checkpoint_root,
+    complete_iterations,
+    is_complete,
+    is_legacy,
+    is_released,
+)
 from patch.config.schema import RunConfig
 from patch.config.shape import shape_at
 from patch.device import MachineFacts
@@ -32,15 +39,20 @@ _STRUCTURE = REQUIRED_SHAPE | {
 
 
 def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
-    """Position 22 is a Hugging Face folder, a run's folder or its checkpoint/, or none."""
+    """Position 22 is a Hugging Face folder, a converted one, a run's folder or its checkpoint/, or none."""
     load = config.checkpoint.load
     if load == "none" or is_hf_folder(load):
         return
     root = checkpoint_root(load)
-    if complete_iterations(root):
+    if complete_iterations(root) or is_released(root) or is_complete(Path(load)):
         return
     found = "a folder without either" if Path(load).is_dir() else "no such folder"
-    if (root / TRACKER).is_file():
+    if is_legacy(root):
+        found = (
+            "a checkpoint of Megatron-LM's old format (mp_rank_*), which the converter reads: "
+            "python -m toolkits.convert mcore2hf"
+        )
+    elif (root / TRACKER).is_file():
         found = f"{root / TRACKER} is there, but no complete checkpoint (iter_*) beside it"
     refuse("load", load, "none, a Hugging Face folder (config.json), or a run's folder or checkpoint/", found)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from patch.config.fields import to_float, to_int
+from patch.config.run_folder import TRACKER
 from patch.errors import ConfigError
 
 
@@ -71,9 +72,14 @@ _LLAMA3_ROPE: dict[str, str] = {
 }
 
 
-def is_hf_folder(path: str | Path) -> bool:
-    """Whether this is a Hugging Face model folder: one that holds a config.json."""
+def has_hf_config(path: str | Path) -> bool:
+    """Whether a config.json describes the weights in this folder."""
     return (Path(path) / "config.json").is_file()
+
+
+def is_hf_folder(path: str | Path) -> bool:
+    """Whether this is a Hugging Face model folder, and not a checkpoint converted from one."""
+    return has_hf_config(path) and not (Path(path) / TRACKER).is_file()
 
 
 class _Reader:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from patch.config.environment import Rendezvous, default_nproc_per_node, read_cluster
 from patch.config.fields import FIELDS, assemble, check_choice, missing, to_float
 from patch.config.flags import build_parser, read_flags
-from patch.config.hf import is_hf_folder
+from patch.config.hf import has_hf_config
 from patch.config.positions import read_positions, read_variables, where
 from patch.config.presets import MODEL_SIZES, PRESETS, REQUIRED_SHAPE, SHAPE_FIELDS
 from patch.config.run_folder import run_behind
@@ -119,7 +119,7 @@ def _derive(merged: dict[str, Any]) -> None:
 def _take_tokenizer(merged: dict[str, Any]) -> None:
     """Weights of another run come with its tokenizer, which its folder names and does not hold."""
     load = merged.get("load", "none")
-    if merged.get("tokenizer_name_or_path", "none") != "none" or is_hf_folder(load):
+    if merged.get("tokenizer_name_or_path", "none") != "none" or has_hf_config(load):
         return
     if (run := run_behind(load)) is not None:
         merged["tokenizer_name_or_path"] = run.tokenizer_folder

@@ -14,6 +14,8 @@ from pathlib import Path
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
 
+RELEASE = "release"
+"""In the tracker, and as a folder's name: weights without a training state."""
 TRACKER = "latest_checkpointed_iteration.txt"
 INDEX = ".metadata"
 COMMON = "common.pt"
@@ -30,6 +32,17 @@ def checkpoint_root(folder: str | Path) -> Path:
 def is_complete(folder: Path) -> bool:
     """Whether the folder holds every file that a checkpoint has whatever its size."""
     return all((folder / name).is_file() for name in _FILES)
+
+
+def is_legacy(root: Path) -> bool:
+    """Whether `root`, or a checkpoint below it, is in Megatron-LM's old format: one pickle a rank."""
+    return any(root.glob("mp_rank_*")) or any(root.glob("*/mp_rank_*"))
+
+
+def is_released(root: Path) -> bool:
+    """Whether `root` holds weights without a training state: a converted model."""
+    tracker = root / TRACKER
+    return tracker.is_file() and tracker.read_text().strip() == RELEASE and is_complete(root / RELEASE)
 
 
 def complete_iterations(root: Path) -> list[int]:

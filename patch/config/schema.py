@@ -61,6 +61,13 @@ class ModelConfig:
         choices=("none", "eager", "sdpa"),
     )
 
+    def padded_vocab_size(self, tp_size: int) -> int:
+        """Rows of the embedding at this TP."""
+        multiple = self.make_vocab_size_divisible_by
+        if multiple % tp_size:
+            multiple *= tp_size
+        return -(-self.vocab_size // multiple) * multiple
+
     @property
     def window(self) -> tuple[int, int] | None:
         """`window_size` as numbers: tokens to the left and to the right."""
@@ -228,11 +235,7 @@ class RunConfig:
     @property
     def padded_vocab_size(self) -> int:
         """Rows of the embedding in the model: the vocabulary padded so that TP divides it."""
-        multiple = self.model.make_vocab_size_divisible_by
-        tp_size = self.parallel.tensor_model_parallel_size
-        if multiple % tp_size:
-            multiple *= tp_size
-        return -(-self.model.vocab_size // multiple) * multiple
+        return self.model.padded_vocab_size(self.parallel.tensor_model_parallel_size)
 
     @property
     def tokenizer_folder(self) -> str:

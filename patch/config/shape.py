@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from patch.config.hf import is_hf_folder, read_hf_config
+from patch.config.hf import has_hf_config, read_hf_config
 from patch.config.presets import SHAPE_FIELDS
 from patch.config.run_folder import CONFIG_FILE, checkpoint_root, run_behind
 
@@ -28,7 +28,7 @@ def shape_at(load: str) -> FoundShape | None:
     """
     if load == "none":
         return None
-    if is_hf_folder(load):
+    if has_hf_config(load):
         return FoundShape(Path(load) / "config.json", read_hf_config(load))
     run = run_behind(load)
     if run is None:

@@ -9,31 +9,44 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from patch.config.run_folder import RELEASE
 from patch.errors import ConversionError
+from patch.logger import get_logger
+
+_LOG = get_logger(__name__)
 
 
-def prepare(partial: Path, target: Path, source: Path | None) -> None:
+def prepare(partial: Path, target: Path, source: Path | None, *, released: bool = False) -> None:
     """Make the empty folder to write into.
 
+    Args:
+        released: the target is to be a converted checkpoint, not a Hugging Face model; neither replaces the
+            other.
     Raises:
-        ConversionError: the target is the source, or a folder that is no Hugging Face model and would be
-            lost when it is replaced; or nothing can be written there.
+        ConversionError: the target is the source, or a folder of another kind that would be lost when it is
+            replaced; or nothing can be written there.
     """
     if source is not None and target == source.resolve():
         raise ConversionError(f"{target} is the folder the weights came from; give another one to write to")
-    if target.exists() and not _is_replaceable(target):
+    if target.exists() and not _is_replaceable(target, released):
+        kind = (
+            "converted checkpoint (no release/)" if released else "Hugging Face model (it has no config.json)"
+        )
         raise ConversionError(
-            f"{target} exists and is no Hugging Face model (it has no config.json), so it is not replaced: "
-            "give another folder or remove it"
+            f"{target} exists and is no {kind}, so it is not replaced: give another folder or remove it"
         )
     with writing(partial):
         if partial.exists():
+            _LOG.warning("removing %s, which was interrupted, and starting over", partial)
             shutil.rmtree(partial)
         partial.mkdir(parents=True)
 
 
-def _is_replaceable(target: Path) -> bool:
-    return target.is_dir() and ((target / "config.json").is_file() or not any(target.iterdir()))
+def _is_replaceable(target: Path, released: bool) -> bool:
+    if not target.is_dir():
+        return False
+    is_model, is_released = (target / "config.json").is_file(), (target / RELEASE).is_dir()
+    return (is_model and is_released is released) or not any(target.iterdir())
 
 
 @contextmanager
@@ -49,7 +62,7 @@ def writing(path: Path) -> Iterator[None]:
             raise
         raise ConversionError(
             f"cannot write {path}: {error}; expected room for it, in a folder that every machine sees "
-            "(OUTPUT_BASEPATH, position 25)"
+            "(OUTPUT_BASEPATH, position 25, or --save)"
         ) from error
 
 

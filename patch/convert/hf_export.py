@@ -81,7 +81,7 @@ def export_hf(
                 with writing(partial):
                     _write_index(partial, layout)
                     write_descriptions(
-                        partial, config, hf_source, tokenizer, next(stages[0].parameters()).dtype
+                        partial, config.model, hf_source, tokenizer, next(stages[0].parameters()).dtype
                     )
                 publish(partial, folder)
     finally:

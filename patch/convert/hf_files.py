@@ -6,6 +6,7 @@ A source's files are kept byte for byte where nothing has changed; otherwise onl
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.hf import FAMILIES, read_hf_config
-from patch.config.schema import ModelConfig, RunConfig
-from patch.errors import ConversionError
+from patch.config.run_folder import TRACKER
+from patch.config.schema import ModelConfig
+from patch.convert.json_text import with_values
+from patch.errors import ConfigError, ConversionError
 
 END_OF_TURN = "<|eot_id|>"
 
@@ -38,9 +41,34 @@ _ROPE = (
 )  # fmt: skip
 
 
+# Files of a Hugging Face folder that describe the model and its tokenizer.
+_DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+
+
+def model_of(folder: Path) -> ModelConfig:
+    """The model that a folder's config.json describes.
+
+    Raises:
+        ConversionError: there is none, or it is not supported.
+    """
+    try:
+        fields = read_hf_config(folder)
+    except ConfigError as error:
+        raise ConversionError(str(error)) from error
+    return ModelConfig(**fields, seq_length=fields["max_position_embeddings"])
+
+
+def copy_descriptions(source: Path, target: Path) -> None:
+    """Copy everything but weights and their index: configuration, tokenizer, chat template."""
+    for path in source.iterdir():
+        is_description = path.suffix in _DESCRIPTIONS and not path.name.endswith(".index.json")
+        if path.is_file() and is_description and path.name != TRACKER:
+            shutil.copyfile(path, target / path.name)
+
+
 def write_descriptions(
     folder: Path,
-    config: RunConfig,
+    model: ModelConfig,
     hf_source: Path | None,
     tokenizer: PreTrainedTokenizerBase,
     dtype: torch.dtype,
@@ -53,10 +81,20 @@ def write_descriptions(
     Raises:
         ConversionError: a file of the source cannot be read.
     """
-    described = model_description(config.model, hf_source, tokenizer, dtype)
-    _write_json(folder, "config.json", hf_source, described)
+    write_config(folder, model, hf_source, dtype, tokenizer)
     _write_json(folder, "generation_config.json", hf_source, generation_description(hf_source, tokenizer))
     _write_tokenizer(folder, tokenizer)
+
+
+def write_config(
+    folder: Path,
+    model: ModelConfig,
+    hf_source: Path | None,
+    dtype: torch.dtype,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Write config.json; without a source it needs the tokenizer, for the ids of first and last token."""
+    _write_json(folder, "config.json", hf_source, model_description(model, hf_source, tokenizer, dtype))
 
 
 def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -74,7 +112,7 @@ def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def model_description(
-    model: ModelConfig, hf_source: Path | None, tokenizer: PreTrainedTokenizerBase, dtype: torch.dtype
+    model: ModelConfig, hf_source: Path | None, tokenizer: PreTrainedTokenizerBase | None, dtype: torch.dtype
 ) -> dict[str, Any]:
     """The contents of config.json.
 
@@ -91,6 +129,7 @@ def model_description(
     if changed & set(_FAMILY):
         _describe_family(described, model)
     if hf_source is None:
+        assert tokenizer is not None, "without a source the tokenizer says which tokens begin and end a text"
         described |= {
             "hidden_act": "silu", "initializer_range": model.init_method_std,
             "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
@@ -180,9 +219,10 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(folder: Path, name: str, hf_source: Path | None, contents: dict[str, Any]) -> None:
-    """Write `contents`; the source's own bytes when they say the same."""
+    """Write `contents`; the source's own bytes but for the values that differ."""
     source = hf_source / name if hf_source is not None else None
-    if source is not None and source.is_file() and _read_json(source) == contents:
-        (folder / name).write_bytes(source.read_bytes())
+    if source is not None and source.is_file():
+        text = with_values(source.read_text(), contents)
     else:
-        (folder / name).write_text(json.dumps(contents, indent=2) + "\n")
+        text = json.dumps(contents, indent=2) + "\n"
+    (folder / name).write_text(text)

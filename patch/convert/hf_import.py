@@ -9,7 +9,7 @@ import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch.config.schema import RunConfig
+from patch.config.schema import ModelConfig, RunConfig
 from patch.convert.hf_reader import HFFolder
 from patch.convert.mappings import Shard
 from patch.convert.stage import stage_weights
@@ -39,16 +39,25 @@ def import_hf(
     with all_or_none():
         if not (folder / "config.json").is_file():
             raise ConversionError(f"{folder} has no config.json, expected the folder of a Hugging Face model")
-        with HFFolder(folder) as source:
-            tensors = hf_tensors(config.model)
-            tied = not config.model.untie_embeddings_and_output_weights
-            source.check(tensors, unused=frozenset({OUTPUT} if tied else ()))
-            if tied:
-                source.check_copy(OUTPUT, EMBEDDING)
-            _tell_rounding(source.dtypes(tensor.name for tensor in tensors), folder, stages)
-            for weight in stage_weights(stages, parameter_table(config.model, config.padded_vocab_size)):
-                sources = [source[tensor.name] for tensor in weight.mapping.hf]
-                weight.mapping.fill(weight.parameter, sources, shard)
+        source = open_checked(folder, config.model)
+        _tell_rounding(source.dtypes(tensor.name for tensor in hf_tensors(config.model)), folder, stages)
+        for weight in stage_weights(stages, parameter_table(config.model, config.padded_vocab_size)):
+            sources = [source[tensor.name] for tensor in weight.mapping.hf]
+            weight.mapping.fill(weight.parameter, sources, shard)
+
+
+def open_checked(folder: Path, model: ModelConfig) -> HFFolder:
+    """Open a folder and compare what it holds with what the model needs.
+
+    Raises:
+        ConversionError: it does not fit.
+    """
+    source = HFFolder(folder)
+    tied = not model.untie_embeddings_and_output_weights
+    source.check(hf_tensors(model), unused=frozenset({OUTPUT} if tied else ()))
+    if tied:
+        source.check_copy(OUTPUT, EMBEDDING)
+    return source
 
 
 def _tell_rounding(stored: set[str], folder: Path, stages: Sequence[GPTModel]) -> None:

@@ -1,23 +1,30 @@
-"""Reads a Hugging Face folder's safetensors lazily: headers at once, bytes only of the slices asked for."""
+"""Reads a Hugging Face folder lazily: headers at once, bytes only of the slices asked for.
+
+Each access maps the file anew and lets go of it afterwards, so that pages which were read do not stay in this
+process's memory.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import pickle
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from patch.compat.unpickle import load_plain
 from patch.convert.mappings import HFTensor
 from patch.errors import ConversionError, nearest
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-READABLE = ("F32", "BF16", "F16")
+_BIN = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+"""Types that are read, in safetensors' spelling."""
+SPELLINGS = {dtype: spelling for spelling, dtype in DTYPES.items()}
 _CURE = "MODEL_SIZE (position 2) auto takes the shape from config.json"
 _ROWS = 4096
 """Rows that are compared at once."""
@@ -25,48 +32,43 @@ _DERIVED = "rotary_emb.inv_freq"
 """Old folders store these RoPE frequencies; they follow from config.json."""
 
 
+class _Stored(NamedTuple):
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+
 class HFFolder:
-    """The tensors of a Hugging Face folder by name; a context manager that holds the files open.
+    """The tensors of a Hugging Face folder by name.
 
     Raises:
-        ConversionError: no safetensors, a file that is missing or broken.
+        ConversionError: neither safetensors nor .bin, a file that is missing or broken.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._stack = contextlib.ExitStack()
-        self._slices: dict[str, Any] = {}
-        self._files: dict[str, Path] = {}
+        self._stored: dict[str, _Stored] = {}
         for path in _shard_files(folder):
-            self._open(path)
-
-    def _open(self, path: Path) -> None:
-        try:
-            shard = self._stack.enter_context(safe_open(str(path), framework="pt", device="cpu"))
-        except (SafetensorError, OSError) as error:
-            raise ConversionError(
-                f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}; expected a "
-                "whole file: copy or download it again"
-            ) from error
-        for name in shard.keys():  # noqa: SIM118 - not a dict
-            self._slices[name] = shard.get_slice(name)
-            self._files[name] = path
-
-    def __enter__(self) -> HFFolder:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stack.close()
+            opened = _open(path)
+            for name in opened:
+                tensor = opened[name]
+                self._stored[name] = _Stored(path, _shape(tensor), _dtype(tensor))
 
     def __getitem__(self, name: str) -> Any:
         """The lazy slice of a tensor: indexing it reads."""
-        return self._slices[name]
+        return _open(self._stored[name].path)[name]
+
+    def file_of(self, name: str) -> Path:
+        """The file that a tensor lies in."""
+        return self._stored[name].path
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The type of a checked tensor."""
+        return DTYPES[self._stored[name].dtype]
 
     def dtypes(self, names: Iterable[str]) -> set[str]:
         """The stored types among these tensors, in safetensors' spelling."""
-        return {self._slices[name].get_dtype() for name in names}
+        return {self._stored[name].dtype for name in names}
 
     def check(self, expected: list[HFTensor], *, unused: frozenset[str] = frozenset()) -> None:
         """Compare names, shapes and types with what a model needs; reads headers only.
@@ -79,10 +81,11 @@ class HFFolder:
         for tensor in expected:
             self._check_tensor(tensor)
         known = {tensor.name for tensor in expected} | unused
-        extra = [name for name in self._slices if name not in known and not name.endswith(_DERIVED)]
+        extra = [name for name in self._stored if name not in known and not name.endswith(_DERIVED)]
         if extra:
+            found = self._stored[extra[0]]
             raise ConversionError(
-                f"{self._files[extra[0]]} holds {extra[0]} (shape {_shape(self[extra[0]])}), which this "
+                f"{found.path} holds {extra[0]} (shape {found.shape}), which this "
                 f"model has no place for ({len(extra)} such tensors); expected a model of the "
                 f"configured family and layers: {_CURE}"
             )
@@ -93,58 +96,110 @@ class HFFolder:
         Raises:
             ConversionError: it is there and differs.
         """
-        if name not in self._slices:
+        if name not in self._stored:
             return
-        for start in range(0, _shape(self[original])[0], _ROWS):
+        for start in range(0, self._stored[original].shape[0], _ROWS):
             part = slice(start, start + _ROWS)
             if not torch.equal(self[name][part], self[original][part]):
                 raise ConversionError(
-                    f"{name} in {self._files[name]} differs from {original}, expected a copy of it since "
+                    f"{name} in {self.file_of(name)} differs from {original}, expected a copy of it since "
                     "config.json has tie_word_embeddings true: set that to false (as "
                     "transformers 5 takes it) and load again"
                 )
 
     def _check_tensor(self, tensor: HFTensor) -> None:
-        if tensor.name not in self._slices:
-            files = sorted({path.name for path in self._files.values()})
+        if tensor.name not in self._stored:
+            files = sorted({stored.path.name for stored in self._stored.values()})
             raise ConversionError(
-                f"{self.folder} has no tensor {tensor.name} of shape {tensor.shape}; its {len(self._files)} "
-                f"tensors in {', '.join(files)} were searched{nearest(tensor.name, sorted(self._files))}"
+                f"{self.folder} has no tensor {tensor.name} of shape {tensor.shape}; its {len(self._stored)} "
+                f"tensors in {', '.join(files)} were searched{nearest(tensor.name, sorted(self._stored))}"
             )
-        found = self[tensor.name]
-        if _shape(found) != tensor.shape:
+        found = self._stored[tensor.name]
+        if found.shape != tensor.shape:
             raise ConversionError(
-                f"{tensor.name} in {self._files[tensor.name]} has shape {_shape(found)}, the model expects "
+                f"{tensor.name} in {found.path} has shape {found.shape}, the model expects "
                 f"{tensor.shape}: {_CURE}"
             )
-        if found.get_dtype() not in READABLE:
+        if found.dtype not in DTYPES:
             raise ConversionError(
-                f"{tensor.name} in {self._files[tensor.name]} is stored as {found.get_dtype()}, expected one "
-                f"of {', '.join(READABLE)}: use the folder of the model that is not quantised"
+                f"{tensor.name} in {found.path} is stored as {found.dtype}, expected one "
+                f"of {', '.join(DTYPES)}: use the folder of the model that is not quantised"
             )
+
+
+class _Slices(dict[str, Any]):
+    """safetensors' lazy slices by name, made when asked for."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(dict.fromkeys(file.keys()))
+        self._file = file
+
+    def __getitem__(self, name: str) -> Any:
+        return self._file.get_slice(name)
+
+
+def _open(path: Path) -> dict[str, Any]:
+    """The lazily read tensors of a file."""
+    kind = "safetensors" if path.suffix == ".safetensors" else "a torch.save file"
+    try:
+        if path.suffix == ".safetensors":
+            return _Slices(safe_open(str(path), framework="pt", device="cpu"))
+        tensors = load_plain(path, "cpu", mmap=True)
+    except pickle.UnpicklingError as error:
+        raise ConversionError(f"{path} holds more than tensors and was not read") from error
+    except (SafetensorError, OSError, RuntimeError, EOFError) as error:
+        raise ConversionError(
+            f"{path} ({path.stat().st_size} bytes) cannot be read as {kind}: {error}; expected a "
+            "whole file: copy or download it again"
+        ) from error
+    if not isinstance(tensors, dict) or not all(isinstance(v, torch.Tensor) for v in tensors.values()):
+        raise ConversionError(f"{path} holds something else than tensors by name")
+    return tensors
 
 
 def _shape(lazy: Any) -> tuple[int, ...]:
-    return tuple(lazy.get_shape())
+    return tuple(lazy.shape if isinstance(lazy, torch.Tensor) else lazy.get_shape())
+
+
+def _dtype(lazy: Any) -> str:
+    if isinstance(lazy, torch.Tensor):
+        return SPELLINGS.get(lazy.dtype, str(lazy.dtype))
+    return lazy.get_dtype()
 
 
 def _shard_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder; as transformers does, the single file wins over an index."""
-    if (folder / SINGLE).is_file():
-        return [folder / SINGLE]
-    if not (folder / INDEX).is_file():
-        has_bin = any(folder.glob("*.bin"))
-        hint = " (.bin files are not read: save it once with safetensors)" if has_bin else ""
-        raise ConversionError(f"{folder} holds neither {SINGLE} nor {INDEX}{hint}")
-    try:
-        placed: dict[str, str] = json.loads((folder / INDEX).read_text())["weight_map"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConversionError(f"{folder / INDEX} is no index of safetensors: {error!r}") from error
+    """The files that hold weights; as transformers does, the single file wins over an index."""
+    for single, index in ((SINGLE, INDEX), _BIN):
+        if (folder / single).is_file():
+            return [folder / single]
+        if (folder / index).is_file():
+            return _indexed_files(folder, index)
+    raise ConversionError(f"{folder} holds neither {SINGLE} nor {INDEX}, nor {' or '.join(_BIN)}")
+
+
+def _indexed_files(folder: Path, index: str) -> list[Path]:
+    placed = read_index(folder / index)
     for name, file in placed.items():
         if not (folder / file).is_file():
             count = list(placed.values()).count(file)
             raise ConversionError(
-                f"{folder / file} is missing; {INDEX} places {name} and {count - 1} other tensors in it: "
+                f"{folder / file} is missing; {index} places {name} and {count - 1} other tensors in it: "
                 "copy or download it again"
             )
     return [folder / file for file in sorted(set(placed.values()))]
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """Which file each tensor lies in, as an index of transformers says.
+
+    Raises:
+        ConversionError: it cannot be read, or names a file outside of its folder.
+    """
+    try:
+        placed: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        outside = [file for file in placed.values() if Path(file).name != file]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConversionError(f"{path} is no index of weights: {error!r}") from error
+    if outside:
+        raise ConversionError(f"{path} names a file outside of its folder: {outside[0]}")
+    return placed

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -47,6 +47,16 @@ class Segment(NamedTuple):
     stop: int
 
 
+class Block(NamedTuple):
+    """A rectangle of a Hugging Face tensor: where its first element lies, and its values."""
+
+    name: str
+    row: int
+    column: int
+    """0 for a vector."""
+    values: torch.Tensor
+
+
 @dataclass(frozen=True)
 class Mapping(ABC):
     """One parameter and its Hugging Face tensors; subclasses say in which order the pieces lie."""
@@ -57,6 +67,12 @@ class Mapping(ABC):
     """The axis that tensor parallelism cuts and along which pieces are laid."""
     replicated: ClassVar[bool] = False
     """Whether every tensor-parallel rank holds the same whole tensor."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter."""
+        rows = sum(tensor.shape[0] for tensor in self.hf)
+        return (rows, *self.hf[0].shape[1:])
 
     @abstractmethod
     def segments(self, shard: Shard) -> list[Segment]:
@@ -82,6 +98,46 @@ class Mapping(ABC):
             target.narrow(self.axis, position, stop - start).copy_(piece)
             position += stop - start
         target.narrow(self.axis, position, target.shape[self.axis] - position).zero_()
+
+    def fill_rows(self, target: torch.Tensor, sources: Sequence[Any], start: int) -> None:
+        """Copy rows `start`... of the whole parameter into `target`, padding with zeros.
+
+        Args:
+            target: as many rows as are wanted; its dtype is kept. sources: as for `fill`.
+        """
+        if self.axis == 1:
+            target.copy_(sources[0][start : start + target.shape[0]])
+            return
+        filled = 0
+        for index, first, offset, length in self._overlaps(Shard(0, 1), start, target.shape[0]):
+            target.narrow(0, offset, length).copy_(sources[index][first : first + length])
+            filled = offset + length
+        target[filled:].zero_()
+
+    def blocks(self, part: torch.Tensor, shard: Shard, row: int = 0, column: int = 0) -> Iterator[Block]:
+        """MCore -> Hugging Face: where the values of a part of a shard belong; padding belongs nowhere.
+
+        Args:
+            part: a rectangle of the shard. row, column: of its first element, counted in the shard.
+        """
+        begin = column if self.axis else row
+        for index, first, offset, length in self._overlaps(shard, begin, part.shape[self.axis]):
+            values = part.narrow(self.axis, offset, length)
+            place = (row, first) if self.axis else (first, column)
+            yield Block(self.hf[index].name, *place, values)
+
+    def _overlaps(self, shard: Shard, begin: int, length: int) -> Iterator[tuple[int, int, int, int]]:
+        """For each piece of the shard that meets `begin` to `begin + length` along the axis.
+
+        Its Hugging Face tensor, the first index there, the first index counted from `begin`, the length.
+        """
+        position = 0
+        for index, start, stop in self.segments(shard):
+            first = max(position, begin)
+            last = min(position + stop - start, begin + length)
+            if first < last:
+                yield index, start + first - position, first - begin, last - first
+            position += stop - start
 
     def take_apart(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """MCore -> Hugging Face: the tensors of `hf`, from the parameter's shards in rank order.
@@ -125,6 +181,11 @@ class PaddedRows(Mapping):
     """Embedding or output layer: rows of the vocabulary, padded at the end to `padded_rows`."""
 
     padded_rows: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the whole parameter, padding included."""
+        return (self.padded_rows, *self.hf[0].shape[1:])
 
     def segments(self, shard: Shard) -> list[Segment]:
         """This rank's rows, less those that are padding."""

@@ -14,19 +14,32 @@ OUTPUT = "lm_head.weight"
 TIED_OUTPUT = "output_layer.weight"
 """With tied embeddings this parameter (last stage, PP > 1) is a copy of the embedding."""
 
+EMBEDDING_PARAMETER = "embedding.word_embeddings.weight"
+GATE_AND_UP = "decoder.layers.*.mlp.linear_fc1.weight"
+
 Table = dict[str, Mapping]
 """Parameter name -> mapping; `*` stands for the layer number, counted over the whole model."""
 
-_FUSED_NORMS = {
+_OTHER_NAMES = {
     "decoder.layers.*.self_attention.linear_qkv.layer_norm_weight": "decoder.layers.*.input_layernorm.weight",
     "decoder.layers.*.mlp.linear_fc1.layer_norm_weight": "decoder.layers.*.pre_mlp_layernorm.weight",
+    "final_layernorm.weight": "decoder.final_layernorm.weight",
 }
-"""Names of norms that Transformer Engine fuses with the linear layer after them, and the table's own."""
+"""What is named otherwise elsewhere, and the table's own name.
+
+Norms that Transformer Engine fuses with the linear layer after them; Pai-Megatron-Patch's last norm.
+"""
 
 
 def table_name(name: str) -> str:
-    """The table's name of a parameter in either spelling of megatron-core (`*` for the layer)."""
-    return _FUSED_NORMS.get(name, name)
+    """The table's name of a parameter in any spelling (`*` for the layer)."""
+    return _OTHER_NAMES.get(name, name)
+
+
+def stored_key(name: str) -> str:
+    """The key of a table's name in a torch_dist checkpoint, where layers are stacked on a leading axis."""
+    fused = {plain: other for other, plain in _OTHER_NAMES.items() if "layers" in other}
+    return fused.get(name, name).replace("layers.*.", "layers.")
 
 
 def parameter_table(model: ModelConfig, padded_vocab_size: int) -> Table:
@@ -38,11 +51,23 @@ def parameter_table(model: ModelConfig, padded_vocab_size: int) -> Table:
         return PaddedRows((HFTensor(name, (model.vocab_size, width)),), padded_vocab_size)
 
     return {
-        "embedding.word_embeddings.weight": vocabulary(EMBEDDING),
+        EMBEDDING_PARAMETER: vocabulary(EMBEDDING),
         **{f"decoder.layers.*.{name}": mapping for name, mapping in _layer(model).items()},
         "decoder.final_layernorm.weight": Replicated((HFTensor("model.norm.weight", (width,)),)),
         TIED_OUTPUT: vocabulary(output),
     }
+
+
+def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> Table:
+    """The table of weights as they are stored: once, so a tied output layer is not among them.
+
+    Args:
+        padded_vocab_size: None: no padding.
+    """
+    table = parameter_table(model, padded_vocab_size or model.vocab_size)
+    if not model.untie_embeddings_and_output_weights:
+        del table[TIED_OUTPUT]
+    return table
 
 
 def _layer(model: ModelConfig) -> Table:

@@ -119,6 +119,6 @@ def _load(run: Run) -> None:
     elif is_hf_folder(Path(load)):
         import_hf(run.stages, Path(load), run.config, run.groups)
     else:
-        load_weights(Path(load), run.stages)
+        load_weights(Path(load), run.stages, run.config)
     run.optimizer.adam.refresh_masters()
     _log.info("weights from %s", load)

@@ -13,7 +13,14 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
+from patch.checkpoint import (
+    latest_iteration,
+    load_checkpoint,
+    load_only_weights,
+    save_checkpoint,
+    weights_folder,
+)
+from patch.config.schema import RunConfig
 from patch.model import LlamaModel, sharded_weights
 from patch.optimizer import OverlappedDistributedOptimizer
 
@@ -51,12 +58,10 @@ def resume(root: Path, stages: list[LlamaModel], optimizer: OverlappedDistribute
     return iteration
 
 
-def load_weights(folder: Path, stages: list[LlamaModel]) -> None:
-    """Load only the weights of a checkpoint of ours: its root, or the run's folder that holds it."""
-    root = folder / "checkpoint" if (folder / "checkpoint").is_dir() else folder
-    iteration = latest_iteration(root)
-    assert iteration is not None, "validate_run lets only folders with a checkpoint pass"
-    load_checkpoint(root, iteration, {"model": sharded_weights(stages)})
+def load_weights(load: Path, stages: list[LlamaModel], config: RunConfig) -> None:
+    """Load only the weights of a checkpoint: of a run, converted, or of Megatron-LM."""
+    state = {"model": sharded_weights(stages)}
+    load_only_weights(weights_folder(load), state, vocab_size=config.model.vocab_size)
 
 
 def _sharded_state(stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from patch.config import to_yaml
-from patch.config.hf import is_hf_folder
+from patch.config.hf import has_hf_config
 from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
@@ -83,6 +83,6 @@ def _export(this_run: Run) -> None:
         target,
         config,
         this_run.groups,
-        hf_source=source if is_hf_folder(source) else None,
+        hf_source=source if has_hf_config(source) else None,
         tokenizer=this_run.tokenizer,
     )

@@ -99,7 +99,7 @@ def test_unchanged_config_is_the_sources_bytes(request, tmp_path, spelling, tiny
     folder = request.getfixturevalue(spelling)
     target = tmp_path / "target"
     target.mkdir()
-    write_descriptions(target, small_run(), folder, tiny_tokenizer(CHAT), torch.float32)
+    write_descriptions(target, small_run().model, folder, tiny_tokenizer(CHAT), torch.float32)
     assert (target / "config.json").read_bytes() == (folder / "config.json").read_bytes()
     assert AutoTokenizer.from_pretrained(target).chat_template == CHAT
 
@@ -157,7 +157,7 @@ def test_broken_file_of_the_source_is_named(source, tiny_tokenizer):
 
 def test_tokenizer_is_saved_under_a_class_that_transformers_4_knows(tmp_path, tiny_tokenizer):
     tokenizer = tiny_tokenizer(CHAT)
-    write_descriptions(tmp_path, small_run(), None, tokenizer, torch.float32)
+    write_descriptions(tmp_path, small_run().model, None, tokenizer, torch.float32)
     assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == (
         "PreTrainedTokenizerFast"
     )

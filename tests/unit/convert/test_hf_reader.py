@@ -41,14 +41,12 @@ def _change(folder, name, change):
 
 
 def _check(folder, config=None, unused=frozenset()):
-    with HFFolder(folder) as source:
-        source.check(hf_tensors((config or small_run()).model), unused=unused)
+    HFFolder(folder).check(hf_tensors((config or small_run()).model), unused=unused)
 
 
 def test_sharded_folder_that_fits_is_accepted_and_read(folder):
     _check(folder)
-    with HFFolder(folder) as source:
-        assert torch.equal(source[GATE][3:5], load_file(_file_of(folder, GATE))[GATE][3:5])
+    assert torch.equal(HFFolder(folder)[GATE][3:5], load_file(_file_of(folder, GATE))[GATE][3:5])
 
 
 def test_missing_shard_is_named(folder):
@@ -111,29 +109,68 @@ def test_output_layer_in_a_tied_folder_is_unused_not_unexpected(folder):
 
 
 def test_tied_output_layer_must_be_a_copy(folder):
-    with (
-        HFFolder(folder) as source,
-        pytest.raises(ConversionError, match=f"{OUTPUT} .* differs from {EMBEDDING}"),
-    ):
-        source.check_copy(OUTPUT, EMBEDDING)
+    with pytest.raises(ConversionError, match=f"{OUTPUT} .* differs from {EMBEDDING}"):
+        HFFolder(folder).check_copy(OUTPUT, EMBEDDING)
     embedding = load_file(_file_of(folder, EMBEDDING))[EMBEDDING]
     _change(folder, OUTPUT, lambda tensors: tensors.update({OUTPUT: embedding}))
-    with HFFolder(folder) as source:
-        source.check_copy(OUTPUT, EMBEDDING)
-        source.check_copy("absent", EMBEDDING)
+    source = HFFolder(folder)
+    source.check_copy(OUTPUT, EMBEDDING)
+    source.check_copy("absent", EMBEDDING)
 
 
-@pytest.mark.parametrize("index", ["[", "{}", "[]"])
+@pytest.mark.parametrize("index", ["[", "{}", "[]", '{"weight_map": {"a": "../b.safetensors"}}'])
 def test_broken_index_is_refused(folder, index):
     (folder / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(ConversionError, match="no index of safetensors"):
+    with pytest.raises(ConversionError, match="no index of weights|outside of its folder"):
         _check(folder)
 
 
-def test_folder_without_safetensors_is_refused(tmp_path):
-    (tmp_path / "pytorch_model.bin").write_bytes(b"x")
-    with pytest.raises(ConversionError, match=r"neither model\.safetensors nor .*\.bin files are not read"):
+def test_folder_without_weights_is_refused(tmp_path):
+    with pytest.raises(ConversionError, match=r"neither model\.safetensors nor .* pytorch_model\.bin"):
         _check(tmp_path)
+
+
+@pytest.fixture
+def bin_folder(tmp_path):
+    """What transformers 4 wrote before safetensors: two torch.save files and their index."""
+    tensors = hf_llama(small_run()).state_dict()
+    names = list(tensors)
+    placed = {name: f"pytorch_model-0000{1 + (i > 9)}-of-00002.bin" for i, name in enumerate(names)}
+    for file in set(placed.values()):
+        torch.save({name: tensors[name] for name in names if placed[name] == file}, tmp_path / file)
+    (tmp_path / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": placed}))
+    return tmp_path
+
+
+def test_bin_files_are_read(bin_folder):
+    _check(bin_folder)
+    expected = hf_llama(small_run()).state_dict()[GATE]
+    source = HFFolder(bin_folder)
+    assert torch.equal(source[GATE][3:5], expected[3:5]) and source.dtype(GATE) == torch.float32
+
+
+class _Hostile:
+    def __reduce__(self):
+        return print, ("code of the file ran",)
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        ({"a": _Hostile()}, "holds more than tensors and was not read"),
+        ({"a": 1}, "something else than tensors by name"),
+        (None, "cannot be read as a torch.save file"),
+    ],
+)
+def test_bin_file_that_holds_no_plain_tensors_is_refused(bin_folder, contents, message, capsys):
+    path = bin_folder / "pytorch_model-00002-of-00002.bin"
+    if contents is None:
+        path.write_bytes(path.read_bytes()[:5000])
+    else:
+        torch.save(contents, path)
+    with pytest.raises(ConversionError, match=f"{path.name} .*{message}"):
+        _check(bin_folder)
+    assert not capsys.readouterr().out
 
 
 def test_expected_tensors_are_those_of_transformers():

@@ -1,0 +1,139 @@
+"""A torch_dist checkpoint written and read piece by piece, by one process that never holds it whole.
+
+Upstream's writer takes the whole state at once (megatron/core/dist_checkpointing/serialization.py:278). The
+format itself asks for no more than a piece: `.distcp` is a row of torch.save records, and the pickled
+`.metadata` says for each tensor which piece of it lies where (torch/distributed/checkpoint/metadata.py).
+Any tiling of a tensor is legal; readers of another layout take from each piece what they need.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.utils import _create_file_view
+
+from patch.compat.unpickle import load_plain
+from patch.config.run_folder import COMMON, INDEX
+from patch.errors import CheckpointError
+
+_DATA = "__0_0.distcp"
+
+
+class Piece(NamedTuple):
+    """A rectangle of a stored tensor."""
+
+    key: str
+    offsets: tuple[int, ...]
+    """Of its first element in the whole tensor."""
+    tensor: torch.Tensor
+
+
+class PieceWriter:
+    """Writes the data file of a checkpoint piece by piece; `finish` makes it a checkpoint.
+
+    Args:
+        folder: exists and is empty.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stream = (folder / _DATA).open("wb")
+        self._index = Metadata(state_dict_metadata={}, storage_data={})
+
+    def add(self, piece: Piece, shape: tuple[int, ...]) -> None:
+        """Append a piece of the tensor `piece.key`, which has this shape as a whole.
+
+        The pieces of one key must tile it and share one dtype.
+        """
+        stored = self._index.state_dict_metadata.setdefault(
+            piece.key,
+            TensorStorageMetadata(TensorProperties(dtype=piece.tensor.dtype), torch.Size(shape), []),
+        )
+        assert isinstance(stored, TensorStorageMetadata)
+        assert stored.properties.dtype == piece.tensor.dtype and tuple(stored.size) == shape
+        offsets = torch.Size(piece.offsets)
+        index = MetadataIndex(piece.key, offsets, len(stored.chunks))
+        stored.chunks.append(ChunkStorageMetadata(offsets, piece.tensor.shape))
+        self._append(index, piece.tensor)
+
+    def add_object(self, key: str, value: Any) -> None:
+        """Append an opaque object in the form of megatron-core's ShardedObject."""
+        self._index.state_dict_metadata[key] = BytesStorageMetadata()
+        self._append(MetadataIndex(key), [value])
+
+    def _append(self, index: MetadataIndex, value: Any) -> None:
+        begin = self._stream.tell()
+        torch.save(value, self._stream)
+        place = _StorageInfo(_DATA, begin, self._stream.tell() - begin)
+        self._index.storage_data[index] = place
+
+    def finish(self, common: dict[str, Any]) -> None:
+        """Close the data file and write what makes the folder a checkpoint.
+
+        Args:
+            common: plain values, stored beside the tensors.
+        """
+        self.close()
+        with (self._folder / INDEX).open("wb") as stream:
+            pickle.dump(self._index, stream)
+        torch.save(common, self._folder / COMMON)
+        save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
+
+    def close(self) -> None:
+        """Close the data file."""
+        self._stream.close()
+
+
+def read_pieces(folder: Path, index: Metadata, keys: set[str]) -> Iterator[Piece]:
+    """The stored pieces of these tensors, one in memory at a time, in the order in which they lie.
+
+    Args:
+        index: the checkpoint's (`compat.unpickle.read_metadata`).
+
+    Raises:
+        CheckpointError: names the file and the tensor that cannot be read.
+    """
+    places = [(where, place) for where, place in index.storage_data.items() if where.fqn in keys]
+    for where, place in sorted(places, key=lambda item: (item[1].relative_path, item[1].offset)):
+        path, end = folder / place.relative_path, place.offset + place.length
+        try:
+            with path.open("rb") as stream:
+                record = cast(IO[bytes], _create_file_view(stream, place.offset, place.length))
+                tensor = load_plain(record, "cpu")
+        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+            raise CheckpointError(
+                f"{path}: {where.fqn} (bytes {place.offset} to {end}) cannot be read: "
+                f"{error or type(error).__name__}"
+            ) from error
+        piece = Piece(where.fqn, tuple(where.offset or ()), tensor)
+        _check(path, piece, index.state_dict_metadata[where.fqn])
+        yield piece
+
+
+def _check(path: Path, piece: Piece, stored: object) -> None:
+    """The record is what the index says of it."""
+    assert isinstance(stored, TensorStorageMetadata), "objects are not read in pieces"
+    expected = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in stored.chunks}.get(piece.offsets)
+    tensor = piece.tensor
+    if not isinstance(tensor, torch.Tensor) or tensor.dtype != stored.properties.dtype:
+        found = getattr(tensor, "dtype", type(tensor).__name__)
+        raise CheckpointError(f"{path}: {piece.key} is {found}, its index says {stored.properties.dtype}")
+    if tuple(tensor.shape) != expected:
+        raise CheckpointError(
+            f"{path}: {piece.key} at {piece.offsets} has shape {tuple(tensor.shape)}, its index says "
+            f"{expected}"
+        )

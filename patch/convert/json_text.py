@@ -1,0 +1,51 @@
+"""A JSON object changed in its text: what has not changed keeps its bytes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+_SPACE = re.compile(r"[\s,:]*")
+
+
+class _Member(NamedTuple):
+    key: str
+    begin: int
+    """Of the value in the text."""
+    end: int
+
+
+def _members(text: str) -> Iterator[_Member]:
+    """The members of the outermost object, which was parsed before."""
+    decoder, position = json.JSONDecoder(), text.index("{") + 1
+
+    def skip(start: int) -> int:
+        match = _SPACE.match(text, start)
+        assert match is not None
+        return match.end()
+
+    position = skip(position)
+    while text[position] != "}":
+        key, end = decoder.raw_decode(text, position)
+        begin = skip(end)
+        _, end = decoder.raw_decode(text, begin)
+        yield _Member(key, begin, end)
+        position = skip(end)
+
+
+def with_values(text: str, contents: Mapping[str, Any]) -> str:
+    """The text of an object with these contents instead.
+
+    Values that differ are replaced in place, the rest of the text is kept. Where members come or go it is
+    written anew, indented by two.
+    """
+    before = json.loads(text)
+    if before.keys() != contents.keys():
+        return json.dumps(contents, indent=2) + "\n"
+    for key, begin, end in reversed(list(_members(text))):
+        if before[key] != contents[key]:
+            value = json.dumps(contents[key], indent=2).replace("\n", "\n  ")
+            text = text[:begin] + value + text[end:]
+    return text

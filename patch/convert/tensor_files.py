@@ -1,0 +1,117 @@
+"""safetensors files written in any order, block by block: headers first, then values where they belong.
+
+The safetensors library's own writer takes a file's tensors all at once. The bytes are the same as its own:
+tensors lie by the size of their type, larger first, then by name.
+Format: 8 bytes with the header's length, the header as JSON padded with spaces to 8 bytes, then the values.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import NamedTuple
+
+import torch
+
+from patch.convert.hf_reader import SPELLINGS
+from patch.convert.mappings import Block, HFTensor
+from patch.errors import ConversionError
+
+_ORDER = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Place(NamedTuple):
+    """Where a tensor's values lie in its file."""
+
+    file: int
+    """Descriptor."""
+    begin: int
+    columns: int
+    """Elements of a row; 1 for a vector."""
+    dtype: torch.dtype
+
+
+class TensorFiles:
+    """Files with these tensors; a context manager that closes them.
+
+    Args:
+        folder: exists.
+        placed: file name by tensor.
+        dtypes: by tensor.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        tensors: list[HFTensor],
+        placed: Mapping[str, str],
+        dtypes: Mapping[str, torch.dtype],
+    ) -> None:
+        self._places: dict[str, _Place] = {}
+        self._missing = {tensor.name: torch.Size(tensor.shape).numel() for tensor in tensors}
+        self._descriptors: list[int] = []
+        for name in sorted({placed[tensor.name] for tensor in tensors}):
+            held = [tensor for tensor in tensors if placed[tensor.name] == name]
+            held.sort(key=lambda tensor: (_ORDER.index(dtypes[tensor.name]), tensor.name))
+            self._begin_file(folder / name, held, dtypes)
+
+    def _begin_file(self, path: Path, held: list[HFTensor], dtypes: Mapping[str, torch.dtype]) -> None:
+        header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+        ends = [0]
+        for name, shape in held:
+            ends.append(ends[-1] + torch.Size(shape).numel() * dtypes[name].itemsize)
+            spelling = SPELLINGS[dtypes[name]]
+            header[name] = {"dtype": spelling, "shape": list(shape), "data_offsets": ends[-2:]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
+        self._descriptors.append(descriptor)
+        _write(descriptor, memoryview(len(text).to_bytes(8, "little") + text), 0)
+        os.truncate(descriptor, 8 + len(text) + ends[-1])
+        for (name, shape), begin in zip(held, ends[:-1], strict=True):
+            columns = torch.Size(shape[1:]).numel()
+            self._places[name] = _Place(descriptor, 8 + len(text) + begin, columns, dtypes[name])
+
+    def write(self, block: Block) -> None:
+        """Put a block where it belongs; whole rows at once, parts of rows one by one."""
+        file, begin, columns, dtype = self._places[block.name]
+        assert block.values.dtype == dtype, f"{block.name} is {block.values.dtype}, expected {dtype}"
+        values = block.values.reshape(block.values.shape[0], -1)
+        if values.shape[1] == columns:
+            values = values.reshape(1, -1)
+        data = values.contiguous().view(torch.uint8).numpy()
+        for index in range(values.shape[0]):
+            first = (block.row + index) * columns + block.column
+            _write(file, memoryview(data[index]), begin + first * dtype.itemsize)
+        self._missing[block.name] -= values.numel()
+
+    def check_complete(self) -> None:
+        """Every value of every tensor was written once.
+
+        Raises:
+            ConversionError: names a tensor of which values are missing, or came twice.
+        """
+        wrong = [name for name, missing in self._missing.items() if missing]
+        if wrong:
+            missing = self._missing[wrong[0]]
+            what = f"lacks {missing} values" if missing > 0 else f"was stored with {-missing} values too many"
+            raise ConversionError(f"{wrong[0]} {what} in the checkpoint ({len(wrong)} such tensors)")
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+
+
+def _write(file: int, data: memoryview, position: int) -> None:
+    """All of it: the kernel may take less at once (2 GiB is its limit)."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:], position + done)

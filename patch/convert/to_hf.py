@@ -1,0 +1,153 @@
+"""megatron-core checkpoint -> Hugging Face folder, piece by piece, in one process without a model."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from patch.checkpoint.folder import weights_folder
+from patch.config.run_folder import run_behind
+from patch.config.schema import ModelConfig
+from patch.convert.folder import prepare, publish, writing
+from patch.convert.hf_export import FILE_BYTES
+from patch.convert.hf_files import copy_descriptions, model_of, write_config, write_descriptions
+from patch.convert.hf_reader import INDEX, SINGLE, read_index
+from patch.convert.json_text import with_values
+from patch.convert.mappings import HFTensor
+from patch.convert.progress import progress
+from patch.convert.stored import DistWeights
+from patch.convert.table import hf_tensors
+from patch.convert.tensor_files import TensorFiles
+from patch.data.tokenizer import load_tokenizer
+from patch.errors import ConversionError
+from patch.logger import get_logger
+
+_LOG = get_logger(__name__)
+
+
+class _Description(NamedTuple):
+    """What the target is to say about itself."""
+
+    model: ModelConfig
+    folder: Path | None
+    """Holds config.json and usually the tokenizer."""
+    tokenizer: str | None
+    """Where else the tokenizer lies."""
+
+
+def mcore_to_hf(source: Path, target: Path, hf_config: Path | None = None) -> None:
+    """Convert a checkpoint; the target appears whole or stays as it was.
+
+    Args:
+        source: a converted folder, a run's folder or its checkpoint/, a checkpoint of Megatron-LM.
+        target: replaced when it is empty or a Hugging Face model.
+        hf_config: a Hugging Face folder that describes the model; its configuration, tokenizer and division
+            into files are taken. None: `source` describes itself.
+    Raises:
+        CheckpointError, ConversionError: the source cannot be read, or is not the model that is described,
+            or the target cannot be written.
+    """
+    source, target = source.resolve(), target.resolve()
+    described = _describe(source, hf_config)
+    weights = DistWeights(weights_folder(source), described.model)
+    partial = target.with_name(f".{target.name}.partial")
+    prepare(partial, target, described.folder)
+    try:
+        _write_weights(weights, partial, described)
+        with writing(partial):
+            _write_descriptions(partial, described, next(iter(weights.dtypes.values())))
+        publish(partial, target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    _LOG.info("Hugging Face folder written: %s", target)
+
+
+def _describe(source: Path, hf_config: Path | None) -> _Description:
+    """The model: from --hf-config, from config.json beside the weights, or from the run that wrote them."""
+    if hf_config is not None or (source / "config.json").is_file():
+        folder = hf_config or source
+        return _Description(model_of(folder), folder, None)
+    run = run_behind(str(source))
+    if run is None:
+        raise ConversionError(
+            f"{source} holds neither config.json nor a run's config.yaml, expected a description of the "
+            "model: give a Hugging Face folder with --hf-config"
+        )
+    origin = Path(run.checkpoint.load)
+    described = origin if (origin / "config.json").is_file() else None
+    return _Description(run.model, described, run.tokenizer_folder)
+
+
+def _write_weights(weights: DistWeights, partial: Path, described: _Description) -> None:
+    tensors, dtypes = hf_tensors(described.model), weights.dtypes
+    sizes = {
+        tensor.name: torch.Size(tensor.shape).numel() * dtypes[tensor.name].itemsize for tensor in tensors
+    }
+    placed = _placed(tensors, sizes, described.folder)
+    with (
+        writing(partial),
+        TensorFiles(partial, tensors, placed, dtypes) as files,
+        progress(f"{weights.folder.name} to Hugging Face", sum(sizes.values())) as advance,
+    ):
+        for block in weights.blocks():
+            files.write(block)
+            advance(block.values.nbytes)
+        files.check_complete()
+        if set(placed.values()) != {SINGLE}:
+            _write_index(partial, placed, sum(sizes.values()), described.folder)
+
+
+def _write_index(partial: Path, placed: dict[str, str], total_size: int, folder: Path | None) -> None:
+    """Write the index of several files; the folder's own bytes where it says the same."""
+    source = folder / INDEX if folder is not None else None
+    contents: dict[str, Any] = {
+        "metadata": {"total_size": total_size},
+        "weight_map": dict(sorted(placed.items())),
+    }
+    text = json.dumps(contents, indent=2) + "\n"
+    if source is not None and source.is_file():
+        before = source.read_text()
+        contents["metadata"] = json.loads(before).get("metadata", {}) | contents["metadata"]
+        text = with_values(before, contents)
+    (partial / INDEX).write_text(text)
+
+
+def _placed(tensors: list[HFTensor], sizes: dict[str, int], folder: Path | None) -> dict[str, str]:
+    """The file of each tensor: as in the folder, else files of at most 5 GiB as transformers names them."""
+    if folder is not None and (folder / INDEX).is_file():
+        known = read_index(folder / INDEX)
+        lacking = [tensor.name for tensor in tensors if tensor.name not in known]
+        if lacking:
+            raise ConversionError(f"{folder / INDEX} lacks {lacking[0]} ({len(lacking)} such tensors)")
+        placed = {tensor.name: known[tensor.name] for tensor in tensors}
+        if all(name.endswith(".safetensors") for name in placed.values()):
+            return placed
+    elif folder is not None and (folder / SINGLE).is_file():
+        return dict.fromkeys(sizes, SINGLE)
+    files: list[list[str]] = []
+    filled = 0
+    for tensor in tensors:
+        if not files or filled + sizes[tensor.name] > FILE_BYTES:
+            files.append([])
+            filled = 0
+        files[-1].append(tensor.name)
+        filled += sizes[tensor.name]
+    return {
+        name: SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        for number, names in enumerate(files, 1)
+        for name in names
+    }
+
+
+def _write_descriptions(partial: Path, described: _Description, dtype: torch.dtype) -> None:
+    model, folder, tokenizer = described
+    if tokenizer is None:
+        assert folder is not None
+        copy_descriptions(folder, partial)
+        write_config(partial, model, folder, dtype)
+    else:
+        write_descriptions(partial, model, folder, load_tokenizer(tokenizer), dtype)

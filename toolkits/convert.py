@@ -1,0 +1,60 @@
+"""python -m toolkits.convert: Hugging Face folders to megatron-core checkpoints and back, piece by piece."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; returns the exit code: 0, or that of the error that was met."""
+    options = _parse(argv)
+    # Upstream warns at import of Apex and Transformer Engine, which this project does without.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    import torch
+
+    from patch.convert import hf_to_mcore, mcore_to_hf
+    from patch.errors import PatchError
+    from patch.logger import configure_logging
+
+    configure_logging()
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    try:
+        if options.direction == "hf2mcore":
+            hf_to_mcore(options.load, options.save, dtypes.get(options.params_dtype))
+        else:
+            mcore_to_hf(options.load, options.save, options.hf_config)
+    except PatchError as error:
+        print(f"ERROR {error}", file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m toolkits.convert", description=__doc__, allow_abbrev=False
+    )
+    ways = parser.add_subparsers(dest="direction", required=True)
+    there = ways.add_parser("hf2mcore", help="Hugging Face folder -> torch_dist checkpoint")
+    there.add_argument("--load", type=Path, required=True, metavar="HF_DIR", help="safetensors or .bin")
+    there.add_argument("--save", type=Path, required=True, metavar="DIR", help="any TP, PP, VPP loads it")
+    there.add_argument(
+        "--params-dtype", choices=("fp32", "bf16", "fp16"), help="type of all weights (default: as stored)"
+    )
+    back = ways.add_parser("mcore2hf", help="checkpoint -> Hugging Face folder")
+    back.add_argument(
+        "--load", type=Path, required=True, metavar="DIR",
+        help="what hf2mcore made, a run's folder, or a checkpoint of Megatron-LM (torch_dist or mp_rank_*)",
+    )  # fmt: skip
+    back.add_argument("--save", type=Path, required=True, metavar="HF_DIR", help="the folder to write")
+    back.add_argument(
+        "--hf-config", type=Path, metavar="HF_DIR",
+        help="describes the model where DIR does not: config.json, tokenizer, layout of the files",
+    )  # fmt: skip
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
