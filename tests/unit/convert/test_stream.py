@@ -1,0 +1,89 @@
+"""Hugging Face folder -> torch_dist checkpoint -> Hugging Face folder, piece by piece: every family, bit for bit.
+
+The oracle of the checkpoint is upstream's plain GPTModel with upstream's own strict load.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_runner import run_distributed
+from hf_families import FAMILIES, family_model, family_run
+
+from patch.convert import hf_to_mcore, mcore_to_hf, to_mcore
+
+SHARDED = "qwen-2"
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> Path:
+    """Each family as NAME, converted as NAME-mcore and back as NAME-back; pieces of a few rows."""
+    root = tmp_path_factory.mktemp("stream")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(to_mcore, "WINDOW_BYTES", 5000)
+        for name in FAMILIES:
+            family_model(name, root / name, **({"max_shard_size": "60KB"} if name == SHARDED else {}))
+            (root / name / "tokenizer.json").write_text('{"a": 1}')
+            hf_to_mcore(root / name, root / f"{name}-mcore")
+            mcore_to_hf(root / f"{name}-mcore", root / f"{name}-back")
+    return root
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_way_back_is_the_source_byte_for_byte(root, name):
+    assert contents(root / f"{name}-back") == contents(root / name)
+    assert len(list((root / name).glob("*.safetensors"))) == (7 if name == SHARDED else 1)
+
+
+def _load_upstream(rank: int, world_size: int, root: Path) -> dict[str, dict[str, object]]:
+    """Parameters of upstream's model after upstream's strict load, by family."""
+    from megatron.core import dist_checkpointing
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from patch import compat
+    from patch.device import DeviceContext
+    from patch.distributed.groups import initialize
+    from patch.model.llama import transformer_config
+
+    compat.apply(cuda=False)
+    groups, found = None, {}
+    for name in FAMILIES:
+        config = family_run(root / name, make_vocab_size_divisible_by=128)
+        groups = groups or initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
+        model_parallel_cuda_manual_seed(1)
+        model = GPTModel(
+            transformer_config(config, cuda=False),
+            get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.model.qk_layernorm),
+            config.padded_vocab_size, 64, position_embedding_type="rope", pg_collection=groups,
+            share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+        )  # fmt: skip
+        folder = root / f"{name}-mcore" / "release"
+        loaded = dist_checkpointing.load(model.sharded_state_dict(), str(folder), strict="raise_all")
+        model.load_state_dict({key: value for key, value in loaded.items() if "." in key}, strict=True)
+        found[name] = {key: weight.detach().numpy() for key, weight in model.named_parameters()}
+    return found
+
+
+def test_upstreams_plain_model_loads_strictly_what_we_import(root):
+    from patch.convert.hf_reader import HFFolder
+    from patch.convert.mappings import Shard
+    from patch.convert.table import parameter_table
+
+    (found,) = run_distributed(_load_upstream, 1, root)
+    for name, parameters in found.items():
+        table = parameter_table(family_run(root / name).model, 256)
+        source = HFFolder(root / name)
+        for key, weight in parameters.items():
+            layer = key.split(".")[2] if key.startswith("decoder.layers") else "0"
+            mapping = table[key.replace(f"layers.{layer}.", "layers.*.")].at_layer(int(layer))
+            expected = torch.empty(weight.shape)
+            mapping.fill(expected, [source[tensor.name] for tensor in mapping.hf], Shard(0, 1))
+            assert torch.equal(torch.from_numpy(weight), expected), (name, key)
