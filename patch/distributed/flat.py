@@ -7,8 +7,9 @@ compute stream (CUDA) or in this thread (CPU), and adds the time that compute st
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -50,22 +51,31 @@ class WaitClock:
 
 
 class Pending:
-    """A collective under way."""
+    """A collective under way.
 
-    def __init__(self, work: dist.Work, finish: Callable[[], None] | None = None) -> None:
-        self._work, self._finish = work, finish
+    It lives until somebody has waited for it, also when its owner is gone: gloo cannot do without the memory
+    of a message under way.
+    """
+
+    _under_way: ClassVar[set[Pending]] = set()
+
+    def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None) -> None:
+        self._works, self._finish = works, finish
+        self._under_way.add(self)
 
     def wait(self, clock: WaitClock) -> None:
         """Let compute go on only with the result."""
         with clock.waiting():
-            self._work.wait()
+            for work in self._works:
+                work.wait()
+        self._under_way.discard(self)
         if self._finish is not None:
             self._finish()
 
 
 def start_all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Sum `buffer` over the group, in place."""
-    return Pending(dist.all_reduce(buffer, group=group, async_op=True))
+    return Pending([dist.all_reduce(buffer, group=group, async_op=True)])
 
 
 def start_reduce_scatter(buffer: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> Pending:
@@ -79,19 +89,38 @@ def start_reduce_scatter(buffer: torch.Tensor, out: torch.Tensor, group: dist.Pr
         out: (n,), this rank's part of `buffer` or memory of its own.
     """
     if dist.get_backend(group) == "nccl":
-        return Pending(_reduce_scatter(out, buffer, group=group, async_op=True))
-    received = torch.empty_like(buffer)
-    work = dist.all_to_all_single(received, buffer, group=group, async_op=True)
+        return Pending([_reduce_scatter(out, buffer, group=group, async_op=True)])
+    own = buffer.chunk(group.size())
+    received = [part if rank == group.rank() else torch.empty_like(part) for rank, part in enumerate(own)]
 
     def add_up() -> None:
-        first, second, *others = received.view(group.size(), -1)
-        torch.add(first, second, out=out)
-        for part in others:
-            out.add_(part)
+        *parts, last = received
+        total = parts[0]
+        for part in parts[1:]:
+            # Into received memory: `out` may be a part that is still to be added.
+            total = torch.add(total, part, out=received[1] if group.rank() == 0 else received[0])
+        torch.add(total, last, out=out)
 
-    return Pending(work, add_up)
+    return Pending(_exchange(own, received, group), add_up)
 
 
 def start_all_gather(buffer: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Fill `buffer` with the shards of all ranks; `shard` is this rank's part of `buffer` itself."""
-    return Pending(_all_gather(buffer, shard, group=group, async_op=True))
+    if dist.get_backend(group) == "nccl":
+        return Pending([_all_gather(buffer, shard, group=group, async_op=True)])
+    return Pending(_exchange([shard] * group.size(), buffer.chunk(group.size()), group))
+
+
+def _exchange(
+    sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup
+) -> list[dist.Work]:
+    """Send `sent[r]` to, and receive `received[r]` from, every other rank r.
+
+    Point to point, because gloo's all-to-all and all-gather copy through memory of their own.
+    """
+    works = []
+    for step in range(1, group.size()):
+        source, target = (group.rank() - step) % group.size(), (group.rank() + step) % group.size()
+        works.append(dist.irecv(received[source], group=group, group_src=source))
+        works.append(dist.isend(sent[target], group=group, group_dst=target))
+    return [work for work in works if work is not None]

@@ -47,6 +47,8 @@ class Bucket:
         """(shards * n,) where gradients are collected; None while no staging buffer is lent."""
         self.staging: torch.Tensor | None = None
         self.missing = len(extent.slots)
+        self.unwritten: set[Slot] = set(extent.slots)
+        """Parameters that have given the buffer no gradient yet: their elements hold old values."""
         self.is_shard_empty = True
         self.pending: Pending | None = None
 
@@ -97,8 +99,7 @@ class GradientBuckets:
         """Forget the last step's gradients."""
         for bucket in self.buckets:
             bucket.is_shard_empty = True
-            if bucket.buffer is not None:
-                bucket.buffer.zero_()
+            bucket.unwritten = set(bucket.extent.slots)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Micro-batches before the last one: megatron-core's schedules ask for it (`no_sync_func`)."""
@@ -140,7 +141,12 @@ class GradientBuckets:
         def on_gradient(parameter: torch.nn.Parameter) -> None:
             assert parameter.grad is not None
             assert self._begun, "a backward that `watch` was not told of"
-            self._open(bucket)[begin:end].view(parameter.shape).add_(parameter.grad)
+            place = self._open(bucket)[begin:end].view(parameter.shape)
+            if slot in bucket.unwritten:
+                place.copy_(parameter.grad)
+                bucket.unwritten.remove(slot)
+            else:
+                place.add_(parameter.grad)
             parameter.grad = None
             bucket.missing -= 1
             if self._reduces:
@@ -171,6 +177,8 @@ class GradientBuckets:
         bucket = self._begun[self._next]
         self._next += 1
         buffer = self._open(bucket)
+        for slot in bucket.unwritten:
+            buffer[slot.begin - bucket.extent.begin : slot.end - bucket.extent.begin].zero_()
         if self.on_launch is not None:
             self.on_launch(bucket.index)
         if self._level == "none":
@@ -203,7 +211,8 @@ class GradientBuckets:
             self._arrive(self._travelling.popleft())
         if bucket.buffer is None:
             bucket.staging = self._borrow_staging()
-            bucket.buffer = bucket.staging[: bucket.extent.numel].zero_()
+            bucket.buffer = bucket.staging[: bucket.extent.numel]
+            bucket.unwritten = set(bucket.extent.slots)
         return bucket.buffer
 
     def _borrow_staging(self) -> torch.Tensor:

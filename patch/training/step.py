@@ -17,6 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from patch.data import Batch
 from patch.distributed.collectives import sum_over
+from patch.distributed.flat import start_all_reduce
 from patch.errors import TrainingError
 from patch.model import LlamaModel, sum_learned
 from patch.optimizer import learning_rate
@@ -52,10 +53,14 @@ def train_step(run: Run, iteration: int) -> StepResult:
     run.optimizer.start_step()
     losses = _run_schedule(run, work.batches, work.tokens, forward_only=False)
     following = run.train_reader.step(iteration + 1) if iteration + 1 < train_iters else []
+    # Small sums travel behind the gradients; behind the weights they would wait for the last gather.
+    sums = torch.tensor([0.0, _learned(following)], dtype=torch.float64, device=run.device)
+    sums[0] = torch.stack(losses).double().sum() if losses else 0.0
+    pending = start_all_reduce(sums, run.groups.dp_cp)
     run.optimizer.finish_gradients()
     grad_norm = run.optimizer.gradient_norm()
-    # Small sums are made while no weights travel: behind them they would wait for the last gather.
-    loss, tokens = sum_over(run.groups.dp_cp, [_total(losses), _learned(following)], run.device)
+    pending.wait(run.optimizer.clock)
+    loss, tokens = sums.tolist()
     run.upcoming = StepWork(iteration + 1, following, tokens)
     lr = learning_rate(iteration + 1, train_iters, run.config.optimizer)
     is_finite = math.isfinite(grad_norm)
