@@ -6,6 +6,8 @@ The rank order is upstream's default: TP fastest, then CP, DP, PP.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -47,6 +49,20 @@ def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollect
     # The tracker's generators differ between TP ranks; sequence parallelism and recomputation ask for them.
     model_parallel_cuda_manual_seed(config.training.seed)
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+@contextmanager
+def alone(config: RunConfig, context: DeviceContext) -> Iterator[ProcessGroupCollection]:
+    """`initialize` for a program of one process that nobody launched; a job that was there before stays."""
+    is_own = not dist.is_initialized()
+    if is_own:
+        dist.init_process_group(context.backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield initialize(config, context)
+    finally:
+        parallel_state.destroy_model_parallel()
+        if is_own:
+            dist.destroy_process_group()
 
 
 def shutdown() -> None:

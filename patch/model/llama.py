@@ -129,12 +129,13 @@ class LlamaModel(GPTModel):
         self.rotary_pos_emb.inv_freq = inverse_frequencies(model)
         rows = config.padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
-        self._num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
+        self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
+        """Rows of the real vocabulary on this TP rank; what follows them is padding."""
         self._has_aligned_loss = bool(aligned) and groups.tp.size() == 1
         if aligned and self.post_process:
             # GPTModel makes this one layer itself, whatever the spec says.
             self.output_layer.__class__ = AlignedOutput
-            self.output_layer.num_rows = self._num_vocab_rows
+            self.output_layer.num_rows = self.num_vocab_rows
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As GPTModel's; what is sent to the next stage is contiguous, whatever order the layers left."""
@@ -166,9 +167,9 @@ class LlamaModel(GPTModel):
             [B, S] float32.
         """
         if self._has_aligned_loss:
-            return aligned_losses(labels, logits, self._num_vocab_rows)
+            return aligned_losses(labels, logits, self.num_vocab_rows)
         logits = logits.contiguous()
-        logits[..., self._num_vocab_rows :] = torch.finfo(logits.dtype).min
+        logits[..., self.num_vocab_rows :] = torch.finfo(logits.dtype).min
         return super().compute_language_model_loss(labels, logits)
 
 

@@ -1,0 +1,233 @@
+"""python -m toolkits.verify_alignment on checkpoints that are right, and on some wrong in one place."""
+
+import contextlib
+import dataclasses
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_runner import run_distributed
+from hf_families import family_model, family_run
+
+from toolkits.verify_alignment import main
+
+SOURCES = {"rmsnorm", "rope", "swiglu", "qkv", "gate_up", "attention"}
+TIED = "untie_embeddings_and_output_weights"
+
+
+def _flip_a_bit(model: Any) -> None:
+    weight = model.decoder.layers[1].mlp.linear_fc2.weight.data
+    weight.view(torch.int32)[3, 7] ^= 1
+
+
+def _swap_query_heads(model: Any) -> None:
+    """The merged parameter holds [q, q, k, v] of each group, 16 rows a head."""
+    heads = model.decoder.layers[0].self_attention.linear_qkv.weight.data.unflatten(0, (2, 4, 16))
+    heads[:, :2] = heads[:, [1, 0]].clone()
+
+
+def _swap_gate_and_up(model: Any) -> None:
+    weight = model.decoder.layers[1].mlp.linear_fc1.weight.data
+    weight.copy_(torch.cat(weight.chunk(2)[::-1]))
+
+
+def _nothing(model: Any) -> None:
+    pass
+
+
+Case = tuple[str, dict[str, Any], Callable[[Any], None], dict[str, Any], dict[str, str]]
+WHOLE = ("bf16", "theta")
+CASES: dict[str, Case] = {
+    # name: (family, fields of the run, damage to its weights, fields written to config.yaml, further flags)
+    "fp32": ("llama-3.1", {"precision": "fp32"}, _nothing, {}, {}),
+    "bf16": ("llama-3.1", {"precision": "bf16"}, _nothing, {}, {"attention": "eager"}),
+    "computed in bf16": ("llama-3.1", {"precision": "fp32"}, _nothing, {}, {"params-dtype": "bf16"}),
+    "tied": ("llama-3.2", {"precision": "fp32"}, _nothing, {}, {}),
+    "head norms": ("qwen-3", {"precision": "bf16"}, _nothing, {}, {}),
+    "flipped bit": ("llama-3.1", {"precision": "fp32"}, _flip_a_bit, {}, {}),
+    "query heads": ("llama-3.1", {"precision": "fp32"}, _swap_query_heads, {}, {}),
+    "gate and up": ("llama-3.1", {"precision": "fp32"}, _swap_gate_and_up, {}, {}),
+    "theta": ("llama-3.1", {"precision": "fp32"}, _nothing, {"rotary_base": 10000.0}, {}),
+    "scaling": ("llama-3.1", {"precision": "fp32"}, _nothing, {"use_rope_scaling": False}, {}),
+    "untied": ("llama-3.2", {"precision": "fp32", TIED: True}, _nothing, {}, {}),
+    "lost output": ("llama-3.1", {"precision": "fp32", TIED: False}, _nothing, {}, {}),
+}
+
+
+def _save(folder: Path, hf: Path, case: Case) -> None:
+    """A run's folder with a checkpoint made from the Hugging Face folder, and then damaged."""
+    from patch import compat
+    from patch.checkpoint import save_checkpoint
+    from patch.config import to_yaml
+    from patch.convert import import_hf
+    from patch.device import DeviceContext
+    from patch.distributed.groups import alone
+    from patch.model import build_llama_model, sharded_weights
+
+    _, fields, damage, written, _ = case
+    compat.apply(cuda=False)
+    config = family_run(hf, **fields)
+    with alone(config, DeviceContext(torch.device("cpu"), "gloo")) as groups:
+        stages = build_llama_model(config, groups, torch.device("cpu"))
+        if fields.get(TIED) is None:
+            import_hf(stages, hf, config, groups)
+        else:
+            _import_with_other_tying(stages[0], hf, config, groups)
+        damage(stages[0])
+        save_checkpoint(folder / "checkpoint", 3, {"model": sharded_weights(stages)}, {"iteration": 3})
+    described = dataclasses.replace(config, model=dataclasses.replace(config.model, **written))
+    (folder / "config.yaml").write_text(to_yaml(described))
+
+
+def _import_with_other_tying(model: Any, hf: Path, config: Any, groups: Any) -> None:
+    """What a converter does that mistakes the tied flag: a copy of the embedding, or no output layer."""
+    from patch.convert import import_hf
+    from patch.model import build_llama_model
+
+    right = dataclasses.replace(
+        config, model=dataclasses.replace(config.model, **{TIED: not getattr(config.model, TIED)})
+    )
+    (source,) = build_llama_model(right, groups, torch.device("cpu"))
+    import_hf([source], hf, right, groups)
+    weights = dict(source.named_parameters())
+    for name, parameter in model.named_parameters():
+        copied = "embedding.word_embeddings.weight" if name not in weights else name
+        parameter.data.copy_(weights[copied].data)
+
+
+def run_cases(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, dict]]:
+    """Exit code and report by case; the whole command line for two of them, whose output is a file."""
+    from patch.convert.alignment import measure
+    from patch.convert.alignment_verdict import as_json, judge
+
+    found = {}
+    for name, (family, *_, options) in CASES.items():
+        hf, folder = root / family, root / name
+        folder.mkdir()
+        _save(folder, hf, CASES[name])
+        if name in WHOLE:
+            found[name] = _run_main(hf, folder, options)
+        else:
+            measured = measure(hf, folder, options.get("params-dtype"), options.get("attention", "sdpa"))
+            verdict = judge(measured)
+            found[name] = (0 if verdict.is_normal else 4, as_json(measured, verdict))
+    return found
+
+
+def _run_main(hf: Path, folder: Path, options: dict[str, str]) -> tuple[int, dict]:
+    report, output = folder / "report.json", io.StringIO()
+    flags = [f"--{name}={value}" for name, value in options.items()]
+    with contextlib.redirect_stdout(output):
+        code = main(
+            [f"--hf={hf}", f"--mcore={folder / 'checkpoint' / 'iter_0000003'}", f"--json={report}", *flags]
+        )
+    (folder / "output").write_text(output.getvalue())
+    return code, json.loads(report.read_text())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of random weights for each family; the cases' own folders come beside them."""
+    root = tmp_path_factory.mktemp("verify")
+    for family in sorted({case[0] for case in CASES.values()}):
+        family_model(family, root / family)
+    return root
+
+
+@pytest.fixture(scope="module")
+def reports(root: Path) -> dict[str, tuple[int, dict]]:
+    """What the toolkit answers for each case."""
+    return run_distributed(run_cases, 1, root)[0]
+
+
+@pytest.mark.parametrize("name", ["fp32", "bf16", "computed in bf16", "tied", "head norms"])
+def test_a_right_checkpoint_is_normal(reports: dict, name: str) -> None:
+    code, report = reports[name]
+    assert code == 0
+    assert report["normal"] and report["verdict"].startswith("Normal. All")
+    assert report["weights_equal"] and report["config_differences"] == []
+    assert report["logits_aligned"]["max"] == 0
+    assert set(report["logits"]) == {"max", "mean", "cosine", "kl", "top1"}
+    assert set(report["sources"]) == SOURCES
+    assert max(report["prompt_lengths"]) > 64
+
+
+def test_bf16_names_what_the_fast_kernels_add(reports: dict) -> None:
+    _, report = reports["bf16"]
+    assert report["sources"]["rmsnorm"] > 1e-3
+    assert report["sources"]["rope"] == report["sources"]["swiglu"] == 0
+    first = report["first_difference"]
+    assert (first["layer"], first["operation"]) == (0, "input_layernorm")
+    assert "rounded to bf16" in report["verdict"]
+    assert 0.999 <= report["logits"]["cosine"] < 1
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "operation"),
+    [
+        (
+            "flipped bit",
+            "model.layers.1.mlp.down_proj.weight differs in 1 of 6144 values, first at [3, 7]",
+            "",
+        ),
+        (
+            "query heads",
+            "model.layers.0.self_attn.q_proj.weight holds its rows in another order",
+            "layer 0's q_proj",
+        ),
+        (
+            "gate and up",
+            "model.layers.1.mlp.gate_proj.weight holds the values of model.layers.1.mlp.up_proj.weight",
+            "layer 1's gate_proj",
+        ),
+        ("theta", "rotary_base is 10000.0 in the checkpoint, 500000.0 by config.json", "rope"),
+        ("scaling", "use_rope_scaling is False in the checkpoint, True by config.json", "rope"),
+        ("untied", f"{TIED} is True in the checkpoint, False by config.json", ""),
+        ("lost output", f"{TIED} is False in the checkpoint, True by config.json", "lm_head"),
+    ],
+)
+def test_a_fault_is_named_with_its_place(reports: dict, name: str, place: str, operation: str) -> None:
+    code, report = reports[name]
+    assert code == 4 and not report["normal"]
+    assert report["verdict"].startswith("Not normal.") and place in report["verdict"]
+    if operation:
+        assert f"the first to differ is {operation} (by" in report["verdict"]
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_table_verdict_and_plot_are_shown(reports: dict, root: Path, name: str) -> None:
+    output = (root / name / "output").read_text()
+    assert all(f"{source} fast" in output for source in (*SOURCES, "all"))
+    assert output.endswith(reports[name][1]["verdict"] + "\n")
+    assert (root / name / "report.png").stat().st_size > 1000
+
+
+def test_faults_of_weights_are_listed(reports: dict) -> None:
+    names = {case: [found["name"] for found in reports[case][1]["weight_differences"]] for case in reports}
+    assert names["gate and up"] == [f"model.layers.1.mlp.{name}_proj.weight" for name in ("gate", "up")]
+    assert names["untied"] == names["lost output"] == ["lm_head.weight"]
+    assert names["theta"] == names["fp32"] == []
+
+
+@pytest.mark.parametrize("arguments", [[], ["--hf=x"], ["--hf=x", "--mcore=y", "--attention=flash"]])
+def test_wrong_arguments_end_with_2(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+
+
+def test_wrong_folders_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    hf = tmp_path / "hf"
+    family_model("llama-1", hf)
+    for arguments, words in (
+        ([f"--hf={tmp_path}", f"--mcore={hf}"], "no config.json there"),
+        ([f"--hf={hf}", f"--mcore={hf}"], "a Hugging Face folder, expected a run's folder"),
+        ([f"--hf={hf}", f"--mcore={tmp_path}"], "no checkpoint there"),
+        ([f"--hf={hf}", f"--mcore={hf}", f"--json={tmp_path}/no/x"], "a folder that exists"),
+    ):
+        assert main(arguments) == 2
+        assert words in capsys.readouterr().err

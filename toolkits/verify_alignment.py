@@ -1,0 +1,67 @@
+"""python -m toolkits.verify_alignment: is a checkpoint's difference from its Hugging Face folder normal?
+
+Compares every weight bit by bit and the logits of several prompts, names the first operation that differs
+and what each fast kernel adds. Exit code 0: normal, 4: not, 2: wrong arguments.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import warnings
+from pathlib import Path
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; returns the exit code: 0, 4 beyond the bound, or that of an error."""
+    options = _parse(argv)
+    # Upstream warns at import of Apex and Transformer Engine, which this project does without.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    from patch.convert.alignment import measure
+    from patch.convert.alignment_verdict import as_json, judge, plot, table
+    from patch.errors import ConfigError, PatchError
+    from patch.logger import configure_logging
+
+    configure_logging()
+    try:
+        if options.json is not None and not options.json.absolute().parent.is_dir():
+            raise ConfigError(f"--json {options.json}: expected a file in a folder that exists")
+        found = measure(options.hf, options.mcore, options.params_dtype, options.attention)
+    except PatchError as error:
+        print(f"ERROR {error}", file=sys.stderr)
+        return error.exit_code
+    verdict = judge(found)
+    print("\n".join([*table(found), verdict.text]))
+    if options.json is not None:
+        options.json.write_text(json.dumps(as_json(found, verdict), indent=1) + "\n", encoding="utf-8")
+        plot(found, options.json.with_suffix(".png"))
+    return 0 if verdict.is_normal else 4
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m toolkits.verify_alignment", description=__doc__)
+    parser.add_argument("--hf", type=Path, required=True, help="the Hugging Face folder")
+    parser.add_argument(
+        "--mcore",
+        type=Path,
+        required=True,
+        help="the checkpoint: a run's folder, its checkpoint/, or an iter_*",
+    )
+    parser.add_argument(
+        "--params-dtype",
+        choices=("fp32", "fp16", "bf16"),
+        help="type in which both models compute (default: that of the checkpoint's weights)",
+    )
+    parser.add_argument(
+        "--attention",
+        choices=("eager", "sdpa"),
+        default="sdpa",
+        help="transformers' attention to compare with (default: sdpa)",
+    )
+    parser.add_argument("--json", type=Path, help="write the report there, and a plot beside it (.png)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
