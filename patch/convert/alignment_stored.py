@@ -1,7 +1,7 @@
 """The two models that are compared, as they lie on disk: a checkpoint of ours, and its Hugging Face folder.
 
-Our model is shaped by what was written: fields from the config.yaml of the checkpoint's run (without one,
-from config.json), padding and tying from the stored tensors themselves.
+Our model is shaped by what was written: fields from the config.yaml of the checkpoint's run or the
+config.json that was converted with it, padding and tying from the stored tensors themselves.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from transformers import AutoModelForCausalLM
 
-from patch.checkpoint import latest_iteration, load_checkpoint
-from patch.checkpoint.folder import iteration_folder
+from patch.checkpoint import load_only_weights, weights_folder
 from patch.compat.unpickle import read_metadata
 from patch.config.fields import assemble
 from patch.config.hf import is_hf_folder, read_hf_config
-from patch.config.run_folder import CONFIG_FILE, INDEX, checkpoint_root, is_complete, run_behind
+from patch.config.run_folder import INDEX, TRACKER, checkpoint_root, complete_iterations, is_complete
 from patch.config.schema import RunConfig
+from patch.config.shape import shape_at
 from patch.device import DeviceContext
 from patch.errors import CheckpointError, ConfigError
 from patch.model import DTYPES, LlamaModel, build_llama_model, sharded_weights
@@ -33,6 +33,8 @@ _STRUCTURE = (
     "vocab_size", "add_qkv_bias", "qk_layernorm",
 )  # fmt: skip
 """Fields without which two models cannot be compared tensor by tensor."""
+_HARMLESS = ("max_position_embeddings",)
+"""Fields that change nothing that is computed."""
 
 
 class Disagreement(NamedTuple):
@@ -46,20 +48,20 @@ class Disagreement(NamedTuple):
 class Stored(NamedTuple):
     """A checkpoint, before its weights are read."""
 
-    root: Path
-    iteration: int
+    folder: Path
+    """Of the checkpoint itself."""
     fields: dict[str, Any]
     """Of ModelConfig."""
     precision: str
     """fp32, fp16 or bf16: the type the weights are stored in."""
     theirs: dict[str, Any]
-    """Fields of ModelConfig by config.json."""
+    """Fields of ModelConfig by the Hugging Face folder's config.json."""
     disagreements: list[Disagreement]
     """Between the two, less those that keep models from being compared."""
 
 
-def find_stored(folder: Path, hf_folder: Path) -> Stored:
-    """What lies at `folder`: a run's folder, its checkpoint/, or one iter_* of it.
+def find_stored(load: Path, hf_folder: Path) -> Stored:
+    """What lies at `load`: a run's folder, its checkpoint/, a converted model, or one checkpoint itself.
 
     Raises:
         ConfigError: no checkpoint there, or no Hugging Face model there.
@@ -67,47 +69,41 @@ def find_stored(folder: Path, hf_folder: Path) -> Stored:
     """
     if not is_hf_folder(hf_folder):
         raise ConfigError(f"--hf {hf_folder}: no config.json there, expected a Hugging Face model's folder")
-    root, iteration = _locate(folder)
-    index = iteration_folder(root, iteration) / INDEX
-    tensors = read_metadata(index).state_dict_metadata
+    _check_is_checkpoint(load)
+    folder = weights_folder(load)
+    tensors = read_metadata(folder / INDEX).state_dict_metadata
     embedding = tensors.get(_EMBEDDING)
     if not isinstance(embedding, TensorStorageMetadata):
-        raise CheckpointError(f"{index} names no {_EMBEDDING}, expected the checkpoint of a model of ours")
+        raise CheckpointError(f"{folder} holds no {_EMBEDDING}, expected a GPTModel's weights")
     theirs = read_hf_config(hf_folder)
-    run = run_behind(str(root.parent if root.name == "checkpoint" else root))
-    ours = dataclasses.asdict(run.model) if run else dict(theirs)
+    found = shape_at(str(folder.parent if folder == load else load))
+    ours = {**theirs, **(found.fields if found else {})}
     ours |= {"make_vocab_size_divisible_by": embedding.size[0], _TIED: _OUTPUT in tensors}
-    differing = [
-        Disagreement(name, ours[name], theirs[name]) for name in theirs if ours[name] != theirs[name]
-    ]
-    _check_structure(differing, root.parent / CONFIG_FILE, hf_folder)
     dtypes = {dtype: name for name, dtype in DTYPES.items()}
-    return Stored(
-        root, iteration, ours, dtypes[embedding.properties.dtype], theirs,
-        [found for found in differing if found.field != "max_position_embeddings"],
-    )  # fmt: skip
+    disagreements = _disagreements(ours, theirs, found.file if found else folder, hf_folder)
+    return Stored(folder, ours, dtypes[embedding.properties.dtype], theirs, disagreements)
 
 
-def _locate(folder: Path) -> tuple[Path, int]:
-    folder = folder.absolute()
-    if is_complete(folder) and folder.name.startswith("iter_"):
-        return folder.parent, int(folder.name[len("iter_") :])
-    root = checkpoint_root(folder)
-    iteration = latest_iteration(root) if root.is_dir() else None
-    if iteration is None:
-        found = "a Hugging Face folder" if is_hf_folder(folder) else "no checkpoint there"
-        raise ConfigError(
-            f"--mcore {folder}: {found}, expected a run's folder, its checkpoint/ or an iter_* below it"
-        )
-    return root, iteration
-
-
-def _check_structure(differing: list[Disagreement], file: Path, hf_folder: Path) -> None:
-    for field, ours, theirs in differing:
+def _disagreements(
+    ours: dict[str, Any], theirs: dict[str, Any], file: Path, hf_folder: Path
+) -> list[Disagreement]:
+    differing = [Disagreement(name, ours[name], theirs[name]) for name in theirs]
+    differing = [found for found in differing if found.ours != found.theirs and found.field not in _HARMLESS]
+    for field, our, their in differing:
         if field in _STRUCTURE:
             raise CheckpointError(
-                f"{field}: {ours} in {file}, {theirs} in {hf_folder / 'config.json'}: not the same model"
+                f"{field}: {our} in {file}, {their} in {hf_folder / 'config.json'}: not the same model"
             )
+    return differing
+
+
+def _check_is_checkpoint(load: Path) -> None:
+    root = checkpoint_root(load)
+    if not (is_complete(load) or (root / TRACKER).is_file() or complete_iterations(root)):
+        found = "a Hugging Face folder" if is_hf_folder(load) else "no checkpoint there"
+        raise ConfigError(
+            f"--mcore {load}: {found}, expected what toolkits.convert made, a run's folder or a checkpoint"
+        )
 
 
 def run_config(stored: Stored, precision: str, attention: str) -> RunConfig:
@@ -139,7 +135,8 @@ def load_ours(
         config, training=dataclasses.replace(config.training, precision=stored.precision)
     )
     (model,) = build_llama_model(as_stored, groups, context.device)
-    load_checkpoint(stored.root, stored.iteration, {"model": sharded_weights([model])})
+    state = {"model": sharded_weights([model])}
+    load_only_weights(stored.folder, state, vocab_size=config.model.vocab_size)
     return model.eval()
 
 

@@ -43,19 +43,19 @@ def compare_weights(
     lost = {tensor.name for tensor in expected}
     found: list[WeightDifference] = []
     rounded = False
-    with HFFolder(folder) as source:
-        source.check(expected, unused=frozenset({OUTPUT} if is_tied else ()))
-        for weight in stage_weights([model], parameter_table(config.model, config.padded_vocab_size)):
-            parts = weight.mapping.take_apart([weight.parameter.cpu()])
-            ours = {tensor.name: part for tensor, part in zip(weight.mapping.hf, parts, strict=True)}
-            if not lost.issuperset(ours):
-                found += [WeightDifference(name, "is stored, though config.json ties it") for name in ours]
-                continue
-            theirs = {name: source[name][:] for name in ours}
-            dtype = weight.parameter.dtype
-            rounded |= dtype != torch.float32 and any(tensor.dtype != dtype for tensor in theirs.values())
-            found += _differences(ours, {name: tensor.to(dtype) for name, tensor in theirs.items()})
-            lost -= set(ours)
+    source = HFFolder(folder)
+    source.check(expected, unused=frozenset({OUTPUT} if is_tied else ()))
+    for weight in stage_weights([model], parameter_table(config.model, config.padded_vocab_size)):
+        parts = weight.mapping.take_apart([weight.parameter.cpu()])
+        ours = {tensor.name: part for tensor, part in zip(weight.mapping.hf, parts, strict=True)}
+        if not lost.issuperset(ours):
+            found += [WeightDifference(name, "is stored, though config.json ties it") for name in ours]
+            continue
+        theirs = {name: source[name][:] for name in ours}
+        dtype = weight.parameter.dtype
+        rounded |= dtype != torch.float32 and any(tensor.dtype != dtype for tensor in theirs.values())
+        found += _differences(ours, {name: tensor.to(dtype) for name, tensor in theirs.items()})
+        lost -= set(ours)
     found += [WeightDifference(name, "is not in the checkpoint") for name in sorted(lost)]
     return len(expected), rounded, found
 

@@ -3,8 +3,6 @@
 The oracle of the checkpoint is upstream's plain GPTModel with upstream's own strict load.
 """
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest

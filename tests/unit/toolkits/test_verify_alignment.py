@@ -35,6 +35,10 @@ def _swap_gate_and_up(model: Any) -> None:
     weight.copy_(torch.cat(weight.chunk(2)[::-1]))
 
 
+def _convert(model: Any) -> None:
+    """Not damage: the folder is made by toolkits.convert, not by a run."""
+
+
 def _nothing(model: Any) -> None:
     pass
 
@@ -47,6 +51,7 @@ CASES: dict[str, Case] = {
     "bf16": ("llama-3.1", {"precision": "bf16"}, _nothing, {}, {"attention": "eager"}),
     "computed in bf16": ("llama-3.1", {"precision": "fp32"}, _nothing, {}, {"params-dtype": "bf16"}),
     "tied": ("llama-3.2", {"precision": "fp32"}, _nothing, {}, {}),
+    "converted": ("mistral-0.1", {}, _convert, {}, {"attention": "eager"}),
     "head norms": ("qwen-3", {"precision": "bf16"}, _nothing, {}, {}),
     "flipped bit": ("llama-3.1", {"precision": "fp32"}, _flip_a_bit, {}, {}),
     "query heads": ("llama-3.1", {"precision": "fp32"}, _swap_query_heads, {}, {}),
@@ -63,12 +68,16 @@ def _save(folder: Path, hf: Path, case: Case) -> None:
     from patch import compat
     from patch.checkpoint import save_checkpoint
     from patch.config import to_yaml
-    from patch.convert import import_hf
+    from patch.convert import hf_to_mcore, import_hf
     from patch.device import DeviceContext
     from patch.distributed.groups import alone
     from patch.model import build_llama_model, sharded_weights
 
     _, fields, damage, written, _ = case
+    if damage is _convert:
+        hf_to_mcore(hf, folder)
+        return
+    folder.mkdir()
     compat.apply(cuda=False)
     config = family_run(hf, **fields)
     with alone(config, DeviceContext(torch.device("cpu"), "gloo")) as groups:
@@ -107,7 +116,6 @@ def run_cases(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, di
     found = {}
     for name, (family, *_, options) in CASES.items():
         hf, folder = root / family, root / name
-        folder.mkdir()
         _save(folder, hf, CASES[name])
         if name in WHOLE:
             found[name] = _run_main(hf, folder, options)
@@ -144,7 +152,7 @@ def reports(root: Path) -> dict[str, tuple[int, dict]]:
     return run_distributed(run_cases, 1, root)[0]
 
 
-@pytest.mark.parametrize("name", ["fp32", "bf16", "computed in bf16", "tied", "head norms"])
+@pytest.mark.parametrize("name", ["fp32", "bf16", "computed in bf16", "tied", "converted", "head norms"])
 def test_a_right_checkpoint_is_normal(reports: dict, name: str) -> None:
     code, report = reports[name]
     assert code == 0
@@ -225,7 +233,7 @@ def test_wrong_folders_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture)
     family_model("llama-1", hf)
     for arguments, words in (
         ([f"--hf={tmp_path}", f"--mcore={hf}"], "no config.json there"),
-        ([f"--hf={hf}", f"--mcore={hf}"], "a Hugging Face folder, expected a run's folder"),
+        ([f"--hf={hf}", f"--mcore={hf}"], "a Hugging Face folder, expected what toolkits.convert made"),
         ([f"--hf={hf}", f"--mcore={tmp_path}"], "no checkpoint there"),
         ([f"--hf={hf}", f"--mcore={hf}", f"--json={tmp_path}/no/x"], "a folder that exists"),
     ):
