@@ -73,7 +73,8 @@ def transformer_config(config: RunConfig, *, cuda: bool) -> TransformerConfig:
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=training.recompute_num_layers if recompute == "full" else None,
         calculate_per_token_loss=True,
-        # Sends that overlap with compute may still read an output when upstream would free it.
+        # A send that overlaps with compute may still read the output that upstream would free: over gloo the
+        # losses were wrong.
         deallocate_pipeline_outputs=not is_interleaved,
         deterministic_mode=training.deterministic_mode,
         use_cpu_initialization=not cuda,

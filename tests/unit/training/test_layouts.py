@@ -19,6 +19,8 @@ FAMILIES = {"add_qkv_bias": True, "qk_layernorm": True, "window_size": "7,0"}
 # Micro-batches of a step: 2 are one group of the interleaved schedule, 4 two, 5 one of three and one of two.
 FOUR = {"global_batch_size": 8, "train_iters": 6}
 FIVE = {"global_batch_size": 10, "train_iters": 6}
+# Two processes that are neither first nor last; a group of five micro-batches and one of four.
+NINE = {"num_layers": 8, "global_batch_size": 18, "train_iters": 2}
 RUNS = {
     1: {
         "one": small_run(),
@@ -29,6 +31,7 @@ RUNS = {
         "families": small_run(**FAMILIES),
         "one-4": small_run(**FOUR),
         "one-5": small_run(**FIVE),
+        "one-9": small_run(**NINE),
     },
     2: {
         "pp=2": small_run(pp=2),
@@ -50,6 +53,7 @@ RUNS = {
         "tp=2-pp=2": small_run(tp=2, pp=2),
         "tp=2-pp=2-sp": small_run(tp=2, pp=2, sequence_parallel=True),
         "tied-tp=2-pp=2": small_run(tp=2, pp=2, **TIED),
+        "pp=4-vpp=2-9": small_run(pp=4, stage=1, **NINE),
         "tp=2-vpp=2-sp": small_run(tp=2, pp=2, stage=1, sequence_parallel=True),
         "bf16-tp=2-pp=2-sp": small_run(tp=2, pp=2, sequence_parallel=True, precision="bf16"),
     },
@@ -84,6 +88,7 @@ def test_loss_falls_and_clipping_triggers(results: dict) -> None:
         ("vpp=2", "one"),
         ("vpp=2-4", "one-4"),
         ("vpp=2-5", "one-5"),
+        ("pp=4-vpp=2-9", "one-9"),
         ("tied-vpp=2", "tied-pp=2"),
     ],
 )
