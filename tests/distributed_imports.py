@@ -1,11 +1,10 @@
 """What multi-process tests import, loaded once by the server that their processes are forked from."""
 
-import gc
+from patch.compat import quick_start
 
-import pytest  # noqa: F401
-import torch.distributed  # noqa: F401
-from transformers import LlamaForCausalLM  # noqa: F401
+with quick_start():
+    import pytest  # noqa: F401
+    import torch.distributed  # noqa: F401
+    from transformers import LlamaForCausalLM  # noqa: F401
 
-import patch.training  # noqa: F401
-
-gc.freeze()  # collections in the children leave all of this alone
+    import patch.training  # noqa: F401

@@ -47,7 +47,7 @@ def test_wrong_flag_is_explained(command, flags, message):
 
 @pytest.mark.parametrize(
     "flag",
-    "--precision-align --optimizer-offload-fraction --optimizer-offload-auto-threshold "
+    "--optimizer-offload-fraction --optimizer-offload-auto-threshold "
     "--optimizer-offload-chunk-size --simulated-device-memory".split(),
 )
 @pytest.mark.parametrize("spelled", [["{}", "1"], ["{}=1"], ["{}"]])
