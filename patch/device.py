@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ class MachineFacts:
 
     cuda_devices: int
     cpu_cores: int
-    """Cores this process may run on: affinity, not what the box holds."""
+    """Cores' worth of time this process may use: affinity and cgroup quota, not what the box holds."""
 
     cuda_memory_bytes: int = 0
     """Memory of one GPU; 0 without any."""
@@ -30,7 +31,7 @@ class MachineFacts:
     @staticmethod
     def probe() -> MachineFacts:
         """Look at this machine; imports torch to count the GPUs, where there can be any."""
-        cores = len(os.sched_getaffinity(0))
+        cores = usable_cores()
         if not _has_cuda_driver():
             return MachineFacts(cuda_devices=0, cpu_cores=cores)
         import torch
@@ -41,6 +42,45 @@ class MachineFacts:
             cpu_cores=cores,
             cuda_memory_bytes=torch.cuda.get_device_properties(0).total_memory if devices else 0,
         )
+
+
+def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores that this process may keep busy: those of its affinity, or fewer where a cgroup has a quota.
+
+    Args:
+        cgroups: where cgroups are mounted, version 2 or 1. own: the file that names this process's.
+    """
+    quotas = [quota for folder in _own_cgroups(cgroups, own) if (quota := _quota(folder)) is not None]
+    return max(1, min([len(os.sched_getaffinity(0)), *map(int, quotas)]))
+
+
+def _own_cgroups(cgroups: Path, own: Path) -> list[Path]:
+    """This process's cgroups that may limit processor time, each with all above it; the mount itself too."""
+    folders = [cgroups, cgroups / "cpu"]  # inside a container the path may name what is not mounted there
+    for line in own.read_text().splitlines() if own.exists() else []:
+        _, controllers, path = line.split(":", 2)
+        if not controllers or "cpu" in controllers.split(","):
+            root = cgroups / "cpu" if controllers else cgroups
+            below = root / path.strip("/")
+            folders += [below, *(folder for folder in below.parents if root in folder.parents)]
+    return folders
+
+
+def _quota(cgroup: Path) -> float | None:
+    """Cores' worth of time a cgroup may take; None where it has no limit.
+
+    Source: Linux's Documentation/admin-guide/cgroup-v2.rst (cpu.max), scheduler/sched-bwc.rst (cfs).
+    """
+    try:
+        if (cgroup / "cpu.max").exists():
+            quota, period = (cgroup / "cpu.max").read_text().split()
+        else:
+            quota, period = (
+                (cgroup / f"cpu.cfs_{name}_us").read_text().strip() for name in ("quota", "period")
+            )
+    except OSError:
+        return None
+    return None if quota in ("max", "-1") else int(quota) / int(period)
 
 
 def _has_cuda_driver() -> bool:

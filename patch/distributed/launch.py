@@ -61,6 +61,7 @@ def launch(
         NCCL's watchdog, and when all that is known here is that a rank of another machine ended).
     """
     environments = worker_environments(config, rendezvous, machine, os.environ)
+    _logger.info("%s", _threads(environments[0]["OMP_NUM_THREADS"], config, machine))
     supervisor = Supervisor()
     with (
         tempfile.TemporaryDirectory(prefix="patch-launch-") as folder,
@@ -115,6 +116,13 @@ def worker_environments(
         {**defaults, **environ, **shared, "RANK": str(first_rank + local), "LOCAL_RANK": str(local)}
         for local in range(num_local)
     ]
+
+
+def _threads(count: str, config: RunConfig, machine: MachineFacts) -> str:
+    """One line about the threads of each worker, and whose choice they are."""
+    origin = "the environment's OMP_NUM_THREADS," if "OMP_NUM_THREADS" in os.environ else "its share"
+    workers, cores = config.parallel.nproc_per_node, machine.cpu_cores
+    return f"{count} thread(s) for each of {workers} process(es): {origin} of {cores} usable core(s)"
 
 
 def _free_port(address: str) -> int:

@@ -4,7 +4,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
+
+from patch.device import usable_cores
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -20,3 +23,45 @@ def test_gpus_are_counted_as_torch_does_and_without_it_where_there_is_no_driver(
     devices, has_torch = done.stdout.split()
     assert int(devices) == torch.cuda.device_count()
     assert has_torch == str(Path("/proc/driver/nvidia").exists())
+
+
+@pytest.fixture
+def many_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(16)))
+
+
+def _cgroups(folder: Path, own: str, files: dict[str, str]) -> tuple[Path, Path]:
+    """A cgroup file system of these files, and the /proc/self/cgroup that says `own`."""
+    for name, content in files.items():
+        file = folder / "cgroup" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(content)
+    (folder / "self").write_text(own)
+    return folder / "cgroup", folder / "self"
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/\n", {"cpu.max": "max 100000\n"}, 16),
+        ("0::/\n", {"cpu.max": "350000 100000\n"}, 3),
+        ("0::/\n", {"cpu.max": "50000 100000\n"}, 1),
+        ("0::/\n", {"cpu.max": "9900000 100000\n"}, 16),
+        ("0::/a/b\n", {"a/cpu.max": "400000 100000\n", "a/b/cpu.max": "max 100000\n"}, 4),
+        ("0::/not/mounted/here\n", {"cpu.max": "600000 100000\n"}, 6),
+        (
+            "3:cpu,cpuacct:/job\n2:memory:/job\n",
+            {"cpu/job/cpu.cfs_quota_us": "200000\n", "cpu/job/cpu.cfs_period_us": "100000\n"},
+            2,
+        ),
+        (
+            "3:cpu,cpuacct:/\n",
+            {"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"},
+            16,
+        ),
+        ("", {}, 16),
+    ],
+)
+def test_cores_are_those_of_affinity_and_cgroup(many_cores, tmp_path, own, files, cores) -> None:
+    """No affinity or thread handling (the original's defect 13): every process used all cores of the box."""
+    assert usable_cores(*_cgroups(tmp_path, own, files)) == cores

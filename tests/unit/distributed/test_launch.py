@@ -97,6 +97,25 @@ def test_success_is_zero_and_passes_the_flags(tmp_path: Path) -> None:
     assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["--flag", "--flag"]
 
 
+def test_each_ranks_share_of_the_cores_is_said_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No OMP handling (the original's defect 13)."""
+    body = f"open(f'{tmp_path}/seen{{rank}}', 'w').write(os.environ['OMP_NUM_THREADS'])"
+    script = write_script(tmp_path, body)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    with caplog.at_level("INFO"):
+        launch_workers(script, 2)
+        assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
+        monkeypatch.setenv("OMP_NUM_THREADS", "3")
+        launch_workers(script, 2)
+        assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
+    assert caplog.messages == [
+        "2 thread(s) for each of 2 process(es): its share of 4 usable core(s)",
+        "3 thread(s) for each of 2 process(es): the environment's OMP_NUM_THREADS, of 4 usable core(s)",
+    ]
+
+
 def test_one_worker_claims_the_error_report(tmp_path: Path) -> None:
     body = f"""
 sys.path.insert(0, {str(REPOSITORY)!r})
