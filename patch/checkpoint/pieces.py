@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -77,7 +78,8 @@ class PieceWriter:
 
     def _append(self, index: MetadataIndex, value: Any) -> None:
         begin = self._stream.tell()
-        torch.save(value, self._stream)
+        with _no_checksum():
+            torch.save(value, self._stream)
         place = _StorageInfo(_DATA, begin, self._stream.tell() - begin)
         self._index.storage_data[index] = place
 
@@ -96,6 +98,17 @@ class PieceWriter:
     def close(self) -> None:
         """Close the data file."""
         self._stream.close()
+
+
+@contextmanager
+def _no_checksum() -> Iterator[None]:
+    """torch.save without the CRC32 that no torch.load looks at; it costs as much as the writing."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def read_pieces(folder: Path, index: Metadata, keys: set[str]) -> Iterator[Piece]:

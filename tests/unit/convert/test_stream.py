@@ -1,4 +1,4 @@
-"""Hugging Face folder -> torch_dist checkpoint -> Hugging Face folder, piece by piece: every family, bit for bit.
+"""Hugging Face folder -> torch_dist checkpoint -> Hugging Face folder: every family, bit for bit.
 
 The oracle of the checkpoint is upstream's plain GPTModel with upstream's own strict load.
 """
