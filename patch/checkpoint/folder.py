@@ -19,6 +19,7 @@ from patch.config.run_folder import (
     checkpoint_root,
     complete_iterations,
     is_complete,
+    is_legacy,
     is_released,
 )
 from patch.distributed.collectives import all_or_none
@@ -61,12 +62,17 @@ def weights_folder(load: Path) -> Path:
         load: that folder itself, one that holds checkpoints (of ours, of Megatron-LM's, converted), or a
             run's folder. A collective in a job.
 
+    Returns:
+        a complete checkpoint, or the folder of a legacy one (`mp_rank_*`).
+
     Raises:
         CheckpointError: none of them.
     """
-    if is_complete(load):
+    if is_complete(load) or any(load.glob("mp_rank_*")):
         return load
     root = checkpoint_root(load)
+    if is_legacy(root):
+        return _legacy_folder(root)
     if is_released(root):
         return root / RELEASE
     iteration = latest_iteration(root)
@@ -76,6 +82,17 @@ def weights_folder(load: Path) -> Path:
             "folder with .metadata"
         )
     return iteration_folder(root, iteration)
+
+
+def _legacy_folder(root: Path) -> Path:
+    """The tracker's, or the one there is."""
+    tracked = (root / TRACKER).read_text(encoding="ascii").strip() if (root / TRACKER).is_file() else ""
+    named = [RELEASE] if tracked == RELEASE else [f"iter_{int(tracked):07d}"] if tracked.isdecimal() else []
+    found = [path.parent.name for path in root.glob("*/mp_rank_*")]
+    for name in named or sorted(set(found)):
+        if name in found:
+            return root / name
+    raise CheckpointError(f"{root / TRACKER} names {tracked}, but there is no {tracked} with mp_rank_* in it")
 
 
 def _newest(root: Path) -> int | None:

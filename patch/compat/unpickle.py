@@ -4,6 +4,7 @@
   megatron-core's CachedMetadataFileSystemReader): `pickle.load` of `.metadata`. A planted payload ran there.
 - torch/distributed/checkpoint/default_planner.py:387-391 (`DefaultLoadPlanner.load_bytes`): sharded objects
   with `torch.load(weights_only=False)`.
+- Megatron-LM's old checkpoints (one torch.save a rank, with argparse.Namespace and enums in it) are read by us only.
 - megatron/core/dist_checkpointing/strategies/common.py:89, 123, 133: common.pt and object files with a
   torch.load whose default TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment turns off.
 
@@ -16,6 +17,7 @@ import dataclasses
 import io
 import pickle
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO, Any
 
 import torch
@@ -95,6 +97,56 @@ def load_plain(source: Path | str | IO[bytes], map_location: str | None = None, 
         pickle.UnpicklingError: the file asks for anything else.
     """
     return torch.load(source, map_location=map_location, weights_only=True, mmap=mmap)
+
+
+_TENSORS = frozenset(
+    {
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch._utils", "_rebuild_parameter"),
+        ("torch._utils", "_rebuild_tensor"),
+        ("torch._utils", "_rebuild_tensor_v2"),
+    }
+    | {("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
+)
+"""The globals that tensors in a pickle need; torch.load itself knows the storages."""
+
+
+class _Inert:
+    """Stands for an object of any other class: takes everything, does nothing."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> _Inert:
+        return object.__new__(cls)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Inert:
+        return self
+
+    def _ignore(self, *args: Any) -> None:
+        pass
+
+    __setstate__ = __setitem__ = append = extend = _ignore
+
+
+class _InertUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) in _TENSORS:
+            return super().find_class(module, name)
+        return type(name, (_Inert,), {"__module__": module})
+
+
+def load_tensors(path: Path) -> Any:
+    """torch.load of a file that holds objects beside its tensors; those become lifeless stand-ins.
+
+    Nothing is imported and no code of the file is run. Tensors are views of the mapped file.
+
+    Raises:
+        OSError, RuntimeError, EOFError, pickle.UnpicklingError: it is missing or damaged.
+    """
+    reader = SimpleNamespace(Unpickler=_InertUnpickler)
+    return torch.load(path, map_location="cpu", pickle_module=reader, weights_only=False, mmap=True)
 
 
 def _read_metadata(reader: filesystem.FileSystemReader, *args: Any, **kwargs: Any) -> metadata.Metadata:

@@ -74,6 +74,12 @@ class Mapping(ABC):
         rows = sum(tensor.shape[0] for tensor in self.hf)
         return (rows, *self.hf[0].shape[1:])
 
+    def part_shape(self, tp_size: int) -> tuple[int, ...]:
+        """Of one tensor-parallel rank's part."""
+        if self.replicated:
+            return self.shape
+        return tuple(size // tp_size if axis == self.axis else size for axis, size in enumerate(self.shape))
+
     @abstractmethod
     def segments(self, shard: Shard) -> list[Segment]:
         """The pieces of this shard in the order in which they lie; what is left over is padding."""

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from patch.checkpoint.folder import weights_folder
+from patch.config.run_folder import INDEX as METADATA
 from patch.config.run_folder import run_behind
 from patch.config.schema import ModelConfig
 from patch.convert.folder import prepare, publish, writing
@@ -17,6 +18,7 @@ from patch.convert.hf_export import FILE_BYTES
 from patch.convert.hf_files import copy_descriptions, model_of, write_config, write_descriptions
 from patch.convert.hf_reader import INDEX, SINGLE, read_index
 from patch.convert.json_text import with_values
+from patch.convert.legacy import LegacyWeights
 from patch.convert.mappings import HFTensor
 from patch.convert.progress import progress
 from patch.convert.stored import DistWeights
@@ -53,7 +55,12 @@ def mcore_to_hf(source: Path, target: Path, hf_config: Path | None = None) -> No
     """
     source, target = source.resolve(), target.resolve()
     described = _describe(source, hf_config)
-    weights = DistWeights(weights_folder(source), described.model)
+    folder = weights_folder(source)
+    weights: DistWeights | LegacyWeights
+    if (folder / METADATA).is_file():
+        weights = DistWeights(folder, described.model)
+    else:
+        weights = LegacyWeights(folder, described.model)
     partial = target.with_name(f".{target.name}.partial")
     prepare(partial, target, described.folder)
     try:
@@ -82,7 +89,7 @@ def _describe(source: Path, hf_config: Path | None) -> _Description:
     return _Description(run.model, described, run.tokenizer_folder)
 
 
-def _write_weights(weights: DistWeights, partial: Path, described: _Description) -> None:
+def _write_weights(weights: DistWeights | LegacyWeights, partial: Path, described: _Description) -> None:
     tensors, dtypes = hf_tensors(described.model), weights.dtypes
     sizes = {
         tensor.name: torch.Size(tensor.shape).numel() * dtypes[tensor.name].itemsize for tensor in tensors
