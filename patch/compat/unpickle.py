@@ -4,7 +4,7 @@
   megatron-core's CachedMetadataFileSystemReader): `pickle.load` of `.metadata`. A planted payload ran there.
 - torch/distributed/checkpoint/default_planner.py:387-391 (`DefaultLoadPlanner.load_bytes`): sharded objects
   with `torch.load(weights_only=False)`.
-- Megatron-LM's old checkpoints (one torch.save a rank, with argparse.Namespace and enums in it) are read by us only.
+- Megatron-LM's old checkpoints hold argparse.Namespace and enums beside their tensors; only we read those.
 - megatron/core/dist_checkpointing/strategies/common.py:89, 123, 133: common.pt and object files with a
   torch.load whose default TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment turns off.
 

@@ -150,12 +150,11 @@ def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:
             refuse("tensor_model_parallel_size", tp_size, f"one of {legal}", f"the model has {count} {what}")
 
 
-def pipeline_divides(config: RunConfig, machine: MachineFacts) -> None:
-    """Every stage has the same number of layers."""
+def pipeline_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """Every stage has a layer."""
     layers, pp_size = config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    if layers % pp_size:
-        expected = f"one of {_divisors(layers)}"
-        refuse("pipeline_model_parallel_size", pp_size, expected, f"the model has {layers} layers")
+    if layers < pp_size:
+        refuse("pipeline_model_parallel_size", pp_size, f"at most {layers}", f"the model has {layers} layers")
 
 
 def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
@@ -169,16 +168,19 @@ def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
             f"0, or {where('pipeline_model_parallel_size')} above 1",
             "one process holds all layers",
         )
-    own = config.model.num_layers // pp_size
+    own, over = divmod(config.model.num_layers, pp_size)
+    if layers and over:
+        refuse(field, layers, "0", f"{config.model.num_layers} layers do not divide by PP={pp_size}")
     if layers and own % layers:
         refuse(field, layers, f"0 or one of {_divisors(own)}", f"a process has {own} layers")
 
 
 def recompute_divides(config: RunConfig, machine: MachineFacts) -> None:
     """Full recompute cuts a stage's layers in equal blocks."""
-    block, stage = config.training.recompute_num_layers, config.num_layers_per_stage
-    if config.training.recompute_granularity == "full" and stage % block:
-        refuse("recompute_num_layers", block, f"one of {_divisors(stage)}", f"a stage has {stage} layers")
+    block, stages = config.training.recompute_num_layers, sorted(set(config.stage_layers))
+    if config.training.recompute_granularity == "full" and any(layers % block for layers in stages):
+        why = f"a stage has {' or '.join(map(str, stages))} layers"
+        refuse("recompute_num_layers", block, f"one of {_divisors(*stages)}", why)
 
 
 def sequence_fits(config: RunConfig, machine: MachineFacts) -> None:
@@ -273,7 +275,7 @@ RULES: tuple[Rule, ...] = (
     export_has_a_class,
     llama3_rope_is_ordered,
     tensor_parallel_divides,
-    pipeline_divides,
+    pipeline_fits,
     interleaving_divides,
     recompute_divides,
     sequence_fits,

@@ -211,10 +211,16 @@ class RunConfig:
         return self.model.num_layers // (layers * self.parallel.pipeline_model_parallel_size) if layers else 1
 
     @property
-    def num_layers_per_stage(self) -> int:
-        """Layers that follow each other on one process."""
+    def stage_layers(self) -> list[int]:
+        """Layers of each pipeline stage in the order in which a batch passes them.
+
+        Where they do not divide, the stages in the middle take one more first: the first stage has the
+        embedding beside its layers, the last one the output layer.
+        """
         stages = self.parallel.pipeline_model_parallel_size * self.virtual_pipeline_size
-        return self.model.num_layers // stages
+        fewest, more = divmod(self.model.num_layers, stages)
+        order = [*range(1, stages - 1), 0, stages - 1]
+        return [fewest + (stage in order[:more]) for stage in range(stages)]
 
     @property
     def sharding_level(self) -> str:

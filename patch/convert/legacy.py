@@ -86,9 +86,10 @@ class LegacyWeights:
         held = set()
         for part in self._parts:
             if part.name not in self._table or part.layer >= self._model.num_layers:
+                hint = nearest(part.name, list(self._table))
                 raise ConversionError(
-                    f"{part.path} holds {part.key} (layer {part.layer} of the model), which it has no place for"
-                    f"{nearest(part.name, list(self._table))}; expected what config.json describes (--hf-config)"
+                    f"{part.path} holds {part.key} (layer {part.layer}), which this model has no "
+                    f"place for{hint}; expected what config.json describes (--hf-config)"
                 )
             mapping = self._table[part.name]
             expected = mapping.part_shape(self._tp_size)
@@ -144,8 +145,8 @@ def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
         file = found.get((tp, pp))
         if file is None or not file.is_file():
             raise ConversionError(
-                f"{folder} lacks model_optim_rng.pt of TP rank {tp}, stage {pp}; expected {tp_size} x {pp_size} "
-                "folders mp_rank_*"
+                f"{folder} lacks model_optim_rng.pt of TP rank {tp}, stage {pp}; expected {tp_size} x "
+                f"{pp_size} folders mp_rank_*"
             )
     return found
 

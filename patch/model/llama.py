@@ -61,6 +61,7 @@ def transformer_config(config: RunConfig, *, cuda: bool) -> TransformerConfig:
         pipeline_dtype=dtype,
         tensor_model_parallel_size=parallel.tensor_model_parallel_size,
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        pipeline_model_parallel_layout=_uneven_layout(config),
         virtual_pipeline_model_parallel_size=config.virtual_pipeline_size if is_interleaved else None,
         microbatch_group_size_per_vp_stage=_micro_batch_group(config) if is_interleaved else None,
         # Interleaved over two processes, both neighbours are the same one: in one batch of sends and
@@ -85,6 +86,16 @@ def transformer_config(config: RunConfig, *, cuda: bool) -> TransformerConfig:
         masked_softmax_fusion=False,
         persist_layer_norm=False,
     )
+
+
+def _uneven_layout(config: RunConfig) -> list[list[str]] | None:
+    """Upstream's list of what each stage holds, which it needs where the layers do not divide."""
+    if len(set(config.stage_layers)) == 1:
+        return None
+    layout = [["decoder"] * layers for layers in config.stage_layers]
+    layout[0].insert(0, "embedding")
+    layout[-1].append("loss")
+    return layout
 
 
 def _micro_batch_group(config: RunConfig) -> int:
@@ -117,7 +128,7 @@ class LlamaModel(GPTModel):
         last = config.virtual_pipeline_size * groups.pp.size() - 1
         super().__init__(
             config=upstream,
-            transformer_layer_spec=block_spec(model, config.num_layers_per_stage, aligned),
+            transformer_layer_spec=block_spec(model, config.stage_layers[stage], aligned),
             vocab_size=config.padded_vocab_size,
             max_sequence_length=model.max_position_embeddings,
             pre_process=stage == 0,

@@ -43,7 +43,7 @@ def parameters_per_rank(config: RunConfig) -> list[int]:
     tp_size, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     table = config.padded_vocab_size * model.hidden_size // tp_size
     layer = layer_matrices(config) // tp_size + _layer_vectors(config, tp_size)
-    counts = [model.num_layers // stages * layer] * stages
+    counts = [sum(config.stage_layers[rank::stages]) * layer for rank in range(stages)]
     counts[0] += table
     counts[-1] += model.hidden_size
     if model.untie_embeddings_and_output_weights or stages > 1:

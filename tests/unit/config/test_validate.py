@@ -62,7 +62,17 @@ REFUSED = [
     (dict(TP="3"), [], ["position 10 TP): got 3, expected one of 1, 2:", "4 heads"]),
     (dict(TP="4"), [], ["got 4, expected one of 1, 2:", "2 key/value groups"]),
     (dict(TP="2"), ["--ffn-hidden-size=191"], ["got 2, expected one of 1:", "191 MLP channels"]),
-    (dict(PP="3"), [], ["position 11 PP): got 3, expected one of 1, 2:", "2 layers"]),
+    (dict(PP="3"), [], ["position 11 PP): got 3, expected at most 2:", "2 layers"]),
+    (
+        dict(PP="2"),
+        ["--num-layers=5", "--num-layers-per-virtual-pipeline-stage=1"],
+        ["(MP_VP): got 1, expected 0", "5 layers do not divide by PP=2"],
+    ),
+    (
+        dict(PP="3", AC="full"),
+        ["--num-layers=5", "--recompute-num-layers=2"],
+        ["(MP_AC_LAYERS): got 2, expected one of 1:", "1 or 2 layers"],
+    ),
     (
         {},
         [f"{VPP}=1"],
@@ -145,7 +155,7 @@ def test_any_number_of_micro_batches_from_pp_on_can_be_interleaved(command):
             "--num-layers=4", f"{VPP}=1", "--nproc-per-node=2", PP="2", GLOBAL_BATCH_SIZE=batch
         ).config
         assert validate_run(config, GPUS) == []
-        assert (config.virtual_pipeline_size, config.num_layers_per_stage) == (2, 1)
+        assert (config.virtual_pipeline_size, config.stage_layers) == (2, [1, 1, 1, 1])
 
 
 def test_more_processes_than_gpus_are_refused(command):
@@ -317,3 +327,20 @@ def test_padding_in_pretraining_is_noted(command):
     ).config
     (note,) = validate_run(config, GPUS)
     assert note.startswith("--max-padding-length (position 8 PAD_LEN) has no effect in pre-training")
+
+
+@pytest.mark.parametrize(
+    ("layers", "pp", "expected"),
+    [
+        (4, 3, [1, 2, 1]),
+        (5, 3, [2, 2, 1]),
+        (5, 2, [3, 2]),
+        (10, 4, [2, 3, 3, 2]),
+        (6, 3, [2, 2, 2]),
+        (3, 1, [3]),
+    ],
+)
+def test_layers_that_do_not_divide_go_to_the_middle_first(command, layers, pp, expected):
+    argv = [f"--num-layers={layers}", f"--nproc-per-node={pp}"]
+    config = command.parse(*argv, PP=str(pp), GLOBAL_BATCH_SIZE="8").config
+    assert config.stage_layers == expected

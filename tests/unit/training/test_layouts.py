@@ -49,6 +49,7 @@ RUNS = {
         "families-tp=2": small_run(tp=2, **FAMILIES),
         "families-tp=2-sp": small_run(tp=2, sequence_parallel=True, **FAMILIES),
     },
+    3: {"pp=3": small_run(pp=3), "tied-pp=3": small_run(pp=3, **TIED)},
     4: {
         "tp=2-pp=2": small_run(tp=2, pp=2),
         "tp=2-pp=2-sp": small_run(tp=2, pp=2, sequence_parallel=True),
@@ -84,6 +85,7 @@ def test_loss_falls_and_clipping_triggers(results: dict) -> None:
     "name,alike",
     [
         ("pp=2", "one"),
+        ("pp=3", "one"),
         ("dp=2", "one"),
         ("vpp=2", "one"),
         ("vpp=2-4", "one-4"),
@@ -118,7 +120,7 @@ def test_recomputation_changes_no_bit(results: dict, name: str, alike: str) -> N
     assert _losses(results[name][0]) == _losses(results[alike][0])
 
 
-@pytest.mark.parametrize("name", ["tied-pp=2", "tied-tp=2", "tied-tp=2-pp=2"])
+@pytest.mark.parametrize("name", ["tied-pp=2", "tied-pp=3", "tied-tp=2", "tied-tp=2-pp=2"])
 def test_tied_embeddings_train_alike_on_one_stage_and_on_two(results: dict, name: str) -> None:
     assert _losses(results[name][0]) == pytest.approx(_losses(results["tied"][0]), abs=TP_BOUND)
 
