@@ -65,9 +65,11 @@ def build_optimizer(model: torch.nn.Module, level: str, **changes: Any) -> Overl
     return OverlappedDistributedOptimizer([model], config, level, data_parallel_groups())
 
 
-def accumulate(model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer, batches: Sequence) -> None:
+def accumulate(
+    model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer, batches: Sequence, lr: float = LR
+) -> None:
     """Forward and backward of this rank's micro-batches, until every gradient is final."""
-    optimizer.start_step()
+    optimizer.start_step(lr)
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         with nullcontext() if is_last else optimizer.no_sync():
@@ -81,7 +83,7 @@ def take_step(model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer,
     """One step; the gradient norm. The new weights are still on their way."""
     accumulate(model, optimizer, batches)
     norm = optimizer.gradient_norm()
-    optimizer.step(LR, norm)
+    optimizer.step(norm)
     return norm
 
 

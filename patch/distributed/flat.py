@@ -63,11 +63,15 @@ class Pending:
         self._works, self._finish = works, finish
         self._under_way.add(self)
 
+    def join(self) -> None:
+        """Let the current CUDA stream, or this thread, go on only with what arrived."""
+        for work in self._works:
+            work.wait()
+
     def wait(self, clock: WaitClock) -> None:
         """Let compute go on only with the result."""
         with clock.waiting():
-            for work in self._works:
-                work.wait()
+            self.join()
         self._under_way.discard(self)
         if self._finish is not None:
             self._finish()
@@ -75,6 +79,8 @@ class Pending:
 
 def start_all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     """Sum `buffer` over the group, in place."""
+    if group.size() == 1:
+        return Pending([])
     return Pending([dist.all_reduce(buffer, group=group, async_op=True)])
 
 

@@ -51,6 +51,8 @@ class Bucket:
         """Parameters that have given the buffer no gradient yet: their elements hold old values."""
         self.is_shard_empty = True
         self.pending: Pending | None = None
+        self.is_last = False
+        """Whether the reduction under way is the step's last."""
 
 
 class GradientBuckets:
@@ -77,9 +79,17 @@ class GradientBuckets:
     ) -> None:
         self._level, self._group, self._clock = level, group, clock
         self._like = torch.empty(0, dtype=dtype, device=parameters[0].device)
+        # A stream can wait for what was launched, a CPU's other threads cannot; what arrives at a ZeRO-2
+        # shard has yet to be added to it.
+        is_alone = group.size() == 1
+        self._is_final_at_launch = level != "gradients" and (is_alone or self._like.is_cuda)
         self.num_shards = 1 if level == "none" else group.size()
         self._rank = 0 if level == "none" else group.rank()
         self.buckets = self._make_buckets(extents)
+        self.on_backward: Callable[[], None] = lambda: None
+        """Called before the first gradient of each micro-batch."""
+        self.on_final: Callable[[int, Pending | None], None] = lambda index, after: None
+        """Called with a bucket's index when its shard is final, or, with what it waits for, will be."""
         self.on_launch: Callable[[int], None] | None = None
         """Called with a bucket's index when its reduction starts; for tests and traces."""
         self._staging: list[torch.Tensor] = []
@@ -87,7 +97,7 @@ class GradientBuckets:
         self._travelling: deque[Bucket] = deque()
         self.is_accumulating = False
         """Whether a micro-batch that begins is followed by others on its stage (see `no_sync`)."""
-        self._reduces = False
+        self._reduces = self._is_last = False
         self._begun: list[Bucket] = []
         """The buckets of the stage whose micro-batch is open; of these, `_next` comes next."""
         self._next = 0
@@ -100,6 +110,12 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.is_shard_empty = True
             bucket.unwritten = set(bucket.extent.slots)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of gradients, staging included."""
+        held = [bucket.shard if bucket.buffer is None else bucket.buffer for bucket in self.buckets]
+        return sum(buffer.nbytes for buffer in held) + sum(buffer.nbytes for buffer in self._staging)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Micro-batches before the last one: megatron-core's schedules ask for it (`no_sync_func`)."""
@@ -156,9 +172,11 @@ class GradientBuckets:
 
     def _begin_micro_batch(self, stage: int, gradient: torch.Tensor) -> None:
         self._end_micro_batch()
+        self.on_backward()
+        self._is_last = not self.is_accumulating
         self._begun = [bucket for bucket in self.buckets if bucket.extent.stage == stage]
         self._next = 0
-        self._reduces = self._level == "gradients" or not self.is_accumulating
+        self._reduces = self._level == "gradients" or self._is_last
 
     def _end_micro_batch(self) -> None:
         if self._reduces:
@@ -190,6 +208,9 @@ class GradientBuckets:
             out = bucket.shard if self._level == "gradients" and bucket.is_shard_empty else own
             bucket.pending = start_reduce_scatter(buffer, out, self._group)
         self._travelling.append(bucket)
+        bucket.is_last = self._is_last
+        if self._is_last and self._is_final_at_launch:
+            self.on_final(bucket.index, bucket.pending)
 
     def _arrive(self, bucket: Bucket) -> None:
         """Take in a finished reduction and the staging buffer back."""
@@ -204,6 +225,8 @@ class GradientBuckets:
             self._staging.append(bucket.staging)
             bucket.buffer = bucket.staging = None
         bucket.is_shard_empty = False
+        if bucket.is_last and not self._is_final_at_launch:
+            self.on_final(bucket.index, None)
 
     def _open(self, bucket: Bucket) -> torch.Tensor:
         """The buffer that this micro-batch's gradients of a bucket go to."""

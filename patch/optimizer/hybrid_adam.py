@@ -1,100 +1,237 @@
-"""HybridAdam: the optimizer states of this rank's shards, and their AdamW update.
+"""HybridAdam: optimizer states in chunks on device and host, and their Adam update.
 
-The half of the optimizer that knows nothing of communication: it is given shards whose gradients are final
-and leaves new weights in them.
+The half of the optimizer that knows nothing of communication: it is told when a shard's gradient is final
+and answers when the shard has its new weights.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
 from patch.config.schema import OptimizerConfig
-from patch.optimizer.kernels import AdamScalars, Segment, States, adam_kernel
+from patch.distributed.flat import Pending
+from patch.optimizer.accelerator import Accelerator
+from patch.optimizer.chunk import ChunkManager, StateChunk, find_best_chunk_size
+from patch.optimizer.host_update import HostUpdates
+from patch.optimizer.kernels import AdamKernel, AdamScalars, Segment, States, adam_kernel
+from patch.optimizer.placement import AutoPlacementPolicy, Memory, Move, StaticPlacementPolicy
+from patch.optimizer.shard import Shard
 
 
-class Run(NamedTuple):
-    """Neighbouring elements [begin, end) of a shard with one weight decay."""
+class _Resident:
+    """A device that nothing leaves."""
 
-    begin: int
-    end: int
-    is_decayed: bool
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.kernel: AdamKernel = adam_kernel(device)
+
+    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.zeros(numel, dtype=dtype, device=self._device)
+
+    def free(self, buffer: torch.Tensor) -> None:
+        pass
 
 
-class Shard(NamedTuple):
-    """This rank's part of one bucket, all that the two halves of the optimizer share."""
+@dataclass(frozen=True)
+class Offload:
+    """Where chunks may go, and who decides."""
 
-    gradient: torch.Tensor
-    """(n,) the reduced gradient."""
-    weight: torch.Tensor
-    """(n,) a view of the flat buffer of weights."""
-    runs: list[Run]
-    """Its elements without padding."""
+    accelerator: Accelerator
+    policy: StaticPlacementPolicy | AutoPlacementPolicy
+    chunk_size: int = 0
+    """In elements; 0: searched."""
 
 
 class HybridAdam:
-    """AdamW states by shard.
+    """AdamW states of this rank's shards.
 
     Args:
         shards: in the order of backward; their tensors stay where they are.
         config: betas, eps, decay.
+        offload: None: all states stay on the shards' device.
+        fixed_bytes: of weights and gradients on the device.
     """
 
-    def __init__(self, shards: Sequence[Shard], config: OptimizerConfig) -> None:
-        self.shards, self._config = shards, config
+    def __init__(
+        self,
+        shards: Sequence[Shard],
+        config: OptimizerConfig,
+        offload: Offload | None = None,
+        fixed_bytes: int = 0,
+    ) -> None:
+        self.shards, self._config, self._offload = shards, config, offload
         self.step_count = 0
-        self._kernel = adam_kernel(shards[0].weight.device)
         self.has_masters = shards[0].weight.dtype != torch.float32
         """Whether masters are states of their own; fp32 weights are their own masters."""
         self.names = ("exp_avg", "exp_avg_sq") + ("master",) * self.has_masters
-        numels = [shard.weight.numel() for shard in shards]
-        self._states: dict[str, Sequence[torch.Tensor]] = {
-            name: torch.zeros(sum(numels), dtype=torch.float32, device=shards[0].weight.device).split(numels)
-            for name in self.names
-        }
-        if self.has_masters:
-            self.refresh_masters()
-        else:
-            self._states["master"] = [shard.weight for shard in shards]
+        device = offload.accelerator if offload else _Resident(shards[0].weight.device)
+        self._kernel = device.kernel
+        self.manager = ChunkManager(_chunk_size(shards, offload), device)
+        for index, shard in enumerate(shards):
+            for begin, end, is_decayed, is_late in shard.runs:
+                self.manager.register(index, begin, end, is_decayed=is_decayed, is_late=is_late)
+        self.manager.close()
+        self._chunks_of: list[list[StateChunk]] = [[] for _ in shards]
+        for chunk in self.manager.chunks:
+            for index in sorted({segment.shard for segment in chunk.segments}):
+                self._chunks_of[index].append(chunk)
+        self._host: HostUpdates | None = None
+        self._fixed_bytes = fixed_bytes
+        if offload:
+            self._host = HostUpdates(shards, self.names, self.manager.size, offload.accelerator)
+            for chunk in self.manager.chunks:
+                chunk.is_on_host = True
+            for move in self._wanted_moves():
+                self.manager.chunks[move.chunk.index].is_on_host = move.to_host
+        self.manager.allocate(self.names)
+        self._scalars: AdamScalars | None = None
+        self._missing: dict[StateChunk, set[int]] = {}
+        self._settle()
+        self.refresh_masters()
+
+    def _settle(self) -> None:
+        """Be ready for the chunks that are on the host now."""
+        if self._host is not None:
+            self._host.prepare(len(self._on_host()))
+
+    def _on_host(self) -> list[StateChunk]:
+        return [chunk for chunk in self.manager.chunks if chunk.is_on_host]
 
     def refresh_masters(self) -> None:
         """Take the model's weights as masters; call after weights were loaded into the model."""
         if self.has_masters:
-            for shard, master in zip(self.shards, self._states["master"], strict=True):
-                master.copy_(shard.weight)
+            for chunk in self.manager.chunks:
+                for s in chunk.segments:
+                    chunk.states["master"].data[s.place].copy_(self.shards[s.shard].weight[s.begin : s.end])
 
-    def start_update(self) -> None:
-        """Begin a step: the shards' `update`s that follow belong to it."""
-        self.step_count += 1
+    def place(self) -> list[Move]:
+        """Ask the policy, and move chunks; call while no update is under way. What was moved."""
+        moves = self._wanted_moves()
+        self._move(moves)
+        return moves
 
-    @torch.no_grad()
-    def update(self, index: int, lr: float, grad_scale: float) -> None:
-        """New weights for shard `index`.
+    def _wanted_moves(self) -> list[Move]:
+        if self._offload is None:
+            return []
+        memory = Memory(self._offload.accelerator.usable_bytes(), self._fixed_bytes)
+        return self._offload.policy.moves(self.manager.chunks, memory)
+
+    def _move(self, moves: Sequence[Move]) -> None:
+        for move in sorted(moves, key=lambda move: not move.to_host):  # room is made before it is used
+            self.manager.move(self.manager.chunks[move.chunk.index], to_host=move.to_host)
+        if moves:
+            self._settle()
+
+    def evict(self, num_bytes: int | None = None) -> list[Move]:
+        """Out of memory: move chunks of at least `num_bytes` to the host, all where it is None.
+
+        Returns:
+            what was moved; empty where nothing can be.
+        """
+        moves = self._offload.policy.evict(self.manager.chunks, num_bytes) if self._offload else []
+        self._move(moves)
+        return moves
+
+    def start_step(self, lr: float, grad_scale: float) -> None:
+        """Begin a step, before its backward.
+
+        Args:
+            lr: rate of the step. grad_scale: the factor on gradients where they are not clipped.
+        """
+        self.cancel()
+        self._scalars = self._scalars_of(lr, grad_scale, self.step_count + 1)
+        if self._host is not None:
+            self._host.expect(self._scalars)
+            self._missing = {
+                chunk: {segment.shard for segment in chunk.segments}
+                for chunk in self._on_host()
+                if not chunk.is_late
+            }
+
+    def gradient_ready(self, index: int, after: Pending | None = None) -> None:
+        """Take note that the gradient of shard `index` is final, late runs aside, once `after` is done.
+
+        Chunks on the host may be updated from now on, speculatively.
+        """
+        for chunk in self._chunks_of[index]:
+            missing = self._missing.get(chunk)
+            if self._host is not None and missing:
+                missing.remove(index)
+                if not missing:
+                    self._host.speculate(chunk, after)
+
+    def cancel(self) -> None:
+        """The step that was begun is not taken."""
+        self._missing = {}
+        if self._host is not None:
+            self._host.cancel()
+
+    def start_update(self, lr: float, grad_scale: float) -> None:
+        """Take the step: all gradients are final. Chunks on the host are updated from here on.
 
         Args:
             lr: rate of this step. grad_scale: factor on the gradient (clipping, fp16's scale undone).
         """
-        shard = self.shards[index]
-        scalars = AdamScalars(
+        self.step_count += 1
+        self._missing = {}
+        self._scalars = self._scalars_of(lr, grad_scale, self.step_count)
+        if self._host is not None:
+            self._host.start(self._on_host()[::-1], self._scalars)
+
+    @torch.no_grad()
+    def update(self, indices: Sequence[int]) -> None:
+        """Update the parts of some shards whose states are on the device."""
+        assert self._scalars is not None, "start_update comes first"
+        wanted = set(indices)
+        chunks = {chunk: None for index in indices for chunk in self._chunks_of[index]}
+        segments = []
+        for chunk in (chunk for chunk in chunks if not chunk.is_on_host):
+            for s in (segment for segment in chunk.segments if segment.shard in wanted):
+                gradient, weight, _ = self.shards[s.shard]
+                moments = chunk.states["exp_avg"].data[s.place], chunk.states["exp_avg_sq"].data[s.place]
+                if self.has_masters:
+                    master = chunk.states["master"].data[s.place]
+                    states = States(master, *moments, weight[s.begin : s.end])
+                else:
+                    states = States(weight[s.begin : s.end], *moments)
+                segments.append(Segment(gradient[s.begin : s.end], states, s.is_decayed))
+        self._kernel.update(segments, self._scalars)
+
+    def arrive(self, index: int, *, block: bool) -> bool:
+        """Let the compute stream wait for the new weights of shard `index`.
+
+        Returns:
+            False where they are not written yet and not `block`.
+        """
+        if self._host is None:
+            return True
+        return all(self._host.arrive(chunk, block=block) for chunk in self._chunks_of[index])
+
+    def state(self, name: str, index: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """Views of a state of elements [begin, end) of shard `index`, each with its first element.
+
+        They are good until the next step, or until chunks move.
+        """
+        for chunk in self._chunks_of[index]:
+            yield from chunk.views(name, index, begin, end)
+
+    def _scalars_of(self, lr: float, grad_scale: float, step: int) -> AdamScalars:
+        return AdamScalars(
             lr=lr,
             beta1=self._config.adam_beta1,
             beta2=self._config.adam_beta2,
             eps=self._config.adam_eps,
             weight_decay=self._config.weight_decay,
-            step=self.step_count,
+            step=step,
             grad_scale=grad_scale,
         )
-        tensors = [self._states[name][index] for name in ("master", "exp_avg", "exp_avg_sq")]
-        segments = []
-        for begin, end, is_decayed in shard.runs:
-            master, exp_avg, exp_avg_sq = (tensor[begin:end] for tensor in tensors)
-            weight = shard.weight[begin:end] if self.has_masters else None
-            states = States(master, exp_avg, exp_avg_sq, weight)
-            segments.append(Segment(shard.gradient[begin:end], states, is_decayed))
-        self._kernel.update(segments, scalars)
 
-    def state(self, name: str, index: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Views of a state of elements [begin, end) of shard `index`, each with its first element."""
-        yield begin, self._states[name][index][begin:end]
+
+def _chunk_size(shards: Sequence[Shard], offload: Offload | None) -> int:
+    numels = [run.end - run.begin for shard in shards for run in shard.runs]
+    if offload is None:
+        return max(1, sum(numels))
+    return offload.chunk_size or find_best_chunk_size(numels)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import groupby
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,14 @@ from patch.config.schema import OptimizerConfig
 from patch.distributed.flat import WaitClock
 from patch.errors import ConfigError
 from patch.optimizer.buckets import GradientBuckets
-from patch.optimizer.hybrid_adam import HybridAdam, Run, Shard
+from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.layout import Item, Piece, lay_out, pieces
 from patch.optimizer.loss_scale import LossScale
 from patch.optimizer.resharding import sharded_ranges
+from patch.optimizer.shard import Run, Shard
 from patch.optimizer.weights import FlatWeights
 
+_Key = TypeVar("_Key")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -46,6 +49,7 @@ class OverlappedDistributedOptimizer:
         optimizer: rates, decay, clipping, bucket size.
         level: data-parallel sharding: none, optimizer (ZeRO-1) or gradients (ZeRO-2).
         groups: dp_cp, tp, mp and embd are used.
+        offload: where states may go; None: all stay on the parameters' device.
     Raises:
         ConfigError: parameters of several types, or sharded over experts.
     """
@@ -56,6 +60,7 @@ class OverlappedDistributedOptimizer:
         optimizer: OptimizerConfig,
         level: str,
         groups: ProcessGroupCollection,
+        offload: Offload | None = None,
     ) -> None:
         # Backward completes gradients in about the reverse of the order of registration.
         self.parameters, items = [], []
@@ -74,7 +79,13 @@ class OverlappedDistributedOptimizer:
         extents = lay_out(items, optimizer.reduce_bucket_size, num_shards)
         self.clock = WaitClock(self.parameters[0].device)
         self.weights = FlatWeights(
-            stages, self.parameters, extents, num_shards=num_shards, group=groups.dp_cp, clock=self.clock
+            stages,
+            self.parameters,
+            extents,
+            num_shards=num_shards,
+            group=groups.dp_cp,
+            arrive=self._arrive,
+            clock=self.clock,
         )
         self.gradients = GradientBuckets(
             self.parameters,
@@ -87,24 +98,38 @@ class OverlappedDistributedOptimizer:
         rank = groups.dp_cp.rank() if self.is_sharded else 0
         self._pieces = [pieces(extent, *extent.shard(rank, num_shards)) for extent in extents]
         self._begins = [extent.shard(rank, num_shards)[0] for extent in extents]
-        self.adam = HybridAdam([self._shard(index) for index in range(len(extents))], optimizer)
+        shards = [self._shard(index) for index in range(len(extents))]
+        fixed_bytes = self.weights.flat.nbytes + self.gradients.num_bytes
+        self.adam = HybridAdam(shards, optimizer, offload, fixed_bytes)
+        self.gradients.on_final = self.adam.gradient_ready
+        # An update on the host may still read gradients of modules that this step's forward did not use.
+        self.gradients.on_backward = self.wait_for_weights
 
     def _shard(self, index: int) -> Shard:
         begin = self._begins[index]
         runs = [
-            Run(run.begin - begin, run.end - begin, is_decayed)
-            for is_decayed, run in _runs(self._pieces[index], self._is_decayed)
+            Run(run.begin - begin, run.end - begin, is_decayed, is_late)
+            for (is_decayed, is_late), run in _runs(self._pieces[index], self._treatment)
         ]
         return Shard(self.gradients.buckets[index].shard, self.weights.shard(index), runs)
+
+    def _arrive(self, index: int, *, block: bool) -> bool:
+        return self.adam.arrive(index, block=block)
 
     def connect(self, upstream: ModelParallelConfig) -> None:
         """Give megatron-core's schedules, which read it from the model's configuration, what they ask for."""
         upstream.no_sync_func = self.no_sync
         upstream.grad_scale_func = self.loss_scale.apply
 
-    def start_step(self) -> None:
-        """Forget the last step's gradients; call before the first backward of a step."""
+    def start_step(self, lr: float) -> None:
+        """Forget the last step's gradients; call before the first forward of a step.
+
+        Args:
+            lr: rate of this step.
+        """
+        self._lr = lr
         self.gradients.start_step()
+        self.adam.start_step(lr, 1.0 / self.loss_scale.value)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """What megatron-core's schedules put around all micro-batches but the last (`no_sync_func`)."""
@@ -161,21 +186,23 @@ class OverlappedDistributedOptimizer:
         return total.sqrt().item() / self.loss_scale.value
 
     @torch.no_grad()
-    def step(self, lr: float, grad_norm: float) -> None:
+    def step(self, grad_norm: float) -> None:
         """Update every shard and send the new weights on their way.
 
         Args:
-            lr: rate of this step. grad_norm: what `gradient_norm` returned, finite.
+            grad_norm: what `gradient_norm` returned, finite.
         """
         self.wait_for_weights()  # of modules that the last forward did not use
         limit = self.config.clip_grad
         scale = (min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0) / self.loss_scale.value
         self.loss_scale.keep()
-        self.adam.start_update()
+        self.adam.start_update(self._lr, scale)
         # The next forward needs the last bucket of backward first.
-        for index in reversed(range(len(self._pieces))):
-            self.adam.update(index, lr, scale)
-            self.weights.start_gather(index)
+        order = list(reversed(range(len(self._pieces))))
+        for indices in [[index] for index in order] if self.is_sharded else [order]:
+            self.adam.update(indices)
+            for index in indices:
+                self.weights.renew(index)
 
     def wait_for_weights(self) -> None:
         """Wait until every parameter has its new value; call before reading parameters raw."""
@@ -208,8 +235,11 @@ class OverlappedDistributedOptimizer:
         begin = self._begins[index]
         return shard[piece.begin - begin : piece.end - begin]
 
-    def _is_decayed(self, piece: Piece) -> bool:
-        return self.parameters[piece.parameter].ndim > 1
+    def _treatment(self, piece: Piece) -> tuple[bool, bool]:
+        """Whether a parameter decays, and whether its gradient is summed over more ranks than the bucket."""
+        parameter = self.parameters[piece.parameter]
+        is_summed_over_tp = self.groups.tp.size() > 1 and getattr(parameter, "sequence_parallel", False)
+        return parameter.ndim > 1, is_summed_over_tp or getattr(parameter, "shared_embedding", False)
 
     def _is_counted(self, piece: Piece) -> bool:
         """Whether this rank counts a parameter in the norm, of those that hold a copy."""
@@ -224,7 +254,7 @@ def _item(parameter: torch.nn.Parameter, stage: int) -> Item:
     return Item(parameter.numel(), int(parameter.ndim <= 1), is_tied, stage)
 
 
-def _runs(found: list[Piece], key: Callable[[Piece], bool]) -> list[tuple[bool, Piece]]:
+def _runs(found: list[Piece], key: Callable[[Piece], _Key]) -> list[tuple[_Key, Piece]]:
     """Neighbouring pieces with the same key as one."""
     runs = []
     for value, group in groupby(found, key):

@@ -1,22 +1,30 @@
 """Weights in one flat buffer, gathered bucket by bucket while the next forward already runs.
 
 The model's parameters are views of the buffer. After the update each rank holds new values in its shards;
-`start_gather` sends them, and the first module that owns a parameter of the bucket waits for it: in its
+`renew` sends them, and the first module that owns a parameter of the bucket waits for it: in its
 forward, its `state_dict` (megatron-core's `sharded_state_dict` asks for that) or its `load_state_dict`.
 Whoever reads or writes a parameter in another way calls `wait` first.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from patch.distributed.flat import Pending, WaitClock, start_all_gather
 from patch.optimizer.layout import BucketRange
+
+
+class Arrive(Protocol):
+    """HybridAdam.arrive."""
+
+    def __call__(self, index: int, *, block: bool) -> bool:
+        """Let the compute stream wait for new weights; False where they are not written and not `block`."""
 
 
 class FlatWeights:
@@ -27,6 +35,7 @@ class FlatWeights:
         parameters: the trainable ones, one dtype; they become views of the buffer, values kept.
         extents: buckets in the order of backward.
         num_shards: ranks that share a bucket: 1, or the size of `group`.
+        arrive: (bucket, block) -> whether this rank's new part of the bucket is there, see HybridAdam.arrive.
         clock: gets the time that compute waits for weights.
     """
 
@@ -38,11 +47,14 @@ class FlatWeights:
         *,
         num_shards: int,
         group: dist.ProcessGroup,
+        arrive: Arrive,
         clock: WaitClock,
     ) -> None:
-        self._extents, self._group, self._clock = extents, group, clock
+        self._extents, self._group, self._arrive, self._clock = extents, group, arrive, clock
         self._num_shards = num_shards
         self._rank = group.rank() if num_shards > 1 else 0
+        self._updating: deque[int] = deque()
+        """Buckets whose gathers are not started, in their order, the same on all ranks."""
         self._pending: dict[int, Pending] = {}
         like = parameters[0].detach()
         self.flat = like.new_zeros(extents[-1].end)
@@ -67,19 +79,35 @@ class FlatWeights:
         begin, end = self._extents[index].shard(self._rank, self._num_shards)
         return self.flat[begin:end]
 
-    def start_gather(self, index: int) -> None:
-        """Send this rank's new part of a bucket and receive the others'; returns at once."""
-        if self._num_shards > 1:
-            extent = self._extents[index]
-            buffer = self.flat[extent.begin : extent.end]
-            self._pending[index] = start_all_gather(buffer, self.shard(index), self._group)
+    def renew(self, index: int) -> None:
+        """This rank's part of a bucket is being updated; once it is there, ranks exchange their parts.
+
+        Returns at once. All ranks renew buckets in the same order.
+        """
+        self._updating.append(index)
+        self._send()
 
     def wait(self) -> None:
         """Wait until every parameter has its new value on this rank."""
-        for index in list(self._pending):
+        for index in [*self._pending, *self._updating]:
             self._wait_for(index)
 
+    def _send(self, until: int | None = None) -> None:
+        """Start the gathers whose turn has come; those up to bucket `until` are waited for."""
+        while self._updating:
+            index = self._updating[0]
+            if not self._arrive(index, block=until in self._updating):
+                return
+            self._updating.popleft()
+            if self._num_shards > 1:
+                extent = self._extents[index]
+                buffer = self.flat[extent.begin : extent.end]
+                self._pending[index] = start_all_gather(buffer, self.shard(index), self._group)
+
     def _wait_for(self, index: int) -> None:
+        if self._updating:
+            with self._clock.waiting():
+                self._send(index)
         pending = self._pending.pop(index, None)
         if pending is not None:
             pending.wait(self._clock)

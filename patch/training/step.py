@@ -50,7 +50,8 @@ def train_step(run: Run, iteration: int) -> StepResult:
     if work is None or work.iteration != iteration:
         batches = run.train_reader.step(iteration)
         work = StepWork(iteration, batches, sum_over(run.groups.dp_cp, [_learned(batches)], run.device)[0])
-    run.optimizer.start_step()
+    lr = learning_rate(iteration + 1, train_iters, run.config.optimizer)
+    run.optimizer.start_step(lr)
     losses = _run_schedule(run, work.batches, work.tokens, forward_only=False)
     following = run.train_reader.step(iteration + 1) if iteration + 1 < train_iters else []
     # Small sums travel behind the gradients; behind the weights they would wait for the last gather.
@@ -62,10 +63,9 @@ def train_step(run: Run, iteration: int) -> StepResult:
     pending.wait(run.optimizer.clock)
     loss, tokens = sums.tolist()
     run.upcoming = StepWork(iteration + 1, following, tokens)
-    lr = learning_rate(iteration + 1, train_iters, run.config.optimizer)
     is_finite = math.isfinite(grad_norm)
     if is_finite:
-        run.optimizer.step(lr, grad_norm)
+        run.optimizer.step(grad_norm)
     elif run.optimizer.loss_scale.can_shrink:
         run.optimizer.loss_scale.shrink()
     else:

@@ -108,9 +108,9 @@ class ComputeAlone(OurTrainer):
         self._update_s = 0.0
         update = self.run.optimizer.step
 
-        def timed_update(lr: float, grad_norm: float) -> None:
+        def timed_update(grad_norm: float) -> None:
             begin = now(device)
-            update(lr, grad_norm)
+            update(grad_norm)
             self._update_s += now(device) - begin
 
         self.run.optimizer.step = timed_update  # type: ignore[method-assign]

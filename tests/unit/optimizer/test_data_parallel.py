@@ -70,8 +70,8 @@ class WaitingBuckets(GradientBuckets):
 class WaitingOptimizer(OverlappedDistributedOptimizer):
     """No overlap: weights are waited for in the step."""
 
-    def step(self, lr: float, grad_norm: float) -> None:
-        super().step(lr, grad_norm)
+    def step(self, grad_norm: float) -> None:
+        super().step(grad_norm)
         self.wait_for_weights()
 
 

@@ -76,7 +76,7 @@ def late_step(rank: int, level: str) -> tuple[OddModel, Any, Oracle]:
     accumulate(model, optimizer, step[rank])
     norm = optimizer.gradient_norm()
     time.sleep(LATE_S * rank)
-    optimizer.step(LR, norm)
+    optimizer.step(norm)
     oracle.take_step(step)
     return model, optimizer, oracle
 
@@ -159,14 +159,14 @@ def unused_parameters_that_differ_by_rank_on_interleaved_stages(rank: int, level
                 [list(zip(*of, strict=True)) for of in zip(step, names, strict=True)]
                 for step in (first, second)
             ]
-            optimizer.start_step()
+            optimizer.start_step(LR)
             for index, stage in ((0, 1), (0, 0), (1, 1), (1, 0)):
                 with optimizer.no_sync() if index == 0 else nullcontext():
                     loss = stages[stage](named[stage][rank][index])
                     optimizer.watch(loss, stage)
                     loss.backward()
             optimizer.finish_gradients()
-            optimizer.step(LR, optimizer.gradient_norm())
+            optimizer.step(optimizer.gradient_norm())
             for oracle, batches in zip(oracles, named, strict=True):
                 oracle.take_step(batches)
         optimizer.wait_for_weights()
@@ -181,7 +181,7 @@ def context_of_an_evaluation_that_ends_within_a_later_step(rank: int, level: str
     left_open = [optimizer.no_sync()]
     left_open[0].__enter__()
     (step,) = make_steps(1, 2, 3)
-    optimizer.start_step()
+    optimizer.start_step(LR)
     for index, batch in enumerate(step[rank]):
         with optimizer.no_sync() if index < 2 else nullcontext():
             left_open.clear()
@@ -189,7 +189,7 @@ def context_of_an_evaluation_that_ends_within_a_later_step(rank: int, level: str
             optimizer.watch(loss)
             loss.backward()
     optimizer.finish_gradients()
-    optimizer.step(LR, optimizer.gradient_norm())
+    optimizer.step(optimizer.gradient_norm())
     oracle.take_step(step)
     optimizer.wait_for_weights()
     assert_same_weights(model, oracle)
@@ -200,9 +200,9 @@ def weights_of_an_unused_module_still_on_their_way_when_written(rank: int, level
     optimizer = build_optimizer(model, level, reduce_bucket_size=1)
     update = optimizer.adam.update
 
-    def guarded_update(index: int, *arguments: Any) -> None:
-        assert index not in optimizer.weights._pending, f"bucket {index} is still on its way"
-        update(index, *arguments)
+    def guarded_update(indices: list[int]) -> None:
+        assert not set(indices) & set(optimizer.weights._pending), f"one of {indices} is still on its way"
+        update(indices)
 
     optimizer.adam.update = guarded_update  # type: ignore[method-assign]
     for step in make_steps(3, 2, 1):
@@ -281,8 +281,8 @@ def masters_that_ignore_loaded_weights(rank: int, level: str) -> None:
     optimizer.adam.refresh_masters()
     for master, weight in states_of(optimizer, "master"):
         assert torch.equal(master, weight.float())
-    accumulate(model, optimizer, [batch.bfloat16() for batch in make_steps(1, 2, 1)[0][rank]])
-    optimizer.step(0.0, optimizer.gradient_norm())
+    accumulate(model, optimizer, [batch.bfloat16() for batch in make_steps(1, 2, 1)[0][rank]], lr=0.0)
+    optimizer.step(optimizer.gradient_norm())
     optimizer.wait_for_weights()
     for name, value in model.state_dict().items():  # lr 0: exactly what was loaded
         assert torch.equal(value, loaded.state_dict()[name]), name

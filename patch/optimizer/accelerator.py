@@ -1,0 +1,233 @@
+"""The device that chunks are offloaded from: its memory, its Adam kernel, and copies beside its compute.
+
+    CudaAccelerator        a GPU: copies run on streams of their own, from and to pinned rings
+    SimulatedAccelerator   CPU memory with a budget, so that placement is trained and tested without a GPU
+
+A `Mark` is a point in the stream of copies: the host, or the compute stream, waits for it.
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from patch.distributed.flat import Pending
+from patch.optimizer.kernels import AdamKernel, adam_kernel
+from patch.optimizer.kernels.numpy_adam import NumpyAdam
+
+Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""(source, target) of equal shapes and types."""
+
+
+class Mark(Protocol):
+    """The end of some copies."""
+
+    def synchronize(self) -> None:
+        """Let the host wait for it."""
+
+    def wait(self) -> None:
+        """Let the compute stream wait for it; the host goes on."""
+
+
+class Accelerator(Protocol):
+    """What chunks need of the device they may leave."""
+
+    kernel: AdamKernel
+
+    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """(numel,) zeros on the device."""
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Take note that a buffer is given up."""
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """(numel,) host memory, exactly that much, that copies go to and from at full speed."""
+
+    def to_host(self, copies: Copies, after: Pending | None = None) -> Mark:
+        """Copy when what is queued for compute until now, and the collective `after`, are done."""
+
+    def to_device(self, copies: Copies) -> Mark:
+        """Copy at once."""
+
+    def usable_bytes(self) -> int:
+        """What this process may hold on the device in all."""
+
+    def take_peak(self) -> int:
+        """The largest number of bytes that this process held on the device since the last call."""
+
+
+class CudaAccelerator:
+    """A GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.kernel = adam_kernel(device)
+        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """(numel,) zeros on the device."""
+        return torch.zeros(numel, dtype=dtype, device=self.device)
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Nothing: torch's allocator keeps count."""
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Registered pages: torch's own pinned memory rounds up to a power of two.
+
+        They stay registered until the process ends.
+        """
+        pages = mmap.mmap(-1, max(1, numel * dtype.itemsize))
+        buffer = torch.frombuffer(pages, dtype=dtype, count=numel)
+        failed = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(pages), 0)
+        if int(failed):
+            raise torch.OutOfMemoryError(
+                f"{len(pages)} bytes of host memory could not be pinned (cudaError {int(failed)}); "
+                "raise `ulimit -l`, or lower --optimizer-offload-chunk-size"
+            )
+        return buffer
+
+    def to_host(self, copies: Copies, after: Pending | None = None) -> Mark:
+        """Copy on the downward stream."""
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self._down):
+            if after is not None:
+                after.join()
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+            return self._down.record_event()
+
+    def to_device(self, copies: Copies) -> Mark:
+        """Copy on the upward stream."""
+        with torch.cuda.stream(self._up):
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+            return self._up.record_event()
+
+    def usable_bytes(self) -> int:
+        """What is free, and what torch holds already."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device)
+
+    def take_peak(self) -> int:
+        """Of what torch has allocated."""
+        peak = torch.cuda.max_memory_allocated(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+
+class SimulatedOutOfMemory(torch.OutOfMemoryError):
+    """The simulated device's budget is exceeded."""
+
+
+class _Done:
+    """The mark of copies that are made at once."""
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+
+    def wait(self) -> None:
+        """Nothing to wait for."""
+
+
+class SimulatedAccelerator:
+    """A device in host memory with a budget of bytes.
+
+    Its kernel is not the one of chunks on the host, so that equal weights mean something.
+
+    Args:
+        budget: bytes. It is checked when buffers are made and, inside `activations`, when autograd saves
+            a tensor for backward.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.kernel: AdamKernel = NumpyAdam()
+        self.held = self._peak = 0
+        """Bytes held by buffers, and by what `hold` was told."""
+
+    def hold(self, num_bytes: int) -> None:
+        """Count bytes that others made or gave up (weights, gradients, activations).
+
+        Raises:
+            SimulatedOutOfMemory: more than the budget.
+        """
+        if num_bytes > 0 and self.held + num_bytes > self.budget:
+            raise SimulatedOutOfMemory(
+                f"{self.held} bytes in use and {num_bytes} more, expected at most {self.budget} "
+                "(--simulated-device-memory)"
+            )
+        self.held += num_bytes
+        self._peak = max(self._peak, self.held)
+
+    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """(numel,) zeros, counted."""
+        self.hold(numel * dtype.itemsize)
+        return torch.zeros(numel, dtype=dtype)
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Count a buffer no more."""
+        self.hold(-buffer.nbytes)
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """(numel,) of host memory."""
+        return torch.empty(numel, dtype=dtype)
+
+    def to_host(self, copies: Copies, after: Pending | None = None) -> Mark:
+        """Copy at once."""
+        if after is not None:
+            after.join()
+        return self.to_device(copies)
+
+    def to_device(self, copies: Copies) -> Mark:
+        """Copy at once."""
+        for source, target in copies:
+            target.copy_(source)
+        return _Done()
+
+    def usable_bytes(self) -> int:
+        """The budget."""
+        return self.budget
+
+    def take_peak(self) -> int:
+        """The most that was held since the last call."""
+        peak, self._peak = self._peak, self.held
+        return peak
+
+    @contextmanager
+    def activations(self) -> Iterator[None]:
+        """Around forward and backward: what autograd saves for backward counts until it is used.
+
+        Raises:
+            SimulatedOutOfMemory: at the tensor that exceeds the budget.
+        """
+        saved: list[int] = [0]
+
+        def count(num_bytes: int) -> None:
+            self.hold(num_bytes)
+            saved[0] += num_bytes
+
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: _Saved(t, count), _Saved.take):
+                yield
+        finally:
+            count(-saved[0])  # of a graph that outlives an error
+
+
+class _Saved:
+    """A tensor saved for backward, counted until autograd forgets it."""
+
+    def __init__(self, tensor: torch.Tensor, count: Callable[[int], None]) -> None:
+        count(tensor.nbytes)
+        self._tensor, self._count = tensor, count
+
+    def take(self) -> torch.Tensor:
+        """The tensor, for backward."""
+        return self._tensor
+
+    def __del__(self) -> None:
+        if hasattr(self, "_count"):  # it was counted
+            self._count(-self._tensor.nbytes)
