@@ -11,7 +11,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_PACKAGES = ("torch", "megatron-core", "transformers", "numpy")
+_PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "deepspeed")
 
 
 class Aim(NamedTuple):

@@ -34,7 +34,7 @@ extern "C" {
 // Layout known to native.py. Inputs may be the outputs' own memory (an update in place).
 struct Segment {
     const void *grad;
-    const void *master_in;  // float; with a split master the uint16 low bits
+    const void *master_in;  // float; with a split master int16, its low bits
     const float *exp_avg_in, *exp_avg_sq_in;
     const uint16_t *weight_in;  // bf16; read with a split master only
     void *master_out;
@@ -73,14 +73,11 @@ inline uint32_t as_bits(float value) {
 inline float widen(float value) { return value; }
 inline float widen(uint16_t bf16) { return as_float(static_cast<uint32_t>(bf16) << 16); }
 
-// To nearest, halves away from zero: what the low 16 bits can undo. Every NaN becomes one.
-inline uint16_t round_to_bf16(uint32_t bits) {
-    const bool is_nan = (bits & 0x7fffffffu) > 0x7f800000u;
-    return is_nan ? 0x7fc0u : static_cast<uint16_t>((bits + 0x8000u) >> 16);
-}
-
-inline float join(uint16_t weight, uint16_t low) {
-    return as_float((static_cast<uint32_t>(weight - (low >> 15)) << 16) | low);
+// To nearest, halves away from zero: what the low 16 bits, taken with a sign, can undo. Every NaN becomes one.
+inline uint32_t bits_to_split(float master) { return master != master ? 0x7fc00000u : as_bits(master); }
+inline uint16_t upper(uint32_t bits) { return static_cast<uint16_t>((bits + 0x8000u) >> 16); }
+inline float join(uint16_t weight, int16_t low) {
+    return as_float((static_cast<uint32_t>(weight) << 16) + static_cast<uint32_t>(low));
 }
 
 template <class Grad, Form form, bool is_decoupled>
@@ -90,11 +87,11 @@ inline __attribute__((always_inline)) void update_range(
     const float decay = c.decay[segment.is_decayed];
     const auto *grad = static_cast<const Grad *>(segment.grad);
     const auto *master_in = static_cast<const float *>(segment.master_in);
-    const auto *low_in = static_cast<const uint16_t *>(segment.master_in);
+    const auto *low_in = static_cast<const int16_t *>(segment.master_in);
     const uint16_t *weight_in = segment.weight_in;
     const float *exp_avg_in = segment.exp_avg_in, *exp_avg_sq_in = segment.exp_avg_sq_in;
     auto *master_out = static_cast<float *>(segment.master_out);
-    auto *low_out = static_cast<uint16_t *>(segment.master_out);
+    auto *low_out = static_cast<int16_t *>(segment.master_out);
     uint16_t *weight_out = segment.weight_out;
     float *exp_avg_out = segment.exp_avg_out, *exp_avg_sq_out = segment.exp_avg_sq_out;
 
@@ -111,13 +108,12 @@ inline __attribute__((always_inline)) void update_range(
         p = p - c.step_size * (m / (std::sqrt(v) / c.root_bias2 + c.eps));
         exp_avg_out[i] = m;
         exp_avg_sq_out[i] = v;
-        const uint32_t bits = as_bits(p);
-        const uint16_t weight = round_to_bf16(bits);
+        const uint32_t bits = bits_to_split(p);
         if (form == kSplit)
-            low_out[i] = weight == 0x7fc0u ? 0 : static_cast<uint16_t>(bits);
+            low_out[i] = static_cast<int16_t>(bits);
         else
             master_out[i] = p;
-        if (form != kMaster) weight_out[i] = weight;
+        if (form != kMaster) weight_out[i] = upper(bits);
     }
 }
 
