@@ -153,9 +153,21 @@ class StateChunk:
         self.states = {name: first.clone() if index else first for index, name in enumerate(names)}
 
     def reset_device(self, memory: Memory, *, is_host: bool) -> None:
-        """Move all states."""
-        for chunk in self.states.values():
-            chunk.reset_device(memory)
+        """Move all states.
+
+        Raises:
+            OutOfMemoryError: the device has no room; all states are where they were.
+        """
+        moved = []
+        try:
+            for chunk in self.states.values():
+                origin = chunk.memory
+                chunk.reset_device(memory)
+                moved.append((chunk, origin))
+        except torch.OutOfMemoryError:
+            for chunk, origin in moved:
+                chunk.reset_device(origin)
+            raise
         self.is_on_host = is_host
 
 

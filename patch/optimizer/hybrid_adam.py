@@ -78,10 +78,10 @@ class HybridAdam:
         for chunk in self.manager.chunks:
             for index in sorted({segment.shard for segment in chunk.segments}):
                 self._chunks_of[index].append(chunk)
-        self._host: HostUpdates | None = None
+        self.host_updates: HostUpdates | None = None
         self._fixed_bytes = fixed_bytes
         if offload:
-            self._host = HostUpdates(shards, self.names, self.manager.size, offload.accelerator)
+            self.host_updates = HostUpdates(shards, self.names, self.manager.size, offload.accelerator)
             for chunk in self.manager.chunks:
                 chunk.is_on_host = True
             for move in self._wanted_moves():
@@ -94,8 +94,8 @@ class HybridAdam:
 
     def _settle(self) -> None:
         """Be ready for the chunks that are on the host now."""
-        if self._host is not None:
-            self._host.prepare(len(self._on_host()))
+        if self.host_updates is not None:
+            self.host_updates.prepare(len(self._on_host()))
 
     def _on_host(self) -> list[StateChunk]:
         return [chunk for chunk in self.manager.chunks if chunk.is_on_host]
@@ -109,9 +109,7 @@ class HybridAdam:
 
     def place(self) -> list[Move]:
         """Ask the policy, and move chunks; call while no update is under way. What was moved."""
-        moves = self._wanted_moves()
-        self._move(moves)
-        return moves
+        return self._move(self._wanted_moves())
 
     def _wanted_moves(self) -> list[Move]:
         if self._offload is None:
@@ -119,11 +117,18 @@ class HybridAdam:
         memory = Memory(self._offload.accelerator.usable_bytes(), self._fixed_bytes)
         return self._offload.policy.moves(self.manager.chunks, memory)
 
-    def _move(self, moves: Sequence[Move]) -> None:
+    def _move(self, moves: Sequence[Move]) -> list[Move]:
+        """Make moves; chunks for which the device has no room after all stay. Those that were made."""
+        done = []
         for move in sorted(moves, key=lambda move: not move.to_host):  # room is made before it is used
-            self.manager.move(self.manager.chunks[move.chunk.index], to_host=move.to_host)
-        if moves:
+            try:
+                self.manager.move(self.manager.chunks[move.chunk.index], to_host=move.to_host)
+            except torch.OutOfMemoryError:
+                break
+            done.append(move)
+        if done:
             self._settle()
+        return done
 
     def evict(self, num_bytes: int | None = None) -> list[Move]:
         """Out of memory: move chunks of at least `num_bytes` to the host, all where it is None.
@@ -131,9 +136,7 @@ class HybridAdam:
         Returns:
             what was moved; empty where nothing can be.
         """
-        moves = self._offload.policy.evict(self.manager.chunks, num_bytes) if self._offload else []
-        self._move(moves)
-        return moves
+        return self._move(self._offload.policy.evict(self.manager.chunks, num_bytes)) if self._offload else []
 
     def start_step(self, lr: float, grad_scale: float) -> None:
         """Begin a step, before its backward.
@@ -143,8 +146,8 @@ class HybridAdam:
         """
         self.cancel()
         self._scalars = self._scalars_of(lr, grad_scale, self.step_count + 1)
-        if self._host is not None:
-            self._host.expect(self._scalars)
+        if self.host_updates is not None:
+            self.host_updates.expect(self._scalars)
             self._missing = {
                 chunk: {segment.shard for segment in chunk.segments}
                 for chunk in self._on_host()
@@ -158,16 +161,16 @@ class HybridAdam:
         """
         for chunk in self._chunks_of[index]:
             missing = self._missing.get(chunk)
-            if self._host is not None and missing:
+            if self.host_updates is not None and missing:
                 missing.remove(index)
                 if not missing:
-                    self._host.speculate(chunk, after)
+                    self.host_updates.speculate(chunk, after)
 
     def cancel(self) -> None:
         """The step that was begun is not taken."""
         self._missing = {}
-        if self._host is not None:
-            self._host.cancel()
+        if self.host_updates is not None:
+            self.host_updates.cancel()
 
     def start_update(self, lr: float, grad_scale: float) -> None:
         """Take the step: all gradients are final. Chunks on the host are updated from here on.
@@ -178,8 +181,8 @@ class HybridAdam:
         self.step_count += 1
         self._missing = {}
         self._scalars = self._scalars_of(lr, grad_scale, self.step_count)
-        if self._host is not None:
-            self._host.start(self._on_host()[::-1], self._scalars)
+        if self.host_updates is not None:
+            self.host_updates.start(self._on_host()[::-1], self._scalars)
 
     @torch.no_grad()
     def update(self, indices: Sequence[int]) -> None:
@@ -206,9 +209,14 @@ class HybridAdam:
         Returns:
             False where they are not written yet and not `block`.
         """
-        if self._host is None:
+        if self.host_updates is None:
             return True
-        return all(self._host.arrive(chunk, block=block) for chunk in self._chunks_of[index])
+        return all(self.host_updates.arrive(chunk, block=block) for chunk in self._chunks_of[index])
+
+    @property
+    def offload_fraction(self) -> float:
+        """The share of this rank's state elements that is on the host."""
+        return self.manager.offload_fraction
 
     def state(self, name: str, index: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Views of a state of elements [begin, end) of shard `index`, each with its first element.

@@ -1,0 +1,156 @@
+"""Chunks: their layout against a plain simulation, their buffers, and the original's faults in both.
+
+Original: Pai-Megatron-Patch, megatron/core/optimizer/chunk.
+"""
+
+import random
+
+import pytest
+import torch
+
+from patch.optimizer.accelerator import SimulatedAccelerator, SimulatedOutOfMemory
+from patch.optimizer.chunk import HOST, Chunk, ChunkFullError, ChunkManager, find_best_chunk_size
+
+GENEROUS = 1 << 40
+NAMES = ("exp_avg", "exp_avg_sq", "master")
+
+
+def next_fit(numels: list[int], size: int) -> list[int]:
+    """Elements in use of each chunk: the textbook's bins, longer items cut to whole bins and a rest."""
+    parts = [
+        part for numel in numels for part in [size] * (numel // size) + [numel % size] * (numel % size > 0)
+    ]
+    bins: list[int] = []
+    for part in parts:
+        if bins and bins[-1] + part <= size:
+            bins[-1] += part
+        else:
+            bins.append(part)
+    return bins
+
+
+def random_numels(seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.choice((1, 7, 64, 100, 999, 4096)) for _ in range(generator.randint(1, 60))]
+
+
+def filled(numels: list[int], size: int, device: SimulatedAccelerator | None = None) -> ChunkManager:
+    manager = ChunkManager(size, device or SimulatedAccelerator(GENEROUS))
+    for shard, numel in enumerate(numels):
+        manager.register(shard, 0, numel, is_decayed=shard % 2 == 0, is_late=False)
+    manager.close()
+    return manager
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_registration_is_next_fit_and_cuts_what_is_longer_than_a_chunk(seed: int) -> None:
+    numels = random_numels(seed)
+    for size in (1, 50, 128, 5000):
+        manager = filled(numels, size)
+        assert [chunk.numel for chunk in manager.chunks] == next_fit(numels, size)
+        assert [chunk.index for chunk in manager.chunks] == list(range(len(manager.chunks)))
+        seen = [
+            (s.shard, element)
+            for chunk in manager.chunks
+            for s in chunk.segments
+            for element in range(s.begin, s.end)
+        ]
+        assert seen == [(shard, element) for shard, numel in enumerate(numels) for element in range(numel)]
+
+
+def test_late_runs_have_chunks_of_their_own_behind_the_others() -> None:
+    manager = ChunkManager(10, SimulatedAccelerator(GENEROUS))
+    for shard in range(4):
+        manager.register(shard, 0, 8, is_decayed=True, is_late=False)
+        manager.register(shard, 8, 10, is_decayed=False, is_late=True)
+    manager.close()
+    assert [chunk.is_late for chunk in manager.chunks] == [False] * 4 + [True]
+    assert [segment.shard for segment in manager.chunks[-1].segments] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_search_wastes_least_where_the_original_added_up_the_waste_of_all_candidates(seed: int) -> None:
+    numels = random_numels(seed)
+    size = find_best_chunk_size(numels)
+    unit = -(-sum(numels) // 64)
+    waste = {
+        unit * factor: len(next_fit(numels, unit * factor)) * unit * factor - sum(numels)
+        for factor in range(1, 17)
+    }
+    assert waste[size] == min(waste.values())
+    assert size == min(candidate for candidate in waste if waste[candidate] == waste[size])
+
+
+def test_search_of_a_large_model_keeps_chunks_of_megabytes() -> None:
+    numels = [4096 * 14336] * 96 + [128256 * 4096] * 2
+    size = find_best_chunk_size(numels)
+    assert size % (8 << 20) == 0 and 8 << 20 <= size <= 128 << 20
+
+
+def test_tensors_lie_one_behind_the_other_and_move_together() -> None:
+    device = SimulatedAccelerator(GENEROUS)
+    chunk = Chunk(10, HOST)
+    chunk.append_tensor(torch.arange(4.0).view(2, 2))
+    chunk.alloc_tensor(3).fill_(7.0)
+    with pytest.raises(ChunkFullError, match="4 elements do not fit behind 7"):
+        chunk.alloc_tensor(4)
+    twin = chunk.clone()
+    assert twin.used == 7 and twin.memory is HOST and not twin.data.any()
+    chunk.reset_device(device)
+    assert chunk.data.tolist() == [0, 1, 2, 3, 7, 7, 7, 0, 0, 0]
+    assert device.held == 40
+
+
+@pytest.mark.parametrize("to_host", [True, False])
+def test_moving_to_where_a_chunk_lies_changes_nothing(to_host: bool) -> None:
+    """The original's move from CPU to CPU is a KeyError."""
+    device = SimulatedAccelerator(GENEROUS)
+    manager = filled([100], 64, device)
+    manager.chunks[0].is_on_host = manager.chunks[1].is_on_host = to_host
+    manager.allocate(NAMES)
+    before, held = manager.chunks[0].states["master"].data, device.held
+    manager.move(manager.chunks[0], to_host=to_host)
+    assert manager.chunks[0].states["master"].data is before and device.held == held
+
+
+def test_states_on_the_device_have_no_copy_on_the_host() -> None:
+    """The original keeps the host's buffer of every chunk."""
+    device = SimulatedAccelerator(GENEROUS)
+    manager = filled([1000], 100, device)
+    for chunk in manager.chunks[:4]:
+        chunk.is_on_host = True
+    manager.allocate(NAMES)
+    for _ in range(2):
+        assert manager.total_bytes(on_host=True) == 4 * 100 * 12
+        assert manager.total_bytes(on_host=False) == 6 * 100 * 12 == device.held
+        manager.move(manager.chunks[0], to_host=False)
+        manager.move(manager.chunks[9], to_host=True)
+    assert manager.offload_fraction == 0.4
+
+
+def test_moves_carry_every_state_to_the_bit() -> None:
+    manager = filled([1000], 100)
+    manager.allocate(NAMES)
+    generator = torch.Generator().manual_seed(0)
+    wanted = {}
+    for chunk in manager.chunks:
+        for name in NAMES:
+            chunk.states[name].data.copy_(torch.randn(100, generator=generator))
+            wanted[chunk.index, name] = chunk.states[name].data.clone()
+    for to_host in (True, True, False, True):
+        for chunk in manager.chunks[::3]:
+            manager.move(chunk, to_host=to_host)
+    for (index, name), values in wanted.items():
+        assert torch.equal(manager.chunks[index].states[name].data, values)
+
+
+def test_a_device_that_is_full_says_so_and_the_chunk_stays() -> None:
+    device = SimulatedAccelerator(100 * 12 + 500)  # room for one of three states
+    manager = filled([200], 100, device)
+    manager.chunks[1].is_on_host = True
+    manager.allocate(NAMES)
+    with pytest.raises(SimulatedOutOfMemory, match="--simulated-device-memory"):
+        manager.move(manager.chunks[1], to_host=False)
+    assert manager.chunks[1].is_on_host and all(
+        state.memory is HOST for state in manager.chunks[1].states.values()
+    )
