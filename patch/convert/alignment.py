@@ -39,7 +39,7 @@ from patch.device import DeviceContext
 from patch.distributed.groups import alone
 from patch.model import SOURCES, LlamaModel
 
-ONE_FORM = ("rope", "swiglu")
+ONE_FORM = ("rope",)
 """Sources whose fast form is the aligned one: nothing to switch."""
 
 

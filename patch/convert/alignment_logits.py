@@ -31,7 +31,7 @@ class LogitStats(NamedTuple):
     mean: float
     """Mean absolute difference."""
     cosine: float
-    """Least cosine of the two vectors of logits over all positions."""
+    """Mean over positions of the cosine of the two vectors of logits."""
     kl: float
     """Mean over positions of KL(theirs || ours), in nats."""
     top1: float
@@ -80,7 +80,7 @@ def compare_logits(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor])
     return LogitStats(
         max=distance.max().item(),
         mean=distance.mean().item(),
-        cosine=torch.nn.functional.cosine_similarity(mine, expected, dim=-1).min().item(),
+        cosine=torch.nn.functional.cosine_similarity(mine, expected, dim=-1).mean().item(),
         kl=kl if math.isnan(kl) else max(kl, 0.0),
         top1=(mine.argmax(-1) == expected.argmax(-1)).double().mean().item(),
     )

@@ -3,7 +3,7 @@
 Each class stands where upstream's or ours would, with the same parameters, names and sharding. On the CPU
 at TP=1 they make logits, loss and every weight gradient equal to transformers' to the bit; how much each
 fast form differs is what `python -m toolkits.verify_alignment` measures. What the fast forms share with
-Hugging Face is left as it is: RoPE and SwiGLU (both unfused), residual, embedding.
+Hugging Face is left as it is: RoPE (unfused), residual, embedding.
 
 Matrix products see batch-first memory as Hugging Face's do, because a weight's gradient is a sum over
 tokens in memory order. Shapes: S sequence, B micro-batch, H hidden, V vocabulary.
@@ -25,7 +25,7 @@ from patch.model.attention import CausalAttention
 from patch.model.norm import HeadRMSNorm, RMSNorm
 
 SOURCES = ("rmsnorm", "rope", "swiglu", "qkv", "gate_up", "attention")
-"""Where a fast form may differ from Hugging Face's. RoPE and SwiGLU have one form, in its order."""
+"""Where a fast form may differ from Hugging Face's. RoPE has one form, in its order."""
 
 
 class AlignedRMSNorm(RMSNorm):
@@ -129,6 +129,14 @@ class SeparateGateUp(BatchFirstColumn):
         """[B, S, H] in, gate beside up out."""
         assert bias is None, "no supported family has a bias in its MLP"
         return torch.cat([F.linear(hidden_bsh, half) for half in weight.chunk(2)], dim=-1)
+
+
+def batch_first_silu(gate_sbf: torch.Tensor) -> torch.Tensor:
+    """SiLU of [S, B, F] on batch-first memory of its own; same shape.
+
+    On half of a merged row every row has an end, where torch's exp is the scalar one with other bits.
+    """
+    return F.silu(gate_sbf.transpose(0, 1).contiguous()).transpose(0, 1)
 
 
 class AlignedOutput(BatchFirstColumn):

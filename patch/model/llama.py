@@ -25,14 +25,16 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
 from patch.config.schema import RunConfig
-from patch.model.aligned import SOURCES, AlignedOutput, aligned_losses
+from patch.model.aligned import SOURCES, AlignedOutput, aligned_losses, batch_first_silu
 from patch.model.rotary import inverse_frequencies
 from patch.model.spec import block_spec
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
-def transformer_config(config: RunConfig, *, cuda: bool) -> TransformerConfig:
+def transformer_config(
+    config: RunConfig, *, cuda: bool, aligned: frozenset[str] = frozenset()
+) -> TransformerConfig:
     """Upstream's configuration of one run. Fusions that need CUDA extensions stay off."""
     model, parallel, training = config.model, config.parallel, config.training
     dtype = DTYPES[training.precision]
@@ -48,7 +50,7 @@ def transformer_config(config: RunConfig, *, cuda: bool) -> TransformerConfig:
         layernorm_epsilon=model.norm_epsilon,
         normalization="RMSNorm",
         gated_linear_unit=True,
-        activation_func=silu,
+        activation_func=batch_first_silu if "swiglu" in aligned else silu,
         add_bias_linear=False,
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
@@ -213,7 +215,7 @@ def build_llama_model(
     """
     if aligned is None:
         aligned = frozenset(SOURCES) if config.model.precision_align != "none" else frozenset()
-    upstream = transformer_config(config, cuda=device.type == "cuda")
+    upstream = transformer_config(config, cuda=device.type == "cuda", aligned=aligned)
     return [
         LlamaModel(config, upstream, groups, aligned, vp_stage).to(device)
         for vp_stage in range(config.virtual_pipeline_size)
