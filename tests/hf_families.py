@@ -59,13 +59,17 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> class prefix in transformers, and what its configuration has of its own. LLaMA 3.3 is 3.1's."""
 
 
-def family_model(name: str, folder: Path | None = None, **save: Any) -> Any:
-    """The model with random weights, norms and biases included; saved to `folder` when given."""
+def family_model(name: str, folder: Path | None = None, *, dtype: Any = None, **changes: Any) -> Any:
+    """The model with random weights, norms and biases included; saved to `folder` when given.
+
+    `changes` are of its configuration, but `max_shard_size`.
+    """
     import torch
     import transformers
 
     prefix, own = FAMILIES[name]
-    config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, **own})
+    max_shard_size = changes.pop("max_shard_size", "5GB")
+    config = getattr(transformers, f"{prefix}Config")(**{**_SHAPE, **own, **changes})
     torch.manual_seed(0)
     model = getattr(transformers, f"{prefix}ForCausalLM")(config)
     with torch.no_grad():
@@ -74,8 +78,9 @@ def family_model(name: str, folder: Path | None = None, **save: Any) -> Any:
                 parameter.uniform_(0.5, 1.5)
             elif parameter_name.endswith("bias"):
                 parameter.normal_(0.0, 0.5)
+    model = model.to(dtype or torch.float32)
     if folder is not None:
-        model.save_pretrained(folder, **save)
+        model.save_pretrained(folder, max_shard_size=max_shard_size)
     return model.eval()
 
 

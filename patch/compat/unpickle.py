@@ -145,7 +145,7 @@ def load_tensors(path: Path) -> Any:
     Raises:
         OSError, RuntimeError, EOFError, pickle.UnpicklingError: it is missing or damaged.
     """
-    reader = SimpleNamespace(Unpickler=_InertUnpickler)
+    reader = SimpleNamespace(__name__=__name__, Unpickler=_InertUnpickler)
     return torch.load(path, map_location="cpu", pickle_module=reader, weights_only=False, mmap=True)
 
 

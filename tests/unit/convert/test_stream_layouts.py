@@ -1,0 +1,182 @@
+"""A converted folder through N processes: loaded, saved and exported at TP x PP x VPP; and what others write.
+
+The oracle is the source folder. Twelve processes make every layout: replicas fill what TP x PP leave.
+"""
+
+import argparse
+import enum
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_runner import run_distributed
+from hf_families import family_model, family_run
+from safetensors.torch import load_file
+
+from patch.convert import hf_to_mcore, mcore_to_hf
+
+PROCESSES = 12
+LAYOUTS = [(tp, pp, 0) for tp in (1, 2, 4) for pp in (1, 2, 3) if PROCESSES % (tp * pp) == 0]
+LAYOUTS += [(1, 2, 1), (2, 2, 1)]
+"""TP, PP and layers of an interleaved stage; four layers, so PP=3 is uneven."""
+LEGACY = [(2, 2, 0), (2, 3, 0), (2, 2, 1)]
+FOREIGN = {"non_homogeneous_layers": True}, {"singleton_local_shards": True}
+FAMILY = {"num_hidden_layers": 4, "num_key_value_heads": 4}
+
+
+class Backend(enum.Enum):
+    """Stands for the enums of Megatron-LM that its checkpoints hold."""
+
+    AUTO = 1
+
+
+def name_of(layout: tuple[int, int, int]) -> str:
+    return "tp{}-pp{}-vpp{}".format(*layout)
+
+
+def _write_legacy(stages, folder: Path, groups) -> None:
+    """What Megatron-LM's save_checkpoint wrote before torch_dist, by upstream's own state dicts."""
+    if groups.dp_cp.rank() > 0:
+        return
+    tp, pp = groups.tp.rank(), groups.pp.rank()
+    name = f"mp_rank_{tp:02d}_{pp:03d}" if groups.pp.size() > 1 else f"mp_rank_{tp:02d}"
+    states = [stage.state_dict_for_save_checkpoint() for stage in stages]
+    keys = ["model"] if len(states) == 1 else [f"model{index}" for index in range(len(states))]
+    contents = dict(zip(keys, states, strict=True)) | {
+        "args": argparse.Namespace(backend=Backend.AUTO, tensor_model_parallel_size=groups.tp.size()),
+        "checkpoint_version": 3.0, "iteration": 100,
+    }  # fmt: skip
+    (folder / "release" / name).mkdir(parents=True)
+    torch.save(contents, folder / "release" / name / "model_optim_rng.pt")
+
+
+def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
+    """Load the converted folder as position 22 does and export it, in each layout; save as others save."""
+    from megatron.core import dist_checkpointing, parallel_state
+
+    from patch import compat
+    from patch.convert import export_hf
+    from patch.device import DeviceContext
+    from patch.distributed.groups import initialize
+    from patch.model import build_llama_model
+    from patch.training.state import load_weights
+
+    compat.apply(cuda=False)
+    for layout in LAYOUTS:
+        tp, pp, stage = layout
+        config = family_run(
+            root / "source", tp, pp, world_size // (tp * pp),
+            num_layers_per_virtual_pipeline_stage=stage, make_vocab_size_divisible_by=48, precision="bf16",
+        )  # fmt: skip
+        groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
+        stages = build_llama_model(config, groups, torch.device("cpu"))
+        load_weights(root / "mcore", stages, config)
+        out = root / name_of(layout)
+        export_hf(stages, out, config, groups, hf_source=root / "mcore", tokenizer=tokenizer)
+        if layout in LEGACY:
+            _write_legacy(stages, root / f"legacy-{name_of(layout)}", groups)
+        if layout == (2, 3, 0):
+            for index, metadata in enumerate(FOREIGN):
+                folder = root / f"foreign-{index}"
+                if rank == 0:
+                    folder.mkdir()
+                torch.distributed.barrier()
+                state = {"model": stages[0].sharded_state_dict(metadata=metadata), "iteration": 3}
+                dist_checkpointing.save(state, str(folder))
+        parallel_state.destroy_model_parallel()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory, tiny_tokenizer) -> Path:
+    root = tmp_path_factory.mktemp("layouts")
+    family_model("qwen-3", root / "source", dtype=torch.bfloat16, **FAMILY)
+    hf_to_mcore(root / "source", root / "mcore")
+    run_distributed(_pass_through, PROCESSES, root, tiny_tokenizer(), timeout_s=240)
+    return root
+
+
+def check_equal(target: Path, root: Path) -> None:
+    before, after = load_file(root / "source" / "model.safetensors"), {}
+    for path in target.glob("*.safetensors"):
+        after |= load_file(path)
+    assert before.keys() == after.keys()
+    for name, tensor in before.items():
+        assert tensor.dtype == after[name].dtype == torch.bfloat16 and torch.equal(tensor, after[name]), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
+def test_every_layout_exports_what_was_converted(root, layout):
+    check_equal(root / name_of(layout), root)
+
+
+@pytest.mark.parametrize("layout", LEGACY, ids=name_of)
+def test_legacy_checkpoint_of_every_layout_is_read(root, layout, tmp_path):
+    mcore_to_hf(root / f"legacy-{name_of(layout)}", tmp_path / "hf", root / "source")
+    check_equal(tmp_path / "hf", root)
+    assert (tmp_path / "hf" / "config.json").read_bytes() == (root / "source" / "config.json").read_bytes()
+
+
+@pytest.mark.parametrize("index", range(len(FOREIGN)), ids=["one-key-a-layer", "gate-and-up-apart"])
+def test_other_spellings_of_torch_dist_are_read(root, index, tmp_path):
+    mcore_to_hf(root / f"foreign-{index}", tmp_path / "hf", root / "source")
+    check_equal(tmp_path / "hf", root)
+
+
+def test_last_norm_outside_of_the_decoder_is_read(root, tmp_path):
+    """Pai-Megatron-Patch's LLaMA; and a hostile object in the file stays lifeless."""
+    for path in (root / "legacy-tp2-pp2-vpp0").rglob("*.pt"):
+        contents = torch.load(path, weights_only=False)
+        state = contents["model"]
+        for key in [key for key in state if "decoder.final_layernorm" in key]:
+            state[key.removeprefix("decoder.")] = state.pop(key)
+        contents["args"] = Hostile(tmp_path / "ran")
+        target = tmp_path / "pai" / path.relative_to(root / "legacy-tp2-pp2-vpp0")
+        target.parent.mkdir(parents=True)
+        torch.save(contents, target)
+    mcore_to_hf(tmp_path / "pai", tmp_path / "hf", root / "source")
+    check_equal(tmp_path / "hf", root)
+    assert not (tmp_path / "ran").exists()
+
+
+class Hostile:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def _missing(folder: Path) -> None:
+    (folder / "release" / "mp_rank_01_000" / "model_optim_rng.pt").unlink()
+
+
+def _truncated(folder: Path) -> None:
+    path = folder / "release" / "mp_rank_01_000" / "model_optim_rng.pt"
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+def _lacking(folder: Path) -> None:
+    path = folder / "release" / "mp_rank_01_000" / "model_optim_rng.pt"
+    contents = torch.load(path, weights_only=False)
+    del contents["model"]["decoder.layers.1.mlp.linear_fc2.weight"]
+    torch.save(contents, path)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (_missing, "lacks model_optim_rng.pt of TP rank 1, stage 0"),
+        (_truncated, r"mp_rank_01_000.model_optim_rng.pt \(5000 bytes\) cannot be read"),
+        (_lacking, r"lacks decoder\.layers\.\*\.mlp\.linear_fc2\.weight of layer 1 at TP rank 1"),
+    ],
+)
+def test_damaged_legacy_checkpoint_is_refused(root, tmp_path, damage, message):
+    import shutil
+
+    from patch.errors import ConversionError
+
+    folder = shutil.copytree(root / "legacy-tp2-pp2-vpp0", tmp_path / "legacy")
+    damage(folder)
+    with pytest.raises(ConversionError, match=message):
+        mcore_to_hf(folder, tmp_path / "hf", root / "source")
+    assert not (tmp_path / "hf").exists()
