@@ -21,6 +21,7 @@ from patch.config.run_folder import (
     is_complete,
     is_legacy,
     is_released,
+    lacking_files,
 )
 from patch.distributed.collectives import all_or_none
 from patch.errors import CheckpointError
@@ -74,6 +75,8 @@ def weights_folder(load: Path) -> Path:
     if is_legacy(root):
         return _legacy_folder(root)
     if is_released(root):
+        if lacking := lacking_files(root / RELEASE):
+            raise CheckpointError(f"{root / RELEASE} lacks {', '.join(lacking)}; convert the model again")
         return root / RELEASE
     iteration = latest_iteration(root)
     if iteration is None:

@@ -14,6 +14,7 @@ from patch.config.positions import where
 from patch.config.presets import REQUIRED_SHAPE
 from patch.config.rules import Rule, refuse
 from patch.config.run_folder import (
+    RELEASE,
     TRACKER,
     checkpoint_root,
     complete_iterations,
@@ -34,6 +35,8 @@ _STRUCTURE = REQUIRED_SHAPE | {
     "kv_channels",
     "untie_embeddings_and_output_weights",
     "make_vocab_size_divisible_by",
+    "add_qkv_bias",
+    "qk_layernorm",
 }
 """Fields that decide the tensors' shapes; the rest of a shape only changes what is computed with them."""
 
@@ -44,7 +47,8 @@ def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
     if load == "none" or is_hf_folder(load):
         return
     root = checkpoint_root(load)
-    if complete_iterations(root) or is_released(root) or is_complete(Path(load)):
+    released = is_released(root) and is_complete(root / RELEASE)
+    if complete_iterations(root) or released or is_complete(Path(load)):
         return
     found = "a folder without either" if Path(load).is_dir() else "no such folder"
     if is_legacy(root):
@@ -53,7 +57,7 @@ def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
             "python -m toolkits.convert mcore2hf"
         )
     elif (root / TRACKER).is_file():
-        found = f"{root / TRACKER} is there, but no complete checkpoint (iter_*) beside it"
+        found = f"{root / TRACKER} is there, but no complete checkpoint (iter_*, release) beside it"
     refuse("load", load, "none, a Hugging Face folder (config.json), or a run's folder or checkpoint/", found)
 
 

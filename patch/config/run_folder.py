@@ -29,9 +29,14 @@ def checkpoint_root(folder: str | Path) -> Path:
     return below if below.is_dir() else Path(folder)
 
 
+def lacking_files(folder: Path) -> list[str]:
+    """The files that a checkpoint has whatever its size, and this folder has not."""
+    return [name for name in _FILES if not (folder / name).is_file()]
+
+
 def is_complete(folder: Path) -> bool:
     """Whether the folder holds every file that a checkpoint has whatever its size."""
-    return all((folder / name).is_file() for name in _FILES)
+    return not lacking_files(folder)
 
 
 def is_legacy(root: Path) -> bool:
@@ -40,9 +45,9 @@ def is_legacy(root: Path) -> bool:
 
 
 def is_released(root: Path) -> bool:
-    """Whether `root` holds weights without a training state: a converted model."""
+    """Whether `root` is said to hold weights without a training state: a converted model."""
     tracker = root / TRACKER
-    return tracker.is_file() and tracker.read_text().strip() == RELEASE and is_complete(root / RELEASE)
+    return tracker.is_file() and tracker.read_text().strip() == RELEASE
 
 
 def complete_iterations(root: Path) -> list[int]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+from pathlib import Path
 
 import pytest
 
@@ -344,3 +345,29 @@ def test_layers_that_do_not_divide_go_to_the_middle_first(command, layers, pp, e
     argv = [f"--num-layers={layers}", f"--nproc-per-node={pp}"]
     config = command.parse(*argv, PP=str(pp), GLOBAL_BATCH_SIZE="8").config
     assert config.stage_layers == expected
+
+
+def _released(command, name):
+    """A folder as the converter leaves it, or as Megatron-LM's old format has it."""
+    folder = Path(command.hf_folder())
+    (folder / "latest_checkpointed_iteration.txt").write_text("release\n")
+    (folder / "release" / name).mkdir(parents=True)
+    return folder
+
+
+def test_converted_folder_is_taken_with_its_shape_and_tokenizer(command):
+    folder = _released(command, "")
+    for name in (".metadata", "common.pt", "metadata.json"):
+        (folder / "release" / name).write_text("")
+    (folder / "tokenizer.json").write_text("{}")
+    del command.environ["TOKENIZER_PATH"]
+    config = command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=str(folder)).config
+    assert config.model.rope_scaling_factor == 4.0 and config.tokenizer_folder == str(folder)
+    validate_run(config, GPUS)
+
+
+def test_legacy_folder_is_refused_with_the_converters_name(command):
+    folder = _released(command, "mp_rank_00")
+    config = command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=str(folder)).config
+    with pytest.raises(ConfigError, match=r"mp_rank_\*.*python -m toolkits\.convert mcore2hf"):
+        validate_run(config, GPUS)

@@ -1,0 +1,229 @@
+"""The converter's command line: exit codes, what bad input leaves behind, interruptions, memory."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_runner import run_distributed
+from hf_families import family_model
+from safetensors.torch import load_file, save_file
+
+from toolkits.convert import main
+
+NAME = "model.layers.0.mlp.gate_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory) -> Path:
+    """A folder in several files, and what hf2mcore makes of it."""
+    root = tmp_path_factory.mktemp("good")
+    family_model("llama-3", root / "hf", max_shard_size="60KB")
+    assert main(["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "mcore")]) == 0
+    return root
+
+
+@pytest.fixture
+def root(good, tmp_path) -> Path:
+    """A copy to spoil, and a target of each kind that must stay as it is."""
+    shutil.copytree(good, tmp_path / "copy")
+    shutil.copytree(good, tmp_path / "copy" / "before")
+    return tmp_path / "copy"
+
+
+def _snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def _file_of(root: Path, name: str = NAME) -> Path:
+    return (
+        root
+        / "hf"
+        / json.loads((root / "hf" / "model.safetensors.index.json").read_text())["weight_map"][name]
+    )
+
+
+def _change(root: Path, change) -> None:
+    path = _file_of(root)
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+SPOILED_HF = {
+    "missing shard": (lambda root: _file_of(root).unlink(), [NAME.split(".gate")[0], "is missing"]),
+    "truncated shard": (
+        lambda root: os.truncate(_file_of(root), 1000),
+        [".safetensors (1000 bytes)", "cannot be read"],
+    ),
+    "wrong dtype": (
+        lambda root: _change(root, lambda tensors: tensors.update({NAME: tensors[NAME].to(torch.int8)})),
+        [NAME, ".safetensors", "stored as I8"],
+    ),
+    "missing key": (lambda root: _change(root, lambda tensors: tensors.pop(NAME)), [f"no tensor {NAME}"]),
+    "extra key": (
+        lambda root: _change(root, lambda tensors: tensors.update(extra=torch.zeros(2))),
+        [".safetensors holds extra"],
+    ),
+    "no config": (lambda root: (root / "hf" / "config.json").unlink(), ["config.json: cannot be read"]),
+    "unknown model": (
+        lambda root: (root / "hf" / "config.json").write_text('{"model_type": "gpt2"}'),
+        ["config.json: model_type: got 'gpt2'"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPOILED_HF)
+def test_spoiled_folder_ends_with_4_and_leaves_the_target(root, case, capsys):
+    spoil, parts = SPOILED_HF[case]
+    spoil(root)
+    before = _snapshot(root / "before")
+    argv = ["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "before" / "mcore")]
+    assert main(argv) == 4
+    message = capsys.readouterr().err
+    assert all(part in message for part in parts), message
+    assert _snapshot(root / "before") == before and len(list((root / "before").iterdir())) == 2
+
+
+def _data(root: Path) -> Path:
+    return root / "mcore" / "release" / "__0_0.distcp"
+
+
+def _flip(root: Path) -> None:
+    """Break the directory at the end of the first record."""
+    _data(root).write_bytes(_data(root).read_bytes().replace(b"PK\x05\x06", b"PK\x00\x00", 1))
+
+
+def _other_model(root: Path) -> None:
+    path = root / "mcore" / "config.json"
+    path.write_text(path.read_text().replace('"intermediate_size": 96', '"intermediate_size": 128'))
+
+
+def _more_layers(root: Path) -> None:
+    path = root / "mcore" / "config.json"
+    path.write_text(path.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+
+
+SPOILED_MCORE = {
+    "missing data": (lambda root: _data(root).unlink(), ["__0_0.distcp is missing"]),
+    "truncated data": (lambda root: os.truncate(_data(root), 1000), ["distcp is truncated: 1000 bytes"]),
+    "broken record": (_flip, ["__0_0.distcp: embedding.word_embeddings.weight (bytes 0 to"]),
+    "no index": (lambda root: _data(root).with_name(".metadata").unlink(), ["release lacks .metadata"]),
+    "no config": (lambda root: (root / "mcore" / "config.json").unlink(), ["--hf-config"]),
+    "other shape": (_other_model, ["mlp.linear_fc1.weight has shape (2, 192, 64)", "asks for (2, 256, 64)"]),
+    "other layers": (_more_layers, ["has shape (2, ", "asks for (3, "]),
+    "no folder": (lambda root: shutil.rmtree(root / "mcore"), ["mcore", "--hf-config"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", SPOILED_MCORE)
+def test_spoiled_checkpoint_ends_with_4_and_leaves_the_target(root, case, capsys):
+    spoil, parts = SPOILED_MCORE[case]
+    spoil(root)
+    before = _snapshot(root / "before")
+    assert main(["mcore2hf", "--load", str(root / "mcore"), "--save", str(root / "before" / "hf")]) == 4
+    message = capsys.readouterr().err
+    assert all(part in message for part in parts), message
+    assert _snapshot(root / "before") == before and len(list((root / "before").iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["hf2mcore", "--load", "a"],
+        ["hf2mcore", "--load", "a", "--save", "b", "--params-dtype", "int8"],
+        ["mcore2hf", "--load", "a", "--save", "b", "--tp", "2"],
+    ],
+)
+def test_wrong_arguments_end_with_2(argv, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2 and "usage:" in capsys.readouterr().err
+
+
+def test_folder_of_another_kind_is_never_replaced(root, capsys):
+    assert main(["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "before" / "hf")]) == 4
+    assert "no converted checkpoint" in capsys.readouterr().err
+    assert main(["mcore2hf", "--load", str(root / "mcore"), "--save", str(root / "before" / "mcore")]) == 4
+    assert "no Hugging Face model" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_params_dtype_rounds_and_config_says_so(root, name, dtype):
+    assert (
+        main(["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "n"), "--params-dtype", name]) == 0
+    )
+    assert main(["mcore2hf", "--load", str(root / "n"), "--save", str(root / "back")]) == 0
+    before, after = ((root / folder / "config.json").read_text() for folder in ("hf", "back"))
+    assert after == before.replace("float32", str(dtype).removeprefix("torch."))
+    expected = load_file(_file_of(root))[NAME].to(dtype)
+    stored = load_file(root / "back" / _file_of(root).name)[NAME]
+    assert stored.dtype == dtype and torch.equal(stored, expected)
+    index = json.loads((root / "back" / "model.safetensors.index.json").read_text())
+    original = json.loads((root / "hf" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] * 2 == original["metadata"]["total_size"]
+    assert index["weight_map"] == original["weight_map"]
+
+
+def _killed(rank: int, world_size: int, root: Path) -> None:
+    """A conversion that is killed in the middle of its weights."""
+    from patch.checkpoint.pieces import PieceWriter
+
+    add, count = PieceWriter.add, 0
+
+    def add_until_killed(writer, piece, shape):
+        nonlocal count
+        count += 1
+        if count == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add(writer, piece, shape)
+
+    PieceWriter.add = add_until_killed
+    main(["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "new")])
+
+
+def test_killed_conversion_is_not_taken_for_done_and_starts_over(root, capfd):
+    with pytest.raises(AssertionError, match="died with -9"):
+        run_distributed(_killed, 1, root)
+    assert not (root / "new").exists() and (root / ".new.partial" / "release" / "__0_0.distcp").exists()
+    assert main(["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "new")]) == 0
+    assert "interrupted, and starting over" in capfd.readouterr().err
+    assert _data(root).read_bytes() == (root / "new" / "release" / "__0_0.distcp").read_bytes()
+    assert not list(root.glob(".*"))
+
+
+LAYERS = 16
+
+
+def _peak_mib(rank: int, world_size: int, folder: Path) -> float:
+    """Highest resident memory of a process that converted the folder both ways."""
+    assert main(["hf2mcore", "--load", str(folder), "--save", f"{folder}-mcore"]) == 0
+    assert main(["mcore2hf", "--load", f"{folder}-mcore", "--save", f"{folder}-back"]) == 0
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line]
+    return int(line.split()[1]) / 1024
+
+
+def _write_model(folder: Path, num_layers: int) -> None:
+    """One file of 12 MiB a layer."""
+    from patch.convert.hf_files import model_of
+    from patch.convert.table import hf_tensors
+
+    folder.mkdir()
+    shape = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "vocab_size": 500}
+    values = {"model_type": "llama", "num_hidden_layers": num_layers, **shape}
+    (folder / "config.json").write_text(json.dumps(values))
+    tensors = {tensor.name: torch.randn(tensor.shape) for tensor in hf_tensors(model_of(folder))}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_memory_does_not_grow_with_the_model(tmp_path):
+    peaks = []
+    for num_layers in (LAYERS // 4, LAYERS):
+        _write_model(tmp_path / str(num_layers), num_layers)
+        peaks += run_distributed(_peak_mib, 1, tmp_path / str(num_layers))
+    more = ((tmp_path / str(LAYERS)) / "model.safetensors").stat().st_size / 2**20 * 3 / 4
+    assert more > 140 and peaks[1] - peaks[0] < more / 8, f"MiB: {peaks}, the model grew by {more}"
