@@ -47,8 +47,12 @@ class Accelerator(Protocol):
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """(numel,) host memory, exactly that much, that copies go to and from at full speed."""
 
-    def to_host(self, copies: Copies, after: Pending | None = None) -> Mark:
-        """Copy when what is queued for compute until now, and the collective `after`, are done."""
+    def to_host(self, copies: Copies, after: Pending | None = None, *, is_final: bool = False) -> Mark:
+        """Copy when what is queued for compute until now, and the collective `after`, are done.
+
+        Args:
+            is_final: nothing that is queued still writes the sources; copy at once.
+        """
 
     def to_device(self, copies: Copies) -> Mark:
         """Copy at once."""
@@ -90,9 +94,10 @@ class CudaAccelerator:
             )
         return buffer
 
-    def to_host(self, copies: Copies, after: Pending | None = None) -> Mark:
+    def to_host(self, copies: Copies, after: Pending | None = None, *, is_final: bool = False) -> Mark:
         """Copy on the downward stream."""
-        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        if not is_final:
+            self._down.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._down):
             if after is not None:
                 after.join()
@@ -176,7 +181,7 @@ class SimulatedAccelerator:
         """(numel,) of host memory."""
         return torch.empty(numel, dtype=dtype)
 
-    def to_host(self, copies: Copies, after: Pending | None = None) -> Mark:
+    def to_host(self, copies: Copies, after: Pending | None = None, *, is_final: bool = False) -> Mark:
         """Copy at once."""
         if after is not None:
             after.join()

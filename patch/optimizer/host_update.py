@@ -169,15 +169,17 @@ class HostUpdates:
     def _make_slot(self) -> _Slot:
         return _Slot(self._size, self._shards[0], self._accelerator, has_masters=self._has_masters)
 
-    def _fetch(self, chunk: StateChunk, slot: _Slot, after: Pending | None = None) -> _Update:
-        """Bring gradients, and weights that are masters, to the host."""
+    def _fetch(
+        self, chunk: StateChunk, slot: _Slot, after: Pending | None = None, *, is_final: bool = False
+    ) -> _Update:
+        """Bring gradients, and weights that are masters, to the host; see `Accelerator.to_host`."""
         copies = []
         for s in chunk.segments:
             shard = self._shards[s.shard]
             copies.append((shard.gradient[s.begin : s.end], slot.grad[s.place]))
             if slot.old is not None:
                 copies.append((shard.weight[s.begin : s.end], slot.old[s.place]))
-        return _Update(chunk, slot, self._accelerator.to_host(copies, after))
+        return _Update(chunk, slot, self._accelerator.to_host(copies, after, is_final=is_final))
 
     # What follows runs in the worker.
 
@@ -224,7 +226,7 @@ class HostUpdates:
         self._plain.rotate(-1)
         if slot.mark is not None:
             slot.mark.synchronize()
-        return self._fetch(chunk, slot)
+        return self._fetch(chunk, slot, is_final=True)  # the norm of these gradients has been read
 
     def _send(self, update: _Update) -> Mark:
         weight = update.slot.weight
