@@ -18,7 +18,7 @@ from patch.model import build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.training.setup import Run
 from patch.training.step import train_step
-from toolkits.benchmarks._overlap_figures import COMMUNICATION, COMPUTE
+from toolkits.benchmarks._overlap_figures import ALL_TO_ALL, COMMUNICATION, COMPUTE
 from toolkits.benchmarks._upstream import Overlap, UpstreamTrainer
 
 OURS = {f"ours: {level}": level for level in ("none", "optimizer", "gradients")}
@@ -26,7 +26,7 @@ UPSTREAM = {
     "upstream: no overlap": Overlap(),
     "upstream: gradients": Overlap(gradients=True),
     "upstream: gradients + weights": Overlap(gradients=True, weights=True),
-    "upstream: both, all-to-all": Overlap(gradients=True, weights=True, all_to_all=True),
+    ALL_TO_ALL: Overlap(gradients=True, weights=True, all_to_all=True),
 }
 
 
@@ -81,10 +81,13 @@ class OurTrainer:
             optimizer=optimizer,
             start_iteration=0,
         )
+        self._iteration = 0
 
     def step(self) -> float:
-        """One optimizer step."""
-        return train_step(self.run, 0).loss
+        """One optimizer step. Steps count on: only then are a step's tokens counted while the one before ends."""
+        loss = train_step(self.run, self._iteration).loss
+        self._iteration += 1
+        return loss
 
     def settle(self) -> None:
         """Wait for the weights."""

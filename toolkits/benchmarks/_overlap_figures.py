@@ -6,6 +6,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 COMPUTE, COMMUNICATION = "compute alone", "communication alone"
+ALL_TO_ALL = "upstream: both, all-to-all"
 
 
 class Figures:
@@ -22,6 +23,7 @@ class Figures:
         self.seconds = {name: [one["seconds"] for one in found] for name, found in rounds.items()}
         self.best_ours = self._best("ours")
         self.best_upstream = self._best("upstream")
+        self.best_plain_upstream = self._best("upstream", besides=ALL_TO_ALL)
 
     def ratio(self, name: str, other: str) -> float:
         """How many times `other`'s step a step of `name` takes."""
@@ -36,8 +38,9 @@ class Figures:
         lower, middle, upper = quantiles(self.seconds[name], n=4, method="inclusive")
         return lower, middle, upper
 
-    def _best(self, prefix: str) -> str:
-        return min((n for n in self.seconds if n.startswith(prefix)), key=lambda n: median(self.seconds[n]))
+    def _best(self, prefix: str, besides: str = "") -> str:
+        names = [name for name in self.seconds if name.startswith(prefix) and name != besides]
+        return min(names, key=lambda name: median(self.seconds[name]))
 
 
 def _ratio(these: list[float], those: list[float]) -> float:

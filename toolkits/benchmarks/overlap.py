@@ -135,13 +135,21 @@ def _auto_level(cuda: bool, accumulation: int, machine: MachineFacts) -> str:
 
 
 def _aims(figures: dict[str, Figures], auto: str) -> list[Aim]:
-    """The thresholds of the issue."""
+    """The thresholds of the issue, against the settings that it names and against all."""
     one, four = figures["1"], figures["4"]
-    ours, rival = one.best_ours, one.best_upstream
+    ours, beside = one.best_ours, "upstream's best, all-to-all included"
     return [
-        Aim("accumulation 1: our best step / upstream's best", one.ratio(ours, rival), 0.90),
+        Aim(
+            "accumulation 1: our best step / upstream's best", one.ratio(ours, one.best_plain_upstream), 0.90
+        ),
+        Aim(f"accumulation 1: our best step / {beside}", one.ratio(ours, one.best_upstream), 0.90),
         Aim("accumulation 1: our best step / max(compute, communication)", one.over_bound(ours), 1.08),
-        Aim(f"accumulation 4: auto ({auto}) / upstream's best", four.ratio(auto, four.best_upstream), 1.00),
+        Aim(
+            f"accumulation 4: auto ({auto}) / upstream's best",
+            four.ratio(auto, four.best_plain_upstream),
+            1.0,
+        ),
+        Aim(f"accumulation 4: auto ({auto}) / {beside}", four.ratio(auto, four.best_upstream), 1.0),
     ]
 
 
