@@ -20,7 +20,7 @@
 #include <vector>
 
 #if defined(__x86_64__)
-#include <xmmintrin.h>
+#include <emmintrin.h>
 #endif
 
 #if defined(__clang__)
@@ -28,6 +28,9 @@
 #else
 #define INDEPENDENT _Pragma("GCC ivdep")
 #endif
+
+// Made anew for each instruction set.
+#define INLINE inline __attribute__((always_inline))
 
 extern "C" {
 
@@ -55,6 +58,7 @@ struct Scalars {
 namespace {
 
 constexpr int64_t kTile = 1 << 16;  // elements a thread takes at a time
+constexpr int64_t kBlock = 256;     // elements of results that are stored past the caches at a time
 
 enum Form { kMaster, kMasterAndWeight, kSplit };
 
@@ -80,23 +84,41 @@ inline float join(uint16_t weight, int16_t low) {
     return as_float((static_cast<uint32_t>(weight) << 16) + static_cast<uint32_t>(low));
 }
 
+struct Results {
+    void *master;
+    float *exp_avg, *exp_avg_sq;
+    uint16_t *weight;
+};
+
+template <Form form>
+Results results_from(const Segment &segment, int64_t begin) {
+    const int64_t master_bytes = form == kSplit ? sizeof(int16_t) : sizeof(float);
+    return {
+        static_cast<char *>(segment.master_out) + begin * master_bytes,
+        segment.exp_avg_out + begin,
+        segment.exp_avg_sq_out + begin,
+        form == kMaster ? nullptr : segment.weight_out + begin,
+    };
+}
+
+// The update of n elements from `begin` on.
 template <class Grad, Form form, bool is_decoupled>
-inline __attribute__((always_inline)) void update_range(
-    const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
+INLINE void update_range(
+    const Segment &segment, const Scalars &scalars, int64_t begin, int64_t n, const Results &results) {
     const Scalars c = scalars;
     const float decay = c.decay[segment.is_decayed];
-    const auto *grad = static_cast<const Grad *>(segment.grad);
-    const auto *master_in = static_cast<const float *>(segment.master_in);
-    const auto *low_in = static_cast<const int16_t *>(segment.master_in);
-    const uint16_t *weight_in = segment.weight_in;
-    const float *exp_avg_in = segment.exp_avg_in, *exp_avg_sq_in = segment.exp_avg_sq_in;
-    auto *master_out = static_cast<float *>(segment.master_out);
-    auto *low_out = static_cast<int16_t *>(segment.master_out);
-    uint16_t *weight_out = segment.weight_out;
-    float *exp_avg_out = segment.exp_avg_out, *exp_avg_sq_out = segment.exp_avg_sq_out;
+    const auto *grad = static_cast<const Grad *>(segment.grad) + begin;
+    const auto *master_in = static_cast<const float *>(segment.master_in) + begin;
+    const auto *low_in = static_cast<const int16_t *>(segment.master_in) + begin;
+    const uint16_t *weight_in = form == kSplit ? segment.weight_in + begin : nullptr;
+    const float *exp_avg_in = segment.exp_avg_in + begin, *exp_avg_sq_in = segment.exp_avg_sq_in + begin;
+    auto *master_out = static_cast<float *>(results.master);
+    auto *low_out = static_cast<int16_t *>(results.master);
+    uint16_t *weight_out = results.weight;
+    float *exp_avg_out = results.exp_avg, *exp_avg_sq_out = results.exp_avg_sq;
 
     INDEPENDENT
-    for (int64_t i = begin; i < end; ++i) {
+    for (int64_t i = 0; i < n; ++i) {
         float p = form == kSplit ? join(weight_in[i], low_in[i]) : master_in[i];
         float g = widen(grad[i]) * c.grad_scale;
         if (is_decoupled)
@@ -117,24 +139,67 @@ inline __attribute__((always_inline)) void update_range(
     }
 }
 
+// Stores past the caches, which would read every line first only to overwrite it.
+inline void stream(void *to, const void *from, int64_t bytes) {
+#if defined(__x86_64__)
+    if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0 && bytes % sizeof(__m128i) == 0) {
+        auto *target = static_cast<__m128i *>(to);
+        const auto *source = static_cast<const __m128i *>(from);
+        for (int64_t i = 0; i < bytes / int64_t{sizeof(__m128i)}; ++i)
+            _mm_stream_si128(target + i, _mm_load_si128(source + i));
+        return;
+    }
+#endif
+    std::memcpy(to, from, bytes);
+}
+
+// Results that go beside the states, block by block.
+template <class Grad, Form form, bool is_decoupled>
+INLINE void update_beside(const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
+    alignas(64) float master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock];
+    alignas(64) uint16_t weight[kBlock];
+    for (; begin < end; begin += kBlock) {
+        const int64_t n = std::min(kBlock, end - begin);
+        update_range<Grad, form, is_decoupled>(
+            segment, scalars, begin, n, {master, exp_avg, exp_avg_sq, weight});
+        const Results results = results_from<form>(segment, begin);
+        stream(results.master, master, n * (form == kSplit ? sizeof(int16_t) : sizeof(float)));
+        stream(results.exp_avg, exp_avg, n * sizeof(float));
+        stream(results.exp_avg_sq, exp_avg_sq, n * sizeof(float));
+        if (form != kMaster) stream(results.weight, weight, n * sizeof(uint16_t));
+    }
+#if defined(__x86_64__)
+    _mm_sfence();  // before another thread is told
+#endif
+}
+
+template <class Grad, Form form, bool is_decoupled>
+INLINE void update_tile(const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
+    if (segment.exp_avg_out == segment.exp_avg_in)
+        update_range<Grad, form, is_decoupled>(
+            segment, scalars, begin, end - begin, results_from<form>(segment, begin));
+    else
+        update_beside<Grad, form, is_decoupled>(segment, scalars, begin, end);
+}
+
 using Update = void (*)(const Segment &, const Scalars &, int64_t, int64_t);
 
 template <class Grad, Form form, bool is_decoupled>
 void update_default(const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
-    update_range<Grad, form, is_decoupled>(segment, scalars, begin, end);
+    update_tile<Grad, form, is_decoupled>(segment, scalars, begin, end);
 }
 
 #if defined(__x86_64__)
 template <class Grad, Form form, bool is_decoupled>
 __attribute__((target("avx2"))) void update_avx2(
     const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
-    update_range<Grad, form, is_decoupled>(segment, scalars, begin, end);
+    update_tile<Grad, form, is_decoupled>(segment, scalars, begin, end);
 }
 
 template <class Grad, Form form, bool is_decoupled>
 __attribute__((target("avx512f,avx512bw,avx512vl,prefer-vector-width=512"))) void update_avx512(
     const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
-    update_range<Grad, form, is_decoupled>(segment, scalars, begin, end);
+    update_tile<Grad, form, is_decoupled>(segment, scalars, begin, end);
 }
 #endif
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adam_cases import FORMS, assert_equal, bits_after, make_segments, scalars
+from adam_cases import FORMS, SIZES, assert_equal, bits_after, make_segments, scalars
 
 from patch.optimizer.kernels import Segment, States
 from patch.optimizer.kernels.native import INSTRUCTION_SETS, NativeAdam, load
@@ -29,13 +29,14 @@ def test_every_instruction_set_equals_the_oracle(instruction_set, form, grad_dty
             assert_equal(bits_after(kernel, ours, step), bits_after(NumpyAdam(), expected, step))
 
 
+@pytest.mark.parametrize("sizes", [SIZES, (70_001,)], ids=["odd", "aligned"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_shadow_takes_the_results_and_states_stay(form):
+def test_a_shadow_takes_the_results_and_states_stay(form, sizes):
     step = scalars()
-    ours, expected = (make_segments(form, torch.bfloat16, is_shadowed=True) for _ in range(2))
+    ours, expected = (make_segments(form, torch.bfloat16, is_shadowed=True, sizes=sizes) for _ in range(2))
     before = [segment.states.exp_avg.clone() for segment in ours]
     assert_equal(bits_after(NativeAdam(), ours, step), bits_after(NumpyAdam(), expected, step))
-    in_place = make_segments(form, torch.bfloat16)
+    in_place = make_segments(form, torch.bfloat16, sizes=sizes)
     NativeAdam().update(in_place, step)
     for segment, same, exp_avg in zip(ours, in_place, before, strict=True):
         assert torch.equal(segment.states.exp_avg.view(torch.int32), exp_avg.view(torch.int32))
