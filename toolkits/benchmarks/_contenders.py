@@ -84,7 +84,7 @@ class OurTrainer:
         self._iteration = 0
 
     def step(self) -> float:
-        """One optimizer step. They count on: only so are the tokens of each counted while the one before ends."""
+        """One optimizer step, which counts the next one's tokens as it ends."""
         loss = train_step(self.run, self._iteration).loss
         self._iteration += 1
         return loss
