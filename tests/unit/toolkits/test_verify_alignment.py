@@ -46,7 +46,7 @@ def _nothing(model: Any) -> None:
 Case = tuple[str, dict[str, Any], Callable[[Any], None], dict[str, Any], dict[str, str]]
 WHOLE = ("bf16", "theta")
 CASES: dict[str, Case] = {
-    # name: (family, fields of the run, damage to its weights, fields written to config.yaml, further flags)
+    # name: (family, fields of the run, damage to its weights, what its description says, further flags)
     "fp32": ("llama-3.1", {"precision": "fp32"}, _nothing, {}, {}),
     "bf16": ("llama-3.1", {"precision": "bf16"}, _nothing, {}, {"attention": "eager"}),
     "computed in bf16": ("llama-3.1", {"precision": "fp32"}, _nothing, {}, {"params-dtype": "bf16"}),
@@ -57,7 +57,7 @@ CASES: dict[str, Case] = {
     "query heads": ("llama-3.1", {"precision": "fp32"}, _swap_query_heads, {}, {}),
     "gate and up": ("llama-3.1", {"precision": "fp32"}, _swap_gate_and_up, {}, {}),
     "theta": ("llama-3.1", {"precision": "fp32"}, _nothing, {"rotary_base": 10000.0}, {}),
-    "scaling": ("llama-3.1", {"precision": "fp32"}, _nothing, {"use_rope_scaling": False}, {}),
+    "scaling": ("llama-3.1", {}, _convert, {"rope_parameters": {"rope_theta": 500000.0}}, {}),
     "untied": ("llama-3.2", {"precision": "fp32", TIED: True}, _nothing, {}, {}),
     "lost output": ("llama-3.1", {"precision": "fp32", TIED: False}, _nothing, {}, {}),
 }
@@ -76,6 +76,8 @@ def _save(folder: Path, hf: Path, case: Case) -> None:
     _, fields, damage, written, _ = case
     if damage is _convert:
         hf_to_mcore(hf, folder)
+        described = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(described | written))
         return
     folder.mkdir()
     compat.apply(cuda=False)
