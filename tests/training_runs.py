@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from megatron.core import parallel_state
+from distributed_runner import new_job
 
 from patch import compat
 from patch.config.schema import RunConfig
@@ -76,7 +76,7 @@ def train(config: RunConfig, hf_folder: Path | None = None) -> list[StepResult]:
         result = train_step(run, iteration)
         results.append(result._replace(loss=max_over_world([result.loss], run.device)[0]))
     valid_loss = max_over_world([evaluate(run)], run.device)[0]
-    parallel_state.destroy_model_parallel()
+    new_job()
     return [*results, results[-1]._replace(loss=valid_loss)]
 
 

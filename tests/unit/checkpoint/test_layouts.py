@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_runner import run_distributed
+from distributed_runner import new_job, run_distributed
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -24,7 +24,7 @@ VOCAB, HIDDEN, FFN, LAYERS = 64, 32, 48, 2
 
 def build(tp: int, pp: int, seed: int) -> GPTModel:
     """LLaMA-like (SwiGLU, RMSNorm, GQA, untied), with weights that differ between any two layouts."""
-    parallel_state.destroy_model_parallel()
+    new_job()
     parallel_state.initialize_model_parallel(tp, pp)
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=4,

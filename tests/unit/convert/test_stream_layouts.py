@@ -1,6 +1,6 @@
 """A converted folder through N processes: loaded, saved and exported at TP x PP x VPP; and what others write.
 
-The oracle is the source folder. Twelve processes make every layout: replicas fill what TP x PP leave.
+The oracle is the source folder. Replicas fill what TP x PP leave of a job's processes.
 """
 
 import argparse
@@ -9,16 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_runner import run_distributed
+from distributed_runner import new_job, run_distributed
 from hf_families import family_model, family_run
 from safetensors.torch import load_file
 
 from patch.convert import hf_to_mcore, mcore_to_hf
 
-PROCESSES = 12
-LAYOUTS = [(tp, pp, 0) for tp in (1, 2, 4) for pp in (1, 2, 3) if PROCESSES % (tp * pp) == 0]
-LAYOUTS += [(1, 2, 1), (2, 2, 1)]
-"""TP, PP and layers of an interleaved stage; four layers, so PP=3 is uneven."""
+JOBS = {
+    4: [(1, 1, 0), (1, 2, 0), (2, 1, 0), (2, 2, 0), (4, 1, 0), (1, 2, 1), (2, 2, 1)],
+    6: [(1, 3, 0), (2, 3, 0)],
+    12: [(4, 3, 0)],
+}
+"""By processes: TP, PP and layers of an interleaved stage; four layers, so PP=3 is uneven."""
+LAYOUTS = [layout for layouts in JOBS.values() for layout in layouts]
 LEGACY = [(2, 2, 0), (2, 3, 0), (2, 2, 1)]
 FOREIGN = {"non_homogeneous_layers": True}, {"singleton_local_shards": True}
 FAMILY = {"num_hidden_layers": 4, "num_key_value_heads": 4}
@@ -52,7 +55,7 @@ def _write_legacy(stages, folder: Path, groups) -> None:
 
 def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
     """Load the converted folder as position 22 does and export it, in each layout; save as others save."""
-    from megatron.core import dist_checkpointing, parallel_state
+    from megatron.core import dist_checkpointing
 
     from patch import compat
     from patch.convert import export_hf
@@ -62,7 +65,7 @@ def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
     from patch.training.state import load_weights
 
     compat.apply(cuda=False)
-    for layout in LAYOUTS:
+    for layout in JOBS[world_size]:
         tp, pp, stage = layout
         config = family_run(
             root / "source", tp, pp, world_size // (tp * pp),
@@ -83,7 +86,7 @@ def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
                 torch.distributed.barrier()
                 state = {"model": stages[0].sharded_state_dict(metadata=metadata), "iteration": 3}
                 dist_checkpointing.save(state, str(folder))
-        parallel_state.destroy_model_parallel()
+        new_job()
 
 
 @pytest.fixture(scope="module")
@@ -91,7 +94,8 @@ def root(tmp_path_factory, tiny_tokenizer) -> Path:
     root = tmp_path_factory.mktemp("layouts")
     family_model("qwen-3", root / "source", dtype=torch.bfloat16, **FAMILY)
     hf_to_mcore(root / "source", root / "mcore")
-    run_distributed(_pass_through, PROCESSES, root, tiny_tokenizer(), timeout_s=240)
+    for processes in JOBS:
+        run_distributed(_pass_through, processes, root, tiny_tokenizer(), timeout_s=240)
     return root
 
 

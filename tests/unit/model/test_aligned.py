@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_runner import run_distributed
+from distributed_runner import new_job, run_distributed
 from hf_families import family_model, family_run
 from megatron.core import parallel_state
 from small_runs import hf_llama, small_run
@@ -176,7 +176,7 @@ def run_one_process(rank: int, world_size: int, root: Path) -> dict[tuple, Any]:
             stages = _stages(config, root / family)
             for shape in SHAPES.get(family, [LONG]):
                 found[family, precision, align, form, shape] = _differences(stages, hf, config, shape)
-            parallel_state.destroy_model_parallel()
+            new_job()
     config = _config(root / "mistral-nemo", "fp32", "sdpa", train_iters=4)
     ours = [result.loss for result in train(config, root / "mistral-nemo")[:-1]]
     return found | {("losses",): (ours, _plain_loop(config, root / "mistral-nemo"))}
@@ -266,7 +266,7 @@ def _stage_differences(hf: Any, folder: Path, config: RunConfig) -> tuple:
     _, losses, gradients = _hf_step(hf, batches)
     ours = _our_step(stages, batches, is_aligned=True)
     mine = _gradients(stages, config)
-    parallel_state.destroy_model_parallel()
+    new_job()
     differing = [name for name in mine if name != tied and not torch.equal(mine[name], gradients[name])]
     shared = (mine[tied].float().numpy(), gradients[tied].float().numpy()) if tied else None
     return ours, losses, differing, len(mine), len(gradients) + bool(tied), shared
@@ -287,7 +287,7 @@ def _tp_nearness(hf: Any, folder: Path, config: RunConfig) -> tuple[float, float
     columns = gradients["model.layers.0.self_attn.o_proj.weight"].chunk(2, dim=1)
     expected = columns[parallel_state.get_tensor_model_parallel_rank()].float()
     mine = stages[0].decoder.layers[0].self_attention.linear_proj.weight.grad.float()
-    parallel_state.destroy_model_parallel()
+    new_job()
     cosine = torch.nn.functional.cosine_similarity(ours, logits, dim=-1).min().item()
     relative = (mine - expected).abs().max() / expected.abs().max()
     return cosine, (ours - logits).abs().max().item(), relative.item()

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_runner import run_distributed
-from megatron.core import parallel_state
+from distributed_runner import new_job, run_distributed
 from small_runs import hf_llama, small_run
 from training_runs import build_seeded_run, seeded_batches, train
 
@@ -41,7 +40,7 @@ def _our_logits(config: RunConfig, folder: Path) -> dict[int, torch.Tensor]:
     (model,) = build_seeded_run(config, folder).stages
     model.eval()
     logits = {length: model(_prompt(config, length), None, None).float().numpy() for length in LENGTHS}
-    parallel_state.destroy_model_parallel()
+    new_job()
     return logits
 
 

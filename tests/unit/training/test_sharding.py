@@ -9,8 +9,7 @@ import itertools
 from typing import Any
 
 import pytest
-from distributed_runner import run_distributed
-from megatron.core import parallel_state
+from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from training_runs import build_seeded_run, run_training
 
@@ -79,7 +78,8 @@ def trace(config: RunConfig) -> dict[str, Any]:
         if next(module.parameters(recurse=False), None) is not None:
             module.register_forward_pre_hook(lambda *_: pending.append(len(run.optimizer.weights._pending)))
     train_step(run, 1)
-    parallel_state.destroy_model_parallel()
+    run.optimizer.wait_for_weights()
+    new_job()
     return {"stages": stages, "pending": pending, "num_buckets": len(buckets)}
 
 
