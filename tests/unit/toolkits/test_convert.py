@@ -4,6 +4,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -227,3 +229,33 @@ def test_memory_does_not_grow_with_the_model(tmp_path):
         peaks += run_distributed(_peak_mib, 1, tmp_path / str(num_layers))
     more = ((tmp_path / str(LAYERS)) / "model.safetensors").stat().st_size / 2**20 * 3 / 4
     assert more > 140 and peaks[1] - peaks[0] < more / 8, f"MiB: {peaks}, the model grew by {more}"
+
+
+WRAPPER = (
+    Path(__file__).parents[3] / "toolkits/model_checkpoints_convertor/llama/hf2mcore_convertor_llama3_1.sh"
+)
+
+
+def _wrapper(*positions: str) -> subprocess.CompletedProcess:
+    command = ["bash", str(WRAPPER), *positions]
+    return subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable}
+    )
+
+
+def test_positions_of_pais_converter(root):
+    back = _wrapper(
+        "8B", str(root / "mcore"), str(root / "b"), *"2 2 true false false fp32".split(), str(root / "hf")
+    )
+    assert back.returncode == 0 and "SIZE, TP and PP are not needed" in back.stderr, back.stderr
+    assert (root / "b" / _file_of(root).name).read_bytes() == _file_of(root).read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("positions", "message"),
+    [("8B a b", "SIZE SOURCE TARGET"), ("8B a b 1 1 yes false false bf16", "got yes"),
+     ("8B a b 1 1 true false false bf16", "HF_CKPT_PATH")],
+)  # fmt: skip
+def test_wrong_positions_of_pais_converter_end_with_2(positions, message):
+    ended = _wrapper(*positions.split())
+    assert ended.returncode == 2 and message in ended.stderr

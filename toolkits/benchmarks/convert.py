@@ -1,0 +1,158 @@
+"""How fast and in how much memory the converter works, both ways, beside `cp` of the same files.
+
+python -m toolkits.benchmarks.convert [--quick] [--json FILE] [--plot FILE] [--folder FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from toolkits.benchmarks._report import Aim, aim_lines, write_json
+
+_ROUNDS, _QUICK_ROUNDS = 5, 2
+_LAYERS, _QUICK_LAYERS = 16, 4
+_SHAPE = {
+    "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "vocab_size": 65536, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+}  # fmt: skip
+_FILES = 2
+_WAYS = ("cp", "hf2mcore", "mcore2hf")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark and report."""
+    arguments = _parse(argv)
+    if arguments.worker:
+        return _work(*arguments.worker)
+    rounds, layers = (_QUICK_ROUNDS, _QUICK_LAYERS) if arguments.quick else (_ROUNDS, _LAYERS)
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        measured = _run_worker(folder, rounds, layers)
+    aims = _aims(measured)
+    gib = measured["bytes"] / 2**30
+    print(f"{gib:.2f} GiB in {_FILES} files; peak memory {measured['peak_gib']:.2f} GiB")
+    for way in _WAYS:
+        seconds = [times[way] for times in measured["rounds"]]
+        print(f"{way:9} {gib / statistics.median(seconds):6.2f} GiB/s  median of {len(seconds)}")
+    print("\n".join(aim_lines(aims)))
+    if arguments.json:
+        write_json(arguments.json, aims, **measured)
+    _plot(measured, arguments.plot)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m toolkits.benchmarks.convert", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a quarter of the layers, fewer rounds")
+    parser.add_argument("--json", type=Path, help="write aims, rounds, machine and versions here")
+    parser.add_argument("--plot", type=Path, default=Path("convert.png"), help="default: %(default)s")
+    parser.add_argument("--folder", type=Path, help="where the files lie meanwhile: 8 GiB (default: TMPDIR)")
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _run_worker(folder: str, rounds: int, layers: int) -> dict[str, Any]:
+    """A process of its own, so that its peak of memory is the converter's."""
+    _write_model(Path(folder) / "source", layers)
+    command = [sys.executable, "-m", "toolkits.benchmarks.convert", "--worker", folder, str(rounds), "result"]
+    subprocess.run(command, check=True)
+    return json.loads((Path(folder) / "result").read_text())
+
+
+def _write_model(folder: Path, layers: int) -> None:
+    """Random weights in the form of a Hugging Face folder."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    import torch
+    from safetensors.torch import save_file
+
+    from patch.convert.hf_files import model_of
+    from patch.convert.table import hf_tensors
+
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(_SHAPE | {"num_hidden_layers": layers}))
+    tensors = hf_tensors(model_of(folder))
+    placed: dict[str, str] = {}
+    for number in range(_FILES):
+        name = f"model-{number + 1:05d}-of-{_FILES:05d}.safetensors"
+        held = tensors[number::_FILES]
+        bits = {t.name: torch.randint(-(2**15), 2**15, t.shape, dtype=torch.int16) for t in held}
+        save_file({key: value.view(torch.bfloat16) for key, value in bits.items()}, folder / name)
+        placed |= dict.fromkeys(bits, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+
+
+def _work(folder_name: str, rounds: str, result: str) -> int:
+    """Take turns; write times in seconds and the highest resident memory."""
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    from patch.convert import hf_to_mcore, mcore_to_hf
+
+    folder = Path(folder_name)
+    source, copy, mcore, back = (folder / name for name in ("source", "copy", "mcore", "back"))
+    ways: dict[str, Callable[[], Any]] = {
+        "cp": lambda: subprocess.run(["cp", "-r", source, copy], check=True),
+        "hf2mcore": lambda: hf_to_mcore(source, mcore),
+        "mcore2hf": lambda: mcore_to_hf(mcore, back),
+    }
+    measured = []
+    for _ in range(int(rounds)):
+        for target in (copy, mcore, back):
+            shutil.rmtree(target, ignore_errors=True)
+        measured.append({way: _seconds(ways[way]) for way in _WAYS})
+    (line,) = [text for text in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in text]
+    size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
+    content = {"bytes": size, "peak_gib": int(line.split()[1]) / 2**20, "rounds": measured}
+    (folder / result).write_text(json.dumps(content))
+    return 0
+
+
+def _seconds(action: Callable[[], Any]) -> float:
+    """Of one action that begins with a clean disk cache; like `cp` it ends when the kernel has the bytes."""
+    os.sync()
+    begin = time.perf_counter()
+    action()
+    return time.perf_counter() - begin
+
+
+def _aims(measured: dict[str, Any]) -> list[Aim]:
+    """Half of `cp`'s bytes a second is twice its time; ratios within a round: load hits neighbours alike."""
+
+    def ratio(way: str) -> float:
+        return statistics.median(times[way] / times["cp"] for times in measured["rounds"])
+
+    return [
+        Aim("hf2mcore: time / cp's", ratio("hf2mcore"), 2.0),
+        Aim("mcore2hf: time / cp's", ratio("mcore2hf"), 2.0),
+        Aim("peak memory, GiB", measured["peak_gib"], 1.5),
+    ]
+
+
+def _plot(measured: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    gib = measured["bytes"] / 2**30
+    figure, axes = pyplot.subplots(figsize=(5, 3.2), layout="constrained")
+    for index, way in enumerate(_WAYS):
+        speeds = [gib / times[way] for times in measured["rounds"]]
+        axes.bar(index, statistics.median(speeds), color="lightsteelblue")
+        axes.plot([index] * len(speeds), speeds, "k.", markersize=4)
+    axes.set_xticks(range(len(_WAYS)), _WAYS)
+    axes.set_ylabel("GiB/s")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,42 @@
+#!/bin/bash
+# The positions of Pai-Megatron-Patch's LLaMA-3.1 converter, for people who move over; the work is toolkits.convert's.
+#
+#   bash hf2mcore_convertor_llama3_1.sh SIZE SOURCE TARGET TP PP MG2HF CHECK CHECK_ONLY PR [HF_CKPT_PATH]
+set -euo pipefail
+
+if [[ $# -lt 9 || $# -gt 10 ]]; then
+    sed -n '2,4s/^# \{0,3\}//p' "$0" >&2
+    exit 2
+fi
+source_folder=$2 target=$3 mg2hf=$6 check=$7 check_only=$8 precision=$9 hf_folder=${10:-}
+for value in "$mg2hf" "$check" "$check_only"; do
+    if [[ $value != true && $value != false ]]; then
+        echo "ERROR MG2HF, CHECK and CHECK_ONLY: got $value, expected true or false" >&2
+        exit 2
+    fi
+done
+if [[ $mg2hf == true && -z $hf_folder ]]; then
+    echo "ERROR HF_CKPT_PATH (position 10) is missing: with MG2HF=true it describes the model" >&2
+    exit 2
+fi
+echo "SIZE, TP and PP are not needed: config.json tells the shape, and any TP and PP loads the checkpoint" >&2
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+own="$root/.venv/bin/python"
+[[ -x $own ]] || own=python3
+python=${PYTHON:-$own}
+if [[ $mg2hf == true ]]; then
+    hf=$hf_folder mcore=$source_folder
+    convert=(mcore2hf --load "$source_folder" --save "$target" --hf-config "$hf_folder")
+else
+    hf=$source_folder mcore=$target
+    convert=(hf2mcore --load "$source_folder" --save "$target" --params-dtype "$precision")
+fi
+if [[ $check_only == false ]]; then
+    "$python" -m toolkits.convert "${convert[@]}"
+    [[ $mg2hf == true ]] && hf=$target
+fi
+if [[ $check == true || $check_only == true ]]; then
+    "$python" -m toolkits.verify_alignment --hf "$hf" --mcore "$mcore" --params-dtype "$precision"
+fi
