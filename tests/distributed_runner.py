@@ -81,8 +81,8 @@ def _join() -> None:
 def new_job() -> None:
     """In all ranks of a body: leave every process group, and go on in a new job without any.
 
-    For bodies that build one layout after the other. The groups of a layout keep 50 threads of gloo, which wake
-    100 times a second each until the groups are destroyed: after eight layouts half of the time goes there.
+    For bodies that build one layout after the other. The groups of a layout keep 50 threads of gloo, many of
+    which wake 100 times a second until their group is destroyed: half of the time after eight layouts.
     """
     import torch.distributed
     from megatron.core import parallel_state
