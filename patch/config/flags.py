@@ -15,15 +15,6 @@ from patch.config.positions import POSITIONS, VARIABLES
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, nearest
 
-NOT_BUILT_FLAGS: dict[str, str] = {
-    "--precision-align": "Hugging Face's order of operations",
-    "--optimizer-offload-fraction": "optimizer offload",
-    "--optimizer-offload-auto-threshold": "optimizer offload",
-    "--optimizer-offload-chunk-size": "optimizer offload",
-    "--simulated-device-memory": "optimizer offload",
-}
-"""Flags that the project is to have, and what they will belong to: refused by name until then."""
-
 
 class Flags(NamedTuple):
     """What the named flags said."""
@@ -122,8 +113,6 @@ def read_flags(argv: Sequence[str]) -> Flags:
 
 
 def _refuse_unknown(name: str) -> NoReturn:
-    if name in NOT_BUILT_FLAGS:
-        raise ConfigError(f"{name} is not built yet ({NOT_BUILT_FLAGS[name]}), leave it out")
     known = ["--config", "--dry-run", *(flag for field in FIELDS.values() for flag in _spellings(field))]
     raise ConfigError(f"unknown argument {name}{nearest(name, known)} (--help lists the flags)")
 

@@ -55,7 +55,7 @@ POSITIONS: tuple[Position, ...] = (
         "OPTIMIZER_OFFLOAD",
         FIELDS["optimizer_offload_policy"].choices,
         ("optimizer_offload_policy",),
-        "optimizer states in host memory",
+        "optimizer states in host memory: none, a fraction, or what does not fit",
     ),
     Position("SAVE_INTERVAL", INT, ("save_interval",), "steps between checkpoints"),
     Position("DATASET_PATH", PATH, ("train_data_path",), "JSON file, or prefix of .bin/.idx"),
@@ -70,6 +70,10 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "MP_DATASET_TYPE": ("dataset_type", "idxmap (default) or raw"),
     "MP_AC_LAYERS": ("recompute_num_layers", "AC=full: layers per recomputed block (default 1)"),
     "MP_VP": ("num_layers_per_virtual_pipeline_stage", "layers per interleaved stage"),
+    "OPTIMIZER_OFFLOAD_FRACTION": (
+        "optimizer_offload_fraction",
+        "OPTIMIZER_OFFLOAD=static: share of a process's states in host memory (default 1.0)",
+    ),
     "MP_SFT_PACKING": ("packing", "true: several samples in one sequence"),
     "TOKENIZER_PATH": ("tokenizer_name_or_path", "tokenizer folder (default: position 22)"),
 }
@@ -150,10 +154,6 @@ def read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
     Raises:
         ConfigError: a value that cannot be read.
     """
-    if environ.get("OPTIMIZER_OFFLOAD_FRACTION"):
-        raise ConfigError(
-            "environment variable OPTIMIZER_OFFLOAD_FRACTION: optimizer offload is not built yet, unset it"
-        )
     return {
         field: coerce(FIELDS[field], environ[variable], f"environment variable {variable}")
         for variable, (field, _) in VARIABLES.items()

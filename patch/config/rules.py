@@ -44,7 +44,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("precision", lambda v: v == "fp8", "fp8 training", "bf16, fp16 or fp32"),
     NotBuilt("context_parallel_size", lambda v: v > 1, "context parallelism", "1"),
     NotBuilt("cpu_offloading", bool, "activation offload", "AC=sel or full"),
-    NotBuilt("optimizer_offload_policy", lambda v: v != "false", "optimizer offload", "false"),
     NotBuilt("packing", bool, "packing of several samples", "MP_SFT_PACKING=false"),
     NotBuilt("distributed_checkpointing", lambda v: not v, "a checkpoint written by one rank alone", "true"),
 )
@@ -80,7 +79,8 @@ _ABOVE_0 = (
 ).split()
 _NOT_BELOW_0 = (
     "min_lr lr_warmup_iters weight_decay clip_grad seed eval_interval eval_iters init_method_std "
-    "num_layers_per_virtual_pipeline_stage"
+    "num_layers_per_virtual_pipeline_stage optimizer_offload_auto_threshold optimizer_offload_chunk_size "
+    "simulated_device_memory"
 ).split()
 
 
@@ -98,6 +98,18 @@ def numbers_are_in_range(config: RunConfig, machine: MachineFacts) -> None:
     for field in ("adam_beta1", "adam_beta2"):
         if not 0 <= value_of(config, field) < 1:
             refuse(field, value_of(config, field), "at least 0 and below 1", FIELDS[field].help)
+
+
+def offload_is_possible(config: RunConfig, machine: MachineFacts) -> None:
+    """A fraction is one, and auto has a device whose memory it can watch."""
+    optimizer = config.optimizer
+    if not 0 <= optimizer.optimizer_offload_fraction <= 1:
+        why = FIELDS["optimizer_offload_fraction"].help
+        refuse("optimizer_offload_fraction", optimizer.optimizer_offload_fraction, "0 to 1", why)
+    is_auto = optimizer.optimizer_offload_policy == "auto"
+    if is_auto and not machine.cuda_devices and not optimizer.simulated_device_memory:
+        expected = "false, static, or auto with --simulated-device-memory BYTES"
+        refuse("optimizer_offload_policy", "auto", expected, "there is no GPU whose memory could be watched")
 
 
 def heads_fit(config: RunConfig, machine: MachineFacts) -> None:
@@ -270,6 +282,7 @@ RULES: tuple[Rule, ...] = (
     only_what_is_built,
     sft_reads_raw_rows,
     numbers_are_in_range,
+    offload_is_possible,
     heads_fit,
     window_is_causal,
     export_has_a_class,
@@ -295,6 +308,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         yield f"{where('sequence_parallel')} has no effect at TP=1"
     if config.parallel.num_layers_per_virtual_pipeline_stage and config.virtual_pipeline_size == 1:
         yield f"{where('num_layers_per_virtual_pipeline_stage')} has no effect: a process has no more layers"
+    yield from _offload_notes(config, machine)
     if config.model.precision_align != "none":
         yield from _alignment_notes(config, machine)
     if config.model.attention_backend != "auto" and not machine.cuda_devices:
@@ -303,6 +317,21 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         yield f"{where('recompute_num_layers')} has no effect without AC=full"
     if config.data.dataset_type == "idxmap" and config.data.max_padding_length != config.model.seq_length:
         yield f"{where('max_padding_length')} has no effect in pre-training: sequences are SEQ_LEN long"
+
+
+def _offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """Flags of optimizer offload that the policy does not read."""
+    policy = config.optimizer.optimizer_offload_policy
+    readers = {
+        "optimizer_offload_fraction": ("static",),
+        "optimizer_offload_auto_threshold": ("auto",),
+        "optimizer_offload_chunk_size": ("static", "auto"),
+        "simulated_device_memory": () if machine.cuda_devices else ("static", "auto"),
+    }
+    for field, policies in readers.items():
+        if policy not in policies and value_of(config, field) != FIELDS[field].default:
+            where_not = f"with {where('optimizer_offload_policy')} {policy}" if policies else "beside a GPU"
+            yield f"{where(field)} has no effect {where_not}"
 
 
 def _alignment_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:

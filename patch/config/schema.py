@@ -146,7 +146,19 @@ class OptimizerConfig:
     )
     clip_grad: float = flag("largest global gradient norm; 0: no clipping", 1.0)
     optimizer_offload_policy: str = flag(
-        "optimizer states in host memory", "false", choices=("false", "static", "auto")
+        "optimizer states in host memory: false (none), static (a fraction) or auto (what does not fit)",
+        "false",
+        choices=("false", "static", "auto"),
+    )
+    optimizer_offload_fraction: float = flag("static: share of a process's states in host memory", 1.0)
+    optimizer_offload_auto_threshold: int = flag(
+        "auto: bytes of the GPU kept free beside the largest peak seen", 2 * 2**30
+    )
+    optimizer_offload_chunk_size: int = flag(
+        "elements of a chunk, the unit in which states are placed and moved; 0: searched", 0
+    )
+    simulated_device_memory: int = flag(
+        "without a GPU: bytes that a process pretends to have on one; 0: no limit", 0
     )
 
 

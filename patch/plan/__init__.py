@@ -2,7 +2,7 @@
 
 from patch.plan.describe import describe_plan
 from patch.plan.flops import flops_per_token, model_flops_per_step, peak_flops
-from patch.plan.memory import RankBytes, bytes_per_rank
+from patch.plan.memory import RankBytes, bytes_per_rank, offloaded_bytes
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.plan.sharding import LevelCost, level_cost, resolve_sharding
 
@@ -14,6 +14,7 @@ __all__ = [
     "flops_per_token",
     "level_cost",
     "model_flops_per_step",
+    "offloaded_bytes",
     "parameters_per_rank",
     "peak_flops",
     "resolve_sharding",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from patch.config import RunConfig
 from patch.plan.flops import model_flops_per_step
-from patch.plan.memory import bytes_per_rank
+from patch.plan.memory import bytes_per_rank, offloaded_bytes
 from patch.plan.parameters import total_parameters
 
 _GIB = 2**30
@@ -15,6 +15,8 @@ def describe_plan(config: RunConfig) -> str:
     parallel, training = config.parallel, config.training
     stages = config.virtual_pipeline_size
     state = bytes_per_rank(config)
+    host = offloaded_bytes(config)
+    offloaded = f" ({host / _GIB:.2f} more in host memory)" if host else ""
     tokens = training.global_batch_size * config.sample_length
     return "\n".join(
         (
@@ -24,7 +26,7 @@ def describe_plan(config: RunConfig) -> str:
             + (f", {stages} interleaved stages each" if stages > 1 else ""),
             f"parameters  {_scaled(total_parameters(config))} ({config.model.model_size})",
             f"state/rank  {state.total / _GIB:.2f} GiB = weights {state.weights / _GIB:.2f} "
-            f"+ gradients {state.gradients / _GIB:.2f} + optimizer {state.optimizer / _GIB:.2f}; "
+            f"+ gradients {state.gradients / _GIB:.2f} + optimizer {state.optimizer / _GIB:.2f}{offloaded}; "
             f"activations come on top (data-parallel sharding: {config.sharding_level})",
             f"step        {training.global_batch_size} samples x {config.sample_length} tokens = "
             f"{tokens} tokens, {config.num_micro_batches} micro-batch(es) a replica, "

@@ -14,7 +14,7 @@ class RankBytes(NamedTuple):
     weights: int
     gradients: int
     optimizer: int
-    """fp32 masters (fp32 weights are their own masters) and the two moments."""
+    """fp32 masters (fp32 weights are their own masters) and the two moments, less what is offloaded."""
 
     @property
     def total(self) -> int:
@@ -28,12 +28,24 @@ def bytes_per_rank(config: RunConfig) -> RankBytes:
     Sharding divides the states over replicas (ZeRO-1), and the gradients too (ZeRO-2).
     """
     parameters, replicas = max(parameters_per_rank(config)), config.data_parallel_size
-    level = config.sharding_level
-    is_fp32 = config.training.precision == "fp32"
     gradients = parameters * (4 if config.optimizer.main_grads_dtype == "fp32" else 2)
-    states = parameters * (8 if is_fp32 else 12)
     return RankBytes(
-        weights=parameters * (4 if is_fp32 else 2),
-        gradients=gradients // replicas if level == "gradients" else gradients,
-        optimizer=states if level == "none" else states // replicas,
+        weights=parameters * (4 if config.training.precision == "fp32" else 2),
+        gradients=gradients // replicas if config.sharding_level == "gradients" else gradients,
+        optimizer=_state_bytes(config) - offloaded_bytes(config),
     )
+
+
+def offloaded_bytes(config: RunConfig) -> int:
+    """Bytes of optimizer states that `static` offload keeps in host memory for the heaviest rank.
+
+    0 with `auto`, which knows what fits once it has seen the first steps.
+    """
+    if config.optimizer.optimizer_offload_policy != "static":
+        return 0
+    return int(_state_bytes(config) * config.optimizer.optimizer_offload_fraction)
+
+
+def _state_bytes(config: RunConfig) -> int:
+    states = max(parameters_per_rank(config)) * (8 if config.training.precision == "fp32" else 12)
+    return states if config.sharding_level == "none" else states // config.data_parallel_size

@@ -45,17 +45,6 @@ def test_wrong_flag_is_explained(command, flags, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "flag",
-    "--optimizer-offload-fraction --optimizer-offload-auto-threshold "
-    "--optimizer-offload-chunk-size --simulated-device-memory".split(),
-)
-@pytest.mark.parametrize("spelled", [["{}", "1"], ["{}=1"], ["{}"]])
-def test_flag_of_the_contract_that_is_not_built_is_refused_by_name(command, flag, spelled):
-    with pytest.raises(ConfigError, match=f"^{flag} is not built yet"):
-        command.parse(*(part.format(flag) for part in spelled))
-
-
 def test_distributed_checkpointing_may_be_asked_for(command):
     assert command.parse("--distributed-checkpointing").config == command.parse().config
 

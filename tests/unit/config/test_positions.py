@@ -146,7 +146,7 @@ def test_unknown_value_names_the_position(command, position):
         ("MP_AC_LAYERS", "two"),
         ("MP_VP", "1.5"),
         ("MP_SFT_PACKING", "yes"),
-        ("OPTIMIZER_OFFLOAD_FRACTION", "0.5"),
+        ("OPTIMIZER_OFFLOAD_FRACTION", "half"),
     ],
 )
 def test_bad_variable_is_named(command, variable, value):

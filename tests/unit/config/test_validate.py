@@ -34,8 +34,19 @@ REFUSED = [
     (dict(DO="true"), ["--data-parallel-sharding=none"], ["got none, expected optimizer, gradients, auto"]),
     ({}, ["--reduce-bucket-size=0"], ["--reduce-bucket-size: got 0, expected at least 1"]),
     (dict(AC="offload"), [], ["--cpu-offloading (position 17 AC)", "expected AC=sel or full"]),
-    (dict(OPTIMIZER_OFFLOAD="static"), [], ["position 18 OPTIMIZER_OFFLOAD", "got static, expected false"]),
-    (dict(OPTIMIZER_OFFLOAD="auto"), [], ["got auto", "optimizer offload is not built yet"]),
+    (
+        dict(OPTIMIZER_OFFLOAD="auto"),
+        [],
+        [
+            "position 18 OPTIMIZER_OFFLOAD): got auto, expected false, static, or auto with",
+            "--simulated-device-memory BYTES: there is no GPU",
+        ],
+    ),
+    ({}, ["--optimizer-offload-fraction=1.5"], ["(OPTIMIZER_OFFLOAD_FRACTION): got 1.5, expected 0 to 1"]),
+    ({}, ["--optimizer-offload-fraction=-0.1"], ["got -0.1, expected 0 to 1"]),
+    ({}, ["--optimizer-offload-auto-threshold=-1"], ["got -1, expected at least 0"]),
+    ({}, ["--optimizer-offload-chunk-size=-1"], ["got -1, expected at least 0"]),
+    ({}, ["--simulated-device-memory=-1"], ["got -1, expected at least 0"]),
     ({}, ["--packing"], ["--packing (MP_SFT_PACKING): got true", "packing of several samples"]),
     ({}, ["--no-distributed-checkpointing"], ["--distributed-checkpointing: got false, expected true"]),
     ({}, ["--dataset-type=idxmap"], ["(MP_DATASET_TYPE): got idxmap, expected raw", "not built yet"]),
@@ -298,10 +309,44 @@ def test_indexed_data_needs_both_files(command):
             ["--recompute-num-layers=2"],
             "--recompute-num-layers (MP_AC_LAYERS) has no effect without AC=full",
         ),
+        (
+            dict(OPTIMIZER_OFFLOAD="auto"),
+            ["--optimizer-offload-fraction=0.5"],
+            "--optimizer-offload-fraction (OPTIMIZER_OFFLOAD_FRACTION) has no effect with "
+            "--optimizer-offload-policy (position 18 OPTIMIZER_OFFLOAD) auto",
+        ),
+        (
+            {},
+            ["--optimizer-offload-chunk-size=5e6"],
+            "--optimizer-offload-chunk-size has no effect with "
+            "--optimizer-offload-policy (position 18 OPTIMIZER_OFFLOAD) false",
+        ),
+        (
+            dict(OPTIMIZER_OFFLOAD="static"),
+            ["--optimizer-offload-auto-threshold=5e6"],
+            "--optimizer-offload-auto-threshold has no effect with "
+            "--optimizer-offload-policy (position 18 OPTIMIZER_OFFLOAD) static",
+        ),
+        (
+            dict(OPTIMIZER_OFFLOAD="auto"),
+            ["--simulated-device-memory=5e9"],
+            "--simulated-device-memory has no effect beside a GPU",
+        ),
     ],
 )
 def test_value_without_effect_is_noted(command, positions, flags, note):
     assert validate_run(command.parse(*flags, **positions).config, GPUS) == [note]
+
+
+@pytest.mark.parametrize(
+    ("policy", "flags"),
+    [("static", []), *((policy, ["--simulated-device-memory=1e9"]) for policy in ("static", "auto"))],
+)
+def test_offload_on_the_cpu(command, policy, flags):
+    command.environ |= {"OPTIMIZER_OFFLOAD_FRACTION": "0.3"} if policy == "static" else {}
+    config = command.parse("--attention-backend=auto", *flags, OPTIMIZER_OFFLOAD=policy).config
+    assert validate_run(config, command.machine) == []
+    assert config.optimizer.optimizer_offload_fraction == (0.3 if policy == "static" else 1.0)
 
 
 def test_flash_attention_on_the_cpu_is_noted(command):

@@ -12,6 +12,7 @@ from patch.plan import (
     describe_plan,
     flops_per_token,
     model_flops_per_step,
+    offloaded_bytes,
     parameters_per_rank,
     peak_flops,
     total_parameters,
@@ -120,6 +121,16 @@ def test_bytes_follow_the_precision():
     count = total_parameters(_run("tiny"))
     assert bf16 == (2 * count, 4 * count, 12 * count) and bf16.total == 18 * count
     assert fp32 == (4 * count, 4 * count, 8 * count)
+
+
+def test_offloaded_states_are_in_host_memory():
+    count = total_parameters(_run("tiny"))
+    run = _run("tiny", "--optimizer-offload-policy=static", "--optimizer-offload-fraction=0.25")
+    assert offloaded_bytes(run) == 3 * count and bytes_per_rank(run) == (2 * count, 4 * count, 9 * count)
+    device, host = (f"{times * count / 2**30:.2f}" for times in (9, 3))
+    assert f"optimizer {device} ({host} more in host memory)" in describe_plan(run)
+    assert offloaded_bytes(_run("tiny", "--optimizer-offload-policy=auto")) == 0
+    assert offloaded_bytes(_run("tiny", "--optimizer-offload-fraction=0.25")) == 0
 
 
 @pytest.mark.parametrize(
