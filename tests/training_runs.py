@@ -13,7 +13,7 @@ from patch.device import DeviceContext
 from patch.distributed.collectives import max_over_world
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model, initialize_weights
-from patch.optimizer import OverlappedDistributedOptimizer
+from patch.training.offload import build_optimizer
 from patch.training.setup import Run
 from patch.training.step import StepResult, evaluate, train_step
 
@@ -56,8 +56,7 @@ def build_seeded_run(config: RunConfig, hf_folder: Path | None = None) -> Run:
     else:
         import_hf(stages, hf_folder, config, groups)
     reader = SeededReader(config, groups.dp.rank())
-    optimizer = OverlappedDistributedOptimizer(stages, config.optimizer, config.sharding_level, groups)
-    optimizer.connect(stages[0].config)
+    optimizer = build_optimizer(stages, config, groups)
     return Run(
         config=config, device=CPU.device, groups=groups, tokenizer=None, train_reader=reader,
         valid_reader=reader, stages=stages, optimizer=optimizer,

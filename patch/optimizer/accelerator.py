@@ -9,8 +9,9 @@ A `Mark` is a point in the stream of copies: the host, or the compute stream, wa
 from __future__ import annotations
 
 import mmap
+import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Protocol
 
 import torch
@@ -62,6 +63,9 @@ class Accelerator(Protocol):
 
     def take_peak(self) -> int:
         """The largest number of bytes that this process held on the device since the last call."""
+
+    def activations(self) -> AbstractContextManager[None]:
+        """Around forward and backward: what they hold counts."""
 
 
 class CudaAccelerator:
@@ -123,6 +127,14 @@ class CudaAccelerator:
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 
+    def activations(self) -> AbstractContextManager[None]:
+        """Nothing: torch's allocator keeps count."""
+        return nullcontext()
+
+
+UNLIMITED = sys.maxsize
+"""The budget of a simulated device that may hold everything."""
+
 
 class SimulatedOutOfMemory(torch.OutOfMemoryError):
     """The simulated device's budget is exceeded."""
@@ -144,8 +156,8 @@ class SimulatedAccelerator:
     Its kernel is not the one of chunks on the host, so that equal weights mean something.
 
     Args:
-        budget: bytes. It is checked when buffers are made and, inside `activations`, when autograd saves
-            a tensor for backward.
+        budget: bytes, or UNLIMITED. It is checked when buffers are made and, inside `activations`, when
+            autograd saves a tensor for backward.
     """
 
     def __init__(self, budget: int) -> None:
@@ -209,6 +221,9 @@ class SimulatedAccelerator:
         Raises:
             SimulatedOutOfMemory: at the tensor that exceeds the budget.
         """
+        if self.budget == UNLIMITED:
+            yield
+            return
         saved: list[int] = [0]
 
         def count(num_bytes: int) -> None:

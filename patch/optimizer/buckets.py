@@ -106,7 +106,12 @@ class GradientBuckets:
                 self._collect(parameters[slot.parameter], bucket, slot)
 
     def start_step(self) -> None:
-        """Forget the last step's gradients."""
+        """Forget the last step's gradients, and a backward that an error ended."""
+        while self._travelling:
+            self._arrive(self._travelling.popleft())
+        for bucket in self._begun:
+            bucket.missing = len(bucket.extent.slots)
+        self._begun = []
         for bucket in self.buckets:
             bucket.is_shard_empty = True
             bucket.unwritten = set(bucket.extent.slots)

@@ -12,6 +12,7 @@ Idea of a speculative step: SuperOffload (arXiv:2509.21271), there with a rollba
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -80,6 +81,8 @@ class HostUpdates:
         self._written: dict[StateChunk, Future[Mark]] = {}
         self.failures = 0.0
         """Recent share of steps in which the expected scalars were wrong."""
+        self.busy_s = self.waited_s = 0.0
+        """How long the worker has updated, and how long others have waited for it."""
 
     def prepare(self, num_chunks: int) -> None:
         """Make buffers and shadows for `num_chunks` chunks on the host; what is there is kept."""
@@ -157,7 +160,9 @@ class HostUpdates:
             return True
         if not block and not job.done():
             return False
+        begin = time.perf_counter()
         job.result().wait()
+        self.waited_s += time.perf_counter() - begin
         del self._written[chunk]
         return True
 
@@ -186,6 +191,7 @@ class HostUpdates:
     def _compute(self, update: _Update, scalars: AdamScalars, into: dict[str, Chunk]) -> None:
         if update.is_wanted:
             update.arrived.synchronize()
+            begin = time.perf_counter()
             segments = [
                 Segment(
                     update.slot.grad[s.place],
@@ -196,6 +202,7 @@ class HostUpdates:
                 for s in update.chunk.segments
             ]
             self._kernel.update(segments, scalars)
+            self.busy_s += time.perf_counter() - begin
 
     def _states(
         self, chunks: dict[str, Chunk], slot: _Slot, weight: torch.Tensor | None, place: slice

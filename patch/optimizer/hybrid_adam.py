@@ -7,6 +7,7 @@ and answers when the shard has its new weights.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -79,12 +80,14 @@ class HybridAdam:
             for index in sorted({segment.shard for segment in chunk.segments}):
                 self._chunks_of[index].append(chunk)
         self.host_updates: HostUpdates | None = None
-        self._fixed_bytes = fixed_bytes
+        self.fixed_bytes = fixed_bytes
+        self.largest_peak = 0
+        """The most that was ever recorded by `record_memory`, which starts torch's own count anew."""
         if offload:
             self.host_updates = HostUpdates(shards, self.names, self.manager.size, offload.accelerator)
             for chunk in self.manager.chunks:
                 chunk.is_on_host = True
-            for move in self._wanted_moves():
+            for move in self.wanted_moves():
                 self.manager.chunks[move.chunk.index].is_on_host = move.to_host
         self.manager.allocate(self.names)
         self._scalars: AdamScalars | None = None
@@ -107,18 +110,28 @@ class HybridAdam:
                 for s in chunk.segments:
                     chunk.states["master"].data[s.place].copy_(self.shards[s.shard].weight[s.begin : s.end])
 
-    def place(self) -> list[Move]:
-        """Ask the policy, and move chunks; call while no update is under way. What was moved."""
-        return self._move(self._wanted_moves())
-
-    def _wanted_moves(self) -> list[Move]:
+    def wanted_moves(self) -> list[Move]:
+        """What the policy would move now, between two steps."""
         if self._offload is None:
             return []
-        memory = Memory(self._offload.accelerator.usable_bytes(), self._fixed_bytes)
+        memory = Memory(self._offload.accelerator.usable_bytes(), self.fixed_bytes)
         return self._offload.policy.moves(self.manager.chunks, memory)
 
-    def _move(self, moves: Sequence[Move]) -> list[Move]:
-        """Make moves; chunks for which the device has no room after all stay. Those that were made."""
+    @property
+    def can_evict(self) -> bool:
+        """Whether there are states on the device that may leave it."""
+        return self._offload is not None and not all(chunk.is_on_host for chunk in self.manager.chunks)
+
+    def evictions(self, num_bytes: int) -> list[Move]:
+        """What is to leave a device that is out of memory: chunks of `num_bytes` or more, if it has them."""
+        return self._offload.policy.evict(self.manager.chunks, num_bytes) if self._offload else []
+
+    def move(self, moves: Sequence[Move]) -> list[Move]:
+        """Move chunks while no update is under way.
+
+        Returns:
+            the moves that were made; chunks stay for which the device has no room after all.
+        """
         done = []
         for move in sorted(moves, key=lambda move: not move.to_host):  # room is made before it is used
             try:
@@ -126,17 +139,28 @@ class HybridAdam:
             except torch.OutOfMemoryError:
                 break
             done.append(move)
-        if done:
+        if done and self._offload:
             self._settle()
+            # A peak with what has left is none of the next step's.
+            self._offload.accelerator.take_peak()
         return done
 
-    def evict(self, num_bytes: int | None = None) -> list[Move]:
-        """Out of memory: move chunks of at least `num_bytes` to the host, all where it is None.
+    def activations(self) -> AbstractContextManager[None]:
+        """Around forward and backward, so that a simulated device sees what they hold."""
+        return self._offload.accelerator.activations() if self._offload else nullcontext()
 
-        Returns:
-            what was moved; empty where nothing can be.
-        """
-        return self._move(self._offload.policy.evict(self.manager.chunks, num_bytes)) if self._offload else []
+    def record_memory(self, kind: str) -> None:
+        """Note for `auto` what the device held at most since the last call: in a "train" step, and so on."""
+        if self._offload and isinstance(self._offload.policy, AutoPlacementPolicy):
+            peak = self._offload.accelerator.take_peak()
+            self.largest_peak = max(self.largest_peak, peak)
+            model_bytes = self.fixed_bytes + self.manager.total_bytes(on_host=False)
+            self._offload.policy.stats.record(kind, peak, model_bytes)
+
+    @property
+    def host_seconds(self) -> tuple[float, float]:
+        """Since the start: how long the host updated chunks, and how long somebody waited for it."""
+        return (self.host_updates.busy_s, self.host_updates.waited_s) if self.host_updates else (0.0, 0.0)
 
     def start_step(self, lr: float, grad_scale: float) -> None:
         """Begin a step, before its backward.

@@ -32,6 +32,7 @@ from patch.optimizer.buckets import GradientBuckets
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.layout import Item, Piece, lay_out, pieces
 from patch.optimizer.loss_scale import LossScale
+from patch.optimizer.placement import Move
 from patch.optimizer.resharding import sharded_ranges
 from patch.optimizer.shard import Run, Shard
 from patch.optimizer.weights import FlatWeights
@@ -130,6 +131,24 @@ class OverlappedDistributedOptimizer:
         self._lr = lr
         self.gradients.start_step()
         self.adam.start_step(lr, 1.0 / self.loss_scale.value)
+
+    def place(self) -> list[Move]:
+        """Let the policy move states between host and device; call between two steps. What has moved."""
+        return self._move(self.adam.wanted_moves())
+
+    def make_room(self, num_bytes: int) -> list[Move]:
+        """Out of memory: move states of at least `num_bytes` to the host, if the device has them.
+
+        A step that has begun is not taken; it may be begun again.
+        """
+        return self._move(self.adam.evictions(num_bytes))
+
+    def _move(self, moves: list[Move]) -> list[Move]:
+        if not moves:
+            return []
+        self.adam.cancel()
+        self.wait_for_weights()
+        return self.adam.move(moves)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """What megatron-core's schedules put around all micro-batches but the last (`no_sync_func`)."""

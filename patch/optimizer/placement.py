@@ -116,7 +116,7 @@ class StaticPlacementPolicy:
             key=lambda move: (not move.to_host, move.chunk.index),
         )
 
-    def evict(self, chunks: Sequence[Placed], num_bytes: int | None) -> list[Move]:
+    def evict(self, chunks: Sequence[Placed], num_bytes: int) -> list[Move]:
         """Moves that free memory on the device; as `AutoPlacementPolicy.evict`."""
         return _evictions(chunks, num_bytes, "out of memory")
 
@@ -171,14 +171,11 @@ class AutoPlacementPolicy:
             self._free.clear()
         return found
 
-    def evict(self, chunks: Sequence[Placed], num_bytes: int | None) -> list[Move]:
-        """Moves that free at least `num_bytes` on the device (None: all that chunks hold there).
-
-        Fewer where chunks hold less; none where they hold nothing.
-        """
+    def evict(self, chunks: Sequence[Placed], num_bytes: int) -> list[Move]:
+        """Moves that free at least `num_bytes` on the device, or all that chunks hold there if it is less."""
         return self._evict(chunks, num_bytes, "out of memory")
 
-    def _evict(self, chunks: Sequence[Placed], num_bytes: int | None, reason: str) -> list[Move]:
+    def _evict(self, chunks: Sequence[Placed], num_bytes: int, reason: str) -> list[Move]:
         found = _evictions(chunks, num_bytes, reason)
         if found:
             self._patience = min(max(WINDOW, 2 * self._patience), _LONGEST_PATIENCE)
@@ -186,10 +183,10 @@ class AutoPlacementPolicy:
         return found
 
 
-def _evictions(chunks: Sequence[Placed], num_bytes: int | None, reason: str) -> list[Move]:
+def _evictions(chunks: Sequence[Placed], num_bytes: int, reason: str) -> list[Move]:
     found, freed = [], 0
     for chunk in chunks:
-        if num_bytes is not None and freed >= num_bytes:
+        if freed >= num_bytes:
             break
         if not chunk.is_on_host:
             found.append(Move(chunk, True, reason))

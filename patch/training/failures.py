@@ -17,6 +17,7 @@ from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.distributed.launch import LOST_RANK_CODE
 from patch.errors import PatchError, TrainingError
+from patch.training.offload import cures
 
 # Sources of the wording: torch's c10/core/impl/alloc_cpu.cpp, c10/cuda and torch/csrc/distributed/c10d
 # (ProcessGroupNCCL, NCCLUtils, TCPStore); gloo/transport/tcp (pair.cc, unbound_buffer.cc).
@@ -62,7 +63,7 @@ def _explain(error: RuntimeError | MemoryError | OSError, config: RunConfig) -> 
         return TrainingError(
             f"this process ran out of memory: {reason}. Take a smaller {where('micro_batch_size')}, full at "
             f"{where('recompute_granularity')}, true at {where('use_distributed_optimizer')}, or more "
-            "processes (TP, PP)"
+            f"processes (TP, PP); {cures(config.optimizer)}"
         )
     if not isinstance(error, RuntimeError):
         return None

@@ -20,13 +20,14 @@ from patch.config.schema import RunConfig
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.plan import model_flops_per_step, peak_flops
+from patch.training.setup import Run
 from patch.training.step import StepResult
 
 _GIB = 2**30
 _log = get_logger(__name__)
 
 
-def measure(device: torch.device, result: StepResult, step_time_ms: float) -> dict[str, float]:
+def measure(run: Run, result: StepResult, step_time_ms: float) -> dict[str, float]:
     """What differs between ranks of one step; the record holds the largest of each.
 
     Memory is the GPU's, on the CPU the process's. The loss is known on the last stage, 0 elsewhere.
@@ -35,8 +36,9 @@ def measure(device: torch.device, result: StepResult, step_time_ms: float) -> di
         "loss": result.loss,
         "step_time_ms": step_time_ms,
         "comm_exposed_ms": result.comm_exposed_ms,
-        "peak_memory_gib": _peak_memory(device),
+        "peak_memory_gib": max(_peak_memory(run.device), run.optimizer.adam.largest_peak) / _GIB,
         "host_memory_gib": psutil.Process().memory_info().rss / _GIB,
+        "offload_fraction": run.optimizer.adam.manager.offload_fraction,
     }
 
 
@@ -66,15 +68,15 @@ def make_record(
         "tflops_per_gpu": flops / 1e12,
         "mfu": flops / peak if peak else None,
         "skipped": result.skipped,
-        "offload_fraction": 0.0,
         **worst,
     }
 
 
-def _peak_memory(device: torch.device) -> float:
+def _peak_memory(device: torch.device) -> int:
+    """Bytes since the start, or since `HybridAdam.record_memory` last read them."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device) / _GIB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / _GIB
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class MetricsLog:

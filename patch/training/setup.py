@@ -21,6 +21,7 @@ from patch.distributed.groups import initialize
 from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
+from patch.training.offload import build_optimizer
 from patch.training.state import load_weights, resume
 
 _log = get_logger(__name__)
@@ -67,8 +68,7 @@ def build_run(config: RunConfig, context: DeviceContext) -> Run:
         tokenizer = load_tokenizer(config.tokenizer_folder)
     datasets = build_datasets(config, tokenizer)
     stages = build_llama_model(config, groups, context.device)
-    optimizer = OverlappedDistributedOptimizer(stages, config.optimizer, config.sharding_level, groups)
-    optimizer.connect(stages[0].config)
+    optimizer = build_optimizer(stages, config, groups)
     run = Run(
         config=config,
         device=context.device,

@@ -54,7 +54,7 @@ def resume(root: Path, stages: list[LlamaModel], optimizer: OverlappedDistribute
     optimizer.adam.step_count = loaded["optimizer_steps"]
     optimizer.loss_scale.value = loaded["loss_scale"]["value"]
     optimizer.loss_scale.good_steps = loaded["loss_scale"]["good_steps"]
-    _set_random_state({name: shard.data for name, shard in state["random"].items()})
+    set_random_state({name: shard.data for name, shard in state["random"].items()})
     return iteration
 
 
@@ -71,12 +71,12 @@ def _sharded_state(stages: list[LlamaModel], optimizer: OverlappedDistributedOpt
         name: ShardedTensor.from_rank_offsets(
             f"random.{name}", state, (0, rank, world_size), prepend_axis_num=1
         )
-        for name, state in _random_state().items()
+        for name, state in random_state().items()
     }
     return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights), "random": random}
 
 
-def _random_state() -> dict[str, torch.Tensor]:
+def random_state() -> dict[str, torch.Tensor]:
     """Bytes of this rank's generators: CPU, CUDA, and upstream's tracker of TP-dependent ones."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -84,7 +84,8 @@ def _random_state() -> dict[str, torch.Tensor]:
     return states | {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
 
 
-def _set_random_state(states: dict[str, torch.Tensor]) -> None:
+def set_random_state(states: dict[str, torch.Tensor]) -> None:
+    """Go back to what `random_state` returned."""
     torch.set_rng_state(states["cpu"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

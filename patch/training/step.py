@@ -21,6 +21,7 @@ from patch.distributed.flat import start_all_reduce
 from patch.errors import TrainingError
 from patch.model import LlamaModel, sum_learned
 from patch.optimizer import learning_rate
+from patch.training.offload import place, with_room
 from patch.training.setup import Run, StepWork
 
 
@@ -51,8 +52,8 @@ def train_step(run: Run, iteration: int) -> StepResult:
         batches = run.train_reader.step(iteration)
         work = StepWork(iteration, batches, sum_over(run.groups.dp_cp, [_learned(batches)], run.device)[0])
     lr = learning_rate(iteration + 1, train_iters, run.config.optimizer)
-    run.optimizer.start_step(lr)
-    losses = _run_schedule(run, work.batches, work.tokens, forward_only=False)
+    place(run.optimizer)
+    losses = with_room(run.optimizer, f"step {iteration + 1}", partial(_accumulate, run, work, lr))
     following = run.train_reader.step(iteration + 1) if iteration + 1 < train_iters else []
     # Small sums travel behind the gradients; behind the weights they would wait for the last gather.
     sums = torch.tensor([0.0, _learned(following)], dtype=torch.float64, device=run.device)
@@ -73,7 +74,14 @@ def train_step(run: Run, iteration: int) -> StepResult:
             f"step {iteration + 1}: gradient norm {grad_norm}, expected a finite number; the weights are "
             "those of the step before. Lower --lr, raise --lr-warmup-iters, or look at this step's data"
         )
+    run.optimizer.adam.record_memory("train")
     return StepResult(loss, grad_norm, lr, int(not is_finite), run.optimizer.clock.read_ms())
+
+
+def _accumulate(run: Run, work: StepWork, lr: float) -> list[torch.Tensor]:
+    """Forward and backward of a step, from its beginning."""
+    run.optimizer.start_step(lr)
+    return _run_schedule(run, work.batches, work.tokens, forward_only=False)
 
 
 @torch.no_grad()
@@ -90,11 +98,13 @@ def evaluate(run: Run) -> float:
     for index in range(min(run.config.data.eval_iters, len(run.valid_reader))):
         batches = run.valid_reader.step(index)
         (learned,) = sum_over(run.groups.dp_cp, [_learned(batches)], run.device)
-        losses = _run_schedule(run, batches, 1.0, forward_only=True)
+        forward = partial(_run_schedule, run, batches, 1.0, forward_only=True)
+        losses = with_room(run.optimizer, "the evaluation", forward)
         total += sum_over(run.groups.dp_cp, [_total(losses)], run.device)[0]
         tokens += learned
     for stage in run.stages:
         stage.train()
+    run.optimizer.adam.record_memory("evaluate")
     return total / max(tokens, 1.0)
 
 

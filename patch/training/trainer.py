@@ -17,6 +17,7 @@ from patch.config import to_yaml
 from patch.distributed.collectives import max_over_world
 from patch.training.display import Display
 from patch.training.metrics import MetricsLog, make_record, measure
+from patch.training.offload import StepTimes
 from patch.training.setup import Run, checkpoint_root
 from patch.training.state import save
 from patch.training.step import evaluate, train_step
@@ -35,6 +36,7 @@ class Trainer:
         self._log = MetricsLog(output, run.start_iteration) if is_reporter else None
         train_iters = run.config.training.train_iters
         self._display = Display(run.start_iteration, train_iters) if is_reporter else None
+        self._step_times = StepTimes(run.optimizer.adam)
 
     def train(self) -> int:
         """Train to the last step or to a signal; the signal's number, or 0.
@@ -62,7 +64,9 @@ class Trainer:
         if self.run.device.type == "cuda":
             # The update is still under way; sharing the record below waits for it in any case.
             torch.cuda.current_stream().synchronize()
-        worst = self._share(measure(self.run.device, result, (time.perf_counter() - begin) * 1e3))
+        seconds = time.perf_counter() - begin
+        self._step_times.note(seconds)
+        worst = self._share(measure(self.run, result, seconds * 1e3))
         if done % config.checkpoint.log_interval == 0 or is_last:
             self._report(make_record(config, self.run.device, done, result, worst))
         interval = config.data.eval_interval
@@ -92,6 +96,7 @@ class Trainer:
     def _save(self, done: int) -> None:
         run = self.run
         save(checkpoint_root(run.config), done, run.stages, run.optimizer, to_yaml(run.config))
+        run.optimizer.adam.record_memory("save")
         if self._log is not None:
             self._log.plot()
         dist.barrier()  # or the other ranks' next step would seem to last as long as the drawing

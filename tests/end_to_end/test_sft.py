@@ -30,11 +30,11 @@ STEP_KEYS = (
 ).split()
 
 
-def sft_command(office: Office, output: Path) -> list[str]:
+def sft_command(office: Office, output: Path, **changes: str) -> list[str]:
     """Four micro-batches a step, so that a signal can find the run on its way."""
     lengths = {"GLOBAL_BATCH_SIZE": 16, "TRAIN_TOKENS_OR_ITERS": NUM_STEPS, "SAVE_INTERVAL": 50}
     flags = ["--eval-interval", str(NUM_STEPS // 2), "--eval-iters", "1", "--export-hf"]
-    return [*command(**office.positions(output), **lengths), *flags]
+    return [*command(**office.positions(output), **lengths, **changes), *flags]
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,9 @@ def test_validation_loss_is_that_of_the_export_in_transformers(office: Office, u
     assert validation_losses(unbroken)[NUM_STEPS] == pytest.approx(total / count, abs=LOSS_TOLERANCE)
 
 
-def test_resume_after_sigterm_repeats_the_run(office: Office, unbroken: Path, tmp_path: Path) -> None:
+def test_resume_after_sigterm_repeats_the_run_with_states_in_host_memory_too(
+    office: Office, unbroken: Path, tmp_path: Path
+) -> None:
     arguments = sft_command(office, tmp_path / "out")
     launcher = subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "out" / "log" / "metrics.jsonl"
@@ -100,8 +102,12 @@ def test_resume_after_sigterm_repeats_the_run(office: Office, unbroken: Path, tm
     assert launcher.returncode == 143, messages
     assert 3 <= latest_checkpoint(tmp_path / "out") < NUM_STEPS
 
-    result = call(arguments)
+    offloading = sft_command(office, tmp_path / "out", OPTIMIZER_OFFLOAD="auto")
+    result = call([*offloading, "--simulated-device-memory=1e9", "--optimizer-offload-auto-threshold=1e6"])
     assert result.returncode == 0, result.stderr
+    fractions = [record["offload_fraction"] for record in training_records(tmp_path / "out")]
+    assert (fractions[0], max(fractions), fractions[-1]) == (0.0, 1.0, 0.0)
+    assert "to the device" in result.stderr and "ms predicted" in result.stderr
     assert losses(tmp_path / "out") == losses(unbroken)
     assert_same_weights(tmp_path / "out" / "hf", unbroken / "hf")
 

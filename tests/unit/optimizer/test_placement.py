@@ -25,6 +25,7 @@ CHUNK_NUMEL = 32 * MIB
 BYTES_PER_ELEMENT = 12
 CHUNK = CHUNK_NUMEL * BYTES_PER_ELEMENT // MIB
 NUM_CHUNKS = 240
+ALL = 2 * NUM_CHUNKS * CHUNK * MIB
 
 
 @dataclass
@@ -226,11 +227,11 @@ def test_equal_runs_are_placed_equally():
 def test_out_of_memory_is_remembered():
     policy, chunks = AutoPlacementPolicy(THRESHOLD * MIB), make_chunks()
     held = simulate(policy, chunks, steady(10)).device[-1] // CHUNK
-    everything = policy.evict(chunks, None)
+    everything = policy.evict(chunks, ALL)
     assert len(everything) == held
     for move in everything:
         move.chunk.is_on_host = True
-    assert policy.evict(chunks, None) == []
+    assert policy.evict(chunks, ALL) == []
 
     outcome = simulate(policy, chunks, steady(3 * WINDOW))
     assert outcome.device[WINDOW - 2] == 0 and outcome.device[-1] // CHUNK == held
@@ -311,7 +312,7 @@ def test_static_takes_evictions_first_and_keeps_what_out_of_memory_moved():
         (2, False),
         (3, False),
     ]
-    for move in [*moves, *policy.evict(chunks, None)]:
+    for move in [*moves, *policy.evict(chunks, ALL)]:
         move.chunk.is_on_host = move.to_host
     for move in policy.evict(chunks, 1):
         move.chunk.is_on_host = True

@@ -51,8 +51,22 @@ def out_of_memory_in_a_file() -> None:
 def test_out_of_memory_names_its_cures(fail) -> None:
     with pytest.raises(TrainingError) as caught, explained(CONFIG):
         fail()
-    assert all(name in str(caught.value) for name in ("BATCH_SIZE", "17 AC", "14 DO"))
+    assert all(name in str(caught.value) for name in ("BATCH_SIZE", "17 AC", "14 DO", "18 OPTIMIZER_OFFLOAD"))
     assert caught.value.exit_code == 5 and caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    ("policy", "cure"),
+    [
+        ("static", "a larger --optimizer-offload-fraction (OPTIMIZER_OFFLOAD_FRACTION)"),
+        ("auto", "a larger --optimizer-offload-auto-threshold"),
+    ],
+)
+def test_out_of_memory_with_states_in_host_memory_names_what_moves_more(policy: str, cure: str) -> None:
+    """Several processes: nothing is tried again, for the others would wait in vain."""
+    with pytest.raises(TrainingError) as caught, explained(small_run(optimizer_offload_policy=policy)):
+        out_of_memory_on_a_gpu()
+    assert cure in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,167 @@
+"""Optimizer states in host memory, as a run sees them: built, placed between steps, and out of memory.
+
+Every decision is logged: what moved and why, and the step time predicted for it beside the measured one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from patch.config.positions import where
+from patch.config.schema import OptimizerConfig, RunConfig
+from patch.logger import get_logger
+from patch.model import LlamaModel
+from patch.optimizer import OverlappedDistributedOptimizer
+from patch.optimizer.accelerator import UNLIMITED, Accelerator, CudaAccelerator, SimulatedAccelerator
+from patch.optimizer.hybrid_adam import HybridAdam, Offload
+from patch.optimizer.placement import AutoPlacementPolicy, Move, StaticPlacementPolicy
+from patch.training.state import random_state, set_random_state
+
+_log = get_logger(__name__)
+_T = TypeVar("_T")
+_EVICTIONS = 4
+"""By how much memory is short, nobody says: this part of all states leaves, and again if it is too little."""
+
+
+def build_optimizer(
+    stages: list[LlamaModel], config: RunConfig, groups: ProcessGroupCollection
+) -> OverlappedDistributedOptimizer:
+    """The optimizer of a run, known to its stages, with its states where the flags of offload say.
+
+    Raises:
+        torch.OutOfMemoryError: --simulated-device-memory holds no more than a part of what must be there.
+    """
+    offload = _build_offload(config.optimizer, next(stages[0].parameters()).device)
+    optimizer = OverlappedDistributedOptimizer(
+        stages, config.optimizer, config.sharding_level, groups, offload
+    )
+    optimizer.connect(stages[0].config)
+    if offload is not None and isinstance(offload.accelerator, SimulatedAccelerator):
+        offload.accelerator.hold(optimizer.adam.fixed_bytes)
+    return optimizer
+
+
+def _build_offload(config: OptimizerConfig, device: torch.device) -> Offload | None:
+    if config.optimizer_offload_policy == "false":
+        return None
+    accelerator: Accelerator
+    if device.type == "cuda":
+        accelerator = CudaAccelerator(device)
+    else:
+        accelerator = SimulatedAccelerator(config.simulated_device_memory or UNLIMITED)
+    policy: StaticPlacementPolicy | AutoPlacementPolicy
+    if config.optimizer_offload_policy == "static":
+        policy = StaticPlacementPolicy(config.optimizer_offload_fraction)
+    else:
+        policy = AutoPlacementPolicy(config.optimizer_offload_auto_threshold)
+    return Offload(accelerator, policy, config.optimizer_offload_chunk_size)
+
+
+def place(optimizer: OverlappedDistributedOptimizer) -> None:
+    """Let the policy move states before a step, and log what it moved and why."""
+    before = optimizer.adam.manager.offload_fraction
+    moves = optimizer.place()
+    if moves:
+        _log.info("%s", _describe(moves, before, optimizer))
+
+
+def with_room(optimizer: OverlappedDistributedOptimizer, what: str, work: Callable[[], _T]) -> _T:
+    """Do `work`; where it runs out of memory, move states to the host and do it again, to the same bits.
+
+    In a job of several processes the others would wait in vain: there the error ends the run.
+
+    Args:
+        what: names the work in the log. work: updates nothing; its batches are in memory.
+    Raises:
+        torch.OutOfMemoryError: no states are left on the device, or there are other processes.
+    """
+    random = random_state()
+    manager = optimizer.adam.manager
+    while True:
+        try:
+            with optimizer.adam.activations():
+                return work()
+        except torch.OutOfMemoryError as error:
+            if dist.get_world_size() > 1 or not optimizer.adam.can_evict:
+                raise
+            reason = str(error).strip().split("\n")[0]
+        # Outside the handler: the error held the stack, and with it what the attempt had allocated.
+        before = manager.offload_fraction
+        num_bytes = manager.total_bytes(on_host=True) + manager.total_bytes(on_host=False)
+        moves = optimizer.make_room(-(-num_bytes // _EVICTIONS))
+        set_random_state(random)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        _log.warning(
+            "%s ran out of memory (%s) and is done again; %s. %s",
+            what, reason, _describe(moves, before, optimizer), cures(optimizer.config),
+        )  # fmt: skip
+
+
+def cures(config: OptimizerConfig) -> str:
+    """Which flags of optimizer offload leave more memory free."""
+    policy = where("optimizer_offload_policy")
+    if config.optimizer_offload_policy == "false":
+        return f"{policy} static or auto keeps optimizer states in host memory"
+    if config.optimizer_offload_policy == "auto":
+        return f"a larger {where('optimizer_offload_auto_threshold')} keeps more memory free"
+    return f"a larger {where('optimizer_offload_fraction')}, or {policy} auto, keeps more in host memory"
+
+
+def _describe(moves: list[Move], before: float, optimizer: OverlappedDistributedOptimizer) -> str:
+    """3 chunks (1.2 GiB) to the host (0.40 GiB short of the largest peak); offload fraction 0.25 -> 0.50."""
+    parts = []
+    for (to_host, reason), group in groupby(moves, key=lambda move: (move.to_host, move.reason)):
+        chunks = [move.chunk for move in group]
+        size = sum(chunk.num_bytes for chunk in chunks) / 2**30
+        place = "host" if to_host else "device"
+        parts.append(f"{len(chunks)} chunks ({size:.3g} GiB) to the {place} ({reason})")
+    after = optimizer.adam.manager.offload_fraction
+    return f"optimizer offload: {', '.join(parts)}; offload fraction {before:.3f} -> {after:.3f}"
+
+
+class StepTimes:
+    """Tells in the log how long steps were to take at another offloaded fraction, and how long they take.
+
+    The host hid part of its work behind the device's, and will hide as much of any other amount; what is
+    beyond that is waited for. The update on the device is left out: it is short.
+    """
+
+    def __init__(self, adam: HybridAdam) -> None:
+        self._adam = adam
+        self._fraction = self._adam.manager.offload_fraction
+        self._before: tuple[float, float, float] | None = None
+        """Of the last step without a move before it: seconds, of these waited, seconds of the host's work."""
+        self._counted = self._adam.host_seconds
+        self._predicted: float | None = None
+
+    def note(self, seconds: float) -> None:
+        """Take in a step that lasted this long."""
+        busy, waited = self._adam.host_seconds
+        step = (seconds, waited - self._counted[1], busy - self._counted[0])
+        self._counted = (busy, waited)
+        fraction = self._adam.manager.offload_fraction
+        if fraction != self._fraction:  # this step holds the move itself: the next one counts
+            self._predicted = self._predict(fraction)
+            self._fraction = fraction
+            return
+        if self._predicted is not None and self._before is not None:
+            _log.info(
+                "optimizer offload: fraction %.3f: %.1f ms predicted, %.1f ms measured, %.1f ms before",
+                fraction, self._predicted * 1e3, seconds * 1e3, self._before[0] * 1e3,
+            )  # fmt: skip
+            self._predicted = None
+        self._before = step
+
+    def _predict(self, fraction: float) -> float | None:
+        if self._before is None or not self._fraction:
+            return None
+        seconds, waited, busy = self._before
+        hidden = max(0.0, busy - waited)
+        return seconds - waited + max(0.0, busy * fraction / self._fraction - hidden)
