@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_runner import run_distributed
-from megatron.core import parallel_state
+from distributed_runner import new_job, run_distributed
 from optimizer_runs import held_bytes
 from small_runs import small_run
 from training_runs import build_seeded_run
@@ -22,7 +21,7 @@ from patch.training.setup import Run
 from patch.training.state import resume, save
 from patch.training.step import evaluate, train_step
 
-STEPS = 8
+STEPS = 30
 SMALL = {
     "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 80, "kv_channels": 8, "max_padding_length": 16,
     "seq_length": 16, "global_batch_size": 1, "micro_batch_size": 1, "reduce_bucket_size": 9000,
@@ -72,7 +71,7 @@ def half_of_the_states(changes: dict[str, Any]) -> int:
 
 def close(run: Run) -> None:
     run.optimizer.wait_for_weights()
-    parallel_state.destroy_model_parallel()
+    new_job()
 
 
 def digest(run: Run) -> str:
