@@ -30,7 +30,7 @@ from patch.errors import ConversionError
 from patch.logger import get_logger
 
 _LOG = get_logger(__name__)
-WINDOW_BYTES = 64 * 2**20
+WINDOW_BYTES = 16 * 2**20
 """Largest piece, unless one row is larger: what bounds the memory."""
 _EXTRA_STATES = (
     "self_attention.linear_qkv",
