@@ -22,3 +22,18 @@ def own_logger() -> Iterator[None]:
     yield
     logger.handlers[:], logger.propagate = handlers, propagate
     logger.setLevel(level)
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    """The project's messages, whatever another test has made of the logger's handlers."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    root = logging.getLogger("patch")
+    level = root.level
+    root.addHandler(handler)
+    root.setLevel(logging.INFO)
+    yield messages
+    root.removeHandler(handler)
+    root.setLevel(level)

@@ -1,28 +1,11 @@
-"""What the data tests share: the project's log messages, the real LLaMA-3 tokenizer, the shared data sets."""
+"""What the data tests share: the real LLaMA-3 tokenizer, the shared data sets."""
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from llama3_tokenizer import build_llama3_tokenizer
 
 SHARED_DATA = Path(__file__).resolve().parents[3].parent / "shared" / "data"
-
-
-@pytest.fixture
-def logged() -> Iterator[list[str]]:
-    """The project's messages, whatever another test has made of the logger's handlers."""
-    messages: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    root = logging.getLogger("patch")
-    level = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    yield messages
-    root.removeHandler(handler)
-    root.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -1,7 +1,6 @@
 """Building the C++ kernel: once for many ranks, anywhere it may, never loading what others can write."""
 
 import ctypes
-import logging
 import os
 import shutil
 import subprocess
@@ -107,14 +106,13 @@ def test_ranks_that_start_at_once_build_once(tmp_path):
 
 
 def test_without_a_compiler_numpy_gives_the_same_bits_and_says_what_it_costs(
-    native_bits, package, monkeypatch, caplog
+    native_bits, package, monkeypatch, logged
 ):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
-    monkeypatch.setattr(logging.getLogger("patch"), "propagate", True)
     kernels = [adam_kernel(torch.device("cpu")) for _ in range(3)]
     assert [type(kernel) for kernel in kernels] == [NumpyAdam] * 3
-    (warning,) = caplog.messages
+    (warning,) = logged
     assert "slower" in warning and "no C++ compiler" in warning and "CXX" in warning
     assert_equal(
         bits_after(kernels[0], make_segments("split master", torch.bfloat16), scalars()), native_bits
