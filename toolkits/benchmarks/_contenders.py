@@ -16,6 +16,7 @@ from patch.data import Batch
 from patch.distributed.flat import WaitClock, start_all_gather, start_reduce_scatter
 from patch.model import build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
+from patch.training.offload import build_optimizer
 from patch.training.setup import Run
 from patch.training.step import train_step
 from toolkits.benchmarks._overlap_figures import ALL_TO_ALL, COMMUNICATION, COMPUTE
@@ -68,8 +69,7 @@ class OurTrainer:
     ) -> None:
         stages = build_llama_model(config, groups, device)
         initialize_weights(stages, config)
-        optimizer = OverlappedDistributedOptimizer(stages, config.optimizer, config.sharding_level, groups)
-        optimizer.connect(stages[0].config)
+        optimizer = build_optimizer(stages, config, groups)
         self.run = Run(
             config=config,
             device=device,

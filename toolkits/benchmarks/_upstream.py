@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from importlib.util import find_spec
 from typing import Any, NamedTuple
 
 import torch
@@ -47,6 +48,8 @@ class Overlap(NamedTuple):
     weights: bool = False
     all_to_all: bool = False
     """Reduce-scatter by all-to-all and a local sum."""
+    offload: float = 0.0
+    """Share of the optimizer's states on the CPU (HybridDeviceOptimizer, its copies overlapped)."""
 
 
 def prepare_cpu() -> None:
@@ -90,10 +93,11 @@ class UpstreamTrainer:
         )
         self._reduce_scatter = param_and_grad_buffer.dist_reduce_scatter_func
         self._optimizer = get_megatron_optimizer(
-            _optimizer_config(config), [self._model], use_gloo_process_groups=False
+            _optimizer_config(config, overlap.offload), [self._model], use_gloo_process_groups=False
         )
-        for group in self._optimizer.param_groups:
-            group["fused"] = True
+        if not overlap.offload:  # or it has set that by itself
+            for group in self._optimizer.param_groups:
+                group["fused"] = True
         model.config.no_sync_func = self._model.no_sync
         model.config.grad_scale_func = self._optimizer.scale_loss
         model.config.finalize_model_grads_func = finalize_model_grads
@@ -136,7 +140,7 @@ def _ddp_config(config: RunConfig, overlap: Overlap) -> DistributedDataParallelC
     )
 
 
-def _optimizer_config(config: RunConfig) -> OptimizerConfig:
+def _optimizer_config(config: RunConfig, offload: float) -> OptimizerConfig:
     ours = config.optimizer
     return OptimizerConfig(
         optimizer="adam",
@@ -150,6 +154,11 @@ def _optimizer_config(config: RunConfig) -> OptimizerConfig:
         bf16=config.training.precision == "bf16",
         params_dtype=torch.bfloat16 if config.training.precision == "bf16" else torch.float32,
         use_distributed_optimizer=True,
+        # With it no fp32 masters stay on the GPU; upstream refuses it without Transformer Engine.
+        use_precision_aware_optimizer=offload > 0 and find_spec("transformer_engine") is not None,
+        optimizer_cpu_offload=offload > 0,
+        optimizer_offload_fraction=offload,
+        overlap_cpu_optimizer_d2h_h2d=True,
     )
 
 

@@ -1,0 +1,136 @@
+"""One contender of `offload` in a process of its own: peaks of memory are its own, and nothing stays pinned.
+
+python -m toolkits.benchmarks._offload_run '{"contender": "ours: auto", ...}'    the fields of Task, as JSON
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from patch.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
+
+FRACTIONS = (0.25, 0.5, 1.0)
+NO_OFFLOAD = "no offload"
+CONTENDERS = (
+    *(f"{side}: {NO_OFFLOAD}" for side in ("ours", "upstream")),
+    *(f"{side}: {fraction:g}" for fraction in FRACTIONS for side in ("ours", "upstream")),
+    "ours: auto",
+)
+"""A number is the share of states on the host: ours `static`, upstream's HybridDeviceOptimizer."""
+_WARM_UP_STEPS = 5
+"""Untimed: kernels are built, and `auto` has filled the device."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """What the process has to do."""
+
+    contender: str
+    layers: int
+    sequence: int
+    steps: int
+    """Timed ones."""
+
+    def to_json(self) -> str:
+        """What `main` takes."""
+        return json.dumps(asdict(self))
+
+
+def run_config(layers: int, sequence: int) -> RunConfig:
+    """LLaMA-3.1 8B's layers, fewer of them: bf16 weights, fp32 gradients, one sequence a step."""
+    model = ModelConfig(
+        num_layers=layers, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
+        num_query_groups=8, kv_channels=128, vocab_size=128256, seq_length=sequence,
+        max_position_embeddings=131072, rotary_base=500000.0, use_rope_scaling=True,
+        untie_embeddings_and_output_weights=True,
+    )  # fmt: skip
+    return RunConfig(
+        model=model,
+        parallel=ParallelConfig(nproc_per_node=1),
+        training=TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=1000),
+        optimizer=OptimizerConfig(lr=1e-5, min_lr=1e-5),
+        data=DataConfig(train_data_path="none", max_padding_length=sequence),
+        checkpoint=CheckpointConfig(output_path="none"),
+    )
+
+
+def with_offload(config: RunConfig, contender: str) -> RunConfig:
+    """The run with the flags of one of our contenders."""
+    share = contender.split(": ")[1]
+    if share == NO_OFFLOAD:
+        return config
+    changes: dict[str, Any] = {"optimizer_offload_policy": "auto"}
+    if share != "auto":
+        changes = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": float(share)}
+    return dataclasses.replace(config, optimizer=dataclasses.replace(config.optimizer, **changes))
+
+
+def measure(config: RunConfig, contender: str, steps: int) -> dict[str, float]:
+    """Seconds a step, peaks of memory in GiB, and the last loss, in a job of this process alone.
+
+    The update of the step before ends within a timed step, and the last one's is left on its way.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from patch import compat
+    from patch.device import DeviceContext
+    from patch.distributed.groups import initialize
+    from toolkits.benchmarks._contenders import OurTrainer, SameBatches, now
+    from toolkits.benchmarks._upstream import Overlap, UpstreamTrainer
+
+    context = DeviceContext.select(0)
+    compat.apply(cuda=context.is_cuda)
+    if not dist.is_initialized():
+        dist.init_process_group(context.backend, store=dist.HashStore(), rank=0, world_size=1)
+    groups = initialize(config, context)
+    reader = SameBatches(config, 0)
+    side, share = contender.split(": ")
+    trainer: OurTrainer | UpstreamTrainer
+    if side == "ours":
+        trainer = OurTrainer(with_offload(config, contender), groups, context.device, reader)
+    else:
+        offload = 0.0 if share == NO_OFFLOAD else float(share)
+        trainer = UpstreamTrainer(config, groups, context.device, reader.batches, Overlap(offload=offload))
+    for _ in range(_WARM_UP_STEPS):
+        trainer.step()
+    begin = now(context.device)
+    for _ in range(steps):
+        loss = trainer.step()
+    seconds = (now(context.device) - begin) / steps
+    trainer.settle()
+    found = {"seconds": seconds, "loss": loss, "host_gib": _host_peak()}
+    if context.is_cuda:
+        found["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+    if isinstance(trainer, OurTrainer):
+        adam = trainer.run.optimizer.adam
+        found["fraction"] = adam.manager.offload_fraction
+        # `auto` starts torch's count anew in each step.
+        found["gpu_gib"] = max(found.get("gpu_gib", 0.0), adam.largest_peak / 2**30)
+    return found
+
+
+def _host_peak() -> float:
+    """The most resident memory that this process ever had, in GiB."""
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) / 2**20
+    return float("nan")
+
+
+if __name__ == "__main__":
+    task = Task(**json.loads(sys.argv[1]))
+    print(json.dumps(measure(run_config(task.layers, task.sequence), task.contender, task.steps)))
