@@ -132,17 +132,20 @@ class HybridAdam:
         Returns:
             the moves that were made; chunks stay for which the device has no room after all.
         """
+        if self._offload is None:
+            return []
         done = []
         for move in sorted(moves, key=lambda move: not move.to_host):  # room is made before it is used
             try:
                 self.manager.move(self.manager.chunks[move.chunk.index], to_host=move.to_host)
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError:  # fragments: enough is free, but not in one piece
+                if isinstance(self._offload.policy, AutoPlacementPolicy):
+                    self._offload.policy.back_off()
                 break
             done.append(move)
-        if done and self._offload:
-            self._settle()
-            # A peak with what has left is none of the next step's.
-            self._offload.accelerator.take_peak()
+        self._settle()
+        # A peak with what has left is none of the next step's.
+        self.largest_peak = max(self.largest_peak, self._offload.accelerator.take_peak())
         return done
 
     def activations(self) -> AbstractContextManager[None]:

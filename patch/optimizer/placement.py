@@ -178,9 +178,14 @@ class AutoPlacementPolicy:
     def _evict(self, chunks: Sequence[Placed], num_bytes: int, reason: str) -> list[Move]:
         found = _evictions(chunks, num_bytes, reason)
         if found:
-            self._patience = min(max(WINDOW, 2 * self._patience), _LONGEST_PATIENCE)
-        self._free = deque(maxlen=self._patience)
+            self.back_off()
+        self._free.clear()
         return found
+
+    def back_off(self) -> None:
+        """Wait longer before the next promotion; call it when the device had no room for one after all."""
+        self._patience = min(max(WINDOW, 2 * self._patience), _LONGEST_PATIENCE)
+        self._free = deque(maxlen=self._patience)
 
 
 def _evictions(chunks: Sequence[Placed], num_bytes: int, reason: str) -> list[Move]:

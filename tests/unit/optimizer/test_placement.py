@@ -205,6 +205,18 @@ def test_the_threshold_stays_free(threshold):
     assert -threshold - CHUNK < outcome.over[-1] <= -threshold
 
 
+def test_a_device_that_has_no_room_after_all_is_asked_less_and_less():
+    """Free memory in fragments: the device refuses what by its numbers would fit."""
+    policy, chunks, asked = AutoPlacementPolicy(THRESHOLD * MIB), make_chunks(), []
+    policy.stats.record("train", (FIXED + 19_420) * MIB, FIXED * MIB)
+    for step in range(1_000):
+        if policy.moves(chunks, Memory(USABLE * MIB, FIXED * MIB)):
+            asked.append(step)
+            policy.back_off()
+
+    assert len(asked) <= 5 and asked[1] - asked[0] == WINDOW
+
+
 def test_out_of_memory_takes_the_lowest_indices_first():
     policy, chunks = AutoPlacementPolicy(THRESHOLD * MIB), make_chunks(is_on_host=False)
 
