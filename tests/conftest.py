@@ -1,8 +1,7 @@
-"""For all tests: the project's logger as it was, and imports that Python's garbage collector leaves alone."""
+"""For all tests: the logger as in a new process, and imports that the garbage collector leaves alone."""
 
 import gc
 import logging
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,25 +14,21 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def own_logger() -> Iterator[None]:
-    """Undo what a command line under test does to the logger for good: `configure_logging`."""
+def new_logger() -> None:
+    """Undo what command lines under test did to the project's logger for good: `configure_logging`."""
     logger = logging.getLogger("patch")
-    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.propagate = handlers, propagate
-    logger.setLevel(level)
+    logger.handlers.clear()
+    logger.propagate = True
+    logger.setLevel(logging.NOTSET)
 
 
 @pytest.fixture
-def logged() -> Iterator[list[str]]:
-    """The project's messages, whatever another test has made of the logger's handlers."""
+def logged() -> list[str]:
+    """The project's messages from INFO on."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
-    root = logging.getLogger("patch")
-    level = root.level
-    root.addHandler(handler)
-    root.setLevel(logging.INFO)
-    yield messages
-    root.removeHandler(handler)
-    root.setLevel(level)
+    logger = logging.getLogger("patch")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    return messages
