@@ -14,6 +14,7 @@ Delete an entry when upstream reads that file without pickle, or with `weights_o
 from __future__ import annotations
 
 import dataclasses
+import enum
 import io
 import pickle
 from pathlib import Path
@@ -61,9 +62,18 @@ The folder's own path is recorded as a Path by torch's writer (Python 3.13 moved
 
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _enum_member
         if (module, name) not in ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
         return super().find_class(module, name)
+
+
+def _enum_member(kind: Any, name: Any) -> enum.Enum:
+    """Stands for `getattr`, as which early Python 3.11 pickles the members of enums, and does no more."""
+    if not (isinstance(kind, enum.EnumMeta) and name in kind.__members__):
+        raise pickle.UnpicklingError("it asks for builtins.getattr on something other than an enum's member")
+    return kind.__members__[name]
 
 
 def read_metadata(path: Path) -> metadata.Metadata:

@@ -16,6 +16,8 @@ from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint import load as torch_load_checkpoint
 from torch.distributed.checkpoint import save as torch_save_checkpoint
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import WriteItemType
 
 from patch import compat
 from patch.compat import unpickle
@@ -52,7 +54,7 @@ def test_metadata_readers_refuse_a_payload_and_name_it(tmp_path, payload, reader
 
 @pytest.mark.parametrize("protocol", [0, 4])
 @pytest.mark.parametrize(
-    "module, name", [("torch", "load"), ("torch.serialization", "os.system"), ("builtins", "getattr")]
+    "module, name", [("torch", "load"), ("torch.serialization", "os.system"), ("builtins", "setattr")]
 )
 def test_allow_list_refuses_names_beside_the_allowed_ones(tmp_path, protocol, module, name):
     if protocol < 4:
@@ -62,6 +64,32 @@ def test_allow_list_refuses_names_beside_the_allowed_ones(tmp_path, protocol, mo
         ask = b"\x80\x04\x8c" + b"\x8c".join(words) + b"\x93."
     (tmp_path / ".metadata").write_bytes(ask)
     with pytest.raises(CheckpointError, match=f"{module}.{name}, which no checkpoint needs"):
+        unpickle.read_metadata(tmp_path / ".metadata")
+
+
+class AskedFor:
+    """Pickled as `getattr(owner, name)`, as early Python 3.11 does with the members of enums."""
+
+    def __init__(self, owner: object, name: str) -> None:
+        self.asked = owner, name
+
+    def __reduce__(self) -> tuple:
+        return getattr, self.asked
+
+
+def test_members_of_enums_are_read_as_every_python_writes_them(tmp_path):
+    index = Metadata({}, planner_data=AskedFor(WriteItemType, "TENSOR"))
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(index))
+    assert unpickle.read_metadata(tmp_path / ".metadata").planner_data is WriteItemType.TENSOR
+
+
+@pytest.mark.parametrize(
+    "owner, name",
+    [(WriteItemType, "__class__"), (WriteItemType, "mro"), (torch.Size, "count"), ("text", "join")],
+)
+def test_nothing_but_a_member_of_an_enum_is_got(tmp_path, owner, name):
+    (tmp_path / ".metadata").write_bytes(pickle.dumps(Metadata({}, planner_data=AskedFor(owner, name))))
+    with pytest.raises(CheckpointError, match="builtins.getattr on something other"):
         unpickle.read_metadata(tmp_path / ".metadata")
 
 
