@@ -81,15 +81,13 @@ def with_room(optimizer: OverlappedDistributedOptimizer, what: str, work: Callab
     Raises:
         torch.OutOfMemoryError: no states are left on the device, or there are other processes.
     """
-    random = random_state()
     manager = optimizer.adam.manager
-    while True:
+    while dist.get_world_size() == 1 and optimizer.adam.can_evict:
+        random = random_state()
         try:
             with optimizer.adam.activations():
                 return work()
         except torch.OutOfMemoryError as error:
-            if dist.get_world_size() > 1 or not optimizer.adam.can_evict:
-                raise
             reason = str(error).strip().split("\n")[0]
         # Outside the handler: the error held the stack, and with it what the attempt had allocated.
         before = manager.offload_fraction
@@ -102,6 +100,8 @@ def with_room(optimizer: OverlappedDistributedOptimizer, what: str, work: Callab
             "%s ran out of memory (%s) and is done again; %s. %s",
             what, reason, _describe(moves, before, optimizer), cures(optimizer.config),
         )  # fmt: skip
+    with optimizer.adam.activations():
+        return work()
 
 
 def cures(config: OptimizerConfig) -> str:
