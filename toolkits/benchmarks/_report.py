@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -25,6 +26,20 @@ class Aim(NamedTuple):
     def is_met(self) -> bool:
         """Whether the measured value is at most the aim."""
         return self.measured <= self.aim
+
+
+def argument_parser(name: str, description: str | None, quick: str) -> argparse.ArgumentParser:
+    """The options that every benchmark has.
+
+    Args:
+        name: of the benchmark. description: its module's docstring, of which the first line is shown.
+        quick: what --quick spares.
+    """
+    parser = argparse.ArgumentParser(prog=name, description=(description or "").split("\n", 1)[0])
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--json", type=Path, help="write aims, raw rounds, machine and versions here")
+    parser.add_argument("--plot", type=Path, default=Path(f"{name}.png"), help="the plot, a PNG")
+    return parser
 
 
 def write_json(file: Path, aims: Sequence[Aim], **content: Any) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from patch.optimizer.kernels.build import BuildError
 from toolkits.benchmarks._adam_contenders import Contender, Tensors, contenders
-from toolkits.benchmarks._report import Aim, aim_lines, write_json
+from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
 
 _NUMEL = 99_999_936
 _ROUNDS, _QUICK_ROUNDS = 31, 9
@@ -50,11 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="adam_cpu", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: about a third of the time")
-    parser.add_argument("--json", type=Path, help="write aims, raw rounds, machine and versions here")
-    parser.add_argument("--plot", type=Path, default=Path("adam_cpu.png"), help="the plot, a PNG")
-    return parser.parse_args(argv)
+    return argument_parser("adam_cpu", __doc__, "fewer rounds: about a third of the time").parse_args(argv)
 
 
 def _measure(found: Sequence[Contender], rounds: int) -> Seconds:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from toolkits.benchmarks._report import Aim, aim_lines, write_json
+from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
 
 _ROUNDS, _QUICK_ROUNDS = 5, 2
 _LAYERS, _QUICK_LAYERS = 16, 4
@@ -53,10 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m toolkits.benchmarks.convert", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a quarter of the layers, fewer rounds")
-    parser.add_argument("--json", type=Path, help="write aims, rounds, machine and versions here")
-    parser.add_argument("--plot", type=Path, default=Path("convert.png"), help="default: %(default)s")
+    parser = argument_parser("convert", __doc__, "a quarter of the layers, fewer rounds")
     parser.add_argument("--folder", type=Path, help="where the files lie meanwhile: 8 GiB (default: TMPDIR)")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     return parser.parse_args(argv)

@@ -19,7 +19,7 @@ from typing import Any
 
 from patch.device import MachineFacts
 from toolkits.benchmarks._offload_run import CONTENDERS, NO_OFFLOAD, Task
-from toolkits.benchmarks._report import Aim, aim_lines, write_json
+from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
 
 _SEQUENCES = (4096, 8192)
 _ROUNDS, _QUICK_ROUNDS = 3, 1
@@ -57,10 +57,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="offload", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="one round of fewer steps")
-    parser.add_argument("--json", type=Path, help="write aims, raw rounds, machine and versions here")
-    parser.add_argument("--plot", type=Path, default=Path("offload.png"), help="the plot, a PNG")
+    parser = argument_parser("offload", __doc__, "one round of fewer steps")
     parser.add_argument(
         "--layers", type=int, default=0,
         help="layers of the model, 32 being the whole; default: what fills half of the GPU without offload",

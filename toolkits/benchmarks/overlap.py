@@ -27,7 +27,7 @@ from patch.plan.sharding import resolve_sharding, with_level
 from toolkits.benchmarks._link import INTERFACE, Link, LinkError
 from toolkits.benchmarks._overlap_figures import Figures, plot, table
 from toolkits.benchmarks._overlap_rank import NUM_RANKS, Task, run_config
-from toolkits.benchmarks._report import Aim, aim_lines, write_json
+from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
 
 # Accumulation -> rounds, and timed steps in each.
 _FULL = {"1": [7, 2], "4": [4, 1]}
@@ -70,10 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="overlap", description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="fewer rounds: about half the time")
-    parser.add_argument("--json", type=Path, help="write aims, raw rounds, machine and versions here")
-    parser.add_argument("--plot", type=Path, default=Path("overlap.png"), help="the plot, a PNG")
+    parser = argument_parser("overlap", __doc__, "fewer rounds: about half the time")
     parser.add_argument(
         "--mbit", type=float, default=0.0,
         help="speed of the cable; default: communication then takes as long as compute",
