@@ -21,7 +21,7 @@ from patch import compat
 from patch.config.schema import OptimizerConfig
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.kernels import AdamScalars
-from patch.optimizer.kernels.numpy_adam import adam
+from patch.optimizer.kernels.numpy_adam import adam, round_to_bf16
 
 LEVELS = ("none", "optimizer", "gradients")
 LR = 3e-3
@@ -100,15 +100,15 @@ def states_of(
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Copies of all parameters; call `wait_for_weights` first."""
-    return {name: parameter.detach().numpy().copy() for name, parameter in model.named_parameters()}
+    """Copies of all parameters, as float32; call `wait_for_weights` first."""
+    return {name: parameter.detach().float().numpy().copy() for name, parameter in model.named_parameters()}
 
 
 class Oracle:
     """AdamW on plain float32 arrays, with the gradients of all ranks computed here one after the other.
 
     Args:
-        model: a model of its own, never given to an optimizer.
+        model: a model of its own, never given to an optimizer; fp32, or bf16 with the arrays as masters.
         level: the order of sums: over the micro-batches of a rank and then over ranks, or, for
             "gradients", over the ranks of a micro-batch and then over micro-batches.
     """
@@ -117,6 +117,7 @@ class Oracle:
         self.model, self._level, self._clip_grad = model, level, clip_grad
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._step_count = 0
+        self.masters = {name: p.detach().float().numpy().copy() for name, p in self._trained.items()}
         self.exp_avg = {name: np.zeros(p.shape, np.float32) for name, p in self._trained.items()}
         self.exp_avg_sq = {name: np.zeros(p.shape, np.float32) for name, p in self._trained.items()}
 
@@ -131,10 +132,15 @@ class Oracle:
                 lr=LR, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1,
                 step=self._step_count, grad_scale=scale,
             )  # fmt: skip
-            states = [parameter.detach().numpy(), self.exp_avg[name], self.exp_avg_sq[name]]
+            states = [self.masters[name], self.exp_avg[name], self.exp_avg_sq[name]]
             updated = adam(states[0], gradients[name], *states[1:], scalars, is_decayed=parameter.ndim > 1)
             for old, new in zip(states, updated, strict=True):
                 old[...] = new
+            weight = self.masters[name]
+            if parameter.dtype == torch.bfloat16:
+                weight = round_to_bf16(weight).astype(np.uint32) << 16
+            with torch.no_grad():
+                parameter.copy_(torch.from_numpy(weight.view(np.float32)))
         return norm
 
     def gradients(self, step: Step) -> dict[str, np.ndarray]:
@@ -148,7 +154,7 @@ class Oracle:
         self.model.zero_grad()
         self.model(batch).backward()
         return {
-            name: np.zeros(p.shape, np.float32) if p.grad is None else p.grad.numpy().copy()
+            name: np.zeros(p.shape, np.float32) if p.grad is None else p.grad.float().numpy().copy()
             for name, p in self._trained.items()
         }
 

@@ -18,7 +18,7 @@ _SAME_TYING = (
     "(--no-untie-embeddings-and-output-weights), or take the checkpoint's MODEL_SIZE (position 2)"
 )
 _CURES = {"model": _SAME_MODEL, "optimizer": _SAME_MODEL, "random": _SAME_LAYOUT}
-_MASTERS = "optimizer.state.master."
+_MASTERS = ("optimizer.state.master.", "optimizer.state.master_low.")
 _OUTPUT_LAYER = "output_layer.weight"
 _NAMED = 5
 _MODEL_KEYS = ("decoder.", "embedding.", "output_layer.")
@@ -124,7 +124,7 @@ def _check_tensor(folder: Path, shard: ShardedTensor, stored: object) -> None:
 def _cure(keys: list[str]) -> str:
     """What makes run and checkpoint agree on these names.
 
-    A tied model has no output layer; only fp32 weights, their own masters, have none in the optimizer.
+    A tied model has no output layer; what the optimizer holds of masters follows from the weights' type.
     """
     if _OUTPUT_LAYER in keys:
         return _SAME_TYING

@@ -12,7 +12,7 @@ ColossalAI's Gemini.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -62,10 +62,10 @@ class Chunk:
         size: elements. memory: where it lies at first.
     """
 
-    def __init__(self, size: int, memory: Memory) -> None:
+    def __init__(self, size: int, memory: Memory, dtype: torch.dtype = torch.float32) -> None:
         self.size, self.memory = size, memory
         self.used = 0
-        self.data = memory.allocate(size)
+        self.data = memory.allocate(size, dtype)
 
     def alloc_tensor(self, numel: int) -> torch.Tensor:
         """The next `numel` elements; zeros. A view until the chunk moves.
@@ -89,13 +89,13 @@ class Chunk:
     def reset_device(self, memory: Memory) -> None:
         """Move the buffer; views of it go stale, and nothing is left behind."""
         if memory is not self.memory:
-            data = memory.allocate(self.size).copy_(self.data)
+            data = memory.allocate(self.size, self.data.dtype).copy_(self.data)
             self.memory.free(self.data)
             self.data, self.memory = data, memory
 
     def clone(self) -> Chunk:
         """A chunk of the same layout and place, all zeros."""
-        twin = Chunk(self.size, self.memory)
+        twin = Chunk(self.size, self.memory, self.data.dtype)
         twin.used = self.used
         return twin
 
@@ -146,11 +146,11 @@ class StateChunk:
                 offset = segment.offset + first - segment.begin
                 yield first, self.states[name].data[offset : offset + last - first]
 
-    def allocate(self, names: Sequence[str], memory: Memory) -> None:
-        """Make the buffers, zeros."""
-        first = Chunk(self.size, memory)
-        first.alloc_tensor(self.numel)
-        self.states = {name: first.clone() if index else first for index, name in enumerate(names)}
+    def allocate(self, dtypes: Mapping[str, torch.dtype], memory: Memory) -> None:
+        """Make a buffer of zeros for each state."""
+        self.states = {name: Chunk(self.size, memory, dtype) for name, dtype in dtypes.items()}
+        for chunk in self.states.values():
+            chunk.alloc_tensor(self.numel)
 
     def reset_device(self, memory: Memory, *, is_host: bool) -> None:
         """Move all states.
@@ -205,10 +205,10 @@ class ChunkManager:
         for index, chunk in enumerate(self.chunks):
             chunk.index = index
 
-    def allocate(self, names: Sequence[str]) -> None:
-        """Make every chunk's buffers where the chunk is to lie."""
+    def allocate(self, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Make every chunk's buffers, one for each state, where the chunk is to lie."""
         for chunk in self.chunks:
-            chunk.allocate(names, HOST if chunk.is_on_host else self._device)
+            chunk.allocate(dtypes, HOST if chunk.is_on_host else self._device)
 
     def move(self, chunk: StateChunk, *, to_host: bool) -> None:
         """Move a chunk of which no update is under way."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -31,15 +31,25 @@ _SHADOW_SHARE = 0.5
 _MAX_FAILURES, _MEMORY = 0.2, 0.9
 
 
+def kernel_states(chunks: Mapping[str, Chunk], place: slice, weight: torch.Tensor) -> States:
+    """What the update of some elements of a chunk reads or writes, `weight` being theirs."""
+    moments = chunks["exp_avg"].data[place], chunks["exp_avg_sq"].data[place]
+    for name in ("master", "master_low"):
+        if name in chunks:
+            return States(chunks[name].data[place], *moments, weight)
+    return States(weight, *moments)
+
+
 class _Slot:
     """Pinned buffers of one chunk under way."""
 
-    def __init__(self, size: int, like: Shard, accelerator: Accelerator, *, has_masters: bool) -> None:
+    def __init__(self, size: int, like: Shard, accelerator: Accelerator) -> None:
         self.grad = accelerator.pinned(size, like.gradient.dtype)
         self.weight = accelerator.pinned(size, like.weight.dtype)
         """The new weights, on their way to the device."""
-        self.old = None if has_masters else accelerator.pinned(size, like.weight.dtype)
-        """Weights that are their own masters (fp32), as they came from the device."""
+        is_master = like.weight.dtype != torch.float16
+        self.old = accelerator.pinned(size, like.weight.dtype) if is_master else None
+        """Weights that are masters (fp32), or their high bits (bf16), as they came from the device."""
         self.shadow: dict[str, Chunk] = {}
         self.user: Future | None = None
         """The last job that was given the slot."""
@@ -61,17 +71,16 @@ class HostUpdates:
 
     Args:
         shards: where gradients and weights lie.
-        names: of the states that a chunk holds.
+        dtypes: of the states that a chunk holds.
         size: elements of a chunk.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], names: Sequence[str], size: int, accelerator: Accelerator
+        self, shards: Sequence[Shard], dtypes: Mapping[str, torch.dtype], size: int, accelerator: Accelerator
     ) -> None:
-        self._shards, self._names, self._size = shards, names, size
+        self._shards, self._dtypes, self._size = shards, dtypes, size
         self._accelerator = accelerator
         self._kernel = adam_kernel(torch.device("cpu"))
-        self._has_masters = "master" in names
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="host-adam", initializer=self._enter)
         self._plain: deque[_Slot] = deque()
         self._shadows: deque[_Slot] = deque()
@@ -90,7 +99,7 @@ class HostUpdates:
             self._plain.append(self._make_slot())
         while len(self._shadows) < int(num_chunks * _SHADOW_SHARE):
             slot = self._make_slot()
-            slot.shadow = {name: Chunk(self._size, HOST) for name in self._names}
+            slot.shadow = {name: Chunk(self._size, HOST, dtype) for name, dtype in self._dtypes.items()}
             self._shadows.append(slot)
 
     def expect(self, scalars: AdamScalars) -> None:
@@ -172,7 +181,7 @@ class HostUpdates:
             torch.cuda.set_device(device)
 
     def _make_slot(self) -> _Slot:
-        return _Slot(self._size, self._shards[0], self._accelerator, has_masters=self._has_masters)
+        return _Slot(self._size, self._shards[0], self._accelerator)
 
     def _fetch(
         self, chunk: StateChunk, slot: _Slot, after: Pending | None = None, *, is_final: bool = False
@@ -192,26 +201,19 @@ class HostUpdates:
         if update.is_wanted:
             update.arrived.synchronize()
             begin = time.perf_counter()
+            new = update.slot.weight
+            old = new if update.slot.old is None else update.slot.old
             segments = [
                 Segment(
                     update.slot.grad[s.place],
-                    self._states(update.chunk.states, update.slot, update.slot.old, s.place),
+                    kernel_states(update.chunk.states, s.place, old[s.place]),
                     s.is_decayed,
-                    self._states(into, update.slot, update.slot.weight, s.place),
+                    kernel_states(into, s.place, new[s.place]),
                 )
                 for s in update.chunk.segments
             ]
             self._kernel.update(segments, scalars)
             self.busy_s += time.perf_counter() - begin
-
-    def _states(
-        self, chunks: dict[str, Chunk], slot: _Slot, weight: torch.Tensor | None, place: slice
-    ) -> States:
-        moments = chunks["exp_avg"].data[place], chunks["exp_avg_sq"].data[place]
-        if self._has_masters:
-            return States(chunks["master"].data[place], *moments, slot.weight[place])
-        assert weight is not None
-        return States(weight[place], *moments)
 
     def _commit(self, update: _Update) -> Mark:
         update.chunk.states, update.slot.shadow = update.slot.shadow, update.chunk.states

@@ -16,10 +16,18 @@ from patch.config.schema import OptimizerConfig
 from patch.distributed.flat import Pending
 from patch.optimizer.accelerator import Accelerator
 from patch.optimizer.chunk import ChunkManager, StateChunk, find_best_chunk_size
-from patch.optimizer.host_update import HostUpdates
-from patch.optimizer.kernels import AdamKernel, AdamScalars, Segment, States, adam_kernel
+from patch.optimizer.host_update import HostUpdates, kernel_states
+from patch.optimizer.kernels import AdamKernel, AdamScalars, Segment, adam_kernel
 from patch.optimizer.placement import AutoPlacementPolicy, Memory, Move, StaticPlacementPolicy
 from patch.optimizer.shard import Shard
+
+_MASTERS = {
+    torch.float32: {},
+    torch.bfloat16: {"master_low": torch.int16},
+    torch.float16: {"master": torch.float32},
+}
+"""What a weight's fp32 master needs besides the weight: an fp32 weight is its master, a bf16 weight the high
+bits of it (see kernels/update.py), an fp16 weight no part of it."""
 
 
 class _Resident:
@@ -65,9 +73,9 @@ class HybridAdam:
     ) -> None:
         self.shards, self._config, self._offload = shards, config, offload
         self.step_count = 0
-        self.has_masters = shards[0].weight.dtype != torch.float32
-        """Whether masters are states of their own; fp32 weights are their own masters."""
-        self.names = ("exp_avg", "exp_avg_sq") + ("master",) * self.has_masters
+        moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+        self.dtypes: dict[str, torch.dtype] = moments | _MASTERS[shards[0].weight.dtype]
+        """The states and their types."""
         device = offload.accelerator if offload else _Resident(shards[0].weight.device)
         self._kernel = device.kernel
         self.manager = ChunkManager(_chunk_size(shards, offload), device)
@@ -84,12 +92,12 @@ class HybridAdam:
         self.largest_peak = 0
         """The most that was ever recorded by `record_memory`, which starts torch's own count anew."""
         if offload:
-            self.host_updates = HostUpdates(shards, self.names, self.manager.size, offload.accelerator)
+            self.host_updates = HostUpdates(shards, self.dtypes, self.manager.size, offload.accelerator)
             for chunk in self.manager.chunks:
                 chunk.is_on_host = True
             for move in self.wanted_moves():
                 self.manager.chunks[move.chunk.index].is_on_host = move.to_host
-        self.manager.allocate(self.names)
+        self.manager.allocate(self.dtypes)
         self._scalars: AdamScalars | None = None
         self._missing: dict[StateChunk, set[int]] = {}
         self._settle()
@@ -105,10 +113,11 @@ class HybridAdam:
 
     def refresh_masters(self) -> None:
         """Take the model's weights as masters; call after weights were loaded into the model."""
-        if self.has_masters:
-            for chunk in self.manager.chunks:
-                for s in chunk.segments:
-                    chunk.states["master"].data[s.place].copy_(self.shards[s.shard].weight[s.begin : s.end])
+        for chunk in self.manager.chunks:
+            if "master_low" in chunk.states:
+                chunk.states["master_low"].data.zero_()
+            for s in chunk.segments if "master" in chunk.states else ():
+                chunk.states["master"].data[s.place].copy_(self.shards[s.shard].weight[s.begin : s.end])
 
     def wanted_moves(self) -> list[Move]:
         """What the policy would move now, between two steps."""
@@ -221,12 +230,7 @@ class HybridAdam:
         for chunk in (chunk for chunk in chunks if not chunk.is_on_host):
             for s in (segment for segment in chunk.segments if segment.shard in wanted):
                 gradient, weight, _ = self.shards[s.shard]
-                moments = chunk.states["exp_avg"].data[s.place], chunk.states["exp_avg_sq"].data[s.place]
-                if self.has_masters:
-                    master = chunk.states["master"].data[s.place]
-                    states = States(master, *moments, weight[s.begin : s.end])
-                else:
-                    states = States(weight[s.begin : s.end], *moments)
+                states = kernel_states(chunk.states, s.place, weight[s.begin : s.end])
                 segments.append(Segment(gradient[s.begin : s.end], states, s.is_decayed))
         self._kernel.update(segments, self._scalars)
 
@@ -239,11 +243,6 @@ class HybridAdam:
         if self.host_updates is None:
             return True
         return all(self.host_updates.arrive(chunk, block=block) for chunk in self._chunks_of[index])
-
-    @property
-    def offload_fraction(self) -> float:
-        """The share of this rank's state elements that is on the host."""
-        return self.manager.offload_fraction
 
     def state(self, name: str, index: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Views of a state of elements [begin, end) of shard `index`, each with its first element.

@@ -230,15 +230,15 @@ class OverlappedDistributedOptimizer:
     def sharded_state_dict(self, model_state: ShardedStateDict) -> ShardedStateDict:
         """States as sharded tensors of the weights' global shapes, whatever DP, TP, PP or bucket size.
 
-        They are views: loading into them loads the optimizer. fp32 weights are their own masters and
-        are left to the model's state.
+        They are views: loading into them loads the optimizer. What masters have in common with weights
+        (all of it in fp32, the high bits in bf16) is left to the model's state.
 
         Args:
             model_state: the model's sharded_state_dict, whose entries hold the parameters themselves.
         """
         dp_rank = 0 if self.is_sharded else self.groups.dp_cp.rank()
         sharded: ShardedStateDict = {}
-        for name in self.adam.names:
+        for name in self.adam.dtypes:
             ranges = [
                 (self.parameters[piece.parameter], piece.offset + begin - first, state)
                 for index, found in enumerate(self._pieces)

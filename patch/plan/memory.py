@@ -7,6 +7,9 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.plan.parameters import parameters_per_rank
 
+# Two fp32 moments; an fp32 master beside fp16 weights, the low half of one beside bf16 weights.
+_STATE_BYTES = {"fp32": 8, "bf16": 10, "fp16": 12, "fp8": 10}
+
 
 class RankBytes(NamedTuple):
     """Bytes on one rank of the heaviest pipeline stage."""
@@ -14,7 +17,7 @@ class RankBytes(NamedTuple):
     weights: int
     gradients: int
     optimizer: int
-    """fp32 masters (fp32 weights are their own masters) and the two moments, less what is offloaded."""
+    """The two moments and what masters need besides the weights, less what is offloaded."""
 
     @property
     def total(self) -> int:
@@ -47,5 +50,5 @@ def offloaded_bytes(config: RunConfig) -> int:
 
 
 def _state_bytes(config: RunConfig) -> int:
-    states = max(parameters_per_rank(config)) * (8 if config.training.precision == "fp32" else 12)
+    states = max(parameters_per_rank(config)) * _STATE_BYTES[config.training.precision]
     return states if config.sharding_level == "none" else states // config.data_parallel_size

@@ -103,8 +103,8 @@ def test_load_refuses_what_does_not_fit_and_leaves_the_state_untouched(root, cha
 
 
 UNTIED = ("output_layer.weight", "optimizer.state.exp_avg.output_layer.weight")
-UNTIED_BF16 = (*UNTIED, "optimizer.state.master.output_layer.weight")
-BF16 = ("optimizer.state.master.decoder.weight", "optimizer.state.master.output_layer.weight")
+UNTIED_BF16 = (*UNTIED, "optimizer.state.master_low.output_layer.weight")
+BF16 = ("optimizer.state.master_low.decoder.weight", "optimizer.state.master_low.output_layer.weight")
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from patch.optimizer.accelerator import SimulatedAccelerator, SimulatedOutOfMemo
 from patch.optimizer.chunk import HOST, Chunk, ChunkFullError, ChunkManager, find_best_chunk_size
 
 GENEROUS = 1 << 40
-NAMES = ("exp_avg", "exp_avg_sq", "master")
+DTYPES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master_low": torch.int16}
 
 
 def next_fit(numels: list[int], size: int) -> list[int]:
@@ -107,10 +107,10 @@ def test_moving_to_where_a_chunk_lies_changes_nothing(to_host: bool) -> None:
     device = SimulatedAccelerator(GENEROUS)
     manager = filled([100], 64, device)
     manager.chunks[0].is_on_host = manager.chunks[1].is_on_host = to_host
-    manager.allocate(NAMES)
-    before, held = manager.chunks[0].states["master"].data, device.held
+    manager.allocate(DTYPES)
+    before, held = manager.chunks[0].states["master_low"].data, device.held
     manager.move(manager.chunks[0], to_host=to_host)
-    assert manager.chunks[0].states["master"].data is before and device.held == held
+    assert manager.chunks[0].states["master_low"].data is before and device.held == held
 
 
 def test_states_on_the_device_have_no_copy_on_the_host() -> None:
@@ -119,10 +119,10 @@ def test_states_on_the_device_have_no_copy_on_the_host() -> None:
     manager = filled([1000], 100, device)
     for chunk in manager.chunks[:4]:
         chunk.is_on_host = True
-    manager.allocate(NAMES)
+    manager.allocate(DTYPES)
     for _ in range(2):
-        assert manager.total_bytes(on_host=True) == 4 * 100 * 12
-        assert manager.total_bytes(on_host=False) == 6 * 100 * 12 == device.held
+        assert manager.total_bytes(on_host=True) == 4 * 100 * 10
+        assert manager.total_bytes(on_host=False) == 6 * 100 * 10 == device.held
         manager.move(manager.chunks[0], to_host=False)
         manager.move(manager.chunks[9], to_host=True)
     assert manager.offload_fraction == 0.4
@@ -130,12 +130,12 @@ def test_states_on_the_device_have_no_copy_on_the_host() -> None:
 
 def test_moves_carry_every_state_to_the_bit() -> None:
     manager = filled([1000], 100)
-    manager.allocate(NAMES)
+    manager.allocate(DTYPES)
     generator = torch.Generator().manual_seed(0)
     wanted = {}
     for chunk in manager.chunks:
-        for name in NAMES:
-            chunk.states[name].data.copy_(torch.randn(100, generator=generator))
+        for name in DTYPES:
+            chunk.states[name].data.copy_(100 * torch.randn(100, generator=generator))
             wanted[chunk.index, name] = chunk.states[name].data.clone()
     for to_host in (True, True, False, True):
         for chunk in manager.chunks[::3]:
@@ -145,10 +145,10 @@ def test_moves_carry_every_state_to_the_bit() -> None:
 
 
 def test_a_device_that_is_full_says_so_and_the_chunk_stays() -> None:
-    device = SimulatedAccelerator(100 * 12 + 500)  # room for one of three states
+    device = SimulatedAccelerator(100 * 10 + 500)  # room for one of three states
     manager = filled([200], 100, device)
     manager.chunks[1].is_on_host = True
-    manager.allocate(NAMES)
+    manager.allocate(DTYPES)
     with pytest.raises(SimulatedOutOfMemory, match="--simulated-device-memory"):
         manager.move(manager.chunks[1], to_host=False)
     assert manager.chunks[1].is_on_host and all(

@@ -51,7 +51,11 @@ def train(
     model, optimizer = build(dtype, clip_grad, fraction, chunk_size)
     norms = [take_step(model, optimizer, batches_of(step, dtype)) for step in make_steps(NUM_STEPS, 1, 2)]
     optimizer.wait_for_weights()
-    return {"norms": norms, "weights": weights_of(model.float()), "fraction": optimizer.adam.offload_fraction}
+    return {
+        "norms": norms,
+        "weights": weights_of(model.float()),
+        "fraction": optimizer.adam.manager.offload_fraction,
+    }
 
 
 class Watched:

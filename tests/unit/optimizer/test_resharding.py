@@ -92,11 +92,13 @@ def build(config: RunConfig) -> Run:
 
 def wanted_states(run: Run) -> dict[str, list[torch.Tensor]]:
     """What each state has to be, next to the weights of this rank's shards."""
-    weights = [weight.float() for _, weight in states_of(run.optimizer, "exp_avg")]
-    found = {"exp_avg": [2 * w for w in weights], "exp_avg_sq": [w.square() for w in weights]}
-    if run.optimizer.adam.has_masters:
-        found["master"] = [w * 1.001 for w in weights]
-    return found
+    weights = [weight for _, weight in states_of(run.optimizer, "exp_avg")]
+    found = {
+        "exp_avg": [2 * w.float() for w in weights],
+        "exp_avg_sq": [w.float().square() for w in weights],
+        "master_low": [w.view(torch.int16) for w in weights],
+    }
+    return {name: found[name] for name in run.optimizer.adam.dtypes}
 
 
 def sharded_state(run: Run) -> dict[str, Any]:
@@ -136,7 +138,8 @@ def check_files(folder: Path, num_states: int) -> None:
         assert torch.equal(tensors[f"optimizer.state.exp_avg.{key}"], 2 * weight), key
         assert torch.equal(tensors[f"optimizer.state.exp_avg_sq.{key}"], weight.square()), key
         if num_states == 3:
-            assert torch.equal(tensors[f"optimizer.state.master.{key}"], weight * 1.001), key
+            low = tensors[f"optimizer.state.master_low.{key}"]
+            assert torch.equal(low, tensors[key].view(torch.int16)), key
 
 
 def run_chain(chain: list[RunConfig], root: Path, rank: int) -> None:
@@ -151,7 +154,7 @@ def run_chain(chain: list[RunConfig], root: Path, rank: int) -> None:
                     state.copy_(value)
         save_checkpoint(root, iteration, sharded_state(run), {"iteration": iteration})
         if rank == 0:
-            check_files(iteration_folder(root, iteration), 2 + run.optimizer.adam.has_masters)
+            check_files(iteration_folder(root, iteration), len(run.optimizer.adam.dtypes))
         parallel_state.destroy_model_parallel()
 
 

@@ -17,7 +17,7 @@ def _run(level, micro_batches=1, **changes):
 
 
 @pytest.mark.parametrize(
-    ("level", "gradients", "states"), [("none", 4, 12), ("optimizer", 4, 3), ("gradients", 1, 3)]
+    ("level", "gradients", "states"), [("none", 4, 10), ("optimizer", 4, 2.5), ("gradients", 1, 2.5)]
 )
 def test_bytes_held_follow_the_level(level, gradients, states):
     count = total_parameters(_run(level))

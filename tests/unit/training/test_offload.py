@@ -82,7 +82,7 @@ def digest(run: Run) -> str:
         for parameter in stage.parameters():
             found.update(parameter.detach().contiguous().view(torch.uint8).numpy())
     adam = run.optimizer.adam
-    for name in adam.names:
+    for name in adam.dtypes:
         for index, shard in enumerate(adam.shards):
             for first, last, *_ in shard.runs:
                 for _, state in adam.state(name, index, first, last):
@@ -116,7 +116,8 @@ def memory_of(run: Run) -> dict[str, Any]:
         "host": adam.manager.total_bytes(on_host=True),
         "device": adam.manager.total_bytes(on_host=False),
         "all tensors": held_bytes(adam.manager.chunks),
-        "states": sum(chunk.size for chunk in adam.manager.chunks) * 4 * len(adam.names),
+        "states": sum(chunk.size for chunk in adam.manager.chunks)
+        * sum(dtype.itemsize for dtype in adam.dtypes.values()),
     }
     if adam._offload is not None:
         found["held"] = adam._offload.accelerator.held - adam.fixed_bytes
