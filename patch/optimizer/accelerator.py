@@ -78,7 +78,9 @@ class CudaAccelerator:
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """(numel,) zeros on the device."""
-        return torch.zeros(numel, dtype=dtype, device=self.device)
+        buffer = torch.zeros(numel, dtype=dtype, device=self.device)
+        self._up.wait_stream(torch.cuda.current_stream(self.device))  # before any copy to it
+        return buffer
 
     def free(self, buffer: torch.Tensor) -> None:
         """Nothing: torch's allocator keeps count."""

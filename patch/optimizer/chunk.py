@@ -13,9 +13,12 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from typing import NamedTuple, Protocol
 
 import torch
+
+from patch.optimizer.transfer import Transfer
 
 # The search tries this many multiples of a unit: 8 Mi elements, or a 64th of a small model.
 _CANDIDATES, _UNIT, _UNITS_OF_SMALL = 16, 8 << 20, 64
@@ -86,16 +89,9 @@ class Chunk:
         """
         return self.alloc_tensor(tensor.numel()).copy_(tensor.detach().reshape(-1))
 
-    def reset_device(self, memory: Memory) -> None:
-        """Move the buffer; views of it go stale, and nothing is left behind."""
-        if memory is not self.memory:
-            data = memory.allocate(self.size, self.data.dtype).copy_(self.data)
-            self.memory.free(self.data)
-            self.data, self.memory = data, memory
-
-    def clone(self) -> Chunk:
-        """A chunk of the same layout and place, all zeros."""
-        twin = Chunk(self.size, self.memory, self.data.dtype)
+    def clone(self, memory: Memory) -> Chunk:
+        """A chunk of the same layout, all zeros."""
+        twin = Chunk(self.size, memory, self.data.dtype)
         twin.used = self.used
         return twin
 
@@ -127,6 +123,7 @@ class StateChunk:
         self.segments: list[Segment] = []
         self.is_on_host = False
         self.states: dict[str, Chunk] = {}
+        self._arriving: Future[None] | None = None
 
     @property
     def numel(self) -> int:
@@ -140,6 +137,7 @@ class StateChunk:
 
     def views(self, name: str, shard: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """A state of elements [begin, end) of a shard: views, each with its first element in the shard."""
+        self.settle()
         for segment in self.segments:
             first, last = max(begin, segment.begin), min(end, segment.end)
             if segment.shard == shard and first < last:
@@ -152,23 +150,38 @@ class StateChunk:
         for chunk in self.states.values():
             chunk.alloc_tensor(self.numel)
 
-    def reset_device(self, memory: Memory, *, is_host: bool) -> None:
-        """Move all states.
+    def reset_device(self, memory: Memory, transfer: Transfer, *, is_host: bool) -> None:
+        """Move all states; views of them go stale.
+
+        What goes to the host has left the device when this returns: its memory is wanted there. What goes
+        to the device may still be on its way, see `settle`.
 
         Raises:
             OutOfMemoryError: the device has no room; all states are where they were.
         """
-        moved = []
+        self.settle()
+        twins: dict[str, Chunk] = {}
         try:
-            for chunk in self.states.values():
-                origin = chunk.memory
-                chunk.reset_device(memory)
-                moved.append((chunk, origin))
+            for name, chunk in self.states.items():
+                twins[name] = chunk.clone(memory)
         except torch.OutOfMemoryError:
-            for chunk, origin in moved:
-                chunk.reset_device(origin)
+            for twin in twins.values():
+                memory.free(twin.data)
             raise
-        self.is_on_host = is_host
+        copies = [(chunk.data, twins[name].data) for name, chunk in self.states.items()]
+        if is_host:
+            transfer.to_host(copies)
+        else:
+            self._arriving = transfer.to_device(copies)
+        for chunk in self.states.values():
+            chunk.memory.free(chunk.data)
+        self.states, self.is_on_host = twins, is_host
+
+    def settle(self) -> None:
+        """Wait until all states are where they were moved to; call before they are used."""
+        if self._arriving is not None:
+            self._arriving.result()
+            self._arriving = None
 
 
 class ChunkManager:
@@ -177,10 +190,11 @@ class ChunkManager:
     Args:
         size: elements of a chunk.
         device: the memory of chunks that are not on the host.
+        transfer: carries what moves between them; None where nothing does.
     """
 
-    def __init__(self, size: int, device: Memory) -> None:
-        self.size, self._device = size, device
+    def __init__(self, size: int, device: Memory, transfer: Transfer | None = None) -> None:
+        self.size, self._device, self._transfer = size, device, transfer
         self.chunks: list[StateChunk] = []
         self._open: dict[bool, StateChunk] = {}
 
@@ -211,8 +225,14 @@ class ChunkManager:
             chunk.allocate(dtypes, HOST if chunk.is_on_host else self._device)
 
     def move(self, chunk: StateChunk, *, to_host: bool) -> None:
-        """Move a chunk of which no update is under way."""
-        chunk.reset_device(HOST if to_host else self._device, is_host=to_host)
+        """Move a chunk of which no update is under way.
+
+        Raises:
+            OutOfMemoryError: the device has no room; nothing moved.
+        """
+        if to_host != chunk.is_on_host:
+            assert self._transfer is not None, "nothing moves here"
+            chunk.reset_device(HOST if to_host else self._device, self._transfer, is_host=to_host)
 
     @property
     def num_elements(self) -> int:

@@ -152,10 +152,6 @@ class HostUpdates:
             update.is_wanted = False
         self._speculated, self._expected = {}, None
 
-    def drain(self) -> None:
-        """Wait until the worker has done all it was given."""
-        self._worker.submit(lambda: None).result()
-
     def arrive(self, chunk: StateChunk, *, block: bool) -> bool:
         """Let the compute stream wait for a chunk's new weights.
 

@@ -20,6 +20,7 @@ from patch.optimizer.host_update import HostUpdates, kernel_states
 from patch.optimizer.kernels import AdamKernel, AdamScalars, Segment, adam_kernel
 from patch.optimizer.placement import AutoPlacementPolicy, Memory, Move, StaticPlacementPolicy
 from patch.optimizer.shard import Shard
+from patch.optimizer.transfer import Transfer
 
 _MASTERS = {
     torch.float32: {},
@@ -78,7 +79,8 @@ class HybridAdam:
         """The states and their types."""
         device = offload.accelerator if offload else _Resident(shards[0].weight.device)
         self._kernel = device.kernel
-        self.manager = ChunkManager(_chunk_size(shards, offload), device)
+        transfer = Transfer(offload.accelerator) if offload else None
+        self.manager = ChunkManager(_chunk_size(shards, offload), device, transfer)
         for index, shard in enumerate(shards):
             for begin, end, is_decayed, is_late in shard.runs:
                 self.manager.register(index, begin, end, is_decayed=is_decayed, is_late=is_late)
@@ -100,10 +102,10 @@ class HybridAdam:
         self.manager.allocate(self.dtypes)
         self._scalars: AdamScalars | None = None
         self._missing: dict[StateChunk, set[int]] = {}
-        self._settle()
+        self._prepare_host()
         self.refresh_masters()
 
-    def _settle(self) -> None:
+    def _prepare_host(self) -> None:
         """Be ready for the chunks that are on the host now."""
         if self.host_updates is not None:
             self.host_updates.prepare(len(self._on_host()))
@@ -114,6 +116,7 @@ class HybridAdam:
     def refresh_masters(self) -> None:
         """Take the model's weights as masters; call after weights were loaded into the model."""
         for chunk in self.manager.chunks:
+            chunk.settle()
             if "master_low" in chunk.states:
                 chunk.states["master_low"].data.zero_()
             for s in chunk.segments if "master" in chunk.states else ():
@@ -136,7 +139,7 @@ class HybridAdam:
         return self._offload.policy.evict(self.manager.chunks, num_bytes) if self._offload else []
 
     def move(self, moves: Sequence[Move]) -> list[Move]:
-        """Move chunks while no update is under way.
+        """Move chunks while no update is under way; what goes to the device may still be on its way after.
 
         Returns:
             the moves that were made; chunks stay for which the device has no room after all.
@@ -152,7 +155,7 @@ class HybridAdam:
                     self._offload.policy.back_off()
                 break
             done.append(move)
-        self._settle()
+        self._prepare_host()
         # A peak with what has left is none of the next step's.
         self.largest_peak = max(self.largest_peak, self._offload.accelerator.take_peak())
         return done
@@ -228,6 +231,7 @@ class HybridAdam:
         chunks = {chunk: None for index in indices for chunk in self._chunks_of[index]}
         segments = []
         for chunk in (chunk for chunk in chunks if not chunk.is_on_host):
+            chunk.settle()
             for s in (segment for segment in chunk.segments if segment.shard in wanted):
                 gradient, weight, _ = self.shards[s.shard]
                 states = kernel_states(chunk.states, s.place, weight[s.begin : s.end])

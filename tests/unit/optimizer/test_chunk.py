@@ -4,12 +4,15 @@ Original: Pai-Megatron-Patch, megatron/core/optimizer/chunk.
 """
 
 import random
+import threading
 
 import pytest
 import torch
 
-from patch.optimizer.accelerator import SimulatedAccelerator, SimulatedOutOfMemory
+from patch.optimizer import transfer
+from patch.optimizer.accelerator import Copies, Mark, SimulatedAccelerator, SimulatedOutOfMemory
 from patch.optimizer.chunk import HOST, Chunk, ChunkFullError, ChunkManager, find_best_chunk_size
+from patch.optimizer.transfer import Transfer
 
 GENEROUS = 1 << 40
 DTYPES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master_low": torch.int16}
@@ -35,7 +38,8 @@ def random_numels(seed: int) -> list[int]:
 
 
 def filled(numels: list[int], size: int, device: SimulatedAccelerator | None = None) -> ChunkManager:
-    manager = ChunkManager(size, device or SimulatedAccelerator(GENEROUS))
+    device = device or SimulatedAccelerator(GENEROUS)
+    manager = ChunkManager(size, device, Transfer(device))
     for shard, numel in enumerate(numels):
         manager.register(shard, 0, numel, is_decayed=shard % 2 == 0, is_late=False)
     manager.close()
@@ -87,16 +91,15 @@ def test_search_of_a_large_model_keeps_chunks_of_megabytes() -> None:
     assert size % (8 << 20) == 0 and 8 << 20 <= size <= 128 << 20
 
 
-def test_tensors_lie_one_behind_the_other_and_move_together() -> None:
+def test_tensors_lie_one_behind_the_other() -> None:
     device = SimulatedAccelerator(GENEROUS)
     chunk = Chunk(10, HOST)
     chunk.append_tensor(torch.arange(4.0).view(2, 2))
     chunk.alloc_tensor(3).fill_(7.0)
     with pytest.raises(ChunkFullError, match="4 elements do not fit behind 7"):
         chunk.alloc_tensor(4)
-    twin = chunk.clone()
-    assert twin.used == 7 and twin.memory is HOST and not twin.data.any()
-    chunk.reset_device(device)
+    twin = chunk.clone(device)
+    assert twin.used == 7 and twin.memory is device and not twin.data.any()
     assert chunk.data.tolist() == [0, 1, 2, 3, 7, 7, 7, 0, 0, 0]
     assert device.held == 40
 
@@ -140,8 +143,49 @@ def test_moves_carry_every_state_to_the_bit() -> None:
     for to_host in (True, True, False, True):
         for chunk in manager.chunks[::3]:
             manager.move(chunk, to_host=to_host)
+    for chunk in manager.chunks:
+        chunk.settle()
     for (index, name), values in wanted.items():
         assert torch.equal(manager.chunks[index].states[name].data, values)
+
+
+class SlowDevice(SimulatedAccelerator):
+    """Nothing reaches it before the gate is opened."""
+
+    def __init__(self) -> None:
+        super().__init__(GENEROUS)
+        self.gate = threading.Event()
+
+    def to_device(self, copies: Copies) -> Mark:
+        assert self.gate.wait(30)
+        return super().to_device(copies)
+
+
+def test_states_reach_the_device_while_the_host_goes_on() -> None:
+    """The original's moves are blocking copies."""
+    device = SlowDevice()
+    manager = filled([100], 100, device)
+    (chunk,) = manager.chunks
+    chunk.is_on_host = True
+    manager.allocate(DTYPES)
+    for name, values in (("exp_avg", torch.arange(100.0)), ("exp_avg_sq", torch.arange(100.0).square())):
+        chunk.states[name].data.copy_(values)
+    manager.move(chunk, to_host=False)
+    assert not chunk.is_on_host and not chunk.states["exp_avg"].data.any()
+    threading.Timer(0.05, device.gate.set).start()
+    ((_, squares),) = chunk.views("exp_avg_sq", 0, 0, 100)  # whoever looks at them waits
+    assert torch.equal(squares, torch.arange(100.0).square())
+
+
+@pytest.mark.parametrize("numel", [1, 5, 8, 9, 64, 1001])
+def test_transfers_cut_into_pieces_carry_every_byte(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfer, "_PIECE", 32)
+    carrier = Transfer(SimulatedAccelerator(GENEROUS))
+    source = [torch.randn(numel), torch.arange(numel, dtype=torch.int16)]
+    there, back = ([torch.zeros_like(tensor) for tensor in source] for _ in range(2))
+    carrier.to_device(list(zip(source, there, strict=True))).result()
+    carrier.to_host(list(zip(there, back, strict=True)))
+    assert all(map(torch.equal, source, back))
 
 
 def test_a_device_that_is_full_says_so_and_the_chunk_stays() -> None:
