@@ -105,7 +105,7 @@ def weights_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
 
 
 class Oracle:
-    """AdamW on plain float32 arrays, with the gradients of all ranks computed here one after the other.
+    """AdamW (Adam where not `is_decoupled`) on float32 arrays, the gradients of all ranks computed here.
 
     Args:
         model: a model of its own, never given to an optimizer; fp32, or bf16 with the arrays as masters.
@@ -113,8 +113,10 @@ class Oracle:
             "gradients", over the ranks of a micro-batch and then over micro-batches.
     """
 
-    def __init__(self, model: torch.nn.Module, level: str, clip_grad: float = 0.5) -> None:
-        self.model, self._level, self._clip_grad = model, level, clip_grad
+    def __init__(
+        self, model: torch.nn.Module, level: str, clip_grad: float = 0.5, *, is_decoupled: bool = True
+    ) -> None:
+        self.model, self._level, self._clip_grad, self._is_decoupled = model, level, clip_grad, is_decoupled
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._step_count = 0
         self.masters = {name: p.detach().float().numpy().copy() for name, p in self._trained.items()}
@@ -130,7 +132,7 @@ class Oracle:
         for name, parameter in self._trained.items():
             scalars = AdamScalars(
                 lr=LR, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1,
-                step=self._step_count, grad_scale=scale,
+                step=self._step_count, grad_scale=scale, is_decoupled=self._is_decoupled,
             )  # fmt: skip
             states = [self.masters[name], self.exp_avg[name], self.exp_avg_sq[name]]
             updated = adam(states[0], gradients[name], *states[1:], scalars, is_decayed=parameter.ndim > 1)

@@ -51,8 +51,9 @@ class Bucket:
         """Parameters that have given the buffer no gradient yet: their elements hold old values."""
         self.is_shard_empty = True
         self.pending: Pending | None = None
-        self.is_last = False
-        """Whether the reduction under way is the step's last."""
+        self.is_announced = True
+        """Whether nobody is to be told when the reduction under way has arrived: it is not the step's last,
+        or it was told before."""
 
 
 class GradientBuckets:
@@ -79,10 +80,8 @@ class GradientBuckets:
     ) -> None:
         self._level, self._group, self._clock = level, group, clock
         self._like = torch.empty(0, dtype=dtype, device=parameters[0].device)
-        # A stream can wait for what was launched, a CPU's other threads cannot; what arrives at a ZeRO-2
-        # shard has yet to be added to it.
-        is_alone = group.size() == 1
-        self._is_final_at_launch = level != "gradients" and (is_alone or self._like.is_cuda)
+        # A stream can wait for what was launched, a CPU's other threads cannot.
+        self._can_wait_elsewhere = group.size() == 1 or self._like.is_cuda
         self.num_shards = 1 if level == "none" else group.size()
         self._rank = 0 if level == "none" else group.rank()
         self.buckets = self._make_buckets(extents)
@@ -213,8 +212,10 @@ class GradientBuckets:
             out = bucket.shard if self._level == "gradients" and bucket.is_shard_empty else own
             bucket.pending = start_reduce_scatter(buffer, out, self._group)
         self._travelling.append(bucket)
-        bucket.is_last = self._is_last
-        if self._is_last and self._is_final_at_launch:
+        bucket.is_announced = not self._is_last
+        is_added_later = self._level == "gradients" and not bucket.is_shard_empty
+        if self._is_last and self._can_wait_elsewhere and not is_added_later:
+            bucket.is_announced = True
             self.on_final(bucket.index, bucket.pending)
 
     def _arrive(self, bucket: Bucket) -> None:
@@ -230,7 +231,7 @@ class GradientBuckets:
             self._staging.append(bucket.staging)
             bucket.buffer = bucket.staging = None
         bucket.is_shard_empty = False
-        if bucket.is_last and not self._is_final_at_launch:
+        if not bucket.is_announced:
             self.on_final(bucket.index, None)
 
     def _open(self, bucket: Bucket) -> torch.Tensor:

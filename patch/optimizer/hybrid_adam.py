@@ -56,7 +56,7 @@ class Offload:
 
 
 class HybridAdam:
-    """AdamW states of this rank's shards.
+    """Adam states of this rank's shards.
 
     Args:
         shards: in the order of backward; their tensors stay where they are.
@@ -265,6 +265,7 @@ class HybridAdam:
             weight_decay=self._config.weight_decay,
             step=step,
             grad_scale=grad_scale,
+            is_decoupled=self._config.decoupled_weight_decay,
         )
 
 

@@ -52,6 +52,7 @@ class Case(NamedTuple):
     bucket_size: int
     accumulation: int
     dtype: torch.dtype = torch.float32
+    is_decoupled: bool = True
 
     def steps(self, dp_size: int) -> list[Step]:
         """Its data."""
@@ -62,6 +63,7 @@ class Case(NamedTuple):
 CASES = [
     *(Case(*values) for values in product(LEVELS, BUCKET_SIZES, ACCUMULATIONS)),
     *(Case(level, 300, 4, torch.bfloat16) for level in ("optimizer", "gradients")),
+    Case("optimizer", 300, 1, is_decoupled=False),
 ]
 
 
@@ -89,7 +91,9 @@ class WaitingOptimizer(OverlappedDistributedOptimizer):
 
 def train(case: Case, rank: int, dp_size: int, *, overlaps: bool) -> Outcome:
     model = OddModel(dtype=case.dtype)
-    optimizer = build_optimizer(model, case.level, reduce_bucket_size=case.bucket_size)
+    optimizer = build_optimizer(
+        model, case.level, reduce_bucket_size=case.bucket_size, decoupled_weight_decay=case.is_decoupled
+    )
     if not overlaps:
         optimizer.__class__, optimizer.gradients.__class__ = WaitingOptimizer, WaitingBuckets
     norms = [take_step(model, optimizer, step[rank]) for step in case.steps(dp_size)]
@@ -110,7 +114,7 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def oracle(case: Case, dp_size: int) -> Outcome:
-    reference = Oracle(OddModel(dtype=case.dtype), case.level)
+    reference = Oracle(OddModel(dtype=case.dtype), case.level, is_decoupled=case.is_decoupled)
     norms = [reference.take_step(step) for step in case.steps(dp_size)]
     return Outcome(norms, weights_of(reference.model))
 
