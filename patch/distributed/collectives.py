@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import cache
 
 import torch
 import torch.distributed as dist
@@ -53,13 +54,27 @@ def all_or_none() -> Iterator[None]:
 
 def sum_over(group: dist.ProcessGroup, values: list[float], device: torch.device) -> list[float]:
     """The sums of `values` over a group, added up in float64, on every rank of it."""
-    total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total, group=group)
-    return total.tolist()
+    return _reduce(values, device, dist.ReduceOp.SUM, group)
 
 
 def max_over_world(values: list[float], device: torch.device) -> list[float]:
     """The largest of each value over all ranks."""
-    largest = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    return largest.tolist()
+    return _reduce(values, device, dist.ReduceOp.MAX, None)
+
+
+def _reduce(
+    values: list[float],
+    device: torch.device,
+    operation: dist.ReduceOp.RedOpType,
+    group: dist.ProcessGroup | None,
+) -> list[float]:
+    # On a stream of its own: the host waits for the other ranks, not for what its GPU has yet to compute.
+    with torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext():
+        reduced = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(reduced, operation, group)
+        return reduced.tolist()
+
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from patch.config import to_yaml
@@ -37,6 +36,8 @@ class Trainer:
         train_iters = run.config.training.train_iters
         self._display = Display(run.start_iteration, train_iters) if is_reporter else None
         self._step_times = StepTimes(run.optimizer.adam)
+        self._begin = 0.0
+        """When the step under way began."""
 
     def train(self) -> int:
         """Train to the last step or to a signal; the signal's number, or 0.
@@ -44,6 +45,7 @@ class Trainer:
         Raises:
             TrainingError: the gradients are not finite. CheckpointError: a checkpoint was not written.
         """
+        self._begin = time.perf_counter()
         try:
             with self._listening():
                 for iteration in range(self.run.start_iteration, self.run.config.training.train_iters):
@@ -59,12 +61,9 @@ class Trainer:
     def _step(self, iteration: int) -> None:
         config, done = self.run.config, iteration + 1
         is_last = done == config.training.train_iters
-        begin = time.perf_counter()
         result = train_step(self.run, iteration)
-        if self.run.device.type == "cuda":
-            # The update is still under way; sharing the record below waits for it in any case.
-            torch.cuda.current_stream().synchronize()
-        seconds = time.perf_counter() - begin
+        # From norm to norm: a GPU is still at this step's update, and was at the last one's when it began.
+        seconds, self._begin = time.perf_counter() - self._begin, time.perf_counter()
         self._step_times.note(seconds)
         worst = self._share(measure(self.run, result, seconds * 1e3))
         if done % config.checkpoint.log_interval == 0 or is_last:
@@ -72,8 +71,10 @@ class Trainer:
         interval = config.data.eval_interval
         if self.run.valid_reader is not None and interval and (done % interval == 0 or is_last):
             self._evaluate(done)
+            self._begin = time.perf_counter()
         if done % config.checkpoint.save_interval == 0 or is_last or self._stopping_signal:
             self._save(done)
+            self._begin = time.perf_counter()
 
     def _share(self, measured: dict[str, float]) -> dict[str, float]:
         """The worst rank's measures, and the wish to stop, the same on all ranks, in one collective."""
