@@ -114,3 +114,8 @@ class DeviceContext:
             return DeviceContext(torch.device("cpu"), "gloo")
         torch.cuda.set_device(local_rank)
         return DeviceContext(torch.device("cuda", local_rank), "nccl")
+
+
+def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A CPU tensor on `device`, from pinned memory: else the host would wait for all that is queued there."""
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

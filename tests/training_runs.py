@@ -46,11 +46,11 @@ class SeededReader:
         return seeded_batches(self._config, iteration)[self._dp_rank :: self._config.data_parallel_size]
 
 
-def build_seeded_run(config: RunConfig, hf_folder: Path | None = None) -> Run:
+def build_seeded_run(config: RunConfig, hf_folder: Path | None = None, context: DeviceContext = CPU) -> Run:
     """This rank's run with random weights, or those of a Hugging Face folder."""
-    compat.apply(cuda=False)
-    groups = initialize(config, CPU)
-    stages = build_llama_model(config, groups, CPU.device)
+    compat.apply(cuda=context.is_cuda)
+    groups = initialize(config, context)
+    stages = build_llama_model(config, groups, context.device)
     if hf_folder is None:
         initialize_weights(stages, config)
     else:
@@ -58,7 +58,7 @@ def build_seeded_run(config: RunConfig, hf_folder: Path | None = None) -> Run:
     reader = SeededReader(config, groups.dp.rank())
     optimizer = build_optimizer(stages, config, groups)
     return Run(
-        config=config, device=CPU.device, groups=groups, tokenizer=None, train_reader=reader,
+        config=config, device=context.device, groups=groups, tokenizer=None, train_reader=reader,
         valid_reader=reader, stages=stages, optimizer=optimizer,
         start_iteration=0,
     )  # fmt: skip

@@ -44,6 +44,7 @@ def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollect
         pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
         context_parallel_size=config.parallel.context_parallel_size,
         distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
+        create_gloo_process_groups=False,  # second ones, for upstream's optimizer
     )
     torch.manual_seed(config.training.seed)
     # The tracker's generators differ between TP ranks; sequence parallelism and recomputation ask for them.

@@ -1,7 +1,8 @@
 """Random weights that are the same at every TP, PP and DP.
 
 A weight is drawn whole, from a generator seeded by the run's seed and the weight's global name, and
-each rank keeps its part. So runs of different layouts start from the same model.
+each rank keeps its part. So runs of different layouts start from the same model, on GPUs of one kind or
+on CPUs: the generators of devices differ.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def initialize_weights(stages: Sequence[GPTModel], config: RunConfig) -> None:
         )
         if shard.key in _VOCABULARY:
             shape = (config.model.vocab_size, *shape[1:])
-        whole = _draw(f"{config.training.seed} {shard.key} {layer}", shape, _std(shard.key, config))
+        name = f"{config.training.seed} {shard.key} {layer}"
+        whole = _draw(name, shape, _std(shard.key, config), shard.data.device)
         if shard.key in _VOCABULARY:
             whole = F.pad(whole, (0, 0, 0, config.padded_vocab_size - config.model.vocab_size))
         part = tuple(slice(start, start + size) for start, size in zip(offset, shard.data.shape, strict=True))
@@ -52,7 +54,7 @@ def _std(key: str, config: RunConfig) -> float:
     return std / math.sqrt(2 * config.model.num_layers) if key.endswith(_SCALED) else std
 
 
-def _draw(name: str, shape: tuple[int, ...], std: float) -> torch.Tensor:
-    """A whole weight of normal values seeded by its name, float32 on the CPU."""
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    return torch.empty(shape).normal_(0.0, std, generator=generator)
+def _draw(name: str, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:
+    """A whole weight of normal values seeded by its name, float32: a CPU would take minutes for 8B."""
+    generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
+    return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)

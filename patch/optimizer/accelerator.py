@@ -68,6 +68,34 @@ class Accelerator(Protocol):
         """Around forward and backward: what they hold counts."""
 
 
+class _PinnedPages(mmap.mmap):
+    """Memory of its own pages that CUDA may copy from and to; it is told when they are given back.
+
+    Left registered, their addresses would still lead copies to the old pages when others are mapped there.
+    """
+
+    address = 0
+
+    def register(self, address: int) -> None:
+        """Pin the pages, which begin at `address`.
+
+        Raises:
+            torch.OutOfMemoryError: the system has not enough memory that can be pinned.
+        """
+        failed = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
+        if failed:
+            raise torch.OutOfMemoryError(
+                f"{len(self)} bytes of host memory could not be pinned (cudaError {failed}); "
+                "leave more of it free, or lower --optimizer-offload-chunk-size"
+            )
+        self.address = address
+
+    def __del__(self) -> None:
+        if self.address and not sys.is_finalizing():
+            torch.cuda.synchronize()  # copies may be under way
+            torch.cuda.cudart().cudaHostUnregister(self.address)
+
+
 class CudaAccelerator:
     """A GPU."""
 
@@ -86,18 +114,11 @@ class CudaAccelerator:
         """Nothing: torch's allocator keeps count."""
 
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Registered pages: torch's own pinned memory rounds up to a power of two.
-
-        They stay registered until the process ends.
-        """
-        pages = mmap.mmap(-1, max(1, numel * dtype.itemsize))
+        """Registered pages: torch's own pinned memory rounds up to a power of two."""
+        size = max(1, numel * dtype.itemsize)
+        pages = _PinnedPages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         buffer = torch.frombuffer(pages, dtype=dtype, count=numel)
-        failed = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), len(pages), 0)
-        if int(failed):
-            raise torch.OutOfMemoryError(
-                f"{len(pages)} bytes of host memory could not be pinned (cudaError {int(failed)}); "
-                "raise `ulimit -l`, or lower --optimizer-offload-chunk-size"
-            )
+        pages.register(buffer.data_ptr())
         return buffer
 
     def to_host(self, copies: Copies, after: Pending | None = None, *, is_final: bool = False) -> Mark:

@@ -16,6 +16,7 @@ import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from patch.data import Batch
+from patch.device import send
 from patch.distributed.collectives import sum_over
 from patch.distributed.flat import start_all_reduce
 from patch.errors import TrainingError
@@ -56,8 +57,9 @@ def train_step(run: Run, iteration: int) -> StepResult:
     losses = with_room(run.optimizer, f"step {iteration + 1}", partial(_accumulate, run, work, lr))
     following = run.train_reader.step(iteration + 1) if iteration + 1 < train_iters else []
     # Small sums travel behind the gradients; behind the weights they would wait for the last gather.
-    sums = torch.tensor([0.0, _learned(following)], dtype=torch.float64, device=run.device)
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # from a list it would wait for backward
     sums[0] = torch.stack(losses).double().sum() if losses else 0.0
+    sums[1] = _learned(following)
     pending = start_all_reduce(sums, run.groups.dp_cp)
     run.optimizer.finish_gradients()
     grad_norm = run.optimizer.gradient_norm()
@@ -136,7 +138,7 @@ def _forward_step(
 ) -> tuple[torch.Tensor, Any]:
     """Upstream's forward_step_func: the stage's output and how to make it a loss."""
     batch = next(batches)
-    tokens, labels, mask = (tensor.to(run.device, non_blocking=True) for tensor in batch)
+    tokens, labels, mask = (send(tensor, run.device) for tensor in batch)
     # RoPE needs no position ids, causal attention no mask.
     output = model(tokens, None, None, labels=labels)
     run.optimizer.watch(output, model.vp_stage)

@@ -1,5 +1,34 @@
-"""The end-to-end tests' small model and data, for GPUs too."""
+"""For tests on a GPU: the end-to-end tests' small model and data, and a job of one process over NCCL."""
 
+import os
+import tempfile
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
 from end_to_end.conftest import office
 
+from patch.device import DeviceContext
+
 __all__ = ["office"]
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at cuBLAS's first use; see `deterministic`
+
+
+@pytest.fixture(scope="session")
+def job() -> Iterator[DeviceContext]:
+    """One process over NCCL on the first GPU; tests leave megatron-core's groups behind them."""
+    context = DeviceContext.select(0)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group(context.backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
+        yield context
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """What `--deterministic-mode` asks of torch."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)

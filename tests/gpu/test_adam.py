@@ -4,13 +4,15 @@ import pytest
 import torch
 from adam_cases import FORMS, SIZES, assert_equal, bits_after, make_segments, scalars
 
-from patch.optimizer.kernels import adam_kernel
+from patch.optimizer.kernels import Segment, States, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
+
+TAIL = 4099
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (1 << 16,)], ids=["odd", "aligned"])
@@ -25,3 +27,29 @@ def test_triton_equals_the_oracle(form, grad_dtype, is_decoupled, sizes):
         expected = make_segments(form, grad_dtype, **changes)
         kernel = adam_kernel(torch.device("cuda"))
         assert_equal(bits_after(kernel, ours, step), bits_after(NumpyAdam(), expected, step))
+
+
+def test_elements_beyond_two_to_the_31_are_updated():
+    numel = (1 << 31) + TAIL
+    if torch.cuda.mem_get_info()[0] < 17 * numel:
+        pytest.skip(f"needs {17 * numel / 1e9:.0f} GB of GPU memory")
+    values = [torch.full((numel,), value, device="cuda") for value in (1e-3, 0.02, 1e-4, 1e-6)]
+    for tensor in values:
+        tensor[-TAIL:].mul_(torch.linspace(0.5, 2.0, TAIL, device="cuda"))
+    grad, *states = (tensor[-TAIL:].cpu() for tensor in values)
+    adam_kernel(torch.device("cuda")).update([Segment(values[0], States(*values[1:]), True)], scalars())
+    NumpyAdam().update([Segment(grad, States(*states), True)], scalars())
+    for ours, expected in zip(values[1:], states, strict=True):
+        assert torch.equal(ours[-TAIL:].cpu(), expected)
+        assert ours[: 1 << 31].max() == ours[: 1 << 31].min() == ours[0]
+
+
+def test_an_update_waits_for_nothing():
+    segments = make_segments("split master", torch.bfloat16, device="cuda")
+    kernel = adam_kernel(torch.device("cuda"))
+    kernel.update(segments, scalars())  # compiles
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2 * 10**9)  # cycles: about a second
+    kernel.update(segments, scalars())
+    assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()

@@ -1,98 +1,86 @@
-"""Chunks between a GPU and its host: the bits of no offload, pinned rings, copies off the compute stream."""
+"""What chunks need of a GPU: pinned memory, copies beside compute, figures of memory."""
 
-import tempfile
-from collections.abc import Iterator
-from itertools import product
+import mmap
 
-import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
-from optimizer_runs import LR, make_steps, take_step
 
-from patch import compat
-from patch.config.schema import OptimizerConfig
-from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.accelerator import CudaAccelerator
-from patch.optimizer.hybrid_adam import Offload
-from patch.optimizer.placement import StaticPlacementPolicy
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 
-WIDTH, NUM_STEPS, CHUNK = 256, 10, 10_000
-CASES = list(product((torch.float32, torch.bfloat16), (0.0, 0.3), (0.0, 0.3, 1.0)))
+
+@pytest.fixture
+def accelerator() -> CudaAccelerator:
+    return CudaAccelerator(torch.device("cuda", 0))
 
 
-class Model(torch.nn.Module):
-    """About 100 thousand elements; sizes odd."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = torch.nn.Linear(23, WIDTH + 1)
-        self.middle = torch.nn.Linear(WIDTH + 1, WIDTH + 1)
-        self.last = torch.nn.Linear(WIDTH + 1, 7)
-        self.to("cuda", dtype)
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        """The loss of inputs [B, 23]."""
-        return self.last(torch.tanh(self.middle(torch.tanh(self.first(batch))))).square().mean()
-
-
-@pytest.fixture(scope="module")
-def groups() -> Iterator[ProcessGroupCollection]:
-    compat.apply(cuda=True)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        parallel_state.initialize_model_parallel()
-        yield ProcessGroupCollection.use_mpu_process_groups()
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
-def train(
-    groups: ProcessGroupCollection, dtype: torch.dtype, clip_grad: float, offload: Offload | None
-) -> tuple[list[float], list[np.ndarray]]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    model = Model(dtype)
-    config = OptimizerConfig(lr=LR, clip_grad=clip_grad, reduce_bucket_size=9_000)
-    optimizer = OverlappedDistributedOptimizer([model], config, "none", groups, offload)
-    norms = [
-        take_step(model, optimizer, [batch.to("cuda", dtype) for batch in step[0]])
-        for step in make_steps(NUM_STEPS, 1, 2)
-    ]
-    optimizer.wait_for_weights()
-    return norms, [parameter.detach().float().cpu().numpy() for parameter in model.parameters()]
-
-
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_placement_changes_no_bit(groups: ProcessGroupCollection, case: tuple) -> None:
-    dtype, clip_grad, fraction = case
-    offload = Offload(CudaAccelerator(torch.device("cuda", 0)), StaticPlacementPolicy(fraction), CHUNK)
-    norms, weights = train(groups, dtype, clip_grad, offload)
-    expected_norms, expected = train(groups, dtype, clip_grad, None)
-    assert norms == expected_norms
-    assert all(map(np.array_equal, weights, expected))
-
-
-def test_rings_are_pinned_and_exact() -> None:
+def test_rings_are_pinned_and_exact(accelerator: CudaAccelerator) -> None:
     """The original asks for pinned memory and gets pageable."""
-    buffer = CudaAccelerator(torch.device("cuda", 0)).pinned(1_000_003, torch.bfloat16)
-    assert buffer.is_pinned() and buffer.untyped_storage().nbytes() == 2 * 1_000_003
+    buffer = accelerator.pinned(1_000_003, torch.bfloat16)
+    assert buffer.is_pinned() and buffer[17:].is_pinned()
+    assert buffer.untyped_storage().nbytes() == 2 * 1_000_003
 
 
-def test_copies_do_not_hold_up_compute() -> None:
-    """A copy of a quarter of a second is queued; compute queued after it ends first."""
-    accelerator = CudaAccelerator(torch.device("cuda", 0))
-    source = torch.zeros(1 << 30, dtype=torch.float32, device="cuda")
-    target = accelerator.pinned(1 << 30, torch.float32)
+@pytest.mark.parametrize("numel", [1, 4097, 1_000_003])
+def test_copies_arrive(accelerator: CudaAccelerator, numel: int) -> None:
+    """Between places of any alignment; a mark holds up the stream that asks."""
+    source = torch.randn(numel + 3, device="cuda")[3:]
+    host, back = accelerator.pinned(numel + 5, torch.float32)[5:], torch.zeros(numel + 1, device="cuda")[1:]
+    accelerator.to_host([(source, host)]).synchronize()
+    assert torch.equal(host, source.cpu())
+    accelerator.to_device([(host, back)]).wait()
+    assert torch.equal(back, source)
+
+
+def test_pinned_memory_that_is_gone_leaves_nothing_behind(accelerator: CudaAccelerator) -> None:
+    """Addresses are given out again, to pageable memory too; copies must not go to what was there."""
+    numel = 1 << 22
+    for value in range(4):
+        source = torch.full((numel,), float(value), device="cuda")
+        pinned = accelerator.pinned(numel, torch.float32)
+        accelerator.to_host([(source, pinned)]).synchronize()
+        assert pinned.eq(value).all()
+        del pinned
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        pageable = torch.frombuffer(mmap.mmap(-1, 4 * numel, flags=flags), dtype=torch.float32)
+        assert not pageable.is_pinned()
+        accelerator.to_host([(source, pageable)]).synchronize()
+        assert pageable.eq(value).all()
+
+
+def test_copies_do_not_hold_up_compute(accelerator: CudaAccelerator) -> None:
+    """A copy of some tens of milliseconds is queued; compute queued after it ends first."""
+    source = torch.zeros(1 << 29, dtype=torch.float32, device="cuda")
+    target = accelerator.pinned(1 << 29, torch.float32)
+    torch.cuda.synchronize()
     mark = accelerator.to_host([(source, target)])
     torch.ones(8, device="cuda").add_(1)
     torch.cuda.current_stream().synchronize()
     assert not mark.query()
     mark.synchronize()
+
+
+def test_copies_to_the_host_come_after_what_writes_their_source(accelerator: CudaAccelerator) -> None:
+    source, target = torch.zeros(1 << 20, device="cuda"), accelerator.pinned(1 << 20, torch.float32)
+    torch.cuda._sleep(10**9)
+    source.fill_(3.0)
+    mark = accelerator.to_host([(source, target)])
+    source.fill_(4.0)  # the copy was to come before this: only its own order is promised
+    mark.synchronize()
+    assert target.ge(3.0).all()
+
+
+def test_memory_is_that_of_this_process_and_what_is_free(accelerator: CudaAccelerator) -> None:
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    before, _ = accelerator.usable_bytes(), accelerator.take_peak()
+    held = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    assert abs(accelerator.usable_bytes() - before) < 1 << 28 and before <= total
+    allocated = torch.cuda.memory_allocated()
+    del held
+    assert accelerator.take_peak() == allocated
+    assert accelerator.take_peak() == allocated - (1 << 30)

@@ -82,7 +82,8 @@ class UpstreamTrainer:
         batches: list[Batch],
         overlap: Overlap,
     ) -> None:
-        self._config, self._groups, self._batches = config, groups, batches
+        self._config, self._groups = config, groups
+        self._batches = [Batch(*(tensor.to(device) for tensor in batch)) for batch in batches]
         (model,) = build_llama_model(config, groups, device)
         initialize_weights([model], config)
         model.config.calculate_per_token_loss = False  # upstream's default

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from patch.device import send
 from patch.optimizer.kernels.update import (
     AdamScalars,
     Segment,
@@ -52,7 +53,7 @@ def _launch(form: tuple[bool, bool, bool], segments: list[Segment], scalars: Ada
         num_blocks += triton.cdiv(numel, _BLOCK.value)
     if num_blocks:
         _update[(num_blocks,)](
-            _to_device(torch.tensor(rows, dtype=torch.int64), segments[0].grad.device),
+            send(torch.tensor(rows, dtype=torch.int64), segments[0].grad.device),
             len(rows),
             tuple(map(float, (*scalars.constants(), scalars.decay(False), scalars.decay(True)))),
             *form,
@@ -60,11 +61,6 @@ def _launch(form: tuple[bool, bool, bool], segments: list[Segment], scalars: Ada
             _alignment(rows),
             enable_fp_fusion=False,
         )
-
-
-def _to_device(table: torch.Tensor, device: torch.device) -> torch.Tensor:
-    # From pageable memory the copy would wait for everything queued before it.
-    return table if device.type == "cpu" else table.pin_memory().to(device, non_blocking=True)
 
 
 def _alignment(rows: list[list[int]]) -> int:

@@ -3,7 +3,9 @@
 import gc
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -26,24 +28,21 @@ def test_a_worker_imports_no_compiler_and_leaves_its_imports_to_no_collection() 
 
 
 def test_a_decorated_function_is_compiled_when_it_is_called() -> None:
-    compile_now = torch.compile
     compiling: list[bool] = []
+    traces = partial(torch.compile, backend="eager")  # needs no C++ compiler
 
     def double(x: torch.Tensor) -> torch.Tensor:
         """Twice as much."""
         compiling.append(torch.compiler.is_compiling())
         return 2 * x
 
-    torch.compiler.set_default_backend("eager")  # traces without a C++ compiler
-    try:
+    with mock.patch.object(torch, "compile", traces):
         with quick_start():
             deferred = torch.compile(double)
             at_once = torch.compile(double, dynamic=True)
-        assert torch.equal(deferred(torch.ones(2)), torch.full((2,), 2.0))
-    finally:
-        torch.compiler.set_default_backend(None)
         gc.unfreeze()
+        assert torch.compile is traces
+    assert torch.equal(deferred(torch.ones(2)), torch.full((2,), 2.0))
     assert compiling == [True]
     assert deferred.__doc__ == "Twice as much." and not hasattr(deferred, "_torchdynamo_orig_callable")
     assert at_once._torchdynamo_orig_callable is double
-    assert torch.compile is compile_now

@@ -4,6 +4,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 
 import pytest
@@ -15,13 +16,19 @@ from patch.optimizer.kernels.numpy_adam import NumpyAdam
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
 
+MODULE = "patch.optimizer.kernels.triton_adam"
+
+
 @pytest.fixture(scope="module")
 def interpreted():
-    """The kernel on Triton's interpreter, which is chosen when the module is imported."""
-    os.environ["TRITON_INTERPRET"] = "1"
-    from patch.optimizer.kernels.triton_adam import TritonAdam
-
-    return TritonAdam()
+    """The kernel on Triton's interpreter, chosen when its module is imported; GPU tests have another."""
+    spec = find_spec(MODULE)
+    module = module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setitem(sys.modules, MODULE, module)
+        spec.loader.exec_module(module)
+        yield module.TritonAdam()
 
 
 @pytest.mark.parametrize("is_decoupled", [True, False], ids=["AdamW", "Adam"])

@@ -1,0 +1,199 @@
+"""Whole steps of training on a GPU: where states lie changes no bit, and the results are transformers'."""
+
+import hashlib
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from small_runs import hf_llama, small_run
+from training_runs import build_seeded_run, seeded_batches
+
+from patch.config.schema import RunConfig
+from patch.device import DeviceContext
+from patch.model import initialize_weights
+from patch.optimizer import learning_rate
+from patch.training.offload import with_room
+from patch.training.setup import Run
+from patch.training.state import resume, save
+from patch.training.step import evaluate, train_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+STEPS = 8
+SMALL = {"train_iters": STEPS, "reduce_bucket_size": 40_000, "optimizer_offload_chunk_size": 9_999}
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "static 0.3": {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.3},
+    "static 1": {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 1.0},
+    "auto": {"optimizer_offload_policy": "auto"},
+}
+CASES: dict[str, dict[str, Any]] = {
+    "fp32, clipped": {"precision": "fp32", "clip_grad": 0.05},
+    "bf16, not clipped": {"precision": "bf16", "clip_grad": 1e3},
+    "bf16, sometimes clipped": {"precision": "bf16", "clip_grad": 3.0, "main_grads_dtype": "bf16"},
+    "fp16, overflows": {"precision": "fp16", "initial_loss_scale": 2.0**21, "loss_scale_window": 3},
+}
+PAIRS = [("static 0.3", "none"), ("none", "static 1"), ("static 1", "auto")]
+"""The policies of a run that is saved and of the one that goes on."""
+
+
+def build(job: DeviceContext, folder: Path | None = None, **changes: Any) -> Run:
+    return build_seeded_run(small_run(**SMALL | changes), folder, job)
+
+
+def close(run: Run) -> None:
+    run.optimizer.wait_for_weights()
+    parallel_state.destroy_model_parallel()
+
+
+def train(run: Run, first: int = 0, last: int = STEPS) -> list:
+    """Loss, norm and whether it was skipped, of each step; the loss of an evaluation; the weights' digest."""
+    results = [train_step(run, iteration) for iteration in range(first, last)]
+    steps = [(result.loss, result.grad_norm, result.skipped) for result in results]
+    valid = evaluate(run)
+    run.optimizer.wait_for_weights()
+    digest = hashlib.sha256()
+    for parameter in run.stages[0].parameters():
+        digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy())
+    return [*steps, valid, digest.hexdigest()]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_placement_changes_no_bit(job: DeviceContext, deterministic: None, case: str) -> None:
+    found, fractions = {}, {}
+    for name, policy in POLICIES.items():
+        run = build(job, **CASES[case] | policy)
+        begin = run.optimizer.adam.manager.offload_fraction
+        found[name] = train(run)
+        fractions[name] = begin, run.optimizer.adam.manager.offload_fraction
+        close(run)
+    assert len({str(bits) for bits in found.values()}) == 1, found  # a norm of NaN equals no other
+    assert fractions["static 0.3"] == (pytest.approx(0.3, abs=0.05),) * 2
+    assert fractions["static 1"] == (1.0, 1.0) and fractions["auto"] == (1.0, 0.0)
+    if case.startswith("fp16"):
+        assert {step[2] for step in found["none"][:-2]} == {0, 1}
+
+
+@pytest.mark.parametrize(
+    "pair", [("static 0.3", "none"), ("none", "static 1"), ("static 1", "auto")], ids=str
+)
+def test_a_resume_under_another_policy_repeats_the_run(
+    job: DeviceContext, deterministic: None, tmp_path: Path, pair: tuple[str, str]
+) -> None:
+    saving, loading = pair
+    run = build(job, precision="bf16", **POLICIES[saving])
+    train(run, last=3)
+    save(tmp_path, 3, run.stages, run.optimizer, "")
+    expected = train(run, 3)
+    close(run)
+    run = build(job, precision="bf16", seed=77, **POLICIES[loading])
+    assert resume(tmp_path, run.stages, run.optimizer) == 3
+    assert train(run, 3) == expected
+    close(run)
+
+
+def transformers_losses(config: RunConfig, folder: Path) -> list[float]:
+    """LlamaForCausalLM under torch's AdamW on the GPU, in fp32, one batch a step."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).to("cuda")
+    groups = [
+        {"params": [weight for weight in model.parameters() if weight.ndim > 1], "weight_decay": 0.1},
+        {"params": [weight for weight in model.parameters() if weight.ndim == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    losses = []
+    for iteration in range(config.training.train_iters):
+        parts = zip(*seeded_batches(config, iteration), strict=True)
+        tokens, labels, mask = (torch.cat(part).to("cuda") for part in parts)
+        each = torch.nn.functional.cross_entropy(
+            model(tokens).logits.flatten(0, 1), labels.flatten(), reduction="none"
+        )
+        loss = (each * mask.flatten()).sum() / mask.sum()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(iteration + 1, config.training.train_iters, config.optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_losses_are_those_of_transformers_and_torch_adamw(job: DeviceContext, tmp_path: Path) -> None:
+    config = small_run(train_iters=STEPS)
+    hf_llama(config, tmp_path)
+    run = build(job, tmp_path)
+    ours = [step[0] for step in train(run)[:STEPS]]
+    close(run)
+    assert ours == pytest.approx(transformers_losses(config, tmp_path), rel=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["flash", "fused"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_attention_backends_and_recomputation_learn_alike(
+    job: DeviceContext, backend: str, recompute: str
+) -> None:
+    found = []
+    for changes in ({}, {"attention_backend": backend, "recompute_granularity": recompute}):
+        run = build(job, precision="bf16", train_iters=4, **changes)
+        found.append([step[0] for step in train(run, last=4)[:4]])
+        close(run)
+    assert found[1] == pytest.approx(found[0], abs=0.02)
+
+
+@pytest.mark.parametrize("policy", ["none", "static 0.3"])
+def test_a_step_waits_for_the_device_only_to_read_norm_and_loss(job: DeviceContext, policy: str) -> None:
+    run = build(job, precision="bf16", **POLICIES[policy])
+    for iteration in range(3):
+        train_step(run, iteration)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        train_step(run, 3)
+        torch.cuda.set_sync_debug_mode("default")
+    close(run)
+    waits = [f"{w.filename}:{w.lineno}" for w in caught if "synchronizing CUDA" in str(w.message)]
+    assert len(waits) == 2, waits
+
+
+def test_out_of_memory_moves_states_and_repeats_the_work(job: DeviceContext, deterministic: None) -> None:
+    large = {
+        "hidden_size": 1024, "ffn_hidden_size": 4096, "kv_channels": 256, "train_iters": 3,
+        "reduce_bucket_size": 10_000_000, "optimizer_offload_chunk_size": 5_000_000,
+    }  # fmt: skip
+    static = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.0}
+    run = build(job, precision="bf16", **large)
+    expected = train(run, last=3)
+    close(run)
+    del run
+    run = build(job, precision="bf16", **large, **static)
+    train_step(run, 0)
+    run.optimizer.wait_for_weights()
+    torch.cuda.empty_cache()
+    room = torch.cuda.memory_reserved() + (64 << 20)
+    torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        with_room(run.optimizer, "the test", lambda: torch.empty(200 << 20, dtype=torch.uint8, device="cuda"))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert 0 < run.optimizer.adam.manager.offload_fraction < 1
+    assert train(run, 1, 3) == expected[1:]
+    close(run)
+
+
+def test_random_weights_are_repeatable_and_of_the_size_asked_for(job: DeviceContext) -> None:
+    run = build(job, init_method_std=0.05)
+    weights = [parameter.detach().clone() for parameter in run.stages[0].parameters()]
+    initialize_weights(run.stages, run.config)
+    again = run.stages[0].parameters()
+    close(run)
+    assert all(torch.equal(*pair) for pair in zip(weights, again, strict=True))
+    embedding = run.stages[0].embedding.word_embeddings.weight
+    assert embedding[:250].std().item() == pytest.approx(0.05, rel=0.02)
