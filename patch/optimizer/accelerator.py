@@ -39,6 +39,9 @@ class Accelerator(Protocol):
 
     kernel: AdamKernel
 
+    def enter(self) -> None:
+        """Make the device the current one of this thread; each that copies begins with it."""
+
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """(numel,) zeros on the device."""
 
@@ -103,6 +106,10 @@ class CudaAccelerator:
         self.device = device
         self.kernel = adam_kernel(device)
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+
+    def enter(self) -> None:
+        """Leaving a stream's block would make GPU 0 current otherwise, and cost its memory for a context."""
+        torch.cuda.set_device(self.device)
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """(numel,) zeros on the device."""
@@ -188,6 +195,9 @@ class SimulatedAccelerator:
         self.kernel: AdamKernel = NumpyAdam()
         self.held = self._peak = 0
         """Bytes held by buffers, and by what `hold` was told."""
+
+    def enter(self) -> None:
+        """Nothing: there is one."""
 
     def hold(self, num_bytes: int) -> None:
         """Count bytes that others made or gave up (weights, gradients, activations).

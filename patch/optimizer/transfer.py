@@ -24,10 +24,11 @@ class Transfer:
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._pieces = [accelerator.pinned(_PIECE, torch.uint8) for _ in range(2)]
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="transfer")
+        self._worker = ThreadPoolExecutor(1, "transfer", initializer=accelerator.enter)
 
     def to_host(self, copies: Copies) -> None:
         """Copy what the device holds when all that is queued there has run; the host waits for it."""
+        self._worker.submit(lambda: None).result()  # what goes up has the pieces until it is there
         under_way: deque[tuple[Mark, torch.Tensor, torch.Tensor]] = deque()
         for piece, source, target in self._cut(copies):
             if len(under_way) == len(self._pieces):

@@ -188,6 +188,19 @@ def test_transfers_cut_into_pieces_carry_every_byte(numel: int, monkeypatch: pyt
     assert all(map(torch.equal, source, back))
 
 
+def test_what_leaves_the_device_waits_for_what_is_on_its_way_there() -> None:
+    """Both go through the same pinned pieces."""
+    device = SlowDevice()
+    carrier = Transfer(device)
+    up, down = torch.ones(100), torch.full((100,), 2.0)
+    there, back = torch.zeros(100), torch.zeros(100)
+    arriving = carrier.to_device([(up, there)])
+    threading.Timer(0.05, device.gate.set).start()
+    carrier.to_host([(down, back)])
+    arriving.result()
+    assert torch.equal(there, up) and torch.equal(back, down)
+
+
 def test_a_device_that_is_full_says_so_and_the_chunk_stays() -> None:
     device = SimulatedAccelerator(100 * 10 + 500)  # room for one of three states
     manager = filled([200], 100, device)
