@@ -5,7 +5,7 @@ PIP = .venv/bin/python -m pip --disable-pip-version-check
 WORKERS ?= 2
 BENCHMARKS = $(filter-out _%,$(basename $(notdir $(wildcard toolkits/benchmarks/*.py))))
 
-.PHONY: help quickstart test checks bench gpu-check
+.PHONY: help quickstart test checks bench gpu-check gpu-bench
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
@@ -33,6 +33,8 @@ checks: .venv/installed  ## style, types, and the rules of the house
 bench: .venv/installed  ## every benchmark in toolkits/benchmarks
 	set -e; for name in $(BENCHMARKS); do .venv/bin/python -m toolkits.benchmarks.$$name; done
 
-gpu-check: .venv/installed  ## the tests that need a GPU, then the benchmarks
+gpu-check: .venv/installed  ## the tests that need a GPU (minutes)
 	.venv/bin/python -m pytest -m gpu
-	$(MAKE) bench
+
+gpu-bench: .venv/installed  ## optimizer offload on a GPU, one round of each (minutes; all of it: make bench)
+	.venv/bin/python -m toolkits.benchmarks.offload --quick --sequence 4096

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from end_to_end.conftest import office
+from megatron.core import parallel_state
 
 from patch.device import DeviceContext
 
@@ -18,12 +19,19 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at cuBLAS's 
 
 @pytest.fixture(scope="session")
 def job() -> Iterator[DeviceContext]:
-    """One process over NCCL on the first GPU; tests leave megatron-core's groups behind them."""
+    """One process over NCCL on the first GPU."""
     context = DeviceContext.select(0)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(context.backend, init_method=f"file://{folder}/store", rank=0, world_size=1)
         yield context
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def no_groups_left() -> Iterator[None]:
+    """A test that failed leaves nothing for the next one to stumble over."""
+    yield
+    parallel_state.destroy_model_parallel()
 
 
 @pytest.fixture

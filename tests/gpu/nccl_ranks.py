@@ -1,0 +1,71 @@
+"""One of two ranks over NCCL, which share a GPU where there is one: trains every layout, rank 0 tells.
+
+python tests/gpu/nccl_ranks.py RANK FOLDER
+"""
+
+import hashlib
+import json
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from small_runs import small_run
+from training_runs import build_seeded_run
+
+from patch.device import DeviceContext
+from patch.distributed.collectives import max_over_world
+from patch.training.step import train_step
+
+STEPS = 5
+LEVELS = ("none", "optimizer", "gradients")
+STATIC = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    f"{level}, {policy}": {"dp": 2, "data_parallel_sharding": level, **changes}
+    for level in LEVELS
+    for policy, changes in (("on the device", {}), ("half on the host", STATIC))
+} | {
+    "tensor": {"tp": 2, "sequence_parallel": True},
+    "pipeline": {"pp": 2},
+    "interleaved": {"pp": 2, "stage": 1},
+}
+
+
+def train(context: DeviceContext, **changes: Any) -> list:
+    """The losses of a few steps, and the digest of this rank's weights."""
+    run = build_seeded_run(
+        small_run(
+            train_iters=STEPS, global_batch_size=8, clip_grad=0.5, reduce_bucket_size=40_000,
+            optimizer_offload_chunk_size=9_999, **changes,
+        ),
+        context=context,
+    )  # fmt: skip
+    losses = [max_over_world([train_step(run, step).loss], context.device)[0] for step in range(STEPS)]
+    run.optimizer.wait_for_weights()
+    digest = hashlib.sha256()
+    for stage in run.stages:
+        for parameter in stage.parameters():
+            digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy())
+    parallel_state.destroy_model_parallel()
+    return [*losses, digest.hexdigest()]
+
+
+def main(rank: int, folder: Path) -> None:
+    """Join the other rank and train."""
+    torch.use_deterministic_algorithms(True)
+    context = DeviceContext.select(rank % torch.cuda.device_count())
+    store = dist.FileStore(str(folder / "store"), 2)
+    dist.init_process_group(
+        context.backend, store=store, rank=rank, world_size=2, timeout=timedelta(minutes=2)
+    )
+    found = {name: train(context, **changes) for name, changes in LAYOUTS.items()}
+    if rank == 0:
+        (folder / "found.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]))

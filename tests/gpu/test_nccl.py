@@ -1,0 +1,61 @@
+"""Two ranks over NCCL: every level, layout and placement learns alike.
+
+On one GPU both share it, which NCCL 2.30 can: LD_PRELOAD its libnccl.so.2 where torch brings an older one.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu.nccl_ranks import LAYOUTS, LEVELS, STEPS
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def is_possible() -> bool:
+    """Whether two ranks can meet here."""
+    devices = torch.cuda.device_count()
+    return devices > 1 or (devices == 1 and torch.cuda.nccl.version() >= (2, 30))
+
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not is_possible(), reason="needs two CUDA devices, or one and NCCL 2.30"),
+]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
+    folder = tmp_path_factory.mktemp("nccl")
+    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": paths, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-W", "ignore", REPOSITORY / "tests/gpu/nccl_ranks.py", str(rank), folder],
+            env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=200)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(said)
+    return json.loads((folder / "found.json").read_text())
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_placement_changes_no_bit(found: dict[str, list], level: str) -> None:
+    assert found[f"{level}, on the device"] == found[f"{level}, half on the host"]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_learn_alike(found: dict[str, list], name: str) -> None:
+    expected = found["none, on the device"][:STEPS]
+    assert len(set(expected)) == STEPS
+    assert found[name][:STEPS] == pytest.approx(expected, rel=1e-4)
