@@ -149,7 +149,7 @@ def publish(target: Path) -> None:
     """
     staging = staging_folder(target)
     for path in (*staging.iterdir(), staging):
-        _sync(path)
+        sync(path)
     replaced = target.with_name(target.name + _REPLACED)
     if target.exists():
         target.rename(replaced)
@@ -158,9 +158,9 @@ def publish(target: Path) -> None:
     tracker = target.parent / TRACKER
     draft = tracker.with_suffix(_STAGING)
     draft.write_text(f"{int(target.name[len('iter_') :])}\n", encoding="ascii")
-    _sync(draft)
+    sync(draft)
     draft.replace(tracker)
-    _sync(target.parent)
+    sync(target.parent)
 
 
 def _tracked_iteration(root: Path) -> int | None:
@@ -170,7 +170,7 @@ def _tracked_iteration(root: Path) -> int | None:
         return None
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
     """Have the kernel write a file, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

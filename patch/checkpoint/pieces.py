@@ -8,12 +8,15 @@ Any tiling of a tensor is legal; readers of another layout take from each piece 
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
+import numpy as np
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint.filesystem import _StorageInfo
@@ -32,6 +35,8 @@ from patch.config.run_folder import COMMON, INDEX
 from patch.errors import CheckpointError
 
 _DATA = "__0_0.distcp"
+_WINDOW_BYTES = 2 * 2**20
+"""Read at once, unless one row is larger: it fits the processor's cache, so writing it on costs little."""
 
 
 class Piece(NamedTuple):
@@ -112,7 +117,9 @@ def _no_checksum() -> Iterator[None]:
 
 
 def read_pieces(folder: Path, index: Metadata, keys: set[str]) -> Iterator[Piece]:
-    """The stored pieces of these tensors, one in memory at a time, in the order in which they lie.
+    """The stored pieces of these tensors in the order in which they lie, in windows of rows.
+
+    Each is valid until the next: one buffer holds them all.
 
     Args:
         index: the checkpoint's (`compat.unpickle.read_metadata`).
@@ -121,32 +128,74 @@ def read_pieces(folder: Path, index: Metadata, keys: set[str]) -> Iterator[Piece
         CheckpointError: names the file and the tensor that cannot be read.
     """
     places = [(where, place) for where, place in index.storage_data.items() if where.fqn in keys]
+    buffer = np.empty(_WINDOW_BYTES, np.uint8)
     for where, place in sorted(places, key=lambda item: (item[1].relative_path, item[1].offset)):
-        path, end = folder / place.relative_path, place.offset + place.length
-        try:
-            with path.open("rb") as stream:
-                record = cast(IO[bytes], _create_file_view(stream, place.offset, place.length))
-                tensor = load_plain(record, "cpu")
-        except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-            raise CheckpointError(
-                f"{path}: {where.fqn} (bytes {place.offset} to {end}) cannot be read: "
-                f"{error or type(error).__name__}"
-            ) from error
-        piece = Piece(where.fqn, tuple(where.offset or ()), tensor)
-        _check(path, piece, index.state_dict_metadata[where.fqn])
-        yield piece
+        path = folder / place.relative_path
+        with path.open("rb") as stream, _reading(path, where.fqn, place):
+            told = _load(stream, place, "meta")
+            _check(path, where, told, index.state_dict_metadata[where.fqn])
+            if not told.is_contiguous():
+                yield Piece(where.fqn, tuple(where.offset or ()), _load(stream, place, "cpu"))
+                continue
+            for shift, values in _windows(stream, place, told, buffer):
+                offsets = tuple(map(sum, zip(where.offset or (), shift, strict=True)))
+                yield Piece(where.fqn, offsets, values)
 
 
-def _check(path: Path, piece: Piece, stored: object) -> None:
+@contextmanager
+def _reading(path: Path, name: str, place: _StorageInfo) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path}: {name} (bytes {place.offset} to {place.offset + place.length}) cannot be read: "
+            f"{error or type(error).__name__}"
+        ) from error
+
+
+def _load(stream: BufferedReader, place: _StorageInfo, device: str) -> Any:
+    """A record's tensor; on the device `meta` without its values, but its storage knows where they lie."""
+    return load_plain(cast(IO[bytes], _create_file_view(stream, place.offset, place.length)), device)
+
+
+def _windows(
+    stream: BufferedReader, place: _StorageInfo, told: torch.Tensor, buffer: np.ndarray
+) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
+    """Rows of a record, read into the buffer: where they begin in its tensor, and the values."""
+    *lead, rows, columns = (1, *told.shape) if told.ndim == 1 else told.shape
+    storage: Any = told.untyped_storage()
+    begin = place.offset + storage._checkpoint_offset + told.storage_offset() * told.element_size()
+    if begin + told.nbytes > place.offset + place.length:
+        raise EOFError("its values go beyond it")
+    row_bytes = columns * told.element_size()
+    step = max(1, buffer.nbytes // row_bytes)
+    if row_bytes > buffer.nbytes:
+        buffer = np.empty(row_bytes, np.uint8)
+    for outer in np.ndindex(*lead):
+        for row in range(0, rows, step):
+            count = min(step, rows - row)
+            window = buffer[: count * row_bytes]
+            if os.preadv(stream.fileno(), [window.data], begin) < window.nbytes:
+                raise EOFError
+            begin += window.nbytes
+            values = torch.from_numpy(window).view(told.dtype)
+            if told.ndim == 1:
+                yield (0,), values
+            else:
+                yield (*outer, row, 0), values.view(*[1] * len(lead), count, columns)
+
+
+def _check(path: Path, where: MetadataIndex, told: object, stored: object) -> None:
     """The record is what the index says of it."""
     assert isinstance(stored, TensorStorageMetadata), "objects are not read in pieces"
-    expected = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in stored.chunks}.get(piece.offsets)
-    tensor = piece.tensor
-    if not isinstance(tensor, torch.Tensor) or tensor.dtype != stored.properties.dtype:
-        found = getattr(tensor, "dtype", type(tensor).__name__)
-        raise CheckpointError(f"{path}: {piece.key} is {found}, its index says {stored.properties.dtype}")
-    if tuple(tensor.shape) != expected:
+    offsets = tuple(where.offset or ())
+    expected = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in stored.chunks}.get(offsets)
+    if not isinstance(told, torch.Tensor) or told.dtype != stored.properties.dtype:
+        found = getattr(told, "dtype", type(told).__name__)
+        raise CheckpointError(f"{path}: {where.fqn} is {found}, its index says {stored.properties.dtype}")
+    if tuple(told.shape) != expected:
         raise CheckpointError(
-            f"{path}: {piece.key} at {piece.offsets} has shape {tuple(tensor.shape)}, its index says "
-            f"{expected}"
+            f"{path}: {where.fqn} at {offsets} has shape {tuple(told.shape)}, its index says {expected}"
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from patch.checkpoint.folder import sync
 from patch.config.run_folder import RELEASE
 from patch.errors import ConversionError
 from patch.logger import get_logger
@@ -67,13 +68,19 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def publish(partial: Path, target: Path) -> None:
-    """Put the finished folder in the target's place; a target that was there comes back on failure."""
+    """Put the finished folder in the target's place; a target that was there comes back on failure.
+
+    Its bytes are on the disk before it has its name: whatever ends the machine, a name means a whole folder.
+    """
     replaced = target.with_name(f".{target.name}.replaced")
     try:
+        for path in (*partial.rglob("*"), partial):
+            sync(path)
         shutil.rmtree(replaced, ignore_errors=True)
         if target.exists():
             target.rename(replaced)
         partial.rename(target)
+        sync(target.parent)
     except OSError as error:
         if replaced.exists() and not target.exists():
             replaced.rename(target)

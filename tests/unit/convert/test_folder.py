@@ -42,6 +42,24 @@ def test_publishing_replaces_the_target_and_leaves_nothing_else(tmp_path):
     assert os.listdir(tmp_path) == ["hf"]
 
 
+def test_bytes_are_on_the_disk_before_the_target_has_its_name(tmp_path, monkeypatch):
+    partial = _target(tmp_path / ".hf.partial", "new")
+    (partial / "release").mkdir()
+    (partial / "release" / "data").write_text("values")
+    fsync, synced = os.fsync, []
+
+    def watched(descriptor):
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), (tmp_path / "hf").exists()))
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", watched)
+    publish(partial, tmp_path / "hf")
+    before = {path for path, is_published in synced if not is_published}
+    inside = ("", "/config.json", "/release", "/release/data")
+    assert before == {f"{partial}{name}" for name in inside}
+    assert synced[-1] == (str(tmp_path), True)
+
+
 def test_publishing_what_is_gone_brings_the_target_back(tmp_path):
     target = _target(tmp_path / "hf")
     with pytest.raises(ConversionError, match="cannot put"):
