@@ -96,6 +96,8 @@ def evaluate(run: Run) -> float:
     assert run.valid_reader is not None
     for stage in run.stages:
         stage.eval()
+    # Ranks start their gathers when their hosts have updated: never beside other messages of the same group.
+    run.optimizer.wait_for_weights()
     total, tokens = 0.0, 0.0
     for index in range(min(run.config.data.eval_iters, len(run.valid_reader))):
         batches = run.valid_reader.step(index)
