@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import warnings
 from pathlib import Path
 
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code: 0, or that of the error that was met."""
     options = _parse(argv)
-    # Upstream warns at import of Apex and Transformer Engine, which this project does without.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     import torch
 
     from patch.convert import hf_to_mcore, mcore_to_hf

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import warnings
 from pathlib import Path
 
 
@@ -14,8 +13,6 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     # Before the tokenizer's thread pool starts, which reads it once.
     os.environ.update(RAYON_NUM_THREADS=str(options.workers), TOKENIZERS_PARALLELISM="true")
-    # Upstream warns at import of Apex and Transformer Engine, which this project does without.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     from patch.data.indexing import write_indexed
     from patch.data.tokenizer import load_tokenizer
     from patch.errors import PatchError

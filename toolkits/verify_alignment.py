@@ -9,15 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import warnings
 from pathlib import Path
 
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code: 0, 4 beyond the bound, or that of an error."""
     options = _parse(argv)
-    # Upstream warns at import of Apex and Transformer Engine, which this project does without.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     from patch.convert.alignment import measure
     from patch.convert.alignment_verdict import as_json, judge, plot, table
     from patch.errors import ConfigError, PatchError

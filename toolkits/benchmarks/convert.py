@@ -17,7 +17,6 @@ import subprocess
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -76,7 +75,6 @@ def _run_worker(folder: str, rounds: int, layers: int) -> dict[str, Any]:
 
 def _write_model(folder: Path, layers: int) -> None:
     """Random weights in the form of a Hugging Face folder."""
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     import torch
     from safetensors.torch import save_file
 
@@ -98,7 +96,6 @@ def _write_model(folder: Path, layers: int) -> None:
 
 def _work(folder_name: str, rounds: str, result: str) -> int:
     """Take turns; write times in seconds and the highest resident memory."""
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     from patch.checkpoint.folder import sync
     from patch.convert import hf_to_mcore, mcore_to_hf
 

@@ -71,7 +71,11 @@ def train(space: Workspace) -> int:
     shown = [f"{name}={value}" for name, value in settings.items()] + [shlex.join(command)]
     print(" ".join(shown), flush=True)
     environment = {**os.environ, **settings, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, env=environment, check=False).returncode
+    with subprocess.Popen(command, env=environment) as launcher:
+        try:
+            return launcher.wait()
+        except KeyboardInterrupt:  # the launcher has the same signal, and saves a checkpoint
+            return launcher.wait()
 
 
 def losses(space: Workspace) -> list[float]:

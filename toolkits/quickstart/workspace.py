@@ -73,6 +73,8 @@ def _empty(root: Path) -> None:
             "folder; expected a new, an empty or an earlier quickstart's folder"
         )
     root.mkdir(parents=True, exist_ok=True)
+    if (root / _MARKER).exists():
+        print(f"starting over: what an earlier quickstart left in {root} is removed", flush=True)
     (root / _MARKER).touch()
     for made in ("model", "data", "run"):
         shutil.rmtree(root / made, ignore_errors=True)

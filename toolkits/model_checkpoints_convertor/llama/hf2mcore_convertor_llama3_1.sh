@@ -2,10 +2,14 @@
 # The positions of Pai-Megatron-Patch's LLaMA-3.1 converter, for people who move over; the work is toolkits.convert's.
 #
 #   bash hf2mcore_convertor_llama3_1.sh SIZE SOURCE TARGET TP PP MG2HF CHECK CHECK_ONLY PR [HF_CKPT_PATH]
+#
+# SIZE, TP, PP: anything, not needed. MG2HF: true converts back, SOURCE being the checkpoint. CHECK: true verifies the
+# result. CHECK_ONLY: true verifies what was converted before. PR: fp32, bf16 or fp16, the type to convert to and to
+# verify in. HF_CKPT_PATH: with MG2HF=true, the Hugging Face folder that describes the model.
 set -euo pipefail
 
 if [[ $# -lt 9 || $# -gt 10 ]]; then
-    sed -n '2,4s/^# \{0,3\}//p' "$0" >&2
+    sed -n '2,8s/^# \{0,3\}//p' "$0" >&2
     exit 2
 fi
 source_folder=$2 target=$3 mg2hf=$6 check=$7 check_only=$8 precision=$9 hf_folder=${10:-}
