@@ -60,8 +60,8 @@ def resolve_sharding(config: RunConfig, machine: MachineFacts) -> tuple[RunConfi
     level = "gradients" if config.num_micro_batches == 1 else "optimizer"
     if machine.cuda_memory_bytes and costs[level].held > machine.cuda_memory_bytes:
         level = "gradients"
-    if config.data_parallel_size == 1:
-        level = "none"
+    if config.data_parallel_size == 1:  # all levels are equal then, and DO=true refuses none
+        level = "optimizer" if config.parallel.use_distributed_optimizer else "none"
     lines = [
         f"--data-parallel-sharding auto: {name} moves {cost.moved / 2**20:.1f} MiB a step and holds "
         f"{cost.held / 2**20:.1f} MiB a rank" + (", chosen" if name == level else "")

@@ -3,6 +3,7 @@
 import pytest
 from small_runs import small_run
 
+from patch.config.rules import RULES
 from patch.device import MachineFacts
 from patch.plan import bytes_per_rank, level_cost, resolve_sharding, total_parameters
 
@@ -44,8 +45,19 @@ def test_auto_takes_the_smaller_level_where_only_that_fits():
     assert resolve_sharding(_run("auto", 4), gpu)[0].sharding_level == "gradients"
 
 
-def test_auto_shards_nothing_without_replicas():
-    assert resolve_sharding(small_run(data_parallel_sharding="auto"), CPU)[0].sharding_level == "none"
+@pytest.mark.parametrize("do", [False, True])
+@pytest.mark.parametrize(("dp", "batch"), [(1, 2), (1, 8), (2, 4), (2, 8)])
+def test_what_auto_chooses_is_what_the_rules_allow(dp, batch, do):
+    """With one replica all levels are equal, so it is what DO says."""
+    asked = small_run(
+        dp=dp, global_batch_size=batch, use_distributed_optimizer=do, data_parallel_sharding="auto"
+    )
+    config, _ = resolve_sharding(asked, CPU)
+    for rule in RULES:
+        rule(config, CPU)
+    assert config.sharding_level != "auto"
+    if dp == 1:
+        assert config.sharding_level == ("optimizer" if do else "none")
 
 
 def test_a_level_that_was_asked_for_stays():
