@@ -3,10 +3,14 @@
 Flags beat positions and environment variables, these beat the --config file, the file beats the
 shape that MODEL_SIZE names, and that beats the defaults. The layer that sets MODEL_SIZE replaces the
 whole shape of the layers below it, so a file's 8B never leaks into a position's 70B.
+
+Relative paths, those of a --config file too, are relative to the working directory. The result has none, so
+that config.yaml means the same anywhere.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +27,8 @@ from patch.config.shape import shape_at
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+
+_PATHS = ("train_data_path", "valid_data_path", "tokenizer_name_or_path", "load", "output_path")
 
 
 class Invocation(NamedTuple):
@@ -59,6 +65,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     _take_tokenizer(merged)
     if "nproc_per_node" not in flags.fields and (texts or "nproc_per_node" not in merged):
         merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
+    _make_absolute(merged)
     return Invocation(_build(merged), flags.dry_run, cluster.rendezvous)
 
 
@@ -123,6 +130,12 @@ def _take_tokenizer(merged: dict[str, Any]) -> None:
         return
     if (run := run_behind(load)) is not None:
         merged["tokenizer_name_or_path"] = run.tokenizer_folder
+
+
+def _make_absolute(merged: dict[str, Any]) -> None:
+    for name in _PATHS:
+        if merged.get(name, "none") != "none":
+            merged[name] = os.path.abspath(merged[name])
 
 
 def _replica(merged: Mapping[str, Any]) -> int:
