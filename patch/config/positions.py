@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from patch.config.fields import FIELDS, check_choice, coerce, to_float, to_int
 from patch.config.presets import MODEL_SIZES
+from patch.config.schema import RunConfig
 from patch.errors import ConfigError
 
 INT, FLOAT, PATH = "int", "float", "path"
@@ -90,6 +91,14 @@ def where(field: str) -> str:
     """Where a user sets a field: `--global-batch-size (position 4 GLOBAL_BATCH_SIZE)`."""
     place = _PLACES.get(field)
     return FIELDS[field].flag + (f" ({place})" if place else "")
+
+
+def length_text(config: RunConfig, steps: int) -> str:
+    """A number of steps as positions 23 and 24 count them: tokens for pre-training, with the steps beside."""
+    if config.training.sft:
+        return str(steps)
+    tokens = steps * config.training.global_batch_size * config.model.seq_length
+    return f"{tokens} tokens ({steps} steps)"
 
 
 def read_positions(

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from patch.config.fields import FIELDS, value_of
 from patch.config.files import data_files
-from patch.config.positions import where
+from patch.config.positions import length_text, where
 from patch.config.run_folder import CONFIG_FILE, TRACKER, complete_iterations
 from patch.config.schema import RunConfig
 from patch.config.shape import STORED_SHAPE
@@ -101,10 +101,10 @@ def _check_derived(config: RunConfig, before: RunConfig) -> None:
     if before.world_size != config.world_size:
         place = f"{where('nnodes')} x {where('nproc_per_node')}"
         _refuse(config, place, before.world_size, config.world_size, _LAYOUT)
-    iters = before.training.train_iters, config.training.train_iters
-    if config.data.dataset_type == "idxmap" and iters[0] != iters[1]:
+    then, now = (length_text(run, run.training.train_iters) for run in (before, config))
+    if config.data.dataset_type == "idxmap" and then != now:
         # megatron-core shuffles all epochs of a run together, so their number moves every sample
-        _refuse(config, where("train_iters"), *iters, _LENGTH)
+        _refuse(config, where("train_iters"), then, now, _LENGTH)
 
 
 def _same(before: Any, now: Any) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, NoReturn
 
 from patch.config.fields import FIELDS, value_of
-from patch.config.positions import where
+from patch.config.positions import length_text, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
@@ -265,8 +265,8 @@ def schedule_fits(config: RunConfig, machine: MachineFacts) -> None:
     """The learning rate rises before it falls, and falls to something lower."""
     optimizer, iters = config.optimizer, config.training.train_iters
     if optimizer.lr_warmup_iters >= iters:
-        expected = f"less than the run's {iters}"
-        refuse("lr_warmup_iters", optimizer.lr_warmup_iters, expected, "the warm-up is part of the run")
+        got, expected = (length_text(config, steps) for steps in (optimizer.lr_warmup_iters, iters))
+        refuse("lr_warmup_iters", got, f"less than the run's {expected}", "the warm-up is part of the run")
     if optimizer.min_lr > optimizer.lr:
         refuse("min_lr", optimizer.min_lr, f"at most LR {optimizer.lr}", "the cosine ends below its top")
 

@@ -40,9 +40,9 @@ def test_folder_without_checkpoints_is_free(command):
     [
         (["--num-layers=4"], {}, "--num-layers: got 4, expected 2: .* run of another model shape", ANEW),
         ([], dict(SEQ_LEN="128"), "position 7 SEQ_LEN.*: got 128, expected 64: .* another model shape", ANEW),
-        ([], dict(DATASET_PATH="other"), "position 20 DATASET_PATH.*: got other, .* other data", WEIGHTS),
+        ([], dict(DATASET_PATH="/other"), "position 20 DATASET_PATH.*: got /other, .* other data", WEIGHTS),
         ([], dict(PAD_LEN="16"), "position 8 PAD_LEN.*: got 16, expected 32: .* other data", WEIGHTS),
-        (["--tokenizer-name-or-path=b"], {}, "TOKENIZER_PATH.*: got b, .* run of another tokenizer", ANEW),
+        (["--tokenizer-name-or-path=/b"], {}, "TOKENIZER_PATH.*: got /b, .* run of another tokenizer", ANEW),
         ([], dict(GLOBAL_BATCH_SIZE="16"), "position 4 .*: got 16, expected 8: .* another order", WEIGHTS),
         (["--seed=1"], {}, "--seed: got 1, expected 1234: .* another order", WEIGHTS),
         ([], dict(PR="bf16"), "position 9 PR.*: got bf16, expected fp32: .* another type", ANEW),
@@ -73,15 +73,19 @@ def test_length_is_kept_in_pretraining_alone(command, begun):
         (command.folder / f"text{ending}").touch()
     positions = dict(SFT="false", WARMUP_TOKENS_OR_ITERS="0", DATASET_PATH=str(command.folder / "text"))
     begun(TRAIN_TOKENS_OR_ITERS="5120", **positions)
-    with pytest.raises(ConfigError, match="position 23 .*: got 20, expected 10: .* order of its samples"):
+    wanted = (
+        r"position 23 .*: got 10240 tokens \(20 steps\), expected 5120 tokens \(10 steps\): "
+        r".* order of its samples; give 5120 tokens \(10 steps\) again"
+    )
+    with pytest.raises(ConfigError, match=wanted):
         resume_notes(command.parse(TRAIN_TOKENS_OR_ITERS="10240", **positions).config)
 
 
 def test_tokenizer_beside_other_weights_is_another_tokenizer(command, begun):
     command.environ.pop("TOKENIZER_PATH")
-    begun(PRETRAIN_CHECKPOINT_PATH="a")
-    with pytest.raises(ConfigError, match="got b, expected a: .* another tokenizer"):
-        resume_notes(command.parse(PRETRAIN_CHECKPOINT_PATH="b").config)
+    begun(PRETRAIN_CHECKPOINT_PATH="/a")
+    with pytest.raises(ConfigError, match="got /b, expected /a: .* another tokenizer"):
+        resume_notes(command.parse(PRETRAIN_CHECKPOINT_PATH="/b").config)
 
 
 def test_other_changes_are_listed(command, begun):
