@@ -20,6 +20,7 @@ from patch.config import (  # noqa: E402
     parse_args,
     remember_data,
     resume_notes,
+    run_warnings,
     to_flags,
     to_yaml,
     validate_run,
@@ -69,6 +70,8 @@ def main(argv: list[str]) -> int:
                 remember_data(config)
             run(config)
             return 0
+        for warning in run_warnings(config):
+            _logger.warning("%s", warning)
         for note in notes:
             _logger.info("%s", note)
         if not invocation.dry_run:

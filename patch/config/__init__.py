@@ -4,6 +4,7 @@ Imports neither torch nor megatron, so that a wrong command fails at once.
 """
 
 from patch.config.environment import Rendezvous
+from patch.config.files import run_warnings
 from patch.config.flags import to_flags
 from patch.config.parse import Invocation, parse_args
 from patch.config.previous import remember_data, resume_notes
@@ -33,6 +34,7 @@ __all__ = [
     "read_yaml",
     "remember_data",
     "resume_notes",
+    "run_warnings",
     "to_flags",
     "to_yaml",
     "validate_run",

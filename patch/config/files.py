@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from filecmp import cmp
 from pathlib import Path
 
-from patch.config.hf import is_hf_folder
+from patch.config.hf import has_hf_config, is_hf_folder
 from patch.config.positions import where
 from patch.config.presets import REQUIRED_SHAPE
 from patch.config.rules import Rule, refuse
@@ -21,6 +22,7 @@ from patch.config.run_folder import (
     is_complete,
     is_legacy,
     is_released,
+    run_behind,
 )
 from patch.config.schema import RunConfig
 from patch.config.shape import shape_at
@@ -95,6 +97,44 @@ def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:
         expected = f"a folder with one of {', '.join(TOKENIZER_FILES)}"
         found = "none of them is there" if Path(folder).is_dir() else "no such folder"
         refuse("tokenizer_name_or_path", folder, expected, found)
+
+
+def _differing_files(config: RunConfig) -> tuple[str, list[str]] | None:
+    """The tokenizer folder of position 22 where another is used, and the tokenizer files that differ."""
+    load, used = config.checkpoint.load, config.tokenizer_folder
+    run = None if has_hf_config(load) else run_behind(load)
+    own = load if run is None else run.tokenizer_folder
+    theirs, ours = ([Path(folder) / name for name in TOKENIZER_FILES] for folder in (own, used))
+    if not any(file.is_file() for file in theirs) or os.path.realpath(own) == os.path.realpath(used):
+        return None
+    differing = [
+        one.name
+        for one, other in zip(theirs, ours, strict=True)
+        if one.is_file() != other.is_file() or (one.is_file() and not cmp(one, other, shallow=False))
+    ]
+    return own, differing
+
+
+def tokenizer_notes(config: RunConfig) -> Iterator[str]:
+    """One line where the tokenizer is not the one of position 22, but the same in another place."""
+    found = _differing_files(config)
+    if found and not found[1]:
+        yield f"{_other_tokenizer(config, found[0])}, which has the same files"
+
+
+def run_warnings(config: RunConfig) -> list[str]:
+    """One line where the tokenizer is another one than that of position 22."""
+    found = _differing_files(config)
+    if not found or not found[1]:
+        return []
+    files = " and ".join(found[1])
+    return [
+        f"{_other_tokenizer(config, found[0])}, whose {files} differs: the weights were trained with that one"
+    ]
+
+
+def _other_tokenizer(config: RunConfig, own: str) -> str:
+    return f"{where('tokenizer_name_or_path')}: {config.tokenizer_folder} is used, not the tokenizer in {own}"
 
 
 def output_is_writable(config: RunConfig, machine: MachineFacts) -> None:

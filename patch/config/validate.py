@@ -5,7 +5,7 @@ The rules are in rules.py (arithmetic) and files.py (folders and data).
 
 from __future__ import annotations
 
-from patch.config.files import FILE_RULES, check_data, numerics_notes
+from patch.config.files import FILE_RULES, check_data, numerics_notes, tokenizer_notes
 from patch.config.rules import RULES, notes
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -15,7 +15,8 @@ def validate_run(config: RunConfig, machine: MachineFacts) -> list[str]:
     """Check the whole configuration, then that the data is there.
 
     Returns:
-        One line for each value that has no effect, or differs from the loaded model's.
+        One line for each value that has no effect, or differs from the loaded model's; `run_warnings` has
+        the rest.
 
     Raises:
         ConfigError: a value that cannot work: flag and position, got, expected, why.
@@ -24,4 +25,4 @@ def validate_run(config: RunConfig, machine: MachineFacts) -> list[str]:
     for rule in RULES + FILE_RULES:
         rule(config, machine)
     check_data(config)
-    return [*notes(config, machine), *numerics_notes(config)]
+    return [*notes(config, machine), *numerics_notes(config), *tokenizer_notes(config)]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from patch.config import to_yaml, validate_run
+from patch.config import parse_args, run_warnings, to_yaml, validate_run
 from patch.config.rules import NOT_BUILT
 from patch.device import MachineFacts
 from patch.errors import ConfigError, DataError
@@ -128,6 +128,11 @@ REFUSED = [
     ),
     (dict(GLOBAL_BATCH_SIZE="1"), [], ["got 1, expected a multiple of 2 such as 2:"]),
     (dict(WARMUP_TOKENS_OR_ITERS="20"), [], ["position 24", "got 20, expected less than the run's 20"]),
+    (
+        dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1024", WARMUP_TOKENS_OR_ITERS="1024"),
+        ["--dataset-type=idxmap"],
+        ["position 24", "got 1024 tokens (2 steps), expected less than the run's 1024 tokens (2 steps)"],
+    ),
     (dict(MIN_LR="1"), [], ["position 6 MIN_LR): got 1.0, expected at most LR 0.001"]),
     (dict(VALID_DATASET_PATH="x"), ["--eval-iters=0"], ["--eval-iters: got 0", "--eval-interval 0 turns"]),
     (dict(PRETRAIN_CHECKPOINT_PATH="/no/model"), [], ["position 22", "got /no/model", "no such folder"]),
@@ -233,6 +238,61 @@ def test_folder_that_only_describes_a_tokenizer_is_refused(command):
         validate_run(command.parse().config, command.machine)
 
 
+def test_another_runs_folder_is_read_from_anywhere(command, run_folder, monkeypatch):
+    monkeypatch.chdir(command.folder)
+    command.environ["TOKENIZER_PATH"] = "tokenizer"
+    first = command.parse(DATASET_PATH="rows.json", OUTPUT_BASEPATH="a", VALID_DATASET_PATH="none").config
+    folder = run_folder(command.folder / "a", to_yaml(first))
+    (command.folder / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    del command.environ["TOKENIZER_PATH"]
+    config = command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH="../a").config
+    assert (config.checkpoint.load, config.tokenizer_folder) == (str(folder), str(command.tokenizer))
+    assert (config.data.valid_data_path, first.checkpoint.load) == ("none", "none")
+    validate_run(config, GPUS)
+    again = parse_args(["--config", "../a/config.yaml"], {}, command.machine).config
+    assert again == first
+    validate_run(again, command.machine)
+
+
+def _with_two_tokenizers(command, text):
+    """A run from a Hugging Face folder, with a tokenizer of its own that holds `text`."""
+    (command.tokenizer / "tokenizer.json").write_text(text)
+    return command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=command.hf_folder()).config
+
+
+def test_tokenizer_that_is_not_the_weights_own_is_said(command):
+    config = _with_two_tokenizers(command, "{}")
+    (note,) = validate_run(config, GPUS)
+    assert note == (
+        f"--tokenizer-name-or-path (TOKENIZER_PATH): {command.tokenizer} is used, not the tokenizer in "
+        f"{command.folder / 'hf'}, which has the same files"
+    )
+    assert run_warnings(config) == []
+
+
+def test_tokenizer_that_differs_from_the_weights_own_is_warned_of(command):
+    config = _with_two_tokenizers(command, "{ }")
+    assert validate_run(config, GPUS) == []
+    (warning,) = run_warnings(config)
+    assert warning.startswith(f"--tokenizer-name-or-path (TOKENIZER_PATH): {command.tokenizer} is used, not ")
+    assert warning.endswith("hf, whose tokenizer.json differs: the weights were trained with that one")
+
+
+def test_tokenizer_of_the_weights_by_another_name_is_no_news(command):
+    folder = command.hf_folder()
+    flag = f"--tokenizer-name-or-path={folder}/../hf"
+    config = command.parse(flag, MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=folder).config
+    assert validate_run(config, GPUS) == run_warnings(config) == []
+
+
+def test_tokenizer_beside_weights_without_one_is_no_news(command):
+    folder = command.hf_folder()
+    (Path(folder) / "tokenizer.json").unlink()
+    config = command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=folder).config
+    assert validate_run(config, GPUS) == run_warnings(config) == []
+
+
 def test_weights_of_another_shape_are_refused_before_anything_starts(command):
     config = command.parse(MODEL_SIZE="tiny", PRETRAIN_CHECKPOINT_PATH=command.hf_folder()).config
     with pytest.raises(ConfigError, match=r"--vocab-size: got 128256, expected 600: .*config\.json says so"):
@@ -240,6 +300,7 @@ def test_weights_of_another_shape_are_refused_before_anything_starts(command):
 
 
 def test_weights_with_other_numerics_are_noted(command):
+    del command.environ["TOKENIZER_PATH"]
     config = command.parse(
         "--rope-scaling-factor=2", MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=command.hf_folder()
     ).config
