@@ -147,7 +147,7 @@ class OverlappedDistributedOptimizer:
         if not moves:
             return []
         self.adam.cancel()
-        self.wait_for_weights()
+        self.weights.send()
         return self.adam.move(moves)
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -192,14 +192,16 @@ class OverlappedDistributedOptimizer:
         Sums are in float64.
         It is the finite check too: infinity or NaN anywhere shows in it, on every rank.
         """
-        squares = [
-            torch.linalg.vector_norm(self._part(bucket.shard, index, run), dtype=torch.float64) ** 2
+        counted = [
+            self._part(bucket.shard, index, run)
             for index, bucket in enumerate(self.gradients.buckets)
             for is_counted, run in _runs(self._pieces[index], self._is_counted)
             if is_counted
         ]
+        # On a GPU vector_norm would first write a copy of the gradients in float64.
+        norms = torch._foreach_norm(counted, 2, dtype=torch.float64) if counted else []
         zero = torch.zeros((), dtype=torch.float64, device=self.weights.flat.device)
-        total = torch.stack([zero, *squares]).sum()
+        total = torch.stack([zero, *(norm**2 for norm in norms)]).sum()
         # Shards differ on all ranks of the job; replicas only over the ranks that share a model.
         dist.all_reduce(total, group=None if self.is_sharded else self.groups.mp)
         return total.sqrt().item() / self.loss_scale.value

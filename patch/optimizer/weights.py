@@ -87,6 +87,15 @@ class FlatWeights:
         self._updating.append(index)
         self._send()
 
+    def send(self) -> None:
+        """Wait until this rank's parts are updated and start what gathers are left; not for other ranks.
+
+        A host that waited for them outside a step could do so for ever: they may wait for its forward.
+        """
+        if self._updating:
+            with self._clock.waiting():
+                self._send(self._updating[-1])
+
     def wait(self) -> None:
         """Wait until every parameter has its new value on this rank."""
         for index in [*self._pending, *self._updating]:

@@ -163,6 +163,19 @@ def test_a_step_waits_for_the_device_only_to_read_norm_and_loss(job: DeviceConte
     assert len(waits) == 2, waits
 
 
+def test_a_norm_is_exact_and_copies_no_gradients(job: DeviceContext) -> None:
+    run = build(job, hidden_size=1024, ffn_hidden_size=4096, kv_channels=256, clip_grad=0.0)
+    train_step(run, 0)
+    run.optimizer.wait_for_weights()
+    shards = [bucket.shard for bucket in run.optimizer.gradients.buckets]  # their padding is zero
+    expected = torch.cat(shards).double().norm().item()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    assert run.optimizer.gradient_norm() == pytest.approx(expected, rel=1e-12)
+    assert torch.cuda.max_memory_allocated() - before < sum(shard.nbytes for shard in shards) / 100
+    close(run)
+
+
 def test_out_of_memory_moves_states_and_repeats_the_work(job: DeviceContext, deterministic: None) -> None:
     large = {
         "hidden_size": 1024, "ffn_hidden_size": 4096, "kv_channels": 256, "train_iters": 3,
