@@ -43,7 +43,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     back = ways.add_parser("mcore2hf", help="checkpoint -> Hugging Face folder")
     back.add_argument(
         "--load", type=Path, required=True, metavar="DIR",
-        help="what hf2mcore made, a run's folder, or a checkpoint of Megatron-LM (torch_dist or mp_rank_*)",
+        help="what hf2mcore made, a run's folder or one iter_* of it, or a checkpoint of Megatron-LM "
+        "(torch_dist or mp_rank_*)",
     )  # fmt: skip
     back.add_argument("--save", type=Path, required=True, metavar="HF_DIR", help="the folder to write")
     back.add_argument(

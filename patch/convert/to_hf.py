@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from patch.checkpoint.folder import weights_folder
+from patch.config.hf import has_hf_config
 from patch.config.run_folder import INDEX as METADATA
-from patch.config.run_folder import run_behind
-from patch.config.schema import ModelConfig
+from patch.config.run_folder import is_complete, run_behind
+from patch.config.schema import ModelConfig, RunConfig
 from patch.convert.folder import prepare, publish, writing
 from patch.convert.hf_export import FILE_BYTES
 from patch.convert.hf_files import copy_descriptions, model_of, write_config, write_descriptions
@@ -24,8 +26,8 @@ from patch.convert.progress import progress
 from patch.convert.stored import DistWeights
 from patch.convert.table import hf_tensors
 from patch.convert.tensor_files import TensorFiles
-from patch.data.tokenizer import load_tokenizer
-from patch.errors import ConversionError
+from patch.data.tokenizer import ensure_chat_template, load_tokenizer
+from patch.errors import ConversionError, DataError
 from patch.logger import get_logger
 
 _LOG = get_logger(__name__)
@@ -37,15 +39,16 @@ class _Description(NamedTuple):
     model: ModelConfig
     folder: Path | None
     """Holds config.json and usually the tokenizer."""
-    tokenizer: str | None
-    """Where else the tokenizer lies."""
+    tokenizer: PreTrainedTokenizerBase | None
+    """Of the run that trained it; None: its files lie in the folder."""
 
 
 def mcore_to_hf(source: Path, target: Path, hf_config: Path | None = None) -> None:
     """Convert a checkpoint; the target appears whole or stays as it was.
 
     Args:
-        source: a converted folder, a run's folder or its checkpoint/, a checkpoint of Megatron-LM.
+        source: a converted folder, a run's folder, its checkpoint/ or one checkpoint in it, a checkpoint of
+            Megatron-LM.
         target: replaced when it is empty or a Hugging Face model.
         hf_config: a Hugging Face folder that describes the model; its configuration, tokenizer and division
             into files are taken. None: `source` describes itself.
@@ -75,18 +78,31 @@ def mcore_to_hf(source: Path, target: Path, hf_config: Path | None = None) -> No
 
 def _describe(source: Path, hf_config: Path | None) -> _Description:
     """The model: from --hf-config, from config.json beside the weights, or from the run that wrote them."""
-    if hf_config is not None or (source / "config.json").is_file():
-        folder = hf_config or source
+    home = source.parent if is_complete(source) and not has_hf_config(source) else source
+    if hf_config is not None or has_hf_config(home):
+        folder = hf_config or home
         return _Description(model_of(folder), folder, None)
-    run = run_behind(str(source))
+    run = run_behind(str(home))
     if run is None:
         raise ConversionError(
             f"{source} holds neither config.json nor a run's config.yaml, expected a description of the "
             "model: give a Hugging Face folder with --hf-config"
         )
     origin = Path(run.checkpoint.load)
-    described = origin if (origin / "config.json").is_file() else None
-    return _Description(run.model, described, run.tokenizer_folder)
+    return _Description(run.model, origin if has_hf_config(origin) else None, _tokenizer(run))
+
+
+def _tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
+    """As it was trained with."""
+    try:
+        tokenizer = load_tokenizer(run.tokenizer_folder)
+        if run.data.dataset_type == "raw":
+            ensure_chat_template(tokenizer)
+    except DataError as error:
+        raise ConversionError(
+            f"the run's own {error}; or give the Hugging Face folder it began with as --hf-config"
+        ) from error
+    return tokenizer
 
 
 def _write_weights(weights: DistWeights | LegacyWeights, partial: Path, described: _Description) -> None:
@@ -157,4 +173,4 @@ def _write_descriptions(partial: Path, described: _Description, dtype: torch.dty
         copy_descriptions(folder, partial)
         write_config(partial, model, folder, dtype)
     else:
-        write_descriptions(partial, model, folder, load_tokenizer(tokenizer), dtype)
+        write_descriptions(partial, model, folder, tokenizer, dtype)

@@ -13,6 +13,8 @@ from end_to_end.conftest import Office
 from end_to_end.shell import assert_same_weights, call, command, cut_back, losses
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from toolkits.convert import main as convert
+
 GLOBAL_BATCH, STEPS = 8, 5
 # The same bf16 weights in two layouts: sums are rounded in another order.
 LAYOUT_TOLERANCE = 0.02
@@ -88,6 +90,24 @@ def test_tp_times_pp_resumes_to_the_bit_without_interleaving(four_ranks: Finishe
     assert len(four_ranks.first) == STEPS and four_ranks.first[-1] < four_ranks.first[0] - 0.5
     assert four_ranks.resumed == four_ranks.first
     assert_same_weights(four_ranks.output / "hf", four_ranks.output / "hf_first")
+
+
+def test_one_checkpoint_of_stages_converts_to_what_they_exported(
+    four_ranks: Finished, tmp_path: Path
+) -> None:
+    load = four_ranks.output / "checkpoint" / f"iter_{STEPS:07d}"
+    assert convert(["mcore2hf", f"--load={load}", f"--save={tmp_path / 'hf'}"]) == 0
+    assert_same_weights(tmp_path / "hf", four_ranks.output / "hf")
+
+
+def test_run_that_began_with_a_checkpoint_converts_to_what_it_exported(
+    sharded: Finished, tmp_path: Path
+) -> None:
+    """No config.json lay at its position 22: it is written anew, with the tokenizer of TOKENIZER_PATH."""
+    assert convert(["mcore2hf", f"--load={sharded.output}", f"--save={tmp_path / 'hf'}"]) == 0
+    assert_same_weights(tmp_path / "hf", sharded.output / "hf")
+    for path in (sharded.output / "hf").glob("*.json"):
+        assert path.read_bytes() == (tmp_path / "hf" / path.name).read_bytes(), path.name
 
 
 def test_sharded_replicas_resume_to_the_bit(sharded: Finished) -> None:

@@ -1,6 +1,7 @@
 """Fine-tuning through the shell over two processes: files, export, SIGTERM, resume."""
 
 import json
+import shutil
 import signal
 import subprocess
 import time
@@ -19,6 +20,7 @@ from end_to_end.shell import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from toolkits.convert import main as convert
 from toolkits.quickstart.tasks import make_examples
 
 NUM_STEPS = 80
@@ -85,6 +87,31 @@ def test_validation_loss_is_that_of_the_export_in_transformers(office: Office, u
         total += torch.nn.functional.cross_entropy(logits, torch.tensor(learned), reduction="sum").item()
         count += len(learned)
     assert validation_losses(unbroken)[NUM_STEPS] == pytest.approx(total / count, abs=LOSS_TOLERANCE)
+
+
+def test_checkpoint_converts_to_the_export_byte_for_byte(unbroken: Path, tmp_path: Path) -> None:
+    """Without --hf-config: the run says which model and tokenizer it has."""
+    assert convert(["mcore2hf", "--load", str(unbroken), "--save", str(tmp_path / "hf")]) == 0
+    converted, exported = (
+        {path.name: path.read_bytes() for path in folder.iterdir()}
+        for folder in (tmp_path / "hf", unbroken / "hf")
+    )
+    assert converted == exported
+
+
+def test_checkpoint_whose_tokenizer_is_gone_asks_for_hf_config(
+    office: Office, unbroken: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    run = shutil.copytree(unbroken, tmp_path / "run")
+    config = run / "config.yaml"
+    config.write_text(config.read_text().replace(str(office.model), str(tmp_path / "gone")))
+    arguments = ["mcore2hf", "--load", str(run), "--save", str(tmp_path / "hf")]
+    assert convert(arguments) == 4
+    message = capsys.readouterr().err
+    assert f"{tmp_path / 'gone'} is not a folder" in message and "--hf-config" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run"]
+    assert convert([*arguments, "--hf-config", str(office.model)]) == 0
+    assert_same_weights(tmp_path / "hf", unbroken / "hf")
 
 
 def test_resume_after_sigterm_repeats_the_run_with_states_in_host_memory_too(

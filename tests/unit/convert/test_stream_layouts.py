@@ -13,6 +13,7 @@ from distributed_runner import new_job, run_distributed
 from hf_families import family_model, family_run
 from safetensors.torch import load_file
 
+from patch.compat.unpickle import read_metadata
 from patch.convert import hf_to_mcore, mcore_to_hf
 
 JOBS = {
@@ -23,7 +24,13 @@ JOBS = {
 """By processes: TP, PP and layers of an interleaved stage; four layers, so PP=3 is uneven."""
 LAYOUTS = [layout for layouts in JOBS.values() for layout in layouts]
 LEGACY = [(2, 2, 0), (2, 3, 0), (2, 2, 1)]
-FOREIGN = {"non_homogeneous_layers": True}, {"singleton_local_shards": True}
+FOREIGN = {
+    "one-key-a-layer": ("", {"non_homogeneous_layers": True}),
+    "gate-and-up-apart": ("", {"singleton_local_shards": True}),
+    "prefix": ("module.", {}),
+    "prefix, one-key-a-layer": ("module.language_model.", {"non_homogeneous_layers": True}),
+}
+"""Name -> prefix of the keys and what upstream's sharded_state_dict is told."""
 FAMILY = {"num_hidden_layers": 4, "num_key_value_heads": 4}
 
 
@@ -79,13 +86,12 @@ def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
         if layout in LEGACY:
             _write_legacy(stages, root / f"legacy-{name_of(layout)}", groups)
         if layout == (2, 3, 0):
-            for index, metadata in enumerate(FOREIGN):
-                folder = root / f"foreign-{index}"
+            for name, (prefix, metadata) in FOREIGN.items():
                 if rank == 0:
-                    folder.mkdir()
+                    (root / name).mkdir()
                 torch.distributed.barrier()
-                state = {"model": stages[0].sharded_state_dict(metadata=metadata), "iteration": 3}
-                dist_checkpointing.save(state, str(folder))
+                model = stages[0].sharded_state_dict(prefix, metadata=metadata)
+                dist_checkpointing.save({"model": model, "iteration": 3}, str(root / name))
         new_job()
 
 
@@ -120,9 +126,11 @@ def test_legacy_checkpoint_of_every_layout_is_read(root, layout, tmp_path):
     assert (tmp_path / "hf" / "config.json").read_bytes() == (root / "source" / "config.json").read_bytes()
 
 
-@pytest.mark.parametrize("index", range(len(FOREIGN)), ids=["one-key-a-layer", "gate-and-up-apart"])
-def test_other_spellings_of_torch_dist_are_read(root, index, tmp_path):
-    mcore_to_hf(root / f"foreign-{index}", tmp_path / "hf", root / "source")
+@pytest.mark.parametrize("name", FOREIGN)
+def test_other_spellings_of_torch_dist_are_read(root, name, tmp_path):
+    keys = read_metadata(root / name / ".metadata").state_dict_metadata
+    assert all(key.startswith(FOREIGN[name][0]) for key in keys)
+    mcore_to_hf(root / name, tmp_path / "hf", root / "source")
     check_equal(tmp_path / "hf", root)
 
 
