@@ -26,6 +26,8 @@ from unittest import mock
 
 TIMEOUT_S = 120
 _FOLDER = "DISTRIBUTED_RUNNER_FOLDER"
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+"""One thread; and no GPU, which a forked process could not use once its server has looked for one."""
 _jobs = itertools.count()
 
 
@@ -34,7 +36,8 @@ def _forking() -> Any:
     """The context whose processes come from the server, which starts here with one thread."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["distributed_imports"])
-    with mock.patch.dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=os.pathsep.join(sys.path)):
+    own = {**_ENVIRONMENT, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with mock.patch.dict(os.environ, own):
         forkserver.ensure_running()
     return context
 
@@ -52,9 +55,8 @@ def _child(
     import torch.distributed
 
     os.environ.clear()  # the server's, which is the one of its start
-    os.environ.update(
-        environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size), OMP_NUM_THREADS="1"
-    )
+    os.environ.update(environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size))
+    os.environ.update(_ENVIRONMENT)
     os.environ[_FOLDER] = folder
     torch.set_num_threads(1)
     try:

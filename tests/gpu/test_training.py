@@ -68,7 +68,7 @@ def train(run: Run, first: int = 0, last: int = STEPS) -> list:
 def test_placement_changes_no_bit(job: DeviceContext, deterministic: None, case: str) -> None:
     found, fractions = {}, {}
     for name, policy in POLICIES.items():
-        run = build(job, **CASES[case] | policy)
+        run = build(job, deterministic_mode=True, **CASES[case] | policy)
         begin = run.optimizer.adam.manager.offload_fraction
         found[name] = train(run)
         fractions[name] = begin, run.optimizer.adam.manager.offload_fraction
@@ -87,12 +87,12 @@ def test_a_resume_under_another_policy_repeats_the_run(
     job: DeviceContext, deterministic: None, tmp_path: Path, pair: tuple[str, str]
 ) -> None:
     saving, loading = pair
-    run = build(job, precision="bf16", **POLICIES[saving])
+    run = build(job, deterministic_mode=True, precision="bf16", **POLICIES[saving])
     train(run, last=3)
     save(tmp_path, 3, run.stages, run.optimizer, "")
     expected = train(run, 3)
     close(run)
-    run = build(job, precision="bf16", seed=77, **POLICIES[loading])
+    run = build(job, deterministic_mode=True, precision="bf16", seed=77, **POLICIES[loading])
     assert resume(tmp_path, run.stages, run.optimizer) == 3
     assert train(run, 3) == expected
     close(run)
