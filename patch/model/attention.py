@@ -20,11 +20,13 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Preference order on CUDA; the last ones take what the first cannot (fp32, odd head sizes).
+# Preference order on CUDA. FlashAttention takes no mask (a window), cuDNN is not deterministic; the last ones
+# take fp32 and odd head sizes, but only the very last takes grouped heads too, and holds all scores.
+_LAST = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _BACKENDS: dict[str, list[SDPBackend]] = {
     "auto": [],
-    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
-    "fused": [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH],
+    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *_LAST],
+    "fused": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *_LAST],
 }
 
 
