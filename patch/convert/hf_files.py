@@ -17,9 +17,11 @@ from patch.config.hf import FAMILIES, read_hf_config
 from patch.config.run_folder import TRACKER
 from patch.config.schema import ModelConfig
 from patch.convert.json_text import with_values
+from patch.data.chat import end_of_turn
 from patch.errors import ConfigError, ConversionError
+from patch.logger import get_logger
 
-END_OF_TURN = "<|eot_id|>"
+_LOG = get_logger(__name__)
 
 # ModelConfig's field -> config.json's key, where the value is the same.
 _KEYS = {
@@ -94,7 +96,13 @@ def write_config(
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Write config.json; without a source it needs the tokenizer, for the ids of first and last token."""
-    _write_json(folder, "config.json", hf_source, model_description(model, hf_source, tokenizer, dtype))
+    described = model_description(model, hf_source, tokenizer, dtype)
+    if "rope_parameters" in described and (model.use_rope_scaling or model.rotary_base != 10000):
+        _LOG.info(
+            "RoPE stays in the spelling of transformers 5 (rope_parameters), as in %s: transformers 4 passes "
+            "over it and computes with theta 10000, unscaled", hf_source,
+        )  # fmt: skip
+    _write_json(folder, "config.json", hf_source, described)
 
 
 def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -195,8 +203,8 @@ def _describe_rope(described: dict[str, Any], model: ModelConfig) -> None:
 def generation_description(hf_source: Path | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The contents of generation_config.json.
 
-    A chat model ends its turn with the chat template's end-of-turn token, which a base model's
-    generation_config.json does not stop at; so that token is added.
+    A chat model ends its turn with the token that its chat template puts there (LLaMA-3's <|eot_id|>,
+    ChatML's <|im_end|>), at which a base model's generation_config.json does not stop; so it is added.
     """
     if hf_source is not None and (hf_source / "generation_config.json").is_file():
         described = _read_json(hf_source / "generation_config.json")
@@ -204,10 +212,9 @@ def generation_description(hf_source: Path | None, tokenizer: PreTrainedTokenize
         described = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
     ends = described.get("eos_token_id")
     ends = list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
-    if END_OF_TURN in str(tokenizer.chat_template):
-        end_of_turn = tokenizer.convert_tokens_to_ids(END_OF_TURN)
-        if end_of_turn not in ends:
-            described["eos_token_id"] = [*ends, end_of_turn] if ends else end_of_turn
+    end = end_of_turn(tokenizer)
+    if end is not None and end not in ends:
+        described["eos_token_id"] = [*ends, end] if ends else end
     return described
 
 

@@ -34,6 +34,15 @@ class Span(NamedTuple):
     learned: bool
 
 
+def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """The id of the token that the chat template ends an answer with; None without such a template."""
+    try:
+        *_, answer = ChatRenderer(tokenizer).render(_PROBE, "chat template")
+    except ValueError:  # transformers' own for a template that is missing or has no default, and DataError
+        return None
+    return tokenizer(answer.text, add_special_tokens=False)["input_ids"][-1]
+
+
 class ChatRenderer:
     """Renders conversations with a tokenizer's chat template.
 

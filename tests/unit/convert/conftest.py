@@ -12,6 +12,7 @@ def _tiny_tokenizer(chat_template: str | None = None) -> PreTrainedTokenizerFast
     return PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel(vocabulary, unk_token="a")),
         bos_token="<s>", eos_token="</s>", chat_template=chat_template,
+        additional_special_tokens=["<|eot_id|>"],
     )  # fmt: skip
 
 

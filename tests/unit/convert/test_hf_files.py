@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import logging
 
 import hf_families
 import pytest
@@ -13,7 +14,8 @@ from patch.config.hf import read_hf_config
 from patch.convert.hf_files import family_of, generation_description, model_description, write_descriptions
 from patch.errors import ConversionError
 
-CHAT = "{{ messages[0]['content'] }}<|eot_id|>"
+CHAT = "{% for message in messages %}{{ message['content'] }}<|eot_id|>\n{% endfor %}"
+EOS_CHAT = CHAT.replace("<|eot_id|>", "{{ eos_token }}")
 
 
 def _write_json(folder, name, contents):
@@ -95,13 +97,15 @@ def test_model_that_transformers_has_not_is_refused():
 
 
 @pytest.mark.parametrize("spelling", ["source", "old_source"])
-def test_unchanged_config_is_the_sources_bytes(request, tmp_path, spelling, tiny_tokenizer):
+def test_unchanged_config_is_the_sources_bytes(request, tmp_path, spelling, tiny_tokenizer, caplog):
+    caplog.set_level(logging.INFO)
     folder = request.getfixturevalue(spelling)
     target = tmp_path / "target"
     target.mkdir()
     write_descriptions(target, small_run().model, folder, tiny_tokenizer(CHAT), torch.float32)
     assert (target / "config.json").read_bytes() == (folder / "config.json").read_bytes()
     assert AutoTokenizer.from_pretrained(target).chat_template == CHAT
+    assert ("transformers 4 passes over it" in caplog.text) == (spelling == "source")
 
 
 def test_only_the_changed_keys_change(source, tiny_tokenizer):
@@ -135,6 +139,11 @@ def test_changed_rope_is_written_in_the_sources_spelling(
         (2, CHAT, 2),
         (None, CHAT, 2),
         (1, None, 1),
+        (1, EOS_CHAT, 1),  # as Mistral's
+        (5, EOS_CHAT, [5, 1]),
+        (1, "{{ messages[0]['content'] }}", 1),  # ends an answer with no token of its own
+        (1, "{{ raise_exception('<|eot_id|>') }}", 1),
+        (1, {"tool_use": CHAT}, 1),
     ],
 )
 def test_generation_ends_with_the_chat_templates_turn(tmp_path, eos, chat, expected, tiny_tokenizer):

@@ -3,7 +3,7 @@
 import pytest
 from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
 
-from patch.data.chat import ChatRenderer, Span
+from patch.data.chat import ChatRenderer, Span, end_of_turn
 from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
 from patch.errors import DataError
 
@@ -108,3 +108,19 @@ def test_template_that_rewrites_earlier_turns_is_refused_with_the_row() -> None:
 def test_templates_refusal_names_the_row() -> None:
     with pytest.raises(DataError, match="f.json: row 3: .*no system message, please"):
         renderer(LLAMA2).render(turns("a", "b", system="s"), "f.json: row 3")
+
+
+@pytest.mark.parametrize(
+    ("template", "token"),
+    [
+        (LLAMA3_CHAT_TEMPLATE, T),
+        (CHATML, "<|im_end|>"),
+        (LLAMA2, "<|end_of_text|>"),
+        ("{% if %}", None),
+        (None, None),
+    ],
+)
+def test_token_that_ends_a_turn_follows_from_the_template(template: str | None, token: str | None) -> None:
+    tokenizer = tiny_tokenizer(template=template, special=[*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>"])
+    expected = None if token is None else tokenizer.convert_tokens_to_ids(token)
+    assert end_of_turn(tokenizer) == expected
