@@ -28,12 +28,15 @@ class MachineFacts:
     cuda_memory_bytes: int = 0
     """Memory of one GPU; 0 without any."""
 
+    host_memory_bytes: int = 0
+    """Host memory that all processes of this machine may use; 0: not known."""
+
     @staticmethod
     def probe() -> MachineFacts:
         """Look at this machine; imports torch to count the GPUs, where there can be any."""
-        cores = usable_cores()
+        cores, host = usable_cores(), usable_memory()
         if not _has_cuda_driver():
-            return MachineFacts(cuda_devices=0, cpu_cores=cores)
+            return MachineFacts(cuda_devices=0, cpu_cores=cores, host_memory_bytes=host)
         import torch
 
         devices = torch.cuda.device_count()
@@ -41,26 +44,48 @@ class MachineFacts:
             cuda_devices=devices,
             cpu_cores=cores,
             cuda_memory_bytes=torch.cuda.get_device_properties(0).total_memory if devices else 0,
+            host_memory_bytes=host,
         )
 
 
-def usable_cores(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+_CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def usable_cores(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
     """Cores that this process may keep busy: those of its affinity, or fewer where a cgroup has a quota.
 
     Args:
         cgroups: where cgroups are mounted, version 2 or 1. own: the file that names this process's.
     """
-    quotas = [quota for folder in _own_cgroups(cgroups, own) if (quota := _quota(folder)) is not None]
+    folders = _own_cgroups(cgroups, own, "cpu")
+    quotas = [quota for folder in folders if (quota := _quota(folder)) is not None]
     return max(1, min([len(os.sched_getaffinity(0)), *map(int, quotas)]))
 
 
-def _own_cgroups(cgroups: Path, own: Path) -> list[Path]:
-    """This process's cgroups that may limit processor time, each with all above it; the mount itself too."""
-    folders = [cgroups, cgroups / "cpu"]  # inside a container the path may name what is not mounted there
+def usable_memory(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
+    """Bytes of host memory: what the machine has, or less where a cgroup has a limit.
+
+    Args:
+        as for `usable_cores`.
+    """
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for folder in _own_cgroups(cgroups, own, "memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):  # version 2, 1
+            text = (folder / name).read_text().strip() if (folder / name).is_file() else "max"
+            limits += [int(text)] if text != "max" else []
+    return min(limits)
+
+
+def _own_cgroups(cgroups: Path, own: Path, controller: str) -> list[Path]:
+    """This process's cgroups that `controller` may limit, each with all above it; the mount itself too."""
+    folders = [
+        cgroups,
+        cgroups / controller,
+    ]  # inside a container the path may name what is not mounted there
     for line in own.read_text().splitlines() if own.exists() else []:
         _, controllers, path = line.split(":", 2)
-        if not controllers or "cpu" in controllers.split(","):
-            root = cgroups / "cpu" if controllers else cgroups
+        if not controllers or controller in controllers.split(","):
+            root = cgroups / controller if controllers else cgroups
             below = root / path.strip("/")
             folders += [below, *(folder for folder in below.parents if root in folder.parents)]
     return folders

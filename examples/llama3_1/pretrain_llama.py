@@ -45,9 +45,9 @@ def _launch(invocation: Invocation, machine: MachineFacts) -> int:
     return launch(Path(__file__).resolve(), to_flags(config), config, invocation.rendezvous, machine)
 
 
-def _describe(invocation: Invocation) -> None:
+def _describe(invocation: Invocation, machine: MachineFacts) -> None:
     sys.stdout.write(to_yaml(invocation.config))
-    sys.stderr.write(describe_plan(invocation.config) + "\n")
+    sys.stderr.write(describe_plan(invocation.config, machine) + "\n")
 
 
 def main(argv: list[str]) -> int:
@@ -76,7 +76,7 @@ def main(argv: list[str]) -> int:
             _logger.info("%s", note)
         if not invocation.dry_run:
             return _launch(invocation, machine)
-        _describe(invocation)
+        _describe(invocation, machine)
         return 0
     except PatchError as error:
         if claim_error_report():

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from patch.config import RunConfig
+from patch.device import MachineFacts
 from patch.plan.flops import model_flops_per_step
-from patch.plan.memory import bytes_per_rank, offloaded_bytes
+from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import total_parameters
 
-_GIB = 2**30
 
+def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
+    """A few lines: processes, parameters, bytes of model state on a rank, work of a step, length, warnings.
 
-def describe_plan(config: RunConfig) -> str:
-    """A few lines: processes, parameters, bytes of model state on a rank, work of a step, length."""
+    Args:
+        machine: whose memory is compared with what the run needs; other machines count as this one.
+    """
     parallel, training = config.parallel, config.training
     stages = config.virtual_pipeline_size
     state = bytes_per_rank(config)
     host = offloaded_bytes(config)
-    offloaded = f" ({host / _GIB:.2f} more in host memory)" if host else ""
+    offloaded = f" ({size_text(host)} more in host memory)" if host else ""
     tokens = training.global_batch_size * config.sample_length
     return "\n".join(
         (
@@ -24,16 +29,47 @@ def describe_plan(config: RunConfig) -> str:
             f"x PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size} "
             f"x DP {config.data_parallel_size} on {parallel.nnodes} machine(s)"
             + (f", {stages} interleaved stages each" if stages > 1 else ""),
+            *_split_layers(config),
             f"parameters  {_scaled(total_parameters(config))} ({config.model.model_size})",
-            f"state/rank  {state.total / _GIB:.2f} GiB = weights {state.weights / _GIB:.2f} "
-            f"+ gradients {state.gradients / _GIB:.2f} + optimizer {state.optimizer / _GIB:.2f}{offloaded}; "
+            f"state/rank  {size_text(state.total)} = weights {size_text(state.weights)} "
+            f"+ gradients {size_text(state.gradients)} + optimizer {size_text(state.optimizer)}{offloaded}; "
             f"activations come on top (data-parallel sharding: {config.sharding_level})",
             f"step        {training.global_batch_size} samples x {config.sample_length} tokens = "
             f"{tokens} tokens, {config.num_micro_batches} micro-batch(es) a replica, "
             f"{_scaled(model_flops_per_step(config))}FLOP",
             f"run         {training.train_iters} steps = {_scaled(training.train_iters * tokens)} tokens",
+            *_shortages(config, machine),
         )
     )
+
+
+def _split_layers(config: RunConfig) -> list[str]:
+    """A line where the pipeline stages have different numbers of layers."""
+    layers = config.stage_layers
+    if len(set(layers)) == 1:
+        return []
+    split = " + ".join(map(str, layers))
+    return [f"layers      {config.model.num_layers} = {split} over the pipeline stages"]
+
+
+def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """A line for each memory that is too small for the model state alone."""
+    on_device, on_host = needed_bytes(config, machine)
+    device = device_memory(config, machine)
+    if 0 < device < on_device:
+        name = "GPU" if machine.cuda_devices else "simulated device"
+        yield (f"warning     {size_text(on_device)} of model state on a {name} that has {size_text(device)}")
+    if 0 < machine.host_memory_bytes < on_host:
+        yield (
+            f"warning     {config.parallel.nproc_per_node} process(es) hold {size_text(on_host)} of model "
+            f"state in host memory, this machine has {size_text(machine.host_memory_bytes)}"
+        )
+
+
+def size_text(num_bytes: int) -> str:
+    """1.25 GiB, or 3.20 MiB where it is less than 0.01 GiB."""
+    gib = num_bytes / 2**30
+    return f"{gib:.2f} GiB" if gib >= 0.01 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _scaled(number: float) -> str:

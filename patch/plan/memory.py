@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from patch.config import RunConfig
+from patch.device import MachineFacts
 from patch.plan.parameters import parameters_per_rank
 
 # Two fp32 moments; an fp32 master beside fp16 weights, the low half of one beside bf16 weights.
@@ -47,6 +48,24 @@ def offloaded_bytes(config: RunConfig) -> int:
     if config.optimizer.optimizer_offload_policy != "static":
         return 0
     return int(_state_bytes(config) * config.optimizer.optimizer_offload_fraction)
+
+
+def device_memory(config: RunConfig, machine: MachineFacts) -> int:
+    """Bytes of the device that a process computes on, a GPU or a simulated one; 0: there is none."""
+    optimizer = config.optimizer
+    simulated = 0 if optimizer.optimizer_offload_policy == "false" else optimizer.simulated_device_memory
+    return machine.cuda_memory_bytes if machine.cuda_devices else simulated
+
+
+def needed_bytes(config: RunConfig, machine: MachineFacts) -> tuple[int, int]:
+    """Bytes of model state that must lie on the device of a process, and in the host memory of a machine.
+
+    States that `auto` places count in neither: where they will lie is not known yet.
+    """
+    state, is_auto = bytes_per_rank(config), config.optimizer.optimizer_offload_policy == "auto"
+    on_device = state.total - (state.optimizer if is_auto else 0)
+    on_host = offloaded_bytes(config) + (0 if machine.cuda_devices else state.total)
+    return on_device, on_host * config.parallel.nproc_per_node
 
 
 def _state_bytes(config: RunConfig) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from patch.device import usable_cores
+from patch.device import usable_cores, usable_memory
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -65,3 +65,19 @@ def _cgroups(folder: Path, own: str, files: dict[str, str]) -> tuple[Path, Path]
 def test_cores_are_those_of_affinity_and_cgroup(many_cores, tmp_path, own, files, cores) -> None:
     """No affinity or thread handling (the original's defect 13): every process used all cores of the box."""
     assert usable_cores(*_cgroups(tmp_path, own, files)) == cores
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "memory"),
+    [
+        ("0::/\n", {"memory.max": "max\n"}, 64),
+        ("0::/a/b\n", {"a/memory.max": "16384\n", "a/b/memory.max": "max\n"}, 16),
+        ("3:memory:/job\n", {"memory/job/memory.limit_in_bytes": "8192\n"}, 8),
+        ("3:memory:/\n", {"memory/memory.limit_in_bytes": "9223372036854771712\n"}, 64),
+        ("", {}, 64),
+    ],
+)
+def test_memory_is_that_of_machine_and_cgroup(monkeypatch, tmp_path, own, files, memory) -> None:
+    pages = {"SC_PHYS_PAGES": 64, "SC_PAGE_SIZE": 1024}
+    monkeypatch.setattr("os.sysconf", pages.__getitem__)
+    assert usable_memory(*_cgroups(tmp_path, own, files)) == memory * 1024

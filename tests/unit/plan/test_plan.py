@@ -18,6 +18,9 @@ from patch.plan import (
     total_parameters,
 )
 
+UNKNOWN = MachineFacts(0, 2)
+"""A machine whose memory is not known."""
+
 
 def _run(size: str, *flags: str, length: int = 2048) -> RunConfig:
     argv = (
@@ -128,8 +131,8 @@ def test_offloaded_states_are_in_host_memory():
     run = _run("tiny", "--optimizer-offload-policy=static", "--optimizer-offload-fraction=0.25")
     assert offloaded_bytes(run) == 5 * count // 2
     assert bytes_per_rank(run) == (2 * count, 4 * count, 15 * count // 2)
-    device, host = (f"{times * count / 2**30:.2f}" for times in (7.5, 2.5))
-    assert f"optimizer {device} ({host} more in host memory)" in describe_plan(run)
+    device, host = (f"{times * count / 2**30:.2f} GiB" for times in (7.5, 2.5))
+    assert f"optimizer {device} ({host} more in host memory)" in describe_plan(run, UNKNOWN)
     assert offloaded_bytes(_run("tiny", "--optimizer-offload-policy=auto")) == 0
     assert offloaded_bytes(_run("tiny", "--optimizer-offload-fraction=0.25")) == 0
 
@@ -156,7 +159,7 @@ def test_unknown_device_has_no_peak(name):
 
 
 def test_description_names_the_layout_and_the_length():
-    text = describe_plan(_run("8B", "--tensor-model-parallel-size=2", "--nproc-per-node=4"))
+    text = describe_plan(_run("8B", "--tensor-model-parallel-size=2", "--nproc-per-node=4"), UNKNOWN)
     assert "4 = TP 2 x PP 1 x CP 1 x DP 2 on 1 machine(s)" in text
     assert "8.03 G (8B)" in text and "interleaved" not in text
     assert "16 samples x 2048 tokens = 32768 tokens, 4 micro-batch(es)" in text
@@ -166,5 +169,57 @@ def test_description_names_the_layout_and_the_length():
 def test_description_names_interleaved_stages():
     flags = ("--pipeline-model-parallel-size=4", "--num-layers-per-virtual-pipeline-stage=2")
     assert "PP 4 x CP 1 x DP 1 on 1 machine(s), 4 interleaved stages each" in describe_plan(
-        _run("8B", *flags)
+        _run("8B", *flags), UNKNOWN
     )
+
+
+def test_description_splits_layers_that_do_not_divide():
+    flags = ("--num-layers=10", "--pipeline-model-parallel-size=4")
+    assert "layers      10 = 2 + 3 + 3 + 2 over the pipeline stages" in describe_plan(
+        _run("8B", *flags), UNKNOWN
+    )
+    assert "layers" not in describe_plan(_run("8B", "--pipeline-model-parallel-size=4"), UNKNOWN)
+
+
+def test_small_sizes_are_in_mib():
+    run = _run("tiny", "--vocab-size=512")
+    assert f"= weights {2 * total_parameters(run) / 2**20:.2f} MiB + " in describe_plan(run, UNKNOWN)
+
+
+TINY_BF16 = 16 * total_parameters(_run("tiny"))
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "warning"),
+    [
+        (MachineFacts(0, 2, host_memory_bytes=TINY_BF16), (), None),
+        (MachineFacts(0, 2, host_memory_bytes=TINY_BF16 - 1), (), "1 process(es) hold 0.25 GiB"),
+        (
+            MachineFacts(0, 2, host_memory_bytes=TINY_BF16),
+            ("--nproc-per-node=2",),
+            "2 process(es) hold 0.49 GiB of model state in host memory, this machine has 0.25 GiB",
+        ),
+        (MachineFacts(2, 2, TINY_BF16, TINY_BF16), ("--nproc-per-node=2",), None),
+        (MachineFacts(1, 2, TINY_BF16 - 1, 1), (), "0.25 GiB of model state on a GPU that has 0.25 GiB"),
+        (
+            MachineFacts(1, 2, TINY_BF16, TINY_BF16 // 4),
+            ("--optimizer-offload-policy=static", "--optimizer-offload-fraction=0.5"),
+            "1 process(es) hold 0.08 GiB of model state in host memory",
+        ),
+        (MachineFacts(1, 2, TINY_BF16 // 2), ("--optimizer-offload-policy=auto",), None),
+        (
+            MachineFacts(1, 2, TINY_BF16 // 4),
+            ("--optimizer-offload-policy=auto",),
+            "0.09 GiB of model state on a GPU that has 0.06 GiB",
+        ),
+        (
+            MachineFacts(0, 2),
+            ("--optimizer-offload-policy=static", "--simulated-device-memory=1e6"),
+            "0.09 GiB of model state on a simulated device that has 0.95 MiB",
+        ),
+    ],
+)
+def test_more_than_fits_is_warned_of(machine, flags, warning):
+    text = describe_plan(_run("tiny", *flags), machine)
+    found = [line for line in text.splitlines() if line.startswith("warning")]
+    assert len(found) == (warning is not None) and (warning or "") in text
