@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from patch.config.positions import where
 from patch.config.schema import RunConfig
+from patch.device import MachineFacts
 from patch.distributed.launch import LOST_RANK_CODE
 from patch.errors import PatchError, TrainingError
-from patch.training.offload import cures
+from patch.training.memory_advice import memory_advice
 
 # Sources of the wording: torch's c10/core/impl/alloc_cpu.cpp, c10/cuda and torch/csrc/distributed/c10d
 # (ProcessGroupNCCL, NCCLUtils, TCPStore); gloo/transport/tcp (pair.cc, unbound_buffer.cc).
@@ -60,11 +61,8 @@ def _explain(error: RuntimeError | MemoryError | OSError, config: RunConfig) -> 
     message = str(error)
     reason = (message.strip().splitlines() or [type(error).__name__])[0]
     if _is_out_of_memory(error, message):
-        return TrainingError(
-            f"this process ran out of memory: {reason}. Take a smaller {where('micro_batch_size')}, full at "
-            f"{where('recompute_granularity')}, true at {where('use_distributed_optimizer')}, or more "
-            f"processes (TP, PP); {cures(config.optimizer)}"
-        )
+        advice = memory_advice(error, config, MachineFacts.probe())
+        return TrainingError(f"this process ran out of memory: {reason}; {advice}")
     if not isinstance(error, RuntimeError):
         return None
     if any(words in message for words in _TIMED_OUT):

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch.config.positions import where
 from patch.config.schema import OptimizerConfig, RunConfig
 from patch.logger import get_logger
 from patch.model import LlamaModel
@@ -21,6 +20,7 @@ from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.accelerator import UNLIMITED, Accelerator, CudaAccelerator, SimulatedAccelerator
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.placement import AutoPlacementPolicy, Move, StaticPlacementPolicy
+from patch.training.memory_advice import more_offload
 from patch.training.state import random_state, set_random_state
 
 _log = get_logger(__name__)
@@ -97,21 +97,11 @@ def with_room(optimizer: OverlappedDistributedOptimizer, what: str, work: Callab
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         _log.warning(
-            "%s ran out of memory (%s) and is done again; %s. %s",
-            what, reason, _describe(moves, before, optimizer), cures(optimizer.config),
+            "%s ran out of memory (%s) and is done again; %s. To avoid it: %s",
+            what, reason, _describe(moves, before, optimizer), more_offload(optimizer.config),
         )  # fmt: skip
     with optimizer.adam.activations():
         return work()
-
-
-def cures(config: OptimizerConfig) -> str:
-    """Which flags of optimizer offload leave more memory free."""
-    policy = where("optimizer_offload_policy")
-    if config.optimizer_offload_policy == "false":
-        return f"{policy} static or auto keeps optimizer states in host memory"
-    if config.optimizer_offload_policy == "auto":
-        return f"a larger {where('optimizer_offload_auto_threshold')} keeps more memory free"
-    return f"a larger {where('optimizer_offload_fraction')}, or {policy} auto, keeps more in host memory"
 
 
 def _describe(moves: list[Move], before: float, optimizer: OverlappedDistributedOptimizer) -> str:

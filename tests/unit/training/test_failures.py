@@ -23,6 +23,7 @@ from patch.device import MachineFacts
 from patch.distributed.launch import LOST_RANK_CODE, launch
 from patch.errors import DataError, TrainingError
 from patch.training.failures import LostRankError, explained
+from patch.training.memory_advice import memory_advice
 
 CONFIG = small_run()
 MACHINE = MachineFacts(cuda_devices=0, cpu_cores=2)
@@ -44,29 +45,56 @@ def out_of_memory_in_a_file() -> None:
     raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
 
 
-@pytest.mark.parametrize(
-    "fail",
-    [out_of_memory_on_the_cpu, out_of_memory_in_python, out_of_memory_on_a_gpu, out_of_memory_in_a_file],
-)
-def test_out_of_memory_names_its_cures(fail) -> None:
-    with pytest.raises(TrainingError) as caught, explained(CONFIG):
+@pytest.mark.parametrize("fail", [out_of_memory_on_the_cpu, out_of_memory_in_python, out_of_memory_in_a_file])
+def test_out_of_memory_on_the_host_names_its_cures(fail) -> None:
+    with pytest.raises(TrainingError) as caught, explained(small_run(dp=2)):
         fail()
-    assert all(name in str(caught.value) for name in ("BATCH_SIZE", "17 AC", "14 DO", "18 OPTIMIZER_OFFLOAD"))
+    assert all(name in str(caught.value) for name in ("BATCH_SIZE", "17 AC", "14 DO"))
+    assert "OFFLOAD" not in str(caught.value), "states in host memory are no help there"
     assert caught.value.exit_code == 5 and caught.value.__cause__ is not None
 
 
+BATCH, PAD, AC = "3 BATCH_SIZE", "8 PAD_LEN", "17 AC"
+DO, GRADIENTS, MORE = "14 DO", "gradients at --data-parallel-sharding", "more processes (TP, PP)"
+POLICY, FRACTION, THRESHOLD = "18 OPTIMIZER_OFFLOAD", "OFFLOAD_FRACTION", "--optimizer-offload-auto-threshold"
+CURES = {BATCH, PAD, AC, DO, GRADIENTS, MORE, POLICY, FRACTION, THRESHOLD}
+GPU = MachineFacts(cuda_devices=8, cpu_cores=2, cuda_memory_bytes=2**30, host_memory_bytes=2**31)
+STATIC, AUTO = {"optimizer_offload_policy": "static"}, {"optimizer_offload_policy": "auto"}
+LARGE = {"hidden_size": 4096, "vocab_size": 50_000}
+"""Weights and gradients of more than 1 GiB."""
+
+
 @pytest.mark.parametrize(
-    ("policy", "cure"),
+    ("changes", "named"),
     [
-        ("static", "a larger --optimizer-offload-fraction (OPTIMIZER_OFFLOAD_FRACTION)"),
-        ("auto", "a larger --optimizer-offload-auto-threshold"),
+        ({}, {BATCH, AC, POLICY, MORE}),
+        ({"dp": 2}, {BATCH, AC, DO, POLICY, MORE}),
+        ({"dp": 2, "use_distributed_optimizer": True}, {BATCH, AC, GRADIENTS, POLICY, MORE}),
+        ({"dp": 2, "data_parallel_sharding": "gradients"}, {BATCH, AC, POLICY, MORE}),
+        ({"micro_batch_size": 1, "recompute_granularity": "full"}, {PAD, POLICY, MORE}),
+        ({"tp": 2, "optimizer_offload_fraction": 0.5, **STATIC}, {BATCH, AC, FRACTION, POLICY, MORE}),
+        ({"tp": 2, **STATIC}, {BATCH, AC, MORE}),
+        ({"tp": 2, **AUTO}, {BATCH, AC, THRESHOLD, MORE}),
+        ({"tp": 2, "optimizer_offload_auto_threshold": 2**30, **AUTO}, {BATCH, AC, MORE}),
+        # a process alone has moved all of its states before it gives up
+        (AUTO, {BATCH, AC, MORE}),
+        ({"optimizer_offload_fraction": 0.5, **STATIC}, {BATCH, AC, MORE}),
+        ({**LARGE, "dp": 2, **AUTO}, {GRADIENTS, MORE}),
+        (LARGE, {MORE}),
     ],
+    ids=str,
 )
-def test_out_of_memory_with_states_in_host_memory_names_what_moves_more(policy: str, cure: str) -> None:
-    """Several processes: nothing is tried again, for the others would wait in vain."""
-    with pytest.raises(TrainingError) as caught, explained(small_run(optimizer_offload_policy=policy)):
-        out_of_memory_on_a_gpu()
-    assert cure in str(caught.value)
+def test_out_of_memory_on_a_gpu_names_the_cures_that_are_left(changes: dict, named: set[str]) -> None:
+    config = small_run(**{"optimizer_offload_auto_threshold": 2**20} | changes)
+    text = memory_advice(torch.OutOfMemoryError("out of memory"), config, GPU)
+    assert {cure for cure in CURES if cure in text} == named, text
+    assert ("weights and gradients alone take" in text) == (LARGE.items() <= changes.items())
+
+
+def test_out_of_memory_of_a_gpus_host_asks_for_less_there() -> None:
+    text = memory_advice(MemoryError(), small_run(dp=2, **STATIC), GPU)
+    assert DO in text and "less offload (a smaller --optimizer-offload-fraction" in text
+    assert BATCH not in text and AC not in text
 
 
 @pytest.mark.parametrize(

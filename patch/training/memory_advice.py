@@ -1,0 +1,107 @@
+"""What leaves more memory free in a run that ran out of it: only what this run has not done already."""
+
+from __future__ import annotations
+
+import torch
+
+from patch.config.positions import where
+from patch.config.schema import OptimizerConfig, RunConfig
+from patch.device import MachineFacts
+from patch.plan import bytes_per_rank, device_memory, needed_bytes, size_text
+
+
+def memory_advice(error: Exception, config: RunConfig, machine: MachineFacts) -> str:
+    """A sentence or two.
+
+    Args:
+        error: what says that memory ran out; a GPU's or a simulated one's has a class of its own in torch.
+    """
+    if isinstance(error, torch.OutOfMemoryError) or "CUDA" in str(error):
+        return _on_device(config, machine)
+    return _on_host(config, machine)
+
+
+def _on_device(config: RunConfig, machine: MachineFacts) -> str:
+    state, limit = bytes_per_rank(config), device_memory(config, machine)
+    fixed = state.weights + state.gradients
+    more = "more processes (TP, PP)"
+    if 0 < limit < fixed:
+        lead = f"weights and gradients alone take {size_text(fixed)} of {size_text(limit)}"
+        return _sentence([*_shared_gradients(config), more], lead)
+    fits = not limit or state.total <= limit
+    return _sentence(
+        [*_fewer_activations(config), *_shared_states(config), *_more_offload(config, limit, fits), more]
+    )
+
+
+def _on_host(config: RunConfig, machine: MachineFacts) -> str:
+    more = "more machines (TP, PP)"
+    if machine.cuda_devices:
+        return _sentence([*_shared_states(config), *_less_offload(config.optimizer), more])
+    _, needed = needed_bytes(config, machine)
+    if 0 < machine.host_memory_bytes < needed:
+        lead = f"the model's state alone takes {size_text(needed)} of {size_text(machine.host_memory_bytes)}"
+        return _sentence([*_shared_states(config), more], lead)
+    return _sentence([*_fewer_activations(config), *_shared_states(config), more])
+
+
+def _sentence(cures: list[str], lead: str = "") -> str:
+    *others, last = cures
+    take = f"take {', '.join(others)}, or {last}" if others else f"take {last}"
+    return f"{lead}: {take}" if lead else take
+
+
+def _fewer_activations(config: RunConfig) -> list[str]:
+    length = "max_padding_length" if config.data.dataset_type == "raw" else "seq_length"
+    smaller = "micro_batch_size" if config.training.micro_batch_size > 1 else length
+    is_full = config.training.recompute_granularity == "full"
+    return [
+        f"a smaller {where(smaller)}",
+        *([] if is_full else [f"full at {where('recompute_granularity')}"]),
+    ]
+
+
+def _shared_states(config: RunConfig) -> list[str]:
+    """What replicas could share besides; less memory on the host of several, too."""
+    if config.data_parallel_size > 1 and config.sharding_level == "none":
+        return [f"true at {where('use_distributed_optimizer')}"]
+    return _shared_gradients(config)
+
+
+def _shared_gradients(config: RunConfig) -> list[str]:
+    if config.data_parallel_size == 1 or config.sharding_level == "gradients":
+        return []
+    return [f"gradients at {where('data_parallel_sharding')}"]
+
+
+def _more_offload(config: RunConfig, limit: int, fits: bool) -> list[str]:
+    """What keeps more optimizer states on the host, where any are left on the device.
+
+    Args:
+        fits: the device holds the model's state. Then a process that is alone has begun to train, and moved
+            all states to the host before it gave up.
+    """
+    optimizer = config.optimizer
+    policy, is_alone = optimizer.optimizer_offload_policy, config.world_size == 1
+    on_host = {
+        "false": False,
+        "static": optimizer.optimizer_offload_fraction == 1 or (is_alone and fits),
+        "auto": is_alone or 0 < limit <= optimizer.optimizer_offload_auto_threshold,
+    }
+    return [] if on_host[policy] else [more_offload(optimizer)]
+
+
+def more_offload(config: OptimizerConfig) -> str:
+    """Which flags of optimizer offload leave more of a device's memory free."""
+    policy = where("optimizer_offload_policy")
+    if config.optimizer_offload_policy == "false":
+        return f"static or auto at {policy}"
+    if config.optimizer_offload_policy == "auto":
+        return f"a larger {where('optimizer_offload_auto_threshold')}"
+    return f"a larger {where('optimizer_offload_fraction')} or auto at {policy}"
+
+
+def _less_offload(config: OptimizerConfig) -> list[str]:
+    fields = {"static": "optimizer_offload_fraction", "auto": "optimizer_offload_auto_threshold"}
+    field = fields.get(config.optimizer_offload_policy)
+    return [f"less offload (a smaller {where(field)})"] if field else []
