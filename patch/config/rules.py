@@ -311,7 +311,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     yield from _offload_notes(config, machine)
     if config.model.precision_align != "none":
         yield from _alignment_notes(config, machine)
-    if config.model.attention_backend != "auto" and not machine.cuda_devices:
+    if config.model.attention_backend == "flash" and not machine.cuda_devices:
         yield f"{where('attention_backend')} has no effect on the CPU: attention is torch's SDPA either way"
     if config.training.recompute_num_layers != 1 and config.training.recompute_granularity != "full":
         yield f"{where('recompute_num_layers')} has no effect without AC=full"
@@ -320,7 +320,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
 
 
 def _offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """Flags of optimizer offload that the policy does not read."""
+    """Flags of optimizer offload that the policy does not read; a threshold that leaves it no choice."""
     policy = config.optimizer.optimizer_offload_policy
     readers = {
         "optimizer_offload_fraction": ("static",),
@@ -332,6 +332,16 @@ def _offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         if policy not in policies and value_of(config, field) != FIELDS[field].default:
             where_not = f"with {where('optimizer_offload_policy')} {policy}" if policies else "beside a GPU"
             yield f"{where(field)} has no effect {where_not}"
+
+    optimizer = config.optimizer
+    threshold, simulated = optimizer.optimizer_offload_auto_threshold, optimizer.simulated_device_memory
+    memory = machine.cuda_memory_bytes if machine.cuda_devices else simulated
+    if policy == "auto" and 0 < memory <= threshold:
+        device = "a GPU" if machine.cuda_devices else where("simulated_device_memory")
+        yield (
+            f"{where('optimizer_offload_auto_threshold')}: keeps {threshold} bytes free, which is all the "
+            f"{memory} of {device}: optimizer states never leave host memory"
+        )
 
 
 def _alignment_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:

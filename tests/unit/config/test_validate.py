@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from patch.config import parse_args, run_warnings, to_yaml, validate_run
+from patch.config import parse_args, to_yaml, validate_run
 from patch.config.rules import NOT_BUILT
 from patch.device import MachineFacts
 from patch.errors import ConfigError, DataError
@@ -255,57 +255,10 @@ def test_another_runs_folder_is_read_from_anywhere(command, run_folder, monkeypa
     validate_run(again, command.machine)
 
 
-def _with_two_tokenizers(command, text):
-    """A run from a Hugging Face folder, with a tokenizer of its own that holds `text`."""
-    (command.tokenizer / "tokenizer.json").write_text(text)
-    return command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=command.hf_folder()).config
-
-
-def test_tokenizer_that_is_not_the_weights_own_is_said(command):
-    config = _with_two_tokenizers(command, "{}")
-    (note,) = validate_run(config, GPUS)
-    assert note == (
-        f"--tokenizer-name-or-path (TOKENIZER_PATH): {command.tokenizer} is used, not the tokenizer in "
-        f"{command.folder / 'hf'}, which has the same files"
-    )
-    assert run_warnings(config) == []
-
-
-def test_tokenizer_that_differs_from_the_weights_own_is_warned_of(command):
-    config = _with_two_tokenizers(command, "{ }")
-    assert validate_run(config, GPUS) == []
-    (warning,) = run_warnings(config)
-    assert warning.startswith(f"--tokenizer-name-or-path (TOKENIZER_PATH): {command.tokenizer} is used, not ")
-    assert warning.endswith("hf, whose tokenizer.json differs: the weights were trained with that one")
-
-
-def test_tokenizer_of_the_weights_by_another_name_is_no_news(command):
-    folder = command.hf_folder()
-    flag = f"--tokenizer-name-or-path={folder}/../hf"
-    config = command.parse(flag, MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=folder).config
-    assert validate_run(config, GPUS) == run_warnings(config) == []
-
-
-def test_tokenizer_beside_weights_without_one_is_no_news(command):
-    folder = command.hf_folder()
-    (Path(folder) / "tokenizer.json").unlink()
-    config = command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=folder).config
-    assert validate_run(config, GPUS) == run_warnings(config) == []
-
-
 def test_weights_of_another_shape_are_refused_before_anything_starts(command):
     config = command.parse(MODEL_SIZE="tiny", PRETRAIN_CHECKPOINT_PATH=command.hf_folder()).config
     with pytest.raises(ConfigError, match=r"--vocab-size: got 128256, expected 600: .*config\.json says so"):
         validate_run(config, command.machine)
-
-
-def test_weights_with_other_numerics_are_noted(command):
-    del command.environ["TOKENIZER_PATH"]
-    config = command.parse(
-        "--rope-scaling-factor=2", MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=command.hf_folder()
-    ).config
-    notes = validate_run(config, GPUS)
-    assert len(notes) == 1 and notes[0].startswith("--rope-scaling-factor: 2.0 here, 4.0 in ")
 
 
 def test_file_in_the_way_of_the_output_is_refused(command):
@@ -354,86 +307,6 @@ def test_indexed_data_needs_both_files(command):
         validate_run(command.parse(DATASET_PATH=f"{prefix}.bin", **tokens).config, command.machine)
     prefix.with_suffix(".idx").touch()
     validate_run(command.parse(DATASET_PATH=str(prefix), **tokens).config, command.machine)
-
-
-@pytest.mark.parametrize(
-    ("positions", "flags", "note"),
-    [
-        (dict(SP="true"), [], "--sequence-parallel (position 13 SP) has no effect at TP=1"),
-        (
-            dict(PP="2"),
-            ["--nproc-per-node=2", f"{VPP}=1"],
-            f"{VPP} (MP_VP) has no effect: a process has no more layers",
-        ),
-        (
-            {},
-            ["--recompute-num-layers=2"],
-            "--recompute-num-layers (MP_AC_LAYERS) has no effect without AC=full",
-        ),
-        (
-            dict(OPTIMIZER_OFFLOAD="auto"),
-            ["--optimizer-offload-fraction=0.5"],
-            "--optimizer-offload-fraction (OPTIMIZER_OFFLOAD_FRACTION) has no effect with "
-            "--optimizer-offload-policy (position 18 OPTIMIZER_OFFLOAD) auto",
-        ),
-        (
-            {},
-            ["--optimizer-offload-chunk-size=5e6"],
-            "--optimizer-offload-chunk-size has no effect with "
-            "--optimizer-offload-policy (position 18 OPTIMIZER_OFFLOAD) false",
-        ),
-        (
-            dict(OPTIMIZER_OFFLOAD="static"),
-            ["--optimizer-offload-auto-threshold=5e6"],
-            "--optimizer-offload-auto-threshold has no effect with "
-            "--optimizer-offload-policy (position 18 OPTIMIZER_OFFLOAD) static",
-        ),
-        (
-            dict(OPTIMIZER_OFFLOAD="auto"),
-            ["--simulated-device-memory=5e9"],
-            "--simulated-device-memory has no effect beside a GPU",
-        ),
-    ],
-)
-def test_value_without_effect_is_noted(command, positions, flags, note):
-    assert validate_run(command.parse(*flags, **positions).config, GPUS) == [note]
-
-
-@pytest.mark.parametrize(
-    ("policy", "flags"),
-    [("static", []), *((policy, ["--simulated-device-memory=1e9"]) for policy in ("static", "auto"))],
-)
-def test_offload_on_the_cpu(command, policy, flags):
-    command.environ |= {"OPTIMIZER_OFFLOAD_FRACTION": "0.3"} if policy == "static" else {}
-    config = command.parse("--attention-backend=auto", *flags, OPTIMIZER_OFFLOAD=policy).config
-    assert validate_run(config, command.machine) == []
-    assert config.optimizer.optimizer_offload_fraction == (0.3 if policy == "static" else 1.0)
-
-
-def test_flash_attention_on_the_cpu_is_noted(command):
-    (note,) = validate_run(command.parse().config, command.machine)
-    assert note.startswith("--attention-backend (position 15 FL) has no effect on the CPU")
-
-
-def test_limits_of_alignment_are_noted(command):
-    config = command.parse("--precision-align=eager", "--nproc-per-node=2", TP="2").config
-    bound, backend = validate_run(config, GPUS)
-    assert bound.startswith("--precision-align: equal to transformers to the bit at TP=1 only; TP=2 adds up")
-    assert backend == "--attention-backend (position 15 FL) has no effect with --precision-align"
-
-
-def test_padding_in_pretraining_is_noted(command):
-    command.environ["MP_DATASET_TYPE"] = "idxmap"
-    for ending in (".bin", ".idx"):
-        (command.folder / f"text{ending}").touch()
-    config = command.parse(
-        SFT="false",
-        DATASET_PATH=str(command.folder / "text"),
-        TRAIN_TOKENS_OR_ITERS="1e5",
-        WARMUP_TOKENS_OR_ITERS="0",
-    ).config
-    (note,) = validate_run(config, GPUS)
-    assert note.startswith("--max-padding-length (position 8 PAD_LEN) has no effect in pre-training")
 
 
 @pytest.mark.parametrize(
