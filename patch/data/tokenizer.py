@@ -12,8 +12,6 @@ from patch.logger import get_logger
 
 _log = get_logger(__name__)
 
-_CURE = "give a Hugging Face tokenizer's folder with --tokenizer-name-or-path or TOKENIZER_PATH"
-
 LLAMA3_MARKS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 """Special tokens that a LLaMA-3 tokenizer has even where it comes without a chat template."""
 
@@ -29,21 +27,24 @@ LLAMA3_CHAT_TEMPLATE = (
 )
 
 
-def load_tokenizer(folder: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str, named_by: str = "") -> PreTrainedTokenizerBase:
     """The tokenizer in `folder`; nothing is downloaded and no code of the folder's is run.
 
+    Args:
+        named_by: the flag that names another folder, for messages.
     Raises:
         DataError: no such folder, no tokenizer in it, or one that transformers cannot load.
     """
     path = Path(folder)
+    cure = "expected the folder of a Hugging Face tokenizer" + (f" ({named_by})" if named_by else "")
     if not path.is_dir():
-        raise DataError(f"tokenizer: {folder} is not a folder; {_CURE}")
+        raise DataError(f"tokenizer: {folder} is not a folder; {cure}")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise DataError(f"tokenizer: {folder} holds none of {', '.join(TOKENIZER_FILES)}; {_CURE}")
+        raise DataError(f"tokenizer: {folder} holds none of {', '.join(TOKENIZER_FILES)}; {cure}")
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - transformers and tokenizers raise plain Exception for bad files
-        raise DataError(f"tokenizer: {folder} cannot be loaded: {error}; {_CURE}") from error
+        raise DataError(f"tokenizer: {folder} cannot be loaded: {error}; {cure}") from error
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch import compat
 from patch.config.hf import is_hf_folder
+from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import Batch, BatchReader, build_datasets, load_tokenizer
@@ -65,7 +66,7 @@ def build_run(config: RunConfig, context: DeviceContext) -> Run:
     if config.training.deterministic_mode:  # asking for the default loads Inductor
         torch.use_deterministic_algorithms(True)
     with all_or_none():
-        tokenizer = load_tokenizer(config.tokenizer_folder)
+        tokenizer = load_tokenizer(config.tokenizer_folder, where("tokenizer_name_or_path"))
     datasets = build_datasets(config, tokenizer)
     stages = build_llama_model(config, groups, context.device)
     optimizer = build_optimizer(stages, config, groups)
@@ -109,8 +110,8 @@ def _load(run: Run) -> None:
     if resumed is not None:
         run.start_iteration = resumed
         _log.info("resumed after step %d from %s", resumed, checkpoint_root(run.config))
-        if resumed >= run.config.training.train_iters:
-            _log.info("nothing is left to train of %d steps", run.config.training.train_iters)
+        if resumed >= (wanted := run.config.training.train_iters):
+            _log.info("nothing is left to train of %d steps, %d are done; config.yaml stays", wanted, resumed)
         return
     load = run.config.checkpoint.load
     if load == "none":

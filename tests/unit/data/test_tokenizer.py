@@ -74,8 +74,10 @@ def _stop(datatypes, role: str) -> dict:
 
 
 def test_missing_tokenizer_says_what_is_expected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="is not a folder.*--tokenizer-name-or-path"):
+    with pytest.raises(DataError, match=r"absent is not a folder; .* of a Hugging Face tokenizer$"):
         load_tokenizer(str(tmp_path / "absent"))
+    with pytest.raises(DataError, match=r"of a Hugging Face tokenizer \(--of-the-caller\)$"):
+        load_tokenizer(str(tmp_path / "absent"), "--of-the-caller")
     with pytest.raises(DataError, match=r"holds none of tokenizer.json, tokenizer.model"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
