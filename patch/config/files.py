@@ -1,6 +1,6 @@
 """The rules of a run that look at files: folders that make a configuration wrong, and data that is missing.
 
-Nothing is written: whether OUTPUT_BASEPATH can be is asked of the nearest folder that exists.
+Whether OUTPUT_BASEPATH can be written is asked of the nearest folder that exists; nothing is left there.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterator
 from filecmp import cmp
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from patch.config.hf import has_hf_config, is_hf_folder
 from patch.config.positions import where
@@ -143,8 +144,20 @@ def output_is_writable(config: RunConfig, machine: MachineFacts) -> None:
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
     if not nearest.is_dir():
         refuse("output_path", path, "a folder", f"{nearest} is a file")
-    if not os.access(nearest, os.W_OK | os.X_OK):
+    if not _can_hold_files(nearest):
         refuse("output_path", path, "a folder that can be written", f"{nearest} is not writable")
+
+
+def _can_hold_files(folder: Path) -> bool:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    if os.statvfs(folder).f_blocks:
+        return True
+    try:  # no size: /proc, where root may write by the mode and yet cannot, or one that does not tell it
+        with TemporaryDirectory(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 FILE_RULES: tuple[Rule, ...] = (
@@ -181,6 +194,11 @@ def _check_file(field: str, path: str, file: str) -> None:
         cure = "a file" if file == path else "the path of .bin and .idx without the ending"
         if path.endswith((".bin", ".idx")):
             cure += f", that is {path[:-4]}"
+        elif file != path and os.path.isfile(path):
+            made = (
+                "made by python -m toolkits.preprocess_pretrain (rows for fine-tuning: MP_DATASET_TYPE=raw)"
+            )
+            raise DataError(f"{where(field)}: got {path}, which is a file itself, expected {cure}: {made}")
         raise DataError(f"{where(field)}: got {path}: {file} does not exist, expected {cure}")
     if not os.access(file, os.R_OK):
         raise DataError(f"{where(field)}: {file} cannot be read by this user")

@@ -55,6 +55,13 @@ def test_output_with_a_file_in_the_way_is_refused(office: Office, tmp_path: Path
     assert "OUTPUT_BASEPATH" in result.stderr and f"{tmp_path / 'file'} is a file" in result.stderr
 
 
+def test_output_that_cannot_be_made_is_refused_without_a_process(office: Office) -> None:
+    for flags in ([], ["--dry-run"]):
+        result = call([*command(**office.positions(Path("/proc/foo"))), *flags])
+        assert result.returncode == 2, result.stderr
+        assert "/proc is not writable" in result.stderr and "thread(s)" not in result.stderr
+
+
 def test_empty_set_is_refused(office: Office, tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()

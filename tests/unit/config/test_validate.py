@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from patch.config import parse_args, to_yaml, validate_run
-from patch.config.rules import NOT_BUILT
+from patch.config.not_built import NOT_BUILT
 from patch.device import MachineFacts
 from patch.errors import ConfigError, DataError
 
@@ -268,11 +268,11 @@ def test_file_in_the_way_of_the_output_is_refused(command):
 
 
 def test_output_on_a_read_only_file_system_is_refused(command):
-    if os.access("/proc/sys", os.W_OK):
-        pytest.skip("no folder here that even root cannot write")
-    config = command.parse(OUTPUT_BASEPATH="/proc/sys/run").config
-    with pytest.raises(ConfigError, match="position 25 OUTPUT_BASEPATH.*/proc/sys is not writable"):
-        validate_run(config, command.machine)
+    """Root may write to /proc by its mode, and cannot all the same."""
+    for folder in ("/proc", "/proc/sys"):
+        config = command.parse(OUTPUT_BASEPATH=f"{folder}/run/one").config
+        with pytest.raises(ConfigError, match=f"position 25 OUTPUT_BASEPATH.*{folder} is not writable"):
+            validate_run(config, command.machine)
 
 
 def test_missing_data_is_a_data_error_after_the_configuration(command):
@@ -305,6 +305,12 @@ def test_indexed_data_needs_both_files(command):
         validate_run(command.parse(DATASET_PATH=str(prefix), **tokens).config, command.machine)
     with pytest.raises(DataError, match=r"without the ending, that is .*text_document$"):
         validate_run(command.parse(DATASET_PATH=f"{prefix}.bin", **tokens).config, command.machine)
+    for rows in ("docs.jsonl", "docs.json"):
+        (command.folder / rows).write_text('{"text": "words"}')
+        with pytest.raises(
+            DataError, match=rf"{rows}, which is a file itself.*: python -m toolkits\.preprocess_pretrain"
+        ):
+            validate_run(command.parse(DATASET_PATH=str(command.folder / rows), **tokens).config, GPUS)
     prefix.with_suffix(".idx").touch()
     validate_run(command.parse(DATASET_PATH=str(prefix), **tokens).config, command.machine)
 
