@@ -41,7 +41,8 @@ def run(config: RunConfig) -> None:
 def _train(config: RunConfig) -> int:
     """The whole run; the number of the signal that stopped it, or 0."""
     this_run = build_run(config, DeviceContext.select(int(os.environ["LOCAL_RANK"])))
-    _write_config(config)
+    if this_run.start_iteration < config.training.train_iters:
+        _write_config(config)
     stopped_by = Trainer(this_run).train()
     if not stopped_by and config.checkpoint.export_hf:
         _export(this_run)

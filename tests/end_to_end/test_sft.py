@@ -36,7 +36,7 @@ def sft_command(office: Office, output: Path, **changes: str) -> list[str]:
     """Four micro-batches a step, so that a signal can find the run on its way."""
     lengths = {"GLOBAL_BATCH_SIZE": 16, "TRAIN_TOKENS_OR_ITERS": NUM_STEPS, "SAVE_INTERVAL": 50}
     flags = ["--eval-interval", str(NUM_STEPS // 2), "--eval-iters", "1", "--export-hf"]
-    return [*command(**office.positions(output), **lengths, **changes), *flags]
+    return [*command(**office.positions(output), **{**lengths, **changes}), *flags]
 
 
 @pytest.fixture(scope="module")
@@ -137,6 +137,17 @@ def test_resume_after_sigterm_repeats_the_run_with_states_in_host_memory_too(
     assert "to the device" in result.stderr and "ms predicted" in result.stderr
     assert losses(tmp_path / "out") == losses(unbroken)
     assert_same_weights(tmp_path / "out" / "hf", unbroken / "hf")
+
+
+def test_length_that_was_trained_already_leaves_the_run_as_it_was(
+    office: Office, unbroken: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(unbroken, tmp_path / "out")
+    before = (tmp_path / "out" / "config.yaml").read_bytes()
+    result = call(sft_command(office, tmp_path / "out", TRAIN_TOKENS_OR_ITERS="40", LR="1e-3"))
+    assert result.returncode == 0, result.stderr
+    assert "nothing is left to train of 40 steps, 80 are done" in result.stderr
+    assert (tmp_path / "out" / "config.yaml").read_bytes() == before
 
 
 def test_another_shape_in_the_same_folder_is_refused(office: Office, unbroken: Path) -> None:
