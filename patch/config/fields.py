@@ -8,9 +8,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from patch.config.not_built import is_built
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, nearest
 
@@ -129,12 +130,20 @@ def coerce(field: Field, value: object, origin: str) -> Any:
     if converted is None:
         raise ConfigError(f"{origin}: got {value!r}, expected {expected}")
     if field.choices:
-        check_choice(converted, field.choices, origin)
+        built = [choice for choice in field.choices if is_built(field.name, choice)]
+        check_choice(converted, field.choices, origin, built)
     return converted
 
 
-def check_choice(value: str, choices: tuple[str, ...], origin: str) -> None:
-    """Raise ConfigError with the legal values and the nearest one unless `value` is among them."""
+def check_choice(
+    value: str, choices: tuple[str, ...], origin: str, offered: Sequence[str] | None = None
+) -> None:
+    """Raise ConfigError with the legal values and the nearest one unless `value` is among them.
+
+    Args:
+        offered: those that the message names, where they are not all.
+    """
     if value not in choices:
-        hint = nearest(value, list(choices))
-        raise ConfigError(f"{origin}: got {value!r}, expected one of {', '.join(choices)}{hint}")
+        offered = list(choices if offered is None else offered)
+        hint = nearest(value, offered)
+        raise ConfigError(f"{origin}: got {value!r}, expected one of {', '.join(offered)}{hint}")

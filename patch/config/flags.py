@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from patch.config.fields import FIELDS, SECTIONS, Field, coerce, value_of
-from patch.config.positions import POSITIONS, VARIABLES
+from patch.config.not_built import refused_yet
+from patch.config.positions import POSITIONS, VARIABLES, built_words
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, nearest
 
@@ -32,12 +33,18 @@ class _Parser(argparse.ArgumentParser):
 def _positions_help() -> str:
     lines = ["The 25 positions (then named flags; or named flags alone):", ""]
     for index, position in enumerate(POSITIONS, 1):
-        kind = position.kind if isinstance(position.kind, str) else "|".join(position.kind)
-        lines.append(f"  {index:2}  {position.name:24}  {position.help}")
         if isinstance(position.kind, tuple):
-            lines.append(f"  {'':30}{kind}")
+            built = built_words(position)
+            lines.append(f"  {index:2}  {position.name:24}  {position.help}")
+            refused = _refused(", ".join(word for word in position.kind if word not in built))
+            lines.append(f"  {'':30}{'|'.join(built)}{refused}")
+        else:
+            refused = _refused("; ".join(filter(None, map(refused_yet, position.fields))))
+            lines.append(f"  {index:2}  {position.name:24}  {position.help}{refused}")
     lines += ["", "Environment variables beside the positions:", ""]
-    lines += [f"      {name:24}  {help}" for name, (_, help) in VARIABLES.items()]
+    lines += [
+        f"      {name:24}  {help}{_refused(refused_yet(field))}" for name, (field, help) in VARIABLES.items()
+    ]
     lines += [
         f"      {'NPROC_PER_NODE':24}  processes on this machine (default: its GPUs, else TP x PP x CP)"
     ]
@@ -49,9 +56,19 @@ def _positions_help() -> str:
     return "\n".join(lines)
 
 
+def _refused(values: str) -> str:
+    """The mark of values that are refused yet."""
+    return f" (refused yet: {values})" if values else ""
+
+
 def _help(field: Field) -> str:
-    default = "" if field.required or field.kind is bool else f" [{field.default}]"
-    return (field.help + default).replace("%", "%%")
+    if field.kind is bool:
+        marks = {"": "", "true": " (refused yet)", "false": f" (refused yet: {_spellings(field)[1]})"}
+        text = field.help + marks[refused_yet(field.name)]
+    else:
+        default = "" if field.required else f" [{field.default}]"
+        text = field.help + default + _refused(refused_yet(field.name))
+    return text.replace("%", "%%")
 
 
 def build_parser() -> argparse.ArgumentParser:

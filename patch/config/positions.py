@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from patch.config.fields import FIELDS, check_choice, coerce, to_float, to_int
+from patch.config.not_built import is_built
 from patch.config.presets import MODEL_SIZES
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError
@@ -113,19 +114,36 @@ def read_positions(
         ConfigError: wrong number of positions, or an unknown value at one of them.
     """
     _check_count(texts)
-    words = {p.name: text for p, text in zip(POSITIONS, texts, strict=True)}
     layer: dict[str, Any] = {}
     for index, (position, text) in enumerate(zip(POSITIONS, texts, strict=True), 1):
-        value = _parse(index, position, text)
-        if len(position.fields) == 1:
-            layer[position.fields[0]] = value
-    layer["attention_backend"] = "flash" if words["FL"] == "true" else "fused"
-    layer["recompute_granularity"] = {"sel": "selective", "full": "full"}.get(words["AC"], "none")
-    layer["cpu_offloading"] = words["AC"] == "offload"
+        layer.update(_decided(position, _parse(index, position, text)))
     layer.update(read_variables(environ))
     if not flags.get("sft", layer["sft"]):
         _tokens_to_iters(layer, flags)
-    return words["ENV"], layer
+    return texts[0], layer
+
+
+def _decided(position: Position, value: Any) -> dict[str, Any]:
+    """The fields that this value of a position sets."""
+    if position.name == "FL":
+        return {"attention_backend": "flash" if value else "fused"}
+    if position.name == "AC":
+        granularity = {"sel": "selective", "full": "full"}.get(value, "none")
+        return {"recompute_granularity": granularity, "cpu_offloading": value == "offload"}
+    return dict.fromkeys(position.fields, value)
+
+
+def built_words(position: Position) -> list[str]:
+    """The legal words of a position without those that are refused yet."""
+    return [
+        word
+        for word in position.kind
+        if all(is_built(*pair) for pair in _decided(position, _meaning(position, word)).items())
+    ]
+
+
+def _meaning(position: Position, word: str) -> str | bool:
+    return word == "true" if position.kind == _BOOLS else word
 
 
 def _check_count(texts: Sequence[str]) -> None:
@@ -148,8 +166,8 @@ def _parse(index: int, position: Position, text: str) -> Any:
     """The position's value: a number, the text of a path or word, or a bool."""
     origin = f"position {index} {position.name}"
     if isinstance(position.kind, tuple):
-        check_choice(text, position.kind, origin)
-        return text == "true" if position.kind == _BOOLS else text
+        check_choice(text, position.kind, origin, built_words(position))
+        return _meaning(position, text)
     value = {INT: to_int, FLOAT: to_float, PATH: lambda path: path or None}[position.kind](text)
     if value is None:
         expected = {INT: "a whole number", FLOAT: "a finite number", PATH: "a path"}[position.kind]

@@ -9,9 +9,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, NoReturn
+from typing import NoReturn
 
 from patch.config.fields import FIELDS, value_of
+from patch.config.not_built import NOT_BUILT
 from patch.config.positions import length_text, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -29,24 +30,6 @@ def _divisors(*numbers: int) -> str:
     """The legal values where several numbers must be divided: their common divisors."""
     common = math.gcd(*numbers)
     return ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-
-
-class NotBuilt(NamedTuple):
-    """A value of the contract whose feature does not exist yet: refused, never ignored."""
-
-    field: str
-    asks: Callable[[Any], bool]
-    feature: str
-    instead: str
-
-
-NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("precision", lambda v: v == "fp8", "fp8 training", "bf16, fp16 or fp32"),
-    NotBuilt("context_parallel_size", lambda v: v > 1, "context parallelism", "1"),
-    NotBuilt("cpu_offloading", bool, "activation offload", "AC=sel or full"),
-    NotBuilt("packing", bool, "packing of several samples", "MP_SFT_PACKING=false"),
-    NotBuilt("distributed_checkpointing", lambda v: not v, "a checkpoint written by one rank alone", "true"),
-)
 
 
 def only_what_is_built(config: RunConfig, machine: MachineFacts) -> None:

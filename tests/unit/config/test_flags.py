@@ -29,7 +29,7 @@ def test_whole_numbers_may_be_scientific(command, text, number):
         (["--lr", "inf"], "--lr: got 'inf', expected a finite number"),
         (
             ["--precision", "bf17"],
-            "--precision: got 'bf17', expected one of fp32, fp16, bf16, fp8, did you mean",
+            "--precision: got 'bf17', expected one of fp32, fp16, bf16, did you mean",
         ),
         (["--seed"], "argument --seed: expected one argument; --help lists the flags"),
         (["--sft=yes"], "argument --sft: ignored explicit argument 'yes'"),
@@ -86,7 +86,21 @@ def test_help_shows_positions_then_flags(command, capsys):
     assert (
         shown.index("25  OUTPUT_BASEPATH") < shown.index("MP_AC_LAYERS") < shown.index("--micro-batch-size")
     )
-    assert "largest global gradient norm; 0: no clipping [1.0]" in " ".join(shown.split())
+    shown = " ".join(shown.split())
+    for refused in (
+        "9 PR precision of weights and activations fp32|fp16|bf16 (refused yet: fp8)",
+        "12 CP context parallelism (refused yet: above 1)",
+        "none|false|sel|full (refused yet: offload)",
+        "MP_SFT_PACKING true: several samples in one sequence (refused yet: true)",
+        "--precision fp32|fp16|bf16|fp8 type of weights and activations; masters stay fp32 [bf16] "
+        "(refused yet: fp8)",
+        "--cpu-offloading keep activations in host memory (refused yet)",
+        "--packing several raw samples in one sequence (refused yet)",
+        "always so (refused yet: --no-distributed-checkpointing)",
+    ):
+        assert refused in shown, refused
+    assert shown.count("refused yet") == 9
+    assert "largest global gradient norm; 0: no clipping [1.0]" in shown
 
 
 def test_shape_by_flags_alone_derives_the_rest(command):

@@ -74,7 +74,7 @@ def test_yaml_scalars_are_read_as_flags_are(command):
         ("optimizer: {lr: .nan}", "optimizer.lr: got nan, expected a finite number"),
         ("training: {sft: 1}", "training.sft: got 1, expected true or false"),
         ("training: {seed: true}", "training.seed: got True, expected a whole number"),
-        ("training: {precision: bf17}", "expected one of fp32, fp16, bf16, fp8, did you mean bf16?"),
+        ("training: {precision: bf17}", "expected one of fp32, fp16, bf16, did you mean bf16?"),
         ("checkpoint: {load: null}", "checkpoint.load: got None, expected a text"),
         ("training: [1]", "run.yaml: training: got [1], expected keys with values"),
         ("- 1", "run.yaml: got [1], expected keys with values"),

@@ -1,0 +1,45 @@
+"""Values of DESIGN's contract that no code stands behind yet: refused by name, never ignored.
+
+The rules refuse them, `--help` marks them, messages do not offer them. Building a feature deletes its row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+
+class NotBuilt(NamedTuple):
+    """Values of one field whose feature does not exist yet."""
+
+    field: str
+    asks: Callable[[Any], bool]
+    values: str
+    """Those that ask for it, in words."""
+    feature: str
+    instead: str
+
+
+NOT_BUILT: tuple[NotBuilt, ...] = (
+    NotBuilt("precision", lambda v: v == "fp8", "fp8", "fp8 training", "bf16, fp16 or fp32"),
+    NotBuilt("context_parallel_size", lambda v: v > 1, "above 1", "context parallelism", "1"),
+    NotBuilt("cpu_offloading", bool, "true", "activation offload", "AC=sel or full"),
+    NotBuilt("packing", bool, "true", "packing of several samples", "MP_SFT_PACKING=false"),
+    NotBuilt(
+        "distributed_checkpointing",
+        lambda v: not v,
+        "false",
+        "a checkpoint written by one rank alone",
+        "true",
+    ),
+)
+
+
+def is_built(field: str, value: Any) -> bool:
+    """Whether there is code behind this value of a field."""
+    return not any(row.field == field and row.asks(value) for row in NOT_BUILT)
+
+
+def refused_yet(field: str) -> str:
+    """The values of a field that are refused yet, in words for `--help`; "" where there are none."""
+    return "; ".join(row.values for row in NOT_BUILT if row.field == field)
