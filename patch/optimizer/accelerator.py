@@ -51,12 +51,11 @@ class Accelerator(Protocol):
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """(numel,) host memory, exactly that much, that copies go to and from at full speed."""
 
-    def to_host(self, copies: Copies, after: Pending | None = None, *, is_final: bool = False) -> Mark:
-        """Copy when what is queued for compute until now, and the collective `after`, are done.
+    def follow(self, after: Pending | None = None) -> None:
+        """Let later copies to the host wait for what compute has been given, and the collective `after`."""
 
-        Args:
-            is_final: nothing that is queued still writes the sources; copy at once.
-        """
+    def to_host(self, copies: Copies) -> Mark:
+        """Copy when all that was followed is done."""
 
     def to_device(self, copies: Copies) -> Mark:
         """Copy at once."""
@@ -128,23 +127,20 @@ class CudaAccelerator:
         pages.register(buffer.data_ptr())
         return buffer
 
-    def to_host(self, copies: Copies, after: Pending | None = None, *, is_final: bool = False) -> Mark:
-        """Copy on the downward stream."""
-        if not is_final:
-            self._down.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self._down):
-            if after is not None:
+    def follow(self, after: Pending | None = None) -> None:
+        """Let the downward stream wait."""
+        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        if after is not None:
+            with torch.cuda.stream(self._down):
                 after.join()
-            for source, target in copies:
-                target.copy_(source, non_blocking=True)
-            return self._down.record_event()
+
+    def to_host(self, copies: Copies) -> Mark:
+        """Copy on the downward stream."""
+        return _copy(copies, self._down)
 
     def to_device(self, copies: Copies) -> Mark:
         """Copy on the upward stream."""
-        with torch.cuda.stream(self._up):
-            for source, target in copies:
-                target.copy_(source, non_blocking=True)
-            return self._up.record_event()
+        return _copy(copies, self._up)
 
     def usable_bytes(self) -> int:
         """What is free, and what torch holds already."""
@@ -160,6 +156,14 @@ class CudaAccelerator:
     def activations(self) -> AbstractContextManager[None]:
         """Nothing: torch's allocator keeps count."""
         return nullcontext()
+
+
+def _copy(copies: Copies, stream: torch.cuda.Stream) -> Mark:
+    with torch.cuda.stream(stream):
+        for source, target in copies:
+            target.copy_(source, non_blocking=True)
+    # Whoever waits for it sleeps: the kernel's other threads have work for the core.
+    return stream.record_event(torch.cuda.Event(blocking=True))
 
 
 UNLIMITED = sys.maxsize
@@ -226,10 +230,13 @@ class SimulatedAccelerator:
         """(numel,) of host memory."""
         return torch.empty(numel, dtype=dtype)
 
-    def to_host(self, copies: Copies, after: Pending | None = None, *, is_final: bool = False) -> Mark:
-        """Copy at once."""
+    def follow(self, after: Pending | None = None) -> None:
+        """Wait: this thread's work is done."""
         if after is not None:
             after.join()
+
+    def to_host(self, copies: Copies) -> Mark:
+        """Copy at once."""
         return self.to_device(copies)
 
     def to_device(self, copies: Copies) -> Mark:

@@ -43,7 +43,8 @@ class HostMemory:
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """(numel,) zeros."""
-        pages = mmap.mmap(-1, max(1, numel * dtype.itemsize))
+        # Private: memory that could be shared is not given in huge pages.
+        pages = mmap.mmap(-1, max(1, numel * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             try:
                 pages.madvise(mmap.MADV_HUGEPAGE)

@@ -2,10 +2,11 @@
 
     gradient final on the device -> copied to the host -> Adam kernel -> new weights copied back
 
-One worker thread does all of it. While backward still runs, chunks whose gradients are final are updated
-*speculatively*: with the scale that no clipping gives, into a shadow of their states. When the norm says
-so, a shadow takes the place of the states (an exchange of buffers), else it is thrown away and the update
-done again from the untouched states; either way the bits are those of the plain order.
+One worker thread does all of it, and has a chunk's inputs brought while it updates the one before. While
+backward still runs, chunks whose gradients are final are updated *speculatively*: with the scale that no
+clipping gives, into a shadow of their states. When the norm says so, the shadow takes the place of the
+states (an exchange of buffers), else it is forgotten and the chunk updated like any other; either way the
+bits are those of the plain order.
 
 Idea of a speculative step: SuperOffload (arXiv:2509.21271), there with a rollback that is not exact.
 """
@@ -16,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
@@ -40,30 +42,43 @@ def kernel_states(chunks: Mapping[str, Chunk], place: slice, weight: torch.Tenso
     return States(weight, *moments)
 
 
-class _Slot:
-    """Pinned buffers of one chunk under way."""
+class _Inputs:
+    """Pinned buffers of what an update reads from the device."""
 
     def __init__(self, size: int, like: Shard, accelerator: Accelerator) -> None:
         self.grad = accelerator.pinned(size, like.gradient.dtype)
-        self.weight = accelerator.pinned(size, like.weight.dtype)
-        """The new weights, on their way to the device."""
         is_master = like.weight.dtype != torch.float16
-        self.old = accelerator.pinned(size, like.weight.dtype) if is_master else None
-        """Weights that are masters (fp32), or their high bits (bf16), as they came from the device."""
+        self.weight = accelerator.pinned(size, like.weight.dtype) if is_master else None
+        """Weights that are masters (fp32), or their high bits (bf16)."""
+
+
+class _Results:
+    """What an update writes."""
+
+    def __init__(self, size: int, like: Shard, accelerator: Accelerator) -> None:
+        self.weight = accelerator.pinned(size, like.weight.dtype)
         self.shadow: dict[str, Chunk] = {}
-        self.user: Future | None = None
-        """The last job that was given the slot."""
-        self.mark: Mark | None = None
-        """The end of the copies that left it last."""
+        """The states, where they are not to be written over the old ones."""
+        self.sent: Mark | None = None
+        """The end of the copies that left `weight` last."""
 
 
 class _Update:
     """One chunk's update in one step."""
 
-    def __init__(self, chunk: StateChunk, slot: _Slot, arrived: Mark) -> None:
-        self.chunk, self.slot, self.arrived = chunk, slot, arrived
+    def __init__(self, chunk: StateChunk, scalars: AdamScalars) -> None:
+        self.chunk, self.scalars = chunk, scalars
         self.is_wanted = True
-        """Not yet known to be made with a wrong scale."""
+        """Not yet known to be made with wrong scalars."""
+        self.inputs: _Inputs | None = None
+        self.arrived: Mark | None = None
+        """The end of the copies to `inputs`."""
+
+
+class _Speculation(NamedTuple):
+    update: _Update
+    results: _Results
+    job: Future[None]
 
 
 class HostUpdates:
@@ -73,20 +88,32 @@ class HostUpdates:
         shards: where gradients and weights lie.
         dtypes: of the states that a chunk holds.
         size: elements of a chunk.
+        shadow_bytes: the most that shadows may hold.
     """
 
     def __init__(
-        self, shards: Sequence[Shard], dtypes: Mapping[str, torch.dtype], size: int, accelerator: Accelerator
+        self,
+        shards: Sequence[Shard],
+        dtypes: Mapping[str, torch.dtype],
+        size: int,
+        accelerator: Accelerator,
+        shadow_bytes: int,
     ) -> None:
         self._shards, self._dtypes, self._size = shards, dtypes, size
         self._accelerator = accelerator
+        written = [*dtypes.values(), shards[0].weight.dtype]
+        self._max_shadows = shadow_bytes // (size * sum(dtype.itemsize for dtype in written))
         self._kernel = adam_kernel(torch.device("cpu"))
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="host-adam", initializer=self._enter)
-        self._plain: deque[_Slot] = deque()
-        self._shadows: deque[_Slot] = deque()
+        self._worker = ThreadPoolExecutor(1, "host-adam", initializer=accelerator.enter)
+        self._inputs: deque[_Inputs] = deque()
+        """Those that no update under way has."""
+        self._plain: deque[_Results] = deque()
+        self._shadows: deque[_Results] = deque()
+        """Those that no update of this step has."""
+        self._queue: deque[_Update] = deque()
+        """Updates that the worker has not begun, in the order of its jobs."""
         self._expected: AdamScalars | None = None
-        self._speculated: dict[StateChunk, _Update] = {}
-        self._prefetched: _Update | None = None
+        self._speculated: dict[StateChunk, _Speculation] = {}
         self._written: dict[StateChunk, Future[Mark]] = {}
         self.failures = 0.0
         """Recent share of steps in which the expected scalars were wrong."""
@@ -94,13 +121,18 @@ class HostUpdates:
         """How long the worker has updated, and how long others have waited for it."""
 
     def prepare(self, num_chunks: int) -> None:
-        """Make buffers and shadows for `num_chunks` chunks on the host; what is there is kept."""
+        """Have buffers and shadows for `num_chunks` chunks on the host, no more; between two steps."""
+        arguments = self._size, self._shards[0], self._accelerator
         while len(self._plain) < min(2, num_chunks):
-            self._plain.append(self._make_slot())
-        while len(self._shadows) < int(num_chunks * _SHADOW_SHARE):
-            slot = self._make_slot()
-            slot.shadow = {name: Chunk(self._size, HOST, dtype) for name, dtype in self._dtypes.items()}
-            self._shadows.append(slot)
+            self._inputs.append(_Inputs(*arguments))
+            self._plain.append(_Results(*arguments))
+        wanted = min(int(num_chunks * _SHADOW_SHARE), self._max_shadows)
+        while len(self._shadows) > wanted:
+            self._shadows.pop()
+        while len(self._shadows) < wanted:
+            results = _Results(*arguments)
+            results.shadow = {name: Chunk(self._size, HOST, dtype) for name, dtype in self._dtypes.items()}
+            self._shadows.append(results)
 
     def expect(self, scalars: AdamScalars) -> None:
         """Begin a step that will probably update with these scalars: no clipping."""
@@ -111,49 +143,45 @@ class HostUpdates:
 
         Nothing happens where no shadow is free, or where speculation failed too often of late.
         """
-        if self.failures >= _MAX_FAILURES or len(self._speculated) == len(self._shadows):
+        if self.failures >= _MAX_FAILURES or not self._shadows:
             return
         assert self._expected is not None
-        slot = self._shadows[0]
-        self._shadows.rotate(-1)
-        if slot.user is not None:
-            slot.user.result()
-        update = self._fetch(chunk, slot, after)
-        self._speculated[chunk] = update
-        slot.user = self._worker.submit(self._compute, update, self._expected, slot.shadow)
+        self._accelerator.follow(after)
+        update, results = _Update(chunk, self._expected), self._shadows.popleft()
+        self._queue.append(update)
+        job = self._worker.submit(self._update_shadow, results)
+        self._speculated[chunk] = _Speculation(update, results, job)
 
     def start(self, chunks: Sequence[StateChunk], scalars: AdamScalars) -> None:
         """Update chunks, in the order in which their weights are wanted; returns at once.
 
-        All gradients are final.
+        The host knows that all gradients are final.
         """
         is_wrong = scalars != self._expected
         if self._expected is not None:
             self.failures = _MEMORY * self.failures + (1 - _MEMORY) * is_wrong
-        plain = [chunk for chunk in chunks if chunk not in self._speculated]
-        following = dict(zip(plain, plain[1:], strict=False))
+        speculated = {} if is_wrong else self._speculated
         for chunk in chunks:
-            update = self._speculated.get(chunk)
-            if update is None:
-                job = self._worker.submit(self._do, chunk, following.get(chunk), scalars)
-            elif is_wrong:
-                update.is_wanted = False
-                job = self._worker.submit(self._redo, update, scalars)
+            if chunk in speculated:
+                self._written[chunk] = self._worker.submit(self._commit, speculated[chunk])
             else:
-                job = self._worker.submit(self._commit, update)
-            self._written[chunk] = job
-            if update is not None:
-                update.slot.user = job
-        self._speculated, self._expected = {}, None
+                self._queue.append(_Update(chunk, scalars))
+                self._written[chunk] = self._worker.submit(self._update_in_place)
+        self._end_speculation(is_wanted=not is_wrong)
 
     def cancel(self) -> None:
         """Forget what was speculated: the step is not taken."""
-        for update in self._speculated.values():
-            update.is_wanted = False
+        self._end_speculation(is_wanted=False)
+
+    def _end_speculation(self, *, is_wanted: bool) -> None:
+        for update, results, _ in self._speculated.values():
+            update.is_wanted = is_wanted
+            # The worker comes to their next use after all that it has to do now.
+            self._shadows.append(results)
         self._speculated, self._expected = {}, None
 
     def arrive(self, chunk: StateChunk, *, block: bool) -> bool:
-        """Let the compute stream wait for a chunk's new weights.
+        """Let the current stream wait for a chunk's new weights.
 
         Returns:
             False where they are not written yet and not `block`.
@@ -171,71 +199,75 @@ class HostUpdates:
         del self._written[chunk]
         return True
 
-    def _enter(self) -> None:
-        device = self._shards[0].weight.device
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-
-    def _make_slot(self) -> _Slot:
-        return _Slot(self._size, self._shards[0], self._accelerator)
-
-    def _fetch(
-        self, chunk: StateChunk, slot: _Slot, after: Pending | None = None, *, is_final: bool = False
-    ) -> _Update:
-        """Bring gradients, and weights that are masters, to the host; see `Accelerator.to_host`."""
-        copies = []
-        for s in chunk.segments:
-            shard = self._shards[s.shard]
-            copies.append((shard.gradient[s.begin : s.end], slot.grad[s.place]))
-            if slot.old is not None:
-                copies.append((shard.weight[s.begin : s.end], slot.old[s.place]))
-        return _Update(chunk, slot, self._accelerator.to_host(copies, after, is_final=is_final))
-
     # What follows runs in the worker.
 
-    def _compute(self, update: _Update, scalars: AdamScalars, into: dict[str, Chunk]) -> None:
-        if update.is_wanted:
-            update.arrived.synchronize()
-            begin = time.perf_counter()
-            new = update.slot.weight
-            old = new if update.slot.old is None else update.slot.old
-            segments = [
-                Segment(
-                    update.slot.grad[s.place],
-                    kernel_states(update.chunk.states, s.place, old[s.place]),
-                    s.is_decayed,
-                    kernel_states(into, s.place, new[s.place]),
-                )
-                for s in update.chunk.segments
-            ]
-            self._kernel.update(segments, scalars)
-            self.busy_s += time.perf_counter() - begin
+    def _update_shadow(self, results: _Results) -> None:
+        update = self._begin_next()
+        try:
+            if update.is_wanted:
+                self._compute(update, results, results.shadow)
+        finally:
+            self._end(update)
 
-    def _commit(self, update: _Update) -> Mark:
-        update.chunk.states, update.slot.shadow = update.slot.shadow, update.chunk.states
-        return self._send(update)
-
-    def _redo(self, update: _Update, scalars: AdamScalars) -> Mark:
-        update.is_wanted = True
-        self._compute(update, scalars, update.chunk.states)
-        return self._send(update)
-
-    def _do(self, chunk: StateChunk, following: StateChunk | None, scalars: AdamScalars) -> Mark:
-        update = self._prefetched or self._fetch_plain(chunk)
-        self._prefetched = self._fetch_plain(following) if following is not None else None
-        self._compute(update, scalars, chunk.states)
-        return self._send(update)
-
-    def _fetch_plain(self, chunk: StateChunk) -> _Update:
-        slot = self._plain[0]
+    def _update_in_place(self) -> Mark:
+        update = self._begin_next()
         self._plain.rotate(-1)
-        if slot.mark is not None:
-            slot.mark.synchronize()
-        return self._fetch(chunk, slot, is_final=True)  # the norm of these gradients has been read
+        try:
+            self._compute(update, self._plain[0], update.chunk.states)
+        finally:
+            self._end(update)
+        return self._send(update.chunk, self._plain[0])
 
-    def _send(self, update: _Update) -> Mark:
-        weight = update.slot.weight
-        update.slot.mark = self._accelerator.to_device(
-            [(weight[s.place], self._shards[s.shard].weight[s.begin : s.end]) for s in update.chunk.segments]
+    def _commit(self, speculation: _Speculation) -> Mark:
+        update, results, job = speculation
+        job.result()  # or what it met
+        update.chunk.states, results.shadow = results.shadow, update.chunk.states
+        return self._send(update.chunk, results)
+
+    def _begin_next(self) -> _Update:
+        """The next update, its inputs on their way, and those of the one after it."""
+        update = self._queue.popleft()
+        for coming in (update, self._queue[0] if self._queue else update):
+            if coming.is_wanted and coming.inputs is None:
+                self._bring(coming)
+        return update
+
+    def _bring(self, update: _Update) -> None:
+        inputs = update.inputs = self._inputs.popleft()
+        copies = []
+        for s in update.chunk.segments:
+            shard = self._shards[s.shard]
+            copies.append((shard.gradient[s.begin : s.end], inputs.grad[s.place]))
+            if inputs.weight is not None:
+                copies.append((shard.weight[s.begin : s.end], inputs.weight[s.place]))
+        update.arrived = self._accelerator.to_host(copies)
+
+    def _end(self, update: _Update) -> None:
+        if update.inputs is not None:
+            self._inputs.append(update.inputs)
+
+    def _compute(self, update: _Update, results: _Results, into: dict[str, Chunk]) -> None:
+        assert update.inputs is not None and update.arrived is not None
+        update.arrived.synchronize()
+        if results.sent is not None:
+            results.sent.synchronize()
+        begin = time.perf_counter()
+        grad, new = update.inputs.grad, results.weight
+        old = new if update.inputs.weight is None else update.inputs.weight
+        segments = [
+            Segment(
+                grad[s.place],
+                kernel_states(update.chunk.states, s.place, old[s.place]),
+                s.is_decayed,
+                kernel_states(into, s.place, new[s.place]),
+            )
+            for s in update.chunk.segments
+        ]
+        self._kernel.update(segments, update.scalars)
+        self.busy_s += time.perf_counter() - begin
+
+    def _send(self, chunk: StateChunk, results: _Results) -> Mark:
+        results.sent = self._accelerator.to_device(
+            [(results.weight[s.place], self._shards[s.shard].weight[s.begin : s.end]) for s in chunk.segments]
         )
-        return update.slot.mark
+        return results.sent

@@ -14,7 +14,7 @@ import torch
 
 from patch.config.schema import OptimizerConfig
 from patch.distributed.flat import Pending
-from patch.optimizer.accelerator import Accelerator
+from patch.optimizer.accelerator import UNLIMITED, Accelerator
 from patch.optimizer.chunk import ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.host_update import HostUpdates, kernel_states
 from patch.optimizer.kernels import AdamKernel, AdamScalars, Segment, adam_kernel
@@ -53,6 +53,8 @@ class Offload:
     policy: StaticPlacementPolicy | AutoPlacementPolicy
     chunk_size: int = 0
     """In elements; 0: searched."""
+    host_bytes: int = UNLIMITED
+    """Host memory of this process."""
 
 
 class HybridAdam:
@@ -94,7 +96,11 @@ class HybridAdam:
         self.largest_peak = 0
         """The most that was ever recorded by `record_memory`, which starts torch's own count anew."""
         if offload:
-            self.host_updates = HostUpdates(shards, self.dtypes, self.manager.size, offload.accelerator)
+            chunk_bytes = self.manager.size * sum(dtype.itemsize for dtype in self.dtypes.values())
+            spare_bytes = max(0, offload.host_bytes - chunk_bytes * len(self.manager.chunks))
+            self.host_updates = HostUpdates(
+                shards, self.dtypes, self.manager.size, offload.accelerator, spare_bytes // 2
+            )
             for chunk in self.manager.chunks:
                 chunk.is_on_host = True
             for move in self.wanted_moves():

@@ -29,6 +29,7 @@ class Transfer:
     def to_host(self, copies: Copies) -> None:
         """Copy what the device holds when all that is queued there has run; the host waits for it."""
         self._worker.submit(lambda: None).result()  # what goes up has the pieces until it is there
+        self._accelerator.follow()
         under_way: deque[tuple[Mark, torch.Tensor, torch.Tensor]] = deque()
         for piece, source, target in self._cut(copies):
             if len(under_way) == len(self._pieces):

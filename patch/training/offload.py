@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch.config.schema import OptimizerConfig, RunConfig
+from patch.config.schema import RunConfig
+from patch.device import usable_memory
 from patch.logger import get_logger
 from patch.model import LlamaModel
 from patch.optimizer import OverlappedDistributedOptimizer
@@ -37,7 +38,7 @@ def build_optimizer(
     Raises:
         torch.OutOfMemoryError: --simulated-device-memory holds no more than a part of what must be there.
     """
-    offload = _build_offload(config.optimizer, next(stages[0].parameters()).device)
+    offload = _build_offload(config, next(stages[0].parameters()).device)
     optimizer = OverlappedDistributedOptimizer(
         stages, config.optimizer, config.sharding_level, groups, offload
     )
@@ -47,7 +48,8 @@ def build_optimizer(
     return optimizer
 
 
-def _build_offload(config: OptimizerConfig, device: torch.device) -> Offload | None:
+def _build_offload(run: RunConfig, device: torch.device) -> Offload | None:
+    config = run.optimizer
     if config.optimizer_offload_policy == "false":
         return None
     accelerator: Accelerator
@@ -60,7 +62,8 @@ def _build_offload(config: OptimizerConfig, device: torch.device) -> Offload | N
         policy = StaticPlacementPolicy(config.optimizer_offload_fraction)
     else:
         policy = AutoPlacementPolicy(config.optimizer_offload_auto_threshold)
-    return Offload(accelerator, policy, config.optimizer_offload_chunk_size)
+    host_bytes = usable_memory() // run.parallel.nproc_per_node
+    return Offload(accelerator, policy, config.optimizer_offload_chunk_size, host_bytes)
 
 
 def place(optimizer: OverlappedDistributedOptimizer) -> None:

@@ -30,6 +30,7 @@ def test_copies_arrive(accelerator: CudaAccelerator, numel: int) -> None:
     """Between places of any alignment; a mark holds up the stream that asks."""
     source = torch.randn(numel + 3, device="cuda")[3:]
     host, back = accelerator.pinned(numel + 5, torch.float32)[5:], torch.zeros(numel + 1, device="cuda")[1:]
+    accelerator.follow()
     accelerator.to_host([(source, host)]).synchronize()
     assert torch.equal(host, source.cpu())
     accelerator.to_device([(host, back)]).wait()
@@ -42,6 +43,7 @@ def test_pinned_memory_that_is_gone_leaves_nothing_behind(accelerator: CudaAccel
     for value in range(4):
         source = torch.full((numel,), float(value), device="cuda")
         pinned = accelerator.pinned(numel, torch.float32)
+        accelerator.follow()
         accelerator.to_host([(source, pinned)]).synchronize()
         assert pinned.eq(value).all()
         del pinned
@@ -68,6 +70,7 @@ def test_copies_to_the_host_come_after_what_writes_their_source(accelerator: Cud
     source, target = torch.zeros(1 << 20, device="cuda"), accelerator.pinned(1 << 20, torch.float32)
     torch.cuda._sleep(10**9)
     source.fill_(3.0)
+    accelerator.follow()
     mark = accelerator.to_host([(source, target)])
     source.fill_(4.0)  # the copy was to come before this: only its own order is promised
     mark.synchronize()

@@ -16,7 +16,7 @@ from optimizer_runs import LR, OddModel, accumulate, data_parallel_groups, make_
 
 from patch.config.schema import OptimizerConfig
 from patch.optimizer import OverlappedDistributedOptimizer, host_update
-from patch.optimizer.accelerator import SimulatedAccelerator
+from patch.optimizer.accelerator import UNLIMITED, SimulatedAccelerator
 from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.kernels import AdamScalars, Segment, adam_kernel
 from patch.optimizer.placement import StaticPlacementPolicy
@@ -31,13 +31,18 @@ CASES = [
 
 
 def build(
-    dtype: torch.dtype, clip_grad: float, fraction: float | None, chunk_size: int = 0
+    dtype: torch.dtype,
+    clip_grad: float,
+    fraction: float | None,
+    chunk_size: int = 0,
+    host_bytes: int = UNLIMITED,
 ) -> tuple[OddModel, OverlappedDistributedOptimizer]:
     model = OddModel(dtype=dtype)
     config = OptimizerConfig(lr=LR, clip_grad=clip_grad, reduce_bucket_size=300)
     offload = None
     if fraction is not None:
-        offload = Offload(SimulatedAccelerator(1 << 40), StaticPlacementPolicy(fraction), chunk_size)
+        policy = StaticPlacementPolicy(fraction)
+        offload = Offload(SimulatedAccelerator(1 << 40), policy, chunk_size, host_bytes)
     return model, OverlappedDistributedOptimizer([model], config, "none", data_parallel_groups(), offload)
 
 
@@ -83,14 +88,20 @@ class Watched:
 
 
 def watch_kernel(
-    fraction: float, clip_grad: float
+    fraction: float, clip_grad: float, host_bytes: int = UNLIMITED
 ) -> tuple[OddModel, OverlappedDistributedOptimizer, Watched]:
     kernel, original = Watched(), host_update.adam_kernel
     host_update.adam_kernel = lambda device: kernel  # type: ignore[assignment]
     try:
-        return *build(torch.float32, clip_grad, fraction, 100), kernel
+        return *build(torch.float32, clip_grad, fraction, 100, host_bytes), kernel
     finally:
         host_update.adam_kernel = original
+
+
+def await_worker(optimizer: OverlappedDistributedOptimizer) -> None:
+    """Until all is done that it was given."""
+    assert optimizer.adam.host_updates is not None
+    optimizer.adam.host_updates._worker.submit(lambda: None).result()
 
 
 def count_updates(clip_grad: float) -> list[tuple[int, int]]:
@@ -99,7 +110,9 @@ def count_updates(clip_grad: float) -> list[tuple[int, int]]:
     counts = []
     for step in make_steps(12, 1, 1):
         kernel.plain = kernel.speculated = 0
-        take_step(model, optimizer, step[0])
+        accumulate(model, optimizer, step[0])
+        await_worker(optimizer)
+        optimizer.step(optimizer.gradient_norm())
         optimizer.wait_for_weights()
         counts.append((kernel.plain, kernel.speculated))
     assert {name.split("_")[0] for name in kernel.threads} == {"host-adam"}
@@ -112,14 +125,25 @@ def count_before_the_last_gradient() -> int:
     seen = []
 
     def on_last_gradient(gradient: torch.Tensor) -> None:
-        worker = optimizer.adam.host_updates
-        assert worker is not None
-        worker._worker.submit(lambda: None).result()  # all that it was given is done
+        await_worker(optimizer)
         seen.append(kernel.speculated)
 
     model.first.weight.register_hook(on_last_gradient)
     take_step(model, optimizer, make_steps(1, 1, 1)[0][0])
     return seen[0]
+
+
+def count_with_little_memory() -> list[int]:
+    """Elements speculated in a step, where there is memory for so many shadows of 100 fp32 elements."""
+    _, optimizer = build(torch.float32, FREE, 1.0, 100)
+    states = 8 * 100 * len(optimizer.adam.manager.chunks)
+    found = []
+    for num_shadows in range(4):
+        model, optimizer, kernel = watch_kernel(1.0, FREE, host_bytes=states + 2 * num_shadows * 12 * 100)
+        accumulate(model, optimizer, make_steps(1, 1, 1)[0][0])
+        await_worker(optimizer)
+        found.append(kernel.speculated)
+    return found
 
 
 def fail_in_worker() -> str:
@@ -158,6 +182,7 @@ def run_all(rank: int, world_size: int) -> dict[str, Any]:
         "offloaded": {case: train(*case) for case in CASES},
         "updates": {clip: count_updates(clip) for clip in (CLIPPED, FREE)},
         "early": count_before_the_last_gradient(),
+        "little memory": count_with_little_memory(),
         "failure": fail_in_worker(),
         "skipped": skip_a_step(),
     }
@@ -175,6 +200,12 @@ def test_placement_changes_no_bit(outcomes: dict[str, Any], case: tuple) -> None
     for name, weight in expected["weights"].items():
         assert np.array_equal(ours["weights"][name], weight), name
     assert abs(ours["fraction"] - case[2]) <= (case[3] or 16) / 975
+
+
+def test_shadows_hold_no_more_than_half_of_the_spare_memory(outcomes: dict[str, Any]) -> None:
+    none, *some = outcomes["little memory"]
+    assert none == 0 and some == sorted(set(some))
+    assert all(100 * (number - 1) < numel <= 100 * number for number, numel in enumerate(some, start=1))
 
 
 def test_clipping_of_these_runs_is_what_the_cases_say(outcomes: dict[str, Any]) -> None:
