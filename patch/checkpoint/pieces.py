@@ -64,6 +64,9 @@ class PieceWriter:
         """Append a piece of the tensor `piece.key`, which has this shape as a whole.
 
         The pieces of one key must tile it and share one dtype.
+
+        Raises:
+            OSError: it cannot be written.
         """
         stored = self._index.state_dict_metadata.setdefault(
             piece.key,
@@ -83,8 +86,13 @@ class PieceWriter:
 
     def _append(self, index: MetadataIndex, value: Any) -> None:
         begin = self._stream.tell()
-        with _no_checksum():
-            torch.save(value, self._stream)
+        try:
+            with _no_checksum():
+                torch.save(value, self._stream)
+        except RuntimeError as error:  # with which torch's zip writer covers what the stream raised
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
         place = _StorageInfo(_DATA, begin, self._stream.tell() - begin)
         self._index.storage_data[index] = place
 

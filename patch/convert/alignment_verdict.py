@@ -129,7 +129,8 @@ def table(found: Measured) -> list[str]:
         lines.append(f"  {name + ' fast':<18}{added:>12.3g}  {note}".rstrip())
     for name, stats in (("all fast", found.fast), ("all aligned", found.aligned)):
         lines.append(
-            f"  {name:<18}{stats.max:>12.3g}  mean {stats.mean:.3g}, KL {stats.kl:.3g}, {_far(stats)}"
+            f"  {name:<18}{stats.max:>12.3g}  mean {stats.mean:.3g}, KL {stats.kl:.3g}, "
+            f"cosine {stats.cosine:.6f}, top-1 equal in {stats.top1:.1%}"
         )
     return lines
 

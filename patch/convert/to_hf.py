@@ -57,6 +57,8 @@ def mcore_to_hf(source: Path, target: Path, hf_config: Path | None = None) -> No
             or the target cannot be written.
     """
     source, target = source.resolve(), target.resolve()
+    if not source.is_dir():
+        raise ConversionError(f"{source}: no such folder, expected a checkpoint (--load)")
     described = _describe(source, hf_config)
     folder = weights_folder(source)
     weights: DistWeights | LegacyWeights

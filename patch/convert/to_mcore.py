@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from patch.checkpoint.pieces import Piece, PieceWriter
-from patch.config.run_folder import RELEASE, TRACKER
+from patch.config.run_folder import RELEASE, TRACKER, is_released
 from patch.config.schema import ModelConfig
 from patch.convert.folder import prepare, publish, writing
 from patch.convert.hf_files import copy_descriptions, model_of
@@ -62,6 +62,11 @@ def hf_to_mcore(source: Path, target: Path, dtype: torch.dtype | None = None) ->
         ConversionError: the source cannot be read or is no supported model, or the target cannot be written.
     """
     source, target = source.resolve(), target.resolve()
+    if is_released(source):
+        raise ConversionError(
+            f"{source} is a converted checkpoint, expected a Hugging Face folder (--load): mcore2hf turns it "
+            "back into one"
+        )
     model = model_of(source)
     folder = open_checked(source, model)
     partial = target.with_name(f".{target.name}.partial")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
-from hf_families import family_model, family_run
+from hf_families import FAMILIES, family_model, family_run
 from safetensors.torch import load_file
 
 from patch.compat.unpickle import read_metadata
@@ -19,6 +19,7 @@ from patch.convert import hf_to_mcore, mcore_to_hf
 JOBS = {
     4: [(1, 1, 0), (1, 2, 0), (2, 1, 0), (2, 2, 0), (4, 1, 0), (1, 2, 1), (2, 2, 1)],
     6: [(1, 3, 0), (2, 3, 0)],
+    8: [(4, 2, 0), (4, 2, 1)],
     12: [(4, 3, 0)],
 }
 """By processes: TP, PP and layers of an interleaved stage; four layers, so PP=3 is uneven."""
@@ -32,6 +33,8 @@ FOREIGN = {
 }
 """Name -> prefix of the keys and what upstream's sharded_state_dict is told."""
 FAMILY = {"num_hidden_layers": 4, "num_key_value_heads": 4}
+SOURCES = (*FAMILIES, "source")
+"""Folders: one of each family, and a larger one that goes through all layouts."""
 
 
 class Backend(enum.Enum):
@@ -61,28 +64,34 @@ def _write_legacy(stages, folder: Path, groups) -> None:
 
 
 def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
-    """Load the converted folder as position 22 does and export it, in each layout; save as others save."""
+    """In each layout load what was converted as position 22 does, export it and save it; also as others do."""
     from megatron.core import dist_checkpointing
 
     from patch import compat
+    from patch.checkpoint import save_checkpoint
     from patch.convert import export_hf
     from patch.device import DeviceContext
     from patch.distributed.groups import initialize
-    from patch.model import build_llama_model
+    from patch.model import build_llama_model, sharded_weights
     from patch.training.state import load_weights
 
     compat.apply(cuda=False)
     for layout in JOBS[world_size]:
-        tp, pp, stage = layout
-        config = family_run(
-            root / "source", tp, pp, world_size // (tp * pp),
-            num_layers_per_virtual_pipeline_stage=stage, make_vocab_size_divisible_by=48, precision="bf16",
-        )  # fmt: skip
-        groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
-        stages = build_llama_model(config, groups, torch.device("cpu"))
-        load_weights(root / "mcore", stages, config)
-        out = root / name_of(layout)
-        export_hf(stages, out, config, groups, hf_source=root / "mcore", tokenizer=tokenizer)
+        stages = None
+        for source in SOURCES if layout == (2, 2, 0) else SOURCES[-1:]:
+            tp, pp, stage = layout
+            config = family_run(
+                root / source, tp, pp, world_size // (tp * pp),
+                num_layers_per_virtual_pipeline_stage=stage, make_vocab_size_divisible_by=48,
+                precision="bf16",
+            )  # fmt: skip
+            if stages is None:
+                groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
+            stages = build_llama_model(config, groups, torch.device("cpu"))
+            mcore, out = root / f"{source}-mcore", root / f"{source}-{name_of(layout)}"
+            load_weights(mcore, stages, config)
+            export_hf(stages, out, config, groups, hf_source=mcore, tokenizer=tokenizer)
+            save_checkpoint(Path(f"{out}-saved"), 3, {"model": sharded_weights(stages)}, {"iteration": 3})
         if layout in LEGACY:
             _write_legacy(stages, root / f"legacy-{name_of(layout)}", groups)
         if layout == (2, 3, 0):
@@ -99,14 +108,17 @@ def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
 def root(tmp_path_factory, tiny_tokenizer) -> Path:
     root = tmp_path_factory.mktemp("layouts")
     family_model("qwen-3", root / "source", dtype=torch.bfloat16, **FAMILY)
-    hf_to_mcore(root / "source", root / "mcore")
+    for name in FAMILIES:
+        family_model(name, root / name, dtype=torch.bfloat16)
+    for name in SOURCES:
+        hf_to_mcore(root / name, root / f"{name}-mcore")
     for processes in JOBS:
         run_distributed(_pass_through, processes, root, tiny_tokenizer(), timeout_s=240)
     return root
 
 
-def check_equal(target: Path, root: Path) -> None:
-    before, after = load_file(root / "source" / "model.safetensors"), {}
+def check_equal(target: Path, root: Path, source: str = "source") -> None:
+    before, after = load_file(root / source / "model.safetensors"), {}
     for path in target.glob("*.safetensors"):
         after |= load_file(path)
     assert before.keys() == after.keys()
@@ -115,8 +127,21 @@ def check_equal(target: Path, root: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
-def test_every_layout_exports_what_was_converted(root, layout):
-    check_equal(root / name_of(layout), root)
+def test_every_layout_exports_and_saves_what_was_converted(root, layout, tmp_path):
+    out = root / f"source-{name_of(layout)}"
+    check_equal(out, root)
+    mcore_to_hf(Path(f"{out}-saved"), tmp_path / "hf", root / "source")
+    assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (
+        root / "source" / "model.safetensors"
+    ).read_bytes()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_passes_through_a_sharded_model(root, name, tmp_path):
+    out = root / f"{name}-{name_of((2, 2, 0))}"
+    check_equal(out, root, name)
+    mcore_to_hf(Path(f"{out}-saved"), tmp_path / "hf", root / name)
+    check_equal(tmp_path / "hf", root, name)
 
 
 @pytest.mark.parametrize("layout", LEGACY, ids=name_of)

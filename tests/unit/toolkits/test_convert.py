@@ -1,7 +1,11 @@
 """The converter's command line: exit codes, what bad input leaves behind, interruptions, memory."""
 
+import contextlib
+import io
 import json
 import os
+import pickle
+import resource
 import shutil
 import signal
 import subprocess
@@ -37,7 +41,7 @@ def root(good, tmp_path) -> Path:
 
 
 def _snapshot(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def _file_of(root: Path, name: str = NAME) -> Path:
@@ -53,6 +57,18 @@ def _change(root: Path, change) -> None:
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
+
+
+class Hostile:
+    def __reduce__(self):
+        return print, ("code of the file ran",)
+
+
+def _only_bin(root: Path, contents: dict) -> None:
+    """The folder's weights are these, as transformers wrote them before safetensors."""
+    for path in (root / "hf").glob("*.safetensors*"):
+        path.unlink()
+    torch.save(contents, root / "hf" / "pytorch_model.bin")
 
 
 SPOILED_HF = {
@@ -71,6 +87,14 @@ SPOILED_HF = {
         [".safetensors holds extra"],
     ),
     "no config": (lambda root: (root / "hf" / "config.json").unlink(), ["config.json: cannot be read"]),
+    "code in a .bin": (
+        lambda root: _only_bin(root, {"a": Hostile()}),
+        ["pytorch_model.bin holds more than tensors and was not read"],
+    ),
+    "converted already": (
+        lambda root: (shutil.rmtree(root / "hf"), (root / "mcore").rename(root / "hf")),
+        ["hf is a converted checkpoint", "mcore2hf"],
+    ),
     "unknown model": (
         lambda root: (root / "hf" / "config.json").write_text('{"model_type": "gpt2"}'),
         ["config.json: model_type: got 'gpt2'"],
@@ -85,9 +109,24 @@ def test_spoiled_folder_ends_with_4_and_leaves_the_target(root, case, capsys):
     before = _snapshot(root / "before")
     argv = ["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "before" / "mcore")]
     assert main(argv) == 4
-    message = capsys.readouterr().err
+    output, message = capsys.readouterr()
     assert all(part in message for part in parts), message
+    assert not output
     assert _snapshot(root / "before") == before and len(list((root / "before").iterdir())) == 2
+
+
+def test_bin_files_convert_to_safetensors(root):
+    tensors = {}
+    for path in (root / "hf").glob("*.safetensors"):
+        tensors |= load_file(path)
+    _only_bin(root, tensors)
+    assert main(["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "m")]) == 0
+    assert main(["mcore2hf", "--load", str(root / "m"), "--save", str(root / "back")]) == 0
+    found = load_file(root / "back" / "model.safetensors")
+    assert found.keys() == tensors.keys() and all(torch.equal(found[key], tensors[key]) for key in tensors)
+    assert sorted(path.name for path in (root / "back").iterdir()) == sorted(
+        {path.name for path in (root / "hf").iterdir()} - {"pytorch_model.bin"} | {"model.safetensors"}
+    )
 
 
 def _data(root: Path) -> Path:
@@ -109,7 +148,29 @@ def _more_layers(root: Path) -> None:
     path.write_text(path.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
 
 
+def _change_index(root: Path, change) -> None:
+    path = root / "mcore" / "release" / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    change(index.state_dict_metadata)
+    path.write_bytes(pickle.dumps(index))
+
+
+FC2 = "decoder.layers.mlp.linear_fc2.weight"
 SPOILED_MCORE = {
+    "missing key": (
+        lambda root: _change_index(root, lambda tensors: tensors.pop(FC2)),
+        ["release lacks decoder.layers.*.mlp.linear_fc2.weight of layer 0"],
+    ),
+    "extra key": (
+        lambda root: _change_index(root, lambda tensors: tensors.update({FC2 + "s": tensors[FC2]})),
+        [f"release holds {FC2}s (shape (2, 64, 96))", "did you mean"],
+    ),
+    "wrong dtype": (
+        lambda root: _change_index(
+            root, lambda tensors: setattr(tensors[FC2].properties, "dtype", torch.bfloat16)
+        ),
+        [f"__0_0.distcp: {FC2} is torch.float32, its index says torch.bfloat16"],
+    ),
     "missing data": (lambda root: _data(root).unlink(), ["__0_0.distcp is missing"]),
     "truncated data": (lambda root: os.truncate(_data(root), 1000), ["distcp is truncated: 1000 bytes"]),
     "broken record": (_flip, ["__0_0.distcp: embedding.word_embeddings.weight (bytes 0 to"]),
@@ -117,7 +178,7 @@ SPOILED_MCORE = {
     "no config": (lambda root: (root / "mcore" / "config.json").unlink(), ["--hf-config"]),
     "other shape": (_other_model, ["mlp.linear_fc1.weight has shape (2, 192, 64)", "asks for (2, 256, 64)"]),
     "other layers": (_more_layers, ["has shape (2, ", "asks for (3, "]),
-    "no folder": (lambda root: shutil.rmtree(root / "mcore"), ["mcore", "--hf-config"]),
+    "no folder": (lambda root: shutil.rmtree(root / "mcore"), ["mcore: no such folder"]),
 }  # fmt: skip
 
 
@@ -171,31 +232,59 @@ def test_params_dtype_rounds_and_config_says_so(root, name, dtype):
     assert index["weight_map"] == original["weight_map"]
 
 
-def _killed(rank: int, world_size: int, root: Path) -> None:
+WAYS = {"hf2mcore": ("hf", "release/__0_0.distcp"), "mcore2hf": ("mcore", "model.safetensors.index.json")}
+"""The source below the root, and a file of the result."""
+
+
+def _arguments(way: str, root: Path) -> list[str]:
+    return [way, "--load", str(root / WAYS[way][0]), "--save", str(root / "new")]
+
+
+def _killed(rank: int, world_size: int, root: Path, way: str) -> None:
     """A conversion that is killed in the middle of its weights."""
     from patch.checkpoint.pieces import PieceWriter
+    from patch.convert.tensor_files import TensorFiles
 
-    add, count = PieceWriter.add, 0
+    kind, name = (PieceWriter, "add") if way == "hf2mcore" else (TensorFiles, "write")
+    write, count = getattr(kind, name), 0
 
-    def add_until_killed(writer, piece, shape):
+    def write_until_killed(*arguments):
         nonlocal count
         count += 1
         if count == 5:
             os.kill(os.getpid(), signal.SIGKILL)
-        add(writer, piece, shape)
+        write(*arguments)
 
-    PieceWriter.add = add_until_killed
-    main(["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "new")])
+    setattr(kind, name, write_until_killed)
+    main(_arguments(way, root))
 
 
-def test_killed_conversion_is_not_taken_for_done_and_starts_over(root, capfd):
+@pytest.mark.parametrize("way", WAYS)
+def test_killed_conversion_is_not_taken_for_done_and_starts_over(root, way, capfd):
     with pytest.raises(AssertionError, match="died with -9"):
-        run_distributed(_killed, 1, root)
-    assert not (root / "new").exists() and (root / ".new.partial" / "release" / "__0_0.distcp").exists()
-    assert main(["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "new")]) == 0
+        run_distributed(_killed, 1, root, way)
+    assert not (root / "new").exists() and (root / ".new.partial").is_dir()
+    assert main(_arguments(way, root)) == 0
     assert "interrupted, and starting over" in capfd.readouterr().err
-    assert _data(root).read_bytes() == (root / "new" / "release" / "__0_0.distcp").read_bytes()
+    expected = root / ("mcore" if way == "hf2mcore" else "hf")
+    assert _snapshot(root / "new") == _snapshot(expected)
     assert not list(root.glob(".*"))
+
+
+def _on_full_disk(rank: int, world_size: int, root: Path, way: str) -> tuple[int, str]:
+    """Exit code and messages where no file may grow beyond 20 kB."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+    with contextlib.redirect_stderr(io.StringIO()) as messages:
+        return main(_arguments(way, root)), messages.getvalue()
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_full_disk_ends_with_4_and_leaves_nothing(root, way):
+    ((code, messages),) = run_distributed(_on_full_disk, 1, root, way)
+    assert code == 4
+    assert ".new.partial" in messages and "File too large" in messages, messages
+    assert not (root / "new").exists() and not list(root.glob(".*"))
 
 
 LAYERS = 16
