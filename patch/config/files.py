@@ -195,10 +195,10 @@ def _check_file(field: str, path: str, file: str) -> None:
         if path.endswith((".bin", ".idx")):
             cure += f", that is {path[:-4]}"
         elif file != path and os.path.isfile(path):
-            made = (
-                "made by python -m toolkits.preprocess_pretrain (rows for fine-tuning: MP_DATASET_TYPE=raw)"
+            raise DataError(
+                f"{where(field)}: got {path}, which is a file itself, expected {cure}, as python -m toolkits."
+                "preprocess_pretrain writes them (fine-tuning on rows: SFT=true, MP_DATASET_TYPE=raw)"
             )
-            raise DataError(f"{where(field)}: got {path}, which is a file itself, expected {cure}: {made}")
         raise DataError(f"{where(field)}: got {path}: {file} does not exist, expected {cure}")
     if not os.access(file, os.R_OK):
         raise DataError(f"{where(field)}: {file} cannot be read by this user")

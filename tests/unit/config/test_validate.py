@@ -308,7 +308,8 @@ def test_indexed_data_needs_both_files(command):
     for rows in ("docs.jsonl", "docs.json"):
         (command.folder / rows).write_text('{"text": "words"}')
         with pytest.raises(
-            DataError, match=rf"{rows}, which is a file itself.*: python -m toolkits\.preprocess_pretrain"
+            DataError,
+            match=rf"{rows}, which is a file itself.* python -m toolkits\.preprocess_pretrain writes",
         ):
             validate_run(command.parse(DATASET_PATH=str(command.folder / rows), **tokens).config, GPUS)
     prefix.with_suffix(".idx").touch()
