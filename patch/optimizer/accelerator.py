@@ -3,7 +3,7 @@
     CudaAccelerator        a GPU: copies run on streams of their own, from and to pinned rings
     SimulatedAccelerator   CPU memory with a budget, so that placement is trained and tested without a GPU
 
-A `Mark` is a point in the stream of copies: the host, or the compute stream, waits for it.
+A `Mark` is a point in the stream of copies: the host, or a stream, waits for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Mark(Protocol):
         """Let the host wait for it."""
 
     def wait(self) -> None:
-        """Let the compute stream wait for it; the host goes on."""
+        """Let the current stream wait for it; the host goes on."""
 
 
 class Accelerator(Protocol):

@@ -245,7 +245,7 @@ class HybridAdam:
         self._kernel.update(segments, self._scalars)
 
     def arrive(self, index: int, *, block: bool) -> bool:
-        """Let the compute stream wait for the new weights of shard `index`.
+        """Let the current stream wait for the new weights of shard `index`.
 
         Returns:
             False where they are not written yet and not `block`.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, Protocol
 
@@ -24,7 +25,7 @@ class Arrive(Protocol):
     """HybridAdam.arrive."""
 
     def __call__(self, index: int, *, block: bool) -> bool:
-        """Let the compute stream wait for new weights; False where they are not written and not `block`."""
+        """Let the current stream wait for new weights; False where they are not written and not `block`."""
 
 
 class FlatWeights:
@@ -58,6 +59,8 @@ class FlatWeights:
         self._pending: dict[int, Pending] = {}
         like = parameters[0].detach()
         self.flat = like.new_zeros(extents[-1].end)
+        # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
+        self._aside = torch.cuda.Stream(like.device) if like.is_cuda and num_shards > 1 else None
         bucket_of = {}
         with torch.no_grad():
             for index, extent in enumerate(extents):
@@ -84,6 +87,8 @@ class FlatWeights:
 
         Returns at once. All ranks renew buckets in the same order.
         """
+        if self._aside is not None:
+            self._aside.wait_stream(torch.cuda.current_stream())
         self._updating.append(index)
         self._send()
 
@@ -105,13 +110,14 @@ class FlatWeights:
         """Start the gathers whose turn has come; those up to bucket `until` are waited for."""
         while self._updating:
             index = self._updating[0]
-            if not self._arrive(index, block=until in self._updating):
-                return
-            self._updating.popleft()
-            if self._num_shards > 1:
-                extent = self._extents[index]
-                buffer = self.flat[extent.begin : extent.end]
-                self._pending[index] = start_all_gather(buffer, self.shard(index), self._group)
+            with nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
+                if not self._arrive(index, block=until in self._updating):
+                    return
+                self._updating.popleft()
+                if self._num_shards > 1:
+                    extent = self._extents[index]
+                    buffer = self.flat[extent.begin : extent.end]
+                    self._pending[index] = start_all_gather(buffer, self.shard(index), self._group)
 
     def _wait_for(self, index: int) -> None:
         if self._updating:
