@@ -43,7 +43,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--mcore",
         type=Path,
         required=True,
-        help="the checkpoint: a run's folder, its checkpoint/, or an iter_*",
+        help="the checkpoint: what toolkits.convert made, a run's folder, its checkpoint/, or an iter_*",
     )
     parser.add_argument(
         "--params-dtype",

@@ -22,11 +22,11 @@ from patch.config.hf import is_hf_folder, read_hf_config
 from patch.config.run_folder import INDEX, TRACKER, checkpoint_root, complete_iterations, is_complete
 from patch.config.schema import RunConfig
 from patch.config.shape import shape_at
+from patch.convert.table import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.device import DeviceContext
 from patch.errors import CheckpointError, ConfigError
 from patch.model import DTYPES, LlamaModel, build_llama_model, sharded_weights
 
-_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _TIED = "untie_embeddings_and_output_weights"
 _STRUCTURE = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
@@ -72,13 +72,13 @@ def find_stored(load: Path, hf_folder: Path) -> Stored:
     _check_is_checkpoint(load)
     folder = weights_folder(load)
     tensors = read_metadata(folder / INDEX).state_dict_metadata
-    embedding = tensors.get(_EMBEDDING)
+    embedding = tensors.get(EMBEDDING_PARAMETER)
     if not isinstance(embedding, TensorStorageMetadata):
-        raise CheckpointError(f"{folder} holds no {_EMBEDDING}, expected a GPTModel's weights")
+        raise CheckpointError(f"{folder} holds no {EMBEDDING_PARAMETER}, expected a GPTModel's weights")
     theirs = read_hf_config(hf_folder)
     found = shape_at(str(folder.parent if folder == load else load))
     ours = {**theirs, **(found.fields if found else {})}
-    ours |= {"make_vocab_size_divisible_by": embedding.size[0], _TIED: _OUTPUT in tensors}
+    ours |= {"make_vocab_size_divisible_by": embedding.size[0], _TIED: TIED_OUTPUT in tensors}
     dtypes = {dtype: name for name, dtype in DTYPES.items()}
     disagreements = _disagreements(ours, theirs, found.file if found else folder, hf_folder)
     return Stored(folder, ours, dtypes[embedding.properties.dtype], theirs, disagreements)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import RunConfig
 from patch.convert.folder import prepare, publish, writing
-from patch.convert.hf_files import write_descriptions
-from patch.convert.hf_reader import INDEX, SINGLE
+from patch.convert.hf_files import write_descriptions, write_index
+from patch.convert.hf_reader import SINGLE
 from patch.convert.stage import Weight, stage_weights
 from patch.convert.table import TIED_OUTPUT, parameter_table
 from patch.distributed.collectives import all_or_none
@@ -175,9 +174,6 @@ def _try_save(tensors: dict[str, torch.Tensor], path: Path) -> ConversionError |
 
 
 def _write_index(partial: Path, layout: Layout) -> None:
-    if len(layout.files) == 1:
-        return
-    placed = {name: layout.name(index) for index, file in enumerate(layout.files) for name in file}
-    total = sum(sum(file.values()) for file in layout.files)
-    index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(placed.items()))}
-    (partial / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if len(layout.files) > 1:
+        placed = {name: layout.name(index) for index, file in enumerate(layout.files) for name in file}
+        write_index(partial, placed, sum(sum(file.values()) for file in layout.files), None)

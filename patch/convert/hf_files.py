@@ -16,6 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from patch.config.hf import FAMILIES, read_hf_config
 from patch.config.run_folder import TRACKER
 from patch.config.schema import ModelConfig
+from patch.convert.hf_reader import INDEX
 from patch.convert.json_text import with_values
 from patch.data.chat import end_of_turn
 from patch.errors import ConfigError, ConversionError
@@ -103,6 +104,21 @@ def write_config(
             "over it and computes with theta 10000, unscaled", hf_source,
         )  # fmt: skip
     _write_json(folder, "config.json", hf_source, described)
+
+
+def write_index(folder: Path, placed: dict[str, str], total_size: int, hf_source: Path | None) -> None:
+    """Write the index of several files; the source's own bytes where it says the same.
+
+    Args:
+        placed: file name by tensor. total_size: of all tensors, in bytes.
+    """
+    contents: dict[str, Any] = {
+        "metadata": {"total_size": total_size},
+        "weight_map": dict(sorted(placed.items())),
+    }
+    if hf_source is not None and (hf_source / INDEX).is_file():
+        contents["metadata"] = _read_json(hf_source / INDEX).get("metadata", {}) | contents["metadata"]
+    _write_json(folder, INDEX, hf_source, contents)
 
 
 def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

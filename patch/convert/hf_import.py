@@ -10,7 +10,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import ModelConfig, RunConfig
-from patch.convert.hf_reader import HFFolder
+from patch.convert.hf_reader import SPELLINGS, HFFolder
 from patch.convert.mappings import Shard
 from patch.convert.stage import stage_weights
 from patch.convert.table import EMBEDDING, OUTPUT, hf_tensors, parameter_table
@@ -19,7 +19,6 @@ from patch.errors import ConversionError
 from patch.logger import get_logger
 
 _LOG = get_logger(__name__)
-_STORED = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
 
 def import_hf(
@@ -63,7 +62,7 @@ def open_checked(folder: Path, model: ModelConfig) -> HFFolder:
 def _tell_rounding(stored: set[str], folder: Path, stages: Sequence[GPTModel]) -> None:
     """Say once when the parameters cannot hold every stored value. float32 holds them all."""
     dtype = next(stages[0].parameters()).dtype
-    inexact = stored - {_STORED[dtype]}
+    inexact = stored - {SPELLINGS[dtype]}
     if dtype != torch.float32 and inexact:
         _LOG.warning(
             "weights stored as %s in %s are rounded to %s (PR, --precision)",

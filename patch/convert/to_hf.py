@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -17,9 +16,14 @@ from patch.config.run_folder import is_complete, run_behind
 from patch.config.schema import ModelConfig, RunConfig
 from patch.convert.folder import prepare, publish, writing
 from patch.convert.hf_export import FILE_BYTES
-from patch.convert.hf_files import copy_descriptions, model_of, write_config, write_descriptions
+from patch.convert.hf_files import (
+    copy_descriptions,
+    model_of,
+    write_config,
+    write_descriptions,
+    write_index,
+)
 from patch.convert.hf_reader import INDEX, SINGLE, read_index
-from patch.convert.json_text import with_values
 from patch.convert.legacy import LegacyWeights
 from patch.convert.mappings import HFTensor
 from patch.convert.progress import progress
@@ -123,22 +127,7 @@ def _write_weights(weights: DistWeights | LegacyWeights, partial: Path, describe
             advance(block.values.nbytes)
         files.check_complete()
         if set(placed.values()) != {SINGLE}:
-            _write_index(partial, placed, sum(sizes.values()), described.folder)
-
-
-def _write_index(partial: Path, placed: dict[str, str], total_size: int, folder: Path | None) -> None:
-    """Write the index of several files; the folder's own bytes where it says the same."""
-    source = folder / INDEX if folder is not None else None
-    contents: dict[str, Any] = {
-        "metadata": {"total_size": total_size},
-        "weight_map": dict(sorted(placed.items())),
-    }
-    text = json.dumps(contents, indent=2) + "\n"
-    if source is not None and source.is_file():
-        before = source.read_text()
-        contents["metadata"] = json.loads(before).get("metadata", {}) | contents["metadata"]
-        text = with_values(before, contents)
-    (partial / INDEX).write_text(text)
+            write_index(partial, placed, sum(sizes.values()), described.folder)
 
 
 def _placed(tensors: list[HFTensor], sizes: dict[str, int], folder: Path | None) -> dict[str, str]:

@@ -64,7 +64,7 @@ def _write_legacy(stages, folder: Path, groups) -> None:
 
 
 def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
-    """In each layout load what was converted as position 22 does, export it and save it; also as others do."""
+    """In each layout load what was converted as position 22 does, export and save it; also as others do."""
     from megatron.core import dist_checkpointing
 
     from patch import compat
