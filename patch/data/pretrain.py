@@ -37,6 +37,8 @@ class PretrainSource:
         # sample's own padding into it; without its cache each sample gets a mask of its own.
         dataset.masks_and_position_ids_are_cacheable = False
         self._dataset, self._name, self._vocab_size = dataset, name, vocab_size
+        self.num_tokens = _total_tokens(dataset.dataset)
+        """Of one pass."""
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -74,8 +76,20 @@ def load_pretrain(prefix: str, config: RunConfig, *, eod: int | None, is_train: 
         DataError: on all ranks: missing or damaged files, or ids beyond the vocabulary.
     """
     source = _rank_zero_first(lambda: _build(prefix, config, eod, is_train))
-    _log.info("%s: %d samples of %d tokens", prefix, len(source), config.model.seq_length)
+    length, held = config.model.seq_length, source.num_tokens
+    if not is_train:
+        _log.info("%s: %d samples of %d tokens", prefix, len(source), length)
+        return source
+    taken = _samples_taken(config)
+    _log.info(
+        "%s: the run takes %d samples of %d tokens, %.1f passes over its %d tokens",
+        prefix, taken, length, taken * length / held, held,
+    )  # fmt: skip
     return source
+
+
+def _samples_taken(config: RunConfig) -> int:
+    return config.training.train_iters * config.training.global_batch_size
 
 
 def _rank_zero_first(build: Callable[[], PretrainSource]) -> PretrainSource:
@@ -98,7 +112,7 @@ def _build(prefix: str, config: RunConfig, eod: int | None, is_train: bool) -> P
     head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, _total_tokens(indexed)), 0)
     _check_ids(prefix, int(head.max()), config.model.vocab_size)
     cache = Path(config.checkpoint.output_path) / "data_index"
-    num_samples = config.training.train_iters * config.training.global_batch_size if is_train else None
+    num_samples = _samples_taken(config) if is_train else None
     split = Split.train if is_train else Split.valid
     documents = np.arange(len(indexed), dtype=np.int32)
     upstream = _upstream_config(prefix, config, cache, eod)

@@ -65,6 +65,10 @@ class _Report:
     rows: int = 0
     dropped: list[str] = field(default_factory=list)
     truncated: list[str] = field(default_factory=list)
+    unlearned: int = 0
+    """Of the truncated ones, those that lost something to learn."""
+    longest: int = 0
+    """Tokens of the longest row that has something to learn."""
     special: list[str] = field(default_factory=list)
 
     def log(self, path: Path, source: SftSource, learned: int, tokens: int, length: int) -> None:
@@ -73,7 +77,11 @@ class _Report:
             "%s: %d samples, %d of %d tokens learned (%.1f %%)", path, len(source), learned, tokens, share
         )
         for places, what in (
-            (self.truncated, f"cut to {length} tokens"),
+            (
+                self.truncated,
+                f"cut to {length} tokens, {self.unlearned} of them in an answer; the longest row has "
+                f"{self.longest} (PAD_LEN)",
+            ),
             (self.dropped, "dropped: nothing to learn"),
             (self.special, "with special tokens spelled out in a message, which are encoded as such"),
         ):
@@ -146,11 +154,14 @@ def _pack(
     kept_ids, kept_learned = [np.empty(0, np.int32)], [np.empty(0, bool)]
     for place, (ids, learned) in zip(places, encoded, strict=True):
         # One id more than tokens, since the last one is only a label; the first one is no label.
+        if learned[1:].any():
+            report.longest = max(report.longest, len(ids) - 1)
         if not learned[1 : length + 1].any():
             report.dropped.append(place)
             continue
         if len(ids) > length + 1:
             report.truncated.append(place)
+            report.unlearned += bool(learned[length + 1 :].any())
         kept_ids.append(ids[: length + 1])
         kept_learned.append(learned[: length + 1])
     sizes = np.array([len(ids) for ids in kept_ids[1:]], dtype=np.int64)

@@ -61,11 +61,12 @@ def test_one_epoch_takes_every_position_once(tmp_path: Path) -> None:
     assert all(source[index].loss_mask.all() for index in range(10))
 
 
-def test_there_are_samples_for_all_iterations(tmp_path: Path) -> None:
+def test_there_are_samples_for_all_iterations(tmp_path: Path, logged: list[str]) -> None:
     """10 tokens a pass, 12 samples of 8."""
     write_set(tmp_path / "set", [3, 5, 2])
     source = load(tmp_path / "set", run(tmp_path, train_iters=3, global_batch_size=4))
     assert len(source) >= 12
+    assert any("the run takes 12 samples of 8 tokens, 9.6 passes over its 10 tokens" in m for m in logged)
     check_samples(source)
     assert all(source[index].loss_mask.all() for index in range(12))
 

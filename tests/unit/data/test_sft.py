@@ -87,7 +87,20 @@ def test_long_conversation_is_cut_and_keeps_every_position(tmp_path: Path, logge
     for long, short in zip(whole, cut, strict=True):
         torch.testing.assert_close(short, long[:20])
     assert cut.loss_mask[-1] == 1
-    assert any("1 of 2 rows cut to 20 tokens: row 1" in message for message in logged)
+    said = "1 of 2 rows cut to 20 tokens, 1 of them in an answer; the longest row has 70"
+    assert any(f"{said} (PAD_LEN): row 1" in message for message in logged)
+    logged.clear()
+    load_sft(path, tokenizer, 70)
+    assert not any("rows cut" in message for message in logged)
+
+
+def test_cut_that_costs_no_answer_is_told_from_one_that_does(tmp_path: Path, logged: list[str]) -> None:
+    """The last answer of the second row lies behind the cut, and a silent one of the third."""
+    turns = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "world"}] * 2
+    silent = [*turns[:2], {"role": "user", "content": "hello"}, {"role": "assistant", "content": " "}]
+    rows = [alpaca("hello", "world"), {"messages": turns}, {"messages": silent}]
+    load_sft(write_rows(tmp_path, rows), tiny_tokenizer(), 12)
+    assert any("2 of 3 rows cut to 12 tokens, 1 of them in an answer" in message for message in logged)
 
 
 def test_conversation_that_just_fits_is_not_cut(tmp_path: Path, logged: list[str]) -> None:
