@@ -111,6 +111,7 @@ def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, length: int) -> Sft
         raise DataError(
             f"{path}: none of {report.rows} rows has anything to learn within {length} tokens: "
             f"{_first(report.dropped)}; expected answers that begin before PAD_LEN (--max-padding-length)"
+            + (f"; the longest row with one has {report.longest} tokens" if report.longest else "")
         )
     source = SftSource(ids, learned, np.cumsum(sizes), length=length, padding=padding_id(tokenizer))
     report.log(path, source, int(learned.sum()), len(ids), length)

@@ -139,6 +139,9 @@ def test_set_with_nothing_to_learn_is_refused(tmp_path: Path) -> None:
         DataError, match="none of 2 rows has anything to learn within 24 tokens: row 1, row 2"
     ):
         load_sft(path, tiny_tokenizer(), 24)
+    path = write_rows(tmp_path, [alpaca("hello", "world")])
+    with pytest.raises(DataError, match="the longest row with one has 12 tokens"):
+        load_sft(path, tiny_tokenizer(), 4)
 
 
 def test_special_tokens_in_a_message_are_reported(tmp_path: Path, logged: list[str]) -> None:
