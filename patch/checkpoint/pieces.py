@@ -164,7 +164,10 @@ def _reading(path: Path, name: str, place: _StorageInfo) -> Iterator[None]:
 
 
 def _load(stream: BufferedReader, place: _StorageInfo, device: str) -> Any:
-    """A record's tensor; on the device `meta` without its values, but its storage knows where they lie."""
+    """A record's tensor; on the device `meta` without its values, but its storage knows where they lie.
+
+    That `meta` reads none is so since torch 2.11 (pytorch pull request 170619).
+    """
     return load_plain(cast(IO[bytes], _create_file_view(stream, place.offset, place.length)), device)
 
 
