@@ -20,9 +20,10 @@ def main(argv: list[str]) -> int:
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     try:
         if options.direction == "hf2mcore":
-            hf_to_mcore(options.load, options.save, dtypes.get(options.params_dtype))
+            dtype = dtypes.get(options.params_dtype)
+            hf_to_mcore(options.load, options.save, dtype, overwrite=options.overwrite)
         else:
-            mcore_to_hf(options.load, options.save, options.hf_config)
+            mcore_to_hf(options.load, options.save, options.hf_config, overwrite=options.overwrite)
     except PatchError as error:
         print(f"ERROR {error}", file=sys.stderr)
         return error.exit_code
@@ -51,6 +52,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--hf-config", type=Path, metavar="HF_DIR",
         help="describes the model where DIR does not: config.json, tokenizer, layout of the files",
     )  # fmt: skip
+    for way in (there, back):
+        way.add_argument(
+            "--overwrite", action="store_true", help="replace what --save holds, if it is of its kind"
+        )
     return parser.parse_args(argv)
 
 

@@ -17,15 +17,18 @@ from patch.logger import get_logger
 _LOG = get_logger(__name__)
 
 
-def prepare(partial: Path, target: Path, source: Path | None, *, released: bool = False) -> None:
+def prepare(
+    partial: Path, target: Path, source: Path | None, *, overwrite: bool, released: bool = False
+) -> None:
     """Make the empty folder to write into.
 
     Args:
+        overwrite: a target of the same kind is to be replaced.
         released: the target is to be a converted checkpoint, not a Hugging Face model; neither replaces the
             other.
     Raises:
-        ConversionError: the target is the source, or a folder of another kind that would be lost when it is
-            replaced; or nothing can be written there.
+        ConversionError: the target is the source, or would be lost when it is replaced; or nothing can be
+            written there.
     """
     if source is not None and target == source.resolve():
         raise ConversionError(f"{target} is the folder the weights came from; give another one to write to")
@@ -35,6 +38,11 @@ def prepare(partial: Path, target: Path, source: Path | None, *, released: bool 
         )
         raise ConversionError(
             f"{target} exists and is no {kind}, so it is not replaced: give another folder or remove it"
+        )
+    if target.exists() and any(target.iterdir()) and not overwrite:
+        raise ConversionError(
+            f"{target} holds a {'converted checkpoint' if released else 'Hugging Face model'} already: give "
+            "another folder (--save), or --overwrite to replace it"
         )
     with writing(partial):
         if partial.exists():

@@ -73,7 +73,7 @@ def export_hf(
     try:
         with all_or_none():
             if is_first:
-                prepare(partial, folder, hf_source)
+                prepare(partial, folder, hf_source, overwrite=True)
         layout = _write_weights(stages, partial, config, groups, file_bytes)
         with all_or_none():
             if is_first:
@@ -167,7 +167,10 @@ def _gather(weight: Weight, tp: dist.ProcessGroup) -> dict[str, torch.Tensor]:
 def _try_save(tensors: dict[str, torch.Tensor], path: Path) -> ConversionError | None:
     try:
         with writing(path):
+            path.touch()
+            mode = path.stat().st_mode
             save_file(tensors, path, metadata={"format": "pt"})
+            path.chmod(mode)  # safetensors lets nobody but the owner read
     except ConversionError as error:
         return error
     return None

@@ -122,17 +122,19 @@ def write_index(folder: Path, placed: dict[str, str], total_size: int, hf_source
 
 
 def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save the tokenizer under the class name that transformers 4 and 5 both know.
+    """Save the tokenizer under the class name that transformers 4 and 5 both know, and as it was described.
 
-    transformers 5 writes `TokenizersBackend`, which version 4 (and what is built on it) cannot load.
+    transformers 5 writes `TokenizersBackend`, which version 4 (and what is built on it) cannot load, and how
+    the tokenizer was loaded here.
     """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     described = _read_json(path)
+    for how_loaded in ("is_local", "local_files_only"):
+        described.pop(how_loaded, None)
     if described.get("tokenizer_class") == "TokenizersBackend":
-        path.write_text(
-            json.dumps(described | {"tokenizer_class": "PreTrainedTokenizerFast"}, indent=2) + "\n"
-        )
+        described["tokenizer_class"] = "PreTrainedTokenizerFast"
+    path.write_text(json.dumps(described, indent=2) + "\n")
 
 
 def model_description(

@@ -47,15 +47,18 @@ class _Description(NamedTuple):
     """Of the run that trained it; None: its files lie in the folder."""
 
 
-def mcore_to_hf(source: Path, target: Path, hf_config: Path | None = None) -> None:
+def mcore_to_hf(
+    source: Path, target: Path, hf_config: Path | None = None, *, overwrite: bool = False
+) -> None:
     """Convert a checkpoint; the target appears whole or stays as it was.
 
     Args:
         source: a converted folder, a run's folder, its checkpoint/ or one checkpoint in it, a checkpoint of
             Megatron-LM.
-        target: replaced when it is empty or a Hugging Face model.
+        target: a folder that is not there, or is empty.
         hf_config: a Hugging Face folder that describes the model; its configuration, tokenizer and division
             into files are taken. None: `source` describes itself.
+        overwrite: replace a Hugging Face model at `target`.
     Raises:
         CheckpointError, ConversionError: the source cannot be read, or is not the model that is described,
             or the target cannot be written.
@@ -71,7 +74,7 @@ def mcore_to_hf(source: Path, target: Path, hf_config: Path | None = None) -> No
     else:
         weights = LegacyWeights(folder, described.model)
     partial = target.with_name(f".{target.name}.partial")
-    prepare(partial, target, described.folder)
+    prepare(partial, target, described.folder, overwrite=overwrite)
     try:
         _write_weights(weights, partial, described)
         with writing(partial):

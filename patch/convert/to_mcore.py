@@ -51,13 +51,16 @@ class _Parameter(NamedTuple):
     layer: int | None
 
 
-def hf_to_mcore(source: Path, target: Path, dtype: torch.dtype | None = None) -> None:
+def hf_to_mcore(
+    source: Path, target: Path, dtype: torch.dtype | None = None, *, overwrite: bool = False
+) -> None:
     """Convert a folder; the target appears whole or stays as it was.
 
     Args:
         source: a Hugging Face folder (safetensors or .bin).
-        target: replaced when it is empty or was made by this function.
+        target: a folder that is not there, or is empty.
         dtype: of all weights; None: each keeps its own.
+        overwrite: replace what this function has made at `target`.
     Raises:
         ConversionError: the source cannot be read or is no supported model, or the target cannot be written.
     """
@@ -70,7 +73,7 @@ def hf_to_mcore(source: Path, target: Path, dtype: torch.dtype | None = None) ->
     model = model_of(source)
     folder = open_checked(source, model)
     partial = target.with_name(f".{target.name}.partial")
-    prepare(partial, target, source, released=True)
+    prepare(partial, target, source, overwrite=overwrite, released=True)
     try:
         _write_weights(folder, partial / RELEASE, model, dtype)
         with writing(partial):

@@ -109,8 +109,8 @@ def _work(folder_name: str, rounds: str, result: str) -> int:
 
     ways: dict[str, tuple[Callable[[], Any], Path]] = {
         "cp": (copy_synced, copy),
-        "hf2mcore": (lambda: hf_to_mcore(source, mcore), mcore),
-        "mcore2hf": (lambda: mcore_to_hf(mcore, back), back),
+        "hf2mcore": (lambda: hf_to_mcore(source, mcore, overwrite=True), mcore),
+        "mcore2hf": (lambda: mcore_to_hf(mcore, back, overwrite=True), back),
     }
     measured = [{way: _seconds(*ways[way]) for way in _WAYS} for _ in range(1 + int(rounds))][1:]
     (line,) = [text for text in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in text]

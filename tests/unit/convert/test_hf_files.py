@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from patch.config.hf import read_hf_config
 from patch.convert.hf_files import family_of, generation_description, model_description, write_descriptions
+from patch.data.tokenizer import load_tokenizer
 from patch.errors import ConversionError
 
 CHAT = "{% for message in messages %}{{ message['content'] }}<|eot_id|>\n{% endfor %}"
@@ -173,3 +174,12 @@ def test_tokenizer_is_saved_under_a_class_that_transformers_4_knows(tmp_path, ti
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded.get_vocab() == tokenizer.get_vocab()
     assert loaded.chat_template == CHAT and loaded.eos_token == tokenizer.eos_token
+
+
+def test_tokenizer_of_a_folder_is_exported_as_it_was_described(tmp_path, tiny_tokenizer):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir(), second.mkdir()
+    write_descriptions(first, small_run().model, None, tiny_tokenizer(CHAT), torch.float32)
+    write_descriptions(second, small_run().model, None, load_tokenizer(str(first)), torch.float32)
+    before, after = (json.loads((at / "tokenizer_config.json").read_text()) for at in (first, second))
+    assert before == after and not any("local" in key for key in after)

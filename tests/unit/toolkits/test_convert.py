@@ -107,7 +107,7 @@ def test_spoiled_folder_ends_with_4_and_leaves_the_target(root, case, capsys):
     spoil, parts = SPOILED_HF[case]
     spoil(root)
     before = _snapshot(root / "before")
-    argv = ["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "before" / "mcore")]
+    argv = ["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "before" / "mcore"), "--overwrite"]
     assert main(argv) == 4
     output, message = capsys.readouterr()
     assert all(part in message for part in parts), message
@@ -187,7 +187,8 @@ def test_spoiled_checkpoint_ends_with_4_and_leaves_the_target(root, case, capsys
     spoil, parts = SPOILED_MCORE[case]
     spoil(root)
     before = _snapshot(root / "before")
-    assert main(["mcore2hf", "--load", str(root / "mcore"), "--save", str(root / "before" / "hf")]) == 4
+    target = str(root / "before" / "hf")
+    assert main(["mcore2hf", "--load", str(root / "mcore"), "--save", target, "--overwrite"]) == 4
     message = capsys.readouterr().err
     assert all(part in message for part in parts), message
     assert _snapshot(root / "before") == before and len(list((root / "before").iterdir())) == 2
