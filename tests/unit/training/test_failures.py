@@ -82,7 +82,6 @@ LARGE = {"hidden_size": 4096, "vocab_size": 50_000}
         ({**LARGE, "dp": 2, **AUTO}, {GRADIENTS, MORE}),
         (LARGE, {MORE}),
     ],
-    ids=str,
 )
 def test_out_of_memory_on_a_gpu_names_the_cures_that_are_left(changes: dict, named: set[str]) -> None:
     config = small_run(**{"optimizer_offload_auto_threshold": 2**20} | changes)
