@@ -153,8 +153,11 @@ def load_tensors(path: Path) -> Any:
     Nothing is imported and no code of the file is run. Tensors are views of the mapped file.
 
     Raises:
-        OSError, RuntimeError, EOFError, pickle.UnpicklingError: it is missing or damaged.
+        OSError, RuntimeError, EOFError, pickle.UnpicklingError: it is missing or damaged, or is a TorchScript
+            archive, which torch.load would hand to torch.jit.load, and that runs its code.
     """
+    if torch.serialization._is_torchscript_zip(torch._C.PyTorchFileReader(str(path))):
+        raise pickle.UnpicklingError("it is a TorchScript archive, expected a torch.save file")
     reader = SimpleNamespace(__name__=__name__, Unpickler=_InertUnpickler)
     return torch.load(path, map_location="cpu", pickle_module=reader, weights_only=False, mmap=True)
 

@@ -126,6 +126,33 @@ def test_common_state_is_plain_data_whatever_the_environment_says(tmp_path, payl
     assert not payload.mark.exists()
 
 
+class Program(torch.nn.Module):
+    """Says that it was loaded, from TorchScript."""
+
+    number: int
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 1
+
+    @torch.jit.export
+    def __getstate__(self) -> tuple[int, bool]:
+        return self.number, self.training
+
+    @torch.jit.export
+    def __setstate__(self, state: tuple[int, bool]) -> None:
+        print("code of the file ran")
+        self.number, self.training = state
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_program_in_the_place_of_tensors_is_not_run(tmp_path, capfd):
+    torch.jit.script(Program()).save(str(tmp_path / "weights.pt"))
+    with pytest.raises(pickle.UnpicklingError, match="TorchScript"):
+        unpickle.load_tensors(tmp_path / "weights.pt")
+    assert "code of the file ran" not in capfd.readouterr().out
+
+
 def test_plain_torch_checkpoints_of_every_dtype_still_load(tmp_path):
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool]
     saved = {str(dtype): torch.arange(4).to(dtype) for dtype in dtypes} | {"step": 3}
