@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,20 +18,23 @@ _LOG = get_logger(__name__)
 
 
 def prepare(
-    partial: Path, target: Path, source: Path | None, *, overwrite: bool, released: bool = False
+    partial: Path, target: Path, sources: Iterable[Path], *, overwrite: bool, released: bool = False
 ) -> None:
     """Make the empty folder to write into.
 
     Args:
+        sources: folders that are read; the target may be, or hold, none of them.
         overwrite: a target of the same kind is to be replaced.
         released: the target is to be a converted checkpoint, not a Hugging Face model; neither replaces the
             other.
     Raises:
-        ConversionError: the target is the source, or would be lost when it is replaced; or nothing can be
-            written there.
+        ConversionError: the target is or holds a source, or is something that must not be replaced; or
+            nothing can be written there.
     """
-    if source is not None and target == source.resolve():
-        raise ConversionError(f"{target} is the folder the weights came from; give another one to write to")
+    for source in (folder.resolve() for folder in sources):
+        if target in (source, *source.parents):
+            what = "is the folder" if target == source else f"holds {source},"
+            raise ConversionError(f"{target} {what} the weights came from; give another one to write to")
     if target.exists() and not _is_replaceable(target, released):
         kind = (
             "converted checkpoint (no release/)" if released else "Hugging Face model (it has no config.json)"

@@ -73,7 +73,7 @@ def export_hf(
     try:
         with all_or_none():
             if is_first:
-                prepare(partial, folder, hf_source, overwrite=True)
+                prepare(partial, folder, [hf_source] if hf_source else [], overwrite=True)
         layout = _write_weights(stages, partial, config, groups, file_bytes)
         with all_or_none():
             if is_first:

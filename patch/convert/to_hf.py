@@ -74,7 +74,8 @@ def mcore_to_hf(
     else:
         weights = LegacyWeights(folder, described.model)
     partial = target.with_name(f".{target.name}.partial")
-    prepare(partial, target, described.folder, overwrite=overwrite)
+    sources = [source, described.folder] if described.folder else [source]
+    prepare(partial, target, sources, overwrite=overwrite)
     try:
         _write_weights(weights, partial, described)
         with writing(partial):

@@ -73,7 +73,7 @@ def hf_to_mcore(
     model = model_of(source)
     folder = open_checked(source, model)
     partial = target.with_name(f".{target.name}.partial")
-    prepare(partial, target, source, overwrite=overwrite, released=True)
+    prepare(partial, target, [source], overwrite=overwrite, released=True)
     try:
         _write_weights(folder, partial / RELEASE, model, dtype)
         with writing(partial):

@@ -19,27 +19,35 @@ def test_target_that_is_no_model_is_not_replaced(tmp_path):
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")
     with pytest.raises(ConversionError, match="no Hugging Face model"):
-        prepare(tmp_path / ".home.partial", precious, None, overwrite=True)
+        prepare(tmp_path / ".home.partial", precious, [], overwrite=True)
     assert (precious / "thesis.txt").read_text() == "years of work"
 
 
 def test_model_at_the_target_is_replaced_only_where_that_was_asked_for(tmp_path):
     target = _target(tmp_path / "hf")
     with pytest.raises(ConversionError, match="hf holds a Hugging Face model already.*--overwrite"):
-        prepare(tmp_path / ".hf.partial", target, None, overwrite=False)
+        prepare(tmp_path / ".hf.partial", target, [], overwrite=False)
     assert not (tmp_path / ".hf.partial").exists()
-    prepare(tmp_path / ".hf.partial", target, None, overwrite=True)
+    prepare(tmp_path / ".hf.partial", target, [], overwrite=True)
 
 
 def test_target_that_is_the_source_is_refused(tmp_path):
     target = _target(tmp_path / "hf")
     with pytest.raises(ConversionError, match="weights came from"):
-        prepare(tmp_path / ".hf.partial", target, tmp_path / "." / "hf", overwrite=True)
+        prepare(tmp_path / ".hf.partial", target, [tmp_path / "." / "hf"], overwrite=True)
+
+
+def test_target_that_holds_a_source_is_refused(tmp_path):
+    target = _target(tmp_path / "hf")
+    source = _target(target / "source")
+    with pytest.raises(ConversionError, match=f"holds {source}, the weights came from"):
+        prepare(tmp_path / ".hf.partial", target, [tmp_path / "other", source], overwrite=True)
+    prepare(tmp_path / ".new.partial", source / "new", [target, source], overwrite=True)
 
 
 def test_leftovers_of_an_interrupted_export_are_cleared(tmp_path):
     partial = _target(tmp_path / ".hf.partial", "half-written")
-    prepare(partial, tmp_path / "hf", None, overwrite=False)
+    prepare(partial, tmp_path / "hf", [], overwrite=False)
     assert not any(partial.iterdir())
 
 

@@ -216,6 +216,19 @@ def test_folder_of_another_kind_is_never_replaced(root, capsys):
     assert "no Hugging Face model" in capsys.readouterr().err
 
 
+def test_checkpoint_is_never_replaced_by_what_is_made_of_it(root, capsys):
+    """A checkpoint of Megatron-LM with a config.json beside it, which looks like a Hugging Face model."""
+    checkpoint = root / "megatron"
+    shutil.copytree(root / "mcore" / "release", checkpoint / "iter_0000001")
+    (checkpoint / "latest_checkpointed_iteration.txt").write_text("1")
+    shutil.copy(root / "hf" / "config.json", checkpoint)
+    before = _snapshot(checkpoint)
+    argv = ["mcore2hf", "--load", str(checkpoint), "--save", str(checkpoint), "--overwrite"]
+    assert main([*argv, "--hf-config", str(root / "hf")]) == 4
+    assert "the weights came from" in capsys.readouterr().err
+    assert _snapshot(checkpoint) == before
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_params_dtype_rounds_and_config_says_so(root, name, dtype):
     assert (
