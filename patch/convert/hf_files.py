@@ -117,7 +117,7 @@ def write_index(folder: Path, placed: dict[str, str], total_size: int, hf_source
         "weight_map": dict(sorted(placed.items())),
     }
     if hf_source is not None and (hf_source / INDEX).is_file():
-        contents["metadata"] = _read_json(hf_source / INDEX).get("metadata", {}) | contents["metadata"]
+        contents["metadata"] = (_read_json(hf_source / INDEX).get("metadata") or {}) | contents["metadata"]
     _write_json(folder, INDEX, hf_source, contents)
 
 
@@ -238,16 +238,19 @@ def generation_description(hf_source: Path | None, tokenizer: PreTrainedTokenize
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text())
+        contents = json.loads(path.read_bytes().decode())
     except (OSError, ValueError) as error:
         raise ConversionError(f"cannot read {path}: {error}") from error
+    if not isinstance(contents, dict):
+        raise ConversionError(f"{path} holds a JSON {type(contents).__name__}, expected an object")
+    return contents
 
 
 def _write_json(folder: Path, name: str, hf_source: Path | None, contents: dict[str, Any]) -> None:
     """Write `contents`; the source's own bytes but for the values that differ."""
     source = hf_source / name if hf_source is not None else None
     if source is not None and source.is_file():
-        text = with_values(source.read_text(), contents)
+        text = with_values(source.read_bytes().decode(), contents)
     else:
         text = json.dumps(contents, indent=2) + "\n"
-    (folder / name).write_text(text)
+    (folder / name).write_bytes(text.encode())

@@ -196,7 +196,7 @@ def read_index(path: Path) -> dict[str, str]:
         ConversionError: it cannot be read, or names a file outside of its folder.
     """
     try:
-        placed: dict[str, str] = json.loads(path.read_text())["weight_map"]
+        placed: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
         outside = [file for file in placed.values() if Path(file).name != file]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"{path} is no index of weights: {error!r}") from error

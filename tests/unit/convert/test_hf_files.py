@@ -109,6 +109,16 @@ def test_unchanged_config_is_the_sources_bytes(request, tmp_path, spelling, tiny
     assert ("transformers 4 passes over it" in caplog.text) == (spelling == "source")
 
 
+def test_bytes_of_unchanged_values_are_kept_whatever_they_are(source, tmp_path, tiny_tokenizer):
+    path, target = source / "config.json", tmp_path / "target"
+    text = path.read_text().replace("{", '{\n  "note": "\u00e9\u4e2d",', 1).replace("\n", "\r\n")
+    path.write_bytes(text.encode())
+    target.mkdir()
+    write_descriptions(target, small_run(norm_epsilon=1e-6).model, source, tiny_tokenizer(), torch.float32)
+    expected = path.read_bytes().replace(b'"rms_norm_eps": 1e-05', b'"rms_norm_eps": 1e-06')
+    assert (target / "config.json").read_bytes() == expected != path.read_bytes()
+
+
 def test_only_the_changed_keys_change(source, tiny_tokenizer):
     before = json.loads((source / "config.json").read_text())
     model = small_run(norm_epsilon=1e-6).model
@@ -154,14 +164,22 @@ def test_generation_ends_with_the_chat_templates_turn(tmp_path, eos, chat, expec
     assert described == {"temperature": 0.6, "eos_token_id": expected}
 
 
-def test_generation_without_a_source_comes_from_thetiny_tokenizer(tiny_tokenizer):
+def test_generation_without_a_source_comes_from_the_tokenizer(tiny_tokenizer):
     assert generation_description(None, tiny_tokenizer()) == {"bos_token_id": 0, "eos_token_id": 1}
     assert generation_description(None, tiny_tokenizer(CHAT)) == {"bos_token_id": 0, "eos_token_id": [1, 2]}
 
 
-def test_broken_file_of_the_source_is_named(source, tiny_tokenizer):
-    (source / "generation_config.json").write_text("{")
-    with pytest.raises(ConversionError, match=r"cannot read .*generation_config\.json"):
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (b"{", r"cannot read .*generation_config\.json"),
+        (b"\xff", r"cannot read .*generation_config\.json: 'utf-8'"),
+        (b"[]", r"generation_config\.json holds a JSON list"),
+    ],
+)
+def test_broken_file_of_the_source_is_named(source, tiny_tokenizer, contents, message):
+    (source / "generation_config.json").write_bytes(contents)
+    with pytest.raises(ConversionError, match=message):
         generation_description(source, tiny_tokenizer())
 
 
