@@ -136,6 +136,8 @@ def _write_weights(weights: DistWeights | LegacyWeights, partial: Path, describe
 
 def _placed(tensors: list[HFTensor], sizes: dict[str, int], folder: Path | None) -> dict[str, str]:
     """The file of each tensor: as in the folder, else files of at most 5 GiB as transformers names them."""
+    if folder is not None and (folder / SINGLE).is_file():
+        return dict.fromkeys(sizes, SINGLE)
     if folder is not None and (folder / INDEX).is_file():
         known = read_index(folder / INDEX)
         lacking = [tensor.name for tensor in tensors if tensor.name not in known]
@@ -144,8 +146,6 @@ def _placed(tensors: list[HFTensor], sizes: dict[str, int], folder: Path | None)
         placed = {tensor.name: known[tensor.name] for tensor in tensors}
         if all(name.endswith(".safetensors") for name in placed.values()):
             return placed
-    elif folder is not None and (folder / SINGLE).is_file():
-        return dict.fromkeys(sizes, SINGLE)
     files: list[list[str]] = []
     filled = 0
     for tensor in tensors:

@@ -22,7 +22,7 @@ from patch.config.schema import ModelConfig
 from patch.convert.folder import prepare, publish, writing
 from patch.convert.hf_files import copy_descriptions, model_of
 from patch.convert.hf_import import open_checked
-from patch.convert.hf_reader import INDEX, HFFolder
+from patch.convert.hf_reader import INDEX, SINGLE, HFFolder
 from patch.convert.mappings import Mapping
 from patch.convert.progress import progress
 from patch.convert.table import hf_tensors, stored_key, weights_table
@@ -153,8 +153,8 @@ def _pieces(
 
 def _remember_files(folder: HFFolder, path: Path, model: ModelConfig) -> None:
     """Keep which file of the source each tensor lies in, so that the way back makes the same files."""
-    if (folder.folder / INDEX).is_file():
+    placed = {tensor.name: folder.file_of(tensor.name).name for tensor in hf_tensors(model)}
+    if SINGLE not in placed.values() and (folder.folder / INDEX).is_file():
         shutil.copyfile(folder.folder / INDEX, path)
         return
-    placed = {tensor.name: folder.file_of(tensor.name).name for tensor in hf_tensors(model)}
     path.write_text(json.dumps({"weight_map": placed}, indent=2) + "\n")

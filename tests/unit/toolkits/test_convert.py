@@ -129,6 +129,20 @@ def test_bin_files_convert_to_safetensors(root):
     )
 
 
+def test_single_file_beside_an_index_comes_back_alone(root):
+    """The single file is the one that is read, as transformers does."""
+    tensors = {}
+    for path in (root / "hf").glob("*.safetensors"):
+        tensors |= load_file(path)
+    save_file(tensors, root / "hf" / "model.safetensors", metadata={"format": "pt"})
+    assert main(["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "m")]) == 0
+    for way in ([], ["--hf-config", str(root / "hf")]):
+        argv = ["mcore2hf", "--load", str(root / "m"), "--save", str(root / "back"), "--overwrite", *way]
+        assert main(argv) == 0
+        (file,) = (root / "back").glob("*.safetensors*")
+        assert file.read_bytes() == (root / "hf" / "model.safetensors").read_bytes()
+
+
 def _data(root: Path) -> Path:
     return root / "mcore" / "release" / "__0_0.distcp"
 
