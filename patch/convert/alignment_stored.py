@@ -79,9 +79,12 @@ def find_stored(load: Path, hf_folder: Path) -> Stored:
     found = shape_at(str(folder.parent if folder == load else load))
     ours = {**theirs, **(found.fields if found else {})}
     ours |= {"make_vocab_size_divisible_by": embedding.size[0], _TIED: TIED_OUTPUT in tensors}
-    dtypes = {dtype: name for name, dtype in DTYPES.items()}
+    dtypes = {kind: name for name, kind in DTYPES.items()}
+    dtype = embedding.properties.dtype
+    if dtype not in dtypes:
+        raise CheckpointError(f"{folder} stores weights as {dtype}, expected {', '.join(map(str, dtypes))}")
     disagreements = _disagreements(ours, theirs, found.file if found else folder, hf_folder)
-    return Stored(folder, ours, dtypes[embedding.properties.dtype], theirs, disagreements)
+    return Stored(folder, ours, dtypes[dtype], theirs, disagreements)
 
 
 def _disagreements(

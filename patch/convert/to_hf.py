@@ -23,7 +23,7 @@ from patch.convert.hf_files import (
     write_descriptions,
     write_index,
 )
-from patch.convert.hf_reader import INDEX, SINGLE, read_index
+from patch.convert.hf_reader import INDEX, SINGLE, SPELLINGS, read_index
 from patch.convert.legacy import LegacyWeights
 from patch.convert.mappings import HFTensor
 from patch.convert.progress import progress
@@ -73,6 +73,7 @@ def mcore_to_hf(
         weights = DistWeights(folder, described.model)
     else:
         weights = LegacyWeights(folder, described.model)
+    _check_dtypes(weights)
     partial = target.with_name(f".{target.name}.partial")
     sources = [source, described.folder] if described.folder else [source]
     prepare(partial, target, sources, overwrite=overwrite)
@@ -84,6 +85,15 @@ def mcore_to_hf(
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     _LOG.info("Hugging Face folder written: %s", target)
+
+
+def _check_dtypes(weights: DistWeights | LegacyWeights) -> None:
+    for name, dtype in weights.dtypes.items():
+        if dtype not in SPELLINGS:
+            raise ConversionError(
+                f"{weights.folder} stores the values of {name} as {dtype}, expected one of "
+                f"{', '.join(map(str, SPELLINGS))}"
+            )
 
 
 def _describe(source: Path, hf_config: Path | None) -> _Description:

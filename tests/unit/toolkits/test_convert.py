@@ -223,6 +223,23 @@ def test_wrong_arguments_end_with_2(argv, capsys):
     assert caught.value.code == 2 and "usage:" in capsys.readouterr().err
 
 
+def test_weights_of_a_type_that_hugging_face_folders_lack_are_refused(root, capsys):
+    from toolkits import verify_alignment
+
+    _change_index(
+        root,
+        lambda tensors: [setattr(stored.properties, "dtype", torch.float64) for stored in _tensors(tensors)],
+    )
+    assert main(["mcore2hf", "--load", str(root / "mcore"), "--save", str(root / "new")]) == 4
+    assert "model.embed_tokens.weight as torch.float64, expected one of" in capsys.readouterr().err
+    assert verify_alignment.main(["--hf", str(root / "hf"), "--mcore", str(root / "mcore")]) == 4
+    assert "stores weights as torch.float64" in capsys.readouterr().err
+
+
+def _tensors(stored: dict) -> list:
+    return [each for each in stored.values() if hasattr(each, "properties")]
+
+
 def test_folder_of_another_kind_is_never_replaced(root, capsys):
     assert main(["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "before" / "hf")]) == 4
     assert "no converted checkpoint" in capsys.readouterr().err
