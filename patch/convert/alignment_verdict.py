@@ -82,7 +82,7 @@ def _far(stats: LogitStats) -> str:
 
 
 def _praise(found: Measured) -> Iterator[str]:
-    rounding = f", rounded to {found.precision} as the checkpoint is" if found.rounded else ""
+    rounding = ", rounded to the checkpoint's type" if found.rounded else ""
     yield f"All {found.num_weights} weights are bit-equal{rounding}."
     flag = f"--precision-align {found.attention}"
     if found.aligned.max == 0:

@@ -39,7 +39,7 @@ def import_hf(
         if not (folder / "config.json").is_file():
             raise ConversionError(f"{folder} has no config.json, expected the folder of a Hugging Face model")
         source = open_checked(folder, config.model)
-        _tell_rounding(source.dtypes(tensor.name for tensor in hf_tensors(config.model)), folder, stages)
+        tell_rounding(source, config.model, next(stages[0].parameters()).dtype, "PR, --precision")
         for weight in stage_weights(stages, parameter_table(config.model, config.padded_vocab_size)):
             sources = [source[tensor.name] for tensor in weight.mapping.hf]
             weight.mapping.fill(weight.parameter, sources, shard)
@@ -59,12 +59,15 @@ def open_checked(folder: Path, model: ModelConfig) -> HFFolder:
     return source
 
 
-def _tell_rounding(stored: set[str], folder: Path, stages: Sequence[GPTModel]) -> None:
-    """Say once when the parameters cannot hold every stored value. float32 holds them all."""
-    dtype = next(stages[0].parameters()).dtype
-    inexact = stored - {SPELLINGS[dtype]}
+def tell_rounding(source: HFFolder, model: ModelConfig, dtype: torch.dtype, named_by: str) -> None:
+    """Say once when this type cannot hold every stored value. float32 holds them all.
+
+    Args:
+        named_by: where a user sets the type.
+    """
+    inexact = source.dtypes(tensor.name for tensor in hf_tensors(model)) - {SPELLINGS[dtype]}
     if dtype != torch.float32 and inexact:
         _LOG.warning(
-            "weights stored as %s in %s are rounded to %s (PR, --precision)",
-            ", ".join(sorted(inexact)), folder, str(dtype).removeprefix("torch."),
+            "weights stored as %s in %s are rounded to %s (%s)",
+            ", ".join(sorted(inexact)), source.folder, str(dtype).removeprefix("torch."), named_by,
         )  # fmt: skip

@@ -21,7 +21,7 @@ from patch.config.run_folder import RELEASE, TRACKER, is_released
 from patch.config.schema import ModelConfig
 from patch.convert.folder import prepare, publish, writing
 from patch.convert.hf_files import copy_descriptions, model_of
-from patch.convert.hf_import import open_checked
+from patch.convert.hf_import import open_checked, tell_rounding
 from patch.convert.hf_reader import INDEX, SINGLE, HFFolder
 from patch.convert.mappings import Mapping
 from patch.convert.progress import progress
@@ -72,6 +72,8 @@ def hf_to_mcore(
         )
     model = model_of(source)
     folder = open_checked(source, model)
+    if dtype is not None:
+        tell_rounding(folder, model, dtype, "--params-dtype")
     partial = target.with_name(f".{target.name}.partial")
     prepare(partial, target, [source], overwrite=overwrite, released=True)
     try:

@@ -261,13 +261,15 @@ def test_checkpoint_is_never_replaced_by_what_is_made_of_it(root, capsys):
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_params_dtype_rounds_and_config_says_so(root, name, dtype):
+def test_params_dtype_rounds_and_config_says_so(root, name, dtype, capfd):
     assert (
         main(["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "n"), "--params-dtype", name]) == 0
     )
+    spelling = str(dtype).removeprefix("torch.")
+    assert f"hf are rounded to {spelling} (--params-dtype)" in capfd.readouterr().err
     assert main(["mcore2hf", "--load", str(root / "n"), "--save", str(root / "back")]) == 0
     before, after = ((root / folder / "config.json").read_text() for folder in ("hf", "back"))
-    assert after == before.replace("float32", str(dtype).removeprefix("torch."))
+    assert after == before.replace("float32", spelling)
     expected = load_file(_file_of(root))[NAME].to(dtype)
     stored = load_file(root / "back" / _file_of(root).name)[NAME]
     assert stored.dtype == dtype and torch.equal(stored, expected)

@@ -172,7 +172,7 @@ def test_bf16_names_what_the_fast_kernels_add(reports: dict) -> None:
     assert report["sources"]["rope"] == report["sources"]["swiglu"] == 0
     first = report["first_difference"]
     assert (first["layer"], first["operation"]) == (0, "input_layernorm")
-    assert "rounded to bf16" in report["verdict"]
+    assert "rounded to the checkpoint's type" in report["verdict"]
     assert 0.999 <= report["logits"]["cosine"] < 1
 
 
