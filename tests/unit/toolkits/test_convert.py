@@ -387,6 +387,12 @@ def test_positions_of_pais_converter(root):
     assert (root / "b" / _file_of(root).name).read_bytes() == _file_of(root).read_bytes()
 
 
+def test_check_only_of_pais_converter_looks_at_what_was_converted_back(root):
+    positions = "1 1 true false true fp32".split()
+    ended = _wrapper("8B", str(root / "mcore"), str(root / "nowhere"), *positions, str(root / "hf"))
+    assert ended.returncode == 2 and "nowhere: no config.json there" in ended.stderr
+
+
 @pytest.mark.parametrize(
     ("positions", "message"),
     [("8B a b", "SIZE SOURCE TARGET"), ("8B a b 1 1 yes false false bf16", "got yes"),

@@ -31,7 +31,7 @@ own="$root/.venv/bin/python"
 [[ -x $own ]] || own=python3
 python=${PYTHON:-$own}
 if [[ $mg2hf == true ]]; then
-    hf=$hf_folder mcore=$source_folder
+    hf=$target mcore=$source_folder
     convert=(mcore2hf --load "$source_folder" --save "$target" --hf-config "$hf_folder")
 else
     hf=$source_folder mcore=$target
@@ -39,7 +39,6 @@ else
 fi
 if [[ $check_only == false ]]; then
     "$python" -m toolkits.convert "${convert[@]}"
-    [[ $mg2hf == true ]] && hf=$target
 fi
 if [[ $check == true || $check_only == true ]]; then
     "$python" -m toolkits.verify_alignment --hf "$hf" --mcore "$mcore" --params-dtype "$precision"
