@@ -44,8 +44,9 @@ _ROPE = (
 )  # fmt: skip
 
 
-# Files of a Hugging Face folder that describe the model and its tokenizer.
+# What describes the model and its tokenizer in a Hugging Face folder; several chat templates have a folder.
 _DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
+_CHAT_TEMPLATES = "additional_chat_templates"
 
 
 def model_of(folder: Path) -> ModelConfig:
@@ -62,11 +63,15 @@ def model_of(folder: Path) -> ModelConfig:
 
 
 def copy_descriptions(source: Path, target: Path) -> None:
-    """Copy everything but weights and their index: configuration, tokenizer, chat template."""
+    """Copy configuration, tokenizer and chat templates, and no index of weights."""
     for path in source.iterdir():
-        is_description = path.suffix in _DESCRIPTIONS and not path.name.endswith(".index.json")
-        if path.is_file() and is_description and path.name != TRACKER:
+        # Mistral's own library asks for a tokenizer.model.v3
+        is_description = path.suffix in _DESCRIPTIONS or path.name.startswith("tokenizer.")
+        is_other = path.name.endswith(".index.json") or path.name == TRACKER
+        if path.is_file() and is_description and not is_other:
             shutil.copyfile(path, target / path.name)
+    if (source / _CHAT_TEMPLATES).is_dir():
+        shutil.copytree(source / _CHAT_TEMPLATES, target / _CHAT_TEMPLATES, copy_function=shutil.copyfile)
 
 
 def write_descriptions(

@@ -129,6 +129,15 @@ def test_bin_files_convert_to_safetensors(root):
     )
 
 
+def test_every_file_of_the_tokenizer_goes_there_and_back(root):
+    (root / "hf" / "additional_chat_templates").mkdir()
+    for name in ("tokenizer.json", "tokenizer.model.v3", "additional_chat_templates/tool_use.jinja"):
+        (root / "hf" / name).write_text(name)
+    assert main(["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "m")]) == 0
+    assert main(["mcore2hf", "--load", str(root / "m"), "--save", str(root / "back")]) == 0
+    assert _snapshot(root / "back") == _snapshot(root / "hf")
+
+
 def test_single_file_beside_an_index_comes_back_alone(root):
     """The single file is the one that is read, as transformers does."""
     tensors = {}
