@@ -94,10 +94,11 @@ class HFFolder:
         """Compare a tensor that may be stored beside the one it is tied to; reads both, part by part.
 
         Raises:
-            ConversionError: it is there and differs.
+            ConversionError: it is there and differs, or is of an unreadable type.
         """
         if name not in self._stored:
             return
+        self._check_tensor(HFTensor(name, self._stored[original].shape))
         for start in range(0, self._stored[original].shape[0], _ROWS):
             part = slice(start, start + _ROWS)
             if not torch.equal(self[name][part], self[original][part]):

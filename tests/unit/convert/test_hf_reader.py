@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from small_runs import hf_llama, small_run
 
+from patch.convert import hf_reader
 from patch.convert.hf_reader import HFFolder
 from patch.convert.table import EMBEDDING, OUTPUT, hf_tensors
 from patch.errors import ConversionError
@@ -116,6 +117,22 @@ def test_tied_output_layer_must_be_a_copy(folder):
     source = HFFolder(folder)
     source.check_copy(OUTPUT, EMBEDDING)
     source.check_copy("absent", EMBEDDING)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "message"),
+    [
+        (torch.float8_e4m3fn, 250, "stored as F8_E4M3"),
+        (torch.float32, 251, r"\(251, 64\), the model expects"),
+    ],
+)
+def test_tied_output_layer_of_another_type_or_shape_is_refused(folder, monkeypatch, dtype, rows, message):
+    monkeypatch.setattr(hf_reader, "_ROWS", 125)
+    embedding = load_file(_file_of(folder, EMBEDDING))[EMBEDDING]
+    output = torch.cat([embedding, torch.zeros(rows - 250, 64)]).to(dtype)
+    _change(folder, OUTPUT, lambda tensors: tensors.update({OUTPUT: output}))
+    with pytest.raises(ConversionError, match=f"{OUTPUT} in .*{message}"):
+        HFFolder(folder).check_copy(OUTPUT, EMBEDDING)
 
 
 @pytest.mark.parametrize("index", ["[", "{}", "[]", '{"weight_map": {"a": "../b.safetensors"}}'])
