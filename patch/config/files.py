@@ -61,7 +61,8 @@ def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
         )
     elif (root / TRACKER).is_file():
         found = f"{root / TRACKER} is there, but no complete checkpoint (iter_*, release) beside it"
-    refuse("load", load, "none, a Hugging Face folder (config.json), or a run's folder or checkpoint/", found)
+    expected = "none, a Hugging Face folder (config.json), a converted one, or a run's folder or checkpoint/"
+    refuse("load", load, expected, found)
 
 
 def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:

@@ -1,6 +1,6 @@
 """The LLaMA model: upstream's GPTModel from our layer spec, cut over TP and PP.
 
-    build_llama_model  ->  transformer_config, layer spec, LlamaModel, random weights
+    build_llama_model  ->  transformer_config, layer spec, LlamaModel; the weights are not set yet
 
 What LlamaModel changes in GPTModel: RoPE frequencies from the configuration, vocabulary padding that
 never enters the loss, and tied embeddings that need no CUDA. Parameter names stay upstream's.
