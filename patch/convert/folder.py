@@ -35,6 +35,8 @@ def prepare(
         if target in (source, *source.parents):
             what = "is the folder" if target == source else f"holds {source},"
             raise ConversionError(f"{target} {what} the weights came from; give another one to write to")
+    if target.is_mount():
+        raise ConversionError(f"{target} is a mount point, which nothing can replace; give a folder in it")
     if target.exists() and not _is_replaceable(target, released):
         kind = (
             "converted checkpoint (no release/)" if released else "Hugging Face model (it has no config.json)"

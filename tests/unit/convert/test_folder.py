@@ -1,6 +1,7 @@
 """The target folder appears whole or stays as it was."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +44,12 @@ def test_target_that_holds_a_source_is_refused(tmp_path):
     with pytest.raises(ConversionError, match=f"holds {source}, the weights came from"):
         prepare(tmp_path / ".hf.partial", target, [tmp_path / "other", source], overwrite=True)
     prepare(tmp_path / ".new.partial", source / "new", [target, source], overwrite=True)
+
+
+def test_mount_point_is_refused_before_anything_is_written(tmp_path):
+    with pytest.raises(ConversionError, match="/proc is a mount point.*give a folder in it"):
+        prepare(tmp_path / ".proc.partial", Path("/proc"), [], overwrite=True)
+    assert not any(tmp_path.iterdir())
 
 
 def test_leftovers_of_an_interrupted_export_are_cleared(tmp_path):
