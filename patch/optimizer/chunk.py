@@ -1,9 +1,10 @@
 """Optimizer states in chunks: the unit in which they are placed, moved, updated and counted.
 
-A run of neighbouring elements (hybrid_adam.Run) is registered Next-Fit: behind the one before, or in a new
+A run of neighbouring elements (shard.Run) is registered Next-Fit: behind the one before, or in a new
 chunk when it does not fit; longer runs than a chunk are cut. All chunks have one size, in elements, so that
 buffers can be exchanged instead of copied. A chunk's states travel together. Runs whose gradients become
-final late have chunks of their own, behind the others.
+final late have chunks of their own, behind the others; nothing is exchanged with these, so their buffers
+are as long as what they hold.
 
 After Chunk and ChunkManager of Pai-Megatron-Patch (megatron/core/optimizer/chunk), which took them from
 ColossalAI's Gemini.
@@ -147,7 +148,8 @@ class StateChunk:
 
     def allocate(self, dtypes: Mapping[str, torch.dtype], memory: Memory) -> None:
         """Make a buffer of zeros for each state."""
-        self.states = {name: Chunk(self.size, memory, dtype) for name, dtype in dtypes.items()}
+        size = self.numel if self.is_late else self.size
+        self.states = {name: Chunk(size, memory, dtype) for name, dtype in dtypes.items()}
         for chunk in self.states.values():
             chunk.alloc_tensor(self.numel)
 

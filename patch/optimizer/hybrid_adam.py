@@ -85,6 +85,8 @@ class HybridAdam:
         self.manager = ChunkManager(_chunk_size(shards, offload), device, transfer)
         for index, shard in enumerate(shards):
             for begin, end, is_decayed, is_late in shard.runs:
+                # Where nothing is updated early, no gradient is late: one chunk holds all.
+                is_late = is_late and offload is not None
                 self.manager.register(index, begin, end, is_decayed=is_decayed, is_late=is_late)
         self.manager.close()
         self._chunks_of: list[list[StateChunk]] = [[] for _ in shards]
