@@ -264,17 +264,18 @@ class SimulatedAccelerator:
         if self.budget == UNLIMITED:
             yield
             return
-        saved: list[int] = [0]
+        saved = [0]
 
         def count(num_bytes: int) -> None:
-            self.hold(num_bytes)
-            saved[0] += num_bytes
+            if saved:
+                self.hold(num_bytes)
+                saved[0] += num_bytes
 
         try:
             with torch.autograd.graph.saved_tensors_hooks(lambda t: _Saved(t, count), _Saved.take):
                 yield
         finally:
-            count(-saved[0])  # of a graph that outlives an error
+            self.hold(-saved.pop())  # of a graph that outlives an error; its end counts no more
 
 
 class _Saved:
