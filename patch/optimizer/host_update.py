@@ -88,6 +88,7 @@ class HostUpdates:
         shards: where gradients and weights lie.
         dtypes: of the states that a chunk holds.
         size: elements of a chunk.
+        accelerator: the device that gradients come from and weights go to.
         shadow_bytes: the most that shadows may hold.
     """
 
@@ -121,7 +122,7 @@ class HostUpdates:
         """How long the worker has updated, and how long others have waited for it."""
 
     def prepare(self, num_chunks: int) -> None:
-        """Have buffers and shadows for `num_chunks` chunks on the host, no more; between two steps."""
+        """Have buffers for `num_chunks` chunks on the host, and no more shadows than they want; between steps."""
         arguments = self._size, self._shards[0], self._accelerator
         while len(self._plain) < min(2, num_chunks):
             self._inputs.append(_Inputs(*arguments))

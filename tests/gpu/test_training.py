@@ -80,9 +80,7 @@ def test_placement_changes_no_bit(job: DeviceContext, deterministic: None, case:
         assert {step[2] for step in found["none"][:-2]} == {0, 1}
 
 
-@pytest.mark.parametrize(
-    "pair", [("static 0.3", "none"), ("none", "static 1"), ("static 1", "auto")], ids=str
-)
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_a_resume_under_another_policy_repeats_the_run(
     job: DeviceContext, deterministic: None, tmp_path: Path, pair: tuple[str, str]
 ) -> None:
