@@ -82,11 +82,11 @@ class _PinnedPages(mmap.mmap):
         """Pin the pages, which begin at `address`.
 
         Raises:
-            torch.OutOfMemoryError: the system has not enough memory that can be pinned.
+            MemoryError: the system has not enough memory that can be pinned.
         """
         failed = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
         if failed:
-            raise torch.OutOfMemoryError(
+            raise MemoryError(
                 f"{len(self)} bytes of host memory could not be pinned (cudaError {failed}); "
                 "leave more of it free, or lower --optimizer-offload-chunk-size"
             )
