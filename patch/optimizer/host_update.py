@@ -122,7 +122,7 @@ class HostUpdates:
         """How long the worker has updated, and how long others have waited for it."""
 
     def prepare(self, num_chunks: int) -> None:
-        """Have buffers for `num_chunks` chunks on the host, and no more shadows than they want; between steps."""
+        """Have buffers for `num_chunks` chunks on the host, and the shadows they want; between two steps."""
         arguments = self._size, self._shards[0], self._accelerator
         while len(self._plain) < min(2, num_chunks):
             self._inputs.append(_Inputs(*arguments))

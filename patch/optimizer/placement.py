@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
+from patch.plan import size_text
+
 WINDOW = 64
 """Peaks of each kind that are remembered; and steps that memory must stay free once auto had to evict."""
 WARM_UP = 2
@@ -159,14 +161,16 @@ class AutoPlacementPolicy:
         on_device = sum(chunk.num_bytes for chunk in chunks if not chunk.is_on_host)
         free = memory.usable - memory.fixed - on_device - peak - self._threshold
         if free < 0:
-            return self._evict(chunks, -free, f"{_size(-free)} short of the largest peak, {_size(peak)}")
+            reason = f"{size_text(-free)} short of the largest peak, {size_text(peak)}"
+            return self._evict(chunks, -free, reason)
         if peak > self._largest_peak:
             self._free.clear()
         self._largest_peak = peak
         self._free.append(free)
         if len(self._free) < self._patience:
             return []
-        found = _promotions(chunks, min(self._free), f"{_size(min(self._free))} free beside {_size(peak)}")
+        lasting = min(self._free)
+        found = _promotions(chunks, lasting, f"{size_text(lasting)} free beside {size_text(peak)}")
         if found:
             self._free.clear()
         return found
@@ -209,7 +213,3 @@ def _promotions(chunks: Sequence[Placed], free: int, reason: str) -> list[Move]:
                 break
             found.append(Move(chunk, False, reason))
     return found
-
-
-def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"

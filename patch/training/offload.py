@@ -21,6 +21,7 @@ from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.accelerator import UNLIMITED, Accelerator, CudaAccelerator, SimulatedAccelerator
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.placement import AutoPlacementPolicy, Move, StaticPlacementPolicy
+from patch.plan import size_text
 from patch.training.memory_advice import more_offload
 from patch.training.state import random_state, set_random_state
 
@@ -108,13 +109,13 @@ def with_room(optimizer: OverlappedDistributedOptimizer, what: str, work: Callab
 
 
 def _describe(moves: list[Move], before: float, optimizer: OverlappedDistributedOptimizer) -> str:
-    """3 chunks (1.2 GiB) to the host (0.40 GiB short of the largest peak); offload fraction 0.25 -> 0.50."""
+    """3 chunks (1.20 GiB) to the host (0.40 GiB short of the largest peak); offload fraction 0.25 -> 0.50."""
     parts = []
     for (to_host, reason), group in groupby(moves, key=lambda move: (move.to_host, move.reason)):
         chunks = [move.chunk for move in group]
-        size = sum(chunk.num_bytes for chunk in chunks) / 2**30
+        size = size_text(sum(chunk.num_bytes for chunk in chunks))
         place = "host" if to_host else "device"
-        parts.append(f"{len(chunks)} chunks ({size:.3g} GiB) to the {place} ({reason})")
+        parts.append(f"{len(chunks)} chunks ({size}) to the {place} ({reason})")
     after = optimizer.adam.manager.offload_fraction
     return f"optimizer offload: {', '.join(parts)}; offload fraction {before:.3f} -> {after:.3f}"
 
