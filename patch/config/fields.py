@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -80,7 +81,7 @@ def to_int(value: object) -> int | None:
     """An int, or text such as 12 or 5e8 that is integral; None for everything else."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
-    if isinstance(value, str) and value.strip("+-").isdecimal():
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value):
         return int(value)
     number = to_float(value)
     return int(number) if number is not None and number.is_integer() else None

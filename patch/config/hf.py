@@ -123,7 +123,7 @@ def _read_json(file: Path) -> Mapping[str, Any]:
 
 def _family(reader: _Reader) -> Family:
     model_type = reader.values.get("model_type")
-    if model_type not in FAMILIES:
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
         reader.refuse("model_type", model_type, f"one of {', '.join(FAMILIES)}: no other is supported")
     return FAMILIES[model_type]
 

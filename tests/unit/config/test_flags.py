@@ -25,6 +25,7 @@ def test_whole_numbers_may_be_scientific(command, text, number):
         (["--no-sequence-paralel"], "did you mean --no-sequence-parallel?"),
         (["--seed", "1", "stray"], "unknown argument stray"),
         (["--seed", "1.5"], "--seed: got '1.5', expected a whole number"),
+        (["--seed", "5-"], "--seed: got '5-', expected a whole number"),
         (["--lr", "fast"], "--lr: got 'fast', expected a finite number"),
         (["--lr", "inf"], "--lr: got 'inf', expected a finite number"),
         (

@@ -118,6 +118,7 @@ def test_what_transformers_saves_is_read_back(tmp_path, tied):
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor: got None, expected a finite number"),
         ({"rope_parameters": [1]}, "rope_parameters: got [1], expected an object"),
         ({"hidden_size": "wide"}, "hidden_size: got 'wide', expected a whole number"),
+        ({"model_type": ["llama"]}, "model_type: got ['llama'], expected one of llama"),
         ({"vocab_size": None}, "vocab_size: got None, expected a whole number"),
         ({"num_attention_heads": 0}, "num_attention_heads: got 0, expected at least 1"),
         ({"quantization_config": {"bits": 4}}, "quantization_config: got {'bits': 4}"),
