@@ -44,9 +44,21 @@ def build_optimizer(
         stages, config.optimizer, config.sharding_level, groups, offload
     )
     optimizer.connect(stages[0].config)
-    if offload is not None and isinstance(offload.accelerator, SimulatedAccelerator):
-        offload.accelerator.hold(optimizer.adam.fixed_bytes)
+    if offload is not None:
+        if isinstance(offload.accelerator, SimulatedAccelerator):
+            offload.accelerator.hold(optimizer.adam.fixed_bytes)
+        _log.info("%s", _describe_start(config.optimizer.optimizer_offload_policy, optimizer))
     return optimizer
+
+
+def _describe_start(policy: str, optimizer: OverlappedDistributedOptimizer) -> str:
+    """What the policy begins with."""
+    manager = optimizer.adam.manager
+    host, device = (size_text(manager.total_bytes(on_host=on_host)) for on_host in (True, False))
+    return (
+        f"optimizer offload: {policy}, {len(manager.chunks)} chunks of {manager.size} elements, {host} on "
+        f"the host and {device} on the device; offload fraction {manager.offload_fraction:.3f}"
+    )
 
 
 def _build_offload(run: RunConfig, device: torch.device) -> Offload | None:

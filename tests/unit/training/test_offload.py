@@ -5,6 +5,7 @@ Device and host update by different kernels here (NumPy and C++), so equal weigh
 
 import functools
 import hashlib
+import logging
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,20 @@ def loaded_later(policy: str) -> list:
     return bits
 
 
+def said_at_the_start() -> list[str]:
+    """Messages of building a run, policy by policy."""
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    log = logging.getLogger("patch.training.offload")
+    log.setLevel("INFO")
+    log.addHandler(handler)
+    for policy in ("none", "static 0.3", "auto"):
+        close(build(policy, precision="bf16", optimizer_offload_chunk_size=2560))
+    log.removeHandler(handler)
+    return found
+
+
 def run_alone(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {
         case: {policy: one(policy, **changes) for policy in POLICIES} for case, changes in CASES.items()
@@ -197,6 +212,7 @@ def run_alone(rank: int, world_size: int) -> dict[str, Any]:
     }
     found["resumed"] = resumed(["none", "static 0.3", "static 1", "auto"])
     found["room"] = {fails: out_of_memory(fails) for fails in (False, True)}
+    found["said"] = said_at_the_start()
     found["loaded"] = [loaded_later(policy) for policy in ("none", "static 0.3", "static 1")]
     return found
 
@@ -270,6 +286,14 @@ def test_a_step_that_ran_out_of_memory_is_done_again_to_the_same_bits(alone: dic
 def test_weights_loaded_after_the_optimizer_was_built(alone: dict) -> None:
     """Stale masters: upstream's HybridDeviceOptimizer went on from the weights that it was built with."""
     assert alone["loaded"][1:] == alone["loaded"][:1] * 2
+
+
+def test_where_states_begin_is_logged(alone: dict) -> None:
+    static, *_, auto = alone["said"]  # auto's device is measured by a run of its own
+    assert static.startswith("optimizer offload: static, ") and "chunks of 2560 elements" in static
+    assert abs(float(static.split()[-1]) - 0.3) < 0.1
+    assert auto.startswith("optimizer offload: auto, ") and auto.endswith("offload fraction 1.000")
+    assert "0.00 MiB on the device" in auto
 
 
 LEVELS = ("none", "optimizer", "gradients")
