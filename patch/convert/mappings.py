@@ -18,6 +18,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import torch
 
+from patch.errors import ConversionError
+
 
 class HFTensor(NamedTuple):
     """A Hugging Face tensor: its name (`*` stands for the layer number) and shape."""
@@ -96,6 +98,8 @@ class Mapping(ABC):
             target: the shard's parameter; its dtype is kept, values are rounded to nearest even.
             sources: one for each of `hf`: tensors, or safetensors slices, of which only the rows or
                 columns that this shard needs are read.
+        Raises:
+            ConversionError: float16 cannot hold a value.
         """
         position = 0
         for index, start, stop in self.segments(shard):
@@ -104,21 +108,33 @@ class Mapping(ABC):
             target.narrow(self.axis, position, stop - start).copy_(piece)
             position += stop - start
         target.narrow(self.axis, position, target.shape[self.axis] - position).zero_()
+        self._check_range(target)
 
     def fill_rows(self, target: torch.Tensor, sources: Sequence[Any], start: int) -> None:
         """Copy rows `start`... of the whole parameter into `target`, padding with zeros.
 
         Args:
             target: as many rows as are wanted; its dtype is kept. sources: as for `fill`.
+        Raises:
+            ConversionError: as for `fill`.
         """
         if self.axis == 1:
             target.copy_(sources[0][start : start + target.shape[0]])
+            self._check_range(target)
             return
         filled = 0
         for index, first, offset, length in self._overlaps(Shard(0, 1), start, target.shape[0]):
             target.narrow(0, offset, length).copy_(sources[index][first : first + length])
             filled = offset + length
         target[filled:].zero_()
+        self._check_range(target)
+
+    def _check_range(self, target: torch.Tensor) -> None:
+        if target.dtype == torch.float16 and not target.isfinite().all():
+            raise ConversionError(
+                f"{' and '.join(tensor.name for tensor in self.hf)}: values beyond 65504, the largest of "
+                "float16; take bf16 or fp32 (PR, --precision; --params-dtype)"
+            )
 
     def blocks(self, part: torch.Tensor, shard: Shard, row: int = 0, column: int = 0) -> Iterator[Block]:
         """MCore -> Hugging Face: where the values of a part of a shard belong; padding belongs nowhere.

@@ -115,6 +115,17 @@ def test_spoiled_folder_ends_with_4_and_leaves_the_target(root, case, capsys):
     assert _snapshot(root / "before") == before and len(list((root / "before").iterdir())) == 2
 
 
+def test_values_that_float16_cannot_hold_are_refused_by_name(root, capsys):
+    _change(root, lambda tensors: tensors[NAME].view(-1)[5].fill_(65504.0))
+    argv = ["hf2mcore", "--load", str(root / "hf"), "--save", str(root / "m"), "--params-dtype", "fp16"]
+    assert main([*argv, "--overwrite"]) == 0
+    _change(root, lambda tensors: tensors[NAME].view(-1)[5].fill_(-1e5))
+    assert main([*argv, "--overwrite"]) == 4
+    message = capsys.readouterr().err
+    assert NAME in message and "65504" in message and "--params-dtype" in message
+    assert main([*argv[:-2], "--overwrite"]) == 0
+
+
 def test_bin_files_convert_to_safetensors(root):
     tensors = {}
     for path in (root / "hf").glob("*.safetensors"):

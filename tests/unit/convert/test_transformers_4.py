@@ -1,0 +1,74 @@
+"""What is converted there and back loads in transformers 4 too, with the logits of transformers 5.
+
+TRANSFORMERS_4 names a folder with transformers 4.57, tokenizers and huggingface_hub, made by
+`pip install --no-deps --target` (as .ci/run does); a process of its own takes them from there.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hf_families import FAMILIES, family_model
+
+from patch.convert import hf_to_mcore, mcore_to_hf
+
+_RELEASE = os.environ.get("TRANSFORMERS_4", "")
+pytestmark = pytest.mark.skipif(not _RELEASE, reason="TRANSFORMERS_4 names no folder with transformers 4")
+
+_TOKENS = [[1, 5, 9, 200, 7] * 8]
+_LOAD = """
+import json, sys, torch, transformers
+assert transformers.__version__.startswith("4."), transformers.__version__
+root, tokens, *names = sys.argv[1:]
+found = {}
+for name in names:
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        f"{root}/{name}-back", output_loading_info=True, attn_implementation="eager", dtype=torch.float32
+    )
+    with torch.no_grad():
+        torch.save(model(torch.tensor(json.loads(tokens)), use_cache=False).logits, f"{root}/{name}.pt")
+    found[name] = {key: sorted(map(str, values)) for key, values in report.items() if values}
+print(json.dumps(found))
+"""
+
+
+def _spell_as_4(folder: Path) -> None:
+    """Write config.json as transformers 4 did, in whose spelling nearly all published models are."""
+    path = folder / "config.json"
+    described = json.loads(path.read_text())
+    rope = described.pop("rope_parameters")
+    described["rope_theta"] = rope.pop("rope_theta")
+    described["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    described["torch_dtype"] = described.pop("dtype")
+    path.write_text(json.dumps(described, indent=2))
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, dict]:
+    """Where the folders lie, what transformers 4 reported of each, and the logits of transformers 5."""
+    root, expected = tmp_path_factory.mktemp("exports"), {}
+    for name in FAMILIES:
+        model = family_model(name, root / name)
+        _spell_as_4(root / name)
+        hf_to_mcore(root / name, root / f"{name}-mcore")
+        mcore_to_hf(root / f"{name}-mcore", root / f"{name}-back")
+        model.set_attn_implementation("eager")
+        with torch.no_grad():
+            expected[name] = model(torch.tensor(_TOKENS), use_cache=False).logits
+    done = subprocess.run(
+        [sys.executable, "-c", _LOAD, str(root), json.dumps(_TOKENS), *FAMILIES],
+        env={**os.environ, "PYTHONPATH": _RELEASE}, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return root, json.loads(done.stdout.splitlines()[-1]), expected
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_exported_folder_loads_whole_and_computes_the_same(loaded: tuple, name: str) -> None:
+    root, reports, expected = loaded
+    assert reports[name] == {}
+    assert torch.equal(torch.load(root / f"{name}.pt", weights_only=True), expected[name])
