@@ -130,9 +130,18 @@ class GradientBuckets:
         if output.requires_grad:
             output.register_hook(partial(self._begin_micro_batch, stage))
 
+    def flush(self) -> None:
+        """End the micro-batch under way: start what reductions unused parameters have left."""
+        if self._reduces:
+            while self._next < len(self._begun):
+                self._launch()
+        for bucket in self._begun:
+            bucket.missing = len(bucket.extent.slots)
+        self._begun = []
+
     def finish(self) -> None:
         """Wait until every shard holds the sum over micro-batches and ranks."""
-        self._end_micro_batch()
+        self.flush()
         while self._travelling:
             self._arrive(self._travelling.popleft())
         for bucket in self.buckets:
@@ -175,20 +184,12 @@ class GradientBuckets:
         parameter.register_post_accumulate_grad_hook(on_gradient)
 
     def _begin_micro_batch(self, stage: int, gradient: torch.Tensor) -> None:
-        self._end_micro_batch()
+        self.flush()
         self.on_backward()
         self._is_last = not self.is_accumulating
         self._begun = [bucket for bucket in self.buckets if bucket.extent.stage == stage]
         self._next = 0
         self._reduces = self._level == "gradients" or self._is_last
-
-    def _end_micro_batch(self) -> None:
-        if self._reduces:
-            while self._next < len(self._begun):
-                self._launch()
-        for bucket in self._begun:
-            bucket.missing = len(bucket.extent.slots)
-        self._begun = []
 
     def _launch_full(self) -> None:
         while self._next < len(self._begun) and self._begun[self._next].missing == 0:

@@ -158,6 +158,10 @@ class OverlappedDistributedOptimizer:
         """Tell which tensor a micro-batch's backward through a stage begins at; call in the forward step."""
         self.gradients.watch(output, stage)
 
+    def flush_gradients(self) -> None:
+        """Start all reductions of the step, so that every rank's later messages come behind them."""
+        self.gradients.flush()
+
     @torch.no_grad()
     def finish_gradients(self) -> None:
         """Make every gradient that of the global batch; call when all backwards are done."""
@@ -228,6 +232,11 @@ class OverlappedDistributedOptimizer:
     def wait_for_weights(self) -> None:
         """Wait until every parameter has its new value; call before reading parameters raw."""
         self.weights.wait()
+
+    def take_weights(self) -> None:
+        """Go on from the weights that the model has now; call after loading them in any way but a resume."""
+        self.wait_for_weights()
+        self.adam.refresh_masters()
 
     def sharded_state_dict(self, model_state: ShardedStateDict) -> ShardedStateDict:
         """States as sharded tensors of the weights' global shapes, whatever DP, TP, PP or bucket size.

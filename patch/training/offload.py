@@ -5,6 +5,7 @@ Every decision is logged: what moved and why, and the step time predicted for it
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from itertools import groupby
 from typing import TypeVar
@@ -26,6 +27,8 @@ from patch.training.memory_advice import more_offload
 from patch.training.state import random_state, set_random_state
 
 _log = get_logger(__name__)
+_moves = get_logger(f"{__name__}.moves")
+_moves.setLevel(logging.INFO)  # on every rank: each decides for itself
 _T = TypeVar("_T")
 _EVICTIONS = 4
 """By how much memory is short, nobody says: this part of all states leaves, and again if it is too little."""
@@ -84,7 +87,7 @@ def place(optimizer: OverlappedDistributedOptimizer) -> None:
     before = optimizer.adam.manager.offload_fraction
     moves = optimizer.place()
     if moves:
-        _log.info("%s", _describe(moves, before, optimizer))
+        _moves.info("%s", _describe(moves, before, optimizer))
 
 
 def with_room(optimizer: OverlappedDistributedOptimizer, what: str, work: Callable[[], _T]) -> _T:

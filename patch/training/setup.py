@@ -121,5 +121,5 @@ def _load(run: Run) -> None:
         import_hf(run.stages, Path(load), run.config, run.groups)
     else:
         load_weights(Path(load), run.stages, run.config)
-    run.optimizer.adam.refresh_masters()
+    run.optimizer.take_weights()
     _log.info("weights from %s", load)

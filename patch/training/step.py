@@ -55,6 +55,7 @@ def train_step(run: Run, iteration: int) -> StepResult:
     lr = learning_rate(iteration + 1, train_iters, run.config.optimizer)
     place(run.optimizer)
     losses = with_room(run.optimizer, f"step {iteration + 1}", partial(_accumulate, run, work, lr))
+    run.optimizer.flush_gradients()
     following = run.train_reader.step(iteration + 1) if iteration + 1 < train_iters else []
     # Small sums travel behind the gradients; behind the weights they would wait for the last gather.
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # from a list it would wait for backward

@@ -29,6 +29,7 @@ _TIMEOUT_S = 600
 _LAYER, _EMBEDDINGS = 218_112_000, 1_050_677_248
 """Parameters of a layer, and of everything else."""
 _STATE_BYTES = 18
+"""Of a parameter, with gradient, weight and the whole master that upstream keeps; ours take 16."""
 _STATE_SHARE = 0.5
 """Of the GPU's memory, for weights, gradients and states without offload."""
 Rounds = dict[str, list[dict[str, float]]]

@@ -278,7 +278,7 @@ def masters_that_ignore_loaded_weights(rank: int, level: str) -> None:
     model = OddModel(dtype=torch.bfloat16)
     optimizer = build_optimizer(model, level)
     model.load_state_dict(loaded.state_dict())
-    optimizer.adam.refresh_masters()
+    optimizer.take_weights()
     for low, _ in states_of(optimizer, "master_low"):
         assert not low.any()
     accumulate(model, optimizer, [batch.bfloat16() for batch in make_steps(1, 2, 1)[0][rank]], lr=0.0)

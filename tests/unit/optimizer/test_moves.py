@@ -87,7 +87,7 @@ def train(
         optimizer.place()
         if index == 10:
             model.load_state_dict(OddModel(seed=7, dtype=dtype).state_dict())
-            optimizer.adam.refresh_masters()
+            optimizer.take_weights()
         if index % 4 == 3:
             accumulate(model, optimizer, batches)
         else:

@@ -86,7 +86,7 @@ def build(config: RunConfig) -> Run:
             if isinstance(shard, ShardedTensor) and shard.data.ndim == 1:  # norms, ones until now
                 torch.manual_seed(zlib.crc32(f"{shard.key}{shard.global_offset}".encode()))
                 shard.data.uniform_(0.5, 1.5)
-    run.optimizer.adam.refresh_masters()
+    run.optimizer.take_weights()
     return run
 
 

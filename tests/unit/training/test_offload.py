@@ -183,7 +183,7 @@ def loaded_later(policy: str) -> list:
     with torch.no_grad():
         for parameter in run.stages[0].parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
-    run.optimizer.adam.refresh_masters()
+    run.optimizer.take_weights()
     bits = train(run, last=3)["bits"]
     close(run)
     return bits

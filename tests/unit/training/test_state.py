@@ -38,7 +38,7 @@ def exchange(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], 
         for ours, dtype in DTYPES.items():
             run = build_seeded_run(small_run(precision=ours, seed=99, initial_loss_scale=1.0))
             load_weights(folder / theirs, run.stages, run.config)
-            run.optimizer.adam.refresh_masters()
+            run.optimizer.take_weights()
             loaded = _weights(run)
             differing = [
                 name for name, weight in stored[theirs].items() if not loaded[name].equal(weight.to(dtype))
