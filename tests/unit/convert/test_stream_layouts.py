@@ -18,11 +18,12 @@ from patch.convert import hf_to_mcore, mcore_to_hf
 
 JOBS = {
     4: [(1, 1, 0), (1, 2, 0), (2, 1, 0), (2, 2, 0), (4, 1, 0), (1, 2, 1), (2, 2, 1)],
-    6: [(1, 3, 0), (2, 3, 0)],
+    6: [(1, 3, 0), (2, 3, 0), (2, 3, 1)],
     8: [(4, 2, 0), (4, 2, 1)],
     12: [(4, 3, 0)],
 }
-"""By processes: TP, PP and layers of an interleaved stage; four layers, so PP=3 is uneven."""
+"""By processes: TP, PP and layers of an interleaved stage; four layers, so PP=3 is uneven. Interleaved PP=3
+takes six."""
 LAYOUTS = [layout for layouts in JOBS.values() for layout in layouts]
 LEGACY = [(2, 2, 0), (2, 3, 0), (2, 2, 1)]
 FOREIGN = {
@@ -33,8 +34,8 @@ FOREIGN = {
 }
 """Name -> prefix of the keys and what upstream's sharded_state_dict is told."""
 FAMILY = {"num_hidden_layers": 4, "num_key_value_heads": 4}
-SOURCES = (*FAMILIES, "source")
-"""Folders: one of each family, and a larger one that goes through all layouts."""
+SOURCES = (*FAMILIES, "source", "six layers")
+"""Folders: one of each family, and larger ones that go through all layouts."""
 
 
 class Backend(enum.Enum):
@@ -45,6 +46,11 @@ class Backend(enum.Enum):
 
 def name_of(layout: tuple[int, int, int]) -> str:
     return "tp{}-pp{}-vpp{}".format(*layout)
+
+
+def source_of(layout: tuple[int, int, int]) -> str:
+    _, pp, stage = layout
+    return "six layers" if stage and pp == 3 else "source"
 
 
 def _write_legacy(stages, folder: Path, groups) -> None:
@@ -78,7 +84,7 @@ def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
     compat.apply(cuda=False)
     for layout in JOBS[world_size]:
         stages = None
-        for source in SOURCES if layout == (2, 2, 0) else SOURCES[-1:]:
+        for source in (*FAMILIES, "source") if layout == (2, 2, 0) else (source_of(layout),):
             tp, pp, stage = layout
             config = family_run(
                 root / source, tp, pp, world_size // (tp * pp),
@@ -108,6 +114,7 @@ def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
 def root(tmp_path_factory, tiny_tokenizer) -> Path:
     root = tmp_path_factory.mktemp("layouts")
     family_model("qwen-3", root / "source", dtype=torch.bfloat16, **FAMILY)
+    family_model("qwen-3", root / "six layers", dtype=torch.bfloat16, **FAMILY | {"num_hidden_layers": 6})
     for name in FAMILIES:
         family_model(name, root / name, dtype=torch.bfloat16)
     for name in SOURCES:
@@ -128,11 +135,12 @@ def check_equal(target: Path, root: Path, source: str = "source") -> None:
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=name_of)
 def test_every_layout_exports_and_saves_what_was_converted(root, layout, tmp_path):
-    out = root / f"source-{name_of(layout)}"
-    check_equal(out, root)
-    mcore_to_hf(Path(f"{out}-saved"), tmp_path / "hf", root / "source")
+    source = source_of(layout)
+    out = root / f"{source}-{name_of(layout)}"
+    check_equal(out, root, source)
+    mcore_to_hf(Path(f"{out}-saved"), tmp_path / "hf", root / source)
     assert (tmp_path / "hf" / "model.safetensors").read_bytes() == (
-        root / "source" / "model.safetensors"
+        root / source / "model.safetensors"
     ).read_bytes()
 
 
