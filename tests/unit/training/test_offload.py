@@ -311,7 +311,7 @@ def run_together(rank: int, world_size: int) -> dict[str, Any]:
     found = {
         f"{name}, {policy}": one(policy, **shared | layout)
         for name, layout in LAYOUTS.items()
-        for policy in ("none", "static 0.5", "static 1")
+        for policy in ("none", "static 0.5", "static 1", "auto")
     }
     run = build("static 0", **shared, dp=2, simulated_device_memory=10**12)
     accelerator = run.optimizer.adam._offload.accelerator
@@ -332,6 +332,13 @@ def test_no_layout_changes_a_bit(layout: str, policy: str) -> None:
     for rank in together():
         assert rank[f"{layout}, {policy}"]["bits"] == rank[f"{layout}, none"]["bits"]
         assert rank[f"{layout}, {policy}"]["fraction"] == pytest.approx(float(policy.split()[1]), abs=0.1)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_auto_decides_for_each_rank_and_changes_no_bit(layout: str) -> None:
+    for rank in together():
+        assert rank[f"{layout}, auto"]["bits"] == rank[f"{layout}, none"]["bits"]
+        assert 0.3 < rank[f"{layout}, auto"]["fraction"] < 1
 
 
 def test_several_processes_do_not_try_again() -> None:
