@@ -78,10 +78,8 @@ def usable_memory(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
 
 def _own_cgroups(cgroups: Path, own: Path, controller: str) -> list[Path]:
     """This process's cgroups that `controller` may limit, each with all above it; the mount itself too."""
-    folders = [
-        cgroups,
-        cgroups / controller,
-    ]  # inside a container the path may name what is not mounted there
+    # The mount itself: inside a container the path may name what is not mounted there.
+    folders = [cgroups, cgroups / controller]
     for line in own.read_text().splitlines() if own.exists() else []:
         _, controllers, path = line.split(":", 2)
         if not controllers or controller in controllers.split(","):

@@ -63,7 +63,8 @@ class Trainer:
         is_last = done == config.training.train_iters
         result = train_step(self.run, iteration)
         # From norm to norm: a GPU is still at this step's update, and was at the last one's when it began.
-        seconds, self._begin = time.perf_counter() - self._begin, time.perf_counter()
+        now = time.perf_counter()
+        seconds, self._begin = now - self._begin, now
         self._step_times.note(seconds)
         worst = self._share(measure(self.run, result, seconds * 1e3))
         if done % config.checkpoint.log_interval == 0 or is_last:
