@@ -1,6 +1,7 @@
 """Who may import whom: the rows of the house, its light half, and the one door to private names."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,14 @@ def test_light_package_loads_no_torch(package, root):
         [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
     )
     assert loaded.stdout.split() == []
+
+
+def test_packages_for_a_gpu_are_imported(house, root):
+    """A user may build them for an hour: what is listed is used."""
+    imported = {name.split(".")[0] for source in house for _, name in _imports(source)}
+    lines = (line.split("#")[0] for line in (root / "requirements-gpu.txt").read_text().splitlines())
+    listed = [re.match(r"[\w.-]+", line)[0].replace("-", "_") for line in lines if line.strip()]
+    assert not [name for name in listed if name not in imported]
 
 
 def _private(name: str) -> bool:
