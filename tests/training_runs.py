@@ -1,5 +1,6 @@
 """Train small models in a test's processes, on batches made from a seed instead of files."""
 
+import hashlib
 from pathlib import Path
 
 import torch
@@ -65,18 +66,39 @@ def build_seeded_run(config: RunConfig, hf_folder: Path | None = None, context: 
 
 
 def train(config: RunConfig, hf_folder: Path | None = None) -> list[StepResult]:
-    """Train all iterations in this job; the results, with the loss known on every rank.
+    """Train all iterations in this job; see `train_run`."""
+    results = train_run(build_seeded_run(config, hf_folder))
+    new_job()
+    return results
+
+
+def train_run(run: Run) -> list[StepResult]:
+    """Train all iterations; the results, with the loss known on every rank.
 
     One more result at the end holds the validation loss.
     """
-    run = build_seeded_run(config, hf_folder)
     results = []
-    for iteration in range(config.training.train_iters):
+    for iteration in range(run.config.training.train_iters):
         result = train_step(run, iteration)
         results.append(result._replace(loss=max_over_world([result.loss], run.device)[0]))
     valid_loss = max_over_world([evaluate(run)], run.device)[0]
-    new_job()
     return [*results, results[-1]._replace(loss=valid_loss)]
+
+
+def digests(run: Run) -> tuple[str, str]:
+    """SHA-256 of all weights and of all optimizer states of this rank."""
+    run.optimizer.wait_for_weights()
+    weights, states = hashlib.sha256(), hashlib.sha256()
+    for stage in run.stages:
+        for parameter in stage.parameters():
+            weights.update(parameter.detach().contiguous().view(torch.uint8).numpy())
+    adam = run.optimizer.adam
+    for name in adam.dtypes:
+        for index, shard in enumerate(adam.shards):
+            for first, last, *_ in shard.runs:
+                for _, state in adam.state(name, index, first, last):
+                    states.update(state.contiguous().view(torch.uint8).numpy())
+    return weights.hexdigest(), states.hexdigest()
 
 
 def run_training(rank: int, world_size: int, configs: dict[str, RunConfig]) -> dict[str, list[StepResult]]:

@@ -4,7 +4,6 @@ Device and host update by different kernels here (NumPy and C++), so equal weigh
 """
 
 import functools
-import hashlib
 import logging
 import tempfile
 from pathlib import Path
@@ -15,7 +14,7 @@ import torch
 from distributed_runner import new_job, run_distributed
 from optimizer_runs import held_bytes
 from small_runs import small_run
-from training_runs import build_seeded_run
+from training_runs import build_seeded_run, digests
 
 from patch.training.offload import StepTimes
 from patch.training.setup import Run
@@ -75,28 +74,12 @@ def close(run: Run) -> None:
     new_job()
 
 
-def digest(run: Run) -> str:
-    """Of all weights and optimizer states of this rank."""
-    run.optimizer.wait_for_weights()
-    found = hashlib.sha256()
-    for stage in run.stages:
-        for parameter in stage.parameters():
-            found.update(parameter.detach().contiguous().view(torch.uint8).numpy())
-    adam = run.optimizer.adam
-    for name in adam.dtypes:
-        for index, shard in enumerate(adam.shards):
-            for first, last, *_ in shard.runs:
-                for _, state in adam.state(name, index, first, last):
-                    found.update(state.contiguous().view(torch.uint8).numpy())
-    return found.hexdigest()
-
-
 def train(run: Run, first: int = 0, last: int = STEPS) -> dict[str, Any]:
     """What must be equal, under "bits", and where the states were."""
     results = [train_step(run, iteration) for iteration in range(first, last)]
     bits = [(result.loss, result.grad_norm, result.skipped) for result in results]
     return {
-        "bits": [*bits, evaluate(run), digest(run)],
+        "bits": [*bits, evaluate(run), digests(run)],
         "fraction": run.optimizer.adam.manager.offload_fraction,
         "largest": max(chunk.numel for chunk in run.optimizer.adam.manager.chunks)
         / run.optimizer.adam.manager.num_elements,
@@ -168,7 +151,7 @@ def out_of_memory(fails: bool) -> dict[str, Any]:
         fractions.append(adam.manager.offload_fraction)
         steps.append((result.loss, result.grad_norm))
     found = {
-        "bits": [steps, digest(run), torch.get_rng_state().tolist()],
+        "bits": [steps, digests(run), torch.get_rng_state().tolist()],
         "forwards": forwards[0],
         "fractions": fractions,
     }
