@@ -39,6 +39,7 @@ ALONE: dict[str, dict[str, Any]] = {
     | {"optimizer_offload_policy": "auto", "optimizer_offload_auto_threshold": 4096}
     | {"simulated_device_memory": 4_000_000},
 }
+"""In one process. fp16's scale overflows in the third step; auto's device holds about half of the states."""
 TOGETHER: dict[str, dict[str, Any]] = {
     "dp=2 none": FOUR_ROWS_EACH | {"data_parallel_sharding": "none"},
     "dp=2 optimizer": FOUR_ROWS_EACH | {"data_parallel_sharding": "optimizer"} | BF16,

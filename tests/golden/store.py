@@ -28,16 +28,16 @@ def renewed(stored: Values, found: Values) -> Values:
 
     Runs whose bits are others than before lose the values of other machines, which nobody has measured anew.
     """
-    changed = {
+    same = {
         name
         for key, named in found.items()
         for name, measured in named.items()
-        if name in stored.get(key, {}) and stored[key][name] != measured
+        if stored.get(key, {}).get(name, measured) == measured
     }
     kept = {
-        key: {name: measured for name, measured in named.items() if name not in changed}
+        key: still
         for key, named in stored.items()
-        if key not in found
+        if key not in found and (still := {name: named[name] for name in named if name in same})
     }
     return {EVERYWHERE: found[EVERYWHERE], **dict(sorted((kept | found).items()))}
 

@@ -17,9 +17,7 @@ from distributed_runner import run_distributed
 from golden.runs import ALONE, DATA, TOGETHER, convert, measure_alone, measure_together, write_sources
 from golden.store import EVERYWHERE, Values, differences, read, renewed, write
 
-pytestmark = pytest.mark.timeout(
-    600
-)  # on a busy machine the first test, which measures for all, takes minutes
+pytestmark = pytest.mark.timeout(600)  # the first test measures for all: minutes on a busy machine
 RUNS = ALONE | TOGETHER | DATA
 BYTES = [
     "raw training batches", "raw validation batches", "idxmap training batches", "idxmap validation batches",
@@ -102,7 +100,8 @@ def test_losses_norms_weights_and_states_are_as_recorded(golden: Golden, name: s
             f"norms are within {bound.loss:g} and {bound.norm:g} (relative) of {len(known)} other machines'"
         )
     changed = differences({golden.key: {name: stored[golden.key][name]}}, {golden.key: {name: found}})
-    assert not changed, "\n".join(changed)
+    if changed:
+        pytest.fail("\n".join(["bits are not the recorded ones:", *changed]), pytrace=False)
 
 
 def _floats(numbers: list[str]) -> list[float]:
@@ -130,11 +129,12 @@ def test_machine_that_is_not_known_is_compared_within_the_bound_and_says_so(gold
         )
 
 
-def test_renewing_drops_what_other_machines_found_before_the_change() -> None:
+def test_renewing_drops_what_other_machines_found_before_the_change_and_runs_that_are_gone() -> None:
     stored = {
         EVERYWHERE: {"bytes": {"sha256": ["1"]}},
         "here": {"same": {"losses": ["0x1p+0"]}, "other": {"losses": ["0x1p+0"]}, "gone": {"losses": []}},
-        "there": {"same": {"losses": ["0x1p+1"]}, "other": {"losses": ["0x1p+1"]}},
+        "there": {"same": {"losses": ["0x1p+1"]}, "other": {"losses": ["0x1p+1"]}, "gone": {"losses": []}},
+        "far": {"other": {"losses": ["0x1p+2"]}},
     }
     found = {
         EVERYWHERE: {"bytes": {"sha256": ["2"]}},
@@ -147,5 +147,7 @@ def test_renewing_drops_what_other_machines_found_before_the_change() -> None:
         "here: other: losses [1.0] -> [1.5]",
         "here: gone: losses [] -> None",
         "there: other: losses [2.0] -> None",
+        "there: gone: losses [] -> None",
+        "far: other: losses [4.0] -> None",
         "new: recorded for the first time",
     ]
