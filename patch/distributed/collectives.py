@@ -27,13 +27,15 @@ def agree(error: Exception | None) -> None:
             raise error
         return
     reports: list = [None] * dist.get_world_size()
-    dist.all_gather_object(reports, None if error is None else (type(error), str(error)))
+    # Of ours, which every rank can import: pickle refuses classes that a library makes while it runs, and
+    # this rank alone would leave before the collective.
+    kind = type(error) if isinstance(error, PatchError) else PatchError
+    dist.all_gather_object(reports, None if error is None else (kind, str(error)))
     if error is not None:
         raise error
     for rank, report in enumerate(reports):
         if report is not None:
             kind, message = report
-            kind = kind if issubclass(kind, PatchError) else PatchError
             raise kind(f"rank {rank}: {message}")
 
 

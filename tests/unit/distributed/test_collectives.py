@@ -111,6 +111,19 @@ def test_all_ranks_raise_or_none(ranks: list, case: str, expected: list) -> None
     assert [found[case] for found, _ in ranks] == expected
 
 
+def run_made_class(rank: int, world_size: int) -> None:
+    made = type("MadeHere", (ValueError,), {})
+    error = made("nobody else can import me")
+    with pytest.raises(made if rank == 0 else PatchError, match="nobody else can import me") as caught:
+        agree(error if rank == 0 else None)
+    assert caught.value is error or type(caught.value) is PatchError
+
+
+def test_a_class_made_while_a_library_runs_is_heard_of_too() -> None:
+    """As botocore's are: pickle cannot take them, and the other ranks would wait for ever."""
+    run_distributed(run_made_class, 2, timeout_s=30)
+
+
 def test_an_outer_block_still_agrees_after_an_inner_one(ranks: list) -> None:
     heard = ("DataError", "rank 1: row 3 of a.jsonl")
     assert [found["late"] for found, _ in ranks] == [heard, ("DataError", "row 3 of a.jsonl"), heard]
