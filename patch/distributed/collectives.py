@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
@@ -60,8 +61,11 @@ def sum_over(group: dist.ProcessGroup, values: list[float], device: torch.device
 
 
 def max_over_world(values: list[float], device: torch.device) -> list[float]:
-    """The largest of each value over all ranks."""
-    return _reduce(values, device, dist.ReduceOp.MAX, None)
+    """The largest of each value over all ranks; NaN where a rank has it, which a maximum may lose."""
+    flags = [float(math.isnan(value)) for value in values]
+    reduced = _reduce([*values, *flags], device, dist.ReduceOp.MAX, None)
+    largest, is_nan = reduced[: len(values)], reduced[len(values) :]
+    return [math.nan if flag else value for value, flag in zip(largest, is_nan, strict=True)]
 
 
 def _reduce(

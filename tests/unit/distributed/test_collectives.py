@@ -70,6 +70,7 @@ def run_numbers(rank: int, world_size: int) -> dict[str, list]:
     return {
         "sums": sum_over(group, NUMBERS[rank], CPU) if rank < 2 else [],
         "maxima": max_over_world([2.0**53 - rank, -rank, math.inf if rank == 1 else 0.0], CPU),
+        "nan": [max_over_world([math.nan if rank == bad else -1.0, 2.0], CPU) for bad in range(3)],
     }
 
 
@@ -150,3 +151,10 @@ def test_sums_are_those_of_float64_over_the_group_only(ranks: list) -> None:
 
 def test_maxima_are_those_of_all_ranks(ranks: list) -> None:
     assert [found["maxima"] for _, found in ranks] == [[2.0**53, 0.0, math.inf]] * 3
+
+
+@pytest.mark.parametrize("bad", range(3))
+def test_the_maximum_of_what_is_not_a_number_on_one_rank_is_not_a_number(ranks: list, bad: int) -> None:
+    for _, found in ranks:
+        value, other = found["nan"][bad]
+        assert math.isnan(value) and other == 2.0
