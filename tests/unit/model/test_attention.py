@@ -1,0 +1,77 @@
+"""Attention against transformers' eager attention: outputs and gradients."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.models.llama.modeling_llama import eager_attention_forward
+
+from patch.model.attention import CausalAttention
+
+HEAD_SIZE = 12
+"""No power of two, so that the scale is rounded."""
+FP32_BOUND = 5e-6
+"""Outputs and gradients are near 1; a fused kernel sums over 33 tokens in another order."""
+
+
+def _seen(length: int, window: int | None) -> torch.Tensor:
+    """[S, S] bool by transformers' own rule of who sees whom."""
+    rule = causal_mask_function if window is None else sliding_window_causal_mask_function(window)
+    rows, columns = torch.arange(length)[:, None], torch.arange(length)[None]
+    return rule(0, 0, rows, columns)
+
+
+def _eager(inputs: list[torch.Tensor], window: int | None, scale: float) -> torch.Tensor:
+    """transformers' attention of [S, B, heads, D]; [S, B, N * D] out."""
+    query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in inputs)
+    module = SimpleNamespace(num_key_value_groups=query.shape[1] // key.shape[1], training=False)
+    mask = torch.zeros(query.shape[2], query.shape[2]).masked_fill(~_seen(query.shape[2], window), -torch.inf)
+    context, _ = eager_attention_forward(module, query, key, value, mask, scaling=scale)
+    return context.transpose(0, 1).flatten(2)
+
+
+def _ours(window: int | None, softmax_scale: float | None) -> CausalAttention:
+    return CausalAttention(
+        config=SimpleNamespace(kv_channels=HEAD_SIZE, window_size=window and (window - 1, 0)),
+        layer_number=1,
+        attn_mask_type=AttnMaskType.causal,
+        attention_type="self",
+        softmax_scale=softmax_scale,
+    )
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(6, 6), (6, 2), (3, 1)])
+@pytest.mark.parametrize("length", [1, 7, 33])
+@pytest.mark.parametrize("window", [None, 1, 5, 33, 50])
+def test_outputs_and_gradients_are_those_of_transformers(
+    heads: int, groups: int, length: int, window: int | None
+) -> None:
+    torch.manual_seed(0)
+    shapes = [(length, 2, count, HEAD_SIZE) for count in (heads, groups, groups)]
+    inputs = [torch.randn(shape, requires_grad=True) for shape in shapes]
+    direction = torch.randn(length, 2, heads * HEAD_SIZE)
+    for softmax_scale in (None, 0.7):
+        expected = _eager(inputs, window, softmax_scale or HEAD_SIZE**-0.5)
+        context = _ours(window, softmax_scale)(*inputs, None)
+        torch.testing.assert_close(context, expected, rtol=0, atol=FP32_BOUND)
+        gradients = torch.autograd.grad((context * direction).sum(), inputs)
+        for ours, theirs in zip(
+            gradients, torch.autograd.grad((expected * direction).sum(), inputs), strict=True
+        ):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=FP32_BOUND * 4)
+
+
+@pytest.mark.parametrize("window", [None, 5])
+def test_no_token_sees_what_comes_after_it_or_left_its_window(window: int | None) -> None:
+    torch.manual_seed(0)
+    inputs = list(torch.randn(3, 17, 1, 2, HEAD_SIZE).unbind(0))
+    before = _ours(window, None)(*inputs, None)
+    for token in range(17):
+        changed = [tensor.clone() for tensor in inputs]
+        changed[1][token] += 1.0
+        changed[2][token] -= 1.0
+        after = _ours(window, None)(*changed, None)
+        moved = (after != before).flatten(1).any(1).nonzero().flatten().tolist()
+        assert moved == list(range(token, min(17, token + (window or 17)))), token
