@@ -1,0 +1,136 @@
+"""The model's loss over a padded vocabulary, and whose gradients are parts of a sum over TP."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from distributed_runner import new_job, run_distributed
+from small_runs import small_run
+from training_runs import CPU
+
+from patch import compat
+from patch.config.schema import RunConfig
+from patch.distributed.groups import initialize
+from patch.model import SOURCES, LlamaModel, build_llama_model, initialize_weights
+
+FORMS = {"fast": frozenset(), "aligned": frozenset(SOURCES)}
+VOCABULARIES = {
+    "some": {"vocab_size": 250},
+    "whole-rank": {"vocab_size": 100, "make_vocab_size_divisible_by": 128},
+    "none": {"vocab_size": 256},
+}
+"""What is padding: six rows; at TP 2 all of the last rank's 128; nothing."""
+PADDED = [(tp, name, form) for tp in (1, 2) for name in VOCABULARIES for form in FORMS]
+FAMILY = {"add_qkv_bias": True, "qk_layernorm": True}
+CUT = [(form, is_sp) for form in FORMS for is_sp in (False, True)]
+LOSS_BOUND = 1e-5
+"""Of losses near 10 and their gradients up to 1, summed over 250 exponentials in another order."""
+GRADIENT_BOUND = 2e-5
+"""Relative to the largest number of a gradient: TP cuts sums of 64 and 160 numbers."""
+
+
+def _model(config: RunConfig, form: str) -> tuple[LlamaModel, Any]:
+    groups = initialize(config, CPU)
+    stages = build_llama_model(config, groups, CPU.device, aligned=FORMS[form])
+    initialize_weights(stages, config)
+    return stages[0], groups
+
+
+def _whole(local: torch.Tensor, groups: Any) -> torch.Tensor:
+    """The last dimension of all TP ranks."""
+    parts = [torch.empty_like(local) for _ in range(groups.tp.size())]
+    dist.all_gather(parts, local.contiguous(), group=groups.tp)
+    return torch.cat(parts, dim=-1)
+
+
+def _check_loss(model: LlamaModel, config: RunConfig, groups: Any, dtype: torch.dtype) -> None:
+    """Losses and the gradient of logits, padding far above them, against torch on the real vocabulary."""
+    vocab, padded = config.model.vocab_size, config.padded_vocab_size
+    whole = torch.randn(7, 2, padded).mul(3).to(dtype)
+    whole[..., vocab:] = 1e4
+    labels = torch.randint(0, vocab, (2, 7))
+    labels[0, 0], labels[1, 1] = 0, vocab - 1
+    weights = torch.rand(2, 7)
+    real = whole[..., :vocab].float().requires_grad_()
+    expected = F.cross_entropy(real.permute(1, 2, 0), labels, reduction="none")
+    (expected * weights).sum().backward()
+
+    local = whole.chunk(groups.tp.size(), dim=-1)[groups.tp.rank()].clone().requires_grad_()
+    losses = model.compute_language_model_loss(labels, local * 1)  # a copy: padding is masked in place
+    (losses * weights).sum().backward()
+    gradient = _whole(local.grad, groups)
+    assert losses.dtype == torch.float32
+    torch.testing.assert_close(losses, expected, rtol=0, atol=LOSS_BOUND)
+    bound = LOSS_BOUND if dtype == torch.float32 else 2.0**-8
+    torch.testing.assert_close(gradient[..., :vocab].float(), real.grad, rtol=0, atol=bound)
+    assert not gradient[..., vocab:].any()
+
+
+def _check_padded_rows(model: LlamaModel, config: RunConfig, groups: Any) -> None:
+    """Rows of padding that are anything but zero change no loss, and their gradient is zero."""
+    tokens, labels = torch.randint(0, config.model.vocab_size, (2, 2, 9)).unbind(0)
+    before = model(tokens, None, None, labels=labels)
+    rows = config.padded_vocab_size // groups.tp.size()
+    real = min(max(config.model.vocab_size - groups.tp.rank() * rows, 0), rows)
+    weights = [model.embedding.word_embeddings.weight, model.output_layer.weight]
+    for weight in weights:
+        assert weight.shape[0] == rows
+        weight.data[real:] = 50.0
+    losses = model(tokens, None, None, labels=labels)
+    assert torch.equal(losses, before)
+    losses.sum().backward()
+    for weight in weights:
+        assert not weight.grad[real:].any()
+        assert weight.grad[:real].any() or real == 0
+
+
+def _gradients(config: RunConfig, form: str) -> tuple[dict, int]:
+    """Name -> gradient and the marks of its weight; and this TP rank."""
+    model, groups = _model(config, form)
+    torch.manual_seed(0)
+    tokens, labels = torch.randint(0, config.model.vocab_size, (2, 2, 12)).unbind(0)
+    model(tokens, None, None, labels=labels).sum().backward()
+    found = {}
+    for name, weight in model.named_parameters():
+        gradient = weight.grad
+        if getattr(weight, "sequence_parallel", False):
+            gradient = gradient.clone()
+            dist.all_reduce(gradient, group=groups.tp)
+        dim = weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None
+        found[name] = gradient, dim
+    rank = groups.tp.rank()
+    new_job()
+    return found, rank
+
+
+def _check_gradients(form: str, is_sp: bool) -> None:
+    """At TP 2 a marked gradient's sum, and any other as it is, is the one of TP 1, or its part."""
+    alone, _ = _gradients(small_run(dp=2, **FAMILY), form)
+    cut, rank = _gradients(small_run(tp=2, sequence_parallel=is_sp, **FAMILY), form)
+    assert alone.keys() == cut.keys()
+    for name, (gradient, dim) in cut.items():
+        expected = alone[name][0]
+        if dim is not None:
+            halves = expected.chunk(2) if "linear_fc1" in name else [expected]  # gate and up
+            expected = torch.cat([half.chunk(2, dim)[rank] for half in halves])
+        error = (gradient - expected).abs().max() / expected.abs().max()
+        assert error < GRADIENT_BOUND, (name, error)
+
+
+def run_all(rank: int, world_size: int) -> None:
+    compat.apply(cuda=False)
+    for tp, name, form in PADDED:
+        config = small_run(tp=tp, dp=2 // tp, num_layers=1, **VOCABULARIES[name])
+        model, groups = _model(config, form)
+        torch.manual_seed(1)
+        for dtype in (torch.float32, torch.bfloat16):
+            _check_loss(model, config, groups, dtype)
+        _check_padded_rows(model, config, groups)
+        new_job()
+    for case in CUT:
+        _check_gradients(*case)
+
+
+def test_padding_never_enters_the_loss_and_marked_gradients_are_parts_of_a_sum() -> None:
+    run_distributed(run_all, 2)
