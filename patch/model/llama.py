@@ -192,9 +192,12 @@ def _mark_cut_weights(model: torch.nn.Module) -> None:
 
     Upstream does it only inside its own initialisation (layers.py:244-266, 855-884, 1178-1208).
     """
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, (VocabParallelEmbedding, ColumnParallelLinear)) and module.weight is not None:
-            set_tensor_model_parallel_attributes(module.weight, True, 0, 1)
+            # A rank's part of gate and of up: upstream's resharding cuts by this stride.
+            set_tensor_model_parallel_attributes(
+                module.weight, True, 0, 2 if name.endswith("linear_fc1") else 1
+            )
         elif isinstance(module, RowParallelLinear):
             set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
 
