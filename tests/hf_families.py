@@ -1,5 +1,6 @@
 """One tiny random transformers model of each family, saved as its users' folders are."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,10 +60,24 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 """Name -> class prefix in transformers, and what its configuration has of its own. LLaMA 3.3 is 3.1's."""
 
 
-def family_model(name: str, folder: Path | None = None, *, dtype: Any = None, **changes: Any) -> Any:
+def spell_as_4(folder: Path) -> None:
+    """Write config.json as transformers 4 did, in whose spelling nearly all published models are."""
+    path = folder / "config.json"
+    described = json.loads(path.read_text())
+    rope = described.pop("rope_parameters")
+    described["rope_theta"] = rope.pop("rope_theta")
+    described["rope_scaling"] = None if rope["rope_type"] == "default" else rope
+    described["torch_dtype"] = described.pop("dtype")
+    path.write_text(json.dumps(described, indent=2) + "\n")
+
+
+def family_model(
+    name: str, folder: Path | None = None, *, dtype: Any = None, spelling: int = 4, **changes: Any
+) -> Any:
     """The model with random weights, norms and biases included; saved to `folder` when given.
 
-    `changes` are of its configuration, but `max_shard_size`.
+    `spelling` is the version of transformers whose config.json it gets; `changes` are of its configuration,
+    but `max_shard_size`.
     """
     import torch
     import transformers
@@ -81,6 +96,8 @@ def family_model(name: str, folder: Path | None = None, *, dtype: Any = None, **
     model = model.to(dtype or torch.float32)
     if folder is not None:
         model.save_pretrained(folder, max_shard_size=max_shard_size)
+        if spelling == 4:
+            spell_as_4(folder)
     return model.eval()
 
 

@@ -163,8 +163,8 @@ def _slides(reader: _Reader) -> bool:
 
 
 def _rope(reader: _Reader) -> dict[str, Any]:
-    """RoPE in either spelling; `rope_type` was once called `type`."""
-    rope = reader.values.get("rope_parameters") or reader.values.get("rope_scaling") or {}
+    """RoPE in either spelling, as transformers 5 where both disagree; `rope_type` was once called `type`."""
+    rope = reader.values.get("rope_scaling") or reader.values.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         reader.refuse("rope_parameters", rope, "an object for all layers alike")
     inner = _Reader(reader.file, rope)

@@ -20,9 +20,6 @@ from patch.convert.hf_reader import INDEX
 from patch.convert.json_text import with_values
 from patch.data.chat import end_of_turn
 from patch.errors import ConfigError, ConversionError
-from patch.logger import get_logger
-
-_LOG = get_logger(__name__)
 
 # ModelConfig's field -> config.json's key, where the value is the same.
 _KEYS = {
@@ -102,13 +99,7 @@ def write_config(
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
     """Write config.json; without a source it needs the tokenizer, for the ids of first and last token."""
-    described = model_description(model, hf_source, tokenizer, dtype)
-    if "rope_parameters" in described and (model.use_rope_scaling or model.rotary_base != 10000):
-        _LOG.info(
-            "RoPE stays in the spelling of transformers 5 (rope_parameters), as in %s: transformers 4 passes "
-            "over it and computes with theta 10000, unscaled", hf_source,
-        )  # fmt: skip
-    _write_json(folder, "config.json", hf_source, described)
+    _write_json(folder, "config.json", hf_source, model_description(model, hf_source, tokenizer, dtype))
 
 
 def write_index(folder: Path, placed: dict[str, str], total_size: int, hf_source: Path | None) -> None:
@@ -147,8 +138,9 @@ def model_description(
 ) -> dict[str, Any]:
     """The contents of config.json.
 
-    Without a source it is in the spelling of transformers 4 (`rope_theta`, `rope_scaling`,
-    `torch_dtype`), which transformers 5 reads as well; the reverse is not true.
+    It has the keys of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`), which every reader knows:
+    transformers 4 and 5, vLLM, llama.cpp's converter. Those of transformers 5 (`rope_parameters`, `dtype`),
+    which older ones pass over, stay beside them where the source has them.
     """
     fields = {name: getattr(model, name) for name in (*_KEYS, *_ROPE, *_FAMILY, _UNTIED)}
     described: dict[str, Any] = {}
@@ -168,9 +160,11 @@ def model_description(
     described |= {key: fields[name] for name, key in _KEYS.items() if name in changed}
     if _UNTIED in changed:
         described["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
-    if changed & set(_ROPE):
+    if changed & set(_ROPE) or "rope_parameters" in described:
         _describe_rope(described, model)
-    described["dtype" if "dtype" in described else "torch_dtype"] = str(dtype).removeprefix("torch.")
+    described["torch_dtype"] = str(dtype).removeprefix("torch.")
+    if "dtype" in described:
+        described["dtype"] = described["torch_dtype"]
     return described
 
 
@@ -207,7 +201,7 @@ def _describe_family(described: dict[str, Any], model: ModelConfig) -> None:
 
 
 def _describe_rope(described: dict[str, Any], model: ModelConfig) -> None:
-    """Set RoPE's keys in the spelling that is there already, else in that of transformers 4."""
+    """Set RoPE's keys of transformers 4, and that of transformers 5 where it is there."""
     scaling = None
     if model.use_rope_scaling:
         scaling = {
@@ -215,12 +209,11 @@ def _describe_rope(described: dict[str, Any], model: ModelConfig) -> None:
             "low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor,
             "original_max_position_embeddings": model.rope_original_max_position,
         }  # fmt: skip
+    described |= {"rope_theta": model.rotary_base, "rope_scaling": scaling}
     if "rope_parameters" in described:
         described["rope_parameters"] = {
             **(scaling or {"rope_type": "default"}), "rope_theta": model.rotary_base
         }  # fmt: skip
-    else:
-        described |= {"rope_theta": model.rotary_base, "rope_scaling": scaling}
 
 
 def generation_description(hf_source: Path | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

@@ -45,6 +45,17 @@ def test_both_spellings_of_rope_give_one_shape(tmp_path):
     assert [*scaling, four["rope_original_max_position"]] == [32.0, 1.0, 4.0, 8192]
 
 
+@pytest.mark.parametrize("theta", [{}, {"rope_theta": 2e5}])
+@pytest.mark.parametrize("scaling", [None, ROPE, {**ROPE, "factor": 8.0, "rope_theta": 3e5}])
+def test_spellings_that_disagree_mean_what_transformers_means(tmp_path, theta, scaling):
+    from transformers import LlamaConfig
+
+    five = {**ROPE, "factor": 16.0, "rope_theta": 4e5}
+    _write(tmp_path, {**MINIMAL, **theta, "rope_scaling": scaling, "rope_parameters": five})
+    ours, theirs = read_hf_config(tmp_path), LlamaConfig.from_pretrained(tmp_path).rope_parameters
+    assert (ours["rotary_base"], ours["rope_scaling_factor"]) == (theirs["rope_theta"], theirs["factor"])
+
+
 def test_rope_type_may_be_spelled_type(tmp_path):
     rope = {**ROPE, "type": "llama3"}
     del rope["rope_type"]

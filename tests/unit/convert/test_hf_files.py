@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import logging
+import shutil
+import warnings
 
 import hf_families
 import pytest
@@ -34,15 +36,9 @@ def source(tmp_path):
 @pytest.fixture
 def old_source(tmp_path, source):
     """The same in the spelling of transformers 4."""
-    contents = json.loads((source / "config.json").read_text())
-    rope = contents.pop("rope_parameters")
-    contents |= {
-        "rope_theta": rope.pop("rope_theta"),
-        "rope_scaling": rope,
-        "torch_dtype": contents.pop("dtype"),
-    }
-    (tmp_path / "old").mkdir()
-    return _write_json(tmp_path / "old", "config.json", contents)
+    shutil.copytree(source, tmp_path / "old")
+    hf_families.spell_as_4(tmp_path / "old")
+    return tmp_path / "old"
 
 
 @pytest.mark.parametrize("scaled", [True, False])
@@ -97,48 +93,74 @@ def test_model_that_transformers_has_not_is_refused():
         family_of(small_run(add_qkv_bias=True, qk_layernorm=True).model)
 
 
-@pytest.mark.parametrize("spelling", ["source", "old_source"])
-def test_unchanged_config_is_the_sources_bytes(request, tmp_path, spelling, tiny_tokenizer, caplog):
-    caplog.set_level(logging.INFO)
-    folder = request.getfixturevalue(spelling)
+def test_unchanged_config_is_the_sources_bytes(old_source, tmp_path, tiny_tokenizer):
     target = tmp_path / "target"
     target.mkdir()
-    write_descriptions(target, small_run().model, folder, tiny_tokenizer(CHAT), torch.float32)
-    assert (target / "config.json").read_bytes() == (folder / "config.json").read_bytes()
+    write_descriptions(target, small_run().model, old_source, tiny_tokenizer(CHAT), torch.float32)
+    assert (target / "config.json").read_bytes() == (old_source / "config.json").read_bytes()
     assert AutoTokenizer.from_pretrained(target).chat_template == CHAT
-    assert ("transformers 4 passes over it" in caplog.text) == (spelling == "source")
 
 
-def test_bytes_of_unchanged_values_are_kept_whatever_they_are(source, tmp_path, tiny_tokenizer):
-    path, target = source / "config.json", tmp_path / "target"
+@pytest.mark.parametrize("name", hf_families.FAMILIES)
+def test_spelling_of_transformers_5_gets_the_older_one_beside_it(tmp_path, name, tiny_tokenizer, caplog):
+    """vLLM and llama.cpp's converter of before December 2025 read these keys too, and no others."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    theirs = hf_families.family_model(name, source, spelling=5).config
+    before, model = json.loads((source / "config.json").read_text()), hf_families.family_run(source).model
+    described = model_description(model, source, tiny_tokenizer(), torch.float32)
+    added = {key: described[key] for key in described.keys() - before.keys()}
+    scaling = dict(theirs.rope_parameters)
+    theta = scaling.pop("rope_theta")
+    scaled = None if scaling["rope_type"] == "default" else scaling
+    assert added == {"rope_theta": theta, "rope_scaling": scaled, "torch_dtype": "float32"}
+    assert {key: described[key] for key in before} == before
+    target.mkdir()
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    with warnings.catch_warnings(action="error"):
+        again = AutoConfig.from_pretrained(_write_json(target, "config.json", described))
+    logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert caplog.text == ""
+    assert again.rope_parameters == theirs.rope_parameters and again.dtype == torch.float32
+
+
+def test_bytes_of_unchanged_values_are_kept_whatever_they_are(old_source, tmp_path, tiny_tokenizer):
+    path, target = old_source / "config.json", tmp_path / "target"
     text = path.read_text().replace("{", '{\n  "note": "\u00e9\u4e2d",', 1).replace("\n", "\r\n")
     path.write_bytes(text.encode())
     target.mkdir()
-    write_descriptions(target, small_run(norm_epsilon=1e-6).model, source, tiny_tokenizer(), torch.float32)
+    model = small_run(norm_epsilon=1e-6).model
+    write_descriptions(target, model, old_source, tiny_tokenizer(), torch.float32)
     expected = path.read_bytes().replace(b'"rms_norm_eps": 1e-05', b'"rms_norm_eps": 1e-06')
     assert (target / "config.json").read_bytes() == expected != path.read_bytes()
 
 
-def test_only_the_changed_keys_change(source, tiny_tokenizer):
-    before = json.loads((source / "config.json").read_text())
+@pytest.mark.parametrize("spelling", ["source", "old_source"])
+def test_only_the_changed_keys_change(request, spelling, tiny_tokenizer):
+    folder = request.getfixturevalue(spelling)
+    before = json.loads((folder / "config.json").read_text())
     model = small_run(norm_epsilon=1e-6).model
-    after = model_description(model, source, tiny_tokenizer(), torch.bfloat16)
-    assert {key for key in before | after if before.get(key) != after.get(key)} == {"rms_norm_eps", "dtype"}
-    assert (after["rms_norm_eps"], after["dtype"]) == (1e-6, "bfloat16")
-    assert list(after) == list(before)
+    after = model_description(model, folder, tiny_tokenizer(), torch.bfloat16)
+    dtypes = {"dtype", "torch_dtype"} & after.keys()
+    changed = {key for key in before if before[key] != after[key]}
+    assert changed | dtypes == {"rms_norm_eps"} | dtypes
+    assert after["rms_norm_eps"] == 1e-6 and {after[key] for key in dtypes} == {"bfloat16"}
+    assert list(after)[: len(before)] == list(before)
 
 
 @pytest.mark.parametrize("spelling", ["source", "old_source"])
 @pytest.mark.parametrize("changes", [{"rope_scaling_factor": 32.0}, {"use_rope_scaling": False}])
-def test_changed_rope_is_written_in_the_sources_spelling(
+def test_changed_rope_is_written_in_every_spelling_that_is_there(
     request, tmp_path, spelling, changes, tiny_tokenizer
 ):
     folder = request.getfixturevalue(spelling)
     described = model_description(small_run(**changes).model, folder, tiny_tokenizer(), torch.float32)
     assert ("rope_parameters" in described) == (spelling == "source")
-    _write_json(tmp_path, "config.json", described)
     expected = hf_llama(small_run(**changes)).config.rope_parameters
-    assert LlamaConfig.from_pretrained(tmp_path).rope_parameters == expected
+    for unread in ([], ["rope_parameters"], ["rope_scaling", "rope_theta"]):
+        read = {key: value for key, value in described.items() if key not in unread}
+        if "rope_parameters" in read or "rope_theta" in read:
+            _write_json(tmp_path, "config.json", read)
+            assert LlamaConfig.from_pretrained(tmp_path).rope_parameters == expected
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from itertools import chain
 import pytest
 import torch
 from distributed_runner import run_distributed
+from hf_families import spell_as_4
 from safetensors.torch import load_file
 from small_runs import hf_llama, small_run
 from transformers import AutoTokenizer, LlamaForCausalLM
@@ -49,6 +50,7 @@ def sources(tmp_path_factory):
     for precision, tied in CASES:
         model = hf_llama(_run(1, 1, 1, 0, precision, tied)).to(DTYPES[precision])
         model.save_pretrained(root / f"{precision}-{tied}", max_shard_size="200KB")
+        spell_as_4(root / f"{precision}-{tied}")
     return root
 
 
