@@ -18,7 +18,6 @@ from patch.config import (  # noqa: E402
     Invocation,
     RunConfig,
     parse_args,
-    remember_data,
     resume_notes,
     run_warnings,
     to_flags,
@@ -66,8 +65,6 @@ def main(argv: list[str]) -> int:
             with quick_start():
                 from patch.training import run
 
-            if os.environ.get("RANK") == "0":
-                remember_data(config)
             run(config)
             return 0
         for warning in run_warnings(config):

@@ -13,24 +13,47 @@ from patch.checkpoint.folder import sync
 from patch.config.run_folder import RELEASE
 from patch.errors import ConversionError
 from patch.logger import get_logger
+from patch.storage.lock import hold_target
 
 _LOG = get_logger(__name__)
 
 
-def prepare(
-    partial: Path, target: Path, sources: Iterable[Path], *, overwrite: bool, released: bool = False
-) -> None:
-    """Make the empty folder to write into.
+@contextmanager
+def staging(
+    target: Path, sources: Iterable[Path], *, overwrite: bool, released: bool = False
+) -> Iterator[Path]:
+    """An empty folder to write into, which `publish` puts in the target's place; no other conversion's.
 
     Args:
+        target: an absolute path.
         sources: folders that are read; the target may be, or hold, none of them.
         overwrite: a target of the same kind is to be replaced.
         released: the target is to be a converted checkpoint, not a Hugging Face model; neither replaces the
             other.
     Raises:
-        ConversionError: the target is or holds a source, or is something that must not be replaced; or
-            nothing can be written there.
+        ConversionError: the target is or holds a source, is something that must not be replaced, or is being
+            written; or nothing can be written there.
     """
+    _check_target(target, sources, overwrite, released)
+    partial = partial_folder(target)
+    with hold_target(target):
+        try:
+            with writing(partial):
+                if partial.exists():
+                    _LOG.warning("removing %s, which was interrupted, and starting over", partial)
+                    shutil.rmtree(partial)
+                partial.mkdir(parents=True)
+            yield partial
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def partial_folder(target: Path) -> Path:
+    """Where `staging` writes."""
+    return target.with_name(f".{target.name}.partial")
+
+
+def _check_target(target: Path, sources: Iterable[Path], overwrite: bool, released: bool) -> None:
     for source in (folder.resolve() for folder in sources):
         if target in (source, *source.parents):
             what = "is the folder" if target == source else f"holds {source},"
@@ -49,11 +72,6 @@ def prepare(
             f"{target} holds a {'converted checkpoint' if released else 'Hugging Face model'} already: give "
             "another folder (--save), or --overwrite to replace it"
         )
-    with writing(partial):
-        if partial.exists():
-            _LOG.warning("removing %s, which was interrupted, and starting over", partial)
-            shutil.rmtree(partial)
-        partial.mkdir(parents=True)
 
 
 def _is_replaceable(target: Path, released: bool) -> bool:
@@ -80,11 +98,12 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def publish(partial: Path, target: Path) -> None:
+def publish(target: Path) -> None:
     """Put the finished folder in the target's place; a target that was there comes back on failure.
 
     Its bytes are on the disk before it has its name: whatever ends the machine, a name means a whole folder.
     """
+    partial = partial_folder(target)
     replaced = target.with_name(f".{target.name}.replaced")
     try:
         for path in (*partial.rglob("*"), partial):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import RunConfig
-from patch.convert.folder import prepare, publish, writing
+from patch.convert.folder import partial_folder, publish, staging, writing
 from patch.convert.hf_files import write_descriptions, write_index
 from patch.convert.hf_reader import SINGLE
 from patch.convert.stage import Weight, stage_weights
@@ -69,11 +69,12 @@ def export_hf(
     """
     folder = folder.resolve()
     is_first = dist.get_rank() == 0
-    partial = folder.with_name(f".{folder.name}.partial")
-    try:
+    partial = partial_folder(folder)
+    with ExitStack() as held:
         with all_or_none():
             if is_first:
-                prepare(partial, folder, [hf_source] if hf_source else [], overwrite=True)
+                sources = [hf_source] if hf_source else []
+                held.enter_context(staging(folder, sources, overwrite=True))
         layout = _write_weights(stages, partial, config, groups, file_bytes)
         with all_or_none():
             if is_first:
@@ -82,10 +83,7 @@ def export_hf(
                     write_descriptions(
                         partial, config.model, hf_source, tokenizer, next(stages[0].parameters()).dtype
                     )
-                publish(partial, folder)
-    finally:
-        if is_first:
-            shutil.rmtree(partial, ignore_errors=True)
+                publish(folder)
     _LOG.info("Hugging Face folder written: %s", folder)
 
 

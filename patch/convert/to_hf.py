@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +13,7 @@ from patch.config.hf import has_hf_config
 from patch.config.run_folder import INDEX as METADATA
 from patch.config.run_folder import is_complete, run_behind
 from patch.config.schema import ModelConfig, RunConfig
-from patch.convert.folder import prepare, publish, writing
+from patch.convert.folder import publish, staging, writing
 from patch.convert.hf_export import FILE_BYTES
 from patch.convert.hf_files import (
     copy_descriptions,
@@ -74,16 +73,12 @@ def mcore_to_hf(
     else:
         weights = LegacyWeights(folder, described.model)
     _check_dtypes(weights)
-    partial = target.with_name(f".{target.name}.partial")
     sources = [source, described.folder] if described.folder else [source]
-    prepare(partial, target, sources, overwrite=overwrite)
-    try:
+    with staging(target, sources, overwrite=overwrite) as partial:
         _write_weights(weights, partial, described)
         with writing(partial):
             _write_descriptions(partial, described, next(iter(weights.dtypes.values())))
-        publish(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        publish(target)
     _LOG.info("Hugging Face folder written: %s", target)
 
 

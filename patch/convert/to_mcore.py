@@ -19,7 +19,7 @@ import torch
 from patch.checkpoint.pieces import Piece, PieceWriter
 from patch.config.run_folder import RELEASE, TRACKER, is_released
 from patch.config.schema import ModelConfig
-from patch.convert.folder import prepare, publish, writing
+from patch.convert.folder import publish, staging, writing
 from patch.convert.hf_files import copy_descriptions, model_of
 from patch.convert.hf_import import open_checked, tell_rounding
 from patch.convert.hf_reader import INDEX, SINGLE, HFFolder
@@ -74,17 +74,13 @@ def hf_to_mcore(
     folder = open_checked(source, model)
     if dtype is not None:
         tell_rounding(folder, model, dtype, "--params-dtype")
-    partial = target.with_name(f".{target.name}.partial")
-    prepare(partial, target, [source], overwrite=overwrite, released=True)
-    try:
+    with staging(target, [source], overwrite=overwrite, released=True) as partial:
         _write_weights(folder, partial / RELEASE, model, dtype)
         with writing(partial):
             copy_descriptions(source, partial)
             _remember_files(folder, partial / INDEX, model)
             (partial / TRACKER).write_text(f"{RELEASE}\n")
-        publish(partial, target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        publish(target)
     _LOG.info("checkpoint written: %s", target)
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from patch.config import Rendezvous, RunConfig
 from patch.device import MachineFacts
 from patch.logger import get_logger
+from patch.storage.lock import refuse_held_run
 
 _logger = get_logger(__name__)
 
@@ -59,7 +60,12 @@ def launch(
         0; or the code of a PatchError (2 to 5) that any worker ended with; or 130 or 143 after a signal; or
         what the first failed worker returned (5 when it was killed, as by the kernel for want of memory or by
         NCCL's watchdog, and when all that is known here is that a rank of another machine ended).
+
+    Raises:
+        ConfigError: another run writes this one's folder. Of several machines' ranks, rank 0 finds that out.
     """
+    if config.parallel.nnodes == 1:
+        refuse_held_run(Path(config.checkpoint.output_path))
     environments = worker_environments(config, rendezvous, machine, os.environ)
     _logger.info("%s", _threads(environments[0]["OMP_NUM_THREADS"], config, machine))
     supervisor = Supervisor()

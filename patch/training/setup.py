@@ -1,4 +1,4 @@
-"""Everything a run needs, built in the order of the walk: groups, data, model, optimizer, weights."""
+"""Everything a run needs, built in the order of the walk: data, model, optimizer, weights."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch import compat
 from patch.config.hf import is_hf_folder
 from patch.config.positions import where
 from patch.config.schema import RunConfig
@@ -18,7 +17,6 @@ from patch.data import Batch, BatchReader, build_datasets, load_tokenizer
 from patch.data.sampler import SampleSource
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_or_none
-from patch.distributed.groups import initialize
 from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
@@ -55,14 +53,12 @@ class Run:
     upcoming: StepWork | None = None
 
 
-def build_run(config: RunConfig, context: DeviceContext) -> Run:
+def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCollection) -> Run:
     """Build the run on this rank and load its weights or its checkpoint.
 
     Raises:
         ConfigError, DataError, CheckpointError, ConversionError: on all ranks or on none.
     """
-    compat.apply(context.is_cuda)
-    groups = initialize(config, context)
     if config.training.deterministic_mode:  # asking for the default loads Inductor
         torch.use_deterministic_algorithms(True)
     with all_or_none():

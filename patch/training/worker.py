@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from patch.config import to_yaml
+from patch import compat
+from patch.config import remember_data, to_yaml
 from patch.config.hf import has_hf_config
 from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_or_none
-from patch.distributed.groups import shutdown
+from patch.distributed.groups import initialize, shutdown
 from patch.errors import CheckpointError
 from patch.logger import configure_logging, get_logger
+from patch.storage.lock import hold_run
 from patch.training.failures import explained
 from patch.training.setup import Run, build_run
 from patch.training.trainer import Trainer
@@ -40,14 +44,29 @@ def run(config: RunConfig) -> None:
 
 def _train(config: RunConfig) -> int:
     """The whole run; the number of the signal that stopped it, or 0."""
-    this_run = build_run(config, DeviceContext.select(int(os.environ["LOCAL_RANK"])))
-    if this_run.start_iteration < config.training.train_iters:
-        _write_config(config)
-    stopped_by = Trainer(this_run).train()
-    if not stopped_by and config.checkpoint.export_hf:
-        _export(this_run)
-    shutdown()
+    context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
+    compat.apply(context.is_cuda)
+    groups = initialize(config, context)
+    with _holding_folder(config):
+        this_run = build_run(config, context, groups)
+        if this_run.start_iteration < config.training.train_iters:
+            _write_config(config)
+        stopped_by = Trainer(this_run).train()
+        if not stopped_by and config.checkpoint.export_hf:
+            _export(this_run)
+        shutdown()
     return stopped_by
+
+
+@contextmanager
+def _holding_folder(config: RunConfig) -> Iterator[None]:
+    """Rank 0 keeps other runs out of this run's folder and notes what its data is like, or no rank enters."""
+    with ExitStack() as held:
+        with all_or_none():
+            if os.environ["RANK"] == "0":
+                held.enter_context(hold_run(Path(config.checkpoint.output_path)))
+                remember_data(config)
+        yield
 
 
 def _write_config(config: RunConfig) -> None:

@@ -14,6 +14,7 @@ ROWS = {
     "patch.logger": 0,
     "patch.device": 0,
     "patch.config": 1,
+    "patch.storage": 1,
     "patch.compat": 2,
     "patch.plan": 2,
     "patch.distributed": 3,

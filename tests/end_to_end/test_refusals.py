@@ -1,11 +1,15 @@
 """What cannot run is refused through the shell: exit code, one clear message, nothing written."""
 
+import os
+import socket
 from pathlib import Path
 
 import pytest
 import yaml
 from end_to_end.conftest import Office
 from end_to_end.shell import call, command
+
+from patch.storage.lock import hold_run
 
 
 @pytest.mark.parametrize(
@@ -68,6 +72,16 @@ def test_empty_set_is_refused(office: Office, tmp_path: Path) -> None:
     result = call(command(**{**office.positions(tmp_path / "out"), "DATASET_PATH": empty}), NPROC_PER_NODE=1)
     assert result.returncode == 3, result.stderr
     assert result.stderr.count("empty.jsonl") == 1 and "Traceback" not in result.stderr
+
+
+def test_folder_of_a_run_that_is_still_going_on_is_refused_at_once(office: Office, tmp_path: Path) -> None:
+    with hold_run(tmp_path / "out"):
+        result = call(command(**office.positions(tmp_path / "out")))
+        assert result.returncode == 2, result.stderr
+        assert f"process {os.getpid()} on {socket.gethostname()} since" in result.stderr
+        assert "OUTPUT_BASEPATH" in result.stderr and "thread(s)" not in result.stderr
+        assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+        assert call([*command(**office.positions(tmp_path / "out")), "--dry-run"]).returncode == 0
 
 
 def test_dry_run_prints_the_run_and_writes_nothing(office: Office, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from patch.convert.folder import prepare, publish, writing
+from patch.convert.folder import publish, staging, writing
 from patch.errors import ConversionError
 
 
@@ -15,52 +15,69 @@ def _target(folder, marker="old"):
     return folder
 
 
+def enter(target: Path, sources: list[Path], *, overwrite: bool) -> None:
+    with staging(target, sources, overwrite=overwrite):
+        pass
+
+
 def test_target_that_is_no_model_is_not_replaced(tmp_path):
     precious = tmp_path / "home"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")
     with pytest.raises(ConversionError, match="no Hugging Face model"):
-        prepare(tmp_path / ".home.partial", precious, [], overwrite=True)
+        enter(precious, [], overwrite=True)
     assert (precious / "thesis.txt").read_text() == "years of work"
 
 
 def test_model_at_the_target_is_replaced_only_where_that_was_asked_for(tmp_path):
     target = _target(tmp_path / "hf")
     with pytest.raises(ConversionError, match="hf holds a Hugging Face model already.*--overwrite"):
-        prepare(tmp_path / ".hf.partial", target, [], overwrite=False)
+        enter(target, [], overwrite=False)
     assert not (tmp_path / ".hf.partial").exists()
-    prepare(tmp_path / ".hf.partial", target, [], overwrite=True)
+    enter(target, [], overwrite=True)
 
 
 def test_target_that_is_the_source_is_refused(tmp_path):
     target = _target(tmp_path / "hf")
     with pytest.raises(ConversionError, match="weights came from"):
-        prepare(tmp_path / ".hf.partial", target, [tmp_path / "." / "hf"], overwrite=True)
+        enter(target, [tmp_path / "." / "hf"], overwrite=True)
 
 
 def test_target_that_holds_a_source_is_refused(tmp_path):
     target = _target(tmp_path / "hf")
     source = _target(target / "source")
     with pytest.raises(ConversionError, match=f"holds {source}, the weights came from"):
-        prepare(tmp_path / ".hf.partial", target, [tmp_path / "other", source], overwrite=True)
-    prepare(tmp_path / ".new.partial", source / "new", [target, source], overwrite=True)
+        enter(target, [tmp_path / "other", source], overwrite=True)
+    enter(source / "new", [target, source], overwrite=True)
 
 
 def test_mount_point_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ConversionError, match="/proc is a mount point.*give a folder in it"):
-        prepare(tmp_path / ".proc.partial", Path("/proc"), [], overwrite=True)
+        enter(Path("/proc"), [], overwrite=True)
     assert not any(tmp_path.iterdir())
 
 
 def test_leftovers_of_an_interrupted_export_are_cleared(tmp_path):
     partial = _target(tmp_path / ".hf.partial", "half-written")
-    prepare(partial, tmp_path / "hf", [], overwrite=False)
-    assert not any(partial.iterdir())
+    with staging(tmp_path / "hf", [], overwrite=False) as found:
+        assert found == partial and not any(partial.iterdir())
+    assert not any(tmp_path.iterdir())
+
+
+def test_second_conversion_to_a_target_is_told_who_writes_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("patch.storage.lock._PATIENCE_S", 0.1)
+    with staging(tmp_path / "hf", [], overwrite=False) as partial:
+        (partial / "half").touch()
+        said = rf"hf is being written by process {os.getpid()} on .*--save"
+        with pytest.raises(ConversionError, match=said):
+            enter(tmp_path / "hf", [], overwrite=True)
+        assert (partial / "half").exists()
 
 
 def test_publishing_replaces_the_target_and_leaves_nothing_else(tmp_path):
-    target, partial = _target(tmp_path / "hf"), _target(tmp_path / ".hf.partial", "new")
-    publish(partial, target)
+    target = _target(tmp_path / "hf")
+    _target(tmp_path / ".hf.partial", "new")
+    publish(target)
     assert (target / "config.json").read_text() == "new"
     assert os.listdir(tmp_path) == ["hf"]
 
@@ -76,7 +93,7 @@ def test_bytes_are_on_the_disk_before_the_target_has_its_name(tmp_path, monkeypa
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", watched)
-    publish(partial, tmp_path / "hf")
+    publish(tmp_path / "hf")
     before = {path for path, is_published in synced if not is_published}
     inside = ("", "/config.json", "/release", "/release/data")
     assert before == {f"{partial}{name}" for name in inside}
@@ -86,7 +103,7 @@ def test_bytes_are_on_the_disk_before_the_target_has_its_name(tmp_path, monkeypa
 def test_publishing_what_is_gone_brings_the_target_back(tmp_path):
     target = _target(tmp_path / "hf")
     with pytest.raises(ConversionError, match="cannot put"):
-        publish(tmp_path / ".hf.partial", target)
+        publish(target)
     assert (target / "config.json").read_text() == "old"
     assert os.listdir(tmp_path) == ["hf"]
 

@@ -16,6 +16,8 @@ from patch.config import Rendezvous, RunConfig, schema
 from patch.device import MachineFacts
 from patch.distributed import launch as launch_module
 from patch.distributed.launch import INSISTENCE_S, LOST_RANK_CODE, launch, worker_environments
+from patch.errors import ConfigError
+from patch.storage.lock import hold_run
 
 REPOSITORY = Path(__file__).parents[3]
 MACHINE = MachineFacts(cuda_devices=0, cpu_cores=4)
@@ -114,6 +116,21 @@ def test_each_ranks_share_of_the_cores_is_said_in_one_line(
         "2 thread(s) for each of 2 process(es): its share of 4 usable core(s)",
         "3 thread(s) for each of 2 process(es): the environment's OMP_NUM_THREADS, of 4 usable core(s)",
     ]
+
+
+def test_only_a_run_of_one_machine_looks_whether_its_folder_is_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launchers of several machines belong to one run, whose rank 0 may hold the folder already."""
+    script = write_script(tmp_path, f"open(f'{tmp_path}/ran', 'w').write('yes')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("patch.storage.lock._PATIENCE_S", 0.1)
+    with hold_run(Path("none")):
+        with pytest.raises(ConfigError, match="none is being written by process"):
+            launch_workers(script, 1)
+        assert not (tmp_path / "ran").exists()
+        assert launch(script, [], make_config(1, num_nodes=2), Rendezvous(1), MACHINE) == 0
+        assert (tmp_path / "ran").exists()
 
 
 def test_one_worker_claims_the_error_report(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""What lies on disk, and who writes there; see README.md."""
