@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from pathlib import Path
 
@@ -25,11 +26,12 @@ _MODEL_KEYS = ("decoder.", "embedding.", "output_layer.")
 
 
 def check_files(folder: Path, index: Metadata) -> None:
-    """Every data file is there and as long as the index says.
+    """The description can be read; every data file is there and as long as the index says.
 
     Raises:
         CheckpointError: names the file.
     """
+    _check_description(folder / "metadata.json")
     lengths: dict[str, int] = defaultdict(int)
     for place in index.storage_data.values():
         if Path(place.relative_path).name != place.relative_path:
@@ -44,6 +46,16 @@ def check_files(folder: Path, index: Metadata) -> None:
             raise CheckpointError(
                 f"{path} is truncated: {got} bytes, expected {expected}; take another checkpoint"
             )
+
+
+def _check_description(path: Path) -> None:
+    """Upstream reads it in the middle of a load, and any format but this one by other code."""
+    try:
+        backend = json.loads(path.read_bytes())["sharded_backend"]
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}; take another checkpoint") from error
+    if backend != "torch_dist":
+        raise CheckpointError(f"{path} says sharded_backend {backend!r:.60}, expected 'torch_dist'")
 
 
 def check_fit(folder: Path, index: Metadata, shards: list[ShardedBase], requested: set[str]) -> None:

@@ -11,8 +11,8 @@ import os
 import shutil
 from pathlib import Path
 
-import torch.distributed as dist
-
+from patch.checkpoint.manifest import damage
+from patch.checkpoint.together import from_rank_0
 from patch.config.run_folder import (
     RELEASE,
     TRACKER,
@@ -22,8 +22,8 @@ from patch.config.run_folder import (
     is_legacy,
     is_released,
     lacking_files,
+    read_tracker,
 )
-from patch.distributed.collectives import all_or_none
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 
@@ -31,6 +31,10 @@ _log = get_logger(__name__)
 
 _STAGING = ".tmp"
 _REPLACED = ".old"
+_CURE = (
+    "bring the files back, remove these checkpoints to start from step 1, or give another OUTPUT_BASEPATH "
+    "(position 25)"
+)
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -39,21 +43,24 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 
 
 def latest_iteration(root: Path) -> int | None:
-    """The newest checkpoint below `root`: the tracker's, or else the newest complete folder.
+    """The newest whole checkpoint below `root`: the tracker's, or else the next one, which is said.
 
-    None where nothing was ever saved. Rank 0 looks and all ranks agree: a collective in a job.
+    None where nothing was ever saved. Rank 0 looks and all ranks verify what it finds: a collective in a job.
 
     Raises:
-        CheckpointError: checkpoints were there and none is complete; training must not begin anew over them.
+        CheckpointError: checkpoints were there and none is whole; training must not begin anew over them.
     """
-    if not dist.is_initialized():
-        return _newest(root)
-    found: list[int | None] = [None]
-    with all_or_none():
-        if dist.get_rank() == 0:
-            found = [_newest(root)]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+    damaged: list[str] = []
+    for iteration in from_rank_0(lambda: _candidates(root)):
+        complaint = damage(iteration_folder(root, iteration))
+        if complaint is None:
+            for each in damaged:
+                _log.warning("DAMAGED CHECKPOINT: %s; iteration %d is taken instead", each, iteration)
+            return iteration
+        damaged.append(complaint)
+    if damaged:
+        raise CheckpointError(f"no checkpoint below {root} is whole: {damaged[0]}; {_CURE}")
+    return None
 
 
 def weights_folder(load: Path) -> Path:
@@ -64,11 +71,13 @@ def weights_folder(load: Path) -> Path:
             run's folder. A collective in a job.
 
     Returns:
-        a complete checkpoint, or the folder of a legacy one (`mp_rank_*`).
+        a whole checkpoint, or the folder of a legacy one (`mp_rank_*`).
 
     Raises:
-        CheckpointError: none of them.
+        CheckpointError: none of them, or damaged.
     """
+    if is_complete(load) and (complaint := damage(load)):
+        raise CheckpointError(f"{complaint}: it is not what was saved; take another checkpoint")
     if is_complete(load) or any(load.glob("mp_rank_*")):
         return load
     root = checkpoint_root(load)
@@ -89,7 +98,7 @@ def weights_folder(load: Path) -> Path:
 
 def _legacy_folder(root: Path) -> Path:
     """The tracker's, or the one there is."""
-    tracked = (root / TRACKER).read_text(encoding="ascii").strip() if (root / TRACKER).is_file() else ""
+    tracked = read_tracker(root) or ""
     named = [RELEASE] if tracked == RELEASE else [f"iter_{int(tracked):07d}"] if tracked.isdecimal() else []
     found = [path.parent.name for path in root.glob("*/mp_rank_*")]
     for name in named or sorted(set(found)):
@@ -98,19 +107,18 @@ def _legacy_folder(root: Path) -> Path:
     raise CheckpointError(f"{root / TRACKER} names {tracked}, but there is no {tracked} with mp_rank_* in it")
 
 
-def _newest(root: Path) -> int | None:
+def _candidates(root: Path) -> list[int]:
+    """The iterations whose checkpoints are complete: the tracker's, then the others, the newest first."""
     tracked = _tracked_iteration(root)
-    if tracked is not None and is_complete(iteration_folder(root, tracked)):
-        return tracked
-    newest = max(complete_iterations(root), default=None)
-    if newest is None:
+    complete = sorted(complete_iterations(root), key=lambda iteration: (iteration == tracked, iteration))
+    if not complete:
         _refuse_remains(root)
-        return None
-    _log.warning(
-        "%s names %s, which is no complete checkpoint; the newest complete one is %s",
-        root / TRACKER, tracked, newest,
-    )  # fmt: skip
-    return newest
+    elif complete[-1] != tracked:
+        _log.warning(
+            "%s names %s, which is no complete checkpoint; the newest complete one is %s",
+            root / TRACKER, tracked, complete[-1],
+        )  # fmt: skip
+    return complete[::-1]
 
 
 def _refuse_remains(root: Path) -> None:
@@ -120,8 +128,7 @@ def _refuse_remains(root: Path) -> None:
     if remains:
         raise CheckpointError(
             f"{root} holds {', '.join(remains)} and no complete checkpoint (iter_* with .metadata, common.pt "
-            f"and metadata.json): bring the missing files back (a folder *{_REPLACED} is a checkpoint under "
-            "another name), remove these to start from step 1, or give another OUTPUT_BASEPATH (position 25)"
+            f"and metadata.json; a folder *{_REPLACED} is a checkpoint under another name): {_CURE}"
         )
 
 
@@ -165,8 +172,8 @@ def publish(target: Path) -> None:
 
 def _tracked_iteration(root: Path) -> int | None:
     try:
-        return int((root / TRACKER).read_text(encoding="ascii"))
-    except (FileNotFoundError, ValueError):
+        return int(read_tracker(root) or "")
+    except ValueError:
         return None
 
 

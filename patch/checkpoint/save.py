@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import ChainMap
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
 from patch.checkpoint.folder import iteration_folder, open_staging, publish, staging_folder
+from patch.checkpoint.manifest import contents_of_rank, write_manifest
 from patch.checkpoint.shards import bytes_to_write, copied, gather, shards_of
 from patch.checkpoint.together import fail_together
 from patch.config.run_folder import is_complete
 from patch.errors import CheckpointError
 from patch.logger import get_logger
+from patch.storage.checksums import Content
 
 _log = get_logger(__name__)
 
@@ -49,9 +52,11 @@ def save_checkpoint(
                 _check_space(target, needed)
         with fail_together(f"checkpoint {target} was not written, earlier ones are untouched"):
             dist_checkpointing.save({**copied(sharded_state), **common}, str(staging))
+            written = contents_of_rank(staging, dist.get_rank())
+        contents = dict(ChainMap(*gather(written)))
         with fail_together(f"checkpoint {target} was not written, earlier ones are untouched"):
             if dist.get_rank() == 0:
-                _publish(target)
+                _publish(target, iteration, contents)
     except CheckpointError:
         if dist.get_rank() == 0:
             shutil.rmtree(staging, ignore_errors=True)
@@ -73,7 +78,9 @@ def size_text(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
 
 
-def _publish(target: Path) -> None:
-    if not is_complete(staging_folder(target)):
+def _publish(target: Path, iteration: int, contents: dict[str, Content]) -> None:
+    staging = staging_folder(target)
+    if not is_complete(staging):
         raise CheckpointError(f"checkpoint {target} was not written: its last file, metadata.json, failed")
+    write_manifest(staging, iteration, contents)
     publish(target)

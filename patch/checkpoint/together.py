@@ -1,14 +1,34 @@
-"""All ranks fail, or none."""
+"""All ranks fail, or none; all know what rank 0 knows."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
+import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
 
 from patch.distributed.collectives import all_or_none
 from patch.errors import CheckpointError
+
+_Value = TypeVar("_Value")
+
+
+def from_rank_0(find: Callable[[], _Value]) -> _Value:
+    """What `find` gives on rank 0, on every rank: a collective in a job; outside of one just `find`.
+
+    Raises:
+        Exception: what `find` raises, on all ranks.
+    """
+    if not dist.is_initialized():
+        return find()
+    found: list = [None]
+    with all_or_none():
+        if dist.get_rank() == 0:
+            found = [find()]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
 
 
 @contextmanager

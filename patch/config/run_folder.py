@@ -13,6 +13,7 @@ from pathlib import Path
 
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
+from patch.errors import CheckpointError
 
 RELEASE = "release"
 """In the tracker, and as a folder's name: weights without a training state."""
@@ -45,9 +46,30 @@ def is_legacy(root: Path) -> bool:
 
 
 def is_released(root: Path) -> bool:
-    """Whether `root` is said to hold weights without a training state: a converted model."""
+    """Whether `root` is said to hold weights without a training state: a converted model.
+
+    Raises:
+        CheckpointError: see `read_tracker`.
+    """
+    return read_tracker(root) == RELEASE
+
+
+def read_tracker(root: Path) -> str | None:
+    """What the tracker file below `root` names; None without one.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
     tracker = root / TRACKER
-    return tracker.is_file() and tracker.read_text().strip() == RELEASE
+    try:
+        return tracker.read_text(encoding="utf-8", errors="replace").strip()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise CheckpointError(
+            f"{tracker} cannot be read: {error.strerror}; expected a file with the number of the newest "
+            "checkpoint beside it: remove what is there, or make it readable"
+        ) from error
 
 
 def complete_iterations(root: Path) -> list[int]:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from patch.checkpoint import latest_iteration
+from patch.checkpoint import latest_iteration, weights_folder
 from patch.checkpoint.folder import iteration_folder, open_staging, publish
 from patch.errors import CheckpointError
 
@@ -41,6 +41,17 @@ def test_latest_iteration_falls_back_and_says_so_when_the_tracker_is_wrong(tmp_p
     (tmp_path / TRACKER).write_text(tracked)
     assert latest_iteration(tmp_path) == 10
     assert TRACKER in caplog.text and "10" in caplog.text
+
+
+def test_tracker_that_is_a_folder_is_named_and_one_of_other_bytes_is_none(tmp_path):
+    write_files(iteration_folder(tmp_path, 2))
+    (tmp_path / TRACKER).write_bytes(b"\xff\xfe")
+    assert latest_iteration(tmp_path) == 2 and weights_folder(tmp_path) == iteration_folder(tmp_path, 2)
+    (tmp_path / TRACKER).unlink()
+    (tmp_path / TRACKER).mkdir()
+    for look in (latest_iteration, weights_folder):
+        with pytest.raises(CheckpointError, match=f"{TRACKER} cannot be read: Is a directory.*remove"):
+            look(tmp_path)
 
 
 @pytest.mark.parametrize("remains", ["tracker", "incomplete", "replaced"])

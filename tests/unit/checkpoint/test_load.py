@@ -170,6 +170,17 @@ def test_load_does_not_run_a_planted_payload(root, tmp_path, monkeypatch, name, 
     assert not payload.mark.exists()
 
 
+@pytest.mark.parametrize("content", [b"\xff\xfe garbage", b"[]", b'{"sharded_backend": "zarr"}'])
+def test_load_refuses_a_description_that_is_none_before_it_touches_the_state(root, content):
+    path = iteration_folder(root, 7) / "metadata.json"
+    path.write_bytes(content)
+    values = {key: torch.full_like(tensor, 3) for key, tensor in tensors().items()}
+    with pytest.raises(CheckpointError, match=r"metadata\.json (cannot be read|says)") as refused:
+        load_checkpoint(root, 7, sections(values))
+    assert "unusable" not in str(refused.value)
+    assert all(bool((tensor == 3).all()) for tensor in values.values())
+
+
 def test_load_refuses_an_iteration_that_is_not_there(root):
     with pytest.raises(CheckpointError, match="iter_0000008.*missing"):
         load_checkpoint(root, 8, sections(tensors()))

@@ -1,0 +1,166 @@
+"""A checkpoint that is not what was saved is noticed before it is loaded, and the next whole one taken."""
+
+import json
+import shutil
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_runner import run_distributed
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint, weights_folder
+from patch.checkpoint.folder import iteration_folder
+from patch.errors import CheckpointError
+
+
+def state(value: float, rank: int = 0, world_size: int = 1) -> dict:
+    tensor = torch.full((64, 16), value)
+    return {
+        "model": {"decoder.w": ShardedTensor.from_rank_offsets("decoder.w", tensor, (0, rank, world_size))}
+    }
+
+
+def save_three(root: Path, rank: int = 0, world_size: int = 1) -> None:
+    for iteration in (1, 2, 3):
+        common = {"iteration": iteration}
+        save_checkpoint(root, iteration, state(float(iteration), rank, world_size), common)
+
+
+@pytest.fixture
+def root(one_process: None, tmp_path: Path) -> Path:
+    """Three checkpoints, whose files have the same names and lengths."""
+    save_three(tmp_path)
+    return tmp_path
+
+
+def data(folder: Path) -> Path:
+    return folder / "__0_0.distcp"
+
+
+def change(path: Path, place: int, values: bytes) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[place : place + len(values)] = values
+    path.write_bytes(contents)
+
+
+def flip(path: Path) -> None:
+    contents = path.read_bytes()
+    change(path, len(contents) // 2, bytes([contents[len(contents) // 2] ^ 4]))
+
+
+def replace_folder(folder: Path) -> None:
+    shutil.rmtree(folder)
+    shutil.copytree(folder.with_name("iter_0000002"), folder)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "flipped bit": (lambda folder: flip(data(folder)), "__0_0.distcp has CRC-32"),
+    "zero bytes": (lambda folder: change(data(folder), 1024, bytes(512)), "__0_0.distcp has CRC-32"),
+    "other weights": (
+        lambda folder: shutil.copy(data(folder.with_name("iter_0000002")), folder),
+        "__0_0.distcp has CRC-32",
+    ),
+    "other common.pt": (
+        lambda folder: shutil.copy(folder.with_name("iter_0000002") / "common.pt", folder),
+        "common.pt has CRC-32",
+    ),
+    "other folder": (replace_folder, "was written for iteration 2, not for iter_0000003"),
+    "garbage": (
+        lambda folder: (folder / "metadata.json").write_bytes(b"\xff\x00"),
+        "metadata.json has 2 bytes, expected",
+    ),
+    "index": (lambda folder: flip(folder / ".metadata"), ".metadata has CRC-32"),
+    "missing": (lambda folder: data(folder).unlink(), "__0_0.distcp is missing"),
+    "manifest": (
+        lambda folder: change(folder / "checksums.json", 0, b"["),
+        "checksums.json is no list of checksums",
+    ),
+    "manifest of numbers": (
+        lambda folder: (folder / "checksums.json").write_text("7"),
+        "checksums.json is no list of checksums",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_checkpoint_gives_way_to_the_next_whole_one(root, kind, caplog):
+    spoil, said = DAMAGE[kind]
+    newest = iteration_folder(root, 3)
+    spoil(newest)
+    assert latest_iteration(root) == 2
+    assert said in caplog.text and "iteration 2 is taken instead" in caplog.text
+    with pytest.raises(CheckpointError, match="not what was saved"):
+        weights_folder(newest)
+    assert weights_folder(root) == iteration_folder(root, 2)
+    save_checkpoint(root, 3, state(3.0), {"iteration": 3})
+    assert latest_iteration(root) == 3
+
+
+def test_nothing_whole_is_an_error_that_names_the_newest(root):
+    for iteration in (1, 2, 3):
+        flip(data(iteration_folder(root, iteration)))
+    with pytest.raises(CheckpointError, match=r"iter_0000003/__0_0\.distcp has CRC-32 .*OUTPUT_BASEPATH"):
+        latest_iteration(root)
+
+
+def test_whole_one_beside_a_damaged_tracked_one_may_be_newer(root):
+    (root / "latest_checkpointed_iteration.txt").write_text("2\n")
+    assert latest_iteration(root) == 2
+    flip(data(iteration_folder(root, 2)))
+    assert latest_iteration(root) == 3
+
+
+def test_further_files_and_folders_without_checksums_are_taken(root):
+    newest = iteration_folder(root, 3)
+    (newest / "notes.txt").write_text("mine")
+    assert latest_iteration(root) == 3
+    (newest / "checksums.json").unlink()
+    assert latest_iteration(root) == 3 and weights_folder(newest) == newest
+
+
+def test_every_file_has_its_checksum(root):
+    newest = iteration_folder(root, 3)
+    files = json.loads((newest / "checksums.json").read_text())["files"]
+    expected = {
+        path.name: {"length": path.stat().st_size, "crc32": f"{zlib.crc32(path.read_bytes()):08x}"}
+        for path in newest.iterdir()
+        if path.name != "checksums.json"
+    }
+    assert files == expected and data(newest).name in files
+
+
+def verify_together(rank: int, world_size: int, folder: str) -> tuple[list[str], int | None, float]:
+    """The files that this rank has read, the iteration that was found, and its weight."""
+    import torch.distributed as dist
+
+    from patch import compat
+    from patch.checkpoint import manifest
+
+    compat.apply(cuda=False)
+    root, read, difference = Path(folder), [], manifest.difference
+
+    def noted(path: Path, expected: manifest.Content) -> str | None:
+        read.append(f"{path.parent.name}/{path.name}")
+        return difference(path, expected)
+
+    manifest.difference = noted
+    save_three(root, rank, world_size)
+    if rank == 0:
+        flip(iteration_folder(root, 3) / "__1_0.distcp")
+    dist.barrier()
+    found = latest_iteration(root)
+    target = state(0.0, rank, world_size)
+    load_checkpoint(root, found, target)
+    return read, found, float(target["model"]["decoder.w"].data.mean())
+
+
+def test_ranks_share_the_reading_and_agree(tmp_path):
+    (first, *ours), (second, *theirs) = run_distributed(verify_together, 2, str(tmp_path))
+    assert ours == theirs == [2, 2.0]
+    names = ("__0_0.distcp", "__1_0.distcp", ".metadata", "common.pt", "metadata.json")
+    whole = [name for name in [*first, *second] if name.startswith("iter_0000002")]
+    assert sorted(whole) == sorted(f"iter_0000002/{name}" for name in names)
+    assert all(any(name.startswith("iter_0000002") for name in read) for read in (first, second))
