@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from megatron.core.datasets.utils import Split
 
 from patch.config.schema import RunConfig
+from patch.data.index_files import kept_as_made
 from patch.data.sampler import Sample
 from patch.distributed.collectives import agree
 from patch.errors import DataError
@@ -117,7 +119,9 @@ def _build(prefix: str, config: RunConfig, eod: int | None, is_train: bool) -> P
     documents = np.arange(len(indexed), dtype=np.int32)
     upstream = _upstream_config(prefix, config, cache, eod)
     try:
-        dataset = GPTDataset(indexed, prefix, documents, num_samples, split, upstream)
+        is_maker = not dist.is_initialized() or dist.get_rank() == 0
+        with kept_as_made(cache, split.name) if is_maker else nullcontext():
+            dataset = GPTDataset(indexed, prefix, documents, num_samples, split, upstream)
     except OSError as error:
         raise DataError(
             f"{cache}: the index files of {prefix} cannot be written by rank 0, or read by the others: "

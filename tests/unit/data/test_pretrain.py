@@ -121,6 +121,51 @@ def test_changed_data_of_the_same_size_is_indexed_anew(tmp_path: Path) -> None:
         check_samples(load(tmp_path / "set", run(tmp_path)))
 
 
+def flip_order(folder: Path) -> str:
+    """Change one byte of the order of the samples, as a disk might."""
+    (path,) = (folder / "out" / "data_index").glob("*-train-shuffle_index.npy")
+    contents = bytearray(path.read_bytes())
+    contents[-4] ^= 1
+    path.write_bytes(contents)
+    return path.name
+
+
+@pytest.mark.parametrize("kind", ["flipped bit", "half written", "no checksums", "broken checksums"])
+def test_changed_index_file_is_made_again_with_the_same_order(
+    tmp_path: Path, kind: str, logged: list
+) -> None:
+    write_set(tmp_path / "set", [40, 60])
+    source = load(tmp_path / "set", run(tmp_path))
+    expected = [source[index].tokens.tolist() for index in range(12)]
+    record = tmp_path / "out" / "data_index" / "checksums.json"
+    if kind == "half written":
+        (path,) = record.parent.glob("*-train-shuffle_index.npy")
+        os.truncate(path, path.stat().st_size - 8)
+        record.unlink()
+    elif kind == "no checksums":
+        record.unlink()
+    elif kind == "broken checksums":
+        record.write_text("{")
+    name = flip_order(tmp_path)
+    logged.clear()
+    for _ in range(2):
+        source = load(tmp_path / "set", run(tmp_path))
+        assert [source[index].tokens.tolist() for index in range(12)] == expected
+        assert any(name in message and "made anew" in message for message in logged)
+    assert sum(name in message for message in logged) == 1
+
+
+def test_index_files_of_both_sets_are_left_alone_while_they_are_whole(tmp_path: Path, logged: list) -> None:
+    write_set(tmp_path / "set", [40, 60])
+    folder = tmp_path / "out" / "data_index"
+    for is_train in (True, False, True, False):
+        load(tmp_path / "set", run(tmp_path), is_train=is_train)
+        times = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
+    load(tmp_path / "set", run(tmp_path))
+    assert times == {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")} and len(times) == 6
+    assert not any("made anew" in message for message in logged)
+
+
 def cut(path: Path, size: int) -> None:
     os.truncate(path, size)
 
