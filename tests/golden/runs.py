@@ -19,6 +19,7 @@ from patch.config.schema import RunConfig
 from patch.convert import export_hf, hf_to_mcore, mcore_to_hf
 from patch.data import BatchReader
 from patch.data.indexing import write_indexed
+from patch.distributed.groups import initialize
 from patch.training.setup import Run, build_run
 
 STEPS = {"train_iters": 5, "eval_iters": 1, "reduce_bucket_size": 9000}
@@ -116,7 +117,8 @@ def measure_together(rank: int, world_size: int, folder: Path) -> dict[str, Any]
     found = {}
     for name, changes in DATA.items():
         kind = changes["dataset_type"]
-        run = build_run(_with_data(folder, changes), CPU)
+        config = _with_data(folder, changes)
+        run = build_run(config, CPU, initialize(config, CPU))
         found[f"{kind} training batches"] = _of_batches(run.train_reader, 3)
         found[f"{kind} validation batches"] = _of_batches(run.valid_reader, len(run.valid_reader))
         runs[name] = measure(run)
