@@ -21,8 +21,18 @@ from patch.errors import PatchError, TrainingError
 from patch.training.memory_advice import memory_advice
 
 # Sources of the wording: torch's c10/core/impl/alloc_cpu.cpp, c10/cuda and torch/csrc/distributed/c10d
-# (ProcessGroupNCCL, NCCLUtils, TCPStore); gloo/transport/tcp (pair.cc, unbound_buffer.cc).
-_OUT_OF_MEMORY = ("can't allocate memory", "DefaultCPUAllocator", "out of memory", "Cannot allocate memory")
+# (ProcessGroupNCCL, NCCLUtils, TCPStore); gloo/transport/tcp (pair.cc, unbound_buffer.cc); NCCL's alloc.h.
+_OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "DefaultCPUAllocator",
+    "out of memory",
+    "Cannot allocate memory",
+    # Libraries that allocate beside torch's allocator, and raise a plain RuntimeError.
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "Failed to CUDA calloc",
+    "Failed to CUDA malloc",
+)
 _TIMED_OUT = ("Timed out", "timed out", "Application timeout", "wait timeout", "Watchdog caught collective")
 _LOST = (
     "Connection closed by peer",
@@ -37,6 +47,20 @@ class LostRankError(TrainingError):
     """Another rank ended. It knows why: the launcher prefers that rank's exit code to this one."""
 
     exit_code = LOST_RANK_CODE
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether memory ran out, of a GPU or of the host, in torch or in a library below it.
+
+    An error of ours is none: it says by itself what it is.
+    """
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    if not isinstance(error, RuntimeError) or isinstance(error, PatchError):
+        return False
+    return any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
 @contextmanager
@@ -60,7 +84,7 @@ def explained(config: RunConfig) -> Iterator[None]:
 def _explain(error: RuntimeError | MemoryError | OSError, config: RunConfig) -> TrainingError | None:
     message = str(error)
     reason = (message.strip().splitlines() or [type(error).__name__])[0]
-    if _is_out_of_memory(error, message):
+    if is_out_of_memory(error):
         advice = memory_advice(error, config, MachineFacts.probe())
         return TrainingError(f"this process ran out of memory: {reason}; {advice}")
     if not isinstance(error, RuntimeError):
@@ -79,10 +103,3 @@ def _explain(error: RuntimeError | MemoryError | OSError, config: RunConfig) -> 
             "MASTER_ADDR and MASTER_PORT where there are several machines"
         )
     return None
-
-
-def _is_out_of_memory(error: RuntimeError | MemoryError | OSError, message: str) -> bool:
-    if isinstance(error, OSError):
-        return error.errno == errno.ENOMEM
-    known = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    return known or any(words in message for words in _OUT_OF_MEMORY)

@@ -16,7 +16,7 @@ def memory_advice(error: Exception, config: RunConfig, machine: MachineFacts) ->
     Args:
         error: what says that memory ran out; a GPU's or a simulated one's has a class of its own in torch.
     """
-    if isinstance(error, torch.OutOfMemoryError) or "CUDA" in str(error):
+    if isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in ("CUDA", "CUDNN")):
         return _on_device(config, machine)
     return _on_host(config, machine)
 

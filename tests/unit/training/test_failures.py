@@ -22,7 +22,7 @@ from patch.config import Rendezvous
 from patch.device import MachineFacts
 from patch.distributed.launch import LOST_RANK_CODE, launch
 from patch.errors import DataError, TrainingError
-from patch.training.failures import LostRankError, explained
+from patch.training.failures import LostRankError, explained, is_out_of_memory
 from patch.training.memory_advice import memory_advice
 
 CONFIG = small_run()
@@ -52,6 +52,42 @@ def test_out_of_memory_on_the_host_names_its_cures(fail) -> None:
     assert all(name in str(caught.value) for name in ("BATCH_SIZE", "17 AC", "14 DO"))
     assert "OFFLOAD" not in str(caught.value), "states in host memory are no help there"
     assert caught.value.exit_code == 5 and caught.value.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        "cuDNN error: CUDNN_STATUS_ALLOC_FAILED",
+        "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error, NCCL version 2.29.7\nncclUnhandledCudaError: "
+        "Call to CUDA function failed.\nLast error:\nFailed to CUDA calloc async 608 bytes",
+        "NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error\nncclUnhandledCudaError: Call to "
+        "CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+    ],
+    ids=["cublas", "cudnn", "nccl-calloc", "nccl"],
+)
+def test_out_of_memory_of_a_library_on_a_gpu_names_the_cures_of_the_gpu(message: str) -> None:
+    """The libraries' own words, as torch passes them on: a RuntimeError, of NCCL a DistBackendError."""
+    kind = dist.DistBackendError if message.startswith("NCCL") else RuntimeError
+    assert is_out_of_memory(kind(message))
+    with pytest.raises(TrainingError, match="ran out of memory") as caught, explained(CONFIG):
+        raise kind(message)
+    assert POLICY in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TrainingError("this process ran out of memory: x"),
+        ValueError("out of memory"),
+        OSError(errno.ENOSPC, "out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasSgemm`"),
+        dist.DistBackendError("NCCL error in: x, remote process exited or there was a network error"),
+    ],
+    ids=repr,
+)
+def test_other_errors_are_not_out_of_memory(error: Exception) -> None:
+    assert not is_out_of_memory(error)
 
 
 BATCH, PAD, AC = "3 BATCH_SIZE", "8 PAD_LEN", "17 AC"
