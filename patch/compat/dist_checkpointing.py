@@ -11,7 +11,8 @@ Upstream 0.16.1, all below megatron/core/dist_checkpointing/:
 - strategies/state_dict_saver.py:212-258 asks for a CUDA device and lets an error of rank 0, while it
   writes `.metadata`, leave the other ranks waiting.
 - strategies/common.py:41, validation.py:422: fail on one rank only, with the same end.
-- serialization.py:427 writes the small metadata.json on rank 0, then all ranks meet in a barrier.
+- serialization.py:427 writes the small metadata.json on rank 0, then all ranks meet in a barrier, of which
+  torch warns where no group is bound to a GPU: it takes the current one, which is the right one.
 - strategies/filesystem_async.py:230 calls torch.cuda.synchronize.
 - strategies/torch.py:799 and :138 use torch's deprecated load_state_dict and ShardedTensor, of which every
   load would warn the user; tensor_parallel/mappings.py uses collectives that torch 2.13 renamed.
@@ -134,5 +135,6 @@ def apply(cuda: bool) -> None:
     serialization.save_config = _save_config
     for message in _OLD_NAMES:
         warnings.filterwarnings("ignore", message, FutureWarning)
+    warnings.filterwarnings("ignore", r"barrier\(\): using the device under current context", UserWarning)
     if not cuda:
         replace_torch(filesystem_async.__name__)

@@ -1,4 +1,4 @@
-"""Collectives on small host values: agreement on failure, and sums of counters."""
+"""Collectives on small host values: agreement on failure, sums of counters, a barrier."""
 
 from __future__ import annotations
 
@@ -53,6 +53,11 @@ def all_or_none() -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         failure = error
     agree(failure)
+
+
+def barrier(device: torch.device) -> None:
+    """Wait for all ranks; on a GPU it is this one that meets the others'."""
+    dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def sum_over(group: dist.ProcessGroup, values: list[float], device: torch.device) -> list[float]:

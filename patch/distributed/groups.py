@@ -6,6 +6,7 @@ The rank order is upstream's default: TP fastest, then CP, DP, PP.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -18,22 +19,26 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from patch.config.schema import RunConfig
 from patch.device import DeviceContext
+from patch.distributed.job import join
+from patch.distributed.launch import DETERMINISTIC
 from patch.errors import ConfigError
 
 
 def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollection:
     """Join the job (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), build its groups and seed its generators.
 
+    Deterministic mode is switched on before: NCCL reads its algorithms once, when it starts.
+
     A process group that exists already (a test's, an embedding program's) is used as it is.
 
     Raises:
         ConfigError: the number of processes differs from the one the configuration was resolved for.
+        TrainingError: the job could not be joined.
     """
-    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    if config.training.deterministic_mode:
+        _be_deterministic()
     if not dist.is_initialized():
-        dist.init_process_group(
-            context.backend, timeout=timeout, device_id=context.device if context.is_cuda else None
-        )
+        join(context.backend, timedelta(minutes=config.parallel.distributed_timeout_minutes))
     if dist.get_world_size() != config.world_size:
         raise ConfigError(
             f"this job has {dist.get_world_size()} processes, the configuration expects {config.world_size} "
@@ -50,6 +55,12 @@ def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollect
     # The tracker's generators differ between TP ranks; sequence parallelism and recomputation ask for them.
     model_parallel_cuda_manual_seed(config.training.seed)
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def _be_deterministic() -> None:
+    for name, value in DETERMINISTIC.items():
+        os.environ.setdefault(name, value)
+    torch.use_deterministic_algorithms(True)
 
 
 @contextmanager

@@ -37,6 +37,11 @@ LOST_RANK_CODE = 6
 """What a worker returns that only saw another rank end: the launcher looks for that rank's code instead."""
 # What a worker returns when it is done, or when it obeyed a signal and saved a checkpoint.
 ORDERLY_CODES = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch refuses deterministic matmuls without it
+    "NCCL_ALGO": "^NVLS",  # sums in the switch come in any order
+}
+"""What --deterministic-mode wants in a process's environment before it uses a GPU."""
 # Signals that end training as an error of class 5 does, and what usually sends them.
 _KILLERS: dict[int, str] = {
     signal.SIGKILL: "that the machine ran out of memory",
@@ -110,7 +115,7 @@ def worker_environments(
         # them it would keep gradient reductions from running beside backward.
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.training.deterministic_mode:
-        defaults["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # torch refuses deterministic matmuls without it
+        defaults |= DETERMINISTIC
     shared = {
         "WORLD_SIZE": str(config.world_size),
         "LOCAL_WORLD_SIZE": str(num_local),

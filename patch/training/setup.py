@@ -59,8 +59,6 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
     Raises:
         ConfigError, DataError, CheckpointError, ConversionError: on all ranks or on none.
     """
-    if config.training.deterministic_mode:  # asking for the default loads Inductor
-        torch.use_deterministic_algorithms(True)
     with all_or_none():
         tokenizer = load_tokenizer(config.tokenizer_folder, where("tokenizer_name_or_path"))
     datasets = build_datasets(config, tokenizer)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from patch.config import to_yaml
-from patch.distributed.collectives import max_over_world
+from patch.distributed.collectives import barrier, max_over_world
 from patch.training.display import Display
 from patch.training.metrics import MetricsLog, make_record, measure
 from patch.training.offload import StepTimes
@@ -101,7 +101,7 @@ class Trainer:
         run.optimizer.adam.record_memory("save")
         if self._log is not None:
             self._log.plot()
-        dist.barrier()  # or the other ranks' next step would seem to last as long as the drawing
+        barrier(run.device)  # or the other ranks' next step would seem to last as long as the drawing
 
     @contextmanager
     def _listening(self) -> Iterator[None]:

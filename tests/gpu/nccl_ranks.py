@@ -5,8 +5,8 @@ python tests/gpu/nccl_ranks.py RANK FOLDER
 
 import hashlib
 import json
+import os
 import sys
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ def train(context: DeviceContext, **changes: Any) -> list:
     run = build_seeded_run(
         small_run(
             train_iters=STEPS, global_batch_size=8, clip_grad=0.5, reduce_bucket_size=40_000,
-            optimizer_offload_chunk_size=9_999, **changes,
+            optimizer_offload_chunk_size=9_999, deterministic_mode=True, distributed_timeout_minutes=2,
+            **changes,
         ),
         context=context,
     )  # fmt: skip
@@ -54,14 +55,12 @@ def train(context: DeviceContext, **changes: Any) -> list:
 
 
 def main(rank: int, folder: Path) -> None:
-    """Join the other rank and train."""
-    torch.use_deterministic_algorithms(True)
+    """Train; the first layout joins the other rank at MASTER_PORT, as a run does."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     context = DeviceContext.select(rank % torch.cuda.device_count())
-    store = dist.FileStore(str(folder / "store"), 2)
-    dist.init_process_group(
-        context.backend, store=store, rank=rank, world_size=2, timeout=timedelta(minutes=2)
-    )
-    found = {name: train(context, **changes) for name, changes in LAYOUTS.items()}
+    found: dict[str, list] = {name: train(context, **changes) for name, changes in LAYOUTS.items()}
+    job = dist.distributed_c10d._get_default_group()
+    found["the job"] = [os.environ.get("NCCL_ALGO"), job.bound_device_id]
     if rank == 0:
         (folder / "found.json").write_text(json.dumps(found))
     dist.destroy_process_group()

@@ -5,6 +5,7 @@ On one GPU both share it, which NCCL 2.30 can: LD_PRELOAD its libnccl.so.2 where
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -32,7 +33,11 @@ pytestmark = [
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     folder = tmp_path_factory.mktemp("nccl")
     paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": paths, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    own = {"PYTHONPATH": paths, "MASTER_PORT": port, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    environment = {name: value for name, value in os.environ.items() if name != "NCCL_ALGO"} | own
     ranks = [
         subprocess.Popen(
             [sys.executable, "-W", "ignore", REPOSITORY / "tests/gpu/nccl_ranks.py", str(rank), folder],
@@ -59,3 +64,9 @@ def test_layouts_learn_alike(found: dict[str, list], name: str) -> None:
     expected = found["none, on the device"][:STEPS]
     assert len(set(expected)) == STEPS
     assert found[name][:STEPS] == pytest.approx(expected, rel=1e-4)
+
+
+def test_the_flag_keeps_sums_out_of_the_switch_and_messages_have_communicators_of_their_own(
+    found: dict[str, list],
+) -> None:
+    assert found["the job"] == ["^NVLS", None]

@@ -93,6 +93,15 @@ def test_environment_lets_cublas_be_deterministic_where_it_is_asked() -> None:
     assert "CUBLAS_WORKSPACE_CONFIG" not in only
 
 
+def test_environment_keeps_nccl_from_sums_in_the_switch_where_bits_must_repeat() -> None:
+    """NVLS reductions differ from call to call (pytorch#154880)."""
+    config = make_config(1, deterministic_mode=True)
+    assert worker_environments(config, Rendezvous(), MACHINE, {})[0]["NCCL_ALGO"] == "^NVLS"
+    own = {"NCCL_ALGO": "Ring"}
+    assert worker_environments(config, Rendezvous(), MACHINE, own)[0]["NCCL_ALGO"] == "Ring"
+    assert "NCCL_ALGO" not in worker_environments(make_config(1), Rendezvous(), MACHINE, {})[0]
+
+
 def test_success_is_zero_and_passes_the_flags(tmp_path: Path) -> None:
     script = write_script(tmp_path, f"open(f'{tmp_path}/seen{{rank}}', 'w').write(' '.join(sys.argv[1:]))")
     assert launch_workers(script, 2) == 0

@@ -1,0 +1,118 @@
+"""Joining the job: what is in force before it, and addresses where no job of ours is."""
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_runner import run_distributed
+from small_runs import small_run
+
+from patch import compat
+from patch.device import DeviceContext
+from patch.distributed.groups import initialize
+from patch.training.setup import build_run
+
+REPOSITORY = Path(__file__).parents[3]
+HANG_S = 100
+SOON_S = 30  # 2 s, and what torch is given to say it itself; the machine may be busy
+CPU = DeviceContext(torch.device("cpu"), "gloo")
+
+
+def fail_to_join(rank: int, world_size: int) -> list:
+    """What is set when the job is to be joined, which nobody can without an address."""
+    set_then = []
+    for own in ({}, {"NCCL_ALGO": "Ring"}):
+        dist.destroy_process_group()
+        os.environ.update(own)
+        with pytest.raises(ValueError, match="MASTER_ADDR"):
+            build_run(small_run(deterministic_mode=True), CPU)
+        names = ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG")
+        set_then.append((torch.are_deterministic_algorithms_enabled(), *map(os.environ.get, names)))
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    return set_then
+
+
+def test_deterministic_mode_is_on_before_the_job_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL reads its algorithms when it starts, torch's mode when a group is made; by any launcher."""
+    for name in ("MASTER_ADDR", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.delenv(name, raising=False)
+    (set_then,) = run_distributed(fail_to_join, 1)
+    assert set_then == [(True, "^NVLS", ":4096:8"), (True, "Ring", ":4096:8")]
+
+
+def join_with_a_gpu(rank: int, world_size: int) -> object:
+    dist.destroy_process_group()
+    compat.apply(cuda=False)
+    initialize(small_run(), DeviceContext(torch.device("cuda", 0), "gloo"))
+    return dist.distributed_c10d._get_default_group().bound_device_id
+
+
+def test_groups_are_not_bound_to_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bound group sends every message of a pipeline on its one communicator, behind all else.
+
+    This torch knows no GPU, and refuses to bind to one.
+    """
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", port)
+    assert run_distributed(join_with_a_gpu, 1) == [None]
+
+
+JOIN = """
+import sys, time
+from datetime import timedelta
+from patch.distributed.job import join
+from patch.errors import PatchError
+begin = time.monotonic()
+try:
+    join("gloo", timedelta(seconds=2))
+except PatchError as error:
+    print(error, time.monotonic() - begin, sep="\\n")
+    sys.exit(error.exit_code)
+"""
+
+
+@contextmanager
+def join_at(port: int, rank: int) -> Iterator[subprocess.Popen]:
+    """A process that tries to join a job of two, as this rank."""
+    place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)} | {
+        name: str(of) for name, of in place.items()
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-c", JOIN], env=environment, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+
+
+def test_a_port_without_the_job_ends_the_join_in_time_and_is_named() -> None:
+    """A program that accepts connections and never answers; node 0's own port taken; one that refuses."""
+    with socket.socket() as silent, socket.socket() as refusing:
+        for each in (silent, refusing):
+            each.bind(("127.0.0.1", 0))
+        silent.listen()
+        taken, refused = (each.getsockname()[1] for each in (silent, refusing))
+        with join_at(taken, 1) as waiting, join_at(taken, 0) as unlucky, join_at(refused, 1) as alone:
+            for process, port, reason in (
+                (waiting, taken, "no answer"),
+                (unlucky, taken, "address already in use"),
+                (alone, refused, "timed out"),
+            ):
+                said, _ = process.communicate(timeout=HANG_S)
+                message, seconds = said.splitlines()
+                assert process.returncode == 5
+                assert f"127.0.0.1:{port} (MASTER_ADDR:MASTER_PORT): " in message and reason in message
+                assert "--distributed-timeout-minutes" in message
+                assert float(seconds) < SOON_S
