@@ -31,6 +31,12 @@ class MachineFacts:
     host_memory_bytes: int = 0
     """Host memory that all processes of this machine may use; 0: not known."""
 
+    compute_capability: int = 0
+    """Major number of the first GPU's; 0 without any."""
+
+    gpu_nodes: tuple[int, ...] = ()
+    """The NUMA node of each GPU; -1: not known."""
+
     @staticmethod
     def probe() -> MachineFacts:
         """Look at this machine; imports torch to count the GPUs, where there can be any."""
@@ -39,12 +45,17 @@ class MachineFacts:
             return MachineFacts(cuda_devices=0, cpu_cores=cores, host_memory_bytes=host)
         import torch
 
-        devices = torch.cuda.device_count()
+        gpus = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
         return MachineFacts(
-            cuda_devices=devices,
+            cuda_devices=len(gpus),
             cpu_cores=cores,
-            cuda_memory_bytes=torch.cuda.get_device_properties(0).total_memory if devices else 0,
+            cuda_memory_bytes=gpus[0].total_memory if gpus else 0,
             host_memory_bytes=host,
+            compute_capability=gpus[0].major if gpus else 0,
+            gpu_nodes=tuple(
+                numa_node(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)  # type: ignore[attr-defined]
+                for gpu in gpus
+            ),
         )
 
 
@@ -74,6 +85,18 @@ def usable_memory(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
             text = (folder / name).read_text().strip() if (folder / name).is_file() else "max"
             limits += [int(text)] if text != "max" else []
     return min(limits)
+
+
+def numa_node(domain: int, bus: int, device: int, pci: Path = Path("/sys/bus/pci/devices")) -> int:
+    """The NUMA node that a PCI device is at; -1: not known.
+
+    Args:
+        pci: the folder where Linux describes them.
+    """
+    try:
+        return int((pci / f"{domain:04x}:{bus:02x}:{device:02x}.0" / "numa_node").read_text())
+    except OSError:
+        return -1
 
 
 def _own_cgroups(cgroups: Path, own: Path, controller: str) -> list[Path]:

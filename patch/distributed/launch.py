@@ -21,6 +21,7 @@ from pathlib import Path
 
 from patch.config import Rendezvous, RunConfig
 from patch.device import MachineFacts
+from patch.distributed.affinity import cores_of_workers
 from patch.logger import get_logger
 from patch.storage.lock import refuse_held_run
 
@@ -37,6 +38,8 @@ LOST_RANK_CODE = 6
 """What a worker returns that only saw another rank end: the launcher looks for that rank's code instead."""
 # What a worker returns when it is done, or when it obeyed a signal and saved a checkpoint.
 ORDERLY_CODES = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+BLACKWELL = 10
+"""Major compute capability."""
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch refuses deterministic matmuls without it
     "NCCL_ALGO": "^NVLS",  # sums in the switch come in any order
@@ -73,6 +76,11 @@ def launch(
         refuse_held_run(Path(config.checkpoint.output_path))
     environments = worker_environments(config, rendezvous, machine, os.environ)
     _logger.info("%s", _threads(environments[0]["OMP_NUM_THREADS"], config, machine))
+    cores = cores_of_workers(machine, len(environments))
+    if cores:
+        _logger.info(
+            "each process is bound to its NUMA node: %d core(s) and the memory beside", len(cores[0])
+        )
     supervisor = Supervisor()
     with (
         tempfile.TemporaryDirectory(prefix="patch-launch-") as folder,
@@ -80,8 +88,9 @@ def launch(
     ):
         claim = str(Path(folder) / "error_was_shown")
         try:
-            for environment in environments:
-                supervisor.start([sys.executable, str(script), *flags], {**environment, _CLAIM: claim})
+            for local, environment in enumerate(environments):
+                command = [sys.executable, str(script), *flags]
+                supervisor.start(command, {**environment, _CLAIM: claim}, cores[local] if cores else None)
             return supervisor.wait()
         finally:
             supervisor.kill()
@@ -110,9 +119,10 @@ def worker_environments(
         "RAYON_NUM_THREADS": share_of_cores,
         "TOKENIZERS_PARALLELISM": "true",  # no worker forks, which is what tokenizers' threads do not survive
     }
-    if config.parallel.tensor_model_parallel_size > 1:
+    if config.parallel.tensor_model_parallel_size > 1 and machine.compute_capability < BLACKWELL:
         # megatron-core's tensor-parallel layers rely on one queue for the order of their kernels; without
-        # them it would keep gradient reductions from running beside backward.
+        # them it would keep gradient reductions from running beside backward. Blackwell needs no such help
+        # (Megatron-LM's megatron/training/arguments.py, validate_args).
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.training.deterministic_mode:
         defaults |= DETERMINISTIC
@@ -160,10 +170,15 @@ class Supervisor:
         """Remember a signal; safe inside a signal handler."""
         self._signals.append((number, time.monotonic()))
 
-    def start(self, command: Sequence[str], environment: dict[str, str]) -> None:
+    def start(
+        self, command: Sequence[str], environment: dict[str, str], cores: set[int] | None = None
+    ) -> None:
         """Start the next local rank. Rank 0 has the terminal; of the others only stderr is shown.
 
         A session of its own keeps Ctrl-C from reaching a worker twice: from the terminal and from us.
+
+        Args:
+            cores: where it and its threads may run; None: wherever the launcher may.
         """
         launcher = os.getpid()
         self._workers.append(
@@ -173,7 +188,7 @@ class Supervisor:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL if self._workers else None,
                 start_new_session=True,
-                preexec_fn=lambda: _die_with(launcher),
+                preexec_fn=lambda: _begin(launcher, cores),
             )
         )
 
@@ -260,11 +275,13 @@ def _describe(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" + (f"; the usual reason is {reason}" if reason else "")
 
 
-def _die_with(launcher: int) -> None:
-    """In the new process: have the kernel kill it when the launcher dies in whatever way."""
+def _begin(launcher: int, cores: set[int] | None) -> None:
+    """In the new process: have the kernel kill it when the launcher dies in whatever way; bind it."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # it died before the kernel was asked
         os._exit(1)
+    if cores:
+        os.sched_setaffinity(0, cores)
 
 
 @contextmanager

@@ -66,8 +66,8 @@ class NativeAdam:
     """The update in C++ on CPU tensors.
 
     Args:
-        num_threads: threads of one update, the caller's included; None: torch's number, at most the cores
-            this process may use, asked anew at each update.
+        num_threads: threads of one update, the caller's included; None: the function of that name, asked
+            anew at each update.
         instruction_set: one of INSTRUCTION_SETS, for tests; None: the best this CPU has.
     Raises:
         BuildError: no compiler, or no folder to build in.
@@ -86,9 +86,19 @@ class NativeAdam:
         table = (_Segment * len(segments))(*map(_row, segments))
         decay = scalars.decay(False), scalars.decay(True)
         constants = _Scalars(scalars.constants(), decay, scalars.is_decoupled)
-        threads = self._num_threads or min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+        threads = self._num_threads or num_threads(beside_gpu=torch.cuda.is_initialized())
         self._library.adam_update(table, len(segments), constants, threads, self._set)
         copy_other_weights(segments)
+
+
+def num_threads(*, beside_gpu: bool) -> int:
+    """Threads of an update: torch's number, at most the cores this process may use.
+
+    Args:
+        beside_gpu: another thread launches kernels at the same time. A core is left to it, or the GPU waits.
+    """
+    usable = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+    return max(1, usable - 1 if beside_gpu else usable)
 
 
 def _row(segment: Segment) -> _Segment:

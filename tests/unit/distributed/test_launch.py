@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from patch.config import Rendezvous, RunConfig, schema
 from patch.device import MachineFacts
 from patch.distributed import launch as launch_module
-from patch.distributed.launch import INSISTENCE_S, LOST_RANK_CODE, launch, worker_environments
+from patch.distributed.launch import INSISTENCE_S, LOST_RANK_CODE, Supervisor, launch, worker_environments
 from patch.errors import ConfigError
 from patch.storage.lock import hold_run
 
@@ -100,6 +101,30 @@ def test_environment_keeps_nccl_from_sums_in_the_switch_where_bits_must_repeat()
     own = {"NCCL_ALGO": "Ring"}
     assert worker_environments(config, Rendezvous(), MACHINE, own)[0]["NCCL_ALGO"] == "Ring"
     assert "NCCL_ALGO" not in worker_environments(make_config(1), Rendezvous(), MACHINE, {})[0]
+
+
+@pytest.mark.parametrize(
+    ("tp", "capability", "expected"), [(1, 9, None), (2, 0, "1"), (2, 9, "1"), (2, 10, None), (2, 12, None)]
+)
+def test_environment_has_one_queue_where_tensor_parallel_layers_need_it(
+    tp: int, capability: int, expected: str | None
+) -> None:
+    """Up to Hopper: Blackwell keeps the order by itself."""
+    config = make_config(2)
+    config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=tp))
+    machine = MachineFacts(cuda_devices=2, cpu_cores=4, compute_capability=capability)
+    environment = worker_environments(config, Rendezvous(), machine, {})[0]
+    assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+
+
+def test_worker_keeps_to_its_cores(tmp_path: Path) -> None:
+    body = f"open(f'{tmp_path}/cores', 'w').write(str(os.sched_getaffinity(0)))"
+    core = max(os.sched_getaffinity(0))
+    supervisor = Supervisor()
+    command = [sys.executable, str(write_script(tmp_path, body))]
+    supervisor.start(command, {**os.environ, "RANK": "0"}, {core})
+    assert supervisor.wait() == 0
+    assert (tmp_path / "cores").read_text() == str({core})
 
 
 def test_success_is_zero_and_passes_the_flags(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import torch
 from adam_cases import FORMS, SIZES, assert_equal, bits_after, make_segments, scalars
 
 from patch.optimizer.kernels import Segment, States
-from patch.optimizer.kernels.native import INSTRUCTION_SETS, NativeAdam, load
+from patch.optimizer.kernels.native import INSTRUCTION_SETS, NativeAdam, load, num_threads
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
 GRADIENTS = (torch.float32, torch.bfloat16)
@@ -117,3 +117,14 @@ def test_what_no_pointer_may_point_at_is_refused(wrong):
 def test_scale_and_step_are_those_of_the_call():
     first, second = (bits_after(NativeAdam(), [_large(99)], replace(scalars(), step=step)) for step in (1, 2))
     assert (first[1] != second[1]).any()
+
+
+def test_beside_a_gpu_a_core_is_left_to_the_thread_that_launches_kernels(monkeypatch):
+    before = torch.get_num_threads()
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(4)))
+    try:
+        for threads, alone, beside in ((8, 4, 3), (3, 3, 2), (1, 1, 1)):
+            torch.set_num_threads(threads)
+            assert (num_threads(beside_gpu=False), num_threads(beside_gpu=True)) == (alone, beside)
+    finally:
+        torch.set_num_threads(before)
