@@ -8,6 +8,7 @@ run under a torchrun or srun of the user's own.
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import signal
 import socket
@@ -31,6 +32,8 @@ POLL_S = 0.1
 # After a failure the other ranks get this long to report the true cause of their own, then this long to end.
 SETTLE_S = 2.0
 GRACE_S = 10.0
+END_S = 120.0
+"""How long a worker that is done may take to leave its groups and end."""
 # A signal that comes again after this long is meant: the workers are ended without a checkpoint.
 INSISTENCE_S = 3.0
 PATCH_ERROR_CODES = range(2, 6)
@@ -50,7 +53,8 @@ _KILLERS: dict[int, str] = {
     signal.SIGKILL: "that the machine ran out of memory",
     signal.SIGABRT: "a collective that waited longer than --distributed-timeout-minutes (NCCL's watchdog)",
 }
-_CLAIM = "PATCH_ERROR_CLAIM"
+_FOLDER = "PATCH_LAUNCH_FOLDER"
+"""Variable with the folder of files through which workers tell each other and the launcher."""
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -81,31 +85,49 @@ def launch(
         _logger.info(
             "each process is bound to its NUMA node: %d core(s) and the memory beside", len(cores[0])
         )
-    supervisor = Supervisor()
-    with (
-        tempfile.TemporaryDirectory(prefix="patch-launch-") as folder,
-        _telling(supervisor.note_signal),
-    ):
-        claim = str(Path(folder) / "error_was_shown")
-        try:
-            for local, environment in enumerate(environments):
-                command = [sys.executable, str(script), *flags]
-                supervisor.start(command, {**environment, _CLAIM: claim}, cores[local] if cores else None)
-            return supervisor.wait()
-        finally:
-            supervisor.kill()
+    with tempfile.TemporaryDirectory(prefix="patch-launch-") as folder:
+        supervisor = Supervisor(Path(folder))
+        with _telling(supervisor.note_signal):
+            return _run_all(supervisor, [sys.executable, str(script), *flags], environments, cores)
+
+
+def _run_all(
+    supervisor: Supervisor,
+    command: list[str],
+    environments: list[dict[str, str]],
+    cores: list[set[int]] | None,
+) -> int:
+    try:
+        for local, environment in enumerate(environments):
+            supervisor.start(command, environment, cores[local] if cores else None)
+        return supervisor.wait()
+    finally:
+        supervisor.kill()
 
 
 def claim_error_report() -> bool:
     """Whether this worker is the first on its machine to show an error, which all workers tend to share."""
-    claim = os.environ.get(_CLAIM)
-    if claim is None:  # not started by `launch`
+    folder = os.environ.get(_FOLDER)
+    if folder is None:  # not started by `launch`
         return True
     try:
-        Path(claim).touch(exist_ok=False)
+        Path(folder, "error_was_shown").touch(exist_ok=False)
     except OSError:
         return False
     return True
+
+
+def announce_end(code: int) -> None:
+    """This worker is done, all files are written: it will end with `code`, within END_S.
+
+    What is left can wait for ever, with the interpreter's lock: groups and their store join threads when they
+    are destroyed, the interpreter joins its own. Where it takes longer, a thread without Python shows where
+    every thread stands and ends the process. The launcher takes `code` then, too.
+    """
+    folder = os.environ.get(_FOLDER)
+    if folder is not None:
+        Path(folder, f"code_{os.environ['LOCAL_RANK']}").write_text(str(code))
+    faulthandler.dump_traceback_later(END_S, exit=True)
 
 
 def worker_environments(
@@ -155,10 +177,13 @@ def _free_port(address: str) -> int:
 class Supervisor:
     """The worker processes of this machine. Signals are only recorded when they come; `wait` acts on them."""
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
         self._signals: list[tuple[int, float]] = []
         """Number and time of each signal."""
         self._workers: list[subprocess.Popen[bytes]] = []
+        self._codes: dict[int, int] = {}
+        """Local rank to exit code, of those that have ended."""
         self._failures: dict[int, int] = {}
         """Local rank to return code, in the order of failing."""
         self._failed_at = 0.0
@@ -184,7 +209,7 @@ class Supervisor:
         self._workers.append(
             subprocess.Popen(
                 command,
-                env=environment,
+                env={**environment, _FOLDER: str(self._folder)},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL if self._workers else None,
                 start_new_session=True,
@@ -208,8 +233,8 @@ class Supervisor:
 
     def _note_ends(self) -> bool:
         """Record workers that failed since the last look; whether any still runs."""
-        for local_rank, worker in enumerate(self._workers):
-            code = worker.poll()
+        for local_rank in range(len(self._workers)):
+            code = self._code_of(local_rank)
             if code is None or code in ORDERLY_CODES or local_rank in self._failures:
                 continue
             if not self._failures:
@@ -218,7 +243,25 @@ class Supervisor:
                 if not (obeyed or self._given_up):
                     _logger.error("local rank %d ended: %s", local_rank, _describe(code))
             self._failures[local_rank] = code
-        return any(worker.returncode is None for worker in self._workers)
+        return len(self._codes) < len(self._workers)
+
+    def _code_of(self, local_rank: int) -> int | None:
+        """The exit code of a worker: the one that it announced, where it did; None while it runs."""
+        if local_rank in self._codes:
+            return self._codes[local_rank]
+        worker, announced = self._workers[local_rank], self._folder / f"code_{local_rank}"
+        code = worker.poll()
+        text = announced.read_text() if announced.exists() else ""
+        if code is None:
+            if text and time.time() - announced.stat().st_mtime > END_S + GRACE_S:
+                worker.kill()
+            return None
+        self._codes[local_rank] = int(text or code)
+        if self._codes[local_rank] != code:
+            _logger.warning(
+                "local rank %d was done and did not end by itself: %s", local_rank, _describe(code)
+            )
+        return self._codes[local_rank]
 
     def _obey_signals(self) -> None:
         if not self._signals:
@@ -256,7 +299,7 @@ class Supervisor:
     def _exit_code(self) -> int:
         failures = list(self._failures.values())
         if not failures:
-            return max(worker.returncode for worker in self._workers)
+            return max(self._codes.values())
         if self._given_up:
             return 128 + self._signals[0][0]
         causes = [code for code in failures if code != LOST_RANK_CODE]

@@ -17,7 +17,8 @@ from patch.convert import export_hf
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_or_none
 from patch.distributed.groups import initialize, shutdown
-from patch.errors import CheckpointError
+from patch.distributed.launch import announce_end
+from patch.errors import CheckpointError, PatchError
 from patch.logger import configure_logging, get_logger
 from patch.storage.lock import hold_run
 from patch.training.failures import explained
@@ -30,13 +31,19 @@ _log = get_logger(__name__)
 def run(config: RunConfig) -> None:
     """Train as `config` says, in the process that RANK, LOCAL_RANK and WORLD_SIZE describe.
 
+    The process is to end then, which it has END_S for.
+
     Raises:
         PatchError: what the user can cure; its exit_code is the worker's.
         SystemExit: 128 + the signal's number, after a checkpoint was saved.
     """
     configure_logging()
-    with explained(config):
-        stopped_by = _train(config)
+    try:
+        with explained(config):
+            stopped_by = _train(config)
+    except Exception as error:
+        announce_end(error.exit_code if isinstance(error, PatchError) else 1)
+        raise
     if stopped_by:
         _log.info("stopped by signal %d after saving a checkpoint; the same command resumes", stopped_by)
         sys.exit(128 + stopped_by)
@@ -54,7 +61,8 @@ def _train(config: RunConfig) -> int:
         stopped_by = Trainer(this_run).train()
         if not stopped_by and config.checkpoint.export_hf:
             _export(this_run)
-        shutdown()
+    announce_end(128 + stopped_by if stopped_by else 0)
+    shutdown()
     return stopped_by
 
 

@@ -120,7 +120,7 @@ def test_environment_has_one_queue_where_tensor_parallel_layers_need_it(
 def test_worker_keeps_to_its_cores(tmp_path: Path) -> None:
     body = f"open(f'{tmp_path}/cores', 'w').write(str(os.sched_getaffinity(0)))"
     core = max(os.sched_getaffinity(0))
-    supervisor = Supervisor()
+    supervisor = Supervisor(tmp_path)
     command = [sys.executable, str(write_script(tmp_path, body))]
     supervisor.start(command, {**os.environ, "RANK": "0"}, {core})
     assert supervisor.wait() == 0
@@ -216,6 +216,38 @@ def test_failed_worker_ends_one_that_ignores_sigterm(tmp_path: Path, short_waits
     begin = time.monotonic()
     assert launch_workers(write_script(tmp_path, body), 2) == 3
     assert time.monotonic() - begin < 10
+
+
+ENDLESS = f"""
+sys.path.insert(0, {str(REPOSITORY)!r})
+import ctypes
+from patch.distributed import launch
+def wait_for_ever():
+    ctypes.PyDLL(None).sleep(120)  # as a destructor that joins a thread: with the interpreter's lock
+"""
+
+
+def test_worker_that_is_done_and_does_not_end_is_ended_with_its_code_and_shows_where_it_stood(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    body = f"{ENDLESS}\nlaunch.END_S = 1\nlaunch.announce_end((0, 3)[rank])\nwait_for_ever()"
+    begin = time.monotonic()
+    assert launch_workers(write_script(tmp_path, body), 2) == 3
+    assert time.monotonic() - begin < 60
+    assert "in wait_for_ever" in capfd.readouterr().err
+    assert "local rank 0 was done and did not end by itself" in caplog.text
+
+
+def test_worker_that_is_done_and_cannot_end_itself_is_ended_with_its_code(
+    tmp_path: Path, short_waits: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the interpreter's end nothing of it can."""
+    monkeypatch.setattr(launch_module, "END_S", 0.5)
+    cancelled = "launch.faulthandler.cancel_dump_traceback_later()"
+    body = f"{ENDLESS}\nlaunch.announce_end(0)\n{cancelled}\nwait_for_ever()"
+    begin = time.monotonic()
+    assert launch_workers(write_script(tmp_path, body), 1) == 0
+    assert time.monotonic() - begin < 60
 
 
 def start_launcher(script: Path, num_local: int) -> subprocess.Popen:

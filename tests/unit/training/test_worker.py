@@ -1,20 +1,21 @@
-"""A worker enters a run's folder only where no other run writes it, whoever started it."""
+"""A worker enters a run's folder that nobody else writes; the launcher knows its code before its end."""
 
+import faulthandler
 import os
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 from distributed_runner import run_distributed
 from small_runs import small_run
 
 from patch.config.schema import RunConfig
-from patch.errors import ConfigError
+from patch.errors import ConfigError, PatchError
 from patch.storage.lock import hold_run
+from patch.training import run
 
 
 def enter(rank: int, world_size: int, config: RunConfig) -> str:
-    from patch.training.worker import run
-
     with pytest.raises(ConfigError) as refused:
         run(config)
     return str(refused.value)
@@ -28,3 +29,18 @@ def test_workers_of_a_second_run_all_end_before_anything_is_written(tmp_path: Pa
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
     assert f"out is being written by process {os.getpid()} on " in first
     assert second == f"rank 0: {first}"
+
+
+def fail(rank: int, world_size: int) -> int:
+    """The code of a run without a tokenizer."""
+    with pytest.raises(PatchError) as caught:
+        run(small_run(output_path=os.environ["PATCH_LAUNCH_FOLDER"]))
+    faulthandler.cancel_dump_traceback_later()
+    assert dist.is_initialized(), "it waits for nobody"
+    return caught.value.exit_code
+
+
+def test_worker_that_fails_announces_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATCH_LAUNCH_FOLDER", str(tmp_path))
+    (code,) = run_distributed(fail, 1)
+    assert (tmp_path / "code_0").read_text() == str(code)
