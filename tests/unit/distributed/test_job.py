@@ -17,7 +17,6 @@ from small_runs import small_run
 from patch import compat
 from patch.device import DeviceContext
 from patch.distributed.groups import initialize
-from patch.training.setup import build_run
 
 REPOSITORY = Path(__file__).parents[3]
 HANG_S = 100
@@ -32,7 +31,7 @@ def fail_to_join(rank: int, world_size: int) -> list:
         dist.destroy_process_group()
         os.environ.update(own)
         with pytest.raises(ValueError, match="MASTER_ADDR"):
-            build_run(small_run(deterministic_mode=True), CPU)
+            initialize(small_run(deterministic_mode=True), CPU)
         names = ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG")
         set_then.append((torch.are_deterministic_algorithms_enabled(), *map(os.environ.get, names)))
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)

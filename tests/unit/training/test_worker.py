@@ -34,7 +34,7 @@ def test_workers_of_a_second_run_all_end_before_anything_is_written(tmp_path: Pa
 def fail(rank: int, world_size: int) -> int:
     """The code of a run without a tokenizer."""
     with pytest.raises(PatchError) as caught:
-        run(small_run(output_path=os.environ["PATCH_LAUNCH_FOLDER"]))
+        run(small_run(output_path=os.environ["PATCH_LAUNCH_FOLDER"], train_data_path=__file__))
     faulthandler.cancel_dump_traceback_later()
     assert dist.is_initialized(), "it waits for nobody"
     return caught.value.exit_code
