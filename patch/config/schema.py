@@ -100,7 +100,7 @@ class ParallelConfig:
     )
     nnodes: int = flag("machines", 1)
     nproc_per_node: int = flag("processes on this machine")
-    distributed_timeout_minutes: int = flag("a collective that waits longer than this ends the run", 30)
+    distributed_timeout_minutes: int = flag("a collective, or a start, that waits longer ends the run", 30)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

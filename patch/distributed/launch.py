@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import faulthandler
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -23,6 +24,7 @@ from pathlib import Path
 from patch.config import Rendezvous, RunConfig
 from patch.device import MachineFacts
 from patch.distributed.affinity import cores_of_workers
+from patch.errors import ConfigError
 from patch.logger import get_logger
 from patch.storage.lock import refuse_held_run
 
@@ -55,6 +57,7 @@ _KILLERS: dict[int, str] = {
 }
 _FOLDER = "PATCH_LAUNCH_FOLDER"
 """Variable with the folder of files through which workers tell each other and the launcher."""
+_EPHEMERAL_PORTS, _LOWEST_PORT = Path("/proc/sys/net/ipv4/ip_local_port_range"), 10_000
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -169,9 +172,17 @@ def _threads(count: str, config: RunConfig, machine: MachineFacts) -> str:
 
 
 def _free_port(address: str) -> int:
-    with socket.socket() as probe:
-        probe.bind((address, 0))
-        return int(probe.getsockname()[1])
+    """A free port below those that the kernel gives to whoever asks for any: rank 0 listens seconds later."""
+    lowest = int(_EPHEMERAL_PORTS.read_text().split()[0]) if _EPHEMERAL_PORTS.exists() else 0
+    candidates = range(_LOWEST_PORT, max(lowest, _LOWEST_PORT))
+    for port in [*random.sample(candidates, min(len(candidates), 100)), 0]:
+        with socket.socket() as probe:
+            try:
+                probe.bind((address, port))
+            except OSError:
+                continue
+            return int(probe.getsockname()[1])
+    raise ConfigError(f"no free port on {address}; give MASTER_ADDR and MASTER_PORT")
 
 
 class Supervisor:

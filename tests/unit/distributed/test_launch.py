@@ -5,6 +5,7 @@ Run as a program this file is a launcher: `python test_launch.py SCRIPT NUM_WORK
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -101,6 +102,15 @@ def test_environment_keeps_nccl_from_sums_in_the_switch_where_bits_must_repeat()
     own = {"NCCL_ALGO": "Ring"}
     assert worker_environments(config, Rendezvous(), MACHINE, own)[0]["NCCL_ALGO"] == "Ring"
     assert "NCCL_ALGO" not in worker_environments(make_config(1), Rendezvous(), MACHINE, {})[0]
+
+
+def test_port_of_the_job_is_none_that_the_kernel_gives_away_before_rank_0_listens() -> None:
+    lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    for _ in range(20):
+        port = int(worker_environments(make_config(1), Rendezvous(), MACHINE, {})[0]["MASTER_PORT"])
+        assert not lowest <= port <= highest
+        with socket.socket() as rank_0:
+            rank_0.bind(("127.0.0.1", port))
 
 
 @pytest.mark.parametrize(
