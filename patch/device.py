@@ -11,7 +11,7 @@ import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
@@ -160,6 +160,13 @@ class DeviceContext:
             return DeviceContext(torch.device("cpu"), "gloo")
         torch.cuda.set_device(local_rank)
         return DeviceContext(torch.device("cuda", local_rank), "nccl")
+
+
+def streams_of(device: torch.device) -> Any:
+    """`torch.cuda`, or for the CPU `torch.cpu`, whose streams do nothing: all is done at the call there."""
+    import torch
+
+    return torch.get_device_module(device)
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

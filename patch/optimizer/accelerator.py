@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch
 
+from patch.device import streams_of
 from patch.distributed.flat import Pending
 from patch.optimizer.kernels import AdamKernel, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
@@ -104,16 +105,17 @@ class CudaAccelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.kernel = adam_kernel(device)
-        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._streams = streams_of(device)
+        self._down, self._up = self._streams.Stream(device), self._streams.Stream(device)
 
     def enter(self) -> None:
         """Leaving a stream's block would make GPU 0 current otherwise, and cost its memory for a context."""
-        torch.cuda.set_device(self.device)
+        self._streams.set_device(self.device)
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """(numel,) zeros on the device."""
         buffer = torch.zeros(numel, dtype=dtype, device=self.device)
-        self._up.wait_stream(torch.cuda.current_stream(self.device))  # before any copy to it
+        self._up.wait_stream(self._streams.current_stream(self.device))  # before any copy to it
         return buffer
 
     def free(self, buffer: torch.Tensor) -> None:
@@ -129,18 +131,18 @@ class CudaAccelerator:
 
     def follow(self, after: Pending | None = None) -> None:
         """Let the downward stream wait."""
-        self._down.wait_stream(torch.cuda.current_stream(self.device))
+        self._down.wait_stream(self._streams.current_stream(self.device))
         if after is not None:
-            with torch.cuda.stream(self._down):
+            with self._streams.stream(self._down):
                 after.join()
 
     def to_host(self, copies: Copies) -> Mark:
         """Copy on the downward stream."""
-        return _copy(copies, self._down)
+        return self._copy(copies, self._down)
 
     def to_device(self, copies: Copies) -> Mark:
         """Copy on the upward stream."""
-        return _copy(copies, self._up)
+        return self._copy(copies, self._up)
 
     def usable_bytes(self) -> int:
         """What is free, and what torch holds already."""
@@ -157,13 +159,12 @@ class CudaAccelerator:
         """Nothing: torch's allocator keeps count."""
         return nullcontext()
 
-
-def _copy(copies: Copies, stream: torch.cuda.Stream) -> Mark:
-    with torch.cuda.stream(stream):
-        for source, target in copies:
-            target.copy_(source, non_blocking=True)
-    # Whoever waits for it sleeps: the kernel's other threads have work for the core.
-    return stream.record_event(torch.cuda.Event(blocking=True))
+    def _copy(self, copies: Copies, stream: torch.cuda.Stream) -> Mark:
+        with self._streams.stream(stream):
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+        # Whoever waits for it sleeps: the kernel's other threads have work for the core.
+        return stream.record_event(self._streams.Event(blocking=True))
 
 
 UNLIMITED = sys.maxsize

@@ -86,7 +86,7 @@ class GradientBuckets:
         self._rank = 0 if level == "none" else group.rank()
         self.buckets = self._make_buckets(extents)
         self.on_backward: Callable[[], None] = lambda: None
-        """Called before the first gradient of each micro-batch."""
+        """Called before the first gradient of each micro-batch, or the zeros of a step that has none."""
         self.on_final: Callable[[int, Pending | None], None] = lambda index, after: None
         """Called with a bucket's index when its shard is final, or, with what it waits for, will be."""
         self.on_launch: Callable[[int], None] | None = None
@@ -144,9 +144,11 @@ class GradientBuckets:
         self.flush()
         while self._travelling:
             self._arrive(self._travelling.popleft())
-        for bucket in self.buckets:
-            if bucket.is_shard_empty:  # a step without backward
-                bucket.shard.zero_()
+        untouched = [bucket for bucket in self.buckets if bucket.is_shard_empty]  # a step without backward
+        if untouched:
+            self.on_backward()
+        for bucket in untouched:
+            bucket.shard.zero_()
 
     def _make_buckets(self, extents: list[BucketRange]) -> list[Bucket]:
         """Cut the gradient memory: full buffers, or shards of accumulation alone."""

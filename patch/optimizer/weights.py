@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from patch.device import streams_of
 from patch.distributed.flat import Pending, WaitClock, start_all_gather
 from patch.optimizer.layout import BucketRange
 
@@ -60,7 +61,8 @@ class FlatWeights:
         like = parameters[0].detach()
         self.flat = like.new_zeros(extents[-1].end)
         # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
-        self._aside = torch.cuda.Stream(like.device) if like.is_cuda and num_shards > 1 else None
+        self._streams = streams_of(like.device)
+        self._aside = self._streams.Stream(like.device) if num_shards > 1 else None
         bucket_of = {}
         with torch.no_grad():
             for index, extent in enumerate(extents):
@@ -88,7 +90,7 @@ class FlatWeights:
         Returns at once. All ranks renew buckets in the same order.
         """
         if self._aside is not None:
-            self._aside.wait_stream(torch.cuda.current_stream())
+            self._aside.wait_stream(self._streams.current_stream())
         self._updating.append(index)
         self._send()
 
@@ -110,7 +112,7 @@ class FlatWeights:
         """Start the gathers whose turn has come; those up to bucket `until` are waited for."""
         while self._updating:
             index = self._updating[0]
-            with nullcontext() if self._aside is None else torch.cuda.stream(self._aside):
+            with nullcontext() if self._aside is None else self._streams.stream(self._aside):
                 if not self._arrive(index, block=until in self._updating):
                     return
                 self._updating.popleft()

@@ -1,0 +1,393 @@
+"""A device on the CPU that keeps CUDA's order: streams are queues, and the host runs ahead of them.
+
+Inside `with device:` every torch operation on the device's tensors is only queued, on the current stream, and
+reads and writes its tensors when it *executes*; until then a result is NaN. What executes when is up to an
+adversary that keeps to the two promises that CUDA gives: a stream is strictly in order, and waits for events.
+
+    LATE             nothing before somebody waits for it, and then no more than that
+    COPIES_FIRST     every stream but the compute stream as soon as it may
+    COMPUTE_FIRST    the compute stream as soon as it may, everything else late
+    a seed           a random interleaving
+    AT_ONCE          everything at the call: no adversary, the reference
+
+The host's worker threads are adversaries too (`Workers`): a job is run when somebody waits for its result, or
+at random. All of it happens in one thread, so that a run repeats itself.
+
+A device has the face of `torch.cuda` as far as the optimizer needs it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from patch.distributed.flat import Pending
+from patch.optimizer.accelerator import CudaAccelerator
+from patch.optimizer.kernels import AdamScalars, Segment
+from patch.optimizer.kernels.native import NativeAdam
+from patch.optimizer.kernels.numpy_adam import NumpyAdam
+
+LATE, COPIES_FIRST, COMPUTE_FIRST, AT_ONCE = "late", "copies first", "compute first", "at once"
+Order = str | int
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, blocking: bool = False) -> None:
+        self.stream: Stream | None = None
+        self.position = 0
+
+    def query(self) -> bool:
+        return self.stream is None or self.stream.num_done >= self.position
+
+    def synchronize(self) -> None:
+        if self.stream is not None:
+            self.stream.run_to(self.position)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        assert self.stream is not None
+        (stream or self.stream.device.current_stream()).wait_event(self)
+
+
+class Stream:
+    """What was queued and has not run, in order."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+        self.tasks: deque[Callable[[], Any] | Event] = deque()
+        self.num_done = 0
+
+    def queue(self, task: Callable[[], Any] | Event) -> None:
+        self.tasks.append(task)
+        self.device.tick()
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.stream, event.position = self, self.num_done + len(self.tasks)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.queue(event)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.wait_event(other.record_event())
+
+    def synchronize(self) -> None:
+        self.run_to(self.num_done + len(self.tasks))
+
+    def run_to(self, position: int) -> None:
+        """Execute no more than is needed to come to a position."""
+        while self.num_done < position:
+            if isinstance(self.tasks[0], Event):
+                self.tasks[0].synchronize()
+            self.step()
+
+    def step(self) -> bool:
+        """Execute what comes next; False where that must wait, or there is nothing."""
+        if not self.tasks or (isinstance(self.tasks[0], Event) and not self.tasks[0].query()):
+            return False
+        task = self.tasks.popleft()
+        if not isinstance(task, Event):
+            with self.device.executing():
+                task()
+        self.num_done += 1
+        return True
+
+
+class FakeDevice(TorchDispatchMode):
+    """See above.
+
+    Args:
+        order: what executes when.
+    """
+
+    def __init__(self, order: Order) -> None:
+        super().__init__()
+        self.order = order
+        self._random = random.Random(order)
+        self._storages: dict[int, torch.UntypedStorage] = {}
+        self._pinned: dict[int, torch.UntypedStorage] = {}
+        """Both are held, so that no address comes twice."""
+        self._is_executing = self._is_ticking = False
+        self.compute, self.comm = Stream(self), Stream(self)
+        self._current = self.compute
+        self._others = [self.comm]
+
+    # The face of torch.cuda.
+
+    Event = Event
+
+    def Stream(self, device: torch.device | None = None) -> Stream:  # noqa: N802
+        self._others.append(Stream(self))
+        return self._others[-1]
+
+    def current_stream(self, device: torch.device | None = None) -> Stream:
+        return self._current
+
+    @contextmanager
+    def stream(self, stream: Stream) -> Iterator[None]:
+        before, self._current = self._current, stream
+        try:
+            yield
+        finally:
+            self._current = before
+
+    def set_device(self, device: torch.device) -> None:
+        """There is one."""
+
+    # What executes when.
+
+    def tick(self) -> None:
+        """Something was queued: execute what the adversary likes."""
+        if self._is_ticking:
+            return
+        self._is_ticking = True
+        if self.order == COPIES_FIRST:
+            self.run_others()
+        elif self.order == COMPUTE_FIRST:
+            self.compute.synchronize()
+        elif self.order == AT_ONCE:
+            for stream in (self.compute, *self._others):
+                stream.synchronize()
+        elif self.order != LATE:
+            for _ in range(self._random.choice((0, 0, 1, 2, 8))):
+                self._random.choice([self.compute, *self._others]).step()
+        self._is_ticking = False
+
+    def chance(self) -> bool:
+        """Whether a worker that may go on does so now."""
+        return isinstance(self.order, int) and self._random.random() < 0.3
+
+    def run_others(self) -> None:
+        """Execute what may be executed without the compute stream's going on."""
+        while any([stream.step() for stream in self._others]):
+            pass
+
+    @contextmanager
+    def executing(self) -> Iterator[None]:
+        """Inside, operations take place at once."""
+        before, self._is_executing = self._is_executing, True
+        try:
+            with torch.no_grad():
+                yield
+        finally:
+            self._is_executing = before
+
+    # Memory.
+
+    def adopt(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Take tensors for the device's."""
+        for tensor in tensors:
+            storage = tensor.untyped_storage()
+            self._storages[storage.data_ptr()] = storage
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._storages
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Host memory full of NaN."""
+        buffer = torch.frombuffer(
+            bytearray(b"\xff" * max(1, numel * dtype.itemsize)), dtype=dtype, count=numel
+        )
+        self._pinned[buffer.untyped_storage().data_ptr()] = buffer.untyped_storage()
+        return buffer
+
+    def _is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._pinned
+
+    # Operations.
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        if self._is_executing or (tensors and not any(map(self.holds, tensors))):
+            return func(*args, **kwargs)
+        if func is torch.ops.aten.copy_.default:
+            return self._copy(*args)
+        if func.namespace == "c10d" or func in _FOR_THE_HOST:
+            self._current.synchronize()
+            return func(*args, **kwargs)
+        written = _written(func, args, kwargs)
+        if written:
+            assert all(map(self.holds, written)), f"{func} writes to the host"
+            self._queue(func, args, kwargs)
+            return written[0] if len(func._schema.returns) == 1 else written
+        # Views; and results, of which only the shape is known.
+        results = func(*args, **kwargs)
+        own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        fresh = [r for r in tree_leaves(results) if r.untyped_storage().data_ptr() not in own]
+        if fresh:
+            self.adopt(fresh)
+            for result in fresh:
+                result.fill_(float("nan") if result.is_floating_point() else 0)
+            self._queue(func, args, kwargs, [result.data for result in fresh])
+        return results
+
+    def _queue(self, func: Any, args: Any, kwargs: Any, into: Sequence[torch.Tensor] = ()) -> None:
+        # `.data` has a version of its own: autograd is not to take an execution for a change in place.
+        args, kwargs = tree_map(lambda a: a.data if isinstance(a, torch.Tensor) else a, (args, kwargs))
+
+        def execute() -> None:
+            results = tree_leaves(func(*args, **kwargs))
+            for target, result in zip(into, results if into else (), strict=True):
+                target.copy_(result)
+
+        self._current.queue(execute)
+
+    def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        """Between pinned memory and the device as it comes; pageable memory holds the host up."""
+        copy = torch.ops.aten.copy_.default
+        if not self.holds(source) and not (non_blocking and self._is_pinned(source)):
+            source = source.clone()
+        if self.holds(target) or (non_blocking and self._is_pinned(target)):
+            self._queue(copy, (target, source), {})
+            return target
+        self._current.synchronize()
+        return copy(target, source)
+
+    # Two ranks that hold the same, of which this is one: the other's messages equal its own.
+
+    def _collective(self, run: Callable[[], Any]) -> Pending:
+        self.comm.wait_stream(self._current)
+        self.comm.queue(run)
+        return Pending([_Work(self.comm.record_event())])  # type: ignore[list-item]
+
+    def start_all_reduce(self, buffer: torch.Tensor, group: Any) -> Pending:
+        return self._collective(lambda: buffer.data.mul_(2))
+
+    def start_reduce_scatter(self, buffer: torch.Tensor, out: torch.Tensor, group: Any) -> Pending:
+        begin = group.rank() * out.numel()
+        return self._collective(lambda: out.data.copy_(2 * buffer.data[begin : begin + out.numel()]))
+
+    def start_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, group: Any) -> Pending:
+        return self._collective(lambda: [part.copy_(shard.data) for part in buffer.data.chunk(group.size())])
+
+
+_aten = torch.ops.aten
+_FOR_THE_HOST = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default)
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
+    """What an operation writes in place."""
+    found: list[torch.Tensor] = []
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return found
+
+
+class _Work:
+    """A collective on the device."""
+
+    def __init__(self, end: Event) -> None:
+        self._end = end
+
+    def wait(self) -> None:
+        self._end.wait()
+
+
+class FakeAccelerator(CudaAccelerator):
+    """The product's own streams and copies, on a fake device."""
+
+    def __init__(self, fake: FakeDevice) -> None:
+        super().__init__(torch.device("cpu"))
+        self._fake = fake
+        self.kernel = _DeviceKernel(fake)
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._fake.pinned(numel, dtype)
+
+    def usable_bytes(self) -> int:
+        return 1 << 40
+
+    def take_peak(self) -> int:
+        return 0
+
+
+class _DeviceKernel:
+    """Adam on the current stream."""
+
+    def __init__(self, fake: FakeDevice) -> None:
+        self._fake, self._kernel = fake, NumpyAdam()
+
+    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
+        self._fake.current_stream().queue(lambda: self._kernel.update(segments, scalars))
+
+
+class HostKernel:
+    """Adam on the host, which must not touch the device's memory; `numels` of its updates."""
+
+    def __init__(self, fake: FakeDevice) -> None:
+        self._fake, self._kernel = fake, NativeAdam()
+        self.numels: list[int] = []
+        self.faults = 0
+
+    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
+        touched = [t for s in segments for t in tree_leaves(s) if isinstance(t, torch.Tensor)]
+        self.faults += any(map(self._fake.holds, touched))
+        self.numels.append(sum(segment.grad.numel() for segment in segments))
+        with self._fake.executing():
+            self._kernel.update(segments, scalars)
+
+
+class Workers:
+    """`ThreadPoolExecutor`s whose jobs run, in order, when somebody waits for them, or at random."""
+
+    def __init__(self, fake: FakeDevice) -> None:
+        self._fake = fake
+
+    def __call__(self, max_workers: int, name: str, initializer: Callable[[], None]) -> _Worker:
+        return _Worker(self._fake)
+
+
+class _Worker:
+    def __init__(self, fake: FakeDevice) -> None:
+        self.fake = fake
+        self._jobs: deque[tuple[_Job, Callable[..., Any], tuple]] = deque()
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> _Job:
+        while self._jobs and self.fake.chance():
+            self.run_next()
+        job = _Job(self)
+        self._jobs.append((job, function, arguments))
+        return job
+
+    def run_next(self) -> None:
+        job, function, arguments = self._jobs.popleft()
+        if job.set_running_or_notify_cancel():
+            try:
+                with self.fake.stream(self.fake.compute):
+                    job.set_result(function(*arguments))
+            except Exception as error:
+                job.set_exception(error)
+
+
+class _Job(Future):
+    def __init__(self, worker: _Worker) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def result(self, timeout: float | None = None) -> Any:
+        while not super().done():
+            self._worker.run_next()
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        while not super().done():
+            self._worker.run_next()
+        return super().exception()
+
+    def done(self) -> bool:
+        while not super().done() and self._worker.fake.chance():
+            self._worker.run_next()
+        return super().done()

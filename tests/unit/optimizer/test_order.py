@@ -1,0 +1,192 @@
+"""Every wait of the optimizer, on a device that executes what it is given as late, or as early, as it may.
+
+The product's own code runs on the fake device: hooks, buckets, weights, chunks, CudaAccelerator's streams.
+What comes out must be what states on the device give where everything takes place at the call.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_runner import run_distributed
+from fake_device import (
+    AT_ONCE,
+    COMPUTE_FIRST,
+    COPIES_FIRST,
+    LATE,
+    FakeAccelerator,
+    FakeDevice,
+    HostKernel,
+    Order,
+    Workers,
+)
+from optimizer_runs import LR, OddModel, accumulate, data_parallel_groups, make_steps, weights_of
+
+from patch.config.schema import OptimizerConfig
+from patch.optimizer import (
+    OverlappedDistributedOptimizer,
+    accelerator,
+    buckets,
+    host_update,
+    transfer,
+    weights,
+)
+from patch.optimizer.accelerator import UNLIMITED
+from patch.optimizer.hybrid_adam import Offload
+from patch.optimizer.placement import Memory, Move, Placed
+
+NUM_STEPS, CHUNK = 10, 90
+ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2)
+CLIPPED, FREE = 0.3, 0.0
+CASES = [
+    ("none", torch.bfloat16, FREE),
+    ("optimizer", torch.float16, CLIPPED),
+    ("gradients", torch.float32, FREE),
+]
+TIGHT = 20 * CHUNK * 12
+"""Host memory for the states, and hardly more: the buffers that updates share go round."""
+
+
+class RandomPolicy:
+    """Before some steps, some chunks go anywhere."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def moves(self, chunks: Sequence[Placed], memory: Memory) -> list[Move]:
+        if self._random.random() < 0.5:
+            return []
+        wanted = [Move(chunk, self._random.random() < 0.8, "chance") for chunk in chunks]
+        return [move for move in wanted if move.to_host != move.chunk.is_on_host]
+
+
+class Shortened(OddModel):
+    """Leaves out its last layer where it is told to."""
+
+    is_short = False
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.first(batch)).square().mean() if self.is_short else super().forward(batch)
+
+
+@contextmanager
+def on(fake: FakeDevice) -> Iterator[HostKernel]:
+    """The optimizer built and used inside works on the fake device."""
+    kernel = HostKernel(fake)
+    with ExitStack() as stack:
+        for module in (accelerator, weights):
+            stack.enter_context(mock.patch.object(module, "streams_of", lambda device: fake))
+        for module in (host_update, transfer):
+            stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", Workers(fake)))
+        stack.enter_context(mock.patch.object(host_update, "adam_kernel", lambda device: kernel))
+        stack.enter_context(mock.patch.object(transfer, "_PIECE", 128))
+        stack.enter_context(collectives_of(fake))
+        stack.enter_context(fake)
+        yield kernel
+
+
+@contextmanager
+def collectives_of(fake: FakeDevice) -> Iterator[None]:
+    with (
+        mock.patch.object(buckets, "start_all_reduce", fake.start_all_reduce),
+        mock.patch.object(buckets, "start_reduce_scatter", fake.start_reduce_scatter),
+        mock.patch.object(weights, "start_all_gather", fake.start_all_gather),
+    ):
+        yield
+
+
+def build(
+    model: torch.nn.Module, level: str, clip_grad: float, offload: Offload | None
+) -> OverlappedDistributedOptimizer:
+    groups = data_parallel_groups()
+    if level != "none":
+        groups.dp_cp = dist.ProcessGroup(1, 2)
+    config = OptimizerConfig(lr=LR, clip_grad=clip_grad, reduce_bucket_size=200, initial_loss_scale=1024.0)
+    optimizer = OverlappedDistributedOptimizer([model], config, level, groups, offload)
+    optimizer.gradients._can_wait_elsewhere = True
+    return optimizer
+
+
+def late_sums(optimizer: OverlappedDistributedOptimizer) -> None:
+    """What other ranks add to gradients that are final late."""
+    for shard in optimizer.adam.shards:
+        for run in shard.runs:
+            if run.is_late:
+                shard.gradient[run.begin : run.end].mul_(3.0)
+
+
+def train(
+    level: str, dtype: torch.dtype, clip_grad: float, offload: Offload | None, fake: FakeDevice
+) -> dict[str, Any]:
+    """Norms, losses and weights of steps of all kinds."""
+    with fake.executing():
+        model, other = Shortened(dtype=dtype), OddModel(seed=7, dtype=dtype)
+        steps = [[batch.to(dtype) for batch in step[0]] for step in make_steps(NUM_STEPS, 1, 2)]
+    model.last.bias.shared_embedding = True
+    fake.adopt(list(model.parameters()))
+    optimizer = build(model, level, clip_grad, offload)
+    norms, losses = [], []
+    for index, step in enumerate(steps):
+        optimizer.place()
+        model.is_short = index % 3 == 1
+        if index == 5:
+            model.load_state_dict(other.state_dict())
+            optimizer.take_weights()
+        accumulate(model, optimizer, [] if index == 8 else step)  # 8: without backward
+        with torch.no_grad():
+            late_sums(optimizer)
+        if index % 4 == 2:  # a step that is not taken
+            continue
+        norms.append(optimizer.gradient_norm())
+        optimizer.step(norms[-1])
+        if index == 4:
+            with torch.no_grad():
+                losses.append(model(step[0]))
+    optimizer.wait_for_weights()
+    fake.compute.synchronize()
+    with fake.executing():
+        return {"norms": norms, "losses": [loss.item() for loss in losses], "weights": weights_of(model)}
+
+
+def faked(order: Order, host_bytes: int, *case: Any) -> dict[str, Any]:
+    fake = FakeDevice(order)
+    with on(fake) as kernel:
+        offload = Offload(FakeAccelerator(fake), RandomPolicy(str(order)), CHUNK, host_bytes)  # type: ignore[arg-type]
+        found = train(*case, offload, fake)
+    return found | {"faults": kernel.faults, "updates": len(kernel.numels)}
+
+
+def run_all(rank: int, world_size: int) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for case in CASES:
+        reference = FakeDevice(AT_ONCE)
+        with collectives_of(reference):
+            found[case] = train(*case, None, reference)
+        for order in ORDERS:
+            for host_bytes in (UNLIMITED, TIGHT):
+                found[case, order, host_bytes] = faked(order, host_bytes, *case)
+    return found
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[Any, Any]:
+    return run_distributed(run_all, 1)[0]
+
+
+@pytest.mark.parametrize("host_bytes", [UNLIMITED, TIGHT])
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_no_order_of_execution_changes_a_bit(
+    outcomes: dict, case: tuple, order: Order, host_bytes: int
+) -> None:
+    expected, ours = outcomes[case], outcomes[case, order, host_bytes]
+    assert ours["norms"] == expected["norms"] and ours["losses"] == expected["losses"]
+    for name, weight in expected["weights"].items():
+        assert np.isfinite(weight).all() and np.array_equal(ours["weights"][name], weight), name
+    assert not ours["faults"] and ours["updates"] > 20
