@@ -10,8 +10,7 @@ adversary that keeps to the two promises that CUDA gives: a stream is strictly i
     a seed           a random interleaving
     AT_ONCE          everything at the call: no adversary, the reference
 
-The host's worker threads are adversaries too (`Workers`): a job is run when somebody waits for its result, or
-at random. All of it happens in one thread, so that a run repeats itself.
+All of it happens in one thread, so that a run repeats itself.
 
 A device has the face of `torch.cuda` as far as the optimizer needs it.
 """
@@ -21,7 +20,6 @@ from __future__ import annotations
 import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,10 +28,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from patch.distributed.flat import Pending
-from patch.optimizer.accelerator import CudaAccelerator
-from patch.optimizer.kernels import AdamScalars, Segment
-from patch.optimizer.kernels.native import NativeAdam
-from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
 LATE, COPIES_FIRST, COMPUTE_FIRST, AT_ONCE = "late", "copies first", "compute first", "at once"
 Order = str | int
@@ -294,100 +288,3 @@ class _Work:
 
     def wait(self) -> None:
         self._end.wait()
-
-
-class FakeAccelerator(CudaAccelerator):
-    """The product's own streams and copies, on a fake device."""
-
-    def __init__(self, fake: FakeDevice) -> None:
-        super().__init__(torch.device("cpu"))
-        self._fake = fake
-        self.kernel = _DeviceKernel(fake)
-
-    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        return self._fake.pinned(numel, dtype)
-
-    def usable_bytes(self) -> int:
-        return 1 << 40
-
-    def take_peak(self) -> int:
-        return 0
-
-
-class _DeviceKernel:
-    """Adam on the current stream."""
-
-    def __init__(self, fake: FakeDevice) -> None:
-        self._fake, self._kernel = fake, NumpyAdam()
-
-    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
-        self._fake.current_stream().queue(lambda: self._kernel.update(segments, scalars))
-
-
-class HostKernel:
-    """Adam on the host, which must not touch the device's memory; `numels` of its updates."""
-
-    def __init__(self, fake: FakeDevice) -> None:
-        self._fake, self._kernel = fake, NativeAdam()
-        self.numels: list[int] = []
-        self.faults = 0
-
-    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
-        touched = [t for s in segments for t in tree_leaves(s) if isinstance(t, torch.Tensor)]
-        self.faults += any(map(self._fake.holds, touched))
-        self.numels.append(sum(segment.grad.numel() for segment in segments))
-        with self._fake.executing():
-            self._kernel.update(segments, scalars)
-
-
-class Workers:
-    """`ThreadPoolExecutor`s whose jobs run, in order, when somebody waits for them, or at random."""
-
-    def __init__(self, fake: FakeDevice) -> None:
-        self._fake = fake
-
-    def __call__(self, max_workers: int, name: str, initializer: Callable[[], None]) -> _Worker:
-        return _Worker(self._fake)
-
-
-class _Worker:
-    def __init__(self, fake: FakeDevice) -> None:
-        self.fake = fake
-        self._jobs: deque[tuple[_Job, Callable[..., Any], tuple]] = deque()
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> _Job:
-        while self._jobs and self.fake.chance():
-            self.run_next()
-        job = _Job(self)
-        self._jobs.append((job, function, arguments))
-        return job
-
-    def run_next(self) -> None:
-        job, function, arguments = self._jobs.popleft()
-        if job.set_running_or_notify_cancel():
-            try:
-                with self.fake.stream(self.fake.compute):
-                    job.set_result(function(*arguments))
-            except Exception as error:
-                job.set_exception(error)
-
-
-class _Job(Future):
-    def __init__(self, worker: _Worker) -> None:
-        super().__init__()
-        self._worker = worker
-
-    def result(self, timeout: float | None = None) -> Any:
-        while not super().done():
-            self._worker.run_next()
-        return super().result()
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        while not super().done():
-            self._worker.run_next()
-        return super().exception()
-
-    def done(self) -> bool:
-        while not super().done() and self._worker.fake.chance():
-            self._worker.run_next()
-        return super().done()

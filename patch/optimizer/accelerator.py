@@ -3,7 +3,7 @@
     CudaAccelerator        a GPU: copies run on streams of their own, from and to pinned rings
     SimulatedAccelerator   CPU memory with a budget, so that placement is trained and tested without a GPU
 
-A `Mark` is a point in the stream of copies: the host, or a stream, waits for it.
+A `Mark` is a point in a stream: the host, or another stream, waits for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Copies = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 
 class Mark(Protocol):
-    """The end of some copies."""
+    """The end of some work."""
 
     def synchronize(self) -> None:
         """Let the host wait for it."""
@@ -52,11 +52,11 @@ class Accelerator(Protocol):
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """(numel,) host memory, exactly that much, that copies go to and from at full speed."""
 
-    def follow(self, after: Pending | None = None) -> None:
-        """Let later copies to the host wait for what compute has been given, and the collective `after`."""
+    def mark(self, after: Pending | None = None) -> Mark:
+        """The end of what compute has been given, and of the collective `after`."""
 
-    def to_host(self, copies: Copies) -> Mark:
-        """Copy when all that was followed is done."""
+    def to_host(self, copies: Copies, after: Mark) -> Mark:
+        """Copy when `after` is done, and all copies to the host that were asked for before."""
 
     def to_device(self, copies: Copies) -> Mark:
         """Copy at once."""
@@ -106,7 +106,7 @@ class CudaAccelerator:
         self.device = device
         self.kernel = adam_kernel(device)
         self._streams = streams_of(device)
-        self._down, self._up = self._streams.Stream(device), self._streams.Stream(device)
+        self._down, self._up, self._aside = (self._streams.Stream(device) for _ in range(3))
 
     def enter(self) -> None:
         """Leaving a stream's block would make GPU 0 current otherwise, and cost its memory for a context."""
@@ -129,15 +129,20 @@ class CudaAccelerator:
         pages.register(buffer.data_ptr())
         return buffer
 
-    def follow(self, after: Pending | None = None) -> None:
-        """Let the downward stream wait."""
-        self._down.wait_stream(self._streams.current_stream(self.device))
-        if after is not None:
-            with self._streams.stream(self._down):
-                after.join()
+    def mark(self, after: Pending | None = None) -> Mark:
+        """Compute goes on beside a collective, so another stream waits for both."""
+        compute = self._streams.current_stream(self.device)
+        if after is None:
+            return compute.record_event()
+        self._aside.wait_stream(compute)
+        with self._streams.stream(self._aside):
+            after.join()
+        return self._aside.record_event()
 
-    def to_host(self, copies: Copies) -> Mark:
-        """Copy on the downward stream."""
+    def to_host(self, copies: Copies, after: Mark) -> Mark:
+        """Copy on the downward stream. It waits for no later mark than this: a stream is a queue."""
+        with self._streams.stream(self._down):
+            after.wait()
         return self._copy(copies, self._down)
 
     def to_device(self, copies: Copies) -> Mark:
@@ -176,7 +181,7 @@ class SimulatedOutOfMemory(torch.OutOfMemoryError):
 
 
 class _Done:
-    """The mark of copies that are made at once."""
+    """The mark of what is done at once."""
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -231,12 +236,13 @@ class SimulatedAccelerator:
         """(numel,) of host memory."""
         return torch.empty(numel, dtype=dtype)
 
-    def follow(self, after: Pending | None = None) -> None:
-        """Wait: this thread's work is done."""
+    def mark(self, after: Pending | None = None) -> Mark:
+        """Wait for the collective: this thread's work is done."""
         if after is not None:
             after.join()
+        return _Done()
 
-    def to_host(self, copies: Copies) -> Mark:
+    def to_host(self, copies: Copies, after: Mark) -> Mark:
         """Copy at once."""
         return self.to_device(copies)
 

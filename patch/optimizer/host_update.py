@@ -2,11 +2,12 @@
 
     gradient final on the device -> copied to the host -> Adam kernel -> new weights copied back
 
-One worker thread does all of it, and has a chunk's inputs brought while it updates the one before. While
-backward still runs, chunks whose gradients are final are updated *speculatively*: with the scale that no
-clipping gives, into a shadow of their states. When the norm says so, the shadow takes the place of the
-states (an exchange of buffers), else it is forgotten and the chunk updated like any other; either way the
-bits are those of the plain order.
+Copies to the host are queued while backward runs, as soon as the host knows what they are to wait for: those
+for which there are pinned buffers, the others when the one worker thread, which updates, gives buffers back.
+While backward still runs, some of these chunks are updated *speculatively*: with the scale that no clipping
+gives, into a shadow of their states. When the norm says so, the shadow takes the place of the states (an
+exchange of buffers), else it is forgotten and the chunk updated like any other; either way the bits are those
+of the plain order. What the worker has not begun by then is done in the order in which weights are needed.
 
 Idea of a speculative step: SuperOffload (arXiv:2509.21271), there with a rollback that is not exact.
 """
@@ -15,9 +16,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from contextlib import contextmanager
+from itertools import islice
+from threading import Lock
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -27,10 +31,13 @@ from patch.optimizer.chunk import HOST, Chunk, StateChunk
 from patch.optimizer.kernels import AdamScalars, Segment, States, adam_kernel
 from patch.optimizer.shard import Shard
 
-# Of the chunks on the host, at most this share is updated speculatively: the bound of the shadows' memory.
+# Of the chunks on the host, at most this share is updated speculatively.
 _SHADOW_SHARE = 0.5
+# Of the host memory that states leave, what shadows may take, and what pinned inputs may.
+_SHADOW_BYTES, _INPUT_BYTES = 0.5, 0.25
 # It pauses while it failed in more than this share of recent steps; how fast older steps are forgotten.
 _MAX_FAILURES, _MEMORY = 0.2, 0.9
+_Buffers = TypeVar("_Buffers")
 
 
 def kernel_states(chunks: Mapping[str, Chunk], place: slice, weight: torch.Tensor) -> States:
@@ -66,10 +73,9 @@ class _Results:
 class _Update:
     """One chunk's update in one step."""
 
-    def __init__(self, chunk: StateChunk, scalars: AdamScalars) -> None:
-        self.chunk, self.scalars = chunk, scalars
-        self.is_wanted = True
-        """Not yet known to be made with wrong scalars."""
+    def __init__(self, chunk: StateChunk, final: Mark) -> None:
+        self.chunk, self.final = chunk, final
+        """`final`: the point at which its gradients are."""
         self.inputs: _Inputs | None = None
         self.arrived: Mark | None = None
         """The end of the copies to `inputs`."""
@@ -89,7 +95,7 @@ class HostUpdates:
         dtypes: of the states that a chunk holds.
         size: elements of a chunk.
         accelerator: the device that gradients come from and weights go to.
-        shadow_bytes: the most that shadows may hold.
+        spare_bytes: host memory of this process that states leave.
     """
 
     def __init__(
@@ -98,22 +104,29 @@ class HostUpdates:
         dtypes: Mapping[str, torch.dtype],
         size: int,
         accelerator: Accelerator,
-        shadow_bytes: int,
+        spare_bytes: int,
     ) -> None:
         self._shards, self._dtypes, self._size = shards, dtypes, size
         self._accelerator = accelerator
-        written = [*dtypes.values(), shards[0].weight.dtype]
-        self._max_shadows = shadow_bytes // (size * sum(dtype.itemsize for dtype in written))
+        gradient, weight = shards[0].gradient.dtype, shards[0].weight.dtype
+        shadow_bytes = size * sum(dtype.itemsize for dtype in (*dtypes.values(), weight))
+        self._max_shadows = int(_SHADOW_BYTES * spare_bytes) // shadow_bytes
+        input_bytes = size * (gradient.itemsize + weight.itemsize)
+        self._max_inputs = 2 + int(_INPUT_BYTES * spare_bytes) // input_bytes
         self._kernel = adam_kernel(torch.device("cpu"))
         self._worker = ThreadPoolExecutor(1, "host-adam", initializer=accelerator.enter)
+        self._lock = Lock()
+        """Of `_inputs` and `_order`."""
         self._inputs: deque[_Inputs] = deque()
-        """Those that no update under way has."""
+        """Those that no update has."""
+        self._order: deque[_Update] = deque()
+        """Updates of this step that the worker has not begun, in the order in which it will, or may."""
         self._plain: deque[_Results] = deque()
         self._shadows: deque[_Results] = deque()
         """Those that no update of this step has."""
-        self._queue: deque[_Update] = deque()
-        """Updates that the worker has not begun, in the order of its jobs."""
         self._expected: AdamScalars | None = None
+        self._final: dict[StateChunk, _Update] = {}
+        """Chunks whose gradients are known to be final in the step under way."""
         self._speculated: dict[StateChunk, _Speculation] = {}
         self._written: dict[StateChunk, Future[Mark]] = {}
         self.failures = 0.0
@@ -122,64 +135,87 @@ class HostUpdates:
         """How long the worker has updated, and how long others have waited for it."""
 
     def prepare(self, num_chunks: int) -> None:
-        """Have buffers for `num_chunks` chunks on the host, and the shadows they want; between two steps."""
+        """Have buffers for `num_chunks` chunks on the host; between two steps."""
         arguments = self._size, self._shards[0], self._accelerator
         while len(self._plain) < min(2, num_chunks):
-            self._inputs.append(_Inputs(*arguments))
             self._plain.append(_Results(*arguments))
+        _resize(self._inputs, min(num_chunks, self._max_inputs), lambda: _Inputs(*arguments))
         wanted = min(int(num_chunks * _SHADOW_SHARE), self._max_shadows)
-        while len(self._shadows) > wanted:
-            self._shadows.pop()
-        while len(self._shadows) < wanted:
-            results = _Results(*arguments)
-            results.shadow = {name: Chunk(self._size, HOST, dtype) for name, dtype in self._dtypes.items()}
-            self._shadows.append(results)
+        _resize(self._shadows, wanted, self._make_shadow)
+
+    def _make_shadow(self) -> _Results:
+        results = _Results(self._size, self._shards[0], self._accelerator)
+        results.shadow = {name: Chunk(self._size, HOST, dtype) for name, dtype in self._dtypes.items()}
+        return results
 
     def expect(self, scalars: AdamScalars) -> None:
         """Begin a step that will probably update with these scalars: no clipping."""
         self._expected = scalars
 
-    def speculate(self, chunk: StateChunk, after: Pending | None) -> None:
-        """Update a chunk whose gradients are final once `after` is done, into a shadow; returns at once.
+    def bring(self, chunk: StateChunk, after: Pending | None) -> None:
+        """The gradients of a chunk are final once `after` is done: have them copied to the host then.
 
-        Nothing happens where no shadow is free, or where speculation failed too often of late.
+        It is updated into a shadow where one is free and speculation has not failed too often of late.
+        Returns at once.
         """
-        if self.failures >= _MAX_FAILURES or not self._shadows:
-            return
         assert self._expected is not None
-        self._accelerator.follow(after)
-        update, results = _Update(chunk, self._expected), self._shadows.popleft()
-        self._queue.append(update)
-        job = self._worker.submit(self._update_shadow, results)
-        self._speculated[chunk] = _Speculation(update, results, job)
+        update = self._final[chunk] = _Update(chunk, self._accelerator.mark(after))
+        with self._lock:
+            self._order.append(update)
+            self._bring_what_fits()
+        if self.failures < _MAX_FAILURES and self._shadows:
+            results = self._shadows.popleft()
+            job = self._worker.submit(self._update_shadow, update, results, self._expected)
+            self._speculated[chunk] = _Speculation(update, results, job)
 
     def start(self, chunks: Sequence[StateChunk], scalars: AdamScalars) -> None:
         """Update chunks, in the order in which their weights are wanted; returns at once.
 
-        The host knows that all gradients are final.
+        The gradients of all of them are final where the compute stream is now, and the host knows that
+        what was to read the old weights has done so.
         """
+        assert not self._written, "weights of the step before are waited for first"
         is_wrong = scalars != self._expected
         if self._expected is not None:
             self.failures = _MEMORY * self.failures + (1 - _MEMORY) * is_wrong
-        speculated = {} if is_wrong else self._speculated
+        done = self._end_speculation(is_wrong)
+        now = self._accelerator.mark()
+        updates = {
+            chunk: self._final.get(chunk) or _Update(chunk, now) for chunk in chunks if chunk not in done
+        }
+        with self._lock:
+            self._order = deque(updates.values())
+            self._bring_what_fits()
         for chunk in chunks:
-            if chunk in speculated:
-                self._written[chunk] = self._worker.submit(self._commit, speculated[chunk])
+            if chunk in done:
+                self._written[chunk] = self._worker.submit(self._commit, done[chunk])
             else:
-                self._queue.append(_Update(chunk, scalars))
-                self._written[chunk] = self._worker.submit(self._update_in_place)
-        self._end_speculation(is_wanted=not is_wrong)
+                self._written[chunk] = self._worker.submit(self._update_in_place, updates[chunk], scalars)
+        self._final, self._expected = {}, None
 
     def cancel(self) -> None:
-        """Forget what was speculated: the step is not taken."""
-        self._end_speculation(is_wanted=False)
+        """Forget what was brought and speculated, the step is not taken; nothing of it is under way after."""
+        for speculation in self._end_speculation(is_wrong=False).values():
+            speculation.job.exception()
+        with self._lock:
+            for update in set(self._order).intersection(self._final.values()):
+                self._order.remove(update)
+                self._give_back(update)
+        self._final, self._expected = {}, None
 
-    def _end_speculation(self, *, is_wanted: bool) -> None:
-        for update, results, _ in self._speculated.values():
-            update.is_wanted = is_wanted
-            # The worker comes to their next use after all that it has to do now.
-            self._shadows.append(results)
-        self._speculated, self._expected = {}, None
+    def _end_speculation(self, is_wrong: bool) -> dict[StateChunk, _Speculation]:
+        """Drop what the worker has not begun, or all where the scalars were wrong; what is left."""
+        left = {}
+        for chunk, speculation in self._speculated.items():
+            # The worker comes to its next use after all that it has to do now.
+            self._shadows.append(speculation.results)
+            if not speculation.job.cancel():
+                if is_wrong:  # its inputs may be another update's by now
+                    self._final[chunk] = _Update(chunk, speculation.update.final)
+                else:
+                    left[chunk] = speculation
+        self._speculated = {}
+        return left
 
     def arrive(self, chunk: StateChunk, *, block: bool) -> bool:
         """Let the current stream wait for a chunk's new weights.
@@ -200,23 +236,43 @@ class HostUpdates:
         del self._written[chunk]
         return True
 
+    def _bring_what_fits(self) -> None:
+        """Have as many updates' inputs copied as buffers are free; with the lock."""
+        for update in self._order:
+            if not self._inputs:
+                break
+            if update.inputs is None:
+                self._bring(update)
+
+    def _bring(self, update: _Update) -> None:
+        """Have an update's inputs copied, with the lock; where no buffer is free, to that needed last."""
+        if not self._inputs:
+            self._give_back(next(other for other in reversed(self._order) if other.inputs is not None))
+        inputs = update.inputs = self._inputs.popleft()
+        copies = []
+        for s in update.chunk.segments:
+            shard = self._shards[s.shard]
+            copies.append((shard.gradient[s.begin : s.end], inputs.grad[s.place]))
+            if inputs.weight is not None:
+                copies.append((shard.weight[s.begin : s.end], inputs.weight[s.place]))
+        update.arrived = self._accelerator.to_host(copies, update.final)
+
+    def _give_back(self, update: _Update) -> None:
+        """Free an update's buffers, with the lock; copies under way to them end before those to come."""
+        if update.inputs is not None:
+            self._inputs.append(update.inputs)
+            update.inputs = None
+
     # What follows runs in the worker.
 
-    def _update_shadow(self, results: _Results) -> None:
-        update = self._begin_next()
-        try:
-            if update.is_wanted:
-                self._compute(update, results, results.shadow)
-        finally:
-            self._end(update)
+    def _update_shadow(self, update: _Update, results: _Results, scalars: AdamScalars) -> None:
+        with self._begun(update):
+            self._compute(update, scalars, results, results.shadow)
 
-    def _update_in_place(self) -> Mark:
-        update = self._begin_next()
+    def _update_in_place(self, update: _Update, scalars: AdamScalars) -> Mark:
         self._plain.rotate(-1)
-        try:
-            self._compute(update, self._plain[0], update.chunk.states)
-        finally:
-            self._end(update)
+        with self._begun(update):
+            self._compute(update, scalars, self._plain[0], update.chunk.states)
         return self._send(update.chunk, self._plain[0])
 
     def _commit(self, speculation: _Speculation) -> Mark:
@@ -225,29 +281,25 @@ class HostUpdates:
         update.chunk.states, results.shadow = results.shadow, update.chunk.states
         return self._send(update.chunk, results)
 
-    def _begin_next(self) -> _Update:
-        """The next update, its inputs on their way, and those of the one after it."""
-        update = self._queue.popleft()
-        for coming in (update, self._queue[0] if self._queue else update):
-            if coming.is_wanted and coming.inputs is None:
-                self._bring(coming)
-        return update
+    @contextmanager
+    def _begun(self, update: _Update) -> Iterator[None]:
+        """Inside, an update's inputs are there or on their way, and so are those of the next one."""
+        with self._lock:
+            if update in self._order:  # `start` leaves out what has just begun
+                self._order.remove(update)
+            for coming in (update, *islice(self._order, 1)):
+                if coming.inputs is None:
+                    self._bring(coming)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._give_back(update)
+                self._bring_what_fits()
 
-    def _bring(self, update: _Update) -> None:
-        inputs = update.inputs = self._inputs.popleft()
-        copies = []
-        for s in update.chunk.segments:
-            shard = self._shards[s.shard]
-            copies.append((shard.gradient[s.begin : s.end], inputs.grad[s.place]))
-            if inputs.weight is not None:
-                copies.append((shard.weight[s.begin : s.end], inputs.weight[s.place]))
-        update.arrived = self._accelerator.to_host(copies)
-
-    def _end(self, update: _Update) -> None:
-        if update.inputs is not None:
-            self._inputs.append(update.inputs)
-
-    def _compute(self, update: _Update, results: _Results, into: dict[str, Chunk]) -> None:
+    def _compute(
+        self, update: _Update, scalars: AdamScalars, results: _Results, into: dict[str, Chunk]
+    ) -> None:
         assert update.inputs is not None and update.arrived is not None
         update.arrived.synchronize()
         if results.sent is not None:
@@ -264,7 +316,7 @@ class HostUpdates:
             )
             for s in update.chunk.segments
         ]
-        self._kernel.update(segments, update.scalars)
+        self._kernel.update(segments, scalars)
         self.busy_s += time.perf_counter() - begin
 
     def _send(self, chunk: StateChunk, results: _Results) -> Mark:
@@ -272,3 +324,10 @@ class HostUpdates:
             [(results.weight[s.place], self._shards[s.shard].weight[s.begin : s.end]) for s in chunk.segments]
         )
         return results.sent
+
+
+def _resize(pool: deque[_Buffers], number: int, make: Callable[[], _Buffers]) -> None:
+    while len(pool) > number:
+        pool.pop()
+    while len(pool) < number:
+        pool.append(make())

@@ -101,7 +101,7 @@ class HybridAdam:
             chunk_bytes = self.manager.size * sum(dtype.itemsize for dtype in self.dtypes.values())
             spare_bytes = max(0, offload.host_bytes - chunk_bytes * len(self.manager.chunks))
             self.host_updates = HostUpdates(
-                shards, self.dtypes, self.manager.size, offload.accelerator, spare_bytes // 2
+                shards, self.dtypes, self.manager.size, offload.accelerator, spare_bytes
             )
             for chunk in self.manager.chunks:
                 chunk.is_on_host = True
@@ -204,14 +204,14 @@ class HybridAdam:
     def gradient_ready(self, index: int, after: Pending | None = None) -> None:
         """Take note that the gradient of shard `index` is final, late runs aside, once `after` is done.
 
-        Chunks on the host may be updated from now on, speculatively.
+        From now on it may travel to the host, and be updated there speculatively.
         """
         for chunk in self._chunks_of[index]:
             missing = self._missing.get(chunk)
             if self.host_updates is not None and missing:
                 missing.remove(index)
                 if not missing:
-                    self.host_updates.speculate(chunk, after)
+                    self.host_updates.bring(chunk, after)
 
     def cancel(self) -> None:
         """The step that was begun is not taken."""

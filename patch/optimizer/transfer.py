@@ -29,12 +29,12 @@ class Transfer:
     def to_host(self, copies: Copies) -> None:
         """Copy what the device holds when all that is queued there has run; the host waits for it."""
         self._worker.submit(lambda: None).result()  # what goes up has the pieces until it is there
-        self._accelerator.follow()
+        now = self._accelerator.mark()
         under_way: deque[tuple[Mark, torch.Tensor, torch.Tensor]] = deque()
         for piece, source, target in self._cut(copies):
             if len(under_way) == len(self._pieces):
                 _land(*under_way.popleft())
-            under_way.append((self._accelerator.to_host([(source, piece)]), piece, target))
+            under_way.append((self._accelerator.to_host([(source, piece)], now), piece, target))
         for arrival in under_way:
             _land(*arrival)
 

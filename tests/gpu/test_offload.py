@@ -30,8 +30,7 @@ def test_copies_arrive(accelerator: CudaAccelerator, numel: int) -> None:
     """Between places of any alignment; a mark holds up the stream that asks."""
     source = torch.randn(numel + 3, device="cuda")[3:]
     host, back = accelerator.pinned(numel + 5, torch.float32)[5:], torch.zeros(numel + 1, device="cuda")[1:]
-    accelerator.follow()
-    accelerator.to_host([(source, host)]).synchronize()
+    accelerator.to_host([(source, host)], accelerator.mark()).synchronize()
     assert torch.equal(host, source.cpu())
     accelerator.to_device([(host, back)]).wait()
     assert torch.equal(back, source)
@@ -43,14 +42,13 @@ def test_pinned_memory_that_is_gone_leaves_nothing_behind(accelerator: CudaAccel
     for value in range(4):
         source = torch.full((numel,), float(value), device="cuda")
         pinned = accelerator.pinned(numel, torch.float32)
-        accelerator.follow()
-        accelerator.to_host([(source, pinned)]).synchronize()
+        accelerator.to_host([(source, pinned)], accelerator.mark()).synchronize()
         assert pinned.eq(value).all()
         del pinned
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         pageable = torch.frombuffer(mmap.mmap(-1, 4 * numel, flags=flags), dtype=torch.float32)
         assert not pageable.is_pinned()
-        accelerator.to_host([(source, pageable)]).synchronize()
+        accelerator.to_host([(source, pageable)], accelerator.mark()).synchronize()
         assert pageable.eq(value).all()
 
 
@@ -59,7 +57,7 @@ def test_copies_do_not_hold_up_compute(accelerator: CudaAccelerator) -> None:
     source = torch.zeros(1 << 29, dtype=torch.float32, device="cuda")
     target = accelerator.pinned(1 << 29, torch.float32)
     torch.cuda.synchronize()
-    mark = accelerator.to_host([(source, target)])
+    mark = accelerator.to_host([(source, target)], accelerator.mark())
     torch.ones(8, device="cuda").add_(1)
     torch.cuda.current_stream().synchronize()
     assert not mark.query()
@@ -70,8 +68,7 @@ def test_copies_to_the_host_come_after_what_writes_their_source(accelerator: Cud
     source, target = torch.zeros(1 << 20, device="cuda"), accelerator.pinned(1 << 20, torch.float32)
     torch.cuda._sleep(10**9)
     source.fill_(3.0)
-    accelerator.follow()
-    mark = accelerator.to_host([(source, target)])
+    mark = accelerator.to_host([(source, target)], accelerator.mark())
     source.fill_(4.0)  # the copy was to come before this: only its own order is promised
     mark.synchronize()
     assert target.ge(3.0).all()

@@ -5,38 +5,20 @@ What comes out must be what states on the device give where everything takes pla
 """
 
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from distributed_runner import run_distributed
-from fake_device import (
-    AT_ONCE,
-    COMPUTE_FIRST,
-    COPIES_FIRST,
-    LATE,
-    FakeAccelerator,
-    FakeDevice,
-    HostKernel,
-    Order,
-    Workers,
-)
+from fake_device import AT_ONCE, COMPUTE_FIRST, COPIES_FIRST, LATE, FakeDevice, Order
+from fake_offload import FakeAccelerator, collectives_of, on
 from optimizer_runs import LR, OddModel, accumulate, data_parallel_groups, make_steps, weights_of
 
 from patch.config.schema import OptimizerConfig
-from patch.optimizer import (
-    OverlappedDistributedOptimizer,
-    accelerator,
-    buckets,
-    host_update,
-    transfer,
-    weights,
-)
+from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.accelerator import UNLIMITED
 from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.placement import Memory, Move, Placed
@@ -73,32 +55,6 @@ class Shortened(OddModel):
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         return torch.tanh(self.first(batch)).square().mean() if self.is_short else super().forward(batch)
-
-
-@contextmanager
-def on(fake: FakeDevice) -> Iterator[HostKernel]:
-    """The optimizer built and used inside works on the fake device."""
-    kernel = HostKernel(fake)
-    with ExitStack() as stack:
-        for module in (accelerator, weights):
-            stack.enter_context(mock.patch.object(module, "streams_of", lambda device: fake))
-        for module in (host_update, transfer):
-            stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", Workers(fake)))
-        stack.enter_context(mock.patch.object(host_update, "adam_kernel", lambda device: kernel))
-        stack.enter_context(mock.patch.object(transfer, "_PIECE", 128))
-        stack.enter_context(collectives_of(fake))
-        stack.enter_context(fake)
-        yield kernel
-
-
-@contextmanager
-def collectives_of(fake: FakeDevice) -> Iterator[None]:
-    with (
-        mock.patch.object(buckets, "start_all_reduce", fake.start_all_reduce),
-        mock.patch.object(buckets, "start_reduce_scatter", fake.start_reduce_scatter),
-        mock.patch.object(weights, "start_all_gather", fake.start_all_gather),
-    ):
-        yield
 
 
 def build(

@@ -1,0 +1,156 @@
+"""The optimizer on a fake device: the product's streams and copies, host threads that run late, both kernels.
+
+    with on(FakeDevice(order)) as kernel:      what is built and used inside works on that device
+        offload = Offload(FakeAccelerator(fake), ...)
+
+The host's worker threads are adversaries too: a job is run when somebody waits for its result, or at random.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from fake_device import FakeDevice
+from torch.utils._pytree import tree_leaves
+
+from patch.optimizer import accelerator, buckets, host_update, transfer, weights
+from patch.optimizer.accelerator import CudaAccelerator
+from patch.optimizer.kernels import AdamScalars, Segment
+from patch.optimizer.kernels.native import NativeAdam
+from patch.optimizer.kernels.numpy_adam import NumpyAdam
+
+
+@contextmanager
+def on(fake: FakeDevice) -> Iterator[HostKernel]:
+    """The optimizer built and used inside works on the fake device."""
+    kernel = HostKernel(fake)
+    with ExitStack() as stack:
+        for module in (accelerator, weights):
+            stack.enter_context(mock.patch.object(module, "streams_of", lambda device: fake))
+        for module in (host_update, transfer):
+            stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", Workers(fake)))
+        stack.enter_context(mock.patch.object(host_update, "adam_kernel", lambda device: kernel))
+        stack.enter_context(mock.patch.object(transfer, "_PIECE", 128))
+        stack.enter_context(collectives_of(fake))
+        stack.enter_context(fake)
+        yield kernel
+
+
+@contextmanager
+def collectives_of(fake: FakeDevice) -> Iterator[None]:
+    with (
+        mock.patch.object(buckets, "start_all_reduce", fake.start_all_reduce),
+        mock.patch.object(buckets, "start_reduce_scatter", fake.start_reduce_scatter),
+        mock.patch.object(weights, "start_all_gather", fake.start_all_gather),
+    ):
+        yield
+
+
+class FakeAccelerator(CudaAccelerator):
+    """The product's own streams and copies, on a fake device."""
+
+    def __init__(self, fake: FakeDevice) -> None:
+        super().__init__(torch.device("cpu"))
+        self._fake = fake
+        self.kernel = _DeviceKernel(fake)
+
+    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._fake.pinned(numel, dtype)
+
+    def usable_bytes(self) -> int:
+        return 1 << 40
+
+    def take_peak(self) -> int:
+        return 0
+
+
+class _DeviceKernel:
+    """Adam on the current stream."""
+
+    def __init__(self, fake: FakeDevice) -> None:
+        self._fake, self._kernel = fake, NumpyAdam()
+
+    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
+        self._fake.current_stream().queue(lambda: self._kernel.update(segments, scalars))
+
+
+class HostKernel:
+    """Adam on the host, which must not touch the device's memory; `numels` of its updates."""
+
+    def __init__(self, fake: FakeDevice) -> None:
+        self._fake, self._kernel = fake, NativeAdam()
+        self.numels: list[int] = []
+        self.faults = 0
+
+    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
+        touched = [t for s in segments for t in tree_leaves(s) if isinstance(t, torch.Tensor)]
+        self.faults += any(map(self._fake.holds, touched))
+        self.numels.append(sum(segment.grad.numel() for segment in segments))
+        with self._fake.executing():
+            self._kernel.update(segments, scalars)
+
+
+class Workers:
+    """`ThreadPoolExecutor`s whose jobs run, in order, when somebody waits for them, or at random."""
+
+    def __init__(self, fake: FakeDevice) -> None:
+        self._fake = fake
+
+    def __call__(self, max_workers: int, name: str, initializer: Callable[[], None]) -> _Worker:
+        return _Worker(self._fake)
+
+
+class _Worker:
+    def __init__(self, fake: FakeDevice) -> None:
+        self.fake = fake
+        self.jobs: deque[tuple[_Job, Callable[..., Any], tuple]] = deque()
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> _Job:
+        while self.jobs and self.fake.chance():
+            self.run_next()
+        job = _Job(self)
+        self.jobs.append((job, function, arguments))
+        return job
+
+    def run_next(self) -> None:
+        job, function, arguments = self.jobs.popleft()
+        if job.running() or job.set_running_or_notify_cancel():
+            try:
+                with self.fake.stream(self.fake.compute):
+                    job.set_result(function(*arguments))
+            except Exception as error:
+                job.set_exception(error)
+
+
+class _Job(Future):
+    def __init__(self, worker: _Worker) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def result(self, timeout: float | None = None) -> Any:
+        while not super().done():
+            self._worker.run_next()
+        return super().result()
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        while not super().done():
+            self._worker.run_next()
+        return super().exception()
+
+    def cancel(self) -> bool:
+        """Too late by chance: the worker has just begun it, and got no further."""
+        worker = self._worker
+        if worker.jobs and worker.jobs[0][0] is self and not self.running() and worker.fake.chance():
+            self.set_running_or_notify_cancel()
+        return super().cancel()
+
+    def done(self) -> bool:
+        while not super().done() and self._worker.fake.chance():
+            self._worker.run_next()
+        return super().done()

@@ -1,0 +1,126 @@
+"""What the host does while backward runs, and in which order after it, on a fake device.
+
+Chunks of one shard each, all on the host. The host queues the whole backward before the device has begun.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from fake_device import LATE, Event, FakeDevice
+from fake_offload import FakeAccelerator, HostKernel, on
+
+from patch.config.schema import OptimizerConfig
+from patch.distributed.flat import Pending
+from patch.optimizer import host_update
+from patch.optimizer.accelerator import UNLIMITED
+from patch.optimizer.hybrid_adam import HybridAdam, Offload
+from patch.optimizer.placement import StaticPlacementPolicy
+from patch.optimizer.shard import Run, Shard
+
+NUM_CHUNKS, SIZE, LR = 8, 100, 1e-3
+STATES = NUM_CHUNKS * SIZE * 10
+RING, ALL = 0.0, 0.25
+"""Shares of the spare host memory that inputs take: two that go round, or one for each chunk."""
+
+
+class Job:
+    """An optimizer of bf16 weights, and what its backward does."""
+
+    def __init__(self, fake: FakeDevice, kernel: HostKernel, host_bytes: int) -> None:
+        self.fake, self.kernel = fake, kernel
+        with fake.executing():
+            self.gradient, self.weight = (
+                torch.zeros(NUM_CHUNKS * SIZE),
+                torch.ones(NUM_CHUNKS * SIZE).bfloat16(),
+            )
+        fake.adopt([self.gradient, self.weight])
+        places = [slice(SIZE * index, SIZE * (index + 1)) for index in range(NUM_CHUNKS)]
+        shards = [
+            Shard(self.gradient[place], self.weight[place], [Run(0, SIZE, True, False)]) for place in places
+        ]
+        offload = Offload(FakeAccelerator(fake), StaticPlacementPolicy(1.0), SIZE, host_bytes)
+        self.adam = HybridAdam(shards, OptimizerConfig(lr=LR), offload)
+        self.down = offload.accelerator._down
+
+    def backward(self, *, is_reduced: bool) -> list[Event]:
+        """Queue it; the points of the compute stream at which a chunk's gradient is there."""
+        self.adam.start_step(LR, 1.0)
+        points = []
+        for index, shard in enumerate(self.adam.shards):
+            shard.gradient.fill_(index + 1.0)
+            after = self.fake.start_all_reduce(shard.gradient, None) if is_reduced else Pending([])
+            self.adam.gradient_ready(index, after)
+            points.append(self.fake.compute.record_event())
+        return points
+
+    def run_worker(self) -> None:
+        """Its next job."""
+        assert self.adam.host_updates is not None
+        self.adam.host_updates._worker.run_next()
+
+
+@contextmanager
+def job(host_bytes: int = UNLIMITED, share: float = ALL) -> Iterator[Job]:
+    fake = FakeDevice(LATE)
+    with on(fake) as kernel, mock.patch.object(host_update, "_INPUT_BYTES", share):
+        yield Job(fake, kernel, host_bytes)
+
+
+@pytest.mark.parametrize("is_reduced", [False, True])
+@pytest.mark.parametrize("share", [RING, ALL])
+def test_a_chunk_waits_for_its_own_gradient_only(share: float, is_reduced: bool) -> None:
+    """A stream is a queue: told to wait for a later gradient, it holds up whatever it gets afterwards."""
+    with job(share=share) as a:
+        points = a.backward(is_reduced=is_reduced)
+        for index in range(NUM_CHUNKS // 2):
+            a.run_worker()
+            assert a.kernel.numels == [SIZE] * (index + 1)
+            assert points[index].query() and not points[index + 1].query()
+
+
+@pytest.mark.parametrize("share", [RING, ALL])
+def test_what_is_needed_first_is_updated_first(share: float) -> None:
+    """Of what was to be updated early, the worker has not begun anything when the norm is known."""
+    with job(share=share) as a:
+        a.backward(is_reduced=False)
+        a.adam.start_update(LR, 1.0)
+        for index in reversed(range(NUM_CHUNKS)):
+            a.adam.arrive(index, block=True)
+            assert len(a.kernel.numels) == NUM_CHUNKS - index
+
+
+def test_what_was_updated_early_is_not_updated_again() -> None:
+    with job() as a:
+        a.backward(is_reduced=False)
+        for _ in range(3):
+            a.run_worker()
+        a.adam.start_update(LR, 1.0)
+        a.adam.arrive(0, block=True)
+        assert len(a.kernel.numels) == NUM_CHUNKS
+
+
+def test_gradients_of_all_chunks_come_to_the_host_during_backward() -> None:
+    """Not those alone that are updated early."""
+    with job() as a:
+        a.backward(is_reduced=False)[-1].synchronize()
+        a.fake.run_others()
+        copied = a.down.num_done
+        assert not a.down.tasks and not a.kernel.numels
+        a.adam.start_update(LR, 1.0)
+        a.adam.arrive(0, block=True)
+        assert a.down.num_done == copied and len(a.kernel.numels) == NUM_CHUNKS
+
+
+def test_a_little_memory_goes_to_gradients_too() -> None:
+    """As many come early as fit into a quarter of the spare memory, beside the two that there always are."""
+    copies = []
+    for num_more in (0, 1, 3):
+        with job(STATES + 4 * num_more * SIZE * 6) as a:
+            a.adam.host_updates.failures = 1.0  # nothing is updated early
+            a.backward(is_reduced=False)[-1].synchronize()
+            a.fake.run_others()
+            copies.append(a.down.num_done)
+    assert copies[0] and copies[1] * 2 == copies[0] * 3 and copies[2] * 2 == copies[0] * 5
