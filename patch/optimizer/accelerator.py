@@ -1,6 +1,6 @@
 """The device that chunks are offloaded from: its memory, its Adam kernel, and copies beside its compute.
 
-    CudaAccelerator        a GPU: copies run on streams of their own, from and to pinned rings
+    CudaAccelerator        a GPU: copies run on streams of their own, from and to pinned memory
     SimulatedAccelerator   CPU memory with a budget, so that placement is trained and tested without a GPU
 
 A `Mark` is a point in a stream: the host, or another stream, waits for it.

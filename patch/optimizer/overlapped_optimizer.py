@@ -103,7 +103,8 @@ class OverlappedDistributedOptimizer:
         fixed_bytes = self.weights.flat.nbytes + self.gradients.num_bytes
         self.adam = HybridAdam(shards, optimizer, offload, fixed_bytes)
         self.gradients.on_final = self.adam.gradient_ready
-        # An update on the host may still read gradients of modules that this step's forward did not use.
+        # Of modules that this step's forward did not use: an update on the host may still read gradients, and
+        # the next one of all is to write weights that no other writes.
         self.gradients.on_backward = self.wait_for_weights
 
     def _shard(self, index: int) -> Shard:
@@ -217,7 +218,6 @@ class OverlappedDistributedOptimizer:
         Args:
             grad_norm: what `gradient_norm` returned, finite.
         """
-        self.wait_for_weights()  # of modules that the last forward did not use
         limit = self.config.clip_grad
         scale = (min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0) / self.loss_scale.value
         self.loss_scale.keep()
