@@ -87,8 +87,11 @@ class HostKernel:
         self._fake, self._kernel = fake, NativeAdam()
         self.numels: list[int] = []
         self.faults = 0
+        self.failure: Exception | None = None
 
     def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
+        if self.failure is not None:
+            raise self.failure
         touched = [t for s in segments for t in tree_leaves(s) if isinstance(t, torch.Tensor)]
         self.faults += any(map(self._fake.holds, touched))
         self.numels.append(sum(segment.grad.numel() for segment in segments))

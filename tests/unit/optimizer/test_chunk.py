@@ -177,6 +177,28 @@ def test_states_reach_the_device_while_the_host_goes_on() -> None:
     assert torch.equal(squares, torch.arange(100.0).square())
 
 
+class BrokenDevice(SimulatedAccelerator):
+    """What is sent there first does not reach it."""
+
+    is_broken = True
+
+    def to_device(self, copies: Copies) -> Mark:
+        if self.is_broken:
+            self.is_broken = False
+            raise RuntimeError("a device's own trouble")
+        return super().to_device(copies)
+
+
+def test_states_that_did_not_reach_the_device_do_not_come_back_from_there() -> None:
+    manager = filled([100], 100, BrokenDevice(GENEROUS))
+    (chunk,) = manager.chunks
+    chunk.is_on_host = True
+    manager.allocate(DTYPES)
+    manager.move(chunk, to_host=False)
+    with pytest.raises(RuntimeError, match="a device's own trouble"):
+        manager.move(chunk, to_host=True)
+
+
 @pytest.mark.parametrize("numel", [1, 5, 8, 9, 64, 1001])
 def test_transfers_cut_into_pieces_carry_every_byte(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, "_PIECE", 32)

@@ -102,6 +102,18 @@ def test_what_was_updated_early_is_not_updated_again() -> None:
         assert len(a.kernel.numels) == NUM_CHUNKS
 
 
+def test_an_error_of_an_early_update_reaches_whoever_waits_for_its_weights() -> None:
+    with job() as a:
+        a.backward(is_reduced=False)
+        a.kernel.failure = RuntimeError("a worker's own trouble")
+        a.run_worker()
+        a.kernel.failure = None
+        a.adam.start_update(LR, 1.0)
+        a.adam.arrive(1, block=True)
+        with pytest.raises(RuntimeError, match="a worker's own trouble"):
+            a.adam.arrive(0, block=True)
+
+
 def test_gradients_of_all_chunks_come_to_the_host_during_backward() -> None:
     """Not those alone that are updated early."""
     with job() as a:
