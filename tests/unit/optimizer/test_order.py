@@ -69,6 +69,20 @@ def build(
     return optimizer
 
 
+def fail_midway(
+    model: Shortened, optimizer: OverlappedDistributedOptimizer, batches: list[torch.Tensor]
+) -> None:
+    """A step whose backward ends before the first layer's gradient."""
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise MemoryError
+
+    hook = model.first.weight.register_hook(fail)
+    with pytest.raises(MemoryError):
+        accumulate(model, optimizer, batches[:1])
+    hook.remove()
+
+
 def late_sums(optimizer: OverlappedDistributedOptimizer) -> None:
     """What other ranks add to gradients that are final late."""
     for shard in optimizer.adam.shards:
@@ -92,8 +106,10 @@ def train(
         optimizer.place()
         model.is_short = index % 3 == 1
         if index == 5:
-            model.load_state_dict(other.state_dict())
+            model.first.load_state_dict(other.first.state_dict())
             optimizer.take_weights()
+        if index == 3:
+            fail_midway(model, optimizer, step)
         accumulate(model, optimizer, [] if index == 8 else step)  # 8: without backward
         with torch.no_grad():
             late_sums(optimizer)
@@ -104,7 +120,7 @@ def train(
         if index == 4:
             with torch.no_grad():
                 losses.append(model(step[0]))
-        if index == 7:
+        if index == 3:
             saved = {name: weight.clone() for name, weight in model.state_dict().items()}
     optimizer.place()
     states = states_of(optimizer)
@@ -135,8 +151,37 @@ def faked(order: Order, host_bytes: int, *case: Any) -> dict[str, Any]:
     return found | {"faults": kernel.faults, "updates": len(kernel.numels)}
 
 
+class ToTheDevice:
+    """Everything, when it is asked for the second time."""
+
+    is_asked = False
+
+    def moves(self, chunks: Sequence[Placed], memory: Memory) -> list[Move]:
+        found = [Move(chunk, False, "a test") for chunk in chunks] if self.is_asked else []
+        self.is_asked = True
+        return found
+
+
+def move_after_a_step_not_taken() -> tuple[int, int]:
+    """Updates on the host after the move, of chunks that are on the device by now, and all before."""
+    fake = FakeDevice(LATE)
+    with fake.executing():
+        model, (step, *_) = OddModel(), make_steps(1, 1, 1)
+    with on(fake) as kernel:
+        fake.adopt(list(model.parameters()))
+        optimizer = build(model, "none", FREE, Offload(FakeAccelerator(fake), ToTheDevice(), CHUNK))  # type: ignore[arg-type]
+        accumulate(model, optimizer, step[0])
+        worker = optimizer.adam.host_updates._worker
+        worker.run_next()
+        before = len(kernel.numels)
+        optimizer.place()
+        while worker.jobs:
+            worker.run_next()
+    return len(kernel.numels) - before, before
+
+
 def run_all(rank: int, world_size: int) -> dict[Any, Any]:
-    found: dict[Any, Any] = {}
+    found: dict[Any, Any] = {"moved": move_after_a_step_not_taken()}
     for case in CASES:
         reference = FakeDevice(AT_ONCE)
         with collectives_of(reference):
@@ -163,3 +208,8 @@ def test_no_order_of_execution_changes_a_bit(
     for name, values in expected["arrays"].items():
         assert np.isfinite(values).all() and np.array_equal(ours["arrays"][name], values), name
     assert not ours["faults"] and ours["updates"] > 20
+
+
+def test_nothing_of_a_step_not_taken_is_under_way_when_chunks_move(outcomes: dict) -> None:
+    """The host's kernel would have got addresses of the device."""
+    assert outcomes["moved"] == (0, 1)
