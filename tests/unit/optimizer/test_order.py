@@ -117,7 +117,7 @@ def train(
             continue
         norms.append(optimizer.gradient_norm())
         optimizer.step(norms[-1])
-        if index == 4:
+        if index == 7:
             with torch.no_grad():
                 losses.append(model(step[0]))
         if index == 3:
