@@ -183,7 +183,9 @@ class LlamaModel(GPTModel):
         if self._has_aligned_loss:
             return aligned_losses(labels, logits, self.num_vocab_rows)
         logits = logits.contiguous()
-        logits[..., self.num_vocab_rows :] = torch.finfo(logits.dtype).min
+        # Unseen by autograd, whose node for it would copy all logits' gradient: the softmax of padding is
+        # zero, and so is its gradient.
+        logits.detach()[..., self.num_vocab_rows :] = torch.finfo(logits.dtype).min
         return super().compute_language_model_loss(labels, logits)
 
 
