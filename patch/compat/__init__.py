@@ -15,9 +15,10 @@ def apply(cuda: bool) -> None:
     Args:
         cuda: whether this process computes on a GPU; the CPU stand-ins are left out then.
     """
-    from patch.compat import cpu, dist_checkpointing, reduce
+    from patch.compat import cpu, dist_checkpointing, recompute, reduce
 
     reduce.apply()
+    recompute.apply()
     if not cuda:
         cpu.apply()
     dist_checkpointing.apply(cuda)

@@ -51,7 +51,7 @@ POSITIONS: tuple[Position, ...] = (
         "AC",
         ("none", "false", "sel", "full", "offload"),
         ("recompute_granularity", "cpu_offloading"),
-        "activations: keep, recompute some or all layers, or offload",
+        "activations: keep, recompute norms and MLP activations (sel) or layers (full), or offload",
     ),
     Position(
         "OPTIMIZER_OFFLOAD",

@@ -115,7 +115,7 @@ class TrainingConfig:
         "type of weights and activations; masters stay fp32", "bf16", choices=("fp32", "fp16", "bf16", "fp8")
     )
     recompute_granularity: str = flag(
-        "activations to recompute in backward: none, selective (attention) or full (layers)",
+        "activations to recompute in backward: none, selective (norms and MLP activations) or full (layers)",
         "none",
         choices=("none", "selective", "full"),
     )

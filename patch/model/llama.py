@@ -26,6 +26,7 @@ from torch.nn.functional import silu
 
 from patch.config.schema import RunConfig
 from patch.model.aligned import SOURCES, AlignedOutput, aligned_losses, batch_first_silu
+from patch.model.recompute import RecomputingMLP, recomputed_modules
 from patch.model.rotary import inverse_frequencies
 from patch.model.spec import block_spec
 
@@ -73,6 +74,7 @@ def transformer_config(
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
         recompute_granularity=None if recompute == "none" else recompute,
+        recompute_modules=recomputed_modules(dtype, aligned, cuda=cuda),
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=training.recompute_num_layers if recompute == "full" else None,
         calculate_per_token_loss=True,
@@ -140,6 +142,10 @@ class LlamaModel(GPTModel):
             pg_collection=groups,
             vp_stage=vp_stage,
         )
+        if config.training.recompute_granularity == "selective":
+            for layer in self.decoder.layers:
+                # TransformerLayer knows what upstream's own class takes, whatever subclass the spec names.
+                layer.mlp.__class__ = RecomputingMLP
         self.rotary_pos_emb.inv_freq = inverse_frequencies(model)
         rows = config.padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)

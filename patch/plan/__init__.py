@@ -1,5 +1,6 @@
 """What a run costs, by arithmetic over its configuration: parameters, FLOPs, bytes. Imports no torch."""
 
+from patch.plan.activations import activation_bytes
 from patch.plan.describe import describe_plan, size_text
 from patch.plan.flops import flops_per_token, model_flops_per_step, peak_flops
 from patch.plan.memory import RankBytes, bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
@@ -9,6 +10,7 @@ from patch.plan.sharding import LevelCost, level_cost, resolve_sharding
 __all__ = [
     "LevelCost",
     "RankBytes",
+    "activation_bytes",
     "bytes_per_rank",
     "describe_plan",
     "device_memory",

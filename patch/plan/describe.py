@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from patch.config import RunConfig
 from patch.device import MachineFacts
+from patch.plan.activations import activation_bytes
 from patch.plan.flops import model_flops_per_step
 from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import total_parameters
@@ -34,6 +35,7 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             f"state/rank  {size_text(state.total)} = weights {size_text(state.weights)} "
             f"+ gradients {size_text(state.gradients)} + optimizer {size_text(state.optimizer)}{offloaded}; "
             f"activations come on top (data-parallel sharding: {config.sharding_level})",
+            *_activations(config, machine),
             f"step        {training.global_batch_size} samples x {config.sample_length} tokens = "
             f"{tokens} tokens, {config.num_micro_batches} micro-batch(es) a replica, "
             f"{_scaled(model_flops_per_step(config))}FLOP",
@@ -50,6 +52,19 @@ def _split_layers(config: RunConfig) -> list[str]:
         return []
     split = " + ".join(map(str, layers))
     return [f"layers      {config.model.num_layers} = {split} over the pipeline stages"]
+
+
+def _activations(config: RunConfig, machine: MachineFacts) -> list[str]:
+    """A line about what recomputation would save; Hugging Face's order of operations keeps more."""
+    if config.model.precision_align != "none":
+        return []
+    words = {"none": "none", "selective": "sel", "full": "full"}
+    kept = activation_bytes(config, cuda=bool(machine.cuda_devices))
+    sizes = ", ".join(f"{words[setting]} {size_text(num_bytes)}" for setting, num_bytes in kept.items())
+    return [
+        f"activations a layer and micro-batch keep {sizes} for backward; "
+        f"this run: {words[config.training.recompute_granularity]} (AC)"
+    ]
 
 
 def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[str]:

@@ -54,10 +54,11 @@ def _sentence(cures: list[str], lead: str = "") -> str:
 def _fewer_activations(config: RunConfig) -> list[str]:
     length = "max_padding_length" if config.data.dataset_type == "raw" else "seq_length"
     smaller = "micro_batch_size" if config.training.micro_batch_size > 1 else length
-    is_full = config.training.recompute_granularity == "full"
+    more = {"none": ["selective (sel) or full"], "selective": ["full"], "full": []}
+    recompute = more[config.training.recompute_granularity]
     return [
         f"a smaller {where(smaller)}",
-        *([] if is_full else [f"full at {where('recompute_granularity')}"]),
+        *(f"{word} at {where('recompute_granularity')}" for word in recompute),
     ]
 
 

@@ -8,6 +8,7 @@ from patch.config import RunConfig, parse_args
 from patch.config.presets import PRESETS
 from patch.device import MachineFacts
 from patch.plan import (
+    activation_bytes,
     bytes_per_rank,
     describe_plan,
     flops_per_token,
@@ -184,6 +185,32 @@ def test_description_splits_layers_that_do_not_divide():
 def test_small_sizes_are_in_mib():
     run = _run("tiny", "--vocab-size=512")
     assert f"= weights {2 * total_parameters(run) / 2**20:.2f} MiB + " in describe_plan(run, UNKNOWN)
+
+
+def test_description_says_what_a_layer_keeps_at_each_recomputation():
+    """LLaMA-3 8B, 2 x 8192 tokens in bf16 on a GPU, by values of a token: widths 4096, 14336; fp32 sums."""
+    attention = 3 * (4096 + 1024) + 4 * 128 // 2 + 32 * 2
+    kept = {
+        "none": 4 * 4096 + 2 * 2 + attention + 5 * 14336,
+        "sel": 2 * 4096 + attention + 2 * 14336,
+        "full": 4096,
+    }
+    texts = {word: f"{word} {2 * 2 * 8192 * values / 2**30:.2f} GiB" for word, values in kept.items()}
+    gpu = MachineFacts(1, 2)
+    line = f"activations a layer and micro-batch keep {', '.join(texts.values())} for backward"
+    assert f"{line}; this run: none (AC)" in describe_plan(_run("8B", length=8192), gpu)
+    selective = _run("8B", "--recompute-granularity=selective", length=8192)
+    assert "this run: sel" in describe_plan(selective, gpu)
+    assert "activations a layer" not in describe_plan(_run("8B", "--precision-align=eager"), gpu)
+
+
+def test_a_rank_keeps_its_part_of_a_layers_activations():
+    whole = activation_bytes(_run("8B"), cuda=True)
+    cut = activation_bytes(_run("8B", "--tensor-model-parallel-size=2", "--sequence-parallel"), cuda=True)
+    assert 2 * cut["full"] == whole["full"]
+    assert 2 * cut["selective"] == pytest.approx(whole["selective"], rel=0.01)  # RoPE's factors are not cut
+    blocks = _run("8B", "--recompute-granularity=full", "--recompute-num-layers=4")
+    assert 4 * activation_bytes(blocks, cuda=True)["full"] == whole["full"]
 
 
 TINY_BF16 = 16 * total_parameters(_run("tiny"))

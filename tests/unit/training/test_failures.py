@@ -126,6 +126,14 @@ def test_out_of_memory_on_a_gpu_names_the_cures_that_are_left(changes: dict, nam
     assert ("weights and gradients alone take" in text) == (LARGE.items() <= changes.items())
 
 
+@pytest.mark.parametrize(
+    ("setting", "more"), [("none", ", selective (sel) or full at --rec"), ("selective", ", full at --rec")]
+)
+def test_out_of_memory_names_the_recomputation_that_is_left(setting: str, more: str) -> None:
+    config = small_run(recompute_granularity=setting)
+    assert more in memory_advice(torch.OutOfMemoryError("out of memory"), config, GPU)
+
+
 def test_out_of_memory_of_a_gpus_host_asks_for_less_there() -> None:
     text = memory_advice(MemoryError(), small_run(dp=2, **STATIC), GPU)
     assert DO in text and "less offload (a smaller --optimizer-offload-fraction" in text
