@@ -10,7 +10,13 @@ Levels of data-parallel sharding, in one implementation:
 A bucket's reduction starts when it and all earlier buckets are full, so every rank starts the same
 collectives in the same order. What unused parameters leave open is reduced, in order, when the
 micro-batch ends. Where it ends is told by `watch`, not guessed from the gradients that came, so ranks
-whose unused parameters differ still agree.
+whose unused parameters differ still agree. A stage whose last micro-batch was not seen when the step ends
+is reduced then, with what came before. At level `gradients` every micro-batch reduces, so ranks must have
+equally many: with each they sum up who calls it the last, which none does, or all do (`Round`).
+
+A bucket is full when each of its parameters has had a gradient. A weight in several reentrant checkpoints
+gets several, one in each backward inside the backward; so the first micro-batch with such gradients tells
+which weights those are, and their buckets wait for the end of a micro-batch from then on.
 
 A rank of an interleaved pipeline has several stages. A micro-batch passes one of them at a time and concerns
 only that stage's buckets; it ends where the next begins, on whichever stage.
@@ -26,34 +32,15 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from patch.compat.torch_internals import current_backward
 from patch.distributed.flat import Pending, WaitClock, start_all_reduce, start_reduce_scatter
+from patch.errors import TrainingError
 from patch.optimizer.layout import BucketRange, Slot
+from patch.optimizer.micro_batch import Bucket, Round
 
 # Staging buffers of level `gradients`: one filling, one travelling, one for gradients that come before
 # the last of the bucket before.
 NUM_STAGING = 3
-
-
-class Bucket:
-    """The state of one bucket within one micro-batch."""
-
-    def __init__(
-        self, index: int, extent: BucketRange, shard: torch.Tensor, buffer: torch.Tensor | None
-    ) -> None:
-        self.index, self.extent = index, extent
-        self.shard = shard
-        """(n,) this rank's gradients; final after `GradientBuckets.finish`."""
-        self.buffer = buffer
-        """(shards * n,) where gradients are collected; None while no staging buffer is lent."""
-        self.staging: torch.Tensor | None = None
-        self.missing = len(extent.slots)
-        self.unwritten: set[Slot] = set(extent.slots)
-        """Parameters that have given the buffer no gradient yet: their elements hold old values."""
-        self.is_shard_empty = True
-        self.pending: Pending | None = None
-        self.is_announced = True
-        """Whether nobody is to be told when the reduction under way has arrived: it is not the step's last,
-        or it was told before."""
 
 
 class GradientBuckets:
@@ -61,7 +48,9 @@ class GradientBuckets:
 
     Args:
         parameters: the trainable ones, on one device; `extents` refer to them by index.
+        names: theirs, for errors.
         extents: buckets in the order of backward.
+        like: a tensor on their device.
         level: none, optimizer or gradients.
         group: data-parallel ranks (with context parallelism).
         dtype: of collecting and of reduction.
@@ -71,15 +60,17 @@ class GradientBuckets:
     def __init__(
         self,
         parameters: list[torch.nn.Parameter],
+        names: list[str],
         extents: list[BucketRange],
         *,
+        like: torch.Tensor,
         level: str,
         group: dist.ProcessGroup,
         dtype: torch.dtype,
         clock: WaitClock,
     ) -> None:
         self._level, self._group, self._clock = level, group, clock
-        self._like = torch.empty(0, dtype=dtype, device=parameters[0].device)
+        self._like = torch.empty(0, dtype=dtype, device=like.device)
         # A stream can wait for what was launched, a CPU's other threads cannot.
         self._can_wait_elsewhere = group.size() == 1 or self._like.is_cuda
         self.num_shards = 1 if level == "none" else group.size()
@@ -96,24 +87,29 @@ class GradientBuckets:
         self._travelling: deque[Bucket] = deque()
         self.is_accumulating = False
         """Whether a micro-batch that begins is followed by others on its stage (see `no_sync`)."""
-        self._reduces = self._is_last = False
-        self._begun: list[Bucket] = []
-        """The buckets of the stage whose micro-batch is open; of these, `_next` comes next."""
-        self._next = 0
+        self._ended: set[int] = set()
+        """Stages whose last micro-batch of this step has begun."""
+        self._open: list[Bucket] = []
+        """The buckets of the stage whose micro-batch is open, and the backward that it began in."""
+        self._backward = -1
+        self._leaving: deque[Bucket] = deque()
+        """Buckets that are to be reduced, in the one order in which they leave."""
+        self._rounds: list[Round] = []
+        self.start_step()
         for bucket in self.buckets:
             for slot in bucket.extent.slots:
-                self._collect(parameters[slot.parameter], bucket, slot)
+                self._collect(parameters[slot.parameter], names[slot.parameter], bucket, slot)
 
     def start_step(self) -> None:
         """Forget the last step's gradients, and a backward that an error ended."""
         while self._travelling:
             self._arrive(self._travelling.popleft())
-        for bucket in self._begun:
-            bucket.missing = len(bucket.extent.slots)
-        self._begun = []
+        self._open, self._ended, self._rounds = [], set(), []
         for bucket in self.buckets:
+            bucket.is_open = bucket.is_due = False
             bucket.is_shard_empty = True
             bucket.unwritten = set(bucket.extent.slots)
+        self._leaving = deque() if self._level == "gradients" else deque(self.buckets)
 
     @property
     def num_bytes(self) -> int:
@@ -128,27 +124,28 @@ class GradientBuckets:
     def watch(self, output: torch.Tensor, stage: int) -> None:
         """Tell where a micro-batch's backward through a stage begins: at the gradient of its `output`."""
         if output.requires_grad:
-            output.register_hook(partial(self._begin_micro_batch, stage))
+            output.register_hook(partial(self._on_output_gradient, stage))
 
     def flush(self) -> None:
-        """End the micro-batch under way: start what reductions unused parameters have left."""
-        if self._reduces:
-            while self._next < len(self._begun):
-                self._launch()
-        for bucket in self._begun:
-            bucket.missing = len(bucket.extent.slots)
-        self._begun = []
+        """End the step's last micro-batch, and start every reduction that is left."""
+        self._end_micro_batch()
+        for stage in dict.fromkeys(bucket.extent.stage for bucket in self.buckets):
+            if stage not in self._ended:  # its last micro-batch had no gradient on this rank
+                self._begin_micro_batch(stage, is_last=True)
+                self._end_micro_batch()
 
     def finish(self) -> None:
-        """Wait until every shard holds the sum over micro-batches and ranks."""
+        """Wait until every shard holds the sum over micro-batches and ranks.
+
+        Raises:
+            TrainingError: level `gradients`, and ranks have unequal numbers of micro-batches.
+        """
         self.flush()
+        for one_round in self._rounds:
+            one_round.check(WaitClock(self._like.device) if self._like.is_cuda else self._clock)
+        self._rounds = []
         while self._travelling:
             self._arrive(self._travelling.popleft())
-        untouched = [bucket for bucket in self.buckets if bucket.is_shard_empty]  # a step without backward
-        if untouched:
-            self.on_backward()
-        for bucket in untouched:
-            bucket.shard.zero_()
 
     def _make_buckets(self, extents: list[BucketRange]) -> list[Bucket]:
         """Cut the gradient memory: full buffers, or shards of accumulation alone."""
@@ -166,42 +163,67 @@ class GradientBuckets:
                 buckets.append(Bucket(index, extent, flat[begin:end], flat[extent.begin : extent.end]))
         return buckets
 
-    def _collect(self, parameter: torch.nn.Parameter, bucket: Bucket, slot: Slot) -> None:
+    def _collect(self, parameter: torch.nn.Parameter, name: str, bucket: Bucket, slot: Slot) -> None:
         begin, end = slot.begin - bucket.extent.begin, slot.end - bucket.extent.begin
 
         def on_gradient(parameter: torch.nn.Parameter) -> None:
-            assert parameter.grad is not None
-            assert self._begun, "a backward that `watch` was not told of"
-            place = self._open(bucket)[begin:end].view(parameter.shape)
+            gradient, parameter.grad = parameter.grad, None
+            _check(name, gradient, bucket)
+            assert gradient is not None
+            place = self._lend(bucket)[begin:end].view(parameter.shape)
+            # Without its graph, where backward keeps one (create_graph).
             if slot in bucket.unwritten:
-                place.copy_(parameter.grad)
+                place.copy_(gradient.detach())
                 bucket.unwritten.remove(slot)
             else:
-                place.add_(parameter.grad)
-            parameter.grad = None
-            bucket.missing -= 1
-            if self._reduces:
-                self._launch_full()
+                place.add_(gradient.detach())
+            bucket.has_repeats |= slot not in bucket.missing
+            # Level `gradients` cannot wait: it has no memory for all buckets.
+            bucket.has_nested |= self._level != "gradients" and current_backward() != self._backward
+            bucket.missing.discard(slot)
+            self._launch_ready()
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
 
-    def _begin_micro_batch(self, stage: int, gradient: torch.Tensor) -> None:
-        self.flush()
-        self.on_backward()
-        self._is_last = not self.is_accumulating
-        self._begun = [bucket for bucket in self.buckets if bucket.extent.stage == stage]
-        self._next = 0
-        self._reduces = self._level == "gradients" or self._is_last
+    def _on_output_gradient(self, stage: int, gradient: torch.Tensor) -> None:
+        if stage in self._ended:
+            raise TrainingError(
+                f"a backward of stage {stage} began after the step's last, expected one micro-batch outside "
+                "`no_sync`, the last: put the others, and all but the last backward of a retained graph, "
+                "inside `with optimizer.no_sync()`; between steps call `start_step`"
+            )
+        self._begin_micro_batch(stage, is_last=not self.is_accumulating)
 
-    def _launch_full(self) -> None:
-        while self._next < len(self._begun) and self._begun[self._next].missing == 0:
+    def _begin_micro_batch(self, stage: int, *, is_last: bool) -> None:
+        self._end_micro_batch()
+        self.on_backward()
+        self._backward = current_backward()
+        self._open = [bucket for bucket in self.buckets if bucket.extent.stage == stage]
+        if is_last:
+            self._ended.add(stage)
+        for bucket in self._open:
+            bucket.begin(is_last, reduces=is_last or self._level == "gradients")
+        if self._level == "gradients" and self._open:
+            self._leaving += self._open
+            self._rounds.append(Round(stage, is_last, self._group, self._like))
+            for bucket in self._open:
+                bucket.round = self._rounds[-1]
+
+    def _end_micro_batch(self) -> None:
+        for bucket in self._open:
+            bucket.end()
+        self._open = []
+        self._launch_ready()
+
+    def _launch_ready(self) -> None:
+        while self._leaving and self._leaving[0].is_ready:
             self._launch()
 
     def _launch(self) -> None:
         """Start the reduction of the next bucket."""
-        bucket = self._begun[self._next]
-        self._next += 1
-        buffer = self._open(bucket)
+        bucket = self._leaving.popleft()
+        buffer = self._lend(bucket)
+        bucket.has_left = True
         for slot in bucket.unwritten:
             buffer[slot.begin - bucket.extent.begin : slot.end - bucket.extent.begin].zero_()
         if self.on_launch is not None:
@@ -215,15 +237,18 @@ class GradientBuckets:
             out = bucket.shard if self._level == "gradients" and bucket.is_shard_empty else own
             bucket.pending = start_reduce_scatter(buffer, out, self._group)
         self._travelling.append(bucket)
-        bucket.is_announced = not self._is_last
+        bucket.is_announced = not bucket.is_last
         is_added_later = self._level == "gradients" and not bucket.is_shard_empty
-        if self._is_last and self._can_wait_elsewhere and not is_added_later:
+        if bucket.is_last and self._can_wait_elsewhere and not is_added_later:
             bucket.is_announced = True
             self.on_final(bucket.index, bucket.pending)
 
     def _arrive(self, bucket: Bucket) -> None:
         """Take in a finished reduction and the staging buffer back."""
         assert bucket.pending is not None and bucket.buffer is not None
+        if bucket.round is not None and not self._like.is_cuda:  # ranks that disagree send no more
+            bucket.round.check(self._clock)
+        bucket.round = None
         bucket.pending.wait(self._clock)
         bucket.pending = None
         if self._level == "gradients":
@@ -237,7 +262,7 @@ class GradientBuckets:
         if not bucket.is_announced:
             self.on_final(bucket.index, None)
 
-    def _open(self, bucket: Bucket) -> torch.Tensor:
+    def _lend(self, bucket: Bucket) -> torch.Tensor:
         """The buffer that this micro-batch's gradients of a bucket go to."""
         while bucket.pending is not None:  # the micro-batch before is still on its way
             self._arrive(self._travelling.popleft())
@@ -257,6 +282,27 @@ class GradientBuckets:
             largest = max(bucket.extent.numel for bucket in self.buckets)
             self._staging.append(self._like.new_empty(largest))
         return self._staging.pop()
+
+
+def _check(name: str, gradient: torch.Tensor | None, bucket: Bucket) -> None:
+    """Refuse a gradient that would be lost or summed wrongly."""
+    if gradient is None:
+        raise TrainingError(
+            f"{name}: another post-accumulate-grad hook took its gradient, expected none that sets .grad"
+        )
+    if gradient.layout != torch.strided:
+        raise TrainingError(f"{name}: a gradient of layout {gradient.layout}, expected dense (sparse=False)")
+    if not bucket.is_open:
+        raise TrainingError(
+            f"{name}: a gradient of stage {bucket.extent.stage} outside its micro-batches, expected "
+            "`start_step`, and `watch(output, stage)` of the tensor that backward begins at, before backward"
+        )
+    if bucket.has_left and bucket.is_last:
+        raise TrainingError(
+            f"{name}: a second gradient after its bucket was reduced, expected one a micro-batch: it is used "
+            "in several reentrant checkpoints. Use use_reentrant=False, or --data-parallel-sharding "
+            "optimizer, which waits for all of them where the first micro-batch has them too"
+        )
 
 
 class _Accumulating(AbstractContextManager[None]):

@@ -67,8 +67,11 @@ def lay_out(items: Sequence[Item], bucket_size: int, num_shards: int) -> list[Bu
         bucket_size: elements after which a bucket closes; a larger parameter is a bucket of its own.
         num_shards: data-parallel ranks that share a bucket.
     Returns:
-        buckets in the order of `items`, without gaps.
+        buckets in the order of `items`, without gaps; without items one, of padding alone.
     """
+    unit = num_shards * ALIGNMENT
+    if not items:  # a frozen stage still takes part in what its data-parallel ranks do together
+        return [BucketRange(0, unit, ())]
     buckets: list[BucketRange] = []
     for members in _packed(items, bucket_size):
         begin = buckets[-1].end if buckets else 0
@@ -76,7 +79,6 @@ def lay_out(items: Sequence[Item], bucket_size: int, num_shards: int) -> list[Bu
         for index in sorted(members, key=lambda index: items[index].group):
             slots.append(Slot(index, position, position + items[index].numel))
             position += items[index].numel
-        unit = num_shards * ALIGNMENT
         end = begin + -(-(position - begin) // unit) * unit
         buckets.append(BucketRange(begin, end, tuple(slots), items[members[0]].stage))
     return buckets

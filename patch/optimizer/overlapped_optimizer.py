@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from itertools import groupby
+from itertools import chain, groupby
 from typing import TypeVar
 
 import torch
@@ -27,12 +27,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import OptimizerConfig
 from patch.distributed.flat import WaitClock
-from patch.errors import ConfigError
 from patch.optimizer.buckets import GradientBuckets
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.layout import Item, Piece, lay_out, pieces
 from patch.optimizer.loss_scale import LossScale
 from patch.optimizer.placement import Move
+from patch.optimizer.refusals import TrainedParameters, check_parameters
 from patch.optimizer.resharding import sharded_ranges
 from patch.optimizer.shard import Run, Shard
 from patch.optimizer.weights import FlatWeights
@@ -52,7 +52,7 @@ class OverlappedDistributedOptimizer:
         groups: dp_cp, tp, mp and embd are used.
         offload: where states may go; None: all stay on the parameters' device.
     Raises:
-        ConfigError: parameters of several types, or sharded over experts.
+        ConfigError: parameters that it cannot train, see `check_parameters`.
     """
 
     def __init__(
@@ -64,33 +64,39 @@ class OverlappedDistributedOptimizer:
         offload: Offload | None = None,
     ) -> None:
         # Backward completes gradients in about the reverse of the order of registration.
-        self.parameters, items = [], []
+        named, items = [], []
         for stage, model in reversed(list(enumerate(stages))):
-            trained = [p for p in reversed(list(model.parameters())) if p.requires_grad]
-            self.parameters += trained
-            items += [_item(parameter, stage) for parameter in trained]
-        _check(self.parameters)
+            trained = [n for n in reversed(list(model.named_parameters())) if n[1].requires_grad]
+            named += trained
+            items += [_item(parameter, stage) for _, parameter in trained]
+        check_parameters(stages, named)
+        self.parameters = [parameter for _, parameter in named]
+        like = _like(self.parameters, stages)
         self.config, self.groups = optimizer, groups
         self.loss_scale = LossScale(1.0, 0)
-        if self.parameters[0].dtype == torch.float16:
+        if like.dtype == torch.float16:
             self.loss_scale = LossScale(optimizer.initial_loss_scale, optimizer.loss_scale_window)
         self.is_sharded = level != "none" and groups.dp_cp.size() > 1
         level = level if self.is_sharded else "none"
         num_shards = groups.dp_cp.size() if self.is_sharded else 1
         extents = lay_out(items, optimizer.reduce_bucket_size, num_shards)
-        self.clock = WaitClock(self.parameters[0].device)
+        self.clock = WaitClock(like.device)
         self.weights = FlatWeights(
             stages,
             self.parameters,
             extents,
+            like=like,
             num_shards=num_shards,
             group=groups.dp_cp,
             arrive=self._arrive,
             clock=self.clock,
         )
+        self._trained = TrainedParameters(stages, named)
         self.gradients = GradientBuckets(
             self.parameters,
+            [name for name, _ in named],
             extents,
+            like=like,
             level=level,
             group=groups.dp_cp,
             dtype=_DTYPES[optimizer.main_grads_dtype],
@@ -128,7 +134,10 @@ class OverlappedDistributedOptimizer:
 
         Args:
             lr: rate of this step.
+        Raises:
+            TrainingError: the trainable parameters are not those of the construction.
         """
+        self._trained.check()
         self._lr = lr
         self.gradients.start_step()
         self.adam.start_step(lr, 1.0 / self.loss_scale.value)
@@ -169,11 +178,11 @@ class OverlappedDistributedOptimizer:
         self.gradients.finish()
         if self.groups.tp.size() > 1:
             self._sum_sequence_parallel()
-        for index, bucket in enumerate(self.gradients.buckets):
-            parameter = self.parameters[bucket.extent.slots[0].parameter]
-            if getattr(parameter, "shared_embedding", False):
-                with self.clock.waiting():
-                    dist.all_reduce(self.gradients.buckets[index].shard, group=self.groups.embd)
+        for bucket in self.gradients.buckets:
+            for slot in bucket.extent.slots[:1]:  # a tied embedding is alone in its bucket
+                if getattr(self.parameters[slot.parameter], "shared_embedding", False):
+                    with self.clock.waiting():
+                        dist.all_reduce(bucket.shard, group=self.groups.embd)
 
     def _sum_sequence_parallel(self) -> None:
         """Sum over TP the gradients of which each TP rank saw a part of the tokens, in one message."""
@@ -293,13 +302,7 @@ def _runs(found: list[Piece], key: Callable[[Piece], _Key]) -> list[tuple[_Key, 
     return runs
 
 
-def _check(parameters: list[torch.nn.Parameter]) -> None:
-    dtypes = {parameter.dtype for parameter in parameters}
-    if len(dtypes) != 1:
-        raise ConfigError(
-            f"trainable parameters have types {sorted(map(str, dtypes))}, expected one (--precision)"
-        )
-    if not all(getattr(parameter, "allreduce", True) for parameter in parameters):
-        raise ConfigError(
-            "expert-parallel parameters, expected none: not built yet, use one expert-parallel rank"
-        )
+def _like(parameters: list[torch.nn.Parameter], stages: Sequence[torch.nn.Module]) -> torch.Tensor:
+    """A tensor of the type and device that is trained; where nothing is, of the frozen parameters."""
+    frozen = chain.from_iterable(stage.parameters() for stage in stages)
+    return next(chain(parameters, frozen), torch.empty(0)).detach()

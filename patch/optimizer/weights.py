@@ -1,22 +1,29 @@
 """Weights in one flat buffer, gathered bucket by bucket while the next forward already runs.
 
 The model's parameters are views of the buffer. After the update each rank holds new values in its shards;
-`renew` sends them, and the first module that owns a parameter of the bucket waits for it: in its
-forward, its `state_dict` (megatron-core's `sharded_state_dict` asks for that) or its `load_state_dict`.
-Whoever reads or writes a parameter in another way calls `wait` first.
+`renew` sends them, and a bucket is waited for by whoever first gets one of its parameters from a module by
+name (`module.weight`), by `state_dict` or `load_state_dict`, within a stage's forward also by `parameters()`;
+or, before anything else of its forward, by the module that owns it, which may hold it in another way
+(torch.nn.LSTM). A stage's forward ends with all its weights in place. Whoever got a parameter in another way
+(`parameters()` outside forward, which many call without reading) calls `wait` first. What autograd saved of
+one too early is an error in backward, as with torch's own optimizers: versions change when an update begins
+and when it ends.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import chain
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd.graph import increment_version
 
+from patch.compat.torch_internals import own_parameters, watch_reads
 from patch.device import streams_of
 from patch.distributed.flat import Pending, WaitClock, start_all_gather
 from patch.optimizer.layout import BucketRange
@@ -33,8 +40,9 @@ class FlatWeights:
     """The weights of a rank's pipeline stages.
 
     Args:
-        stages: modules of them that own parameters get hooks that wait.
+        stages: whoever gets a parameter from a module of theirs waits for it.
         parameters: the trainable ones, one dtype; they become views of the buffer, values kept.
+        like: of their type and device.
         extents: buckets in the order of backward.
         num_shards: ranks that share a bucket: 1, or the size of `group`.
         arrive: (bucket, block) -> whether this rank's new part of the bucket is there, see HybridAdam.arrive.
@@ -47,6 +55,7 @@ class FlatWeights:
         parameters: list[torch.nn.Parameter],
         extents: list[BucketRange],
         *,
+        like: torch.Tensor,
         num_shards: int,
         group: dist.ProcessGroup,
         arrive: Arrive,
@@ -58,26 +67,35 @@ class FlatWeights:
         self._updating: deque[int] = deque()
         """Buckets whose gathers are not started, in their order, the same on all ranks."""
         self._pending: dict[int, Pending] = {}
-        like = parameters[0].detach()
+        self.is_settled = True
+        """Whether every parameter has its new value: nobody has to wait."""
+        self._lock = threading.RLock()
+        """Threads that share a model may wait for the same weights."""
+        self._num_forwards = 0
+        """Of stages, under way."""
         self.flat = like.new_zeros(extents[-1].end)
         # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
         self._streams = streams_of(like.device)
         self._aside = self._streams.Stream(like.device) if num_shards > 1 else None
-        bucket_of = {}
+        self._members = [[parameters[slot.parameter] for slot in extent.slots] for extent in extents]
+        self._bucket_of: dict[torch.Tensor, int] = {}
         with torch.no_grad():
             for index, extent in enumerate(extents):
-                for slot in extent.slots:
-                    parameter = parameters[slot.parameter]
+                for slot, parameter in zip(extent.slots, self._members[index], strict=True):
                     view = self.flat[slot.begin : slot.end].view(parameter.shape)
                     parameter.data = view.copy_(parameter)
-                    bucket_of[parameter] = index
+                    self._bucket_of[parameter] = index
         for module in chain.from_iterable(stage.modules() for stage in stages):
-            needed = sorted({bucket_of[p] for p in module.parameters(recurse=False) if p in bucket_of})
-            if needed:
-                wait = self._waiter(needed)
-                module.register_forward_pre_hook(wait)
+            own = [p for p in own_parameters(module).values() if p in self._bucket_of]
+            if own:
+                watch_reads(module, self)
+                wait = self._waiter(own)
+                module.register_forward_pre_hook(wait, prepend=True)
                 module.register_state_dict_pre_hook(wait)
                 module.register_load_state_dict_pre_hook(wait)
+        for number, stage in enumerate(stages):
+            needed = [index for index, extent in enumerate(extents) if extent.stage == number]
+            self._follow(stage, needed)
 
     def shard(self, index: int) -> torch.Tensor:
         """This rank's part of a bucket: a view of the buffer."""
@@ -91,22 +109,27 @@ class FlatWeights:
         """
         if self._aside is not None:
             self._aside.wait_stream(self._streams.current_stream())
-        self._updating.append(index)
-        self._send()
+        with self._lock:
+            increment_version(self._members[index])
+            self._updating.append(index)
+            self._send()
+            self._note_settled()
 
     def send(self) -> None:
         """Wait until this rank's parts are updated and start what gathers are left; not for other ranks.
 
         A host that waited for them outside a step could do so for ever: they may wait for its forward.
         """
-        if self._updating:
-            with self._clock.waiting():
-                self._send(self._updating[-1])
+        with self._lock:
+            if self._updating:
+                with self._clock.waiting():
+                    self._send(self._updating[-1])
+            self._note_settled()
 
     def wait(self) -> None:
         """Wait until every parameter has its new value on this rank."""
-        for index in [*self._pending, *self._updating]:
-            self._wait_for(index)
+        if not self.is_settled:
+            self._wait_for([*self._pending, *self._updating])
 
     def _send(self, until: int | None = None) -> None:
         """Start the gathers whose turn has come; those up to bucket `until` are waited for."""
@@ -120,18 +143,57 @@ class FlatWeights:
                     extent = self._extents[index]
                     buffer = self.flat[extent.begin : extent.end]
                     self._pending[index] = start_all_gather(buffer, self.shard(index), self._group)
+                else:
+                    increment_version(self._members[index])
 
-    def _wait_for(self, index: int) -> None:
-        if self._updating:
-            with self._clock.waiting():
-                self._send(index)
-        pending = self._pending.pop(index, None)
-        if pending is not None:
-            pending.wait(self._clock)
+    def _wait_for(self, indices: Iterable[int]) -> None:
+        with self._lock:
+            for index in indices:
+                if self._updating:
+                    with self._clock.waiting():
+                        self._send(index)
+                pending = self._pending.pop(index, None)
+                if pending is not None:
+                    pending.wait(self._clock)
+                    increment_version(self._members[index])
+            self._note_settled()
 
-    def _waiter(self, needed: list[int]) -> Callable[..., None]:
+    def _note_settled(self) -> None:
+        self.is_settled = not self._updating and not self._pending
+
+    def on_read(self, parameter: torch.nn.Parameter | None) -> None:
+        """Wait for a parameter."""
+        self._need((parameter,))
+
+    def on_iteration(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:
+        """Wait for parameters within a forward; outside they may only be counted."""
+        if self._num_forwards:
+            self._need(parameters)
+
+    def _need(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:
+        if self.is_settled:
+            return
+        if torch.compiler.is_compiling():  # traced: one break of the graph, not one for each bucket
+            self.wait()
+            return
+        self._wait_for(sorted({self._bucket_of[p] for p in parameters if p in self._bucket_of}))
+
+    def _waiter(self, own: list[torch.nn.Parameter]) -> Callable[..., None]:
         def wait(module: torch.nn.Module, *arguments: Any) -> None:
-            for index in needed:
-                self._wait_for(index)
+            self._need(own)
 
         return wait
+
+    def _follow(self, stage: torch.nn.Module, needed: list[int]) -> None:
+        """Know when a stage's forward is under way, and let it end with its weights (buckets `needed`)."""
+
+        def begin(module: torch.nn.Module, *arguments: Any) -> None:
+            self._num_forwards += 1
+
+        def end(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            self._num_forwards -= 1
+            if not self.is_settled and output is not None:  # else an error ended it
+                self._wait_for(needed)
+
+        stage.register_forward_pre_hook(begin, prepend=True)
+        stage.register_forward_hook(end, always_call=True)

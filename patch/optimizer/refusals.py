@@ -1,0 +1,93 @@
+"""What the optimizer would train wrongly is refused by name: when it is built, and when a step begins."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import chain
+
+import torch
+
+from patch.compat.torch_internals import is_watched, own_parameters
+from patch.errors import ConfigError, TrainingError
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+"""Parameters, each with its name in its stage."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_parameters(stages: Sequence[torch.nn.Module], trained: Named) -> None:
+    """Refuse parameters that no run could train.
+
+    Args:
+        stages: the pipeline stages of this rank. trained: all their trainable parameters.
+    Raises:
+        ConfigError: their type or device, several of either, one parameter in two stages, sharded experts,
+            or another optimizer that trains them.
+    """
+    for name, parameter in trained:
+        if parameter.dtype not in _DTYPES:
+            raise ConfigError(
+                f"{name} has type {parameter.dtype}, expected float32, bfloat16 or float16 (--precision)"
+            )
+        if parameter.device.type == "meta":
+            raise ConfigError(f"{name} is on the meta device, expected values: load or draw them first")
+        if not getattr(parameter, "allreduce", True):
+            raise ConfigError(
+                f"{name}: an expert-parallel parameter, expected none: not built yet, "
+                "use one expert-parallel rank"
+            )
+    for what, attribute, cure in (("types", "dtype", " (--precision)"), ("devices", "device", "")):
+        found = {str(getattr(parameter, attribute)): name for name, parameter in trained}
+        if len(found) > 1:
+            each = ", ".join(f"{value} ({name})" for value, name in sorted(found.items()))
+            raise ConfigError(f"trainable parameters have {what} {each}, expected one{cure}")
+    uses = Counter(id(parameter) for _, parameter in trained)
+    for name, parameter in trained:
+        if uses[id(parameter)] > 1:
+            raise ConfigError(f"{name} is in several stages, expected one: put them in one stage")
+    for name, module in chain.from_iterable(stage.named_modules() for stage in stages):
+        if is_watched(module):
+            raise ConfigError(
+                f"module {name or type(module).__name__}: another optimizer trains its parameters, expected "
+                "one: build the model anew, or train other modules"
+            )
+
+
+class TrainedParameters:
+    """The trainable parameters as they were when the optimizer was built."""
+
+    def __init__(self, stages: Sequence[torch.nn.Module], trained: Named) -> None:
+        self._stages, self._trained = stages, list(trained)
+        self._addresses = {id(parameter): parameter.data_ptr() for _, parameter in trained}
+
+    def check(self) -> None:
+        """Refuse what has become of them since.
+
+        Raises:
+            TrainingError: one was frozen, unfrozen, added, removed, or has other memory.
+        """
+        found = {id(parameter): parameter.data_ptr() for parameter in self._trainable()}
+        if found == self._addresses:
+            return
+        known = {id(parameter) for _, parameter in self._trained}
+        for name, parameter in chain.from_iterable(stage.named_parameters() for stage in self._stages):
+            if parameter.requires_grad and id(parameter) not in known:
+                raise _changed(name, "unfrozen or added")
+        for name, parameter in self._trained:
+            if id(parameter) not in found:
+                raise _changed(name, "removed or replaced" if parameter.requires_grad else "frozen")
+            if found[id(parameter)] != self._addresses[id(parameter)]:
+                raise _changed(name, "moved to other memory (by `to`, `half` or an assignment to `.data`)")
+
+    def _trainable(self) -> Iterator[torch.nn.Parameter]:
+        for module in chain.from_iterable(stage.modules() for stage in self._stages):
+            yield from (p for p in own_parameters(module).values() if p.requires_grad)
+
+
+def _changed(name: str, what: str) -> TrainingError:
+    return TrainingError(
+        f"{name} was {what} after the optimizer was built, expected the parameters of then: "
+        "change the model before, and load weights by load_state_dict and `take_weights`"
+    )

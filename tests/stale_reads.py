@@ -1,0 +1,53 @@
+"""An alarm for tests: any operation on memory of weights that are still on their way is an error.
+
+Unlike the optimizer's own means it sees every operation of torch, below autograd, whoever holds the tensor.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from patch.optimizer import OverlappedDistributedOptimizer
+
+
+class StaleReadError(AssertionError):
+    """Somebody read or wrote a weight before its new value was there."""
+
+
+class _Alarm(TorchDispatchMode):
+    def __init__(self, optimizer: OverlappedDistributedOptimizer) -> None:
+        super().__init__()
+        self._weights = optimizer.weights
+        self._storage = self._weights.flat.untyped_storage().data_ptr()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence, args: Sequence = (), kwargs: dict | None = None
+    ) -> Any:
+        # Views read nothing; messages are those that bring the weights.
+        if not self._weights.is_settled and func.namespace == "aten" and not func.is_view:
+            for tensor in tree_leaves((args, kwargs)):
+                if isinstance(tensor, torch.Tensor):
+                    self._check(tensor, func)
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, tensor: torch.Tensor, func: Any) -> None:
+        if tensor.untyped_storage().data_ptr() != self._storage or not tensor.numel():
+            return
+        weights = self._weights
+        begin = tensor.storage_offset()
+        pending = {*weights._pending, *weights._updating}
+        for index in pending:
+            for slot, member in zip(weights._extents[index].slots, weights._members[index], strict=True):
+                if slot.begin <= begin < slot.end:
+                    raise StaleReadError(f"{func} on a weight of shape {tuple(member.shape)} on its way")
+
+
+@contextmanager
+def no_stale_reads(optimizer: OverlappedDistributedOptimizer) -> Iterator[None]:
+    """Raise StaleReadError where this thread touches weights of `optimizer` that are on their way."""
+    with _Alarm(optimizer):
+        yield
