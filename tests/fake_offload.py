@@ -19,7 +19,7 @@ import torch
 from fake_device import FakeDevice
 from torch.utils._pytree import tree_leaves
 
-from patch.optimizer import accelerator, buckets, host_update, transfer, weights
+from patch.optimizer import accelerator, buckets, host_update, micro_batch, transfer, weights
 from patch.optimizer.accelerator import CudaAccelerator
 from patch.optimizer.kernels import AdamScalars, Segment
 from patch.optimizer.kernels.native import NativeAdam
@@ -46,6 +46,7 @@ def on(fake: FakeDevice) -> Iterator[HostKernel]:
 def collectives_of(fake: FakeDevice) -> Iterator[None]:
     with (
         mock.patch.object(buckets, "start_all_reduce", fake.start_all_reduce),
+        mock.patch.object(micro_batch, "start_all_reduce", fake.start_all_reduce),
         mock.patch.object(buckets, "start_reduce_scatter", fake.start_reduce_scatter),
         mock.patch.object(weights, "start_all_gather", fake.start_all_gather),
     ):
