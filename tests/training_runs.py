@@ -1,6 +1,7 @@
 """Train small models in a test's processes, on batches made from a seed instead of files."""
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -85,20 +86,26 @@ def train_run(run: Run) -> list[StepResult]:
     return [*results, results[-1]._replace(loss=valid_loss)]
 
 
+def digest_of(tensors: Iterable[torch.Tensor]) -> str:
+    """SHA-256 of the bytes of tensors, one after the other."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(tensor.detach().contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
 def digests(run: Run) -> tuple[str, str]:
-    """SHA-256 of all weights and of all optimizer states of this rank."""
+    """Of all weights and of all optimizer states of this rank."""
     run.optimizer.wait_for_weights()
-    weights, states = hashlib.sha256(), hashlib.sha256()
-    for stage in run.stages:
-        for parameter in stage.parameters():
-            weights.update(parameter.detach().contiguous().view(torch.uint8).numpy())
     adam = run.optimizer.adam
-    for name in adam.dtypes:
-        for index, shard in enumerate(adam.shards):
-            for first, last, *_ in shard.runs:
-                for _, state in adam.state(name, index, first, last):
-                    states.update(state.contiguous().view(torch.uint8).numpy())
-    return weights.hexdigest(), states.hexdigest()
+    states = (
+        state
+        for name in adam.dtypes
+        for index, shard in enumerate(adam.shards)
+        for first, last, *_ in shard.runs
+        for _, state in adam.state(name, index, first, last)
+    )
+    return digest_of(p for stage in run.stages for p in stage.parameters()), digest_of(states)
 
 
 def run_training(rank: int, world_size: int, configs: dict[str, RunConfig]) -> dict[str, list[StepResult]]:

@@ -134,6 +134,17 @@ class GradientBuckets:
                 self._begin_micro_batch(stage, is_last=True)
                 self._end_micro_batch()
 
+    def give_up(self, num_micro_batches: int) -> None:
+        """An error ended the step's backward: start the reductions that other ranks expect all the same.
+
+        What they bring is worth nothing. For ranks that hold the whole model.
+        """
+        self._end_micro_batch()
+        while self._level == "gradients" and not self._ended and len(self._rounds) < num_micro_batches - 1:
+            self._begin_micro_batch(0, is_last=False)
+            self._end_micro_batch()
+        self.flush()
+
     def finish(self) -> None:
         """Wait until every shard holds the sum over micro-batches and ranks.
 
@@ -197,17 +208,15 @@ class GradientBuckets:
     def _begin_micro_batch(self, stage: int, *, is_last: bool) -> None:
         self._end_micro_batch()
         self.on_backward()
-        self._backward = current_backward()
-        self._open = [bucket for bucket in self.buckets if bucket.extent.stage == stage]
+        begun = [bucket for bucket in self.buckets if bucket.extent.stage == stage]
+        if self._level == "gradients" and begun:
+            self._rounds.append(Round(stage, is_last, self._group, self._like))
+            self._leaving += begun
+        self._open, self._backward = begun, current_backward()
         if is_last:
             self._ended.add(stage)
-        for bucket in self._open:
+        for bucket in begun:
             bucket.begin(is_last, reduces=is_last or self._level == "gradients")
-        if self._level == "gradients" and self._open:
-            self._leaving += self._open
-            self._rounds.append(Round(stage, is_last, self._group, self._like))
-            for bucket in self._open:
-                bucket.round = self._rounds[-1]
 
     def _end_micro_batch(self) -> None:
         for bucket in self._open:
@@ -221,9 +230,8 @@ class GradientBuckets:
 
     def _launch(self) -> None:
         """Start the reduction of the next bucket."""
-        bucket = self._leaving.popleft()
+        bucket = self._leaving[0]
         buffer = self._lend(bucket)
-        bucket.has_left = True
         for slot in bucket.unwritten:
             buffer[slot.begin - bucket.extent.begin : slot.end - bucket.extent.begin].zero_()
         if self.on_launch is not None:
@@ -236,7 +244,9 @@ class GradientBuckets:
             # In place; only the first reduction of a ZeRO-2 step can write where the sum is kept.
             out = bucket.shard if self._level == "gradients" and bucket.is_shard_empty else own
             bucket.pending = start_reduce_scatter(buffer, out, self._group)
-        self._travelling.append(bucket)
+        self._travelling.append(self._leaving.popleft())  # not before: memory may run out above
+        bucket.has_left = True
+        bucket.round = self._rounds[-1] if self._rounds else None
         bucket.is_announced = not bucket.is_last
         is_added_later = self._level == "gradients" and not bucket.is_shard_empty
         if bucket.is_last and self._can_wait_elsewhere and not is_added_later:
@@ -278,9 +288,9 @@ class GradientBuckets:
             self._arrive(self._travelling.popleft())
         if not self._staging:
             # Beyond NUM_STAGING only when unused parameters hold that many buckets open.
-            self._num_staging += 1
             largest = max(bucket.extent.numel for bucket in self.buckets)
             self._staging.append(self._like.new_empty(largest))
+            self._num_staging += 1
         return self._staging.pop()
 
 

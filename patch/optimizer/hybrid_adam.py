@@ -138,6 +138,11 @@ class HybridAdam:
         return self._offload.policy.moves(self.manager.chunks, memory)
 
     @property
+    def is_offloading(self) -> bool:
+        """Whether states may leave the device in this run."""
+        return self._offload is not None
+
+    @property
     def can_evict(self) -> bool:
         """Whether there are states on the device that may leave it."""
         return self._offload is not None and not all(chunk.is_on_host for chunk in self.manager.chunks)

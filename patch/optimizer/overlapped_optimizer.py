@@ -168,6 +168,16 @@ class OverlappedDistributedOptimizer:
         """Tell which tensor a micro-batch's backward through a stage begins at; call in the forward step."""
         self.gradients.watch(output, stage)
 
+    def give_up(self, num_micro_batches: int) -> None:
+        """An error ended forward or backward of a step: send what the other ranks expect all the same.
+
+        The step is to be begun again, by all of them. For ranks that hold the whole model.
+        """
+        self.wait_for_weights()
+        for parameter in self.parameters:
+            parameter.grad = None  # one that its bucket had no memory for
+        self.gradients.give_up(num_micro_batches)
+
     def flush_gradients(self) -> None:
         """Start all reductions of the step, so that every rank's later messages come behind them."""
         self.gradients.flush()

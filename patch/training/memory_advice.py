@@ -16,9 +16,15 @@ def memory_advice(error: Exception, config: RunConfig, machine: MachineFacts) ->
     Args:
         error: what says that memory ran out; a GPU's or a simulated one's has a class of its own in torch.
     """
-    if isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in ("CUDA", "CUDNN")):
+    if is_of_the_device(error):
         return _on_device(config, machine)
     return _on_host(config, machine)
+
+
+def is_of_the_device(error: Exception) -> bool:
+    """Whether an error that says that memory ran out means a GPU's, or a simulated one's."""
+    libraries = ("CUDA", "CUDNN", "NCCL")  # cuBLAS and NCCL name CUDA too
+    return isinstance(error, torch.OutOfMemoryError) or any(name in str(error) for name in libraries)
 
 
 def _on_device(config: RunConfig, machine: MachineFacts) -> str:
@@ -79,15 +85,16 @@ def _more_offload(config: RunConfig, limit: int, fits: bool) -> list[str]:
     """What keeps more optimizer states on the host, where any are left on the device.
 
     Args:
-        fits: the device holds the model's state. Then a process that is alone has begun to train, and moved
-            all states to the host before it gave up.
+        fits: the device holds the model's state. Then a process that holds the whole model has begun to
+            train, and moved all states to the host before it gave up.
     """
     optimizer = config.optimizer
-    policy, is_alone = optimizer.optimizer_offload_policy, config.world_size == 1
+    policy = optimizer.optimizer_offload_policy
+    is_whole = config.world_size == config.data_parallel_size
     on_host = {
         "false": False,
-        "static": optimizer.optimizer_offload_fraction == 1 or (is_alone and fits),
-        "auto": is_alone or 0 < limit <= optimizer.optimizer_offload_auto_threshold,
+        "static": optimizer.optimizer_offload_fraction == 1 or (is_whole and fits),
+        "auto": is_whole or 0 < limit <= optimizer.optimizer_offload_auto_threshold,
     }
     return [] if on_host[policy] else [more_offload(optimizer)]
 

@@ -6,12 +6,9 @@ Every decision is logged: what moved and why, and the step time predicted for it
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from itertools import groupby
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import RunConfig
@@ -24,12 +21,10 @@ from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.placement import AutoPlacementPolicy, Move, StaticPlacementPolicy
 from patch.plan import size_text
 from patch.training.memory_advice import more_offload
-from patch.training.state import random_state, set_random_state
 
 _log = get_logger(__name__)
 _moves = get_logger(f"{__name__}.moves")
 _moves.setLevel(logging.INFO)  # on every rank: each decides for itself
-_T = TypeVar("_T")
 _EVICTIONS = 4
 """By how much memory is short, nobody says: this part of all states leaves, and again if it is too little."""
 
@@ -90,37 +85,16 @@ def place(optimizer: OverlappedDistributedOptimizer) -> None:
         _moves.info("%s", _describe(moves, before, optimizer))
 
 
-def with_room(optimizer: OverlappedDistributedOptimizer, what: str, work: Callable[[], _T]) -> _T:
-    """Do `work`; where it runs out of memory, move states to the host and do it again, to the same bits.
-
-    In a job of several processes the others would wait in vain: there the error ends the run.
-
-    Args:
-        what: names the work in the log. work: updates nothing; its batches are in memory.
-    Raises:
-        torch.OutOfMemoryError: no states are left on the device, or there are other processes.
-    """
+def make_room(optimizer: OverlappedDistributedOptimizer, what: str, reason: str) -> None:
+    """Move a part of all states to the host, because `what` ran out of memory and is to be done again."""
     manager = optimizer.adam.manager
-    while dist.get_world_size() == 1 and optimizer.adam.can_evict:
-        random = random_state()
-        try:
-            with optimizer.adam.activations():
-                return work()
-        except torch.OutOfMemoryError as error:
-            reason = str(error).strip().split("\n")[0]
-        # Outside the handler: the error held the stack, and with it what the attempt had allocated.
-        before = manager.offload_fraction
-        num_bytes = manager.total_bytes(on_host=True) + manager.total_bytes(on_host=False)
-        moves = optimizer.make_room(-(-num_bytes // _EVICTIONS))
-        set_random_state(random)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        _log.warning(
-            "%s ran out of memory (%s) and is done again; %s. To avoid it: %s",
-            what, reason, _describe(moves, before, optimizer), more_offload(optimizer.config),
-        )  # fmt: skip
-    with optimizer.adam.activations():
-        return work()
+    before = manager.offload_fraction
+    num_bytes = manager.total_bytes(on_host=True) + manager.total_bytes(on_host=False)
+    moves = optimizer.make_room(-(-num_bytes // _EVICTIONS))
+    _moves.warning(
+        "%s ran out of memory (%s) and is done again; %s. To avoid it: %s",
+        what, reason, _describe(moves, before, optimizer), more_offload(optimizer.config),
+    )  # fmt: skip
 
 
 def _describe(moves: list[Move], before: float, optimizer: OverlappedDistributedOptimizer) -> str:

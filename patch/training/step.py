@@ -22,7 +22,8 @@ from patch.distributed.flat import start_all_reduce
 from patch.errors import TrainingError
 from patch.model import LlamaModel, sum_learned
 from patch.optimizer import learning_rate
-from patch.training.offload import place, with_room
+from patch.training.offload import place
+from patch.training.retry import Attempts
 from patch.training.setup import Run, StepWork
 
 
@@ -54,19 +55,10 @@ def train_step(run: Run, iteration: int) -> StepResult:
         work = StepWork(iteration, batches, sum_over(run.groups.dp_cp, [_learned(batches)], run.device)[0])
     lr = learning_rate(iteration + 1, train_iters, run.config.optimizer)
     place(run.optimizer)
-    losses = with_room(run.optimizer, f"step {iteration + 1}", partial(_accumulate, run, work, lr))
-    run.optimizer.flush_gradients()
-    following = run.train_reader.step(iteration + 1) if iteration + 1 < train_iters else []
-    # Small sums travel behind the gradients; behind the weights they would wait for the last gather.
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # from a list it would wait for backward
-    sums[0] = torch.stack(losses).double().sum() if losses else 0.0
-    sums[1] = _learned(following)
-    pending = start_all_reduce(sums, run.groups.dp_cp)
-    run.optimizer.finish_gradients()
-    grad_norm = run.optimizer.gradient_norm()
-    pending.wait(run.optimizer.clock)
-    loss, tokens = sums.tolist()
-    run.upcoming = StepWork(iteration + 1, following, tokens)
+    attempts = Attempts(run.optimizer, f"step {iteration + 1}")
+    while (reduced := _reduce(run, work, lr, attempts)) is None:
+        pass
+    loss, grad_norm = reduced
     is_finite = math.isfinite(grad_norm)
     if is_finite:
         run.optimizer.step(grad_norm)
@@ -81,10 +73,40 @@ def train_step(run: Run, iteration: int) -> StepResult:
     return StepResult(loss, grad_norm, lr, int(not is_finite), run.optimizer.clock.read_ms())
 
 
+def _reduce(run: Run, work: StepWork, lr: float, attempts: Attempts) -> tuple[float, float] | None:
+    """Forward, backward and reduction of a step, and what the next one trains on.
+
+    Returns:
+        loss and gradient norm; None where a rank ran out of memory, and all are to do it again.
+    """
+    losses = attempts.run(partial(_accumulate, run, work, lr), partial(_give_up, run, work))
+    run.optimizer.flush_gradients()
+    iteration = work.iteration + 1
+    following = run.train_reader.step(iteration) if iteration < run.config.training.train_iters else []
+    # Small sums travel behind the gradients; behind the weights they would wait for the last gather.
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # from a list it would wait for backward
+    sums[0] = torch.stack(losses).double().sum() if losses else 0.0
+    sums[1] = _learned(following)
+    pending = start_all_reduce(sums, run.groups.dp_cp)
+    attempts.ask()
+    run.optimizer.finish_gradients()
+    grad_norm = run.optimizer.gradient_norm()
+    pending.wait(run.optimizer.clock)
+    loss, tokens = sums.tolist()
+    run.upcoming = StepWork(iteration, following, tokens)
+    return (loss, grad_norm) if attempts.are_over() else None
+
+
 def _accumulate(run: Run, work: StepWork, lr: float) -> list[torch.Tensor]:
     """Forward and backward of a step, from its beginning."""
     run.optimizer.start_step(lr)
     return _run_schedule(run, work.batches, work.tokens, forward_only=False)
+
+
+def _give_up(run: Run, work: StepWork) -> list[torch.Tensor]:
+    """This rank's part in the messages of a step whose forward or backward ran out of memory; no losses."""
+    run.optimizer.give_up(len(work.batches))
+    return []
 
 
 @torch.no_grad()
@@ -104,7 +126,12 @@ def evaluate(run: Run) -> float:
         batches = run.valid_reader.step(index)
         (learned,) = sum_over(run.groups.dp_cp, [_learned(batches)], run.device)
         forward = partial(_run_schedule, run, batches, 1.0, forward_only=True)
-        losses = with_room(run.optimizer, "the evaluation", forward)
+        attempts = Attempts(run.optimizer, "the evaluation")
+        is_over = False
+        while not is_over:
+            losses = attempts.run(forward, list[torch.Tensor])
+            attempts.ask()
+            is_over = attempts.are_over()
         total += sum_over(run.groups.dp_cp, [_total(losses)], run.device)[0]
         tokens += learned
     for stage in run.stages:

@@ -15,7 +15,7 @@ from patch.config.schema import RunConfig
 from patch.device import DeviceContext
 from patch.model import initialize_weights
 from patch.optimizer import learning_rate
-from patch.training.offload import with_room
+from patch.training.retry import Attempts
 from patch.training.setup import Run
 from patch.training.state import resume, save
 from patch.training.step import evaluate, train_step
@@ -191,7 +191,12 @@ def test_out_of_memory_moves_states_and_repeats_the_work(job: DeviceContext, det
     room = torch.cuda.memory_reserved() + (64 << 20)
     torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
     try:
-        with_room(run.optimizer, "the test", lambda: torch.empty(200 << 20, dtype=torch.uint8, device="cuda"))
+        attempts = Attempts(run.optimizer, "the test")
+        is_over = False
+        while not is_over:
+            attempts.run(lambda: torch.empty(200 << 20, dtype=torch.uint8, device="cuda"), lambda: None)
+            attempts.ask()
+            is_over = attempts.are_over()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert 0 < run.optimizer.adam.manager.offload_fraction < 1

@@ -1,6 +1,5 @@
 """AC=sel and AC=full: what backward holds, what is computed again, and that no bit changes."""
 
-import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +9,7 @@ import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from torch.utils.flop_counter import FlopCounterMode
-from training_runs import build_seeded_run
+from training_runs import build_seeded_run, digest_of
 
 from patch.config.schema import RunConfig
 from patch.plan import activation_bytes
@@ -47,13 +46,6 @@ def run_of(changes: dict[str, Any], setting: str) -> RunConfig:
     return small_run(**{"train_iters": 2, "num_layers": 2, **changes, "recompute_granularity": setting})
 
 
-def digest(tensors: Iterator[torch.Tensor]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.detach().contiguous().view(torch.uint8).numpy())
-    return found.hexdigest()
-
-
 def bits(config: RunConfig) -> list[Any]:
     """Losses, norms and gradients of two steps, and the weights after them."""
     run = build_seeded_run(config)
@@ -61,9 +53,9 @@ def bits(config: RunConfig) -> list[Any]:
     for iteration in range(2):
         result = train_step(run, iteration)
         shards = (bucket.shard for bucket in run.optimizer.gradients.buckets)
-        found.append((result.loss, result.grad_norm, digest(shards)))
+        found.append((result.loss, result.grad_norm, digest_of(shards)))
     run.optimizer.wait_for_weights()
-    found.append(digest(p for stage in run.stages for p in stage.parameters()))
+    found.append(digest_of(p for stage in run.stages for p in stage.parameters()))
     new_job()
     return found
 

@@ -23,7 +23,7 @@ from patch.device import MachineFacts
 from patch.distributed.launch import LOST_RANK_CODE, launch
 from patch.errors import DataError, TrainingError
 from patch.training.failures import LostRankError, explained, is_out_of_memory
-from patch.training.memory_advice import memory_advice
+from patch.training.memory_advice import is_of_the_device, memory_advice
 
 CONFIG = small_run()
 MACHINE = MachineFacts(cuda_devices=0, cpu_cores=2)
@@ -69,7 +69,7 @@ def test_out_of_memory_on_the_host_names_its_cures(fail) -> None:
 def test_out_of_memory_of_a_library_on_a_gpu_names_the_cures_of_the_gpu(message: str) -> None:
     """The libraries' own words, as torch passes them on: a RuntimeError, of NCCL a DistBackendError."""
     kind = dist.DistBackendError if message.startswith("NCCL") else RuntimeError
-    assert is_out_of_memory(kind(message))
+    assert is_out_of_memory(kind(message)) and is_of_the_device(kind(message))
     with pytest.raises(TrainingError, match="ran out of memory") as caught, explained(CONFIG):
         raise kind(message)
     assert POLICY in str(caught.value)
@@ -88,6 +88,13 @@ def test_out_of_memory_of_a_library_on_a_gpu_names_the_cures_of_the_gpu(message:
 )
 def test_other_errors_are_not_out_of_memory(error: Exception) -> None:
     assert not is_out_of_memory(error)
+
+
+def test_out_of_memory_on_the_host_is_not_the_devices() -> None:
+    for fail in (out_of_memory_on_the_cpu, out_of_memory_in_python, out_of_memory_in_a_file):
+        with pytest.raises((RuntimeError, MemoryError, OSError)) as raised:
+            fail()
+        assert is_out_of_memory(raised.value) and not is_of_the_device(raised.value)
 
 
 BATCH, PAD, AC = "3 BATCH_SIZE", "8 PAD_LEN", "17 AC"
@@ -112,8 +119,9 @@ LARGE = {"hidden_size": 4096, "vocab_size": 50_000}
         ({"tp": 2, **STATIC}, {BATCH, AC, MORE}),
         ({"tp": 2, **AUTO}, {BATCH, AC, THRESHOLD, MORE}),
         ({"tp": 2, "optimizer_offload_auto_threshold": 2**30, **AUTO}, {BATCH, AC, MORE}),
-        # a process alone has moved all of its states before it gives up
+        # a process that holds the whole model has moved all of its states before it gives up
         (AUTO, {BATCH, AC, MORE}),
+        ({"dp": 2, "data_parallel_sharding": "gradients", **AUTO}, {BATCH, AC, MORE}),
         ({"optimizer_offload_fraction": 0.5, **STATIC}, {BATCH, AC, MORE}),
         ({**LARGE, "dp": 2, **AUTO}, {GRADIENTS, MORE}),
         (LARGE, {MORE}),

@@ -296,7 +296,7 @@ def run_together(rank: int, world_size: int) -> dict[str, Any]:
         for name, layout in LAYOUTS.items()
         for policy in ("none", "static 0.5", "static 1", "auto")
     }
-    run = build("static 0", **shared, dp=2, simulated_device_memory=10**12)
+    run = build("static 0", **shared, tp=2, simulated_device_memory=10**12)
     accelerator = run.optimizer.adam._offload.accelerator
     accelerator.budget = accelerator.held
     with pytest.raises(torch.OutOfMemoryError, match="--simulated-device-memory"):
@@ -324,8 +324,8 @@ def test_auto_decides_for_each_rank_and_changes_no_bit(layout: str) -> None:
         assert 0.3 < rank[f"{layout}, auto"]["fraction"] < 1
 
 
-def test_several_processes_do_not_try_again() -> None:
-    """One alone would leave the others waiting; failures.py makes exit code 5 of it, with what to change."""
+def test_parts_of_a_model_do_not_try_again() -> None:
+    """The others wait for activations; failures.py makes exit code 5 of it, with what to change."""
     assert [rank["moved when short"] for rank in together()] == [0.0, 0.0]
 
 
