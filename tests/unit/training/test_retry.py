@@ -48,10 +48,10 @@ class Fault:
         self.accelerator, self.place, self.is_armed, self.turns = accelerator_of(run), place, False, 0
         batches = run.config.num_micro_batches
         self.after = {"last forward": batches, "backward": batches, "hook": 6}.get(place, 1)
-        self.watch, self.open = run.optimizer.watch, run.optimizer.gradients._open
+        self.watch, self.lend = run.optimizer.watch, run.optimizer.gradients._lend
         run.optimizer.watch = self.on_forward
         if place == "hook":
-            run.optimizer.gradients._open = lambda bucket: (self.strike(), self.open(bucket))[1]
+            run.optimizer.gradients._lend = lambda bucket: (self.strike(), self.lend(bucket))[1]
         if place == "backward":
             weight = run.stages[0].decoder.layers[0].mlp.linear_fc1.weight
             weight.register_hook(lambda gradient: self.strike())
