@@ -25,7 +25,7 @@ from patch.config import (  # noqa: E402
     validate_run,
 )
 from patch.device import MachineFacts  # noqa: E402
-from patch.distributed.launch import claim_error_report, launch  # noqa: E402
+from patch.distributed.launch import allocator_environment, claim_error_report, launch  # noqa: E402
 from patch.errors import PatchError  # noqa: E402
 from patch.logger import configure_logging, get_logger  # noqa: E402
 from patch.plan import describe_plan, resolve_sharding  # noqa: E402
@@ -52,12 +52,15 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
 def main(argv: list[str]) -> int:
     """Run the command line; the process's exit code (0, 2 to 5, 130 or 143; the README explains them)."""
     configure_logging()
+    is_worker = "LOCAL_RANK" in os.environ
+    if is_worker:  # of a torchrun of the user's own too
+        os.environ.update(allocator_environment(os.environ))
     try:
         machine = MachineFacts.probe()
         invocation = parse_args(argv, os.environ, machine)
         config, notes = _check(invocation.config, machine)
         invocation = invocation._replace(config=config)
-        if "LOCAL_RANK" in os.environ and not invocation.dry_run:
+        if is_worker and not invocation.dry_run:
             # Upstream warns at import of Apex and Transformer Engine, which this project does without.
             warnings.filterwarnings("ignore", module=r"megatron\.")
             from patch.compat import quick_start

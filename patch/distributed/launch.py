@@ -143,6 +143,7 @@ def worker_environments(
         "OMP_NUM_THREADS": share_of_cores,
         "RAYON_NUM_THREADS": share_of_cores,
         "TOKENIZERS_PARALLELISM": "true",  # no worker forks, which is what tokenizers' threads do not survive
+        **allocator_environment(environ),
     }
     if config.parallel.tensor_model_parallel_size > 1 and machine.compute_capability < BLACKWELL:
         # megatron-core's tensor-parallel layers rely on one queue for the order of their kernels; without
@@ -162,6 +163,18 @@ def worker_environments(
         {**defaults, **environ, **shared, "RANK": str(first_rank + local), "LOCAL_RANK": str(local)}
         for local in range(num_local)
     ]
+
+
+def allocator_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What torch's CUDA allocator is told where a user tells it nothing, before a process imports torch.
+
+    Segments that grow leave hardly any fragments, so that what is free can be filled with optimizer states.
+    torch reads the second name too and does not agree with itself on which comes first
+    (c10/core/AllocatorConfig.h, c10/cuda/CUDAAllocatorConfig.h of 2.13): with either given, nothing is added.
+    """
+    name = "PYTORCH_ALLOC_CONF"
+    is_told = any(known in environ for known in (name, "PYTORCH_CUDA_ALLOC_CONF"))
+    return {} if is_told else {name: "expandable_segments:True"}
 
 
 def _threads(count: str, config: RunConfig, machine: MachineFacts) -> str:

@@ -18,6 +18,7 @@ import torch
 
 from patch.device import streams_of
 from patch.distributed.flat import Pending
+from patch.optimizer.fragments import Fragments
 from patch.optimizer.kernels import AdamKernel, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
@@ -105,6 +106,7 @@ class CudaAccelerator:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.kernel = adam_kernel(device)
+        self._fragments = Fragments()
         self._streams = streams_of(device)
         self._down, self._up, self._aside = (self._streams.Stream(device) for _ in range(3))
 
@@ -119,7 +121,8 @@ class CudaAccelerator:
         return buffer
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Nothing: torch's allocator keeps count."""
+        """Torch's allocator keeps count, and the memory."""
+        self._fragments.forget()
 
     def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Registered pages: torch's own pinned memory rounds up to a power of two."""
@@ -150,13 +153,15 @@ class CudaAccelerator:
         return self._copy(copies, self._up)
 
     def usable_bytes(self) -> int:
-        """What is free, and what torch holds already."""
+        """What is free, and what torch holds already, less fragments."""
         free, _ = torch.cuda.mem_get_info(self.device)
-        return free + torch.cuda.memory_reserved(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - self._fragments.num_bytes
 
     def take_peak(self) -> int:
         """Of what torch has allocated."""
         peak = torch.cuda.max_memory_allocated(self.device)
+        if self._fragments.learn(peak, torch.cuda.max_memory_reserved(self.device)):
+            torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(self.device)
         return peak
 

@@ -137,6 +137,37 @@ def test_worker_keeps_to_its_cores(tmp_path: Path) -> None:
     assert (tmp_path / "cores").read_text() == str({core})
 
 
+ALLOCATOR, OLDER = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def test_environment_asks_for_segments_that_grow_where_the_user_asks_for_nothing() -> None:
+    for own, expected in [
+        ({}, {ALLOCATOR: "expandable_segments:True"}),
+        ({ALLOCATOR: ""}, {ALLOCATOR: ""}),
+        ({ALLOCATOR: "backend:native"}, {ALLOCATOR: "backend:native"}),
+        ({OLDER: "max_split_size_mb:512"}, {OLDER: "max_split_size_mb:512"}),
+    ]:
+        (only,) = worker_environments(make_config(1), Rendezvous(), MACHINE, own)
+        assert {name: only[name] for name in (ALLOCATOR, OLDER) if name in only} == expected
+
+
+def test_a_worker_of_the_users_own_torchrun_asks_for_them_before_torch_is_imported() -> None:
+    """The machine is probed first of all, which may start CUDA; what is there then is printed."""
+    program = (
+        "import os, runpy, sys; from patch.device import MachineFacts\n"
+        "def probe():\n"
+        f"    print(os.environ.get('{ALLOCATOR}'), 'torch' in sys.modules, flush=True); os._exit(0)\n"
+        "MachineFacts.probe = probe; sys.argv[1:] = []\n"
+        "runpy.run_path('examples/llama3_1/pretrain_llama.py', run_name='__main__')"
+    )
+    environ = {name: text for name, text in os.environ.items() if name not in (ALLOCATOR, OLDER)}
+    for own, expected in [({"LOCAL_RANK": "0"}, "expandable_segments:True False"), ({}, "None False")]:
+        found = subprocess.run(
+            [sys.executable, "-c", program], env=environ | own, cwd=REPOSITORY, capture_output=True, text=True
+        )
+        assert found.stdout.strip() == expected, found.stderr
+
+
 def test_success_is_zero_and_passes_the_flags(tmp_path: Path) -> None:
     script = write_script(tmp_path, f"open(f'{tmp_path}/seen{{rank}}', 'w').write(' '.join(sys.argv[1:]))")
     assert launch_workers(script, 2) == 0
