@@ -1,7 +1,7 @@
 """The LLaMA model on megatron-core's GPTModel; see README.md."""
 
 from patch.model.aligned import SOURCES, sum_learned
-from patch.model.init import initialize_weights
+from patch.model.init import forget_weights, initialize_weights
 from patch.model.llama import DTYPES, LlamaModel, build_llama_model, sharded_weights
 
 __all__ = [
@@ -9,6 +9,7 @@ __all__ = [
     "SOURCES",
     "LlamaModel",
     "build_llama_model",
+    "forget_weights",
     "initialize_weights",
     "sharded_weights",
     "sum_learned",

@@ -26,6 +26,15 @@ _SCALED = ("linear_proj.weight", "linear_fc2.weight")
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
+def forget_weights(stages: Sequence[GPTModel]) -> None:
+    """Give up the memory of weights that are still to be set: each is one element, repeated.
+
+    For weights that get memory elsewhere: the optimizer's flat buffer takes those that are trained.
+    """
+    for parameter in (p for stage in stages for p in stage.parameters() if p.requires_grad):
+        parameter.data = parameter.new_zeros(1).expand(parameter.shape)
+
+
 @torch.no_grad()
 def initialize_weights(stages: Sequence[GPTModel], config: RunConfig) -> None:
     """Fill a rank's stages: N(0, init_method_std), norms one, biases and padded vocabulary rows zero."""

@@ -18,7 +18,7 @@ from patch.data.sampler import SampleSource
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_or_none
 from patch.logger import get_logger
-from patch.model import LlamaModel, build_llama_model, initialize_weights
+from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.training.offload import build_optimizer
 from patch.training.state import load_weights, resume
@@ -62,8 +62,7 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
     with all_or_none():
         tokenizer = load_tokenizer(config.tokenizer_folder, where("tokenizer_name_or_path"))
     datasets = build_datasets(config, tokenizer)
-    stages = build_llama_model(config, groups, context.device)
-    optimizer = build_optimizer(stages, config, groups)
+    stages, optimizer = build_model(config, groups, context.device)
     run = Run(
         config=config,
         device=context.device,
@@ -77,6 +76,15 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
     )
     _load(run)
     return run
+
+
+def build_model(
+    config: RunConfig, groups: ProcessGroupCollection, device: torch.device
+) -> tuple[list[LlamaModel], OverlappedDistributedOptimizer]:
+    """The stages of this rank and the optimizer whose flat buffer is their weights, which are not set yet."""
+    stages = build_llama_model(config, groups, device)
+    forget_weights(stages)  # or they would be there twice while the buffer is made
+    return stages, build_optimizer(stages, config, groups)
 
 
 def checkpoint_root(config: RunConfig) -> Path:
