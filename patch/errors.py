@@ -45,5 +45,7 @@ class TrainingError(PatchError, RuntimeError):
 
 def nearest(name: str, known: list[str]) -> str:
     """A hint ", did you mean X?" for a misspelled name, or "" when nothing known is close."""
+    if len(name) > 3 * max(map(len, known), default=0):  # nothing is close, and the search would be long
+        return ""
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f", did you mean {match[0]}?" if match else ""

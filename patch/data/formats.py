@@ -9,6 +9,7 @@ What would change a conversation's meaning and cannot be read yet is refused by 
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import Any
 
 from patch.errors import DataError, nearest
@@ -20,6 +21,8 @@ _ANSWER_KEYS = ("output", "response", "content")
 _ROLES = ("system", "user", "assistant")
 _KNOWN_KEYS = [*_PROMPT_KEYS, *_ANSWER_KEYS, "input", "system", "messages"]
 _EXPECTED = "instruction (or query) and output (or response, content), or messages"
+
+_KEYS_SHOWN = 50
 
 _NOT_YET = ("conversations", "conversation", "history", "tools", "functions")
 _NOT_YET_IN_MESSAGES = ("tool_calls", "function_call", "tool_call_id", "weight", "loss", "loss_scale")
@@ -69,7 +72,7 @@ def _from_messages(messages: Any, where: str) -> list[Message]:
         role = _text(message, "role", place)
         if role not in _ROLES:
             raise DataError(
-                f"{place}: role: got {role!r}, expected {', '.join(_ROLES)}{nearest(role, list(_ROLES))}"
+                f"{place}: role: got {role!r:.60}, expected {', '.join(_ROLES)}{nearest(role, list(_ROLES))}"
             )
         checked.append({"role": role, "content": _text(message, "content", place)})
     opening = next((message["role"] for message in checked if message["role"] != "system"), "nobody")
@@ -80,8 +83,10 @@ def _from_messages(messages: Any, where: str) -> list[Message]:
 
 def missing_keys(row: dict[str, Any], expected: str, known: list[str]) -> str:
     """What was found in a row, what is expected, and what each unknown key may have been meant as."""
-    hints = [f"; {key}{hint}" for key in row if key not in known and (hint := nearest(key, known))]
-    return f"found the keys {', '.join(row) or 'none'}; expected {expected}{''.join(hints)}"
+    keys = list(islice(row, _KEYS_SHOWN))
+    hints = [f"; {key}{hint}" for key in keys if key not in known and (hint := nearest(key, known))]
+    found = ", ".join(f"{key:.60}" for key in keys) + (", ..." if len(row) > len(keys) else "")
+    return f"found the keys {found or 'none'}; expected {expected}{''.join(hints)}"
 
 
 def _refuse(row: dict[str, Any], keys: tuple[str, ...], where: str) -> None:

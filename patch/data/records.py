@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -11,6 +12,8 @@ import orjson
 from patch.errors import DataError
 
 _BOM = b"\xef\xbb\xbf"
+_LONGEST_LINE = 1 << 28
+_PIECE_BYTES = 1 << 20
 
 
 class Row(NamedTuple):
@@ -27,7 +30,8 @@ def read_rows(path: Path) -> Iterator[Row]:
     A UTF-8 byte-order mark and blank lines are skipped.
 
     Raises:
-        DataError: unreadable file, malformed JSON (file and line), a row that is no object, no rows at all.
+        DataError: unreadable file, malformed JSON (file and line), a line over 256 MiB, a row that is no
+            object, no rows at all, a list that memory does not hold.
     """
     empty = True
     try:
@@ -37,6 +41,11 @@ def read_rows(path: Path) -> Iterator[Row]:
                 yield row
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; expected a JSON or JSONL file") from error
+    except MemoryError as error:
+        raise DataError(
+            f"{path}: a JSON list is held in memory as a whole, and there is not enough; JSONL, one object a "
+            "line, is not"
+        ) from error
     if empty:
         raise DataError(f"{path}: holds no rows, expected at least one JSON object")
 
@@ -48,15 +57,35 @@ def _holds_list(file: BinaryIO) -> bool:
 
 
 def _list_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
+    _refuse_binary(path, file)
     for number, value in enumerate(_parse(path, file.read().removeprefix(_BOM), 1), start=1):
         yield _row(path, f"row {number}", value)
 
 
 def _line_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
-    for number, line in enumerate(file, start=1):
+    for number in count(1):
+        line = file.readline(_LONGEST_LINE + 1)
+        if not line:
+            return
+        if len(line) > _LONGEST_LINE:
+            raise DataError(
+                f"{path}: line {number}: has more than {_LONGEST_LINE} bytes, expected one JSON object; "
+                "is it a text file?"
+            )
         line = (line.removeprefix(_BOM) if number == 1 else line).strip()
         if line:
             yield _row(path, f"line {number}", _parse(path, line, number))
+
+
+def _refuse_binary(path: Path, file: BinaryIO) -> None:
+    """Before all of the file is held: no JSON has a zero byte, and a sparse file has little else."""
+    line = 1
+    while piece := file.read(_PIECE_BYTES):
+        if (place := piece.find(b"\0")) >= 0:
+            line += piece.count(b"\n", 0, place)
+            raise DataError(f"{path}: line {line}: malformed JSON: a zero byte; is it a text file?")
+        line += piece.count(b"\n")
+    file.seek(0)
 
 
 def _row(path: Path, place: str, value: Any) -> Row:

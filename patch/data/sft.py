@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.chat import ChatRenderer, Span
+from patch.data.chat import ChatRenderer, Conversation, Span
 from patch.data.formats import to_messages
 from patch.data.records import read_rows
 from patch.data.sampler import Sample
@@ -22,7 +21,13 @@ from patch.logger import get_logger
 _log = get_logger(__name__)
 
 _ROWS_AT_ONCE = 1000
+_CHARACTERS_AT_ONCE = 1 << 25
 """The tokenizer encodes a list of texts in parallel; more rows gain nothing and hold more memory."""
+
+_LONG_TEXT = 1 << 20
+"""Characters; a text with more is encoded from its beginning only so far as a sample reaches."""
+_SPARE_TOKENS = 256
+"""Tokens behind the last one that is used, so that the cut through the text changes none of those."""
 
 
 class SftSource:
@@ -70,6 +75,7 @@ class _Report:
     longest: int = 0
     """Tokens of the longest row that has something to learn."""
     special: list[str] = field(default_factory=list)
+    long: list[str] = field(default_factory=list)
 
     def log(self, path: Path, source: SftSource, learned: int, tokens: int, length: int) -> None:
         share = 100 * learned / tokens
@@ -82,6 +88,7 @@ class _Report:
                 f"cut to {length} tokens, {self.unlearned} of them in an answer; the longest row has "
                 f"{self.longest} (PAD_LEN)",
             ),
+            (self.long, f"with a text over {_LONG_TEXT} characters, whose end was not encoded nor counted"),
             (self.dropped, "dropped: nothing to learn"),
             (self.special, "with special tokens spelled out in a message, which are encoded as such"),
         ):
@@ -93,19 +100,23 @@ def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, length: int) -> Sft
     """Read and tokenize a JSON or JSONL file of conversations.
 
     A conversation longer than `length` tokens is cut at its end. One with nothing to learn (then, or since
-    the assistant never speaks) is dropped, counted and named in the log.
+    the assistant never speaks) is dropped, counted and named in the log. The time is bounded for each row,
+    however long it is.
 
     Args:
         length: tokens of one sample, labels being one position ahead.
     Raises:
-        DataError: see `read_rows`, `to_messages`, `ChatRenderer`; or no row has anything to learn.
+        DataError: see `read_rows`, `to_messages`, `ChatRenderer`; the tokenizer fails; or no row has anything
+            to learn.
     """
     ensure_chat_template(tokenizer)
     renderer = ChatRenderer(tokenizer)
     report = _Report()
     kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    for places, conversations in _rendered(path, renderer, report):
-        kept.append(_pack(places, _encode(tokenizer, conversations), length, report))
+    for places, conversations in _batches(path, renderer, report):
+        rendered = renderer.render_all(conversations)
+        report.long += [place for place, spans in zip(places, rendered, strict=True) if _has_long_text(spans)]
+        kept.append(_pack(places, _encode(tokenizer, rendered, length, path), length, report))
     ids, learned, sizes = (np.concatenate(parts) for parts in zip(*kept, strict=True))
     if not len(sizes):
         raise DataError(
@@ -118,34 +129,63 @@ def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, length: int) -> Sft
     return source
 
 
-def _rendered(
+def _batches(
     path: Path, renderer: ChatRenderer, report: _Report
-) -> Iterator[tuple[list[str], list[list[Span]]]]:
-    """Rows' places and texts, `_ROWS_AT_ONCE` at a time."""
-    rows = read_rows(path)
-    while batch := list(islice(rows, _ROWS_AT_ONCE)):
-        conversations = []
-        for row in batch:
-            where = f"{path}: {row.place}"
-            messages = to_messages(row.value, where)
-            if renderer.holds_special_token(messages):
-                report.special.append(row.place)
-            conversations.append(renderer.render(messages, where))
-        report.rows += len(batch)
-        yield [row.place for row in batch], conversations
+) -> Iterator[tuple[list[str], list[Conversation]]]:
+    """The rows' places and conversations, `_ROWS_AT_ONCE` at a time or fewer long ones."""
+    places: list[str] = []
+    batch: list[Conversation] = []
+    held = 0
+    for row in read_rows(path):
+        messages = to_messages(row.value, f"{path}: {row.place}")
+        report.rows += 1
+        if renderer.holds_special_token(messages):
+            report.special.append(row.place)
+        places.append(row.place)
+        batch.append(Conversation(messages, f"{path}: {row.place}"))
+        held += sum(len(message["content"]) for message in messages)
+        if len(batch) >= _ROWS_AT_ONCE or held >= _CHARACTERS_AT_ONCE:
+            yield places, batch
+            places, batch, held = [], [], 0
+    if batch:
+        yield places, batch
+
+
+def _has_long_text(spans: list[Span]) -> bool:
+    return any(len(span.text) > _LONG_TEXT for span in spans)
 
 
 def _encode(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[list[Span]]
+    tokenizer: PreTrainedTokenizerBase, conversations: list[list[Span]], length: int, path: Path
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Ids and learned flags of each conversation, its spans encoded one by one."""
     texts = [span.text for spans in conversations for span in spans]
-    # The template has written the special tokens. An empty list is no batch to transformers.
-    encoded = iter(tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else [])
+    try:
+        encoded = iter(_encode_texts(tokenizer, texts, length + 1 + _SPARE_TOKENS))
+    except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exception
+        raise DataError(
+            f"{path}: tokenizer {tokenizer.name_or_path} cannot encode its rows: {error!s:.500}"
+        ) from error
     for spans in conversations:
         parts = [next(encoded) for _ in spans]
         ids = np.array([token for part in parts for token in part], dtype=np.int32)
         yield ids, np.repeat([span.learned for span in spans], [len(part) for part in parts]).astype(bool)
+
+
+def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str], needed: int) -> list[list[int]]:
+    """Ids of each text; of one over `_LONG_TEXT` characters only the first `needed` or more."""
+
+    def encode(texts: list[str]) -> list[list[int]]:
+        # The template has written the special tokens. An empty list is no batch to transformers.
+        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
+
+    encoded = encode([text[:_LONG_TEXT] for text in texts])
+    for place, text in enumerate(texts):
+        size = _LONG_TEXT
+        while size < len(text) and len(encoded[place]) < needed:
+            size *= 2
+            encoded[place] = encode([text[:size]])[0]
+    return encoded
 
 
 def _pack(

@@ -90,6 +90,13 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     _log.info("the tokenizer has no chat template: a plain LLaMA-3 one is used, and exported with the model")
 
 
+def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The chat template as messages call it: with its file, where the tokenizer came from a folder."""
+    files = (Path(tokenizer.name_or_path) / name for name in ("chat_template.jinja", "tokenizer_config.json"))
+    file = next((file for file in files if file.is_file()), None)
+    return "the chat template" if file is None else f"the chat template in {file}"
+
+
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """Every token that text can only spell as a whole, such as <|eot_id|>."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]

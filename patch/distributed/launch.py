@@ -142,7 +142,7 @@ def worker_environments(
     defaults = {
         "OMP_NUM_THREADS": share_of_cores,
         "RAYON_NUM_THREADS": share_of_cores,
-        "TOKENIZERS_PARALLELISM": "true",  # no worker forks, which is what tokenizers' threads do not survive
+        "TOKENIZERS_PARALLELISM": "true",  # what a worker forks does not tokenize: threads do not survive
         **allocator_environment(environ),
     }
     if config.parallel.tensor_model_parallel_size > 1 and machine.compute_capability < BLACKWELL:

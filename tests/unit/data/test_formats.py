@@ -75,3 +75,17 @@ def test_bad_row_says_what_was_found_and_expected(row: dict, said: str) -> None:
         to_messages(row, "f.json: row 9")
     assert str(caught.value).startswith("f.json: row 9: ")
     assert said in str(caught.value)
+
+
+def test_keys_and_roles_of_any_size_and_number_are_named_in_part() -> None:
+    """A search for the nearest name in 50 MB would take hours."""
+    long = "instruction" * 5_000_000
+    for row in (
+        {long: "I", "output": "O"},
+        {f"{long}{number}": number for number in range(3)} | {str(number): number for number in range(10**5)},
+        {"messages": [{"role": long, "content": ""}]},
+        {"messages": [{long: "user", "content": ""}]},
+    ):
+        with pytest.raises(DataError, match="instructioninstruction") as caught:
+            to_messages(row, "f.json: row 9")
+        assert len(str(caught.value)) < 1500

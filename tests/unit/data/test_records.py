@@ -1,6 +1,7 @@
 """JSON lists and JSONL, whole and broken."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,8 @@ def test_places_count_from_one_and_blank_lines_count_too(tmp_path: Path) -> None
         (b'{"a": 1}\n[1, 2]\n', "line 2: got a list, expected an object"),
         (b'{"a": 1}\n"text"\n', "line 2: got a string, expected an object"),
         (b'[{"a": 1}, null, {"a": 1}]', "row 2: got null, expected an object"),
+        (b'[{"a": 1},\n\0', "line 2: malformed JSON: a zero byte"),
+        (b'{"a": 1}\n\0\0\n', "line 2: malformed JSON"),
         (b"[1]", "row 1: got a number, expected an object"),
         (b"[]", "holds no rows"),
         (b"", "holds no rows"),
@@ -77,3 +80,19 @@ def test_rows_before_a_bad_line_are_given_first(tmp_path: Path) -> None:
     assert next(rows).value == {"a": 1}
     with pytest.raises(DataError):
         next(rows)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(
+    ("begin", "said"),
+    [
+        (b"", "line 1: has more than 268435456 bytes"),
+        (b'{"a": 1}\n', "line 2: has more than"),
+        (b"[\n", "line 2: malformed JSON: a zero byte"),
+    ],
+)
+def test_sparse_file_is_refused_without_holding_it(tmp_path: Path, begin: bytes, said: str) -> None:
+    path = write(tmp_path, begin)
+    os.truncate(path, 1 << 40)
+    with pytest.raises(DataError, match=f"{path}: {said}"):
+        list(read_rows(path))

@@ -1,11 +1,14 @@
 """Samples of raw JSON against hand-written ids, and against transformers' own assistant masks."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
 import torch
 from llama3_tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, tiny_tokenizer
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from patch.data.sft import load_sft
 from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE, load_tokenizer
@@ -101,6 +104,49 @@ def test_cut_that_costs_no_answer_is_told_from_one_that_does(tmp_path: Path, log
     rows = [alpaca("hello", "world"), {"messages": turns}, {"messages": silent}]
     load_sft(write_rows(tmp_path, rows), tiny_tokenizer(), 12)
     assert any("2 of 3 rows cut to 12 tokens, 1 of them in an answer" in message for message in logged)
+
+
+def test_text_that_is_encoded_in_part_gives_the_same_sample(
+    tmp_path: Path, monkeypatch, logged: list[str]
+) -> None:
+    """Words, runs that are one token each, and runs that the split pattern takes for one word."""
+    tokenizer = tiny_tokenizer()
+    pick = random.Random(0)
+    texts = [
+        "".join(pick.choices("the fox", k=9000)),
+        "x" + " " * 9000 + "y",
+        "a" * 9000,
+        "\u4f60\u597d" * 5000,
+    ]
+    texts += ["".join(pick.choices(["two plus", "\n\n", "1234", " <|eot_id|> ", "\t"], k=3000))]
+    path = write_rows(tmp_path, [alpaca(text[:4], text) for text in texts] + [alpaca("x" * 9000, "y")])
+    whole = load_sft(path, tokenizer, 300)
+    logged.clear()
+    monkeypatch.setattr("patch.data.sft._LONG_TEXT", 1000)
+    part = load_sft(path, tokenizer, 300)
+    assert len(whole) == len(part) == 5
+    for index in range(5):
+        for one, other in zip(whole[index], part[index], strict=True):
+            assert torch.equal(one, other)
+    assert any("6 of 6 rows with a text over 1000 characters" in message for message in logged)
+
+
+@pytest.mark.timeout(100)
+def test_row_of_30_mb_takes_seconds(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    path = write_rows(tmp_path, [alpaca("hello", "ab" * 15_000_000), alpaca("hello", "world")])
+    source = load_sft(path, tokenizer, 64)
+    assert learned_text(source[0], tokenizer).startswith("abab")
+    assert learned_text(source[1], tokenizer) == "world<|eot_id|>"
+
+
+def test_text_that_the_tokenizer_fails_on_is_refused_with_the_file(tmp_path: Path) -> None:
+    core = Tokenizer(models.WordLevel({"<|eot_id|>": 0, "hello": 1}, unk_token="[UNK]"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|eot_id|>")
+    tokenizer.chat_template = LLAMA3_CHAT_TEMPLATE
+    path = write_rows(tmp_path, [alpaca("hello", "world")])
+    with pytest.raises(DataError, match=f"^{path}: tokenizer .* cannot encode its rows: WordLevel error"):
+        load_sft(path, tokenizer, 64)
 
 
 def test_conversation_that_just_fits_is_not_cut(tmp_path: Path, logged: list[str]) -> None:

@@ -1,0 +1,90 @@
+"""Chat templates that fail, never end or eat all memory: a DataError that names the template, and soon."""
+
+import json
+from pathlib import Path
+
+import psutil
+import pytest
+from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
+
+from patch.data.chat import ChatRenderer, end_of_turn
+from patch.data.sft import load_sft
+from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE, load_tokenizer
+from patch.errors import DataError
+
+QUESTION = {"role": "user", "content": "hello"}
+ANSWER = {"role": "assistant", "content": "world"}
+RECURSIVE = "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}"
+ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+# A good template but for one message.
+ON_DEMAND = "{% if messages[0].content == 'evil' %}" + ENDLESS + "{% endif %}" + LLAMA3_CHAT_TEMPLATE
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ 1 + 'a' }}", "fails: TypeError: "),
+        ("{{ 1 / 0 }}", "fails: ZeroDivisionError: "),
+        ("{{ range(10 ** 9) | list }}", "fails: OverflowError: "),
+        ("{{ 10.0 ** 999 }}", "fails: OverflowError: "),
+        (RECURSIVE, "fails: RecursionError: "),
+        ("{{ " + "(" * 20000 + "1" + ")" * 20000 + " }}", "fails: "),
+        ("{% import 'os' as os %}", "fails: "),
+        ("{% include '/etc/passwd' %}", "fails: "),
+        ("{{ messages | attr('__class__') }}{{ [].__class__.__base__ }}", "refuses the conversation: "),
+        ("{{ 'x' | center(10 ** 12) }}", "fails: MemoryError"),
+        ("{{ 'x' | center(3 * 10 ** 8) }}", "fails: MemoryError"),
+        ("{{ 'x' * 10 ** 12 }}", "fails: MemoryError"),
+        ("{{ [1] * 10 ** 12 }}", "fails: MemoryError"),
+        ("{{ 'x' | center(10 ** 7) }}<|eot_id|>", "writes 10000010 characters, expected at most"),
+        ("{{ messages[99].content }}", "refuses the conversation: "),
+        ({"tool_use": LLAMA3_CHAT_TEMPLATE}, "fails: ValueError: "),
+        (7, "fails: "),
+    ],
+)
+def test_whatever_a_template_raises_is_a_data_error(template, said: str, monkeypatch) -> None:
+    monkeypatch.setattr("patch.data.bounded.BYTES", 1 << 27)
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(DataError) as caught:
+        ChatRenderer(tokenizer)
+    assert str(caught.value).startswith("chat template: the chat template ")
+    assert said in str(caught.value) and len(str(caught.value)) < 1000
+
+
+def test_template_that_fails_ends_no_turn() -> None:
+    assert end_of_turn(tiny_tokenizer(template="{{ 1 / 0 }}")) is None
+
+
+@pytest.mark.timeout(60)
+def test_template_without_an_end_is_ended(monkeypatch) -> None:
+    """The number is computed while Jinja compiles, in one call that no signal handler interrupts."""
+    monkeypatch.setattr("patch.data.bounded.SECONDS", 1)
+    with pytest.raises(
+        DataError, match="^chat template: the chat template takes more than 1 s; use the chat"
+    ):
+        ChatRenderer(tiny_tokenizer(template="{{ 10 ** (10 ** 10) }}"))
+
+
+@pytest.mark.timeout(60)
+def test_row_that_makes_the_template_endless_is_named_with_the_templates_file(
+    tmp_path: Path, monkeypatch
+) -> None:
+    monkeypatch.setattr("patch.data.bounded.SECONDS", 1)
+    build_tiny_tokenizer(tmp_path / "tok", template=ON_DEMAND)
+    rows = [[QUESTION, ANSWER], [QUESTION, ANSWER], [{"role": "user", "content": "evil"}, ANSWER]]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
+    with pytest.raises(DataError) as caught:
+        load_sft(tmp_path / "rows.jsonl", load_tokenizer(str(tmp_path / "tok")), 64)
+    place, file = tmp_path / "rows.jsonl", tmp_path / "tok" / "chat_template.jinja"
+    assert str(caught.value).startswith(f"{place}: line 3: the chat template in {file} takes more than 1 s; ")
+
+
+def test_killed_process_is_a_data_error_and_leaves_no_zombie() -> None:
+    """As the kernel does for want of memory."""
+    renderer = ChatRenderer(tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE))
+    child = psutil.Process().children()[-1]
+    child.kill()
+    with pytest.raises(DataError, match="row: the chat template has ended its process .-9.; use the chat"):
+        renderer.render([QUESTION, ANSWER], "row")
+    assert not child.is_running()

@@ -1,0 +1,115 @@
+"""Long conversations: the pieces that every prefix of them would give, in a time linear in their turns."""
+
+import random
+from itertools import cycle, islice
+
+import pytest
+from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
+from transformers import PreTrainedTokenizerBase
+
+from patch.data.chat import ChatRenderer, Span
+from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
+from patch.errors import DataError
+
+ENDS = ("<|eot_id|>", "<|im_end|>", "</s>", "<end_of_turn>", "<|end_of_text|>")
+SPECIAL = [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>", "</s>", "<start_of_turn>", "<end_of_turn>"]
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# The system message before the first question, turns told by their place, no prompt of its own.
+MISTRAL = (
+    "{% if messages[0].role == 'system' %}{% set system = messages[0].content + '\n\n' %}"
+    "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
+    "{{ bos_token }}{% for m in rest %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('not by turns') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ '[INST] ' + (system if loop.first else '') + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + '</s>' }}{% endif %}{% endfor %}"
+)
+GEMMA = (
+    "{{ bos_token }}{% for m in messages %}"
+    "{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' "
+    "+ m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+# Each turn knows its number, so that none can be written without those before it.
+NUMBERED = (
+    "{% for m in messages %}{{ loop.index ~ m.role ~ ': ' ~ m.content ~ '<|eot_id|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ (messages | length + 1) ~ 'assistant: ' }}{% endif %}"
+)
+# As Qwen 3: the last answer has its thoughts, earlier ones lose them.
+THOUGHTS = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TEMPLATES = {
+    "llama3": LLAMA3_CHAT_TEMPLATE, "chatml": CHATML, "mistral": MISTRAL, "gemma": GEMMA,
+    "numbered": NUMBERED,
+}  # fmt: skip
+
+
+def conversation(turns: int, *, seed: int, system: bool = False) -> list[dict[str, str]]:
+    """User and assistant by turns; some contents empty, equal, or like what a template writes."""
+    pick = random.Random(seed)
+    words = ["hello", "", " ", "two\n\nlines", "\u4f60\u597d", "a<|eot_id|>b", "9assistant: ", "x " * 40]
+    said = [{"role": "system", "content": "be brief"}] if system else []
+    roles = islice(cycle(("user", "assistant")), turns)
+    return said + [{"role": role, "content": pick.choice(words)} for role in roles]
+
+
+def from_every_prefix(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[Span]:
+    """The definition, by transformers alone: an answer is what its prompt lacks, to the end of its turn."""
+
+    def write(count: int, prompt: bool) -> str:
+        return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
+
+    spans: list[Span] = []
+    done = ""
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            prompt, answered = write(index, True), write(index + 1, False)
+            words = message["content"].strip()
+            start = answered.index(words, len(prompt)) + len(words)
+            end = min(place + len(mark) for mark in ENDS if (place := answered.find(mark, start)) >= 0)
+            spans += [Span(prompt[len(done) :], False), Span(answered[len(prompt) : end], bool(words))]
+            done = answered[:end]
+    return spans
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_pieces_are_those_of_every_prefix(name: str) -> None:
+    tokenizer = tiny_tokenizer(template=TEMPLATES[name], special=SPECIAL)
+    renderer = ChatRenderer(tokenizer)
+    for seed, turns in enumerate((1, 2, 5, 6, 7, 8, 9, 17, 30, 41)):
+        messages = conversation(turns, seed=seed, system=seed % 2 == 1)
+        assert renderer.render(messages, "row") == from_every_prefix(tokenizer, messages), (seed, turns)
+
+
+def test_several_messages_before_an_answer_and_several_answers_in_a_row() -> None:
+    tokenizer = tiny_tokenizer(template=CHATML, special=SPECIAL)
+    pick = random.Random(0)
+    roles = ["user"] + [pick.choice(("system", "user", "assistant")) for _ in range(40)]
+    messages = [{"role": role, "content": f"{role} {index}"} for index, role in enumerate(roles)]
+    assert ChatRenderer(tokenizer).render(messages, "row") == from_every_prefix(tokenizer, messages)
+
+
+def test_what_a_template_rewrites_is_refused_at_the_same_message() -> None:
+    renderer = ChatRenderer(tiny_tokenizer(template=THOUGHTS, special=SPECIAL))
+    spans = renderer.render(conversation(2, seed=0), "row")
+    assert spans[1].text.startswith("<think>\n\n</think>\n\n")
+    with pytest.raises(DataError, match="^row: message 4: .*told apart"):
+        renderer.render(conversation(30, seed=0), "row")
+
+
+@pytest.mark.timeout(60)
+def test_3000_answers_take_seconds() -> None:
+    """From every prefix they took minutes."""
+    tokenizer = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
+    messages = conversation(6000, seed=1)
+    spans = ChatRenderer(tokenizer).render(messages, "row")
+    assert len(spans) == 6000
+    whole = tokenizer.apply_chat_template(messages, tokenize=False)
+    assert "".join(span.text for span in spans) == whole
