@@ -6,19 +6,19 @@ read them from the run's folder.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from megatron.core.datasets.utils import Split
 
 from patch.config.schema import RunConfig
 from patch.data.index_files import kept_as_made
+from patch.data.indexed import check_ids, open_indexed, total_tokens
 from patch.data.sampler import Sample
 from patch.distributed.collectives import agree
 from patch.errors import DataError
@@ -26,8 +26,6 @@ from patch.logger import get_logger
 
 _log = get_logger(__name__)
 
-# Magic, version, code of the token type, sequences, documents. Source: indexed_dataset.py, _IndexWriter.
-_HEADER = struct.Struct("<9sQBQQ")
 _TOKENS_CHECKED = 1 << 24
 
 
@@ -39,7 +37,7 @@ class PretrainSource:
         # sample's own padding into it; without its cache each sample gets a mask of its own.
         dataset.masks_and_position_ids_are_cacheable = False
         self._dataset, self._name, self._vocab_size = dataset, name, vocab_size
-        self.num_tokens = _total_tokens(dataset.dataset)
+        self.num_tokens = total_tokens(dataset.dataset)
         """Of one pass."""
 
     def __len__(self) -> int:
@@ -48,16 +46,17 @@ class PretrainSource:
     def __getitem__(self, index: int) -> Sample:
         item = self._dataset[index]
         sample = Sample(item["tokens"], item["labels"], item["loss_mask"])
-        largest = max(int(sample.tokens.max()), int(sample.labels.max()))
-        _check_ids(self._name, largest, self._vocab_size)
+        ids = torch.cat([sample.tokens, sample.labels])
+        check_ids(self._name, int(ids.min()), int(ids.max()), self._vocab_size)
         return sample
 
 
 class _Vocabulary:
     """What GPTDataset asks of a tokenizer."""
 
-    pad = -1
-    """Beside all ids, so that upstream pads with it and takes no token of the set for padding."""
+    pad = int(np.iinfo(np.int64).min)
+    """Beside all ids, so that upstream pads with it and takes no token of the set, wrong ones included, for
+    padding."""
 
     def __init__(self, prefix: str, vocab_size: int, eod: int | None) -> None:
         self.vocab_size, self.eod = vocab_size, eod
@@ -111,8 +110,8 @@ def _rank_zero_first(build: Callable[[], PretrainSource]) -> PretrainSource:
 
 def _build(prefix: str, config: RunConfig, eod: int | None, is_train: bool) -> PretrainSource:
     indexed = open_indexed(prefix)
-    head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, _total_tokens(indexed)), 0)
-    _check_ids(prefix, int(head.max()), config.model.vocab_size)
+    head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, total_tokens(indexed)), 0)
+    check_ids(prefix, int(head.min()), int(head.max()), config.model.vocab_size)
     cache = Path(config.checkpoint.output_path) / "data_index"
     num_samples = _samples_taken(config) if is_train else None
     split = Split.train if is_train else Split.valid
@@ -144,60 +143,3 @@ def _upstream_config(prefix: str, config: RunConfig, cache: Path, eod: int | Non
         create_attention_mask=False,
         drop_last_partial_validation_sequence=False,
     )
-
-
-def open_indexed(prefix: str) -> IndexedDataset:
-    """Upstream's reader of `prefix`.bin and .idx, after a check that both are whole.
-
-    Upstream checks with `assert`, or not at all: a short .bin fails in the middle of training.
-
-    Raises:
-        DataError: a missing, foreign, cut or empty file, or two that do not belong together.
-    """
-    bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
-    for path in (bin_path, idx_path):
-        if not path.is_file():
-            raise DataError(
-                f"{path}: no such file; expected the prefix of a .bin and an .idx as DATASET_PATH, made with "
-                "python -m toolkits.preprocess_pretrain (raw JSON rows: MP_DATASET_TYPE=raw)"
-            )
-    _check_index(idx_path)
-    if bin_path.stat().st_size == 0:
-        raise DataError(f"{bin_path}: holds no tokens")
-    indexed = IndexedDataset(prefix)
-    expected = _total_tokens(indexed) * DType.size(indexed.index.dtype)
-    if bin_path.stat().st_size != expected:
-        raise DataError(
-            f"{bin_path}: {bin_path.stat().st_size} bytes, expected {expected} by {idx_path.name}: "
-            "cut short, or of another data set; copy or make both again"
-        )
-    if _total_tokens(indexed) < 2:
-        raise DataError(f"{bin_path}: one token, expected at least two: something to read and what follows")
-    return indexed
-
-
-def _check_index(path: Path) -> None:
-    with path.open("rb") as file:
-        header = file.read(_HEADER.size)
-    if len(header) < _HEADER.size:
-        raise DataError(f"{path}: {len(header)} bytes, expected a header of {_HEADER.size}: cut short?")
-    magic, version, code, sequences, documents = _HEADER.unpack(header)
-    if magic != b"MMIDIDX\0\0" or version != 1 or code not in {each.value for each in DType}:
-        raise DataError(f"{path}: is no index of megatron-core (version 1)")
-    # A length (4 bytes) and a pointer (8) a sequence, 8 bytes a document.
-    expected = _HEADER.size + 12 * sequences + 8 * documents
-    if path.stat().st_size != expected:
-        raise DataError(f"{path}: {path.stat().st_size} bytes, expected {expected} by its header: cut short?")
-
-
-def _total_tokens(indexed: IndexedDataset) -> int:
-    return int(indexed.sequence_lengths.sum(dtype=np.int64))
-
-
-def _check_ids(name: str, largest: int, vocab_size: int) -> None:
-    """A larger id would be an index error on one layout and silently zero on another."""
-    if largest >= vocab_size:
-        raise DataError(
-            f"{name}: holds token id {largest}, the model's vocabulary has {vocab_size} rows (--vocab-size); "
-            "expected a set made with this model's tokenizer"
-        )

@@ -2,6 +2,8 @@
 
 import dataclasses
 import os
+import pickle
+import struct
 from pathlib import Path
 
 import numpy as np
@@ -193,6 +195,105 @@ def test_damaged_set_is_refused_with_the_file(tmp_path: Path, damage, said: str)
     damage(prefix)
     with pytest.raises(DataError, match=said):
         load(prefix, run(tmp_path))
+
+
+def write_index(prefix: Path, *, code: int = 4, lengths=(60, 40), pointers=None, documents=(0, 1, 2)) -> None:
+    """An .idx written by hand; without changes the one of `write_set(prefix, [60, 40])`."""
+    if pointers is None:
+        pointers = np.cumsum([0, *lengths])[:-1] * 4
+    parts = [np.array(lengths, np.int32), np.array(pointers, np.int64), np.array(documents, np.int64)]
+    header = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, code, len(lengths), len(documents))
+    Path(f"{prefix}.idx").write_bytes(header + b"".join(part.tobytes() for part in parts))
+
+
+def test_index_written_by_hand_is_upstreams(tmp_path: Path) -> None:
+    write_set(tmp_path / "set", [60, 40])
+    upstream = (tmp_path / "set.idx").read_bytes()
+    write_index(tmp_path / "set")
+    assert (tmp_path / "set.idx").read_bytes() == upstream
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (dict(documents=(0, 2, 1)), "documents that do not begin at 0 or end at its 2 sequences"),
+        (dict(documents=(0, 1, 3)), "documents that do not begin at 0"),
+        (dict(documents=(1, 1, 2)), "documents that do not begin at 0"),
+        (dict(documents=(0, 2, 1, 2)), "a document that ends before it begins"),
+        (dict(documents=(0, -1, 2)), "a document that ends before it begins"),
+        (dict(documents=()), "no documents"),
+        (dict(lengths=(), documents=()), "no documents"),
+        (dict(lengths=(), documents=(0,)), "bytes, expected 0 by set.idx"),
+        (dict(lengths=(0, 0)), "bytes, expected 0 by set.idx"),
+        (dict(lengths=(110, -10)), "a sequence of -10 tokens"),
+        (dict(pointers=(0, 4000)), "does not begin where the one before it ends"),
+        (dict(pointers=(-4, 240)), "does not begin where"),
+        (dict(pointers=(0, 242)), "does not begin where"),
+        (dict(code=6), "type 6 of its tokens, expected one of 1, 2, 3, 4, 5, 8"),
+        (dict(code=7), "type 7 of its tokens"),
+        (dict(code=99), "type 99 of its tokens"),
+        (dict(code=8), "does not begin where"),
+        (dict(code=5, pointers=(0, 480)), "400 bytes, expected 800"),
+    ],
+)
+def test_damaged_index_is_refused_with_the_file(tmp_path: Path, damage: dict, said: str) -> None:
+    prefix = tmp_path / "set"
+    write_set(prefix, [60, 40])
+    write_index(prefix, **damage)
+    with pytest.raises(DataError, match=said) as caught:
+        load(prefix, run(tmp_path))
+    assert str(caught.value).startswith(f"{prefix}.")
+
+
+@pytest.mark.parametrize("first", [-1, -5, -(2**31), 250, 2**31 - 1])
+@pytest.mark.parametrize("checked", [1, 1 << 24])
+def test_id_without_an_embedding_is_refused(tmp_path: Path, monkeypatch, first: int, checked: int) -> None:
+    """Upstream pads with -1 by default, and would take one in the data for padding."""
+    monkeypatch.setattr("patch.data.pretrain._TOKENS_CHECKED", checked)
+    prefix = tmp_path / "set"
+    write_set(prefix, [60, 40])
+    tokens = np.fromfile(f"{prefix}.bin", np.int32)
+    tokens[50] = first
+    tokens.tofile(f"{prefix}.bin")
+    with pytest.raises(DataError, match=f"token id {first}, the model's vocabulary has 250 rows"):
+        source = load(prefix, run(tmp_path))
+        for index in range(len(source)):
+            source[index]
+
+
+def test_sequences_without_tokens_are_read_over(tmp_path: Path) -> None:
+    tokens = write_set(tmp_path / "set", [0, 30, 0, 0, 51, 0])
+    source = load(tmp_path / "set", run(tmp_path, train_iters=2, global_batch_size=5))
+    check_samples(source)
+    assert {int(token) for index in range(10) for token in source[index].tokens} <= set(tokens.tolist())
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda array: array[:0],
+        lambda array: array - 1,
+        lambda array: array + 10**6,
+        lambda array: array.reshape(-1, 1),
+        lambda array: np.array([{}]),
+        lambda array: pickle.dumps(array),
+        lambda array: array.tobytes()[:-1],
+    ],
+)
+@pytest.mark.parametrize("name", ["document_index", "sample_index", "shuffle_index"])
+def test_damaged_index_file_of_a_run_is_made_again(tmp_path: Path, name: str, damage) -> None:
+    """A pickle upstream would load."""
+    write_set(tmp_path / "set", [60, 40])
+    source = load(tmp_path / "set", run(tmp_path))
+    expected = [source[index].tokens.tolist() for index in range(12)]
+    (file,) = (tmp_path / "out" / "data_index").glob(f"*{name}.npy")
+    damaged = damage(np.load(file))
+    if isinstance(damaged, bytes):
+        file.write_bytes(damaged)
+    else:
+        np.save(file, damaged)
+    source = load(tmp_path / "set", run(tmp_path))
+    assert [source[index].tokens.tolist() for index in range(12)] == expected
 
 
 def test_id_beyond_the_checked_head_is_refused_when_it_is_read(tmp_path: Path, monkeypatch) -> None:

@@ -1,0 +1,128 @@
+"""Opens megatron-core's .bin and .idx after checks that upstream makes with `assert`, or not at all."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+
+from patch.errors import DataError
+
+# Magic, version, code of the token type, sequences, documents. Source: indexed_dataset.py, _IndexWriter.
+_HEADER = struct.Struct("<9sQBQQ")
+_INTEGERS = {kind.value: DType.size(kind.value) for kind in DType if not kind.name.startswith("float")}
+"""Codes of the types that a token id can have, and their bytes."""
+_SEQUENCES_AT_ONCE = 1 << 22
+
+
+class _Index(NamedTuple):
+    """The .idx file, mapped."""
+
+    itemsize: int
+    """Bytes of a token."""
+    lengths: np.ndarray
+    """int32 [N], tokens of each sequence."""
+    pointers: np.ndarray
+    """int64 [N], where each sequence begins in the .bin, in bytes."""
+    documents: np.ndarray
+    """int64 [D + 1], the sequence that each document begins with, and N."""
+
+
+def open_indexed(prefix: str) -> IndexedDataset:
+    """Upstream's reader of `prefix`.bin and .idx, after a check that both are whole.
+
+    Token ids are not looked at: see `check_ids`.
+
+    Raises:
+        DataError: a missing, foreign, cut, damaged or empty file, or two that do not belong together.
+    """
+    bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    for path in (bin_path, idx_path):
+        if not path.is_file():
+            raise DataError(
+                f"{path}: no such file; expected the prefix of a .bin and an .idx as DATASET_PATH, made with "
+                "python -m toolkits.preprocess_pretrain (raw JSON rows: MP_DATASET_TYPE=raw)"
+            )
+    index = _read_index(idx_path)
+    size = bin_path.stat().st_size
+    if size == 0:
+        raise DataError(f"{bin_path}: holds no tokens")
+    tokens = _check_index(idx_path, index)
+    if size != tokens * index.itemsize:
+        raise DataError(
+            f"{bin_path}: {size} bytes, expected {tokens * index.itemsize} by {idx_path.name}: "
+            "cut short, or of another data set; copy or make both again"
+        )
+    if tokens < 2:
+        raise DataError(f"{bin_path}: one token, expected at least two: something to read and what follows")
+    return IndexedDataset(prefix)
+
+
+def total_tokens(indexed: IndexedDataset) -> int:
+    """Tokens of all its documents."""
+    return int(indexed.sequence_lengths.sum(dtype=np.int64))
+
+
+def check_ids(name: str, smallest: int, largest: int, vocab_size: int) -> None:
+    """Refuse ids without an embedding: an index error on one layout, and silently zero on another.
+
+    Raises:
+        DataError: naming the id and the vocabulary's size.
+    """
+    if smallest < 0 or largest >= vocab_size:
+        raise DataError(
+            f"{name}: holds token id {smallest if smallest < 0 else largest}, the model's vocabulary has "
+            f"{vocab_size} rows (--vocab-size); expected a set made with this model's tokenizer"
+        )
+
+
+def _read_index(path: Path) -> _Index:
+    with path.open("rb") as file:
+        header = file.read(_HEADER.size)
+    if len(header) < _HEADER.size:
+        raise DataError(f"{path}: {len(header)} bytes, expected a header of {_HEADER.size}: cut short?")
+    magic, version, code, sequences, documents = _HEADER.unpack(header)
+    if magic != b"MMIDIDX\0\0" or version != 1:
+        raise DataError(f"{path}: is no index of megatron-core (version 1)")
+    if code not in _INTEGERS:
+        raise DataError(
+            f"{path}: type {code} of its tokens, expected one of {', '.join(map(str, _INTEGERS))} (whole "
+            "numbers): damaged, or of something else than tokens; copy or make it again"
+        )
+    # A length (4 bytes) and a pointer (8) a sequence, 8 bytes a document.
+    expected = _HEADER.size + 12 * sequences + 8 * documents
+    if path.stat().st_size != expected:
+        raise DataError(f"{path}: {path.stat().st_size} bytes, expected {expected} by its header: cut short?")
+    if documents == 0:
+        _refuse(path, "no documents")
+    parts = np.memmap(path, np.uint8, "r", _HEADER.size)
+    ends = (4 * sequences, 12 * sequences)
+    lengths, pointers, starts = np.split(parts, ends)
+    return _Index(_INTEGERS[code], lengths.view(np.int32), pointers.view(np.int64), starts.view(np.int64))
+
+
+def _check_index(path: Path, index: _Index) -> int:
+    """What a writer of this format always writes; the number of tokens."""
+    documents, sequences = index.documents, len(index.lengths)
+    if documents[0] != 0 or documents[-1] != sequences:
+        _refuse(path, f"documents that do not begin at 0 or end at its {sequences} sequences")
+    if (documents[1:] < documents[:-1]).any():
+        _refuse(path, "a document that ends before it begins")
+    end = 0
+    for first in range(0, sequences, _SEQUENCES_AT_ONCE):
+        part = slice(first, first + _SEQUENCES_AT_ONCE)
+        lengths = index.lengths[part].astype(np.int64)
+        if (lengths < 0).any():
+            _refuse(path, f"a sequence of {lengths.min()} tokens")
+        ends = end + np.cumsum(lengths)
+        if not np.array_equal(index.pointers[part], (ends - lengths) * index.itemsize):
+            _refuse(path, "a sequence that does not begin where the one before it ends")
+        end = int(ends[-1])
+    return end
+
+
+def _refuse(path: Path, what: str) -> NoReturn:
+    raise DataError(f"{path}: is damaged: has {what}; copy or make it and the .bin again")
