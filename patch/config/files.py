@@ -201,5 +201,10 @@ def _check_file(field: str, path: str, file: str) -> None:
                 "preprocess_pretrain writes them (fine-tuning on rows: SFT=true, MP_DATASET_TYPE=raw)"
             )
         raise DataError(f"{where(field)}: got {path}: {file} does not exist, expected {cure}")
+    if not os.path.isfile(file):
+        raise DataError(
+            f"{where(field)}: {file} is a pipe or a device, expected a file: every process reads it, and "
+            "again when the run is resumed"
+        )
     if not os.access(file, os.R_OK):
         raise DataError(f"{where(field)}: {file} cannot be read by this user")

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 
 from patch.config.fields import to_float, to_int
 from patch.config.run_folder import TRACKER
+from patch.config.texts import read_text
 from patch.errors import ConfigError
 
 
@@ -109,12 +110,12 @@ class _Reader:
 
 def _read_json(file: Path) -> Mapping[str, Any]:
     try:
-        values = json.loads(file.read_text(encoding="utf-8"))
+        values = json.loads(read_text(file))
     except OSError as error:
         raise ConfigError(
             f"{file}: cannot be read: {error.strerror}; expected a Hugging Face folder"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file}: malformed JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: got a JSON {type(values).__name__}, expected an object")

@@ -145,7 +145,7 @@ def remember_data(config: RunConfig) -> None:
 
 def _check_data(config: RunConfig) -> None:
     file = Path(config.checkpoint.output_path) / _FINGERPRINT
-    if file.is_file() and file.read_text(encoding="ascii").strip() != _fingerprint(config):
+    if file.is_file() and file.read_bytes().strip() != _fingerprint(config).encode():
         raise ConfigError(
             f"{where('train_data_path')}: {config.data.train_data_path} has changed since the run in "
             f"{file.parent} began (size, first or last MiB), expected the same data; put it back, or give "
@@ -161,5 +161,5 @@ def _fingerprint(config: RunConfig) -> str:
             size = os.fstat(file.fileno()).st_size
             digest.update(size.to_bytes(8, "little") + file.read(_END_BYTES))
             file.seek(max(size - _END_BYTES, 0))
-            digest.update(file.read())
+            digest.update(file.read(_END_BYTES))
     return digest.hexdigest()

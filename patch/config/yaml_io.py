@@ -10,6 +10,7 @@ import yaml
 
 from patch.config.fields import FIELDS, SECTIONS, assemble, coerce, missing
 from patch.config.schema import RunConfig
+from patch.config.texts import read_text
 from patch.errors import ConfigError, nearest
 
 
@@ -41,15 +42,17 @@ def read_run(file: Path) -> RunConfig:
 
 def _read(file: Path, origin: str) -> str:
     try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(file)
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{origin}: cannot be read: {error}") from error
 
 
 def _parse(text: str, origin: str) -> dict[str, Any]:
     try:
         sections = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
+        # all but the first are what PyYAML lets through of a value with a wrong tag, a date such as
+        # 2026-99-99, and brackets in brackets
         raise ConfigError(f"{origin}: malformed YAML: {error}") from error
     fields: dict[str, Any] = {}
     for section, values in _mapping(sections, origin).items():

@@ -34,6 +34,8 @@ def read_rows(path: Path) -> Iterator[Row]:
             object, no rows at all, a list that memory does not hold.
     """
     empty = True
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise DataError(f"{path}: is a pipe or a device, expected a JSON or JSONL file")
     try:
         with path.open("rb") as file:
             for row in _list_rows(path, file) if _holds_list(file) else _line_rows(path, file):

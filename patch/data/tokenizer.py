@@ -12,6 +12,9 @@ from patch.logger import get_logger
 
 _log = get_logger(__name__)
 
+_LARGEST_FILE = 1 << 29
+"""Bytes; tokenizers of 256,000 ids have 40 MB."""
+
 LLAMA3_MARKS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
 """Special tokens that a LLaMA-3 tokenizer has even where it comes without a chat template."""
 
@@ -33,7 +36,8 @@ def load_tokenizer(folder: str, named_by: str = "") -> PreTrainedTokenizerBase:
     Args:
         named_by: the flag that names another folder, for messages.
     Raises:
-        DataError: no such folder, no tokenizer in it, or one that transformers cannot load.
+        DataError: no such folder, no tokenizer in it, one that transformers cannot load, or in it a pipe, a
+            device or a file of more than 512 MiB that it would read.
     """
     path = Path(folder)
     cure = "expected the folder of a Hugging Face tokenizer" + (f" ({named_by})" if named_by else "")
@@ -41,10 +45,23 @@ def load_tokenizer(folder: str, named_by: str = "") -> PreTrainedTokenizerBase:
         raise DataError(f"tokenizer: {folder} is not a folder; {cure}")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         raise DataError(f"tokenizer: {folder} holds none of {', '.join(TOKENIZER_FILES)}; {cure}")
+    _check_files(path)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - transformers and tokenizers raise plain Exception for bad files
         raise DataError(f"tokenizer: {folder} cannot be loaded: {error}; {cure}") from error
+
+
+def _check_files(folder: Path) -> None:
+    """transformers would wait for a pipe, and read a file of any size."""
+    for file in folder.iterdir():
+        if file.suffix not in (".json", ".jinja", ".model", ".txt") or file.is_dir() or not file.exists():
+            continue
+        if not file.is_file() or file.stat().st_size > _LARGEST_FILE:
+            raise DataError(
+                f"tokenizer: {file} is a pipe, a device or larger than {_LARGEST_FILE} bytes; expected a "
+                "file of a Hugging Face tokenizer"
+            )
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -1,6 +1,7 @@
 """What cannot run is refused through the shell: exit code, one clear message, nothing written."""
 
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -82,6 +83,21 @@ def test_folder_of_a_run_that_is_still_going_on_is_refused_at_once(office: Offic
         assert "OUTPUT_BASEPATH" in result.stderr and "thread(s)" not in result.stderr
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
         assert call([*command(**office.positions(tmp_path / "out")), "--dry-run"]).returncode == 0
+
+
+def test_device_as_data_is_refused_without_a_process(office: Office, tmp_path: Path) -> None:
+    result = call(command(**{**office.positions(tmp_path / "out"), "DATASET_PATH": "/dev/zero"}))
+    assert result.returncode == 3, result.stderr
+    assert "/dev/zero is a pipe or a device" in result.stderr and "thread(s)" not in result.stderr
+
+
+def test_chat_template_that_fails_is_refused_with_its_file(office: Office, tmp_path: Path) -> None:
+    model = shutil.copytree(office.model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text("{{ 1 / 0 }}")
+    result = call(command(**{**office.positions(tmp_path / "out"), "PRETRAIN_CHECKPOINT_PATH": model}))
+    assert result.returncode == 3, result.stderr
+    said = f"the chat template in {model / 'chat_template.jinja'} fails: ZeroDivisionError: division by zero"
+    assert result.stderr.count(said) == 1 and "Traceback" not in result.stderr, result.stderr
 
 
 def test_dry_run_prints_the_run_and_writes_nothing(office: Office, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """config.json of transformers 4 and 5, checked against what transformers itself reads and writes."""
 
 import json
+import os
 
 import pytest
 
@@ -141,7 +142,10 @@ def test_unsupported_model_is_refused_by_name(tmp_path, changes, message):
     assert message in str(caught.value) and "config.json" in str(caught.value)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "malformed JSON"), ("[]", "got a JSON list")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "malformed JSON"), ("[]", "got a JSON list"), ("[" * 100_000, "malformed JSON")],
+)
 def test_malformed_json_names_the_file(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match=f"{tmp_path}/config.json: {message}"):
@@ -150,4 +154,11 @@ def test_malformed_json_names_the_file(tmp_path, text, message):
 
 def test_missing_config_is_named(tmp_path):
     with pytest.raises(ConfigError, match=r"config\.json: cannot be read: No such file"):
+        read_hf_config(tmp_path)
+
+
+def test_sparse_config_is_refused_without_holding_it(tmp_path):
+    (tmp_path / "config.json").touch()
+    os.truncate(tmp_path / "config.json", 1 << 33)
+    with pytest.raises(ConfigError, match=r"config\.json: malformed JSON: more than 67108864 bytes"):
         read_hf_config(tmp_path)

@@ -137,6 +137,13 @@ def test_data_that_grew_is_refused_and_put_back_is_taken(command, begun):
     assert resume_notes(config) == []
 
 
+def test_damaged_fingerprint_is_another_one(command, begun):
+    config = begun()
+    (command.folder / "out" / "data.sha256").write_bytes(b"\xff\xfe")
+    with pytest.raises(ConfigError, match="has changed since"):
+        resume_notes(config)
+
+
 def test_data_fingerprint_that_cannot_be_written_is_named(command):
     config = command.parse().config
     (command.folder / "out" / "data.sha256").mkdir(parents=True)

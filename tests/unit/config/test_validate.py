@@ -294,6 +294,15 @@ def test_folder_as_data_is_named(command):
         validate_run(command.parse(DATASET_PATH=str(command.folder)).config, command.machine)
 
 
+@pytest.mark.timeout(60)
+def test_pipe_or_device_as_data_is_refused_before_it_is_read(command):
+    os.mkfifo(command.folder / "pipe")
+    for path in (str(command.folder / "pipe"), "/dev/zero", "/dev/urandom"):
+        for field in ("DATASET_PATH", "VALID_DATASET_PATH"):
+            with pytest.raises(DataError, match=f"{field}.*: {path} is a pipe or a device, expected a file"):
+                validate_run(command.parse(**{field: path}).config, command.machine)
+
+
 def test_indexed_data_needs_both_files(command):
     prefix = command.folder / "text_document"
     command.environ["MP_DATASET_TYPE"] = "idxmap"

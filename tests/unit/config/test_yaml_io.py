@@ -79,6 +79,10 @@ def test_yaml_scalars_are_read_as_flags_are(command):
         ("training: [1]", "run.yaml: training: got [1], expected keys with values"),
         ("- 1", "run.yaml: got [1], expected keys with values"),
         ("training: {seed: 1", "malformed YAML: "),
+        ("training: {seed: 2026-99-99}", "malformed YAML: month must be in 1..12"),
+        ("training: {seed: !!timestamp x}", "malformed YAML: "),
+        ("[" * 20_000, "malformed YAML: "),
+        ("x" * (1 << 26) + "y", "cannot be read: more than 67108864 bytes"),
     ],
 )
 def test_wrong_file_is_explained(command, text, message):

@@ -1,6 +1,7 @@
 """The tokenizer against Meta's own, and tokenizers that cannot be used."""
 
 import importlib.util
+import os
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,21 @@ def test_folder_without_tokenizer_config_still_loads(tmp_path: Path) -> None:
     (tmp_path / "tokenizer_config.json").unlink()
     text = "hello world\n\n1234"
     assert load_tokenizer(str(tmp_path))(text)["input_ids"] == tiny_tokenizer()(text)["input_ids"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json"])
+def test_pipe_or_endless_file_among_the_tokenizers_is_refused(tmp_path: Path, name: str) -> None:
+    build_tiny_tokenizer(tmp_path)
+    (tmp_path / name).unlink(missing_ok=True)
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(DataError, match=f"{tmp_path / name} is a pipe, a device or larger than 536870912"):
+        load_tokenizer(str(tmp_path))
+    (tmp_path / name).unlink()
+    (tmp_path / name).touch()
+    os.truncate(tmp_path / name, 1 << 33)
+    with pytest.raises(DataError, match=f"{tmp_path / name} is a pipe, a device or larger"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_code_in_the_folder_is_not_run(tmp_path: Path) -> None:
