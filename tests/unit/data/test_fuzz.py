@@ -1,0 +1,205 @@
+"""Damaged files and templates, by the hundred and from a fixed seed: a DataError, or a right result."""
+
+import json
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llama3_tokenizer import tiny_tokenizer
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from small_runs import small_run
+
+from patch.data.bounded import BoundedMap
+from patch.data.chat import ChatRenderer, Conversation
+from patch.data.formats import to_messages
+from patch.data.pretrain import load_pretrain
+from patch.data.records import read_rows
+from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
+from patch.errors import DataError
+
+SEED = 20
+ROWS = [
+    {"instruction": "hello", "input": "", "output": "world"},
+    {"messages": [{"role": "user", "content": "\u4f60\u597d"}, {"role": "assistant", "content": "\n\n"}]},
+    {"query": "2 + 2", "response": "4", "system": None, "id": 1.5e3, "more": [True, {"a": []}]},
+]
+# Pieces that mean something to a parser.
+JSON_WORDS = [
+    b"[",
+    b"]",
+    b"{",
+    b"}",
+    b'"',
+    b"\\",
+    b"\\u",
+    b"\\ud800",
+    b",",
+    b":",
+    b"\n",
+    b"\0",
+    b"\xff",
+    b"1e999",
+]
+JSON_WORDS += [b"null", b"NaN", b"-", b"\xef\xbb\xbf", b'"role"', b'"messages"', b"[" * 2000, b'{"a":' * 2000]
+TEMPLATE_WORDS = [
+    "{{",
+    "}}",
+    "{%",
+    "%}",
+    "{#",
+    "'",
+    "(",
+    ")",
+    "[",
+    "]",
+    "|",
+    "+",
+    "~",
+    "*",
+    "**",
+    ".",
+    "loop",
+    "9",
+]
+TEMPLATE_WORDS += [
+    " endif ",
+    " endfor ",
+    " if ",
+    " for ",
+    " in ",
+    " not ",
+    "messages",
+    "message",
+    "range",
+    "|list",
+]
+TEMPLATE_WORDS += [
+    "|length",
+    "none",
+    "raise_exception",
+    "namespace",
+    "'<|eot_id|>'",
+    "-%}",
+    "|trim",
+    "|tojson",
+]
+
+
+def mutated(pick: random.Random, whole, words: list):
+    """Bytes or text with one to four pieces cut out, doubled, moved, or replaced by a word."""
+    for _ in range(pick.randint(1, 4)):
+        start, end = sorted(pick.choices(range(len(whole) + 1), k=2))
+        end = min(end, start + pick.choice((0, 1, 1, 8, 10**9)))
+        place = pick.randint(0, len(whole))
+        piece = pick.choice([pick.choice(words), whole[start:end], whole[:0]])
+        whole = pick.choice([whole[:start] + piece + whole[end:], whole[:place] + piece + whole[place:]])
+    return whole
+
+
+def fuzz_rows(folder: Path, cases: int, seed: int) -> Counter:
+    """What is read equals what Python's own json reads."""
+    pick = random.Random(seed)
+    path = folder / "rows"
+    outcomes: Counter = Counter()
+    files = [json.dumps(ROWS, indent=1).encode(), b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)]
+    for _ in range(cases):
+        data = mutated(pick, pick.choice(files), JSON_WORDS)
+        path.write_bytes(data)
+        try:
+            rows = [row.value for row in read_rows(path)]
+            conversations = [to_messages(row, "row") for row in rows]
+        except DataError as error:
+            assert len(str(error)) < 5000
+            outcomes["refused"] += 1
+            continue
+        text = data.decode("utf-8-sig")
+        lines = [line for line in text.split("\n") if line.strip()]
+        is_list = text.lstrip().startswith("[")
+        assert rows == (json.loads(text) if is_list else [json.loads(line) for line in lines])
+        assert all(set(message) == {"role", "content"} for messages in conversations for message in messages)
+        outcomes["read"] += 1
+    return outcomes
+
+
+def fuzz_indexed(folder: Path, cases: int, seed: int) -> Counter:
+    """With a damaged .idx every sample that is read is one of consecutive numbers, as they were written."""
+    pick = random.Random(seed)
+    prefix = folder / "set"
+    outcomes: Counter = Counter()
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.int32)
+    for start, size in ((1, 60), (61, 0), (61, 100), (161, 41)):
+        builder.add_document(np.arange(start, start + size), [size])
+    builder.finalize(f"{prefix}.idx")
+    whole = {name: (folder / name).read_bytes() for name in ("set.idx", "set.bin")}
+    words = [bytes(4), bytes(8), b"\xff" * 4, b"\xff" * 8, b"\x01", b"\x02\0\0\0", b"\x80", b"\x08"]
+    words += [np.int64(value).tobytes() for value in (1, 2, 3, 4, 240, 640, 2**31, 2**62, -(2**63))]
+    for case in range(cases):
+        name = pick.choice(["set.idx", "set.idx", "set.bin"])
+        data = bytearray(whole[name])
+        if pick.random() < 0.3:
+            data = mutated(pick, data, words)
+        else:  # the size stays, so that more than the size is checked
+            word = pick.choice(words)
+            place = pick.randrange(len(data) - len(word))
+            data[place : place + len(word)] = word
+        for each in whole:
+            (folder / each).write_bytes(data if each == name else whole[each])
+        run = small_run(
+            dataset_type="idxmap", seq_length=8, train_iters=3, output_path=str(folder / str(case))
+        )
+        try:
+            source = load_pretrain(str(prefix), run, eod=0, is_train=True)
+            samples = [source[index] for index in range(len(source))]
+        except DataError:
+            outcomes["refused"] += 1
+            continue
+        for sample in samples:
+            assert sample.loss_mask.all() and int(sample.labels.max()) < run.model.vocab_size
+            if name == "set.idx":
+                steps = (sample.labels - sample.tokens).tolist()
+                assert all(step in (1, -200) for step in steps), (case, data)
+        outcomes["read"] += 1
+    return outcomes
+
+
+def fuzz_templates(cases: int, seed: int) -> Counter:
+    """What a template is cut into is the beginning of what it writes."""
+    pick = random.Random(seed)
+    tokenizer = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
+    renderer = ChatRenderer(tokenizer)
+    messages = [{"role": ("user", "assistant")[index % 2], "content": f"turn {index}"} for index in range(12)]
+
+    def attempt(template: str) -> str:
+        tokenizer.chat_template = template
+        renderer.__dict__.pop("_probe_text", None)
+        try:
+            spans = renderer._spans(Conversation(messages, "row"))
+        except DataError as error:
+            assert len(str(error)) < 2000
+            return "refused"
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
+        assert text.startswith("".join(span.text for span in spans)), template
+        return "rendered"
+
+    templates = [mutated(pick, LLAMA3_CHAT_TEMPLATE, TEMPLATE_WORDS) for _ in range(cases)]
+    return Counter(BoundedMap(attempt)(templates))
+
+
+@pytest.mark.timeout(100)
+def test_damaged_rows(tmp_path: Path) -> None:
+    outcomes = fuzz_rows(tmp_path, 400, SEED)
+    assert outcomes["refused"] > 40 and outcomes["read"] > 40
+
+
+@pytest.mark.timeout(100)
+def test_damaged_sets(tmp_path: Path) -> None:
+    outcomes = fuzz_indexed(tmp_path, 150, SEED)
+    assert outcomes["refused"] > 15 and outcomes["read"] > 15
+
+
+@pytest.mark.timeout(100)
+def test_damaged_templates() -> None:
+    outcomes = fuzz_templates(100, SEED)
+    assert outcomes["refused"] > 10 and outcomes["rendered"] > 10
