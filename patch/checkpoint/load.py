@@ -129,13 +129,16 @@ def read_common(root: Path, iteration: int) -> dict[str, Any]:
     """
     path = iteration_folder(root, iteration) / COMMON
     try:
-        return load_plain(path, map_location="cpu")
+        common = load_plain(path, map_location="cpu")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: there is no complete checkpoint") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} holds more than plain values and was not read") from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}") from error
+    if not isinstance(common, dict):
+        raise CheckpointError(f"{path} is damaged: it holds a {type(common).__name__}, expected a dict")
+    return common
 
 
 def _without_absent_extra_state(sharded_state: dict[str, Any], index: Metadata) -> dict[str, Any]:

@@ -17,9 +17,12 @@ import dataclasses
 import enum
 import io
 import pickle
+import pickletools
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import IO, Any
+from typing import IO, Any, cast
 
 import torch
 from megatron.core.dist_checkpointing.strategies import common
@@ -32,6 +35,7 @@ from patch.errors import CheckpointError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
+_MEMO_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 
 ALLOWED = frozenset(
     {
@@ -58,6 +62,32 @@ ALLOWED = frozenset(
 )
 """The globals that torch_dist `.metadata` files of torch 2.11 to 2.13 hold: data classes, enums, dtypes.
 The folder's own path is recorded as a Path by torch's writer (Python 3.13 moved that class)."""
+
+
+def _contained(stream: IO[bytes]) -> io.BytesIO:
+    """The rest of a stream, once nothing in its pickle reaches beyond it.
+
+    The unpickler in C makes room for what a pickle announces: 64 GB for a memo of 2**32 places.
+
+    Raises:
+        ValueError: it is cut short, or announces more than it holds.
+    """
+    contents = stream.read()
+    for opcode, argument, _ in pickletools.genops(contents):
+        if opcode.name in _MEMO_PUTS and cast(int, argument) > len(contents):
+            raise ValueError(f"its memo has place {argument}, it has {len(contents)} bytes")
+    return io.BytesIO(contents)
+
+
+@contextmanager
+def _well_formed() -> Iterator[None]:
+    """What a malformed pickle makes the unpickler raise becomes a ValueError, but for what names a cause."""
+    try:
+        yield
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError):
+        raise
+    except Exception as error:
+        raise ValueError(f"malformed pickle: {type(error).__name__}: {error}") from error
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -87,7 +117,7 @@ def read_metadata(path: Path) -> metadata.Metadata:
     """
     try:
         with path.open("rb") as stream:
-            index = _MetadataUnpickler(stream).load()
+            index = _MetadataUnpickler(_contained(stream)).load()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: the checkpoint is not complete") from error
     except Exception as error:  # noqa: BLE001 - hostile bytes can make the unpickler raise anything
@@ -105,8 +135,10 @@ def load_plain(source: Path | str | IO[bytes], map_location: str | None = None, 
 
     Raises:
         pickle.UnpicklingError: the file asks for anything else.
+        OSError, RuntimeError, EOFError, ValueError: it is missing or damaged.
     """
-    return torch.load(source, map_location=map_location, weights_only=True, mmap=mmap)
+    with _well_formed():
+        return torch.load(source, map_location=map_location, weights_only=True, mmap=mmap)
 
 
 _TENSORS = frozenset(
@@ -141,6 +173,11 @@ class _Inert:
 
 
 class _InertUnpickler(pickle.Unpickler):
+    """torch gives it the record of a zip archive that holds one pickle."""
+
+    def __init__(self, stream: IO[bytes], **options: Any) -> None:
+        super().__init__(_contained(stream), **options)
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _TENSORS:
             return super().find_class(module, name)
@@ -153,13 +190,14 @@ def load_tensors(path: Path) -> Any:
     Nothing is imported and no code of the file is run. Tensors are views of the mapped file.
 
     Raises:
-        OSError, RuntimeError, EOFError, pickle.UnpicklingError: it is missing or damaged, or is a TorchScript
-            archive, which torch.load would hand to torch.jit.load, and that runs its code.
+        OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError: it is missing or damaged, or is a
+            TorchScript archive, which torch.load would hand to torch.jit.load, and that runs its code.
     """
     if torch.serialization._is_torchscript_zip(torch._C.PyTorchFileReader(str(path))):
         raise pickle.UnpicklingError("it is a TorchScript archive, expected a torch.save file")
     reader = SimpleNamespace(__name__=__name__, Unpickler=_InertUnpickler)
-    return torch.load(path, map_location="cpu", pickle_module=reader, weights_only=False, mmap=True)
+    with _well_formed():
+        return torch.load(path, map_location="cpu", pickle_module=reader, weights_only=False, mmap=True)
 
 
 def _read_metadata(reader: filesystem.FileSystemReader, *args: Any, **kwargs: Any) -> metadata.Metadata:

@@ -148,7 +148,7 @@ def _open(path: Path) -> dict[str, Any]:
         tensors = load_plain(path, "cpu", mmap=True)
     except pickle.UnpicklingError as error:
         raise ConversionError(f"{path} holds more than tensors and was not read") from error
-    except (SafetensorError, OSError, RuntimeError, EOFError) as error:
+    except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
         raise ConversionError(
             f"{path} ({path.stat().st_size} bytes) cannot be read as {kind}: {error}; expected a "
             "whole file: copy or download it again"

@@ -181,6 +181,14 @@ def test_load_refuses_a_description_that_is_none_before_it_touches_the_state(roo
     assert all(bool((tensor == 3).all()) for tensor in values.values())
 
 
+def test_common_state_that_is_malformed_or_no_dict_is_named(root):
+    path = iteration_folder(root, 7) / "common.pt"
+    for content in (b"\x80\x02ctorch\nfloat32\n)R.", pickle.dumps([1], protocol=2)):
+        path.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"common\.pt is damaged"):
+            read_common(root, 7)
+
+
 def test_load_refuses_an_iteration_that_is_not_there(root):
     with pytest.raises(CheckpointError, match="iter_0000008.*missing"):
         load_checkpoint(root, 8, sections(tensors()))

@@ -3,6 +3,9 @@
 import io
 import os
 import pickle
+import tracemalloc
+import zipfile
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,6 +101,57 @@ def test_metadata_that_is_no_index_is_refused(tmp_path, content):
     (tmp_path / ".metadata").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"\.metadata"):
         unpickle.read_metadata(tmp_path / ".metadata")
+
+
+def saved_with(pickled: bytes, path: Path) -> Path:
+    """A file of torch.save whose pickle is this one."""
+    whole = io.BytesIO()
+    torch.save({"w": torch.ones(2)}, whole)
+    with zipfile.ZipFile(whole) as source, zipfile.ZipFile(path, "w") as target:
+        for entry in source.infolist():
+            is_pickle = entry.filename.endswith("data.pkl")
+            target.writestr(entry, pickled if is_pickle else source.read(entry))
+    return path
+
+
+MALFORMED = {
+    "memo without entry": b"h\x09.",
+    "empty stack": b"\x85.",
+    "item of None": b"NNNs.",
+    "appended to None": b"NNa.",
+    "called with a number": b"ctorch._utils\n_rebuild_tensor_v2\nK\x05R.",
+    "tensor of nothing": b"ctorch._utils\n_rebuild_tensor_v2\n(NNNNNNtR.",
+    "dtype called": b"ctorch\nfloat32\n)R.",
+    "list as a key": b"}]Ns.",
+    "storage of another name": b"(X\x01\x00\x00\x00atQ.",
+    "cut short": b"X\x00\x00\x00\x40a.",
+    "memo of 1 GiB": b"Nr" + (2**26).to_bytes(4, "little") + b".",
+    "memo of 1 GiB in digits": b"Np%d\n." % 2**26,
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+@pytest.mark.parametrize("read", [unpickle.load_plain, unpickle.load_tensors])
+def test_malformed_pickle_is_one_kind_of_error_and_takes_no_memory(tmp_path, kind, read):
+    path = saved_with(b"\x80\x02" + MALFORMED[kind], tmp_path / "weights.pt")
+    tracemalloc.start()
+    try:
+        with suppress(ValueError, RuntimeError, EOFError, pickle.UnpicklingError):
+            read(path)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_malformed_index_takes_no_memory(tmp_path):
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02" + MALFORMED["memo of 1 GiB"])
+    tracemalloc.start()
+    try:
+        with pytest.raises(CheckpointError, match="its memo has place 67108864, it has 9 bytes"):
+            unpickle.read_metadata(tmp_path / ".metadata")
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
 
 
 def test_objects_are_loaded_as_plain_data_only(payload):

@@ -207,9 +207,19 @@ def _lacking(folder: Path) -> None:
     torch.save(contents, path)
 
 
+def _malformed(folder: Path) -> None:
+    path = folder / "release" / "mp_rank_01_000" / "model_optim_rng.pt"
+    contents = path.read_bytes()
+    assert b"torch._utils\n_rebuild_tensor_v2" in contents
+    path.write_bytes(
+        contents.replace(b"torch._utils\n_rebuild_tensor_v2", b"torch._utils\n_rebuild_parameter")
+    )
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
+        (_malformed, r"mp_rank_01_000.model_optim_rng.pt \(\d+ bytes\) cannot be read: malformed pickle"),
         (_missing, "lacks model_optim_rng.pt of TP rank 1, stage 0"),
         (_truncated, r"mp_rank_01_000.model_optim_rng.pt \(5000 bytes\) cannot be read"),
         (_lacking, r"lacks decoder\.layers\.\*\.mlp\.linear_fc2\.weight of layer 1 at TP rank 1"),
