@@ -67,9 +67,9 @@ def _read(folder: Path) -> dict[str, Content] | str | None:
         return None
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return f"{path} is no list of checksums: {type(error).__name__}"
-    if any(Path(name).name != name for name in files):
+    if any(Path(name).name != name or not name.isprintable() for name in files):
         return f"{path} names a file outside of its folder"
     if folder.name.startswith(_PREFIX) and folder.name != f"{_PREFIX}{iteration:07d}":
         return f"{path} was written for iteration {iteration}, not for {folder.name}"

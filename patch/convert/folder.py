@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ _LOG = get_logger(__name__)
 
 @contextmanager
 def staging(
-    target: Path, sources: Iterable[Path], *, overwrite: bool, released: bool = False
+    target: Path, sources: Sequence[Path], *, overwrite: bool, released: bool = False
 ) -> Iterator[Path]:
     """An empty folder to write into, which `publish` puts in the target's place; no other conversion's.
 
@@ -37,6 +37,7 @@ def staging(
     _check_target(target, sources, overwrite, released)
     partial = partial_folder(target)
     with hold_target(target):
+        _check_target(target, sources, overwrite, released)  # what the last holder has made is there now
         try:
             with writing(partial):
                 if partial.exists():
@@ -53,7 +54,7 @@ def partial_folder(target: Path) -> Path:
     return target.with_name(f".{target.name}.partial")
 
 
-def _check_target(target: Path, sources: Iterable[Path], overwrite: bool, released: bool) -> None:
+def _check_target(target: Path, sources: Sequence[Path], overwrite: bool, released: bool) -> None:
     for source in (folder.resolve() for folder in sources):
         if target in (source, *source.parents):
             what = "is the folder" if target == source else f"holds {source},"

@@ -1,6 +1,8 @@
 """The target folder appears whole or stays as it was."""
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -72,6 +74,25 @@ def test_second_conversion_to_a_target_is_told_who_writes_it(tmp_path, monkeypat
         with pytest.raises(ConversionError, match=said):
             enter(tmp_path / "hf", [], overwrite=True)
         assert (partial / "half").exists()
+
+
+def test_target_that_another_conversion_made_in_the_meantime_is_not_replaced(tmp_path):
+    target, held = tmp_path / "hf", threading.Event()
+
+    def convert() -> None:
+        with staging(target, [], overwrite=False) as partial:
+            held.set()
+            time.sleep(0.3)
+            (partial / "config.json").write_text("theirs")
+            publish(target)
+
+    other = threading.Thread(target=convert)
+    other.start()
+    held.wait()
+    with pytest.raises(ConversionError, match="hf holds a Hugging Face model already"):
+        enter(target, [], overwrite=False)
+    other.join()
+    assert (target / "config.json").read_text() == "theirs"
 
 
 def test_publishing_replaces_the_target_and_leaves_nothing_else(tmp_path):
