@@ -1,7 +1,8 @@
 """Train small models in a test's processes, on batches made from a seed instead of files."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -48,8 +49,13 @@ class SeededReader:
         return seeded_batches(self._config, iteration)[self._dp_rank :: self._config.data_parallel_size]
 
 
-def build_seeded_run(config: RunConfig, hf_folder: Path | None = None, context: DeviceContext = CPU) -> Run:
-    """This rank's run with random weights, or those of a Hugging Face folder."""
+def build_seeded_run(
+    config: RunConfig,
+    hf_folder: Path | None = None,
+    context: DeviceContext = CPU,
+    is_frozen: Callable[[torch.nn.Module], bool] = lambda module: False,
+) -> Run:
+    """This rank's run with random weights, or those of a Hugging Face folder; some modules are frozen."""
     compat.apply(cuda=context.is_cuda)
     groups = initialize(config, context)
     stages = build_llama_model(config, groups, context.device)
@@ -57,6 +63,9 @@ def build_seeded_run(config: RunConfig, hf_folder: Path | None = None, context: 
         initialize_weights(stages, config)
     else:
         import_hf(stages, hf_folder, config, groups)
+    for module in chain.from_iterable(stage.modules() for stage in stages):
+        if is_frozen(module):
+            module.requires_grad_(False)
     reader = SeededReader(config, groups.dp.rank())
     optimizer = build_optimizer(stages, config, groups)
     return Run(

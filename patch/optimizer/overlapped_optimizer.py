@@ -33,11 +33,13 @@ from patch.optimizer.layout import Item, Piece, lay_out, pieces
 from patch.optimizer.loss_scale import LossScale
 from patch.optimizer.placement import Move
 from patch.optimizer.refusals import TrainedParameters, check_parameters
-from patch.optimizer.resharding import sharded_ranges
+from patch.optimizer.resharding import sharded_ranges, zeros_of_frozen
 from patch.optimizer.shard import Run, Shard
 from patch.optimizer.weights import FlatWeights
 
 _Key = TypeVar("_Key")
+_STATE = "optimizer.state"
+"""What the keys of states in checkpoints begin with."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -257,7 +259,9 @@ class OverlappedDistributedOptimizer:
         self.wait_for_weights()
         self.adam.refresh_masters()
 
-    def sharded_state_dict(self, model_state: ShardedStateDict) -> ShardedStateDict:
+    def sharded_state_dict(
+        self, model_state: ShardedStateDict, *, is_loading: bool = False
+    ) -> ShardedStateDict:
         """States as sharded tensors of the weights' global shapes, whatever DP, TP, PP or bucket size.
 
         They are views: loading into them loads the optimizer. What masters have in common with weights
@@ -265,6 +269,7 @@ class OverlappedDistributedOptimizer:
 
         Args:
             model_state: the model's sharded_state_dict, whose entries hold the parameters themselves.
+            is_loading: leave out the zeros that fill up states of partly frozen layers.
         """
         dp_rank = 0 if self.is_sharded else self.groups.dp_cp.rank()
         sharded: ShardedStateDict = {}
@@ -276,7 +281,11 @@ class OverlappedDistributedOptimizer:
                 for first in [piece.begin - self._begins[index]]
                 for begin, state in self.adam.state(name, index, first, first + piece.end - piece.begin)
             ]
-            sharded |= sharded_ranges(model_state, ranges, f"optimizer.state.{name}", dp_rank)
+            sharded |= sharded_ranges(model_state, ranges, f"{_STATE}.{name}", dp_rank)
+        if not is_loading:
+            trained = {id(parameter) for parameter in self.parameters}
+            dp_rank = self.groups.dp_cp.rank()
+            sharded |= zeros_of_frozen(model_state, trained, self.adam.dtypes, _STATE, dp_rank)
         return sharded
 
     def _part(self, shard: torch.Tensor, index: int, piece: Piece) -> torch.Tensor:

@@ -9,9 +9,10 @@ megatron/core/dist_checkpointing/mapping.py:133.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
@@ -51,6 +52,45 @@ def sharded_ranges(
                     shard, key, values, offset, shape, dp_rank
                 )
     return found
+
+
+def zeros_of_frozen(
+    model_state: ShardedStateDict,
+    trained: set[int],
+    dtypes: Mapping[str, torch.dtype],
+    prefix: str,
+    dp_rank: int,
+) -> ShardedStateDict:
+    """Fill up what `sharded_ranges` leaves open where only some layers of a stored tensor train.
+
+    Layers that are stored as one tensor (`prepend_axis_num`) may be frozen one by one, a stored tensor has no
+    holes. Collective over the whole job: a tensor none of whose layers trains is left out.
+
+    Args:
+        trained: ids of this rank's trainable parameters.
+        dtypes: of the states; the shards' keys are `prefix` + "." + state + "." + the weight's key.
+    Returns:
+        zeros for what is frozen on this rank, to be saved; they take no memory.
+    """
+    shards = [
+        (owner in trained, shard)
+        for owner, found in _shards_by_parameter(model_state).items()
+        for shard, _ in found
+    ]
+    everywhere: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everywhere, {shard.key for is_trained, shard in shards if is_trained})
+    filled: ShardedStateDict = {}
+    for is_trained, shard in shards:
+        if is_trained or not any(shard.key in keys for keys in everywhere):
+            continue
+        shape = _local_shape(shard)
+        offset = (0,) * len(shape)
+        for name, dtype in dtypes.items():
+            zeros = torch.zeros(1, dtype=dtype).expand(math.prod(shape))
+            key = f"{prefix}.{name}.{shard.key}"
+            entry = _shard_of(shard, key, zeros, offset, shape, dp_rank)
+            filled[f"{key}{_global_offset(shard, offset)}"] = entry
+    return filled
 
 
 def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Rectangle]:

@@ -41,7 +41,7 @@ def save(
         "loss_scale": {"value": scale.value, "good_steps": scale.good_steps},
         "config": config_yaml,
     }
-    save_checkpoint(root, iteration, _sharded_state(stages, optimizer), common)
+    save_checkpoint(root, iteration, _sharded_state(stages, optimizer, is_loading=False), common)
 
 
 def resume(root: Path, stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> int | None:
@@ -49,7 +49,7 @@ def resume(root: Path, stages: list[LlamaModel], optimizer: OverlappedDistribute
     iteration = latest_iteration(root)
     if iteration is None:
         return None
-    state = _sharded_state(stages, optimizer)
+    state = _sharded_state(stages, optimizer, is_loading=True)
     loaded = load_checkpoint(root, iteration, state)
     optimizer.adam.step_count = loaded["optimizer_steps"]
     optimizer.loss_scale.value = loaded["loss_scale"]["value"]
@@ -64,7 +64,9 @@ def load_weights(load: Path, stages: list[LlamaModel], config: RunConfig) -> Non
     load_only_weights(weights_folder(load), state, vocab_size=config.model.vocab_size)
 
 
-def _sharded_state(stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> dict[str, Any]:
+def _sharded_state(
+    stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer, *, is_loading: bool
+) -> dict[str, Any]:
     weights = sharded_weights(stages)
     rank, world_size = dist.get_rank(), dist.get_world_size()
     random = {
@@ -73,7 +75,8 @@ def _sharded_state(stages: list[LlamaModel], optimizer: OverlappedDistributedOpt
         )
         for name, state in random_state().items()
     }
-    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights), "random": random}
+    states = optimizer.sharded_state_dict(weights, is_loading=is_loading)
+    return {"model": weights, "optimizer": states, "random": random}
 
 
 def random_state() -> dict[str, torch.Tensor]:

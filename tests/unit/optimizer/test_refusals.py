@@ -1,0 +1,140 @@
+"""Models that cannot be trained as they are: refused by name, before anything is changed."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from distributed_runner import run_distributed
+from optimizer_runs import LR, OddModel, build_optimizer, data_parallel_groups, make_steps, take_step
+
+from patch.config.schema import OptimizerConfig
+from patch.errors import ConfigError, TrainingError
+from patch.optimizer import OverlappedDistributedOptimizer
+
+
+def one_double(model: OddModel) -> None:
+    model.gain.data = model.gain.data.double()
+
+
+def all_double(model: OddModel) -> None:
+    model.double()
+
+
+def one_complex(model: OddModel) -> None:
+    model.gain = torch.nn.Parameter(torch.ones(7, dtype=torch.complex64))
+
+
+def two_types(model: OddModel) -> None:
+    model.last.bfloat16()
+
+
+def on_meta(model: OddModel) -> None:
+    model.last.to("meta")
+
+
+def an_expert(model: OddModel) -> None:
+    model.last.weight.allreduce = False
+
+
+AT_CONSTRUCTION: dict[Callable[[OddModel], Any], str] = {
+    one_double: r"gain has type torch.float64, expected float32.*--precision",
+    all_double: r"last.bias has type torch.float64, expected float32.*--precision",
+    one_complex: r"gain has type torch.complex64, expected float32",
+    two_types: r"types torch.bfloat16 \(last.\w+\), torch.float32 \(gain\), expected one.*--precision",
+    on_meta: r"last.bias is on the meta device, expected values",
+    an_expert: r"last.weight: an expert-parallel parameter, expected none",
+}
+
+
+def freeze(model: OddModel) -> None:
+    model.last.weight.requires_grad_(False)
+
+
+def unfreeze(model: OddModel) -> None:
+    model.first.bias.requires_grad_(True)
+
+
+def add(model: OddModel) -> None:
+    model.extra = torch.nn.Linear(2, 2)
+
+
+def replace(model: OddModel) -> None:
+    model.gain = torch.nn.Parameter(torch.ones(7))
+
+
+def load_by_assignment(model: OddModel) -> None:
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+
+
+def convert(model: OddModel) -> None:
+    model.half()
+
+
+BETWEEN_STEPS: dict[Callable[[OddModel], Any], str] = {
+    freeze: r"last.weight was frozen after",
+    unfreeze: r"first.bias was unfrozen or added",
+    add: r"extra.weight was unfrozen or added",
+    replace: r"gain was unfrozen or added",
+    load_by_assignment: r"was unfrozen or added|was removed or replaced",
+    convert: r"was moved to other memory",
+}
+
+
+def run_all(rank: int, world_size: int) -> None:
+    for change, message in AT_CONSTRUCTION.items():
+        model = OddModel()
+        change(model)
+        with pytest.raises(ConfigError, match=message):
+            build_optimizer(model, "none")
+    _refuse_another_optimizer()
+    _refuse_a_parameter_in_two_stages()
+    for change, message in BETWEEN_STEPS.items():
+        model = OddModel()
+        model.first.bias.requires_grad_(False)
+        optimizer = build_optimizer(model, "none")
+        (step,) = make_steps(1, 1, 1)
+        take_step(model, optimizer, step[0])
+        optimizer.start_step(LR)
+        change(model)
+        with pytest.raises(TrainingError, match=message):
+            optimizer.start_step(LR)
+    _train_what_is_not_contiguous()
+
+
+def _refuse_another_optimizer() -> None:
+    model = OddModel()
+    optimizer = build_optimizer(model, "none")
+    before = model.gain.data_ptr()
+    with pytest.raises(ConfigError, match="another optimizer trains its parameters"):
+        build_optimizer(model, "none")
+    assert model.gain.data_ptr() == before
+    (step,) = make_steps(1, 1, 1)
+    take_step(model, optimizer, step[0])
+    optimizer.wait_for_weights()
+    build_optimizer(copy.deepcopy(model), "none")  # a copy is nobody's
+
+
+def _refuse_a_parameter_in_two_stages() -> None:
+    stages = [OddModel(), OddModel()]
+    stages[1].gain = stages[0].gain
+    config = OptimizerConfig(lr=LR)
+    with pytest.raises(ConfigError, match="gain is in several stages"):
+        OverlappedDistributedOptimizer(stages, config, "none", data_parallel_groups())
+
+
+def _train_what_is_not_contiguous() -> None:
+    """It becomes contiguous, to the same results."""
+    plain, turned = OddModel(), OddModel()
+    turned.first.weight.data = turned.first.weight.data.t().contiguous().t()
+    assert not turned.first.weight.is_contiguous()
+    for model in (plain, turned):
+        optimizer = build_optimizer(model, "none")
+        for step in make_steps(3, 1, 1):
+            take_step(model, optimizer, step[0])
+    assert torch.equal(plain.first.weight, turned.first.weight)
+
+
+def test_each_is_an_error_that_names_the_parameter() -> None:
+    run_distributed(run_all, 1)

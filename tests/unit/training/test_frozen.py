@@ -1,0 +1,118 @@
+"""Ranks with nothing to train: they take part in what all do together, and keep their weights.
+
+The oracle of a pipeline is one process that freezes the same layers.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_runner import new_job, run_distributed
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from small_runs import small_run
+from training_runs import build_seeded_run
+
+from patch.config.schema import RunConfig
+from patch.training.state import resume, save
+from patch.training.step import evaluate, train_step
+
+# Measured: 5e-7, the last bit of losses near 5.6.
+LOSS_BOUND = 2e-6
+NUM_STEPS = 3
+
+
+def is_whole(module: torch.nn.Module) -> bool:
+    return isinstance(module, GPTModel)
+
+
+def is_first(module: torch.nn.Module) -> bool:
+    """All of the first stage: the embedding and two layers."""
+    return type(module).__name__ == "LanguageModelEmbedding" or _is_layer_of(module, range(1, 3))
+
+
+def is_last(module: torch.nn.Module) -> bool:
+    """All of the last stage: two layers, the last norm and the output layer."""
+    if isinstance(module, GPTModel):
+        for end in (module.decoder.final_layernorm, getattr(module, "output_layer", None)):
+            if end is not None:
+                end.requires_grad_(False)
+    return _is_layer_of(module, range(3, 5))
+
+
+def _is_layer_of(module: torch.nn.Module, numbers: range) -> bool:
+    return isinstance(module, TransformerLayer) and module.layer_number in numbers
+
+
+def train(
+    config: RunConfig, is_frozen: Callable[[torch.nn.Module], bool], folder: Path | None
+) -> dict[str, Any]:
+    """Losses and norms; with a folder, the last step is that of a second run that resumes the first."""
+    run = build_seeded_run(config, is_frozen=is_frozen)
+    num_trained = len(run.optimizer.parameters)
+    before = [p.detach().clone() for p in run.stages[0].parameters() if not p.requires_grad]
+    results = [train_step(run, index) for index in range(NUM_STEPS - 1)]
+    if folder is not None:
+        save(folder, NUM_STEPS - 1, run.stages, run.optimizer, "")
+        new_job()
+        run = build_seeded_run(config, is_frozen=is_frozen)
+        assert resume(folder, run.stages, run.optimizer) == NUM_STEPS - 1
+    results.append(train_step(run, NUM_STEPS - 1))
+    valid = evaluate(run)
+    frozen = [p for p in run.stages[0].parameters() if not p.requires_grad]
+    assert all(map(torch.equal, before, frozen))
+    new_job()
+    return {
+        "losses": [*(result.loss for result in results), valid],
+        "norms": [result.grad_norm for result in results],
+        "trained": num_trained,
+    }
+
+
+STATIC = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 1.0}
+
+
+def run_all(rank: int, world_size: int, folder: Path) -> dict[str, Any]:
+    if world_size == 1:
+        return {
+            "first": train(small_run(), is_first, None),
+            "last": train(small_run(), is_last, None),
+            "whole": train(small_run(), is_whole, folder / "one"),
+            "whole offloaded": train(small_run(**STATIC), is_whole, None),
+        }
+    wholes = {
+        f"whole {level}": train(small_run(dp=2, data_parallel_sharding=level), is_whole, folder / level)
+        for level in ("none", "optimizer", "gradients")
+    }
+    return wholes | {
+        "first": train(small_run(pp=2), is_first, folder / "first"),
+        "last": train(small_run(pp=2), is_last, folder / "last"),
+        "last offloaded": train(small_run(pp=2, **STATIC), is_last, None),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, Any]]]:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    return {size: run_distributed(run_all, size, folder / str(size)) for size in (1, 2)}
+
+
+@pytest.mark.parametrize("name", ["first", "last", "last offloaded"])
+def test_a_frozen_stage_of_a_pipeline_passes_gradients_on(ranks: dict, name: str) -> None:
+    expected = ranks[1][0][name.split()[0]]
+    assert 0 in [rank[name]["trained"] for rank in ranks[2]] and expected["trained"]
+    last_stage = ranks[2][1][name]
+    assert last_stage["losses"] == pytest.approx(expected["losses"], abs=LOSS_BOUND)
+    for rank in ranks[2]:
+        assert rank[name]["norms"] == pytest.approx(expected["norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize("level", ["none", "optimizer", "gradients"])
+def test_a_model_with_nothing_to_train_is_evaluated_step_by_step(ranks: dict, level: str) -> None:
+    expected = ranks[1][0]["whole"]
+    assert expected["norms"] == [0.0] * NUM_STEPS and expected == ranks[1][0]["whole offloaded"]
+    for rank in ranks[2]:
+        assert rank[f"whole {level}"]["losses"] == pytest.approx(expected["losses"], abs=LOSS_BOUND)
+        assert rank[f"whole {level}"]["norms"] == expected["norms"]
