@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from stale_reads import no_stale_reads
 
 from patch import compat
 from patch.config.schema import OptimizerConfig
@@ -73,7 +74,9 @@ def accumulate(
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         with nullcontext() if is_last else optimizer.no_sync():
-            loss = model(batch)
+            # Later ones find all weights in place.
+            with nullcontext() if index else no_stale_reads(optimizer):
+                loss = model(batch)
             optimizer.watch(loss)
             optimizer.loss_scale.apply(loss).backward()
     optimizer.finish_gradients()

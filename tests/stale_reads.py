@@ -4,11 +4,11 @@ Unlike the optimizer's own means it sees every operation of torch, below autogra
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, is_in_torch_dispatch_mode
 from torch.utils._pytree import tree_leaves
 
 from patch.optimizer import OverlappedDistributedOptimizer
@@ -22,6 +22,7 @@ class _Alarm(TorchDispatchMode):
     def __init__(self, optimizer: OverlappedDistributedOptimizer) -> None:
         super().__init__()
         self._weights = optimizer.weights
+        self._names = {id(parameter): name for name, parameter in optimizer._trained._trained}
         self._storage = self._weights.flat.untyped_storage().data_ptr()
 
     def __torch_dispatch__(
@@ -37,17 +38,18 @@ class _Alarm(TorchDispatchMode):
     def _check(self, tensor: torch.Tensor, func: Any) -> None:
         if tensor.untyped_storage().data_ptr() != self._storage or not tensor.numel():
             return
-        weights = self._weights
-        begin = tensor.storage_offset()
-        pending = {*weights._pending, *weights._updating}
-        for index in pending:
+        weights, begin = self._weights, tensor.storage_offset()
+        for index in {*weights._pending, *weights._updating}:
             for slot, member in zip(weights._extents[index].slots, weights._members[index], strict=True):
                 if slot.begin <= begin < slot.end:
-                    raise StaleReadError(f"{func} on a weight of shape {tuple(member.shape)} on its way")
+                    raise StaleReadError(f"{func} on {self._names[id(member)]}, which is on its way")
 
 
 @contextmanager
 def no_stale_reads(optimizer: OverlappedDistributedOptimizer) -> Iterator[None]:
-    """Raise StaleReadError where this thread touches weights of `optimizer` that are on their way."""
-    with _Alarm(optimizer):
+    """Raise StaleReadError where this thread touches weights of `optimizer` that are on their way.
+
+    Not on a fake device, itself a dispatch mode: there the optimizer's own copies run in this thread.
+    """
+    with nullcontext() if is_in_torch_dispatch_mode() else _Alarm(optimizer):
         yield

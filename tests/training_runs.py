@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from distributed_runner import new_job
+from stale_reads import no_stale_reads
 
 from patch import compat
 from patch.config.schema import RunConfig
@@ -89,9 +90,11 @@ def train_run(run: Run) -> list[StepResult]:
     """
     results = []
     for iteration in range(run.config.training.train_iters):
-        result = train_step(run, iteration)
+        with no_stale_reads(run.optimizer):
+            result = train_step(run, iteration)
         results.append(result._replace(loss=max_over_world([result.loss], run.device)[0]))
-    valid_loss = max_over_world([evaluate(run)], run.device)[0]
+    with no_stale_reads(run.optimizer):
+        valid_loss = max_over_world([evaluate(run)], run.device)[0]
     return [*results, results[-1]._replace(loss=valid_loss)]
 
 
