@@ -57,7 +57,7 @@ CASES: dict[str, Case] = {
     "query heads": ("llama-3.1", {"precision": "fp32"}, _swap_query_heads, {}, {}),
     "gate and up": ("llama-3.1", {"precision": "fp32"}, _swap_gate_and_up, {}, {}),
     "theta": ("llama-3.1", {"precision": "fp32"}, _nothing, {"rotary_base": 10000.0}, {}),
-    "scaling": ("llama-3.1", {}, _convert, {"rope_parameters": {"rope_theta": 500000.0}}, {}),
+    "scaling": ("llama-3.1", {}, _convert, {"rope_scaling": None}, {}),
     "untied": ("llama-3.2", {"precision": "fp32", TIED: True}, _nothing, {}, {}),
     "lost output": ("llama-3.1", {"precision": "fp32", TIED: False}, _nothing, {}, {}),
 }
