@@ -1,0 +1,31 @@
+"""Pre-training from documents through the shell: preprocess, train, resume to the bit."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from end_to_end.conftest import Office
+from end_to_end.shell import REPOSITORY, call, command, cut_back, losses
+
+TOKENS_PER_STEP = 8 * 64
+
+
+def test_documents_are_preprocessed_trained_and_resumed_to_the_bit(office: Office, tmp_path: Path) -> None:
+    rows = office.train.read_text().splitlines()
+    documents, prefix, output = tmp_path / "documents.jsonl", tmp_path / "set", tmp_path / "out"
+    documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    preprocess = [sys.executable, "-m", "toolkits.preprocess_pretrain", "--input", str(documents)]
+    preprocess += ["--output-prefix", str(prefix), "--tokenizer", str(office.model)]
+    subprocess.run(preprocess, cwd=REPOSITORY, check=True, timeout=120)
+    paths = {**office.positions(output), "DATASET_PATH": prefix, "VALID_DATASET_PATH": prefix}
+    lengths = {"TRAIN_TOKENS_OR_ITERS": 6 * TOKENS_PER_STEP, "WARMUP_TOKENS_OR_ITERS": TOKENS_PER_STEP}
+    arguments = command(**{**paths, **lengths, "SFT": "false", "DO": "true", "SAVE_INTERVAL": 3})
+    result = call(arguments, MP_DATASET_TYPE="idxmap")
+    assert result.returncode == 0, result.stderr
+    unbroken = losses(output)
+    assert len(unbroken) == 6 and unbroken[-1] < unbroken[0] - 0.1
+    cut_back(output, 3)
+    resumed = call(arguments, MP_DATASET_TYPE="idxmap")
+    assert resumed.returncode == 0, resumed.stderr
+    assert "resumed after step 3" in resumed.stderr and losses(output) == unbroken
