@@ -13,7 +13,7 @@ import resource
 import signal
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any, Generic, NoReturn, TypeVar
@@ -35,16 +35,16 @@ Result = TypeVar("Result")
 class ChildEndedError(Exception):
     """The child ended while it worked on one item."""
 
-    def __init__(self, index: int, reason: str) -> None:
+    def __init__(self, item: Any, reason: str) -> None:
         super().__init__(reason)
-        self.index = index
-        """Of the item in its list."""
+        self.item = item
 
 
 class BoundedMap(Generic[Item, Result]):
     """A function that is applied to lists of items in one forked child, which lives as long as this object.
 
-    The child runs Python alone: what does not survive a fork (CUDA, tokenizers' threads) it must not touch.
+    After an error it is of no more use. The child runs Python alone: what does not survive a fork (CUDA,
+    tokenizers' threads) it must not touch.
 
     Raises:
         DataError: no process can be started.
@@ -52,7 +52,7 @@ class BoundedMap(Generic[Item, Result]):
 
     def __init__(self, function: Callable[[Item], Result]) -> None:
         self._connection, theirs = Pipe()
-        self._index = mmap.mmap(-1, _INDEX_BYTES)
+        self._noted = mmap.mmap(-1, _INDEX_BYTES)
         """Shared with the child, which notes the item it works on."""
         try:
             pid = os.fork()
@@ -60,24 +60,40 @@ class BoundedMap(Generic[Item, Result]):
             raise DataError(f"no process can be started for the chat template: {error.strerror}") from error
         if pid == 0:
             self._connection.close()  # so that the child hears when the parent ends
-            _serve(function, theirs, self._index)
+            _serve(function, theirs, self._noted)
         theirs.close()
         self._end = weakref.finalize(self, _end, pid, self._connection)
 
-    def __call__(self, items: Sequence[Item]) -> list[Result]:
-        """The results, in order.
+    def __call__(self, lists: Iterable[list[Item]]) -> Iterator[tuple[list[Item], list[Result]]]:
+        """Each list with its results, in order; the child works on the next one while the caller has these.
 
         Raises:
             ChildEndedError: an item took too much time or memory, or crashed the interpreter.
             Exception: what the function raised.
         """
+        before: list[Item] | None = None
+        for items in lists:
+            results = None if before is None else self._receive(before)
+            self._send(items)  # the child waits for it, so neither side fills a pipe that the other one fills
+            if before is not None and results is not None:
+                yield before, results
+            before = items
+        if before is not None:
+            yield before, self._receive(before)
+
+    def _send(self, items: list[Item]) -> None:
         try:
             self._connection.send(items)
+        except OSError:
+            raise ChildEndedError(items[0], self._reason()) from None
+
+    def _receive(self, items: list[Item]) -> list[Result]:
+        try:
             answer = self._connection.recv()
         except (EOFError, OSError):
-            raise ChildEndedError(self._current(), self._reason()) from None
+            raise ChildEndedError(items[self._index()], self._reason()) from None
         if isinstance(answer, MemoryError):
-            raise ChildEndedError(self._current(), f"needs more than {BYTES >> 30} GiB of memory")
+            raise ChildEndedError(items[self._index()], f"needs more than {BYTES >> 30} GiB of memory")
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -88,8 +104,8 @@ class BoundedMap(Generic[Item, Result]):
             return f"takes more than {SECONDS} s"
         return f"has ended its process ({code})"
 
-    def _current(self) -> int:
-        return int.from_bytes(self._index[:], "little")
+    def _index(self) -> int:
+        return int.from_bytes(self._noted[:], "little")
 
 
 def _end(pid: int, connection: Connection) -> int:
@@ -99,7 +115,7 @@ def _end(pid: int, connection: Connection) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _serve(function: Callable[[Any], Any], connection: Connection, index: mmap.mmap) -> NoReturn:
+def _serve(function: Callable[[Any], Any], connection: Connection, noted: mmap.mmap) -> NoReturn:
     """The child's life: lists of items in, lists of results or an exception out, until the parent closes."""
     try:
         gc.freeze()  # no collection writes to, and so copies, the parent's pages
@@ -107,15 +123,15 @@ def _serve(function: Callable[[Any], Any], connection: Connection, index: mmap.m
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + BYTES)
         while True:
-            connection.send(_results(function, connection.recv(), index))
+            connection.send(_results(function, connection.recv(), noted))
     finally:
         os._exit(1)  # no handler, no buffer and no thread of the parent's is this process's to end
 
 
-def _results(function: Callable[[Any], Any], items: Sequence[Any], index: mmap.mmap) -> list[Any] | Exception:
+def _results(function: Callable[[Any], Any], items: list[Any], noted: mmap.mmap) -> list[Any] | Exception:
     results = []
     for number, item in enumerate(items):
-        index[:] = number.to_bytes(_INDEX_BYTES, "little")
+        noted[:] = number.to_bytes(_INDEX_BYTES, "little")
         _limit(resource.RLIMIT_CPU, int(time.process_time()) + SECONDS)
         try:
             results.append(function(item))

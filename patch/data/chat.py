@@ -16,7 +16,7 @@ A template is code that came with a tokenizer: it runs in a process of its own (
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import NamedTuple
 
@@ -78,22 +78,25 @@ class ChatRenderer:
 
     def render(self, messages: list[Message], where: str) -> list[Span]:
         """One conversation; see `render_all`."""
-        return self.render_all([Conversation(messages, where)])[0]
+        ((_, (spans,)),) = self.render_all([[Conversation(messages, where)]])
+        return spans
 
-    def render_all(self, conversations: Sequence[Conversation]) -> list[list[Span]]:
+    def render_all(
+        self, batches: Iterable[list[Conversation]]
+    ) -> Iterator[tuple[list[Conversation], list[list[Span]]]]:
         """Each conversation up to the end of the assistant's last turn; empty where it never speaks.
 
-        An assistant's turn without words is kept as context and not learned.
+        An assistant's turn without words is kept as context and not learned. A batch is rendered while the
+        caller has the one before it.
 
         Raises:
             DataError: the template fails or has no end, refuses a conversation, rewrites earlier turns, or
                 does not end a turn.
         """
         try:
-            return self._map(conversations)
+            yield from self._map(batches)
         except ChildEndedError as error:
-            where = conversations[error.index].where
-            raise DataError(f"{where}: {self._name} {error}; {_FOREIGN_CURE}") from error
+            raise DataError(f"{error.item.where}: {self._name} {error}; {_FOREIGN_CURE}") from error
 
     def holds_special_token(self, messages: list[Message]) -> bool:
         """Whether a message spells out a special token."""

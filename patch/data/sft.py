@@ -113,8 +113,8 @@ def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, length: int) -> Sft
     renderer = ChatRenderer(tokenizer)
     report = _Report()
     kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    for places, conversations in _batches(path, renderer, report):
-        rendered = renderer.render_all(conversations)
+    for batch, rendered in renderer.render_all(_batches(path, renderer, report)):
+        places = [conversation.where.removeprefix(f"{path}: ") for conversation in batch]
         report.long += [place for place, spans in zip(places, rendered, strict=True) if _has_long_text(spans)]
         kept.append(_pack(places, _encode(tokenizer, rendered, length, path), length, report))
     ids, learned, sizes = (np.concatenate(parts) for parts in zip(*kept, strict=True))
@@ -129,11 +129,8 @@ def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, length: int) -> Sft
     return source
 
 
-def _batches(
-    path: Path, renderer: ChatRenderer, report: _Report
-) -> Iterator[tuple[list[str], list[Conversation]]]:
-    """The rows' places and conversations, `_ROWS_AT_ONCE` at a time or fewer long ones."""
-    places: list[str] = []
+def _batches(path: Path, renderer: ChatRenderer, report: _Report) -> Iterator[list[Conversation]]:
+    """The rows' conversations, `_ROWS_AT_ONCE` at a time or fewer long ones."""
     batch: list[Conversation] = []
     held = 0
     for row in read_rows(path):
@@ -141,14 +138,13 @@ def _batches(
         report.rows += 1
         if renderer.holds_special_token(messages):
             report.special.append(row.place)
-        places.append(row.place)
         batch.append(Conversation(messages, f"{path}: {row.place}"))
         held += sum(len(message["content"]) for message in messages)
         if len(batch) >= _ROWS_AT_ONCE or held >= _CHARACTERS_AT_ONCE:
-            yield places, batch
-            places, batch, held = [], [], 0
+            yield batch
+            batch, held = [], 0
     if batch:
-        yield places, batch
+        yield batch
 
 
 def _has_long_text(spans: list[Span]) -> bool:

@@ -184,7 +184,8 @@ def fuzz_templates(cases: int, seed: int) -> Counter:
         return "rendered"
 
     templates = [mutated(pick, LLAMA3_CHAT_TEMPLATE, TEMPLATE_WORDS) for _ in range(cases)]
-    return Counter(BoundedMap(attempt)(templates))
+    ((_, outcomes),) = BoundedMap(attempt)([templates])
+    return Counter(outcomes)
 
 
 @pytest.mark.timeout(100)
