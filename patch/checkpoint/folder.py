@@ -1,7 +1,7 @@
 """Where checkpoints lie, which one is the newest, and how one is published.
 
-root/iter_0000100/                     .metadata  __<rank>_<n>.distcp  common.pt  metadata.json
-root/iter_0000200.tmp/                 being written; never read
+root/iter_0000100/         .metadata  __<rank>_<n>.distcp  common.pt  metadata.json  checksums.json
+root/iter_0000200.tmp/     being written; never read
 root/latest_checkpointed_iteration.txt "100"
 """
 

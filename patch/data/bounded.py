@@ -20,7 +20,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 import psutil
 
-from patch.errors import DataError
+from patch.errors import TrainingError
 
 SECONDS = 60
 """CPU time for one item; what a legitimate one takes is milliseconds."""
@@ -47,7 +47,7 @@ class BoundedMap(Generic[Item, Result]):
     tokenizers' threads) it must not touch.
 
     Raises:
-        DataError: no process can be started.
+        TrainingError: no process can be started.
     """
 
     def __init__(self, function: Callable[[Item], Result]) -> None:
@@ -57,7 +57,10 @@ class BoundedMap(Generic[Item, Result]):
         try:
             pid = os.fork()
         except OSError as error:
-            raise DataError(f"no process can be started for the chat template: {error.strerror}") from error
+            raise TrainingError(
+                f"no process can be started for the chat template: {error.strerror}; leave more memory "
+                "free, or raise the limit of processes (ulimit -u)"
+            ) from error
         if pid == 0:
             self._connection.close()  # so that the child hears when the parent ends
             _serve(function, theirs, self._noted)
@@ -118,6 +121,9 @@ def _end(pid: int, connection: Connection) -> int:
 def _serve(function: Callable[[Any], Any], connection: Connection, noted: mmap.mmap) -> NoReturn:
     """The child's life: lists of items in, lists of results or an exception out, until the parent closes."""
     try:
+        # A lock or a port of the parent's would outlive it, as long as the item under way takes.
+        os.closerange(3, connection.fileno())
+        os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
         gc.freeze()  # no collection writes to, and so copies, the parent's pages
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         _limit(resource.RLIMIT_CORE, 0)

@@ -61,7 +61,8 @@ class Pending:
 
     def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None) -> None:
         self._works, self._finish = works, finish
-        self._under_way.add(self)
+        if self._works:
+            self._under_way.add(self)
 
     def join(self) -> None:
         """Let the current CUDA stream, or this thread, go on only with what arrived."""

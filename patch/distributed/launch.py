@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from patch.config import Rendezvous, RunConfig
@@ -125,12 +125,14 @@ def announce_end(code: int) -> None:
 
     What is left can wait for ever, with the interpreter's lock: groups and their store join threads when they
     are destroyed, the interpreter joins its own. Where it takes longer, a thread without Python shows where
-    every thread stands and ends the process. The launcher takes `code` then, too.
+    every thread stands and ends the process. The launcher takes `code` then, too. Nothing of it happens in a
+    process that `launch` has not started: it may live on.
     """
     folder = os.environ.get(_FOLDER)
     if folder is not None:
-        Path(folder, f"code_{os.environ['LOCAL_RANK']}").write_text(str(code))
-    faulthandler.dump_traceback_later(END_S, exit=True)
+        with suppress(OSError):  # a full disk hides no error, and spoils no run that is done
+            Path(folder, f"code_{os.environ['LOCAL_RANK']}").write_text(str(code))
+        faulthandler.dump_traceback_later(END_S, exit=True)
 
 
 def worker_environments(
@@ -270,16 +272,20 @@ class Supervisor:
         return len(self._codes) < len(self._workers)
 
     def _code_of(self, local_rank: int) -> int | None:
-        """The exit code of a worker: the one that it announced, where it did; None while it runs."""
+        """The exit code of a worker: the one that it announced, where it did; None while it runs.
+
+        One that has announced a failure and does not end has failed all the same: others wait for it.
+        """
         if local_rank in self._codes:
             return self._codes[local_rank]
         worker, announced = self._workers[local_rank], self._folder / f"code_{local_rank}"
         code = worker.poll()
         text = announced.read_text() if announced.exists() else ""
         if code is None:
-            if text and time.time() - announced.stat().st_mtime > END_S + GRACE_S:
+            age = time.time() - announced.stat().st_mtime if text else 0.0
+            if age > END_S + GRACE_S:
                 worker.kill()
-            return None
+            return int(text) if age > GRACE_S and int(text) not in ORDERLY_CODES else None
         self._codes[local_rank] = int(text or code)
         if self._codes[local_rank] != code:
             _logger.warning(

@@ -128,6 +128,7 @@ class CudaAccelerator:
         """Registered pages: torch's own pinned memory rounds up to a power of two."""
         size = max(1, numel * dtype.itemsize)
         pages = _PinnedPages(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages.madvise(mmap.MADV_DONTFORK)  # Linux would copy pinned pages for a child, at once
         buffer = torch.frombuffer(pages, dtype=dtype, count=numel)
         pages.register(buffer.data_ptr())
         return buffer

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ _log = get_logger(__name__)
 
 _RUN_LOCK = ".lock"
 _PATIENCE_S = 3.0
+_DYING_S = 60.0
 """A killed process keeps its lock while the kernel takes its memory apart; only then a refusal."""
 _POLL_S = 0.05
 
@@ -93,7 +95,7 @@ def _hold(place: _Place) -> Iterator[None]:
 def _lock(place: _Place) -> int:
     """The descriptor of the locked file, which is still the one of that name."""
     place.path.parent.mkdir(parents=True, exist_ok=True)
-    deadline = time.monotonic() + _PATIENCE_S
+    begin = time.monotonic()
     while True:
         descriptor = os.open(place.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -106,7 +108,7 @@ def _lock(place: _Place) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
-        if time.monotonic() > deadline:
+        if time.monotonic() - begin > (_DYING_S if _is_dying(holder) else _PATIENCE_S):
             raise place.error(f"{place.folder} is being written by {holder}: {place.cure}")
         time.sleep(_POLL_S)
 
@@ -131,6 +133,17 @@ def _is_named(descriptor: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
         return False
+
+
+def _is_dying(holder: str) -> bool:
+    """Whether the holder is a process of this machine that is gone, or has no memory any more."""
+    named = re.match(r"process (\d+) on (\S+) ", holder)
+    if named is None or named[2] != socket.gethostname():
+        return False
+    try:
+        return Path("/proc", named[1], "statm").read_text().startswith("0 ")
+    except OSError:
+        return True
 
 
 def _describe_self() -> str:

@@ -31,7 +31,7 @@ _log = get_logger(__name__)
 def run(config: RunConfig) -> None:
     """Train as `config` says, in the process that RANK, LOCAL_RANK and WORLD_SIZE describe.
 
-    The process is to end then, which it has END_S for.
+    A process that `launch` has started is to end then, which it has END_S for.
 
     Raises:
         PatchError: what the user can cure; its exit_code is the worker's.
@@ -62,7 +62,10 @@ def _train(config: RunConfig) -> int:
         if not stopped_by and config.checkpoint.export_hf:
             _export(this_run)
     announce_end(128 + stopped_by if stopped_by else 0)
-    shutdown()
+    try:
+        shutdown()
+    except RuntimeError as error:  # a rank that has left already is nothing to a run that is done
+        _log.warning("leaving the job: %s", error)
     return stopped_by
 
 

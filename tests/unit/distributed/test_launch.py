@@ -291,6 +291,22 @@ def test_worker_that_is_done_and_cannot_end_itself_is_ended_with_its_code(
     assert time.monotonic() - begin < 60
 
 
+def test_failure_that_was_announced_ends_the_others_before_its_own_end(
+    tmp_path: Path, short_waits: None
+) -> None:
+    body = f"{ENDLESS}\nif rank:\n    launch.announce_end(3)\n    wait_for_ever()\ntime.sleep(60)"
+    begin = time.monotonic()
+    assert launch_workers(write_script(tmp_path, body), 2) == 3
+    assert time.monotonic() - begin < 40
+
+
+def test_process_that_was_not_launched_lives_on_when_it_is_done() -> None:
+    body = "import time; from patch.distributed import launch; launch.END_S = 0.2; launch.announce_end(0); "
+    environment = {name: text for name, text in os.environ.items() if name != "PATCH_LAUNCH_FOLDER"}
+    program = [sys.executable, "-c", body + "time.sleep(1)"]
+    assert subprocess.run(program, env=environment, cwd=REPOSITORY, check=False).returncode == 0
+
+
 def start_launcher(script: Path, num_local: int) -> subprocess.Popen:
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
     return subprocess.Popen([sys.executable, __file__, str(script), str(num_local)], env=environment)

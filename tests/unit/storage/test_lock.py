@@ -27,9 +27,9 @@ with hold_run(Path(sys.argv[1])):
 """
 
 
-def start_holder(folder: Path) -> subprocess.Popen[str]:
+def start_holder(folder: Path, program: str = HOLD) -> subprocess.Popen[str]:
     holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True,
+        [sys.executable, "-c", program, str(folder)], stdout=subprocess.PIPE, text=True,
         cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert holder.stdout is not None and holder.stdout.readline() == "held\n"
@@ -53,6 +53,28 @@ def test_second_run_is_told_who_holds_the_folder_and_a_killed_holder_frees_it(tm
     with hold_run(tmp_path / "out"):
         assert f"process {os.getpid()} " in (tmp_path / "out" / ".lock").read_text()
     assert not list((tmp_path / "out").iterdir())
+
+
+FORK = """
+import sys, time
+from pathlib import Path
+from patch.data.bounded import BoundedMap
+from patch.storage.lock import hold_run
+with hold_run(Path(sys.argv[1])):
+    rows = BoundedMap(time.sleep)([[0], [60]])
+    next(rows)
+    print("held", flush=True)
+    next(rows)
+"""
+
+
+def test_child_that_renders_rows_does_not_keep_the_lock_of_a_killed_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("patch.storage.lock._DYING_S", 5.0)
+    holder = start_holder(tmp_path, FORK)
+    holder.kill()
+    holder.wait()
+    with hold_run(tmp_path):
+        pass
 
 
 def test_dying_holder_is_waited_for(tmp_path):
