@@ -42,13 +42,17 @@ def iteration_folder(root: Path, iteration: int) -> Path:
     return root / f"iter_{iteration:07d}"
 
 
-def latest_iteration(root: Path) -> int | None:
+def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
     """The newest whole checkpoint below `root`: the tracker's, or else the next one, which is said.
 
     None where nothing was ever saved. Rank 0 looks and all ranks verify what it finds: a collective in a job.
 
+    Args:
+        takes_older: go on from an older one where the newest is damaged, as a resume does: it does again what
+            is lost. Who only reads weights would take others than he thinks.
     Raises:
-        CheckpointError: checkpoints were there and none is whole; training must not begin anew over them.
+        CheckpointError: checkpoints were there and none is whole; training must not begin anew over them. Or
+            the newest is damaged, and no older one is to be taken.
     """
     damaged: list[str] = []
     for iteration in from_rank_0(lambda: _candidates(root)):
@@ -58,6 +62,11 @@ def latest_iteration(root: Path) -> int | None:
                 _log.warning("DAMAGED CHECKPOINT: %s; iteration %d is taken instead", each, iteration)
             return iteration
         damaged.append(complaint)
+        if not takes_older:
+            raise CheckpointError(
+                f"{complaint}: the newest checkpoint is not what was saved; to take an older one, name its "
+                f"own folder ({root / 'iter_*'}), or let a resume of that run train the lost steps again"
+            )
     if damaged:
         raise CheckpointError(f"no checkpoint below {root} is whole: {damaged[0]}; {_CURE}")
     return None
@@ -87,12 +96,13 @@ def weights_folder(load: Path) -> Path:
         if lacking := lacking_files(root / RELEASE):
             raise CheckpointError(f"{root / RELEASE} lacks {', '.join(lacking)}; convert the model again")
         return root / RELEASE
-    iteration = latest_iteration(root)
+    iteration = latest_iteration(root, takes_older=False)
     if iteration is None:
         raise CheckpointError(
             f"{load} holds no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
             "folder with .metadata"
         )
+    _log.info("weights are those of iteration %d in %s", iteration, root)
     return iteration_folder(root, iteration)
 
 
