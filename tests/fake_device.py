@@ -27,7 +27,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from patch.distributed.flat import Pending
+from patch.distributed.async_collectives import Pending
 
 LATE, COPIES_FIRST, COMPUTE_FIRST, AT_ONCE = "late", "copies first", "compute first", "at once"
 Order = str | int

@@ -19,10 +19,10 @@ import torch
 from fake_device import FakeDevice
 from torch.utils._pytree import tree_leaves
 
-from patch.optimizer import accelerator, buckets, host_update, micro_batch, transfer, weights
+from patch.optimizer import accelerator, grad_buffer, host_update, micro_batch, param_buffer, transfer
 from patch.optimizer.accelerator import CudaAccelerator
 from patch.optimizer.kernels import AdamScalars, Segment
-from patch.optimizer.kernels.native import NativeAdam
+from patch.optimizer.kernels.cpp_adam import NativeAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
 
@@ -31,7 +31,7 @@ def on(fake: FakeDevice) -> Iterator[HostKernel]:
     """The optimizer built and used inside works on the fake device."""
     kernel = HostKernel(fake)
     with ExitStack() as stack:
-        for module in (accelerator, weights):
+        for module in (accelerator, param_buffer):
             stack.enter_context(mock.patch.object(module, "streams_of", lambda device: fake))
         for module in (host_update, transfer):
             stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", Workers(fake)))
@@ -45,10 +45,10 @@ def on(fake: FakeDevice) -> Iterator[HostKernel]:
 @contextmanager
 def collectives_of(fake: FakeDevice) -> Iterator[None]:
     with (
-        mock.patch.object(buckets, "start_all_reduce", fake.start_all_reduce),
+        mock.patch.object(grad_buffer, "start_all_reduce", fake.start_all_reduce),
         mock.patch.object(micro_batch, "start_all_reduce", fake.start_all_reduce),
-        mock.patch.object(buckets, "start_reduce_scatter", fake.start_reduce_scatter),
-        mock.patch.object(weights, "start_all_gather", fake.start_all_gather),
+        mock.patch.object(grad_buffer, "start_reduce_scatter", fake.start_reduce_scatter),
+        mock.patch.object(param_buffer, "start_all_gather", fake.start_all_gather),
     ):
         yield
 

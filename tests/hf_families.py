@@ -6,7 +6,7 @@ from typing import Any
 
 from small_runs import small_run
 
-from patch.config.hf import read_hf_config
+from patch.config.hf_config import read_hf_config
 from patch.config.schema import RunConfig
 
 _SHAPE: dict[str, Any] = {

@@ -15,8 +15,8 @@ from pathlib import Path
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code: 0, 4 beyond the bound, or that of an error."""
     options = _parse(argv)
-    from patch.convert.alignment import measure
-    from patch.convert.alignment_verdict import as_json, judge, plot, table
+    from patch.alignment.report import measure
+    from patch.alignment.verdict import as_json, judge, plot, table
     from patch.errors import ConfigError, PatchError
     from patch.logger import configure_logging
 

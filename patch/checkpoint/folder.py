@@ -13,7 +13,9 @@ from pathlib import Path
 
 from patch.checkpoint.manifest import damage
 from patch.checkpoint.together import from_rank_0
-from patch.config.run_folder import (
+from patch.errors import CheckpointError
+from patch.logger import get_logger
+from patch.storage.names import (
     RELEASE,
     TRACKER,
     checkpoint_root,
@@ -24,8 +26,6 @@ from patch.config.run_folder import (
     lacking_files,
     read_tracker,
 )
-from patch.errors import CheckpointError
-from patch.logger import get_logger
 
 _log = get_logger(__name__)
 

@@ -18,14 +18,14 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject,
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from patch.checkpoint.fit import check_files, check_fit, check_weights
+from patch.checkpoint.compatibility import check_files, check_fit, check_weights
 from patch.checkpoint.folder import iteration_folder
-from patch.checkpoint.shards import copied, gather, shards_of, stored_key
+from patch.checkpoint.sharded_tensors import copied, gather, shards_of, stored_key
 from patch.checkpoint.together import fail_together
 from patch.compat.unpickle import load_plain, read_metadata
-from patch.config.run_folder import COMMON, INDEX
 from patch.errors import CheckpointError
 from patch.logger import get_logger
+from patch.storage.names import COMMON, INDEX
 
 _log = get_logger(__name__)
 

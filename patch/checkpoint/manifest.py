@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from patch.checkpoint.shards import gather
+from patch.checkpoint.sharded_tensors import gather
 from patch.checkpoint.together import from_rank_0
 from patch.storage.checksums import Content, content, difference
 

@@ -13,12 +13,12 @@ from megatron.core import dist_checkpointing
 
 from patch.checkpoint.folder import iteration_folder, open_staging, publish, staging_folder
 from patch.checkpoint.manifest import contents_of_rank, write_manifest
-from patch.checkpoint.shards import bytes_to_write, copied, gather, shards_of
+from patch.checkpoint.sharded_tensors import bytes_to_write, copied, gather, shards_of
 from patch.checkpoint.together import fail_together
-from patch.config.run_folder import is_complete
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.checksums import Content
+from patch.storage.names import is_complete
 
 _log = get_logger(__name__)
 

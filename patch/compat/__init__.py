@@ -4,7 +4,7 @@ Nothing happens at import, of megatron-core either, which `quick_start` has to c
 called once by whoever starts a process.
 """
 
-from patch.compat.startup import quick_start
+from patch.compat.fast_import import quick_start
 
 __all__ = ["apply", "quick_start"]
 
@@ -15,9 +15,9 @@ def apply(cuda: bool) -> None:
     Args:
         cuda: whether this process computes on a GPU; the CPU stand-ins are left out then.
     """
-    from patch.compat import cpu, dist_checkpointing, recompute, reduce
+    from patch.compat import cpu, dist_checkpointing, recompute, tp_reduce
 
-    reduce.apply()
+    tp_reduce.apply()
     recompute.apply()
     if not cuda:
         cpu.apply()

@@ -3,11 +3,11 @@
 Imports neither torch nor megatron, so that a wrong command fails at once.
 """
 
-from patch.config.environment import Rendezvous
-from patch.config.files import run_warnings
+from patch.config.cluster import Rendezvous
+from patch.config.file_rules import run_warnings
 from patch.config.flags import to_flags
 from patch.config.parse import Invocation, parse_args
-from patch.config.previous import remember_data, resume_notes
+from patch.config.resume_guard import remember_data, resume_notes
 from patch.config.schema import (
     CheckpointConfig,
     DataConfig,

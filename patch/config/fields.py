@@ -12,8 +12,8 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from patch.config.not_built import is_built
 from patch.config.schema import RunConfig
+from patch.config.unsupported import is_built
 from patch.errors import ConfigError, nearest
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from patch.config.fields import FIELDS, SECTIONS, Field, coerce, value_of
-from patch.config.not_built import refused_yet
 from patch.config.positions import POSITIONS, VARIABLES, built_words
 from patch.config.schema import RunConfig
+from patch.config.unsupported import refused_yet
 from patch.errors import ConfigError, nearest
 
 

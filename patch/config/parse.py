@@ -15,15 +15,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from patch.config.environment import Rendezvous, default_nproc_per_node, read_cluster
+from patch.config.cluster import Rendezvous, default_nproc_per_node, read_cluster
 from patch.config.fields import FIELDS, assemble, check_choice, missing, to_float
 from patch.config.flags import build_parser, read_flags
-from patch.config.hf import has_hf_config
+from patch.config.hf_config import has_hf_config
 from patch.config.positions import read_positions, read_variables, where
 from patch.config.presets import MODEL_SIZES, PRESETS, REQUIRED_SHAPE, SHAPE_FIELDS
-from patch.config.run_folder import run_behind
 from patch.config.schema import RunConfig
-from patch.config.shape import shape_at
+from patch.config.stored_shape import run_behind, shape_at
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError

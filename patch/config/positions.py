@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from patch.config.fields import FIELDS, check_choice, coerce, to_float, to_int
-from patch.config.not_built import is_built
 from patch.config.presets import MODEL_SIZES
 from patch.config.schema import RunConfig
+from patch.config.unsupported import is_built
 from patch.errors import ConfigError
 
 INT, FLOAT, PATH = "int", "float", "path"

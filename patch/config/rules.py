@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from patch.config.fields import FIELDS, value_of
-from patch.config.not_built import NOT_BUILT
 from patch.config.positions import length_text, where
 from patch.config.schema import RunConfig
+from patch.config.unsupported import NOT_BUILT
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 

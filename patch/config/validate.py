@@ -1,11 +1,11 @@
 """`validate_run`: every rule of a run, checked before a process starts.
 
-The rules are in rules.py (arithmetic) and files.py (folders and data).
+The rules are in rules.py (arithmetic) and file_rules.py (folders and data).
 """
 
 from __future__ import annotations
 
-from patch.config.files import FILE_RULES, check_data, numerics_notes, tokenizer_notes
+from patch.config.file_rules import FILE_RULES, check_data, numerics_notes, tokenizer_notes
 from patch.config.rules import RULES, notes
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts

@@ -10,8 +10,8 @@ import yaml
 
 from patch.config.fields import FIELDS, SECTIONS, assemble, coerce, missing
 from patch.config.schema import RunConfig
-from patch.config.texts import read_text
 from patch.errors import ConfigError, nearest
+from patch.storage.text_files import read_text
 
 
 def to_yaml(config: RunConfig) -> str:

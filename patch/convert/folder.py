@@ -10,10 +10,10 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from patch.checkpoint.folder import sync
-from patch.config.run_folder import RELEASE
 from patch.errors import ConversionError
 from patch.logger import get_logger
 from patch.storage.lock import hold_target
+from patch.storage.names import RELEASE
 
 _LOG = get_logger(__name__)
 

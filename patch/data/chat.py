@@ -10,7 +10,7 @@ otherwise merge the header's last characters with the answer's first.
 Special tokens spelled out in a message become special tokens, as in transformers' own chat templates: what
 is trained is what would be generated from.
 
-A template is code that came with a tokenizer: it runs in a process of its own (see bounded.py).
+A template is code that came with a tokenizer: it runs in a process of its own (see bounded_process.py).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.bounded import BoundedMap, ChildEndedError
+from patch.data.bounded_process import BoundedMap, ChildEndedError
 from patch.data.formats import Message
 from patch.data.tokenizer import special_tokens, template_name
 from patch.errors import DataError

@@ -8,8 +8,8 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import RunConfig
+from patch.data.batches import SampleSource
 from patch.data.pretrain import load_pretrain
-from patch.data.sampler import SampleSource
 from patch.data.sft import load_sft
 from patch.data.tokenizer import check_vocabulary
 from patch.distributed.collectives import all_or_none

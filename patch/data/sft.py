@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from patch.data.batches import Sample
 from patch.data.chat import ChatRenderer, Conversation, Span
 from patch.data.formats import to_messages
-from patch.data.records import read_rows
-from patch.data.sampler import Sample
+from patch.data.json_rows import read_rows
 from patch.data.tokenizer import ensure_chat_template, padding_id
 from patch.errors import DataError
 from patch.logger import get_logger

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from patch.config.files import TOKENIZER_FILES
+from patch.config.file_rules import TOKENIZER_FILES
 from patch.errors import DataError
 from patch.logger import get_logger
 

@@ -25,7 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
 from patch.config.schema import RunConfig
-from patch.model.aligned import SOURCES, AlignedOutput, aligned_losses, batch_first_silu
+from patch.model.hf_order import SOURCES, AlignedOutput, aligned_losses, batch_first_silu
 from patch.model.recompute import RecomputingMLP, recomputed_modules
 from patch.model.rotary import inverse_frequencies
 from patch.model.spec import block_spec

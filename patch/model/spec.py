@@ -2,7 +2,7 @@
 
 Parameter names are those of upstream's local spec (get_gpt_layer_local_spec), and the checkpoint keys
 those of its Transformer Engine spec, so either of upstream's models loads what we save. Hugging Face's
-order of operations (aligned.py) is a choice for each source of difference; it changes no name.
+order of operations (hf_order.py) is a choice for each source of difference; it changes no name.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from patch.config.schema import ModelConfig
-from patch.model.aligned import (
+from patch.model.attention import CausalAttention
+from patch.model.hf_order import (
     AlignedHeadRMSNorm,
     AlignedRMSNorm,
     AlignedSdpa,
@@ -29,7 +30,6 @@ from patch.model.aligned import (
     SeparateGateUp,
     SeparateQKV,
 )
-from patch.model.attention import CausalAttention
 from patch.model.norm import HeadRMSNorm, RMSNorm
 
 

@@ -17,7 +17,7 @@ from typing import Protocol
 import torch
 
 from patch.device import streams_of
-from patch.distributed.flat import Pending
+from patch.distributed.async_collectives import Pending
 from patch.optimizer.fragments import Fragments
 from patch.optimizer.kernels import AdamKernel, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam

@@ -25,7 +25,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from patch.distributed.flat import Pending
+from patch.distributed.async_collectives import Pending
 from patch.optimizer.accelerator import Accelerator, Mark
 from patch.optimizer.chunk import HOST, Chunk, StateChunk
 from patch.optimizer.kernels import AdamScalars, Segment, States, adam_kernel

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from patch.config.schema import OptimizerConfig
-from patch.distributed.flat import Pending
+from patch.distributed.async_collectives import Pending
 from patch.optimizer.accelerator import UNLIMITED, Accelerator
 from patch.optimizer.chunk import ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.host_update import HostUpdates, kernel_states
@@ -28,7 +28,7 @@ _MASTERS = {
     torch.float16: {"master": torch.float32},
 }
 """What a weight's fp32 master needs besides the weight: an fp32 weight is its master, a bf16 weight the high
-bits of it (see kernels/update.py), an fp16 weight no part of it."""
+bits of it (see kernels/spec.py), an fp16 weight no part of it."""
 
 
 class _Resident:

@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import torch
 import torch.distributed as dist
 
-from patch.distributed.flat import Pending, WaitClock, start_all_reduce
+from patch.distributed.async_collectives import Pending, WaitClock, start_all_reduce
 from patch.errors import TrainingError
 from patch.optimizer.layout import BucketRange, Slot
 

@@ -2,11 +2,11 @@
 
 One step has three phases:
 
-    reduce   while backward runs, full buckets are reduced (buckets.py); what spans tensor-parallel ranks or
-             pipeline stages is summed at the end, so that every gradient is final
+    reduce   while backward runs, full buckets are reduced (grad_buffer.py); what spans tensor-parallel ranks
+             or pipeline stages is summed at the end, so that every gradient is final
     update   the global norm decides clipping; each bucket's shard is updated, first-needed bucket first
     gather   each updated bucket's weights travel at once, while later buckets are updated and the next
-             forward begins (weights.py)
+             forward begins (param_buffer.py)
 
 Design after Megatron-LLaMA's optimizer of this name (alibaba/Megatron-LLaMA,
 megatron/optimizer/overlapped_dist_optimizer.py) and ZeRO (Rajbhandari et al., arXiv:1910.02054).
@@ -26,16 +26,16 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import OptimizerConfig
-from patch.distributed.flat import WaitClock
-from patch.optimizer.buckets import GradientBuckets
+from patch.distributed.async_collectives import WaitClock
+from patch.optimizer.grad_buffer import GradientBuckets
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.layout import Item, Piece, lay_out, pieces
 from patch.optimizer.loss_scale import LossScale
+from patch.optimizer.param_buffer import FlatWeights
 from patch.optimizer.placement import Move
 from patch.optimizer.refusals import TrainedParameters, check_parameters
-from patch.optimizer.resharding import sharded_ranges, zeros_of_frozen
 from patch.optimizer.shard import Run, Shard
-from patch.optimizer.weights import FlatWeights
+from patch.optimizer.sharded_state import sharded_ranges, zeros_of_frozen
 
 _Key = TypeVar("_Key")
 _STATE = "optimizer.state"

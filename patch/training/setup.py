@@ -9,19 +9,19 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch.config.hf import is_hf_folder
+from patch.config.hf_config import is_hf_folder
 from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import Batch, BatchReader, build_datasets, load_tokenizer
-from patch.data.sampler import SampleSource
+from patch.data.batches import SampleSource
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_or_none
 from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.training.offload import build_optimizer
-from patch.training.state import load_weights, resume
+from patch.training.run_state import load_weights, resume
 
 _log = get_logger(__name__)
 

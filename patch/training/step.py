@@ -17,13 +17,13 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from patch.data import Batch
 from patch.device import send
+from patch.distributed.async_collectives import start_all_reduce
 from patch.distributed.collectives import sum_over
-from patch.distributed.flat import start_all_reduce
 from patch.errors import TrainingError
 from patch.model import LlamaModel, sum_learned
 from patch.optimizer import learning_rate
 from patch.training.offload import place
-from patch.training.retry import Attempts
+from patch.training.oom_retry import Attempts
 from patch.training.setup import Run, StepWork
 
 

@@ -14,11 +14,11 @@ import torch.distributed as dist
 
 from patch.config import to_yaml
 from patch.distributed.collectives import barrier, max_over_world
-from patch.training.display import Display
 from patch.training.metrics import MetricsLog, make_record, measure
 from patch.training.offload import StepTimes
+from patch.training.progress import Display
+from patch.training.run_state import save
 from patch.training.setup import Run, checkpoint_root
-from patch.training.state import save
 from patch.training.step import evaluate, train_step
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from patch import compat
 from patch.config import remember_data, to_yaml
-from patch.config.hf import has_hf_config
+from patch.config.hf_config import has_hf_config
 from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
@@ -21,7 +21,7 @@ from patch.distributed.launch import announce_end
 from patch.errors import CheckpointError, PatchError
 from patch.logger import configure_logging, get_logger
 from patch.storage.lock import hold_run
-from patch.training.failures import explained
+from patch.training.error_translation import explained
 from patch.training.setup import Run, build_run
 from patch.training.trainer import Trainer
 

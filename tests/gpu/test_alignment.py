@@ -6,9 +6,9 @@ import pytest
 import torch
 from hf_families import family_model
 
+from patch.alignment.report import measure
+from patch.alignment.verdict import judge
 from patch.convert import hf_to_mcore
-from patch.convert.alignment import measure
-from patch.convert.alignment_verdict import judge
 from patch.device import DeviceContext
 
 pytestmark = [

@@ -15,9 +15,9 @@ from patch.config.schema import RunConfig
 from patch.device import DeviceContext
 from patch.model import initialize_weights
 from patch.optimizer import learning_rate
-from patch.training.retry import Attempts
+from patch.training.oom_retry import Attempts
+from patch.training.run_state import resume, save
 from patch.training.setup import Run
-from patch.training.state import resume, save
 from patch.training.step import evaluate, train_step
 
 pytestmark = [

@@ -10,7 +10,7 @@ import torch
 from torch.optim.adamw import adamw
 
 from patch.optimizer.kernels import AdamScalars, Segment, States
-from patch.optimizer.kernels.native import NativeAdam
+from patch.optimizer.kernels.cpp_adam import NativeAdam
 from patch.optimizer.kernels.numpy_adam import low_bits, round_to_bf16
 
 SCALARS = AdamScalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)

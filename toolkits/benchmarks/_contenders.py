@@ -13,7 +13,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import RunConfig
 from patch.data import Batch
-from patch.distributed.flat import WaitClock, start_all_gather, start_reduce_scatter
+from patch.distributed.async_collectives import WaitClock, start_all_gather, start_reduce_scatter
 from patch.model import build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.training.offload import build_optimizer

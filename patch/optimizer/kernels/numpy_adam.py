@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from patch.optimizer.kernels.update import (
+from patch.optimizer.kernels.spec import (
     AdamScalars,
     Segment,
     States,

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from patch.device import send
-from patch.optimizer.kernels.update import (
+from patch.optimizer.kernels.spec import (
     AdamScalars,
     Segment,
     bf16_weight,
@@ -102,7 +102,7 @@ def _adam(
     p: tl.tensor, g: tl.tensor, m: tl.tensor, v: tl.tensor,
     scalars: tl.tensor, is_decayed: tl.tensor, is_decoupled: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The written order of operations (update.py)."""
+    """The written order of operations (spec.py)."""
     grad_scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps, undecayed, decayed = scalars
     decay = tl.where(is_decayed, decayed, undecayed)
     g = g * grad_scale

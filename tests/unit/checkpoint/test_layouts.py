@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from patch import compat
 from patch.checkpoint import load_checkpoint, save_checkpoint
 from patch.checkpoint.folder import iteration_folder
-from patch.checkpoint.shards import shards_of
+from patch.checkpoint.sharded_tensors import shards_of
 
 LAYOUTS = [(2, 1), (1, 2), (2, 2), (1, 1)]
 VOCAB, HIDDEN, FFN, LAYERS = 64, 32, 48, 2

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from patch.config import parse_args, to_yaml, validate_run
-from patch.config.not_built import NOT_BUILT
+from patch.config.unsupported import NOT_BUILT
 from patch.device import MachineFacts
 from patch.errors import ConfigError, DataError
 

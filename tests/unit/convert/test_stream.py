@@ -10,7 +10,7 @@ import torch
 from distributed_runner import run_distributed
 from hf_families import FAMILIES, family_model, family_run
 
-from patch.convert import hf_to_mcore, mcore_to_hf, to_mcore
+from patch.convert import hf_to_mcore, mcore_to_hf, offline_import
 
 SHARDED = "qwen-2"
 
@@ -20,7 +20,7 @@ def root(tmp_path_factory) -> Path:
     """Each family as NAME, converted as NAME-mcore and back as NAME-back; pieces of a few rows."""
     root = tmp_path_factory.mktemp("stream")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(to_mcore, "WINDOW_BYTES", 5000)
+        patch.setattr(offline_import, "WINDOW_BYTES", 5000)
         for name in FAMILIES:
             family_model(name, root / name, **({"max_shard_size": "60KB"} if name == SHARDED else {}))
             (root / name / "tokenizer.json").write_text('{"a": 1}')
@@ -73,7 +73,7 @@ def _load_upstream(rank: int, world_size: int, root: Path) -> dict[str, dict[str
 def test_upstreams_plain_model_loads_strictly_what_we_import(root):
     from patch.convert.hf_reader import HFFolder
     from patch.convert.mappings import Shard
-    from patch.convert.table import parameter_table
+    from patch.convert.weight_table import parameter_table
 
     (found,) = run_distributed(_load_upstream, 1, root)
     for name, parameters in found.items():

@@ -79,7 +79,7 @@ def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
     from patch.device import DeviceContext
     from patch.distributed.groups import initialize
     from patch.model import build_llama_model, sharded_weights
-    from patch.training.state import load_weights
+    from patch.training.run_state import load_weights
 
     compat.apply(cuda=False)
     for layout in JOBS[world_size]:

@@ -10,7 +10,7 @@ from small_runs import small_run
 
 from patch.config.schema import RunConfig
 from patch.data import BatchReader, build_datasets, load_tokenizer
-from patch.data.indexing import write_indexed
+from patch.data.preprocess import write_indexed
 from patch.errors import DataError
 
 

@@ -43,7 +43,7 @@ ON_DEMAND = "{% if messages[0].content == 'evil' %}" + ENDLESS + "{% endif %}" +
     ],
 )
 def test_whatever_a_template_raises_is_a_data_error(template, said: str, monkeypatch) -> None:
-    monkeypatch.setattr("patch.data.bounded.BYTES", 1 << 27)
+    monkeypatch.setattr("patch.data.bounded_process.BYTES", 1 << 27)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(DataError) as caught:
@@ -59,7 +59,7 @@ def test_template_that_fails_ends_no_turn() -> None:
 @pytest.mark.timeout(60)
 def test_template_without_an_end_is_ended(monkeypatch) -> None:
     """The number is computed while Jinja compiles, in one call that no signal handler interrupts."""
-    monkeypatch.setattr("patch.data.bounded.SECONDS", 1)
+    monkeypatch.setattr("patch.data.bounded_process.SECONDS", 1)
     with pytest.raises(
         DataError, match="^chat template: the chat template takes more than 1 s; use the chat"
     ):
@@ -70,7 +70,7 @@ def test_template_without_an_end_is_ended(monkeypatch) -> None:
 def test_row_that_makes_the_template_endless_is_named_with_the_templates_file(
     tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("patch.data.bounded.SECONDS", 1)
+    monkeypatch.setattr("patch.data.bounded_process.SECONDS", 1)
     build_tiny_tokenizer(tmp_path / "tok", template=ON_DEMAND)
     rows = [[QUESTION, ANSWER], [QUESTION, ANSWER], [{"role": "user", "content": "evil"}, ANSWER]]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))
@@ -82,7 +82,7 @@ def test_row_that_makes_the_template_endless_is_named_with_the_templates_file(
 
 def test_killed_process_is_a_data_error_and_leaves_no_zombie() -> None:
     """As the kernel does for want of memory."""
-    before = psutil.Process().children()  # such as the server of processes, whose number may be the higher one
+    before = psutil.Process().children()  # such as the server of processes, whose number may be higher
     renderer = ChatRenderer(tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE))
     (child,) = (child for child in psutil.Process().children() if child not in before)
     child.kill()

@@ -38,7 +38,7 @@ from optimizer_runs import (
 )
 
 from patch.optimizer import OverlappedDistributedOptimizer
-from patch.optimizer.buckets import NUM_STAGING, GradientBuckets
+from patch.optimizer.grad_buffer import NUM_STAGING, GradientBuckets
 
 NUM_STEPS = 20
 BUCKET_SIZES = (1, 300, 10**9)

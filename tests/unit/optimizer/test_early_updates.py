@@ -13,7 +13,7 @@ from fake_device import LATE, Event, FakeDevice
 from fake_offload import FakeAccelerator, HostKernel, on
 
 from patch.config.schema import OptimizerConfig
-from patch.distributed.flat import Pending
+from patch.distributed.async_collectives import Pending
 from patch.optimizer import host_update
 from patch.optimizer.accelerator import UNLIMITED
 from patch.optimizer.hybrid_adam import HybridAdam, Offload

@@ -310,8 +310,8 @@ def _arguments(way: str, root: Path) -> list[str]:
 
 def _killed(rank: int, world_size: int, root: Path, way: str) -> None:
     """A conversion that is killed in the middle of its weights."""
-    from patch.checkpoint.pieces import PieceWriter
-    from patch.convert.tensor_files import TensorFiles
+    from patch.checkpoint.streaming import PieceWriter
+    from patch.convert.safetensors_writer import TensorFiles
 
     kind, name = (PieceWriter, "add") if way == "hf2mcore" else (TensorFiles, "write")
     write, count = getattr(kind, name), 0
@@ -368,8 +368,8 @@ def _peak_mib(rank: int, world_size: int, folder: Path) -> float:
 
 def _write_model(folder: Path, num_layers: int) -> None:
     """One file of 12 MiB a layer."""
-    from patch.convert.hf_files import model_of
-    from patch.convert.table import hf_tensors
+    from patch.convert.hf_config_files import model_of
+    from patch.convert.weight_table import hf_tensors
 
     folder.mkdir()
     shape = {"hidden_size": 512, "intermediate_size": 1536, "num_attention_heads": 8, "vocab_size": 500}

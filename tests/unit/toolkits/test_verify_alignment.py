@@ -112,8 +112,8 @@ def _import_with_other_tying(model: Any, hf: Path, config: Any, groups: Any) -> 
 
 def run_cases(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, dict]]:
     """Exit code and report by case; the whole command line for two of them, whose output is a file."""
-    from patch.convert.alignment import measure
-    from patch.convert.alignment_verdict import as_json, judge
+    from patch.alignment.report import measure
+    from patch.alignment.verdict import as_json, judge
 
     found = {}
     for name, (family, *_, options) in CASES.items():

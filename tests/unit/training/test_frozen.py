@@ -16,7 +16,7 @@ from small_runs import small_run
 from training_runs import build_seeded_run
 
 from patch.config.schema import RunConfig
-from patch.training.state import resume, save
+from patch.training.run_state import resume, save
 from patch.training.step import evaluate, train_step
 
 # Measured: 5e-7, the last bit of losses near 5.6.

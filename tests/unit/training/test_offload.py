@@ -17,8 +17,8 @@ from small_runs import small_run
 from training_runs import build_seeded_run, digests
 
 from patch.training.offload import StepTimes
+from patch.training.run_state import resume, save
 from patch.training.setup import Run
-from patch.training.state import resume, save
 from patch.training.step import evaluate, train_step
 
 STEPS = 30
@@ -325,7 +325,7 @@ def test_auto_decides_for_each_rank_and_changes_no_bit(layout: str) -> None:
 
 
 def test_parts_of_a_model_do_not_try_again() -> None:
-    """The others wait for activations; failures.py makes exit code 5 of it, with what to change."""
+    """The others wait for activations; error_translation.py makes exit code 5 of it, with what to change."""
     assert [rank["moved when short"] for rank in together()] == [0.0, 0.0]
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from adam_cases import assert_equal, bits_after, make_segments, scalars
 
-from patch.optimizer.kernels import adam_kernel, build, native
-from patch.optimizer.kernels.native import NativeAdam
+from patch.optimizer.kernels import adam_kernel, build, cpp_adam
+from patch.optimizer.kernels.cpp_adam import NativeAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
 TINY = 'extern "C" int answer() { return 42; }\n'
@@ -34,10 +34,10 @@ def native_bits():
     """What the C++ kernel computes; kernels are chosen anew after that, and again after the test."""
     found = bits_after(NativeAdam(), make_segments("split master", torch.bfloat16), scalars())
     adam_kernel.cache_clear()
-    native.load.cache_clear()
+    cpp_adam.load.cache_clear()
     yield found
     adam_kernel.cache_clear()
-    native.load.cache_clear()
+    cpp_adam.load.cache_clear()
 
 
 def _answer(library: Path) -> int:

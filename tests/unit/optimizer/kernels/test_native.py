@@ -9,7 +9,7 @@ import torch
 from adam_cases import FORMS, SIZES, assert_equal, bits_after, make_segments, scalars
 
 from patch.optimizer.kernels import Segment, States
-from patch.optimizer.kernels.native import INSTRUCTION_SETS, NativeAdam, load, num_threads
+from patch.optimizer.kernels.cpp_adam import INSTRUCTION_SETS, NativeAdam, load, num_threads
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
 GRADIENTS = (torch.float32, torch.bfloat16)

@@ -1,0 +1,104 @@
+"""Every weight of a checkpoint against the Hugging Face folder, bit by bit, and what is wrong with it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from patch.config.schema import RunConfig
+from patch.convert.hf_reader import HFFolder
+from patch.convert.live_weights import stage_weights
+from patch.convert.weight_table import OUTPUT, hf_tensors, parameter_table
+from patch.model import LlamaModel
+
+_BITS = {2: torch.int16, 4: torch.int32}
+
+
+class WeightDifference(NamedTuple):
+    """A Hugging Face tensor that the checkpoint does not give back."""
+
+    name: str
+    what: str
+
+
+def compare_weights(
+    model: LlamaModel, config: RunConfig, folder: Path, *, is_tied: bool
+) -> tuple[int, bool, list[WeightDifference]]:
+    """Compare after the round trip from Hugging Face to the checkpoint and back.
+
+    Args:
+        model: the whole model, in the type its weights are stored in; the folder's are rounded to it.
+        config: the model's own, with its own tying.
+        is_tied: whether config.json ties the output layer to the embedding.
+    Returns:
+        how many tensors the folder's model has; whether some had to be rounded; those that are not bit-equal.
+    Raises:
+        ConversionError: the folder cannot be read, or lacks a tensor of its model.
+    """
+    expected = hf_tensors(dataclasses.replace(config.model, untie_embeddings_and_output_weights=not is_tied))
+    lost = {tensor.name for tensor in expected}
+    found: list[WeightDifference] = []
+    rounded = False
+    source = HFFolder(folder)
+    source.check(expected, unused=frozenset({OUTPUT} if is_tied else ()))
+    for weight in stage_weights([model], parameter_table(config.model, config.padded_vocab_size)):
+        parts = weight.mapping.take_apart([weight.parameter.cpu()])
+        ours = {tensor.name: part for tensor, part in zip(weight.mapping.hf, parts, strict=True)}
+        if not lost.issuperset(ours):
+            found += [WeightDifference(name, "is stored, though config.json ties it") for name in ours]
+            continue
+        theirs = {name: source[name][:] for name in ours}
+        dtype = weight.parameter.dtype
+        rounded |= dtype != torch.float32 and any(tensor.dtype != dtype for tensor in theirs.values())
+        found += _differences(ours, {name: tensor.to(dtype) for name, tensor in theirs.items()})
+        lost -= set(ours)
+    found += [WeightDifference(name, "is not in the checkpoint") for name in sorted(lost)]
+    return len(expected), rounded, found
+
+
+def _differences(
+    ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
+) -> list[WeightDifference]:
+    """Of the tensors that make up one parameter."""
+    return [
+        WeightDifference(name, _describe(ours[name], expected, theirs))
+        for name, expected in theirs.items()
+        if not _is_same(ours[name], expected)
+    ]
+
+
+def _describe(got: torch.Tensor, expected: torch.Tensor, siblings: Mapping[str, torch.Tensor]) -> str:
+    """In plain words, what stands where `expected` should."""
+    for name, other in siblings.items():
+        if _is_same(got, other):
+            return f"holds the values of {name}"
+    if got.ndim == 2 and _is_same(got, expected.t()):
+        return "is transposed"
+    if torch.equal(_row_hashes(got).sort().values, _row_hashes(expected).sort().values):
+        return "holds its rows in another order"
+    differing = (_bits(got) != _bits(expected)).nonzero()
+    first = tuple(differing[0].tolist())
+    return (
+        f"differs in {len(differing)} of {got.numel()} values, first at {list(first)}: "
+        f"{got[first].item():.9g}, expected {expected[first].item():.9g}"
+    )
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The values as integers: NaN equals itself, 0 and -0 differ."""
+    return tensor.contiguous().view(_BITS[tensor.element_size()])
+
+
+def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
+    return left.shape == right.shape and torch.equal(_bits(left), _bits(right))
+
+
+def _row_hashes(tensor: torch.Tensor) -> torch.Tensor:
+    """One integer for the bits of each row (of each value, for a vector)."""
+    rows = _bits(tensor).long().view(len(tensor), -1)
+    factors = torch.randint(2**62, (rows.shape[1],), generator=torch.Generator().manual_seed(0))
+    return (rows * factors).sum(1)

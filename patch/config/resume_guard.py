@@ -1,0 +1,165 @@
+"""The resume guard: what may change between two runs in one OUTPUT_BASEPATH."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any, NamedTuple, NoReturn
+
+from patch.config.fields import FIELDS, value_of
+from patch.config.file_rules import data_files
+from patch.config.positions import length_text, where
+from patch.config.schema import RunConfig
+from patch.config.stored_shape import STORED_SHAPE
+from patch.config.yaml_io import read_run
+from patch.errors import CheckpointError, ConfigError
+from patch.storage.names import CONFIG_FILE, TRACKER, complete_iterations
+
+_FINGERPRINT = "data.sha256"
+_END_BYTES = 2**20
+_ANEW = "another OUTPUT_BASEPATH (position 25)"
+_FROM_WEIGHTS = _ANEW + ", which may start from this one's weights (this folder as position 22)"
+
+
+class _Reason(NamedTuple):
+    """Why a resumed run keeps a value, and what to do instead."""
+
+    why: str
+    instead: str
+
+
+_SHAPE = _Reason("holds a run of another model shape", _ANEW)
+_TOKENIZER = _Reason("holds a run of another tokenizer", _ANEW)
+_DATA = _Reason("holds a run on other data", _FROM_WEIGHTS)
+_ORDER = _Reason(
+    "holds a run that reads its data in another order, so its place there would be lost", _FROM_WEIGHTS
+)
+_LENGTH = _Reason(
+    "holds a pre-training run of another length, which decides the order of its samples", _FROM_WEIGHTS
+)
+_TYPE = _Reason("holds a run whose weights and states have another type", _ANEW)
+_LAYOUT = _Reason("holds a run of another layout; another layout on resume is not built yet", _FROM_WEIGHTS)
+_FIXED: dict[str, _Reason] = {
+    **dict.fromkeys([*STORED_SHAPE, "seq_length"], _SHAPE),
+    **dict.fromkeys(["sft", "dataset_type", "train_data_path", "max_padding_length", "packing"], _DATA),
+    **dict.fromkeys(["global_batch_size", "seed"], _ORDER),
+    "precision": _TYPE,
+    "tensor_model_parallel_size": _LAYOUT,
+    "pipeline_model_parallel_size": _LAYOUT,
+    "context_parallel_size": _LAYOUT,
+}
+"""Fields that a resumed run keeps; the others may change."""
+
+
+def resume_notes(config: RunConfig) -> list[str]:
+    """Compare the run with the one that its folder already holds checkpoints of.
+
+    Returns:
+        One line for each change that is taken; none where nothing will be resumed.
+
+    Raises:
+        ConfigError: a change that cannot be taken: model shape, tokenizer, data and its order, precision,
+            layout; or no config.yaml to compare with.
+    """
+    output = Path(config.checkpoint.output_path)
+    root = output / "checkpoint"
+    if not _was_begun(root):
+        return []
+    if not (output / CONFIG_FILE).is_file():
+        raise ConfigError(
+            f"{output / CONFIG_FILE} is missing, while {root} holds checkpoints: expected the run that "
+            f"they belong to; put it back, or give {_FROM_WEIGHTS}"
+        )
+    before = read_run(output / CONFIG_FILE)
+    _check_fields(config, before)
+    _check_derived(config, before)
+    _check_data(config)
+    return [
+        f"{where(field)}: {value_of(before, field)} before, {value_of(config, field)} from here on"
+        for field in FIELDS
+        if not _same(value_of(before, field), value_of(config, field))
+    ]
+
+
+def _was_begun(root: Path) -> bool:
+    return (root / TRACKER).is_file() or bool(complete_iterations(root))
+
+
+def _check_fields(config: RunConfig, before: RunConfig) -> None:
+    for field in FIELDS:
+        then, now = value_of(before, field), value_of(config, field)
+        if field in _FIXED and not _same(then, now):
+            _refuse(config, where(field), then, now, _FIXED[field])
+
+
+def _check_derived(config: RunConfig, before: RunConfig) -> None:
+    """What several fields decide together: the tokenizer, the number of processes, pre-training's order."""
+    then, now = before.tokenizer_folder, config.tokenizer_folder
+    if not _same(then, now):
+        _refuse(config, where("tokenizer_name_or_path"), then, now, _TOKENIZER)
+    if before.world_size != config.world_size:
+        place = f"{where('nnodes')} x {where('nproc_per_node')}"
+        _refuse(config, place, before.world_size, config.world_size, _LAYOUT)
+    then, now = (length_text(run, run.training.train_iters) for run in (before, config))
+    if config.data.dataset_type == "idxmap" and then != now:
+        # megatron-core shuffles all epochs of a run together, so their number moves every sample
+        _refuse(config, where("train_iters"), then, now, _LENGTH)
+
+
+def _same(before: Any, now: Any) -> bool:
+    """Equal values, or two spellings of one path."""
+    if isinstance(before, str) and isinstance(now, str):
+        return before == now or os.path.realpath(before) == os.path.realpath(now)
+    return bool(before == now)
+
+
+def _refuse(config: RunConfig, place: str, before: Any, now: Any, reason: _Reason) -> NoReturn:
+    raise ConfigError(
+        f"{place}: got {now}, expected {before}: {config.checkpoint.output_path} {reason.why}; "
+        f"give {before} again, or {reason.instead}"
+    )
+
+
+def remember_data(config: RunConfig) -> None:
+    """Write what the training data looks like beside a run that has no checkpoint yet, for its resumption.
+
+    Call in one process of the run, before training.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    output = Path(config.checkpoint.output_path)
+    if _was_begun(output / "checkpoint"):
+        return
+    text = _fingerprint(config) + "\n"
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+        (output / _FINGERPRINT).write_text(text, encoding="ascii")
+    except OSError as error:
+        raise CheckpointError(
+            f"{output / _FINGERPRINT} cannot be written: {error.strerror}; make room there, or give another "
+            f"{where('output_path')}"
+        ) from error
+
+
+def _check_data(config: RunConfig) -> None:
+    file = Path(config.checkpoint.output_path) / _FINGERPRINT
+    if file.is_file() and file.read_bytes().strip() != _fingerprint(config).encode():
+        raise ConfigError(
+            f"{where('train_data_path')}: {config.data.train_data_path} has changed since the run in "
+            f"{file.parent} began (size, first or last MiB), expected the same data; put it back, or give "
+            f"{_FROM_WEIGHTS}"
+        )
+
+
+def _fingerprint(config: RunConfig) -> str:
+    """A hash of the training files' sizes and ends: cheap at any size, blind to a same-sized middle."""
+    digest = hashlib.sha256()
+    for name in data_files(config, "train_data_path"):
+        with open(name, "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            digest.update(size.to_bytes(8, "little") + file.read(_END_BYTES))
+            file.seek(max(size - _END_BYTES, 0))
+            digest.update(file.read(_END_BYTES))
+    return digest.hexdigest()

@@ -1,0 +1,177 @@
+"""megatron-core checkpoint -> Hugging Face folder, piece by piece, in one process without a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from patch.checkpoint.folder import weights_folder
+from patch.config.hf_config import has_hf_config
+from patch.config.schema import ModelConfig, RunConfig
+from patch.config.stored_shape import run_behind
+from patch.convert.folder import publish, staging, writing
+from patch.convert.hf_config_files import (
+    copy_descriptions,
+    model_of,
+    write_config,
+    write_descriptions,
+    write_index,
+)
+from patch.convert.hf_reader import INDEX, SINGLE, SPELLINGS, read_index
+from patch.convert.live_export import FILE_BYTES
+from patch.convert.mappings import HFTensor
+from patch.convert.mp_rank_weights import LegacyWeights
+from patch.convert.progress import progress
+from patch.convert.safetensors_writer import TensorFiles
+from patch.convert.torch_dist_weights import DistWeights
+from patch.convert.weight_table import hf_tensors
+from patch.data.tokenizer import ensure_chat_template, load_tokenizer
+from patch.errors import ConversionError, DataError
+from patch.logger import get_logger
+from patch.storage.names import INDEX as METADATA
+from patch.storage.names import is_complete
+
+_LOG = get_logger(__name__)
+
+
+class _Description(NamedTuple):
+    """What the target is to say about itself."""
+
+    model: ModelConfig
+    folder: Path | None
+    """Holds config.json and usually the tokenizer."""
+    tokenizer: PreTrainedTokenizerBase | None
+    """Of the run that trained it; None: its files lie in the folder."""
+
+
+def mcore_to_hf(
+    source: Path, target: Path, hf_config: Path | None = None, *, overwrite: bool = False
+) -> None:
+    """Convert a checkpoint; the target appears whole or stays as it was.
+
+    Args:
+        source: a converted folder, a run's folder, its checkpoint/ or one checkpoint in it, a checkpoint of
+            Megatron-LM.
+        target: a folder that is not there, or is empty.
+        hf_config: a Hugging Face folder that describes the model; its configuration, tokenizer and division
+            into files are taken. None: `source` describes itself.
+        overwrite: replace a Hugging Face model at `target`.
+    Raises:
+        CheckpointError, ConversionError: the source cannot be read, or is not the model that is described,
+            or the target cannot be written.
+    """
+    source, target = source.resolve(), target.resolve()
+    if not source.is_dir():
+        raise ConversionError(f"{source}: no such folder, expected a checkpoint (--load)")
+    described = _describe(source, hf_config)
+    folder = weights_folder(source)
+    weights: DistWeights | LegacyWeights
+    if (folder / METADATA).is_file():
+        weights = DistWeights(folder, described.model)
+    else:
+        weights = LegacyWeights(folder, described.model)
+    _check_dtypes(weights)
+    sources = [source, described.folder] if described.folder else [source]
+    with staging(target, sources, overwrite=overwrite) as partial:
+        _write_weights(weights, partial, described)
+        with writing(partial):
+            _write_descriptions(partial, described, next(iter(weights.dtypes.values())))
+        publish(target)
+    _LOG.info("Hugging Face folder written: %s", target)
+
+
+def _check_dtypes(weights: DistWeights | LegacyWeights) -> None:
+    for name, dtype in weights.dtypes.items():
+        if dtype not in SPELLINGS:
+            raise ConversionError(
+                f"{weights.folder} stores the values of {name} as {dtype}, expected one of "
+                f"{', '.join(map(str, SPELLINGS))}"
+            )
+
+
+def _describe(source: Path, hf_config: Path | None) -> _Description:
+    """The model: from --hf-config, from config.json beside the weights, or from the run that wrote them."""
+    home = source.parent if is_complete(source) and not has_hf_config(source) else source
+    if hf_config is not None or has_hf_config(home):
+        folder = hf_config or home
+        return _Description(model_of(folder), folder, None)
+    run = run_behind(str(home))
+    if run is None:
+        raise ConversionError(
+            f"{source} holds neither config.json nor a run's config.yaml, expected a description of the "
+            "model: give a Hugging Face folder with --hf-config"
+        )
+    origin = Path(run.checkpoint.load)
+    return _Description(run.model, origin if has_hf_config(origin) else None, _tokenizer(run))
+
+
+def _tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
+    """As it was trained with."""
+    try:
+        tokenizer = load_tokenizer(run.tokenizer_folder)
+        if run.data.dataset_type == "raw":
+            ensure_chat_template(tokenizer)
+    except DataError as error:
+        raise ConversionError(
+            f"the run's own {error}; or give the Hugging Face folder it began with as --hf-config"
+        ) from error
+    return tokenizer
+
+
+def _write_weights(weights: DistWeights | LegacyWeights, partial: Path, described: _Description) -> None:
+    tensors, dtypes = hf_tensors(described.model), weights.dtypes
+    sizes = {
+        tensor.name: torch.Size(tensor.shape).numel() * dtypes[tensor.name].itemsize for tensor in tensors
+    }
+    placed = _placed(tensors, sizes, described.folder)
+    with (
+        writing(partial),
+        TensorFiles(partial, tensors, placed, dtypes) as files,
+        progress(f"{weights.folder.name} to Hugging Face", sum(sizes.values())) as advance,
+    ):
+        for block in weights.blocks():
+            files.write(block)
+            advance(block.values.nbytes)
+        files.check_complete()
+        if set(placed.values()) != {SINGLE}:
+            write_index(partial, placed, sum(sizes.values()), described.folder)
+
+
+def _placed(tensors: list[HFTensor], sizes: dict[str, int], folder: Path | None) -> dict[str, str]:
+    """The file of each tensor: as in the folder, else files of at most 5 GiB as transformers names them."""
+    if folder is not None and (folder / SINGLE).is_file():
+        return dict.fromkeys(sizes, SINGLE)
+    if folder is not None and (folder / INDEX).is_file():
+        known = read_index(folder / INDEX)
+        lacking = [tensor.name for tensor in tensors if tensor.name not in known]
+        if lacking:
+            raise ConversionError(f"{folder / INDEX} lacks {lacking[0]} ({len(lacking)} such tensors)")
+        placed = {tensor.name: known[tensor.name] for tensor in tensors}
+        if all(name.endswith(".safetensors") for name in placed.values()):
+            return placed
+    files: list[list[str]] = []
+    filled = 0
+    for tensor in tensors:
+        if not files or filled + sizes[tensor.name] > FILE_BYTES:
+            files.append([])
+            filled = 0
+        files[-1].append(tensor.name)
+        filled += sizes[tensor.name]
+    return {
+        name: SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        for number, names in enumerate(files, 1)
+        for name in names
+    }
+
+
+def _write_descriptions(partial: Path, described: _Description, dtype: torch.dtype) -> None:
+    model, folder, tokenizer = described
+    if tokenizer is None:
+        assert folder is not None
+        copy_descriptions(folder, partial)
+        write_config(partial, model, folder, dtype)
+    else:
+        write_descriptions(partial, model, folder, tokenizer, dtype)

@@ -1,0 +1,151 @@
+"""The weights of a torch_dist checkpoint as blocks of Hugging Face tensors, whoever wrote it.
+
+Read are the keys of megatron-core in all its spellings: layers stacked on a leading axis (the default) or
+one key a layer (`non_homogeneous_layers`), gate and up as one tensor or two (`singleton_local_shards`), a
+prefix before all of them, the last norm outside of the decoder. Optimizer and random states are left alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from patch.checkpoint.compatibility import check_files
+from patch.checkpoint.streaming import read_pieces
+from patch.compat.unpickle import read_metadata
+from patch.config.schema import ModelConfig
+from patch.convert.mappings import Block, Mapping, PaddedRows, Shard
+from patch.convert.weight_table import EMBEDDING_PARAMETER, GATE_AND_UP, table_name, weights_table
+from patch.errors import ConversionError, nearest
+from patch.storage.names import INDEX
+
+_MODEL = ("decoder.", "embedding.", "output_layer.", "final_layernorm.")
+_LAYER = re.compile(r"layers\.(\d+)\.")
+_HALVES = {f"{GATE_AND_UP}_w": 0, f"{GATE_AND_UP}_v": 1}
+
+
+class _Place(NamedTuple):
+    """What a stored tensor is."""
+
+    name: str
+    """In the table."""
+    layer: int | None
+    """None: the tensor stacks all layers, or belongs to none."""
+    first_row: int
+    """Of the parameter, where the tensor begins: not 0 for `up` alone."""
+    dtype: torch.dtype
+
+
+class DistWeights:
+    """The model's part of a checkpoint; only its index is read at first.
+
+    Args:
+        folder: of the checkpoint itself (`iter_*`, `release`).
+    Raises:
+        CheckpointError: the checkpoint is damaged. ConversionError: it does not hold this model.
+    """
+
+    def __init__(self, folder: Path, model: ModelConfig) -> None:
+        self.folder, self._model = folder, model
+        self._index = read_metadata(folder / INDEX)
+        check_files(folder, self._index)
+        self._table = weights_table(model)
+        self._places: dict[str, _Place] = {}
+        tensors = {
+            key: stored
+            for key, stored in self._index.state_dict_metadata.items()
+            if isinstance(stored, TensorStorageMetadata)
+        }
+        prefix = self._prefix(list(tensors))
+        for key, stored in tensors.items():
+            name = key.removeprefix(prefix)
+            if key.startswith(prefix) and name.startswith(_MODEL):
+                self._places[key] = self._locate(key, name, stored)
+        self._check_complete()
+
+    def _prefix(self, keys: list[str]) -> str:
+        found = [key for key in keys if key.endswith(EMBEDDING_PARAMETER) and "optimizer" not in key]
+        if not found:
+            raise ConversionError(
+                f"{self.folder} holds no {EMBEDDING_PARAMETER}, expected a GPTModel's weights"
+            )
+        return min(found, key=len).removesuffix(EMBEDDING_PARAMETER)
+
+    def _locate(self, key: str, name: str, stored: TensorStorageMetadata) -> _Place:
+        match = _LAYER.search(name)
+        layer = int(match[1]) if match else None
+        name = _LAYER.sub("layers.", name).replace("layers.", "layers.*.")
+        half = _HALVES.get(name)
+        name = table_name(name if half is None else GATE_AND_UP)
+        if name not in self._table:
+            raise ConversionError(
+                f"{self.folder} holds {key} (shape {tuple(stored.size)}), which this model has no place for"
+                f"{nearest(name, list(self._table))}; expected what config.json describes (--hf-config)"
+            )
+        mapping = self._table[name]
+        shape = mapping.shape if half is None else mapping.hf[half].shape
+        if "*" in name and layer is None:
+            shape = (self._model.num_layers, *shape)
+        self._check_shape(key, tuple(stored.size), shape, name)
+        first_row = 0 if not half else mapping.hf[0].shape[0]
+        return _Place(name, layer, first_row, stored.properties.dtype)
+
+    def _check_shape(self, key: str, got: tuple[int, ...], expected: tuple[int, ...], name: str) -> None:
+        """The vocabulary may be padded; nothing else may differ."""
+        is_padded = isinstance(self._table[name], PaddedRows) and got[0] >= expected[0]
+        if got != expected and not (is_padded and got[1:] == expected[1:]):
+            raise ConversionError(
+                f"{self.folder}: {key} has shape {got}, config.json asks for {expected}: give the folder of "
+                "this model with --hf-config"
+            )
+
+    def _check_complete(self) -> None:
+        """Every parameter of every layer is there; whether it is whole shows when its values are written."""
+        held = {(place.name, place.layer) for place in self._places.values()}
+        for name in self._table:
+            layers = range(self._model.num_layers) if "*" in name else ()
+            lacking = [layer for layer in layers if (name, layer) not in held]
+            if (name, None) not in held and (lacking or not layers):
+                where = f" of layer {lacking[0]}" if lacking else ""
+                raise ConversionError(
+                    f"{self.folder} lacks {name}{where}; expected what config.json describes (--hf-config)"
+                )
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The type of each Hugging Face tensor."""
+        found: dict[str, torch.dtype] = {}
+        for place in self._places.values():
+            layers = range(self._model.num_layers) if place.layer is None else (place.layer,)
+            for layer in layers:
+                found |= {tensor.name: place.dtype for tensor in self._mapping(place, layer).hf}
+        return found
+
+    def blocks(self) -> Iterator[Block]:
+        """All values, a stored piece at a time.
+
+        Raises:
+            CheckpointError: names the file and the tensor that cannot be read.
+        """
+        for piece in read_pieces(self.folder, self._index, set(self._places)):
+            place, values, offsets = self._places[piece.key], piece.tensor, piece.offsets
+            if "*" in place.name and place.layer is None:
+                for index, layer_values in enumerate(values):
+                    yield from self._blocks(place, offsets[0] + index, layer_values, offsets[1:])
+            else:
+                yield from self._blocks(place, place.layer or 0, values, offsets)
+
+    def _blocks(
+        self, place: _Place, layer: int, values: torch.Tensor, offsets: tuple[int, ...]
+    ) -> Iterator[Block]:
+        column = offsets[1] if len(offsets) > 1 else 0
+        row = place.first_row + offsets[0]
+        return self._mapping(place, layer).blocks(values, Shard(0, 1), row, column)
+
+    def _mapping(self, place: _Place, layer: int) -> Mapping:
+        return self._table[place.name].at_layer(layer)

@@ -1,0 +1,107 @@
+"""The C++ kernel by ctypes: every CPU core this process has, and the GIL free while it runs."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Sequence
+from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
+from functools import cache
+
+import torch
+
+from patch.optimizer.kernels.build import BuildError, find_or_build
+from patch.optimizer.kernels.spec import (
+    AdamScalars,
+    Segment,
+    check,
+    copy_other_weights,
+    is_split,
+    pointers,
+)
+
+INSTRUCTION_SETS = ("default", "avx2", "avx512")
+
+
+class _Segment(ctypes.Structure):
+    """`Segment` of adam.cpp."""
+
+    _fields_ = [
+        *(
+            (name, c_void_p)
+            for name in (
+                *("grad", "master_in", "exp_avg_in", "exp_avg_sq_in", "weight_in"),
+                *("master_out", "exp_avg_out", "exp_avg_sq_out", "weight_out"),
+            )
+        ),
+        ("numel", c_int64),
+        *((name, c_int32) for name in ("has_bf16_grad", "is_split", "is_decayed")),
+    ]
+
+
+class _Scalars(ctypes.Structure):
+    """`Scalars` of adam.cpp."""
+
+    _fields_ = [("constants", c_float * 8), ("decay", c_float * 2), ("is_decoupled", c_int32)]
+
+
+@cache
+def load() -> ctypes.CDLL:
+    """The library, built where needed.
+
+    Raises:
+        BuildError: it cannot be built or loaded here.
+    """
+    try:
+        library = ctypes.CDLL(str(find_or_build()))
+    except OSError as reason:
+        raise BuildError(str(reason)) from reason
+    library.adam_update.argtypes = [POINTER(_Segment), c_int64, POINTER(_Scalars), c_int32, c_int32]
+    library.adam_update.restype = None
+    library.adam_best_instruction_set.restype = c_int32
+    return library
+
+
+class NativeAdam:
+    """The update in C++ on CPU tensors.
+
+    Args:
+        num_threads: threads of one update, the caller's included; None: the function of that name, asked
+            anew at each update.
+        instruction_set: one of INSTRUCTION_SETS, for tests; None: the best this CPU has.
+    Raises:
+        BuildError: no compiler, or no folder to build in.
+    """
+
+    def __init__(self, num_threads: int | None = None, instruction_set: str | None = None) -> None:
+        self._library, self._num_threads = load(), num_threads
+        best = self._library.adam_best_instruction_set()
+        self._set = best if instruction_set is None else INSTRUCTION_SETS.index(instruction_set)
+        assert self._set <= best, f"this CPU has no {instruction_set}"
+
+    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
+        """See AdamKernel. Calls of several threads follow one another."""
+        for segment in segments:
+            check(segment)
+        table = (_Segment * len(segments))(*map(_row, segments))
+        decay = scalars.decay(False), scalars.decay(True)
+        constants = _Scalars(scalars.constants(), decay, scalars.is_decoupled)
+        threads = self._num_threads or num_threads(beside_gpu=torch.cuda.is_initialized())
+        self._library.adam_update(table, len(segments), constants, threads, self._set)
+        copy_other_weights(segments)
+
+
+def num_threads(*, beside_gpu: bool) -> int:
+    """Threads of an update: torch's number, at most the cores this process may use.
+
+    Args:
+        beside_gpu: another thread launches kernels at the same time. A core is left to it, or the GPU waits.
+    """
+    usable = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
+    return max(1, usable - 1 if beside_gpu else usable)
+
+
+def _row(segment: Segment) -> _Segment:
+    has_bf16_grad = segment.grad.dtype == torch.bfloat16
+    numel = segment.grad.numel()
+    return _Segment(*pointers(segment), numel, has_bf16_grad, is_split(segment), segment.is_decayed)

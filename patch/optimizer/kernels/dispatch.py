@@ -1,0 +1,32 @@
+"""Which implementation of the update a device gets."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from patch.logger import get_logger
+from patch.optimizer.kernels.build import BuildError
+from patch.optimizer.kernels.cpp_adam import NativeAdam
+from patch.optimizer.kernels.numpy_adam import NumpyAdam
+from patch.optimizer.kernels.spec import AdamKernel
+
+
+@cache
+def adam_kernel(device: torch.device) -> AdamKernel:
+    """Triton for CUDA tensors, C++ for CPU tensors, NumPy without a compiler."""
+    if device.type == "cuda":
+        # Comes with torch's CUDA builds only.
+        from patch.optimizer.kernels.triton_adam import TritonAdam
+
+        return TritonAdam()
+    try:
+        return NativeAdam()
+    except BuildError as reason:
+        get_logger(__name__).warning(
+            "the optimizer runs in NumPy, about 10 times slower than in C++: %s. "
+            "Install g++ or clang++, or name a C++17 compiler in CXX",
+            reason,
+        )
+        return NumpyAdam()

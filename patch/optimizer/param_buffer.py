@@ -1,0 +1,199 @@
+"""Weights in one flat buffer, gathered bucket by bucket while the next forward already runs.
+
+The model's parameters are views of the buffer. After the update each rank holds new values in its shards;
+`renew` sends them, and a bucket is waited for by whoever first gets one of its parameters from a module by
+name (`module.weight`), by `state_dict` or `load_state_dict`, within a stage's forward also by `parameters()`;
+or, before anything else of its forward, by the module that owns it, which may hold it in another way
+(torch.nn.LSTM). A stage's forward ends with all its weights in place. Whoever got a parameter in another way
+(`parameters()` outside forward, which many call without reading) calls `wait` first. What autograd saved of
+one too early is an error in backward, as with torch's own optimizers: versions change when an update begins
+and when it ends.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch.autograd.graph import increment_version
+
+from patch.compat.torch_internals import own_parameters, watch_reads
+from patch.device import streams_of
+from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather
+from patch.optimizer.layout import BucketRange
+
+
+class Arrive(Protocol):
+    """HybridAdam.arrive."""
+
+    def __call__(self, index: int, *, block: bool) -> bool:
+        """Let the current stream wait for new weights; False where they are not written and not `block`."""
+
+
+class FlatWeights:
+    """The weights of a rank's pipeline stages.
+
+    Args:
+        stages: whoever gets a parameter from a module of theirs waits for it.
+        parameters: the trainable ones, one dtype; they become views of the buffer, values kept.
+        like: of their type and device.
+        extents: buckets in the order of backward.
+        num_shards: ranks that share a bucket: 1, or the size of `group`.
+        arrive: (bucket, block) -> whether this rank's new part of the bucket is there, see HybridAdam.arrive.
+        clock: gets the time that compute waits for weights.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[torch.nn.Module],
+        parameters: list[torch.nn.Parameter],
+        extents: list[BucketRange],
+        *,
+        like: torch.Tensor,
+        num_shards: int,
+        group: dist.ProcessGroup,
+        arrive: Arrive,
+        clock: WaitClock,
+    ) -> None:
+        self._extents, self._group, self._arrive, self._clock = extents, group, arrive, clock
+        self._num_shards = num_shards
+        self._rank = group.rank() if num_shards > 1 else 0
+        self._updating: deque[int] = deque()
+        """Buckets whose gathers are not started, in their order, the same on all ranks."""
+        self._pending: dict[int, Pending] = {}
+        self.is_settled = True
+        """Whether every parameter has its new value: nobody has to wait."""
+        self._lock = threading.RLock()
+        """Threads that share a model may wait for the same weights."""
+        self._num_forwards = 0
+        """Of stages, under way."""
+        self.flat = like.new_zeros(extents[-1].end)
+        # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
+        self._streams = streams_of(like.device)
+        self._aside = self._streams.Stream(like.device) if num_shards > 1 else None
+        self._members = [[parameters[slot.parameter] for slot in extent.slots] for extent in extents]
+        self._bucket_of: dict[torch.Tensor, int] = {}
+        with torch.no_grad():
+            for index, extent in enumerate(extents):
+                for slot, parameter in zip(extent.slots, self._members[index], strict=True):
+                    view = self.flat[slot.begin : slot.end].view(parameter.shape)
+                    parameter.data = view.copy_(parameter)
+                    self._bucket_of[parameter] = index
+        for module in chain.from_iterable(stage.modules() for stage in stages):
+            own = [p for p in own_parameters(module).values() if p in self._bucket_of]
+            if own:
+                watch_reads(module, self)
+                wait = self._waiter(own)
+                module.register_forward_pre_hook(wait, prepend=True)
+                module.register_state_dict_pre_hook(wait)
+                module.register_load_state_dict_pre_hook(wait)
+        for number, stage in enumerate(stages):
+            needed = [index for index, extent in enumerate(extents) if extent.stage == number]
+            self._follow(stage, needed)
+
+    def shard(self, index: int) -> torch.Tensor:
+        """This rank's part of a bucket: a view of the buffer."""
+        begin, end = self._extents[index].shard(self._rank, self._num_shards)
+        return self.flat[begin:end]
+
+    def renew(self, index: int) -> None:
+        """This rank's part of a bucket is being updated; once it is there, ranks exchange their parts.
+
+        Returns at once. All ranks renew buckets in the same order.
+        """
+        if self._aside is not None:
+            self._aside.wait_stream(self._streams.current_stream())
+        with self._lock:
+            increment_version(self._members[index])
+            self._updating.append(index)
+            self._send()
+            self._note_settled()
+
+    def send(self) -> None:
+        """Wait until this rank's parts are updated and start what gathers are left; not for other ranks.
+
+        A host that waited for them outside a step could do so for ever: they may wait for its forward.
+        """
+        with self._lock:
+            if self._updating:
+                with self._clock.waiting():
+                    self._send(self._updating[-1])
+            self._note_settled()
+
+    def wait(self) -> None:
+        """Wait until every parameter has its new value on this rank."""
+        if not self.is_settled:
+            self._wait_for([*self._pending, *self._updating])
+
+    def _send(self, until: int | None = None) -> None:
+        """Start the gathers whose turn has come; those up to bucket `until` are waited for."""
+        while self._updating:
+            index = self._updating[0]
+            with nullcontext() if self._aside is None else self._streams.stream(self._aside):
+                if not self._arrive(index, block=until in self._updating):
+                    return
+                self._updating.popleft()
+                if self._num_shards > 1:
+                    extent = self._extents[index]
+                    buffer = self.flat[extent.begin : extent.end]
+                    self._pending[index] = start_all_gather(buffer, self.shard(index), self._group)
+                else:
+                    increment_version(self._members[index])
+
+    def _wait_for(self, indices: Iterable[int]) -> None:
+        with self._lock:
+            for index in indices:
+                if self._updating:
+                    with self._clock.waiting():
+                        self._send(index)
+                pending = self._pending.pop(index, None)
+                if pending is not None:
+                    pending.wait(self._clock)
+                    increment_version(self._members[index])
+            self._note_settled()
+
+    def _note_settled(self) -> None:
+        self.is_settled = not self._updating and not self._pending
+
+    def on_read(self, parameter: torch.nn.Parameter | None) -> None:
+        """Wait for a parameter."""
+        self._need((parameter,))
+
+    def on_iteration(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:
+        """Wait for parameters within a forward; outside they may only be counted."""
+        if self._num_forwards:
+            self._need(parameters)
+
+    def _need(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:
+        if self.is_settled:
+            return
+        if torch.compiler.is_compiling():  # traced: one break of the graph, not one for each bucket
+            self.wait()
+            return
+        self._wait_for(sorted({self._bucket_of[p] for p in parameters if p in self._bucket_of}))
+
+    def _waiter(self, own: list[torch.nn.Parameter]) -> Callable[..., None]:
+        def wait(module: torch.nn.Module, *arguments: Any) -> None:
+            self._need(own)
+
+        return wait
+
+    def _follow(self, stage: torch.nn.Module, needed: list[int]) -> None:
+        """Know when a stage's forward is under way, and let it end with its weights (buckets `needed`)."""
+
+        def begin(module: torch.nn.Module, *arguments: Any) -> None:
+            self._num_forwards += 1
+
+        def end(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+            self._num_forwards -= 1
+            if not self.is_settled and output is not None:  # else an error ended it
+                self._wait_for(needed)
+
+        stage.register_forward_pre_hook(begin, prepend=True)
+        stage.register_forward_hook(end, always_call=True)

@@ -1,0 +1,230 @@
+"""config.json and generation_config.json: the source's where nothing changed, readable by transformers."""
+
+import dataclasses
+import json
+import logging
+import shutil
+import warnings
+
+import hf_families
+import pytest
+import torch
+from small_runs import hf_llama, small_run
+from transformers import AutoConfig, AutoTokenizer, LlamaConfig
+
+from patch.config.hf_config import read_hf_config
+from patch.convert.hf_config_files import (
+    family_of,
+    generation_description,
+    model_description,
+    write_descriptions,
+)
+from patch.data.tokenizer import load_tokenizer
+from patch.errors import ConversionError
+
+CHAT = "{% for message in messages %}{{ message['content'] }}<|eot_id|>\n{% endfor %}"
+EOS_CHAT = CHAT.replace("<|eot_id|>", "{{ eos_token }}")
+
+
+def _write_json(folder, name, contents):
+    (folder / name).write_text(json.dumps(contents))
+    return folder
+
+
+@pytest.fixture
+def source(tmp_path):
+    """A folder as transformers 5 writes it."""
+    hf_llama(small_run(), tmp_path / "source")
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def old_source(tmp_path, source):
+    """The same in the spelling of transformers 4."""
+    shutil.copytree(source, tmp_path / "old")
+    hf_families.spell_as_4(tmp_path / "old")
+    return tmp_path / "old"
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+@pytest.mark.parametrize("untied", [True, False])
+def test_config_without_a_source_is_read_by_transformers_and_by_us(tmp_path, scaled, untied, tiny_tokenizer):
+    model = small_run(
+        use_rope_scaling=scaled, untie_embeddings_and_output_weights=untied, kv_channels=32
+    ).model
+    _write_json(tmp_path, "config.json", model_description(model, None, tiny_tokenizer(), torch.bfloat16))
+    ours = {
+        name: value for name, value in dataclasses.asdict(model).items() if name in read_hf_config(tmp_path)
+    }
+    assert read_hf_config(tmp_path) == ours
+    theirs = LlamaConfig.from_pretrained(tmp_path)
+    expected = hf_llama(small_run(use_rope_scaling=scaled, kv_channels=32)).config
+    assert theirs.rope_parameters == expected.rope_parameters
+    assert theirs.head_dim == 32 and theirs.dtype == torch.bfloat16
+    assert theirs.tie_word_embeddings is not untied
+
+
+@pytest.mark.parametrize("name", hf_families.FAMILIES)
+def test_config_of_every_family_is_written_without_a_source(tmp_path, name, tiny_tokenizer):
+    theirs = hf_families.family_model(name, tmp_path).config
+    model = hf_families.family_run(tmp_path).model
+    _write_json(tmp_path, "config.json", model_description(model, None, tiny_tokenizer(), torch.float32))
+    assert read_hf_config(tmp_path) == {
+        field: value
+        for field, value in dataclasses.asdict(model).items()
+        if field in read_hf_config(tmp_path)
+    }
+    ours = AutoConfig.from_pretrained(tmp_path)
+    if name != "mistral-nemo":  # without a window it is a LLaMA
+        assert ours.architectures == theirs.architectures
+    for key in ("sliding_window", "layer_types", "head_dim", "rope_parameters"):
+        assert getattr(ours, key, None) == getattr(theirs, key, None) or (key, name) in _IMPLIED
+
+
+# Qwen2Config has no head_dim of its own: it follows from the others.
+_IMPLIED = {("head_dim", name) for name in ("qwen-2", "qwen-2-sliding", "qwen-2.5")}
+
+
+def test_window_taken_from_a_mistral_leaves_a_mistral(tmp_path, tiny_tokenizer):
+    hf_families.family_model("mistral-0.1", tmp_path)
+    before = json.loads((tmp_path / "config.json").read_text())
+    model = hf_families.family_run(tmp_path, window_size="none").model
+    after = model_description(model, tmp_path, tiny_tokenizer(), torch.float32)
+    assert {key for key in before | after if before.get(key) != after.get(key)} == {"sliding_window"}
+
+
+def test_model_that_transformers_has_not_is_refused():
+    with pytest.raises(ConversionError, match="--add-qkv-bias and --qk-layernorm"):
+        family_of(small_run(add_qkv_bias=True, qk_layernorm=True).model)
+
+
+def test_unchanged_config_is_the_sources_bytes(old_source, tmp_path, tiny_tokenizer):
+    target = tmp_path / "target"
+    target.mkdir()
+    write_descriptions(target, small_run().model, old_source, tiny_tokenizer(CHAT), torch.float32)
+    assert (target / "config.json").read_bytes() == (old_source / "config.json").read_bytes()
+    assert AutoTokenizer.from_pretrained(target).chat_template == CHAT
+
+
+@pytest.mark.parametrize("name", hf_families.FAMILIES)
+def test_spelling_of_transformers_5_gets_the_older_one_beside_it(tmp_path, name, tiny_tokenizer, caplog):
+    """vLLM and llama.cpp's converter of before December 2025 read these keys too, and no others."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    theirs = hf_families.family_model(name, source, spelling=5).config
+    before, model = json.loads((source / "config.json").read_text()), hf_families.family_run(source).model
+    described = model_description(model, source, tiny_tokenizer(), torch.float32)
+    added = {key: described[key] for key in described.keys() - before.keys()}
+    scaling = dict(theirs.rope_parameters)
+    theta = scaling.pop("rope_theta")
+    scaled = None if scaling["rope_type"] == "default" else scaling
+    assert added == {"rope_theta": theta, "rope_scaling": scaled, "torch_dtype": "float32"}
+    assert {key: described[key] for key in before} == before
+    target.mkdir()
+    logging.getLogger("transformers").addHandler(caplog.handler)
+    with warnings.catch_warnings(action="error"):
+        again = AutoConfig.from_pretrained(_write_json(target, "config.json", described))
+    logging.getLogger("transformers").removeHandler(caplog.handler)
+    assert caplog.text == ""
+    assert again.rope_parameters == theirs.rope_parameters and again.dtype == torch.float32
+
+
+def test_bytes_of_unchanged_values_are_kept_whatever_they_are(old_source, tmp_path, tiny_tokenizer):
+    path, target = old_source / "config.json", tmp_path / "target"
+    text = path.read_text().replace("{", '{\n  "note": "\u00e9\u4e2d",', 1).replace("\n", "\r\n")
+    path.write_bytes(text.encode())
+    target.mkdir()
+    model = small_run(norm_epsilon=1e-6).model
+    write_descriptions(target, model, old_source, tiny_tokenizer(), torch.float32)
+    expected = path.read_bytes().replace(b'"rms_norm_eps": 1e-05', b'"rms_norm_eps": 1e-06')
+    assert (target / "config.json").read_bytes() == expected != path.read_bytes()
+
+
+@pytest.mark.parametrize("spelling", ["source", "old_source"])
+def test_only_the_changed_keys_change(request, spelling, tiny_tokenizer):
+    folder = request.getfixturevalue(spelling)
+    before = json.loads((folder / "config.json").read_text())
+    model = small_run(norm_epsilon=1e-6).model
+    after = model_description(model, folder, tiny_tokenizer(), torch.bfloat16)
+    dtypes = {"dtype", "torch_dtype"} & after.keys()
+    changed = {key for key in before if before[key] != after[key]}
+    assert changed | dtypes == {"rms_norm_eps"} | dtypes
+    assert after["rms_norm_eps"] == 1e-6 and {after[key] for key in dtypes} == {"bfloat16"}
+    assert list(after)[: len(before)] == list(before)
+
+
+@pytest.mark.parametrize("spelling", ["source", "old_source"])
+@pytest.mark.parametrize("changes", [{"rope_scaling_factor": 32.0}, {"use_rope_scaling": False}])
+def test_changed_rope_is_written_in_every_spelling_that_is_there(
+    request, tmp_path, spelling, changes, tiny_tokenizer
+):
+    folder = request.getfixturevalue(spelling)
+    described = model_description(small_run(**changes).model, folder, tiny_tokenizer(), torch.float32)
+    assert ("rope_parameters" in described) == (spelling == "source")
+    expected = hf_llama(small_run(**changes)).config.rope_parameters
+    for unread in ([], ["rope_parameters"], ["rope_scaling", "rope_theta"]):
+        read = {key: value for key, value in described.items() if key not in unread}
+        if "rope_parameters" in read or "rope_theta" in read:
+            _write_json(tmp_path, "config.json", read)
+            assert LlamaConfig.from_pretrained(tmp_path).rope_parameters == expected
+
+
+@pytest.mark.parametrize(
+    ("eos", "chat", "expected"),
+    [
+        (1, CHAT, [1, 2]),
+        ([1, 5], CHAT, [1, 5, 2]),
+        ([1, 2], CHAT, [1, 2]),
+        (2, CHAT, 2),
+        (None, CHAT, 2),
+        (1, None, 1),
+        (1, EOS_CHAT, 1),  # as Mistral's
+        (5, EOS_CHAT, [5, 1]),
+        (1, "{{ messages[0]['content'] }}", 1),  # ends an answer with no token of its own
+        (1, "{{ raise_exception('<|eot_id|>') }}", 1),
+        (1, {"tool_use": CHAT}, 1),
+    ],
+)
+def test_generation_ends_with_the_chat_templates_turn(tmp_path, eos, chat, expected, tiny_tokenizer):
+    contents = {"temperature": 0.6, "eos_token_id": eos}
+    _write_json(tmp_path, "generation_config.json", contents)
+    described = generation_description(tmp_path, tiny_tokenizer(chat))
+    assert described == {"temperature": 0.6, "eos_token_id": expected}
+
+
+def test_generation_without_a_source_comes_from_the_tokenizer(tiny_tokenizer):
+    assert generation_description(None, tiny_tokenizer()) == {"bos_token_id": 0, "eos_token_id": 1}
+    assert generation_description(None, tiny_tokenizer(CHAT)) == {"bos_token_id": 0, "eos_token_id": [1, 2]}
+
+
+@pytest.mark.parametrize(
+    ("contents", "message"),
+    [
+        (b"{", r"cannot read .*generation_config\.json"),
+        (b"\xff", r"cannot read .*generation_config\.json: 'utf-8'"),
+        (b"[]", r"generation_config\.json holds a JSON list"),
+    ],
+)
+def test_broken_file_of_the_source_is_named(source, tiny_tokenizer, contents, message):
+    (source / "generation_config.json").write_bytes(contents)
+    with pytest.raises(ConversionError, match=message):
+        generation_description(source, tiny_tokenizer())
+
+
+def test_tokenizer_is_saved_under_a_class_that_transformers_4_knows(tmp_path, tiny_tokenizer):
+    tokenizer = tiny_tokenizer(CHAT)
+    write_descriptions(tmp_path, small_run().model, None, tokenizer, torch.float32)
+    assert json.loads((tmp_path / "tokenizer_config.json").read_text())["tokenizer_class"] == (
+        "PreTrainedTokenizerFast"
+    )
+    loaded = AutoTokenizer.from_pretrained(tmp_path)
+    assert loaded.get_vocab() == tokenizer.get_vocab()
+    assert loaded.chat_template == CHAT and loaded.eos_token == tokenizer.eos_token
+
+
+def test_tokenizer_of_a_folder_is_exported_as_it_was_described(tmp_path, tiny_tokenizer):
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir(), second.mkdir()
+    write_descriptions(first, small_run().model, None, tiny_tokenizer(CHAT), torch.float32)
+    write_descriptions(second, small_run().model, None, load_tokenizer(str(first)), torch.float32)
+    before, after = (json.loads((at / "tokenizer_config.json").read_text()) for at in (first, second))
+    assert before == after and not any("local" in key for key in after)

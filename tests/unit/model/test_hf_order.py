@@ -1,0 +1,320 @@
+"""--precision-align against transformers: logits, loss and every weight gradient, to the bit.
+
+TP=1 in one process and over two pipeline stages; TP=2 within a bound. Without the flag the same
+comparisons find differences, so they can.
+"""
+
+import itertools
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_runner import new_job, run_distributed
+from hf_families import family_model, family_run
+from megatron.core import parallel_state
+from small_runs import hf_llama, small_run
+from training_runs import CPU, seeded_batches, train
+
+from patch import compat
+from patch.config.schema import RunConfig
+from patch.convert import import_hf
+from patch.convert.live_weights import stage_weights
+from patch.convert.weight_table import parameter_table
+from patch.data import Batch
+from patch.distributed.groups import initialize
+from patch.model import LlamaModel, build_llama_model, sum_learned
+from patch.optimizer import learning_rate
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+NAMES = ("odd", "llama-3.1", "llama-1", "llama-3.2", "mistral-0.1", "mistral-nemo", "qwen-2", "qwen-3")
+"""As many groups as heads, fewer, tied, a window, a scale that is no power of two, biases, norms of heads."""
+ODD = {
+    "num_layers": 2, "hidden_size": 60, "ffn_hidden_size": 90, "num_attention_heads": 6,
+    "num_query_groups": 3, "kv_channels": 10, "vocab_size": 251,
+}  # fmt: skip
+"""No multiple of a vector's 8 or 16 numbers: ends of rows are computed one by one, with other bits."""
+CASES = [
+    *itertools.product(("odd", "llama-3.1"), DTYPES, ("eager", "sdpa")),
+    *((name, *pair) for name in NAMES[2:] for pair in (("fp32", "sdpa"), ("bf16", "eager"))),
+    ("mistral-0.1", "fp32", "eager"),
+    ("mistral-0.1", "bf16", "sdpa"),
+]
+LONG = (2, 100)
+"""Micro-batch and tokens."""
+SHAPES = {"llama-3.1": [(1, 1), LONG], "mistral-0.1": [(2, 16), LONG]}
+"""Of the families with more shapes than LONG: one token, and exactly a window."""
+STAGED = [
+    ("four-layers", "bf16", "sdpa", "interleaved"),
+    ("mistral-nemo", "fp32", "eager", "none"),
+    ("mistral-nemo", "bf16", "eager", "full"),
+    ("mistral-nemo", "fp32", "sdpa", "selective"),
+    ("llama-3.2", "fp32", "sdpa", "full"),
+    ("llama-3.2", "bf16", "eager", "none"),
+]
+"""Cases over two processes, each with a recomputation of activations, or with two stages a process."""
+CUT = [("mistral-nemo", "fp32", False), ("qwen-2", "fp32", True), ("qwen-3", "bf16", True)]
+"""Cases over TP=2: family, precision and sequence parallelism."""
+
+
+def _config(folder: Path, precision: str, align: str, tp: int = 1, pp: int = 1, **changes: Any) -> RunConfig:
+    return family_run(folder, tp, pp, precision=precision, precision_align=align, **changes)
+
+
+def _stages(config: RunConfig, folder: Path) -> list[LlamaModel]:
+    """This rank's stages; joins the groups of its layout."""
+    compat.apply(cuda=False)
+    groups = initialize(config, CPU)
+    stages = build_llama_model(config, groups, CPU.device)
+    import_hf(stages, folder, config, groups)
+    return stages
+
+
+def _hf_model(folder: Path, precision: str, attention: str) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    hf = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[precision], attn_implementation=attention)
+    for parameter in hf.parameters():
+        # Out of the mapped file: for one token MKL's bits depend on where in 64 bytes a weight begins.
+        parameter.data = parameter.data.clone()
+    return hf
+
+
+def _batches(config: RunConfig, size: int, length: int, count: int = 2) -> list[Batch]:
+    """Micro-batches; the first learns less than all of its tokens."""
+    ids = torch.randint(0, config.model.vocab_size, (count, size, length + 1))
+    mask = torch.ones(count, size, length)
+    mask[0, :, : length // 3] = 0
+    return [
+        Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous(), learned)
+        for rows, learned in zip(ids, mask, strict=True)
+    ]
+
+
+def _hf_step(hf: Any, batches: list[Batch]) -> tuple[torch.Tensor, list[float], dict[str, torch.Tensor]]:
+    """Logits of the first micro-batch, losses of all, and the gradients they leave."""
+    hf.zero_grad()
+    tokens = sum(batch.loss_mask.sum() for batch in batches)
+    losses, logits = [], []
+    for batch in batches:
+        logits.append(hf(batch.tokens).logits)
+        labels = torch.where(batch.loss_mask > 0, batch.labels, -100)
+        loss = hf.loss_function(
+            logits[-1], None, hf.config.vocab_size, shift_labels=labels, num_items_in_batch=tokens
+        )
+        loss.backward()
+        losses.append(loss.item())
+    return logits[0].detach(), losses, {name: weight.grad for name, weight in hf.named_parameters()}
+
+
+def _our_step(stages: list[LlamaModel], batches: list[Batch], is_aligned: bool) -> list[float]:
+    """Losses (of the last stage) by megatron-core's schedule; the gradients are in the parameters."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    for stage in stages:
+        stage.zero_grad()
+    tokens = sum(batch.loss_mask.sum() for batch in batches).item()
+    sizes = [
+        stages[0].config.pipeline_model_parallel_size,
+        stages[0].config.virtual_pipeline_model_parallel_size,
+    ]
+
+    def loss_of(losses: torch.Tensor, mask: torch.Tensor) -> tuple:
+        loss = sum_learned(losses, mask, is_aligned=is_aligned) / tokens
+        return loss, mask.sum().int(), loss.detach()
+
+    def forward(data: Any, stage: Any) -> tuple:
+        batch = next(data)
+        return stage(batch.tokens, None, None, labels=batch.labels), partial(loss_of, mask=batch.loss_mask)
+
+    size, length = batches[0].tokens.shape
+    losses = get_forward_backward_func(*sizes)(
+        forward_step_func=forward, data_iterator=[iter(batches) for _ in stages], model=stages,
+        num_microbatches=len(batches), seq_length=length, micro_batch_size=size, forward_only=False,
+    )  # fmt: skip
+    return [loss.item() for loss in losses]
+
+
+def _gradients(stages: list[LlamaModel], config: RunConfig) -> dict[str, torch.Tensor]:
+    """These stages' gradients under Hugging Face's names."""
+    parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    weights = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.grad
+    found = {}
+    for weight in stage_weights(stages, parameter_table(config.model, config.padded_vocab_size)):
+        tensors = weight.mapping.take_apart([weight.parameter])
+        found |= {tensor.name: value for tensor, value in zip(weight.mapping.hf, tensors, strict=True)}
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data = weight
+    return found
+
+
+def _differences(stages: list[LlamaModel], hf: Any, config: RunConfig, shape: tuple[int, int]) -> list[str]:
+    """What is not equal to the bit: logits, losses, names of weights whose gradient differs."""
+    batches = _batches(config, *shape)
+    logits, losses, gradients = _hf_step(hf, batches)
+    with torch.no_grad():
+        ours = stages[0](batches[0].tokens, None, None)[..., : config.model.vocab_size]
+    found = [] if torch.equal(ours, logits) else ["logits"]
+    if _our_step(stages, batches, config.model.precision_align != "none") != losses:
+        found.append("losses")
+    ours = _gradients(stages, config)
+    assert ours.keys() == gradients.keys()
+    return found + [name for name in gradients if not torch.equal(ours[name], gradients[name])]
+
+
+def run_one_process(rank: int, world_size: int, root: Path) -> dict[tuple, Any]:
+    """Differences by case and shape, those of the fast form, and a training run beside transformers'."""
+    found: dict[tuple, Any] = {}
+    torch.manual_seed(0)
+    for family, precision, align in CASES:
+        hf = _hf_model(root / family, precision, align)
+        for form in (align, "none") if (family, align) == ("llama-3.1", "eager") else (align,):
+            config = _config(root / family, precision, form)
+            stages = _stages(config, root / family)
+            for shape in SHAPES.get(family, [LONG]):
+                found[family, precision, align, form, shape] = _differences(stages, hf, config, shape)
+            new_job()
+    config = _config(root / "mistral-nemo", "fp32", "sdpa", train_iters=4)
+    ours = [result.loss for result in train(config, root / "mistral-nemo")[:-1]]
+    return found | {("losses",): (ours, _plain_loop(config, root / "mistral-nemo"))}
+
+
+def _plain_loop(config: RunConfig, folder: Path) -> list[float]:
+    """transformers under torch's AdamW."""
+    hf = _hf_model(folder, "fp32", "sdpa")
+    weights = list(hf.parameters())
+    groups = [
+        {"params": [weight for weight in weights if (weight.ndim > 1) is decays], "weight_decay": decay}
+        for decays, decay in ((True, 0.1), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    totals = []
+    for iteration in range(config.training.train_iters):
+        _, losses, _ = _hf_step(hf, seeded_batches(config, iteration))
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(iteration + 1, config.training.train_iters, config.optimizer)
+        torch.nn.utils.clip_grad_norm_(weights, 1.0)
+        optimizer.step()
+        totals.append(sum(losses))
+    return totals
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Hugging Face folder of random weights for each family."""
+    root = tmp_path_factory.mktemp("aligned")
+    for family in NAMES[1:]:
+        family_model(family, root / family)
+    hf_llama(small_run(**ODD), root / "odd")
+    hf_llama(small_run(), root / "four-layers")
+    return root
+
+
+@pytest.fixture(scope="module")
+def alone(root: Path) -> dict[tuple, Any]:
+    """What one process found."""
+    return run_distributed(run_one_process, 1, root)[0]
+
+
+@pytest.mark.parametrize("case", CASES, ids="-".join)
+def test_logits_loss_and_gradients_equal_transformers(alone: dict, case: tuple) -> None:
+    for shape in SHAPES.get(case[0], [LONG]):
+        assert alone[*case, case[2], shape] == [], shape
+
+
+@pytest.mark.parametrize("precision", DTYPES)
+def test_the_fast_form_differs_in_gradients(alone: dict, precision: str) -> None:
+    assert len(alone["llama-3.1", precision, "eager", "none", LONG]) > 15
+
+
+def test_training_begins_with_transformers_loss_and_stays_near_it(alone: dict) -> None:
+    ours, theirs = alone["losses",]
+    assert ours[0] == theirs[0]
+    assert ours == pytest.approx(theirs, abs=2e-6)
+
+
+def run_two_processes(rank: int, world_size: int, root: Path) -> dict[tuple, Any]:
+    """Over two stages the differences of this stage; over TP how near the results are."""
+    found: dict[tuple, Any] = {}
+    for family, precision, align, recompute in STAGED:
+        hf = _hf_model(root / family, precision, align)
+        changes = {"recompute_granularity": recompute}
+        if recompute == "interleaved":
+            changes = {"num_layers_per_virtual_pipeline_stage": 1}
+        config = _config(root / family, precision, align, pp=2, **changes)
+        found[family, precision, align, recompute] = _stage_differences(hf, root / family, config)
+    for family, precision, is_sp in CUT:
+        hf = _hf_model(root / family, precision, "eager")
+        config = _config(root / family, precision, "eager", tp=2, sequence_parallel=is_sp)
+        found[family, precision, is_sp] = _tp_nearness(hf, root / family, config)
+    return found
+
+
+def _stage_differences(hf: Any, folder: Path, config: RunConfig) -> tuple:
+    """Our losses, theirs, names whose gradient differs, how many were compared and how many there are.
+
+    A tied embedding has a gradient on each stage: ours and theirs are returned for the parent to add. Over
+    several micro-batches each stage adds its own first, which is not transformers' order.
+    """
+    stages = _stages(config, folder)
+    torch.manual_seed(0)
+    tied = "" if config.model.untie_embeddings_and_output_weights else "model.embed_tokens.weight"
+    batches = _batches(config, 2, 66, count=1 if tied else 2)
+    _, losses, gradients = _hf_step(hf, batches)
+    ours = _our_step(stages, batches, is_aligned=True)
+    mine = _gradients(stages, config)
+    new_job()
+    differing = [name for name in mine if name != tied and not torch.equal(mine[name], gradients[name])]
+    shared = (mine[tied].float().numpy(), gradients[tied].float().numpy()) if tied else None
+    return ours, losses, differing, len(mine), len(gradients) + bool(tied), shared
+
+
+def _tp_nearness(hf: Any, folder: Path, config: RunConfig) -> tuple[float, float, float]:
+    """Least cosine and largest error of the logits, and the largest relative error of a cut gradient."""
+    from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
+
+    stages = _stages(config, folder)
+    torch.manual_seed(0)
+    batches = _batches(config, 2, 66)
+    logits, _, gradients = _hf_step(hf, batches)
+    with torch.no_grad():
+        ours = gather_from_tensor_model_parallel_region(stages[0](batches[0].tokens, None, None))
+    ours, logits = ours[..., : config.model.vocab_size].double(), logits.double()
+    _our_step(stages, batches, is_aligned=True)
+    columns = gradients["model.layers.0.self_attn.o_proj.weight"].chunk(2, dim=1)
+    expected = columns[parallel_state.get_tensor_model_parallel_rank()].float()
+    mine = stages[0].decoder.layers[0].self_attention.linear_proj.weight.grad.float()
+    new_job()
+    cosine = torch.nn.functional.cosine_similarity(ours, logits, dim=-1).min().item()
+    relative = (mine - expected).abs().max() / expected.abs().max()
+    return cosine, (ours - logits).abs().max().item(), relative.item()
+
+
+@pytest.fixture(scope="module")
+def pair(root: Path) -> list[dict[tuple, Any]]:
+    """What each of two processes found."""
+    return run_distributed(run_two_processes, 2, root)
+
+
+@pytest.mark.parametrize("case", STAGED, ids="-".join)
+def test_two_stages_equal_transformers(pair: list, case: tuple) -> None:
+    first, last = (found[case] for found in pair)
+    assert last[0] == last[1]
+    assert first[2] == last[2] == []
+    assert first[3] + last[3] == last[4]
+    if first[5] is not None:
+        total = torch.from_numpy(first[5][0] + last[5][0]).to(DTYPES[case[1]])
+        assert torch.equal(total.float(), torch.from_numpy(last[5][1]))
+
+
+@pytest.mark.parametrize("case", CUT)
+def test_tensor_parallel_is_near_transformers(pair: list, case: tuple) -> None:
+    for found in pair:
+        cosine, error, relative = found[case]
+        if case[1] == "fp32":
+            assert error < 1e-5 and relative < 1e-5
+        else:
+            assert cosine >= 0.999 and relative < 0.1

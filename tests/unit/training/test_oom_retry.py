@@ -1,0 +1,149 @@
+"""Out of memory on some ranks of a job: states leave, all ranks do the work again, and no bit differs."""
+
+import functools
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_runner import new_job, run_distributed
+from small_runs import small_run
+from training_runs import build_seeded_run, digests
+
+from patch.optimizer.accelerator import SimulatedAccelerator
+from patch.training.error_translation import LostRankError
+from patch.training.setup import Run
+from patch.training.step import evaluate, train_step
+
+STEPS = 4
+SMALL = {
+    "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 80, "kv_channels": 8, "max_padding_length": 16,
+    "seq_length": 16, "micro_batch_size": 1, "reduce_bucket_size": 9000, "precision": "bf16",
+    "optimizer_offload_chunk_size": 1999, "train_iters": STEPS, "optimizer_offload_policy": "static",
+    "optimizer_offload_fraction": 0.3, "simulated_device_memory": 10**12,
+}  # fmt: skip
+LEVELS = ("none", "optimizer", "gradients")
+PLACES = ("first forward", "last forward", "backward", "hook", "full device", "evaluation")
+"""Where memory runs out: `hook` is where a gradient is put in its bucket, with a part of them reduced."""
+CASES = [*itertools.product(LEVELS, (2,), PLACES), *itertools.product(LEVELS, (1,), ("backward",))]
+"""Each with its number of micro-batches."""
+
+
+def build(level: str, num_batches: int, **changes: Any) -> Run:
+    layout = {"dp": 2, "data_parallel_sharding": level, "global_batch_size": 2 * num_batches}
+    return build_seeded_run(small_run(**SMALL | layout | changes))
+
+
+def accelerator_of(run: Run) -> SimulatedAccelerator:
+    accelerator = run.optimizer.adam._offload.accelerator
+    assert isinstance(accelerator, SimulatedAccelerator)
+    return accelerator
+
+
+class Fault:
+    """Asks the device for more than there is, once, when it is armed and its turn has come."""
+
+    def __init__(self, run: Run, place: str) -> None:
+        self.accelerator, self.place, self.is_armed, self.turns = accelerator_of(run), place, False, 0
+        batches = run.config.num_micro_batches
+        self.after = {"last forward": batches, "backward": batches, "hook": 6}.get(place, 1)
+        self.watch, self.lend = run.optimizer.watch, run.optimizer.gradients._lend
+        run.optimizer.watch = self.on_forward
+        if place == "hook":
+            run.optimizer.gradients._lend = lambda bucket: (self.strike(), self.lend(bucket))[1]
+        if place == "backward":
+            weight = run.stages[0].decoder.layers[0].mlp.linear_fc1.weight
+            weight.register_hook(lambda gradient: self.strike())
+
+    def on_forward(self, *arguments: Any) -> None:
+        torch.rand(3)  # as dropout would
+        if self.place == "full device" and self.is_armed:  # another process takes what is left
+            self.is_armed = False
+            self.accelerator.budget = self.accelerator.held
+        elif self.place in ("first forward", "last forward", "evaluation"):
+            self.strike()
+        self.watch(*arguments)
+
+    def strike(self) -> None:
+        self.turns += self.is_armed
+        if self.is_armed and self.turns == self.after:
+            self.is_armed = False
+            self.accelerator.hold(10**15)
+
+
+def trained(case: tuple[str, int, str], short: bool) -> dict[str, Any]:
+    """Four steps and an evaluation; in the third step, or in the evaluation, this rank may be `short`."""
+    level, num_batches, place = case
+    run = build(level, num_batches)
+    fault = Fault(run, place)
+    found: list[Any] = []
+    for iteration in range(STEPS):
+        fault.is_armed = short and iteration == 2 and place != "evaluation"
+        result = train_step(run, iteration)
+        found.append((result.loss, result.grad_norm))
+    fault.is_armed = short and place == "evaluation"
+    found += [evaluate(run), digests(run), torch.get_rng_state().tolist()]
+    fraction = run.optimizer.adam.manager.offload_fraction
+    new_job()
+    return {"bits": found, "fraction": fraction}
+
+
+def hopeless(rank: int, changes: dict[str, Any]) -> str:
+    """Memory runs out on rank 1, which has no states that could leave; what each rank raises."""
+    run = build("gradients", 1, **changes)
+    fault = Fault(run, "backward")
+    fault.is_armed = rank == 1
+    expected = torch.OutOfMemoryError if rank == 1 else LostRankError
+    with pytest.raises(expected) as caught:
+        train_step(run, 0)
+    return str(caught.value)
+
+
+def collective_without_memory() -> float:
+    """NCCL has no memory for a collective: the other ranks' part of it would have no counterpart."""
+    run = build("gradients", 1)
+
+    def fail(*arguments: Any) -> None:
+        raise dist.DistBackendError("NCCL error: ncclUnhandledCudaError, Failed to CUDA calloc 608 bytes")
+
+    run.optimizer.watch = fail
+    with pytest.raises(dist.DistBackendError):
+        train_step(run, 0)
+    fraction = run.optimizer.adam.manager.offload_fraction
+    new_job()
+    return fraction
+
+
+def run_together(rank: int, world_size: int) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    for index, case in enumerate(CASES):
+        if case[:2] not in found:
+            found[case[:2]] = trained(case, short=False)
+        found[case] = trained(case, short=index % 3 in (rank, 2))
+    found["collective"] = collective_without_memory()
+    found["hopeless"] = hopeless(rank, {"optimizer_offload_fraction": 1.0})
+    return found
+
+
+@functools.cache
+def together() -> list[dict[Any, Any]]:
+    return run_distributed(run_together, 2, timeout_s=280)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: "-".join(map(str, case)))
+def test_what_ran_out_of_memory_is_done_again_to_the_same_bits(case: tuple[str, int, str]) -> None:
+    for rank, found in enumerate(together()):
+        undisturbed, short = found[case[:2]], found[case]
+        assert short["bits"] == undisturbed["bits"]
+        was_short = CASES.index(case) % 3 in (rank, 2)
+        assert (short["fraction"] > undisturbed["fraction"]) == was_short, "the states of a short rank leave"
+
+
+def test_all_ranks_end_where_one_has_nothing_left_to_move() -> None:
+    other, short = (found["hopeless"] for found in together())
+    assert "another rank ran out of memory" in other and "--simulated-device-memory" in short
+
+
+def test_a_collective_that_failed_itself_is_not_tried_again() -> None:
+    assert [found["collective"] for found in together()] == pytest.approx([0.3, 0.3], abs=0.05)

@@ -1,0 +1,91 @@
+"""Weights of one run as the first weights of another: any precision gives to any other."""
+
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_runner import new_job, run_distributed
+from small_runs import small_run
+from training_runs import build_seeded_run
+
+from patch.training.run_state import load_weights, resume, save
+from patch.training.step import train_step
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def _weights(run) -> dict[str, torch.Tensor]:
+    run.optimizer.wait_for_weights()
+    return {
+        name: parameter.detach().clone()
+        for stage in run.stages
+        for name, parameter in stage.named_parameters()
+    }
+
+
+def exchange(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], tuple[list[str], float]]:
+    """(from, to) to: weights that differ from torch's own conversion, and the loss of a step from there."""
+    stored = {}
+    for theirs in DTYPES:
+        run = build_seeded_run(small_run(precision=theirs, initial_loss_scale=1.0))
+        train_step(run, 0)
+        save(folder / theirs / "checkpoint", 1, run.stages, run.optimizer, "")
+        stored[theirs] = _weights(run)
+        assert {weight.dtype for weight in stored[theirs].values()} == {DTYPES[theirs]}
+        new_job()
+    found = {}
+    for theirs in DTYPES:
+        for ours, dtype in DTYPES.items():
+            run = build_seeded_run(small_run(precision=ours, seed=99, initial_loss_scale=1.0))
+            load_weights(folder / theirs, run.stages, run.config)
+            run.optimizer.take_weights()
+            loaded = _weights(run)
+            differing = [
+                name for name, weight in stored[theirs].items() if not loaded[name].equal(weight.to(dtype))
+            ]
+            found[theirs, ours] = (differing, train_step(run, 0).loss)
+            new_job()
+    return found
+
+
+def resume_over_damage(rank: int, world_size: int, folder: Path) -> tuple[int | None, list[str], bool]:
+    """What a resume takes where the newest checkpoint lost a bit, and whether the next step is the same."""
+    run = build_seeded_run(small_run())
+    train_step(run, 0)
+    save(folder, 1, run.stages, run.optimizer, "")
+    expected = train_step(run, 1)
+    save(folder, 2, run.stages, run.optimizer, "")
+    data = folder / "iter_0000002" / "__0_0.distcp"
+    contents = bytearray(data.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    data.write_bytes(contents)
+    new_job()
+    run = build_seeded_run(small_run(seed=7))
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("patch.checkpoint").addHandler(handler)
+    resumed = resume(folder, run.stages, run.optimizer)
+    again = train_step(run, 1)
+    return resumed, messages, (again.loss, again.grad_norm) == (expected.loss, expected.grad_norm)
+
+
+def test_resume_takes_the_older_checkpoint_where_the_newest_has_lost_a_bit(tmp_path: Path) -> None:
+    ((resumed, messages, is_same),) = run_distributed(resume_over_damage, 1, tmp_path)
+    assert resumed == 1 and is_same
+    (message,) = messages
+    assert "DAMAGED" in message and "iter_0000002/__0_0.distcp has CRC-32" in message
+
+
+@pytest.fixture(scope="module")
+def exchanged(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    return run_distributed(exchange, 1, tmp_path_factory.mktemp("runs"))[0]
+
+
+@pytest.mark.parametrize("ours", DTYPES)
+@pytest.mark.parametrize("theirs", DTYPES)
+def test_weights_of_any_precision_start_a_run_of_any(exchanged: dict, theirs: str, ours: str) -> None:
+    differing, loss = exchanged[theirs, ours]
+    assert differing == []
+    assert loss == pytest.approx(exchanged[theirs, "fp32"][1], abs=0.05)
