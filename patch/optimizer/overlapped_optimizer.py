@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from patch.compat.torch_internals import foreach_norm
 from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import WaitClock
 from patch.optimizer.grad_buffer import GradientBuckets
@@ -227,7 +228,7 @@ class OverlappedDistributedOptimizer:
             if is_counted
         ]
         # On a GPU vector_norm would first write a copy of the gradients in float64.
-        norms = torch._foreach_norm(counted, 2, dtype=torch.float64) if counted else []
+        norms = foreach_norm(counted, 2, dtype=torch.float64) if counted else []
         zero = torch.zeros((), dtype=torch.float64, device=self.weights.flat.device)
         total = torch.stack([zero, *(norm**2 for norm in norms)]).sum()
         # Shards differ on all ranks of the job; replicas only over the ranks that share a model.
