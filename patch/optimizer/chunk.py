@@ -1,8 +1,8 @@
 """Optimizer states in chunks: the unit in which they are placed, moved, updated and counted.
 
-A run of neighbouring elements (shard.Run) is registered Next-Fit: behind the one before, or in a new
-chunk when it does not fit; longer runs than a chunk are cut. All chunks have one size, in elements, so that
-buffers can be exchanged instead of copied. A chunk's states travel together. Runs whose gradients become
+A range of a shard (layout.ShardRange) is registered Next-Fit: behind the one before, or in a new
+chunk when it does not fit; ranges longer than a chunk are cut. All chunks have one size, in elements, so that
+buffers can be exchanged instead of copied. A chunk's states travel together. Ranges whose gradients become
 final late have chunks of their own, behind the others; nothing is exchanged with these, so their buffers
 are as long as what they hold.
 
@@ -227,7 +227,7 @@ def find_best_chunk_size(numels: Sequence[int]) -> int:
     Of equally good ones the smallest is taken: the offloaded fraction is then exacter.
 
     Args:
-        numels: lengths of the runs, in the order of registration.
+        numels: lengths of the ranges, in the order of registration.
     """
     unit = min(_UNIT, max(1, -(-sum(numels) // _UNITS_OF_SMALL)))
     return min(

@@ -29,7 +29,7 @@ from patch.distributed.async_collectives import Pending
 from patch.memory import HOST, Event, OffloadDevice
 from patch.optimizer.chunk import Chunk, StateChunk
 from patch.optimizer.kernels import AdamScalars, Segment, States, adam_kernel
-from patch.optimizer.shard import Shard
+from patch.optimizer.layout import BucketShard
 
 # Of the chunks on the host, at most this share is updated speculatively.
 _SHADOW_SHARE = 0.5
@@ -52,18 +52,18 @@ def kernel_states(chunks: Mapping[str, Chunk], place: slice, weight: torch.Tenso
 class _Inputs:
     """Pinned buffers of what an update reads from the device."""
 
-    def __init__(self, size: int, like: Shard, device: OffloadDevice) -> None:
-        self.grad = device.allocate_pinned(size, like.gradient.dtype)
-        is_master = like.weight.dtype != torch.float16
-        self.weight = device.allocate_pinned(size, like.weight.dtype) if is_master else None
+    def __init__(self, size: int, like: BucketShard, device: OffloadDevice) -> None:
+        self.grad = device.allocate_pinned(size, like.grad.dtype)
+        is_master = like.param.dtype != torch.float16
+        self.weight = device.allocate_pinned(size, like.param.dtype) if is_master else None
         """Weights that are masters (fp32), or their high bits (bf16)."""
 
 
 class _Results:
     """What an update writes."""
 
-    def __init__(self, size: int, like: Shard, device: OffloadDevice) -> None:
-        self.weight = device.allocate_pinned(size, like.weight.dtype)
+    def __init__(self, size: int, like: BucketShard, device: OffloadDevice) -> None:
+        self.weight = device.allocate_pinned(size, like.param.dtype)
         self.shadow: dict[str, Chunk] = {}
         """The states, where they are not to be written over the old ones."""
         self.sent: Event | None = None
@@ -100,7 +100,7 @@ class HostUpdates:
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[BucketShard],
         dtypes: Mapping[str, torch.dtype],
         size: int,
         device: OffloadDevice,
@@ -108,7 +108,7 @@ class HostUpdates:
     ) -> None:
         self._shards, self._dtypes, self._size = shards, dtypes, size
         self._device = device
-        gradient, weight = shards[0].gradient.dtype, shards[0].weight.dtype
+        gradient, weight = shards[0].grad.dtype, shards[0].param.dtype
         shadow_bytes = size * sum(dtype.itemsize for dtype in (*dtypes.values(), weight))
         self._max_shadows = int(_SHADOW_BYTES * spare_bytes) // shadow_bytes
         input_bytes = size * (gradient.itemsize + weight.itemsize)
@@ -252,9 +252,9 @@ class HostUpdates:
         copies = []
         for s in update.chunk.segments:
             shard = self._shards[s.shard]
-            copies.append((shard.gradient[s.begin : s.end], inputs.grad[s.place]))
+            copies.append((shard.grad[s.begin : s.end], inputs.grad[s.place]))
             if inputs.weight is not None:
-                copies.append((shard.weight[s.begin : s.end], inputs.weight[s.place]))
+                copies.append((shard.param[s.begin : s.end], inputs.weight[s.place]))
         update.arrived = self._device.copy_to_host(copies, update.final)
 
     def _give_back(self, update: _Update) -> None:
@@ -321,7 +321,7 @@ class HostUpdates:
 
     def _send(self, chunk: StateChunk, results: _Results) -> Event:
         results.sent = self._device.copy_to_device(
-            [(results.weight[s.place], self._shards[s.shard].weight[s.begin : s.end]) for s in chunk.segments]
+            [(results.weight[s.place], self._shards[s.shard].param[s.begin : s.end]) for s in chunk.segments]
         )
         return results.sent
 

@@ -19,8 +19,8 @@ from patch.optimizer.chunk import ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.host_update import HostUpdates, kernel_states
 from patch.optimizer.kernels import AdamKernel, AdamScalars, Segment, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
+from patch.optimizer.layout import BucketShard
 from patch.optimizer.placement import AutoPlacementPolicy, Memory, Move, StaticPlacementPolicy
-from patch.optimizer.shard import Shard
 
 _MASTERS = {
     torch.float32: {},
@@ -55,7 +55,7 @@ class HybridAdam:
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[BucketShard],
         config: OptimizerConfig,
         offload: Offload | None = None,
         fixed_bytes: int = 0,
@@ -63,15 +63,15 @@ class HybridAdam:
         self.shards, self._config, self._offload = shards, config, offload
         self.step_count = 0
         moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-        self.dtypes: dict[str, torch.dtype] = moments | _MASTERS[shards[0].weight.dtype]
+        self.dtypes: dict[str, torch.dtype] = moments | _MASTERS[shards[0].param.dtype]
         """The states and their types."""
-        device = shards[0].weight.device
+        device = shards[0].param.device
         self._kernel = _device_kernel(device, offload)
         allocator = offload.device if offload else TorchAllocator(device)
         copier = StagedCopier(offload.device) if offload else None
         self.manager = ChunkManager(_chunk_size(shards, offload), allocator, copier)
         for index, shard in enumerate(shards):
-            for begin, end, is_decayed, is_late in shard.runs:
+            for begin, end, is_decayed, is_late in shard.ranges:
                 # Where nothing is updated early, no gradient is late: one chunk holds all.
                 is_late = is_late and offload is not None
                 self.manager.register(index, begin, end, is_decayed=is_decayed, is_late=is_late)
@@ -115,7 +115,7 @@ class HybridAdam:
             if "master_low" in chunk.states:
                 chunk.states["master_low"].data.zero_()
             for s in chunk.segments if "master" in chunk.states else ():
-                chunk.states["master"].data[s.place].copy_(self.shards[s.shard].weight[s.begin : s.end])
+                chunk.states["master"].data[s.place].copy_(self.shards[s.shard].param[s.begin : s.end])
 
     def wanted_moves(self) -> list[Move]:
         """What the policy would move now, between two steps."""
@@ -194,7 +194,7 @@ class HybridAdam:
             }
 
     def gradient_ready(self, index: int, after: Pending | None = None) -> None:
-        """Take note that the gradient of shard `index` is final, late runs aside, once `after` is done.
+        """Take note that the gradient of shard `index` is final, late ranges aside, once `after` is done.
 
         From now on it may travel to the host, and be updated there speculatively.
         """
@@ -269,8 +269,8 @@ class HybridAdam:
         )
 
 
-def _chunk_size(shards: Sequence[Shard], offload: Offload | None) -> int:
-    numels = [run.end - run.begin for shard in shards for run in shard.runs]
+def _chunk_size(shards: Sequence[BucketShard], offload: Offload | None) -> int:
+    numels = [r.end - r.begin for shard in shards for r in shard.ranges]
     if offload is None:
         return max(1, sum(numels))
     return offload.chunk_size or find_best_chunk_size(numels)

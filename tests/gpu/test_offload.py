@@ -8,8 +8,8 @@ import torch
 from patch.config.schema import OptimizerConfig
 from patch.memory import CudaDevice
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
+from patch.optimizer.layout import BucketShard, ShardRange
 from patch.optimizer.placement import StaticPlacementPolicy
-from patch.optimizer.shard import Run, Shard
 
 pytestmark = [
     pytest.mark.gpu,
@@ -84,14 +84,14 @@ def test_copies_to_the_host_come_after_what_writes_their_source(device: CudaDevi
 def test_a_chunk_is_updated_while_later_gradients_are_computed(device: CudaDevice) -> None:
     """The host has queued all of backward; the device sleeps for tenths of a second in the midst of it."""
     numel = 1 << 20
-    runs = [Run(0, numel, True, False)]
-    shards = [Shard(*(torch.zeros(numel, device="cuda") for _ in range(2)), runs) for _ in range(4)]
+    ranges = [ShardRange(0, numel, True, False)]
+    shards = [BucketShard(*(torch.zeros(numel, device="cuda") for _ in range(2)), ranges) for _ in range(4)]
     adam = HybridAdam(shards, OptimizerConfig(lr=1e-3), Offload(device, StaticPlacementPolicy(1.0), numel))
     assert adam.host_updates is not None
     torch.cuda.synchronize()
     adam.start_step(1e-3, 1.0)
     for index, shard in enumerate(shards):
-        shard.gradient.fill_(index + 1.0)
+        shard.grad.fill_(index + 1.0)
         adam.gradient_ready(index)
         if index == 0:
             torch.cuda._sleep(10**9)
@@ -103,7 +103,7 @@ def test_a_chunk_is_updated_while_later_gradients_are_computed(device: CudaDevic
     for index, shard in enumerate(shards):
         adam.arrive(index, block=True)
         # Adam's first step is the rate, whatever the gradient; the weight, 0, does not decay.
-        torch.testing.assert_close(shard.weight, torch.full_like(shard.weight, -1e-3), rtol=1e-4, atol=0)
+        torch.testing.assert_close(shard.param, torch.full_like(shard.param, -1e-3), rtol=1e-4, atol=0)
 
 
 def test_memory_is_that_of_this_process_and_what_is_free(device: CudaDevice) -> None:

@@ -17,8 +17,8 @@ from patch.distributed.async_collectives import Pending
 from patch.memory import UNLIMITED
 from patch.optimizer import host_update
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
+from patch.optimizer.layout import BucketShard, ShardRange
 from patch.optimizer.placement import StaticPlacementPolicy
-from patch.optimizer.shard import Run, Shard
 
 NUM_CHUNKS, SIZE, LR = 8, 100, 1e-3
 STATES = NUM_CHUNKS * SIZE * 10
@@ -39,7 +39,8 @@ class Job:
         fake.adopt([self.gradient, self.weight])
         places = [slice(SIZE * index, SIZE * (index + 1)) for index in range(NUM_CHUNKS)]
         shards = [
-            Shard(self.gradient[place], self.weight[place], [Run(0, SIZE, True, False)]) for place in places
+            BucketShard(self.gradient[place], self.weight[place], [ShardRange(0, SIZE, True, False)])
+            for place in places
         ]
         offload = Offload(FakeOffloadDevice(fake), StaticPlacementPolicy(1.0), SIZE, host_bytes)
         self.adam = HybridAdam(shards, OptimizerConfig(lr=LR), offload)
@@ -50,8 +51,8 @@ class Job:
         self.adam.start_step(LR, 1.0)
         points = []
         for index, shard in enumerate(self.adam.shards):
-            shard.gradient.fill_(index + 1.0)
-            after = self.fake.start_all_reduce(shard.gradient, None) if is_reduced else Pending([])
+            shard.grad.fill_(index + 1.0)
+            after = self.fake.start_all_reduce(shard.grad, None) if is_reduced else Pending([])
             self.adam.gradient_ready(index, after)
             points.append(self.fake.compute.record_event())
         return points

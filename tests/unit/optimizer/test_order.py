@@ -86,9 +86,9 @@ def fail_midway(
 def late_sums(optimizer: OverlappedDistributedOptimizer) -> None:
     """What other ranks add to gradients that are final late."""
     for shard in optimizer.adam.shards:
-        for run in shard.runs:
-            if run.is_late:
-                shard.gradient[run.begin : run.end].mul_(3.0)
+        for part in shard.ranges:
+            if part.needs_extra_reduction:
+                shard.grad[part.begin : part.end].mul_(3.0)
 
 
 def train(
@@ -136,10 +136,10 @@ def states_of(optimizer: OverlappedDistributedOptimizer) -> list[torch.Tensor]:
     """Copies of all states, shard by shard."""
     optimizer.wait_for_weights()
     return [
-        torch.cat([state.clone() for _, state in optimizer.adam.state(name, index, run.begin, run.end)])
+        torch.cat([state.clone() for _, state in optimizer.adam.state(name, index, part.begin, part.end)])
         for name in optimizer.adam.dtypes
         for index, shard in enumerate(optimizer.adam.shards)
-        for run in shard.runs
+        for part in shard.ranges
     ]
 
 
