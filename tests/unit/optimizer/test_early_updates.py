@@ -10,12 +10,12 @@ from unittest import mock
 import pytest
 import torch
 from fake_device import LATE, Event, FakeDevice
-from fake_offload import FakeAccelerator, HostKernel, on
+from fake_offload import FakeOffloadDevice, HostKernel, on
 
 from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending
+from patch.memory import UNLIMITED
 from patch.optimizer import host_update
-from patch.optimizer.accelerator import UNLIMITED
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.layout import BucketShard, ShardRange
 from patch.optimizer.placement import StaticPlacementPolicy
@@ -42,9 +42,9 @@ class Job:
             BucketShard(self.gradient[place], self.weight[place], [ShardRange(0, SIZE, True, False)])
             for place in places
         ]
-        offload = Offload(FakeAccelerator(fake), StaticPlacementPolicy(1.0), SIZE, host_bytes)
+        offload = Offload(FakeOffloadDevice(fake), StaticPlacementPolicy(1.0), SIZE, host_bytes)
         self.adam = HybridAdam(shards, OptimizerConfig(lr=LR), offload)
-        self.down = offload.accelerator._down
+        self.down = offload.device._d2h_stream
 
     def backward(self, *, is_reduced: bool) -> list[Event]:
         """Queue it; the points of the compute stream at which a chunk's gradient is there."""

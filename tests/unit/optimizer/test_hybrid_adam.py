@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from patch.config.schema import OptimizerConfig
-from patch.optimizer.accelerator import UNLIMITED, SimulatedAccelerator
+from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.layout import BucketShard, ShardRange
 from patch.optimizer.placement import StaticPlacementPolicy
@@ -19,8 +19,8 @@ def make_shards() -> list[BucketShard]:
 @pytest.mark.parametrize("fraction", [None, 0.0, 0.5, 1.0])
 def test_states_of_late_gradients_take_the_bytes_of_their_elements(fraction: float | None) -> None:
     """Chunks of their own, but not as long as those that hold everything else."""
-    accelerator = SimulatedAccelerator(UNLIMITED)
-    offload = None if fraction is None else Offload(accelerator, StaticPlacementPolicy(fraction), 300)
+    device = SimulatedDevice(UNLIMITED)
+    offload = None if fraction is None else Offload(device, StaticPlacementPolicy(fraction), 300)
     adam = HybridAdam(make_shards(), OptimizerConfig(lr=1e-3), offload)
     held = adam.manager.total_bytes(on_host=True) + adam.manager.total_bytes(on_host=False)
     assert adam.manager.num_elements == 2000

@@ -1,6 +1,6 @@
 """Every wait of the optimizer, on a device that executes what it is given as late, or as early, as it may.
 
-The product's own code runs on the fake device: hooks, buckets, weights, chunks, CudaAccelerator's streams.
+The product's own code runs on the fake device: hooks, buckets, weights, chunks, CudaDevice's streams.
 What comes out must be what states on the device give where everything takes place at the call.
 """
 
@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from distributed_runner import run_distributed
 from fake_device import AT_ONCE, COMPUTE_FIRST, COPIES_FIRST, LATE, FakeDevice, Order
-from fake_offload import FakeAccelerator, collectives_of, on
+from fake_offload import FakeOffloadDevice, collectives_of, on
 from optimizer_runs import LR, OddModel, accumulate, data_parallel_groups, make_steps, weights_of
 
 from patch.config.schema import OptimizerConfig
+from patch.memory import UNLIMITED
 from patch.optimizer import OverlappedDistributedOptimizer
-from patch.optimizer.accelerator import UNLIMITED
 from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.placement import Memory, Move, Placed
 
@@ -146,7 +146,7 @@ def states_of(optimizer: OverlappedDistributedOptimizer) -> list[torch.Tensor]:
 def faked(order: Order, host_bytes: int, *case: Any) -> dict[str, Any]:
     fake = FakeDevice(order)
     with on(fake) as kernel:
-        offload = Offload(FakeAccelerator(fake), RandomPolicy(str(order)), CHUNK, host_bytes)  # type: ignore[arg-type]
+        offload = Offload(FakeOffloadDevice(fake), RandomPolicy(str(order)), CHUNK, host_bytes)  # type: ignore[arg-type]
         found = train(*case, offload, fake)
     return found | {"faults": kernel.faults, "updates": len(kernel.numels)}
 
@@ -169,7 +169,7 @@ def move_after_a_step_not_taken() -> tuple[int, int]:
         model, (step, *_) = OddModel(), make_steps(1, 1, 1)
     with on(fake) as kernel:
         fake.adopt(list(model.parameters()))
-        optimizer = build(model, "none", FREE, Offload(FakeAccelerator(fake), ToTheDevice(), CHUNK))  # type: ignore[arg-type]
+        optimizer = build(model, "none", FREE, Offload(FakeOffloadDevice(fake), ToTheDevice(), CHUNK))  # type: ignore[arg-type]
         accumulate(model, optimizer, step[0])
         worker = optimizer.adam.host_updates._worker
         worker.run_next()
