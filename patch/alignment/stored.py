@@ -17,14 +17,15 @@ from transformers import AutoModelForCausalLM
 
 from patch.checkpoint import load_only_weights, weights_folder
 from patch.compat.unpickle import read_metadata
+from patch.config.choices import Precision
 from patch.config.fields import assemble
 from patch.config.hf_config import is_hf_folder, read_hf_config
 from patch.config.schema import RunConfig
 from patch.config.stored_shape import shape_at
 from patch.convert.weight_table import EMBEDDING_PARAMETER, TIED_OUTPUT
-from patch.device import DeviceContext
+from patch.device import FLOAT_TYPES, DeviceContext, torch_dtype
 from patch.errors import CheckpointError, ConfigError
-from patch.model import DTYPES, LlamaModel, build_llama_model, sharded_weights
+from patch.model import LlamaModel, build_llama_model, sharded_weights
 from patch.storage.names import INDEX, TRACKER, checkpoint_root, complete_iterations, is_complete
 
 _TIED = "untie_embeddings_and_output_weights"
@@ -52,7 +53,7 @@ class Stored(NamedTuple):
     """Of the checkpoint itself."""
     fields: dict[str, Any]
     """Of ModelConfig."""
-    precision: str
+    precision: Precision
     """fp32, fp16 or bf16: the type the weights are stored in."""
     theirs: dict[str, Any]
     """Fields of ModelConfig by the Hugging Face folder's config.json."""
@@ -79,7 +80,7 @@ def find_stored(load: Path, hf_folder: Path) -> Stored:
     found = shape_at(str(folder.parent if folder == load else load))
     ours = {**theirs, **(found.fields if found else {})}
     ours |= {"make_vocab_size_divisible_by": embedding.size[0], _TIED: TIED_OUTPUT in tensors}
-    dtypes = {kind: name for name, kind in DTYPES.items()}
+    dtypes = {torch_dtype(name): name for name in FLOAT_TYPES}
     dtype = embedding.properties.dtype
     if dtype not in dtypes:
         raise CheckpointError(f"{folder} stores weights as {dtype}, expected {', '.join(map(str, dtypes))}")
@@ -152,10 +153,10 @@ def load_hf(
     bytes a weight begins. Only weights are converted: RoPE's frequencies stay float32.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPES[stored], attn_implementation=attention, local_files_only=True
+        folder, dtype=torch_dtype(stored), attn_implementation=attention, local_files_only=True
     )
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(device, DTYPES[precision], copy=True)
+        parameter.data = parameter.data.to(device, torch_dtype(precision), copy=True)
     return model.to(device).eval()
 
 

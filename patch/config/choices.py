@@ -1,8 +1,9 @@
 """The words that a configuration field may hold, as types.
 
-A field's annotation is the only list of its legal values: the parser, `--help` and YAML derive theirs from it
-(`fields.py`), and mypy refuses a comparison with a word that is not in it. Where a field may also be switched
-off it is annotated with `| None`, and `flag(none=...)` in schema.py gives the word for that on a command line.
+A field's annotation is the only list of its legal values: the parser, `--help` and YAML derive theirs from
+it (`fields.py`), and mypy refuses a comparison with a word that is not in it. Where a field may also be
+switched off it is annotated with `| None`, and `flag(none=...)` in schema.py gives the word for that on a
+command line.
 """
 
 from __future__ import annotations

@@ -128,9 +128,9 @@ def _decided(position: Position, value: Any) -> dict[str, Any]:
     if position.name == "FL":
         return {"attention_backend": "flash" if value else "fused"}
     if position.name == "AC":
-        granularity = {"sel": "selective", "full": "full"}.get(value, "none")
+        granularity = {"sel": "selective", "full": "full"}.get(value)
         return {"recompute_granularity": granularity, "cpu_offloading": value == "offload"}
-    return dict.fromkeys(position.fields, value)
+    return {name: FIELDS[name].from_scalar(value) for name in position.fields}
 
 
 def built_words(position: Position) -> list[str]:

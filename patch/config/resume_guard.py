@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from patch.config.fields import FIELDS, value_of
+from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.file_rules import data_files
 from patch.config.positions import length_text, where
 from patch.config.schema import RunConfig
@@ -76,7 +76,7 @@ def resume_notes(config: RunConfig) -> list[str]:
     _check_derived(config, before)
     _check_data(config)
     return [
-        f"{where(field)}: {value_of(before, field)} before, {value_of(config, field)} from here on"
+        f"{where(field)}: {scalar_of(before, field)} before, {scalar_of(config, field)} from here on"
         for field in FIELDS
         if not _same(value_of(before, field), value_of(config, field))
     ]
@@ -90,6 +90,7 @@ def _check_fields(config: RunConfig, before: RunConfig) -> None:
     for field in FIELDS:
         then, now = value_of(before, field), value_of(config, field)
         if field in _FIXED and not _same(then, now):
+            then, now = scalar_of(before, field), scalar_of(config, field)
             _refuse(config, where(field), then, now, _FIXED[field])
 
 
@@ -156,7 +157,7 @@ def _check_data(config: RunConfig) -> None:
 def _fingerprint(config: RunConfig) -> str:
     """A hash of the training files' sizes and ends: cheap at any size, blind to a same-sized middle."""
     digest = hashlib.sha256()
-    for name in data_files(config, "train_data_path"):
+    for name in data_files(config.data, config.data.train_data_path):
         with open(name, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(size.to_bytes(8, "little") + file.read(_END_BYTES))

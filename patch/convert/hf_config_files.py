@@ -181,7 +181,7 @@ def family_of(model: ModelConfig) -> str:
         )
     if model.qk_layernorm:
         return "qwen3"
-    return "qwen2" if model.add_qkv_bias else "llama" if model.window is None else "mistral"
+    return "qwen2" if model.add_qkv_bias else "llama" if model.window_size is None else "mistral"
 
 
 def _describe_family(described: dict[str, Any], model: ModelConfig) -> None:
@@ -189,7 +189,7 @@ def _describe_family(described: dict[str, Any], model: ModelConfig) -> None:
     model_type = family_of(model)
     if model_type == "llama" and described.get("model_type") == "mistral":
         model_type = "mistral"
-    window = None if model.window is None else model.window[0] + 1
+    window = None if model.window_size is None else model.window_size[0] + 1
     described |= {"architectures": [FAMILIES[model_type].architecture], "model_type": model_type}
     described.pop("layer_types", None)  # what transformers 5 derives from the window
     if model_type == "llama":

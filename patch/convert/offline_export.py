@@ -104,8 +104,9 @@ def _describe(source: Path, hf_config: Path | None) -> _Description:
             f"{source} holds neither config.json nor a run's config.yaml, expected a description of the "
             "model: give a Hugging Face folder with --hf-config"
         )
-    origin = Path(run.checkpoint.load)
-    return _Description(run.model, origin if has_hf_config(origin) else None, _tokenizer(run))
+    load = run.checkpoint.load
+    origin = Path(load) if load is not None and has_hf_config(load) else None
+    return _Description(run.model, origin, _tokenizer(run))
 
 
 def _tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:

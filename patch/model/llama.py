@@ -25,12 +25,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
 from patch.config.schema import RunConfig
+from patch.device import torch_dtype
 from patch.model.hf_order import SOURCES, AlignedOutput, aligned_losses, batch_first_silu
 from patch.model.recompute import RecomputingMLP, recomputed_modules
 from patch.model.rotary import inverse_frequencies
 from patch.model.spec import block_spec
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def transformer_config(
@@ -38,7 +37,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Upstream's configuration of one run. Fusions that need CUDA extensions stay off."""
     model, parallel, training = config.model, config.parallel, config.training
-    dtype = DTYPES[training.precision]
+    dtype = torch_dtype(training.precision)
     recompute = training.recompute_granularity
     is_interleaved = config.virtual_pipeline_size > 1
     return TransformerConfig(
@@ -55,7 +54,7 @@ def transformer_config(
         add_bias_linear=False,
         add_qkv_bias=model.add_qkv_bias,
         qk_layernorm=model.qk_layernorm,
-        window_size=model.window,
+        window_size=model.window_size,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
@@ -73,7 +72,7 @@ def transformer_config(
         batch_p2p_comm=not is_interleaved,
         context_parallel_size=parallel.context_parallel_size,
         sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
-        recompute_granularity=None if recompute == "none" else recompute,
+        recompute_granularity=recompute,
         recompute_modules=recomputed_modules(dtype, aligned, cuda=cuda),
         recompute_method="uniform" if recompute == "full" else None,
         recompute_num_layers=training.recompute_num_layers if recompute == "full" else None,
@@ -225,7 +224,7 @@ def build_llama_model(
         aligned: the sources in Hugging Face's order of operations; None: all with `--precision-align`.
     """
     if aligned is None:
-        aligned = frozenset(SOURCES) if config.model.precision_align != "none" else frozenset()
+        aligned = frozenset(SOURCES) if config.model.precision_align is not None else frozenset()
     upstream = transformer_config(config, cuda=device.type == "cuda", aligned=aligned)
     return [
         LlamaModel(config, upstream, groups, aligned, vp_stage).to(device)

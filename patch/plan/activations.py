@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from patch.config import RunConfig
+from patch.config.choices import Recompute
 
 _HALF = 2
 _FP32 = 4
 
 
-def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[str, int]:
+def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None, int]:
     """Of one layer and one micro-batch on one rank, for each value of `recompute_granularity`.
 
     Norms of heads, a window's masks and Hugging Face's order of operations (`--precision-align`) are left
@@ -26,8 +27,8 @@ def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[str, int]:
     is_norm_recomputed = cuda or size == _HALF
     attention, gate_up = _attention_bytes(config, size), size * 2 * config.model.ffn_hidden_size // tp_size
     activation = 3 * gate_up // 2  # silu(gate), the summand of up, their product
-    per_token = {
-        "none": 2 * norm + attention + gate_up + activation,
+    per_token: dict[Recompute | None, float] = {
+        None: 2 * norm + attention + gate_up + activation,
         "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + gate_up,
         "full": hidden * size / training.recompute_num_layers,
     }

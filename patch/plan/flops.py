@@ -44,7 +44,7 @@ def flops_per_token(config: RunConfig) -> float:
 
 def _attended(config: RunConfig) -> float:
     """Tokens that one attends to on average: half of the sequence, fewer with a sliding window."""
-    length, window = config.sample_length, config.model.window
+    length, window = config.sample_length, config.model.window_size
     width = length if window is None else min(window[0] + 1, length)
     return width * (length - width / 2) / length
 

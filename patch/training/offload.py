@@ -38,14 +38,13 @@ def build_optimizer(
         torch.OutOfMemoryError: --simulated-device-memory holds no more than a part of what must be there.
     """
     offload = _build_offload(config, next(stages[0].parameters()).device)
-    optimizer = OverlappedDistributedOptimizer(
-        stages, config.optimizer, config.sharding_level, groups, offload
-    )
+    level = config.zero_stage.name.lower()
+    optimizer = OverlappedDistributedOptimizer(stages, config.optimizer, level, groups, offload)
     optimizer.connect(stages[0].config)
     if offload is not None:
         if isinstance(offload.device, SimulatedDevice):
             offload.device.reserve(optimizer.adam.fixed_bytes)
-        _log.info("%s", _describe_start(config.optimizer.optimizer_offload_policy, optimizer))
+        _log.info("%s", _describe_start(str(config.optimizer.optimizer_offload_policy), optimizer))
     return optimizer
 
 
@@ -61,7 +60,7 @@ def _describe_start(policy: str, optimizer: OverlappedDistributedOptimizer) -> s
 
 def _build_offload(run: RunConfig, device: torch.device) -> Offload | None:
     config = run.optimizer
-    if config.optimizer_offload_policy == "false":
+    if config.optimizer_offload_policy is None:
         return None
     offload_device: OffloadDevice
     if device.type == "cuda":
@@ -74,7 +73,7 @@ def _build_offload(run: RunConfig, device: torch.device) -> Offload | None:
     else:
         policy = AutoPlacementPolicy(config.optimizer_offload_auto_threshold)
     host_bytes = usable_memory() // run.parallel.nproc_per_node
-    return Offload(offload_device, policy, config.optimizer_offload_chunk_size, host_bytes)
+    return Offload(offload_device, policy, config.optimizer_offload_chunk_size or 0, host_bytes)
 
 
 def place(optimizer: OverlappedDistributedOptimizer) -> None:

@@ -116,7 +116,7 @@ def _load(run: Run) -> None:
             _log.info("nothing is left to train of %d steps, %d are done; config.yaml stays", wanted, resumed)
         return
     load = run.config.checkpoint.load
-    if load == "none":
+    if load is None:
         load = f"seed {run.config.training.seed}"
         initialize_weights(run.stages, run.config)
     elif is_hf_folder(Path(load)):

@@ -107,13 +107,13 @@ def _write_whole(path: Path, text: str) -> None:
 def _export(this_run: Run) -> None:
     config = this_run.config
     target = Path(config.checkpoint.output_path) / "hf"
-    source = Path(config.checkpoint.load)
+    load = config.checkpoint.load
     this_run.optimizer.wait_for_weights()
     export_hf(
         this_run.stages,
         target,
         config,
         this_run.groups,
-        hf_source=source if has_hf_config(source) else None,
+        hf_source=Path(load) if load is not None and has_hf_config(load) else None,
         tokenizer=this_run.tokenizer,
     )

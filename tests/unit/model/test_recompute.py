@@ -98,7 +98,7 @@ def measure(changes: dict[str, Any]) -> dict[str, Any]:
         (held_by_1, flops_of_1), (held_by_2, flops_of_2) = per_depth
         found[setting] = {
             "bytes": held_by_2 - held_by_1,
-            "planned": activation_bytes(config, cuda=False)[setting],
+            "planned": activation_bytes(config, cuda=False)[config.training.recompute_granularity],
             "flops": flops_of_2 - flops_of_1,
         }
     return found
