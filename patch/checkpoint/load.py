@@ -25,9 +25,9 @@ from patch.checkpoint.together import fail_together
 from patch.compat.unpickle import load_plain, read_metadata
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.storage.names import COMMON, INDEX
+from patch.storage.names import COMMON_FILE, METADATA_FILE
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 
 def load_checkpoint(root: Path, iteration: int, sharded_state: dict[str, Any]) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def load_checkpoint(root: Path, iteration: int, sharded_state: dict[str, Any]) -
     folder = iteration_folder(root, iteration)
     with fail_together(f"checkpoint {folder} was not loaded"):
         read_common(root, iteration)
-        index = read_metadata(folder / INDEX)
+        index = read_metadata(folder / METADATA_FILE)
         if dist.get_rank() == 0:
             check_files(folder, index)
         shards = shards_of(sharded_state)
@@ -81,7 +81,7 @@ def load_only_weights(folder: Path, sharded_state: dict[str, Any], *, vocab_size
         CheckpointError: as `load_checkpoint`.
     """
     with fail_together(f"weights of {folder} were not loaded"):
-        index = read_metadata(folder / INDEX)
+        index = read_metadata(folder / METADATA_FILE)
         if dist.get_rank() == 0:
             check_files(folder, index)
         shards = shards_of(sharded_state)
@@ -115,7 +115,7 @@ def _tell_rounding(folder: Path, index: Metadata, shards: list[ShardedBase]) -> 
         and metadata.properties.dtype != dtype != torch.float32
     }
     if stored:
-        _log.warning(
+        _logger.warning(
             "weights stored as %s in %s are rounded to %s (PR, --precision)",
             ", ".join(sorted(map(str, stored))), folder, next(iter(wanted.values())),
         )  # fmt: skip
@@ -127,7 +127,7 @@ def read_common(root: Path, iteration: int) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, damaged, or holds more than plain values.
     """
-    path = iteration_folder(root, iteration) / COMMON
+    path = iteration_folder(root, iteration) / COMMON_FILE
     try:
         common = load_plain(path, map_location="cpu")
     except FileNotFoundError as error:
