@@ -24,7 +24,7 @@ from patch.config.stored_shape import shape_at
 from patch.convert.weight_table import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.device import DeviceContext
 from patch.errors import CheckpointError, ConfigError
-from patch.model import DTYPES, LlamaModel, build_llama_model, sharded_weights
+from patch.model import DTYPES, WEIGHT_PREFIXES, LlamaModel, build_llama_model, sharded_weights
 from patch.storage.names import (
     METADATA_FILE,
     TRACKER,
@@ -145,7 +145,7 @@ def load_ours(
     )
     (model,) = build_llama_model(as_stored, groups, context.device)
     state = {"model": sharded_weights([model])}
-    load_only_weights(stored.folder, state, vocab_size=config.model.vocab_size)
+    load_only_weights(stored.folder, state, prefixes=WEIGHT_PREFIXES, vocab_size=config.model.vocab_size)
     return model.eval()
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from patch.checkpoint.manifest import damage
-from patch.checkpoint.together import from_rank_0
+from patch.distributed.collectives import from_rank_0
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.atomic import StagedFolder, remove_leftover, write_atomically
@@ -43,13 +43,13 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 
 
 def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
-    """The newest whole checkpoint below `root`: the tracker's, or else the next one, which is said.
+    """The newest whole checkpoint below `root`: the tracker's, or else the next one, with a warning.
 
     None where nothing was ever saved. Rank 0 looks and all ranks verify what it finds: a collective in a job.
 
     Args:
-        takes_older: go on from an older one where the newest is damaged, as a resume does: it does again what
-            is lost. Who only reads weights would take others than he thinks.
+        takes_older: return an older one where the newest is damaged, as a resume does, which trains the lost
+            steps again. A caller that only reads weights would get other weights than the user thinks.
     Raises:
         CheckpointError: checkpoints were there and none is whole; training must not begin anew over them. Or
             the newest is damaged, and no older one is to be taken.

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from patch.checkpoint.sharded_tensors import gather
-from patch.checkpoint.together import from_rank_0
+from patch.distributed.collectives import all_gather_object, from_rank_0
 from patch.storage.checksums import Content, content, difference, from_json, to_json
 from patch.storage.names import CHECKSUMS_FILE, iteration_name
 
@@ -52,7 +51,7 @@ def damage(folder: Path) -> str | None:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_job else (0, 1)
     mine = sorted(files.items())[rank::world_size]
     complaint = next(filter(None, (difference(folder / name, held) for name, held in mine)), None)
-    return next(filter(None, gather(complaint) if is_job else [complaint]), None)
+    return next(filter(None, all_gather_object(complaint) if is_job else [complaint]), None)
 
 
 def _read(folder: Path) -> dict[str, Content] | str | None:

@@ -11,10 +11,11 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
+from patch.checkpoint.failures import checkpoint_failures
 from patch.checkpoint.folder import iteration_folder, open_staging, publish, staged_checkpoint
 from patch.checkpoint.manifest import contents_of_rank, write_manifest
-from patch.checkpoint.sharded_tensors import bytes_to_write, copied, gather, shards_of
-from patch.checkpoint.together import fail_together
+from patch.checkpoint.sharded_tensors import bytes_to_write, copied, shards_of
+from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.checksums import Content
@@ -43,19 +44,19 @@ def save_checkpoint(
     target = iteration_folder(root, iteration)
     staged = staged_checkpoint(target)
     try:
-        with fail_together(f"checkpoint {target} was not started"):
+        with checkpoint_failures(f"checkpoint {target} was not started"):
             json.dumps(common)
             mine = bytes_to_write(shards_of(sharded_state))
-        needed = sum(gather(mine))
-        with fail_together(f"checkpoint {target} was not started"):
+        needed = sum(all_gather_object(mine))
+        with checkpoint_failures(f"checkpoint {target} was not started"):
             if dist.get_rank() == 0:
                 open_staging(target)
                 _check_space(target, needed)
-        with fail_together(f"checkpoint {target} was not written, earlier ones are untouched"):
+        with checkpoint_failures(f"checkpoint {target} was not written, earlier ones are untouched"):
             dist_checkpointing.save({**copied(sharded_state), **common}, str(staged.partial))
             written = contents_of_rank(staged.partial, dist.get_rank())
-        contents = dict(ChainMap(*gather(written)))
-        with fail_together(f"checkpoint {target} was not written, earlier ones are untouched"):
+        contents = dict(ChainMap(*all_gather_object(written)))
+        with checkpoint_failures(f"checkpoint {target} was not written, earlier ones are untouched"):
             if dist.get_rank() == 0:
                 _publish(target, iteration, contents)
     except CheckpointError:
