@@ -114,7 +114,7 @@ def digests(run: Run) -> tuple[str, str]:
         state
         for name in adam.dtypes
         for index, shard in enumerate(adam.shards)
-        for first, last, *_ in shard.runs
+        for first, last, *_ in shard.ranges
         for _, state in adam.state(name, index, first, last)
     )
     return digest_of(p for stage in run.stages for p in stage.parameters()), digest_of(states)

@@ -132,7 +132,7 @@ class CommunicationAlone:
         self._group = like.groups.dp_cp
         self._rank, self._num_ranks = self._group.rank(), self._group.size()
         self._clock = WaitClock(like.weights.flat.device)
-        numels = [bucket.extent.numel for bucket in like.gradients.buckets]
+        numels = [bucket.range.numel for bucket in like.gradients.buckets]
         total, device = sum(numels), like.weights.flat.device
         self._gradients = torch.zeros(total, dtype=torch.float32, device=device).split(numels)
         self._weights = torch.zeros(total, dtype=like.weights.flat.dtype, device=device).split(numels)
