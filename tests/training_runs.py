@@ -59,9 +59,9 @@ def build_seeded_run(
     """This rank's run with random weights, or those of a Hugging Face folder; some modules are frozen."""
     compat.apply(cuda=context.is_cuda)
     groups = initialize(config, context)
-    stages = build_llama_model(config, groups, context.device)
+    stages = build_llama_model(config.model, groups, context.device, config.execution)
     if hf_folder is None:
-        initialize_weights(stages, config)
+        initialize_weights(stages, config.model, config.training.seed)
     else:
         import_hf(stages, hf_folder, config.model, groups)
     for module in chain.from_iterable(stage.modules() for stage in stages):

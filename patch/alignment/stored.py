@@ -141,10 +141,8 @@ def load_ours(
     stored: Stored, config: RunConfig, groups: ProcessGroupCollection, context: DeviceContext
 ) -> LlamaModel:
     """The stored weights, in the type they are stored in."""
-    as_stored = dataclasses.replace(
-        config, training=dataclasses.replace(config.training, precision=stored.precision)
-    )
-    (model,) = build_llama_model(as_stored, groups, context.device)
+    as_stored = dataclasses.replace(config.execution, precision=stored.precision)
+    (model,) = build_llama_model(config.model, groups, context.device, as_stored)
     state = {"model": sharded_weights([model])}
     load_only_weights(stored.folder, state, prefixes=WEIGHT_PREFIXES, vocab_size=config.model.vocab_size)
     return model.eval()
@@ -174,7 +172,7 @@ def in_form(
     aligned: frozenset[str],
 ) -> LlamaModel:
     """A model of these weights (shared where the type is the same) with `aligned` in Hugging Face's order."""
-    (model,) = build_llama_model(config, groups, context.device, aligned=aligned)
+    (model,) = build_llama_model(config.model, groups, context.device, config.execution, aligned=aligned)
     for parameter, weight in zip(model.parameters(), weights.parameters(), strict=True):
         parameter.data = weight.data.to(parameter.dtype)
     return model.eval()

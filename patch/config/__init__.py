@@ -11,6 +11,7 @@ from patch.config.resume_guard import remember_data, resume_notes
 from patch.config.schema import (
     CheckpointConfig,
     DataConfig,
+    Execution,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,
@@ -23,6 +24,7 @@ from patch.config.yaml_io import read_yaml, to_yaml
 __all__ = [
     "CheckpointConfig",
     "DataConfig",
+    "Execution",
     "Invocation",
     "ModelConfig",
     "OptimizerConfig",

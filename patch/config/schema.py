@@ -164,6 +164,16 @@ class ParallelConfig:
         "a collective, or a start, that waits longer ends the run", 30, at_least=1
     )
 
+    def virtual_pipeline_size(self, num_layers: int) -> int:
+        """Pipeline stages of one process for a model of this many layers."""
+        layers = self.num_layers_per_virtual_pipeline_stage
+        return num_layers // (layers * self.pipeline_model_parallel_size) if layers else 1
+
+    def stage_layers(self, num_layers: int) -> list[int]:
+        """Layers of each pipeline stage for a model of this many layers."""
+        stages = self.pipeline_model_parallel_size * self.virtual_pipeline_size(num_layers)
+        return split_layers(num_layers, stages)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
@@ -260,6 +270,36 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """How a model is computed: what building it takes beside its shape and its process groups.
+
+    It is no section of config.yaml: `RunConfig.execution` gathers it, and a program without a RunConfig
+    makes its own.
+    """
+
+    precision: Precision = "bf16"
+    sequence_parallel: bool = False
+    virtual_pipeline_size: int = 1
+    """Pipeline stages of one process."""
+    num_micro_batches: int = 1
+    """Micro-batches of one replica in one step; read where a process has several stages."""
+    recompute_granularity: Recompute | None = None
+    recompute_num_layers: int = 1
+    deterministic_mode: bool = False
+
+
+def split_layers(num_layers: int, num_stages: int) -> list[int]:
+    """Layers of each pipeline stage in the order in which a batch passes them.
+
+    Where they do not divide, the stages in the middle take one more first: the first stage has the
+    embedding beside its layers, the last one the output layer.
+    """
+    fewest, more = divmod(num_layers, num_stages)
+    order = [*range(1, num_stages - 1), 0, num_stages - 1]
+    return [fewest + (stage in order[:more]) for stage in range(num_stages)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunConfig:
     """Everything a run depends on; config.yaml in the run's folder is this, section by section."""
 
@@ -285,20 +325,26 @@ class RunConfig:
     @property
     def virtual_pipeline_size(self) -> int:
         """Pipeline stages of one process: one, or several of a few layers each that take turns (VPP)."""
-        layers = self.parallel.num_layers_per_virtual_pipeline_stage
-        return self.model.num_layers // (layers * self.parallel.pipeline_model_parallel_size) if layers else 1
+        return self.parallel.virtual_pipeline_size(self.model.num_layers)
 
     @property
     def stage_layers(self) -> list[int]:
-        """Layers of each pipeline stage in the order in which a batch passes them.
+        """Layers of each pipeline stage in the order in which a batch passes them."""
+        return self.parallel.stage_layers(self.model.num_layers)
 
-        Where they do not divide, the stages in the middle take one more first: the first stage has the
-        embedding beside its layers, the last one the output layer.
-        """
-        stages = self.parallel.pipeline_model_parallel_size * self.virtual_pipeline_size
-        fewest, more = divmod(self.model.num_layers, stages)
-        order = [*range(1, stages - 1), 0, stages - 1]
-        return [fewest + (stage in order[:more]) for stage in range(stages)]
+    @property
+    def execution(self) -> Execution:
+        """What building the model takes beside its shape."""
+        training = self.training
+        return Execution(
+            precision=training.precision,
+            sequence_parallel=self.parallel.sequence_parallel,
+            virtual_pipeline_size=self.virtual_pipeline_size,
+            num_micro_batches=self.num_micro_batches,
+            recompute_granularity=training.recompute_granularity,
+            recompute_num_layers=training.recompute_num_layers,
+            deterministic_mode=training.deterministic_mode,
+        )
 
     @property
     def sharding(self) -> Sharding:

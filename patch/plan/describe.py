@@ -33,7 +33,7 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             f"x DP {config.data_parallel_size} on {parallel.nnodes} machine(s)"
             + (f", {stages} interleaved stages each" if stages > 1 else ""),
             *_split_layers(config),
-            f"parameters  {_scaled(total_parameters(config))} ({config.model.model_size})",
+            f"parameters  {_scaled(total_parameters(config.model))} ({config.model.model_size})",
             f"state/rank  {size_text(state.total)} = weights {size_text(state.weights)} "
             f"+ gradients {size_text(state.gradients)} + optimizer {size_text(state.optimizer)}{offloaded}; "
             f"activations come on top (data-parallel sharding: {config.zero_stage.name.lower()})",
@@ -61,7 +61,13 @@ def _activations(config: RunConfig, machine: MachineFacts) -> list[str]:
     if config.model.precision_align is not None:
         return []
     words: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}
-    kept = activation_bytes(config, cuda=bool(machine.cuda_devices))
+    kept = activation_bytes(
+        config.model,
+        config.parallel,
+        config.training,
+        length=config.sample_length,
+        cuda=bool(machine.cuda_devices),
+    )
     sizes = ", ".join(f"{words[setting]} {size_text(num_bytes)}" for setting, num_bytes in kept.items())
     return [
         f"activations a layer and micro-batch keep {sizes} for backward; "

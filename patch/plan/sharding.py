@@ -26,7 +26,7 @@ def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
 
     ZeRO-2 reduces in every micro-batch, the others once a step; an all-reduce sends everything twice.
     """
-    parameters, replicas = max(parameters_per_rank(config)), config.data_parallel_size
+    parameters, replicas = max(parameters_per_rank(config.model, config.parallel)), config.data_parallel_size
     weights = parameters * (4 if config.training.precision == "fp32" else 2)
     gradients = parameters * (4 if config.optimizer.main_grads_dtype == "fp32" else 2)
     sent = {

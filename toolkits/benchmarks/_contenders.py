@@ -68,8 +68,8 @@ class OurTrainer:
     def __init__(
         self, config: RunConfig, groups: ProcessGroupCollection, device: torch.device, reader: SameBatches
     ) -> None:
-        stages = build_llama_model(config, groups, device)
-        initialize_weights(stages, config)
+        stages = build_llama_model(config.model, groups, device, config.execution)
+        initialize_weights(stages, config.model, config.training.seed)
         optimizer = build_optimizer(stages, config, groups)
         self.run = Run(
             config=config,

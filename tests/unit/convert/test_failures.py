@@ -60,8 +60,9 @@ def _trouble(rank, world_size, root: Path, tokenizer):
 
     compat.apply(cuda=False)
     groups = initialize(RUN, DeviceContext(torch.device("cpu"), "gloo"))
-    (model,) = build_llama_model(RUN, groups, torch.device("cpu"))
-    initialize_weights([model], RUN)  # memory as it comes may hold NaN, which equals nothing
+    (model,) = build_llama_model(RUN.model, groups, torch.device("cpu"), RUN.execution)
+    # memory as it comes may hold NaN, which equals nothing
+    initialize_weights([model], RUN.model, RUN.training.seed)
     return (
         _import_broken_on_rank_0(rank, model, root, groups),
         _import_rounded(model, root / "whole", groups),

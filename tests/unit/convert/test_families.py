@@ -32,7 +32,7 @@ def _convert(rank: int, world_size: int, root: Path, tokenizer) -> tuple[dict, d
     for name in FAMILIES:
         config = family_run(root / name)
         groups = groups or initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
-        (model,) = build_llama_model(config, groups, torch.device("cpu"))
+        (model,) = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
         model.eval()
         import_hf([model], root / name, config.model, groups)
         out = root / f"{name}-back"
@@ -47,7 +47,7 @@ def _import_with_fused_norms(folder: Path, groups) -> dict[str, object]:
     from patch.model import build_llama_model
 
     config = family_run(folder)
-    (model,) = build_llama_model(config, groups, torch.device("cpu"))
+    (model,) = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
     for layer in model.decoder.layers:
         for norm, linear in (
             ("input_layernorm", "self_attention.linear_qkv"),

@@ -42,7 +42,7 @@ def _iterate(rank: int, world_size: int, root: Path) -> dict[tuple[str, str], tu
     for case, changes in CASES.items():
         config = small_run(2, 2, **changes)
         groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
-        stages = build_llama_model(config, groups, torch.device("cpu"))
+        stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
         import_hf(stages, root / case, config.model, groups)
         for receivers in RECEIVERS:
             tensors = dict(iter_hf_weights(stages, config.model, groups, receivers=receivers))
@@ -146,7 +146,8 @@ def _refuse(rank: int, world_size: int) -> list[str]:
     groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
     messages = []
     for built, told in (({"add_qkv_bias": True}, {}), ({}, {"ffn_hidden_size": 96}), ({}, {"num_layers": 5})):
-        stages = build_llama_model(small_run(**built), groups, torch.device("cpu"))
+        run = small_run(**built)
+        stages = build_llama_model(run.model, groups, torch.device("cpu"), run.execution)
         with pytest.raises(ConversionError) as caught:
             list(iter_hf_weights(stages, small_run(**told).model, groups))
         messages.append(str(caught.value))

@@ -65,7 +65,7 @@ def _convert(rank, world_size, root, out, layout, tokenizer):
     groups = _groups(_run(*layout))
     for precision, tied in CASES:
         config, name = _run(*layout, precision, tied), f"{precision}-{tied}"
-        stages = build_llama_model(config, groups, torch.device("cpu"))
+        stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
         for parameter in chain.from_iterable(stage.parameters() for stage in stages):
             parameter.data.fill_(float("nan"))
         import_hf(stages, root / name, config.model, groups)
@@ -130,7 +130,7 @@ def _upstream_model(config, groups):
             """Left out: it moves tied embeddings to CUDA, to compare the copies."""
 
     return Upstream(
-        transformer_config(config, cuda=False),
+        transformer_config(config.model, groups, config.execution, cuda=False),
         get_gpt_layer_local_spec(normalization="RMSNorm"),
         config.padded_vocab_size,
         64,

@@ -71,7 +71,7 @@ def _load_upstream(rank: int, world_size: int, root: Path) -> dict[str, dict[str
         groups = groups or initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
         model_parallel_cuda_manual_seed(1)
         model = GPTModel(
-            transformer_config(config, cuda=False),
+            transformer_config(config.model, groups, config.execution, cuda=False),
             get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.model.qk_layernorm),
             config.padded_vocab_size, 64, position_embedding_type="rope", pg_collection=groups,
             share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,

@@ -93,7 +93,7 @@ def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
             )  # fmt: skip
             if stages is None:
                 groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
-            stages = build_llama_model(config, groups, torch.device("cpu"))
+            stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
             mcore, out = root / f"{source}-mcore", root / f"{source}-{name_of(layout)}"
             load_weights(mcore, stages, config)
             export_hf(stages, out, config.model, groups, hf_source=mcore, tokenizer=tokenizer)

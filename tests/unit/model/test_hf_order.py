@@ -65,7 +65,7 @@ def _stages(config: RunConfig, folder: Path) -> list[LlamaModel]:
     """This rank's stages; joins the groups of its layout."""
     compat.apply(cuda=False)
     groups = initialize(config, CPU)
-    stages = build_llama_model(config, groups, CPU.device)
+    stages = build_llama_model(config.model, groups, CPU.device, config.execution)
     import_hf(stages, folder, config.model, groups)
     return stages
 

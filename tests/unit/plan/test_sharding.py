@@ -22,7 +22,7 @@ def _run(level, micro_batches=1, **changes):
     ("level", "gradients", "states"), [("none", 4, 10), ("optimizer", 4, 2.5), ("gradients", 1, 2.5)]
 )
 def test_bytes_held_follow_the_level(level, gradients, states):
-    count = total_parameters(_run(level))
+    count = total_parameters(_run(level).model)
     assert bytes_per_rank(_run(level)) == (2 * count, gradients * count, states * count)
     assert stage_cost(_run("auto"), ZeroStage[level.upper()]).held == (2 + gradients + states) * count
 
@@ -32,7 +32,7 @@ def test_bytes_moved_count_every_micro_batch_of_zero_2(level, bytes_of_4_steps):
     config = _run("auto", micro_batches=4)
     assert (
         stage_cost(config, ZeroStage[level.upper()]).moved
-        == bytes_of_4_steps * total_parameters(config) * 3 // 4
+        == bytes_of_4_steps * total_parameters(config.model) * 3 // 4
     )
 
 

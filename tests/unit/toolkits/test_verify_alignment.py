@@ -83,7 +83,7 @@ def _save(folder: Path, hf: Path, case: Case) -> None:
     compat.apply(cuda=False)
     config = family_run(hf, **fields)
     with alone(config, DeviceContext(torch.device("cpu"), "gloo")) as groups:
-        stages = build_llama_model(config, groups, torch.device("cpu"))
+        stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
         if fields.get(TIED) is None:
             import_hf(stages, hf, config.model, groups)
         else:
@@ -102,7 +102,7 @@ def _import_with_other_tying(model: Any, hf: Path, config: Any, groups: Any) -> 
     right = dataclasses.replace(
         config, model=dataclasses.replace(config.model, **{TIED: not getattr(config.model, TIED)})
     )
-    (source,) = build_llama_model(right, groups, torch.device("cpu"))
+    (source,) = build_llama_model(right.model, groups, torch.device("cpu"), right.execution)
     import_hf([source], hf, right.model, groups)
     weights = dict(source.named_parameters())
     for name, parameter in model.named_parameters():
