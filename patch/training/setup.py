@@ -121,7 +121,7 @@ def _load(run: Run) -> None:
         load = f"seed {run.config.training.seed}"
         initialize_weights(run.stages, run.config.model, run.config.training.seed)
     elif is_hf_folder(Path(load)):
-        import_hf(run.stages, Path(load), run.config, run.groups)
+        import_hf(run.stages, Path(load), run.config.model, run.groups)
     else:
         load_weights(Path(load), run.stages, run.config)
     run.optimizer.take_weights()

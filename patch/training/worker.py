@@ -103,7 +103,7 @@ def _export(this_run: Run) -> None:
     export_hf(
         this_run.stages,
         target,
-        config,
+        config.model,
         this_run.groups,
         hf_source=Path(load) if load is not None and has_hf_config(load) else None,
         tokenizer=this_run.tokenizer,

@@ -311,9 +311,9 @@ def _arguments(way: str, root: Path) -> list[str]:
 def _killed(rank: int, world_size: int, root: Path, way: str) -> None:
     """A conversion that is killed in the middle of its weights."""
     from patch.checkpoint.streaming import PieceWriter
-    from patch.convert.safetensors_writer import TensorFiles
+    from patch.convert.safetensors_writer import SafetensorsWriter
 
-    kind, name = (PieceWriter, "add") if way == "hf2mcore" else (TensorFiles, "write")
+    kind, name = (PieceWriter, "add") if way == "hf2mcore" else (SafetensorsWriter, "write")
     write, count = getattr(kind, name), 0
 
     def write_until_killed(*arguments):
