@@ -19,9 +19,10 @@ from patch.convert.folder import partial_folder, publish, staging, writing
 from patch.convert.hf_config_files import write_descriptions, write_index
 from patch.convert.hf_reader import SINGLE
 from patch.convert.live_weights import Weight, stage_weights
-from patch.convert.weight_table import TIED_OUTPUT, parameter_table
+from patch.convert.weight_table import parameter_table
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError
+from patch.families.weights import TIED_OUTPUT
 from patch.logger import get_logger
 
 _LOG = get_logger(__name__)

@@ -25,12 +25,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
 from patch.config.schema import RunConfig
+from patch.families import traits_of
 from patch.model.hf_order import SOURCES, AlignedOutput, aligned_losses, batch_first_silu
 from patch.model.recompute import RecomputingMLP, recomputed_modules
 from patch.model.rotary import inverse_frequencies
 from patch.model.spec import block_spec
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+_ACTIVATIONS = {"silu": silu}
 
 
 def transformer_config(
@@ -38,7 +40,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Upstream's configuration of one run. Fusions that need CUDA extensions stay off."""
     model, parallel, training = config.model, config.parallel, config.training
-    dtype = DTYPES[training.precision]
+    dtype, traits = DTYPES[training.precision], traits_of(model)
     recompute = training.recompute_granularity
     is_interleaved = config.virtual_pipeline_size > 1
     return TransformerConfig(
@@ -49,12 +51,12 @@ def transformer_config(
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
         layernorm_epsilon=model.norm_epsilon,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=batch_first_silu if "swiglu" in aligned else silu,
-        add_bias_linear=False,
-        add_qkv_bias=model.add_qkv_bias,
-        qk_layernorm=model.qk_layernorm,
+        normalization=traits.normalization,
+        gated_linear_unit=traits.gated_linear_unit,
+        activation_func=batch_first_silu if "swiglu" in aligned else _ACTIVATIONS[traits.activation],
+        add_bias_linear=traits.add_bias_linear,
+        add_qkv_bias=traits.add_qkv_bias,
+        qk_layernorm=traits.qk_layernorm,
         window_size=model.window,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -138,7 +140,7 @@ class LlamaModel(GPTModel):
             pre_process=stage == 0,
             post_process=stage == last,
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-            position_embedding_type="rope",
+            position_embedding_type=traits_of(model).position_embedding_type,
             pg_collection=groups,
             vp_stage=vp_stage,
         )

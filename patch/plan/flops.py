@@ -38,7 +38,7 @@ def flops_per_token(config: RunConfig) -> float:
     model = config.model
     query = model.num_attention_heads * model.kv_channels
     scores_and_values = 2 * query * _attended(config)
-    per_layer = layer_matrices(config) + scores_and_values
+    per_layer = layer_matrices(model) + scores_and_values
     return 6 * (model.num_layers * per_layer + config.padded_vocab_size * model.hidden_size)
 
 

@@ -1,25 +1,18 @@
-"""How many parameters the model has, as a whole and on the ranks of each pipeline stage."""
+"""How many parameters the model has, as a whole and on the ranks of each pipeline stage.
+
+They are counted by the rows of the weight table (`patch/families`), whichever the family.
+"""
 
 from __future__ import annotations
 
 from patch.config import RunConfig
+from patch.families import Kind, ModelShape, WeightRow, weight_rows
+from patch.families.weights import TIED_OUTPUT
 
 
-def layer_matrices(config: RunConfig) -> int:
-    """Elements of one layer's weight matrices: QKV, attention output, gate and up, down."""
-    model = config.model
-    query = model.num_attention_heads * model.kv_channels
-    key_value = 2 * model.num_query_groups * model.kv_channels
-    attention = model.hidden_size * (query + key_value) + query * model.hidden_size
-    return attention + 3 * model.hidden_size * model.ffn_hidden_size
-
-
-def _layer_vectors(config: RunConfig, tp_size: int) -> int:
-    """Elements of one layer's norms, whole on every TP rank, and biases, which TP cuts."""
-    model = config.model
-    heads = model.num_attention_heads + 2 * model.num_query_groups
-    biases = heads * model.kv_channels // tp_size if model.add_qkv_bias else 0
-    return 2 * model.hidden_size + biases + (2 * model.kv_channels if model.qk_layernorm else 0)
+def layer_matrices(model: ModelShape) -> int:
+    """Elements of one layer's weight matrices; each token is multiplied with all of them."""
+    return sum(row.num_elements for row in weight_rows(model) if row.is_per_layer and row.is_matrix)
 
 
 def total_parameters(config: RunConfig) -> int:
@@ -28,24 +21,39 @@ def total_parameters(config: RunConfig) -> int:
     A tied embedding counts once.
     """
     model = config.model
-    layers = model.num_layers * (layer_matrices(config) + _layer_vectors(config, 1))
-    tables = 2 if model.untie_embeddings_and_output_weights else 1
-    return layers + tables * model.vocab_size * model.hidden_size + model.hidden_size
+    return sum(
+        row.num_elements * (model.num_layers if row.is_per_layer else 1)
+        for row in weight_rows(model)
+        if row.name != TIED_OUTPUT or model.untie_embeddings_and_output_weights
+    )
 
 
 def parameters_per_rank(config: RunConfig) -> list[int]:
     """Parameters on one rank of each pipeline stage, first to last, vocabulary padding included.
 
-    TP cuts matrices and tables; norms are whole on every rank. A tied embedding has a copy on the
-    last stage when there are several stages.
+    TP cuts matrices, their biases and the vocabulary; norms are whole on every rank. A tied embedding has a
+    copy on the last stage when there are several stages.
     """
-    model, parallel = config.model, config.parallel
-    tp_size, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    table = config.padded_vocab_size * model.hidden_size // tp_size
-    layer = layer_matrices(config) // tp_size + _layer_vectors(config, tp_size)
-    counts = [sum(config.stage_layers[rank::stages]) * layer for rank in range(stages)]
-    counts[0] += table
-    counts[-1] += model.hidden_size
-    if model.untie_embeddings_and_output_weights or stages > 1:
-        counts[-1] += table
+    stages = config.parallel.pipeline_model_parallel_size
+    has_output = config.model.untie_embeddings_and_output_weights or stages > 1
+    counts = [0] * stages
+    for row in weight_rows(config.model):
+        elements = _elements_per_rank(row, config)
+        if row.is_per_layer:
+            for stage in range(stages):
+                counts[stage] += elements * sum(config.stage_layers[stage::stages])
+        elif row.name.startswith("embedding."):
+            counts[0] += elements
+        elif row.name != TIED_OUTPUT or has_output:
+            counts[-1] += elements
     return counts
+
+
+def _elements_per_rank(row: WeightRow, config: RunConfig) -> int:
+    """Of one TP rank's part of a parameter, vocabulary padding included."""
+    if row.kind is Kind.REPLICATED:
+        return row.num_elements
+    elements = row.num_elements
+    if row.kind is Kind.VOCABULARY:
+        elements = elements // config.model.vocab_size * config.padded_vocab_size
+    return elements // config.parallel.tensor_model_parallel_size
