@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from patch.config.schema import RunConfig
 from patch.config.unsupported import is_built
 from patch.errors import ConfigError, nearest
-from patch.numbers import to_float, to_int
+from patch.parse_numbers import to_float, to_int
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 """Section name to its dataclass, in the order of config.yaml."""

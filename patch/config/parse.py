@@ -26,7 +26,7 @@ from patch.config.stored_shape import run_behind, shape_at
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.numbers import to_float
+from patch.parse_numbers import to_float
 
 _PATHS = ("train_data_path", "valid_data_path", "tokenizer_name_or_path", "load", "output_path")
 

@@ -14,7 +14,7 @@ from patch.config.presets import MODEL_SIZES
 from patch.config.schema import RunConfig
 from patch.config.unsupported import is_built
 from patch.errors import ConfigError
-from patch.numbers import to_float, to_int
+from patch.parse_numbers import to_float, to_int
 
 INT, FLOAT, PATH = "int", "float", "path"
 _BOOLS = ("true", "false")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from patch.errors import ConfigError
-from patch.numbers import to_float, to_int
+from patch.parse_numbers import to_float, to_int
 
 
 class ConfigReader:

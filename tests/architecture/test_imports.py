@@ -12,7 +12,7 @@ import pytest
 ROWS = {
     "patch.errors": 0,
     "patch.logger": 0,
-    "patch.numbers": 0,
+    "patch.parse_numbers": 0,
     "patch.device": 0,
     "patch.storage": 1,
     "patch.families": 1,
