@@ -1,4 +1,4 @@
-"""Makes a pre-training set: JSON rows with a text become megatron-core's .bin and .idx."""
+"""Preprocesses a pre-training set: JSON rows with a text become megatron-core's .bin and .idx."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from patch.errors import DataError
 from patch.logger import get_logger
 from patch.storage.atomic import publish_file
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 _ROWS_AT_ONCE = 1000
 _REPORT_EVERY_S = 10.0
@@ -99,7 +99,9 @@ def _write(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, prefix: str
         now = time.monotonic()
         if now - reported > _REPORT_EVERY_S:
             reported = now
-            _log.info("%d documents, %d tokens, %.0f tokens/s", documents, tokens, tokens / (now - started))
+            _logger.info(
+                "%d documents, %d tokens, %.0f tokens/s", documents, tokens, tokens / (now - started)
+            )
     builder.finalize(f"{prefix}.idx")
-    _log.info("%d documents, %d tokens; %d rows with an empty text left out", documents, tokens, empty)
+    _logger.info("%d documents, %d tokens; %d rows with an empty text left out", documents, tokens, empty)
     return tokens

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from patch.logger import get_logger
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 _LINE_EVERY_S = 10.0
 
 
@@ -54,7 +54,7 @@ class Display:
             return
         self._last_line = now
         left = (now - self._began) / (iteration - self._start) * (self._train_iters - iteration)
-        _log.info(
+        _logger.info(
             "step %d/%d  %s  grad norm %.3f  lr %.3g  %.0f s left",
             iteration, self._train_iters, state, record["grad_norm"], record["lr"], left,
         )  # fmt: skip
@@ -68,7 +68,7 @@ class Display:
         if self._bar is not None:
             self._bar.console.print(message)
         else:
-            _log.info(message)
+            _logger.info(message)
 
     def close(self) -> None:
         """Give the terminal back."""
