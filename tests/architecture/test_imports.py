@@ -13,6 +13,7 @@ ROWS = {
     "patch.errors": 0,
     "patch.logger": 0,
     "patch.device": 0,
+    "patch.progress": 1,
     "patch.storage": 1,
     "patch.config": 2,
     "patch.compat": 3,
