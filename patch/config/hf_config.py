@@ -136,18 +136,18 @@ def _refuse_unsupported(reader: _Reader) -> None:
             reader.refuse(key, got, f"{only!r}: nothing else is supported")
 
 
-def _window(reader: _Reader) -> str:
-    """--window-size of all layers; Hugging Face's window counts the token itself.
+def _window(reader: _Reader) -> tuple[int, int] | None:
+    """The window of all layers; Hugging Face's window counts the token itself.
 
     Mistral slides in every layer, Qwen only where `use_sliding_window` says so, LLaMA never.
     """
     window = reader.values.get("sliding_window")
     is_qwen = reader.values["model_type"].startswith("qwen")
     if window is None or reader.values["model_type"] == "llama" or (is_qwen and not _slides(reader)):
-        return "none"
+        return None
     if reader.integer("sliding_window") < 1:
         reader.refuse("sliding_window", window, "at least 1")
-    return f"{reader.integer('sliding_window') - 1},0"
+    return reader.integer("sliding_window") - 1, 0
 
 
 def _slides(reader: _Reader) -> bool:

@@ -30,7 +30,7 @@ def _shape(size: _Size, vocab_size: int, max_position: int, norm_epsilon: float)
         "norm_epsilon": norm_epsilon,
         "add_qkv_bias": False,
         "qk_layernorm": False,
-        "window_size": "none",
+        "window_size": None,
     }
 
 

@@ -22,7 +22,7 @@ class FoundShape(NamedTuple):
     fields: dict[str, Any]
 
 
-def run_behind(load: str) -> RunConfig | None:
+def run_behind(load: str | Path) -> RunConfig | None:
     """The run that wrote the checkpoints at `load`, its folder or the checkpoint/ in it.
 
     None where there is no config.yaml beside them.
@@ -32,17 +32,17 @@ def run_behind(load: str) -> RunConfig | None:
     """
     root = find_checkpoint_root(load)
     file = root.absolute().parent / CONFIG_FILE
-    is_run = load != "none" and ((root / TRACKER).is_file() or complete_iterations(root))
+    is_run = (root / TRACKER).is_file() or complete_iterations(root)
     return read_run(file) if is_run and file.is_file() else None
 
 
-def shape_at(load: str) -> FoundShape | None:
+def shape_at(load: str | Path | None) -> FoundShape | None:
     """The shape of the weights at `load`; None where no file there tells it.
 
     Raises:
         ConfigError: the file cannot be read, or its model is not supported.
     """
-    if load == "none":
+    if load is None:
         return None
     if has_hf_config(load):
         return FoundShape(Path(load) / "config.json", read_hf_config(load))

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from patch.config.hf_config import FAMILIES, read_hf_config
 from patch.config.schema import ModelConfig
-from patch.convert.hf_reader import INDEX
 from patch.data.chat import end_of_turn
 from patch.errors import ConfigError, ConversionError
 from patch.storage.json_edit import with_values
@@ -112,9 +112,10 @@ def write_index(folder: Path, placed: dict[str, str], total_size: int, hf_source
         "metadata": {"total_size": total_size},
         "weight_map": dict(sorted(placed.items())),
     }
-    if hf_source is not None and (hf_source / INDEX).is_file():
-        contents["metadata"] = (_read_json(hf_source / INDEX).get("metadata") or {}) | contents["metadata"]
-    _write_json(folder, INDEX, hf_source, contents)
+    if hf_source is not None and (hf_source / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        metadata = _read_json(hf_source / SAFE_WEIGHTS_INDEX_NAME).get("metadata") or {}
+        contents["metadata"] = metadata | contents["metadata"]
+    _write_json(folder, SAFE_WEIGHTS_INDEX_NAME, hf_source, contents)
 
 
 def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -181,7 +182,7 @@ def family_of(model: ModelConfig) -> str:
         )
     if model.qk_layernorm:
         return "qwen3"
-    return "qwen2" if model.add_qkv_bias else "llama" if model.window is None else "mistral"
+    return "qwen2" if model.add_qkv_bias else "llama" if model.window_size is None else "mistral"
 
 
 def _describe_family(described: dict[str, Any], model: ModelConfig) -> None:
@@ -189,7 +190,7 @@ def _describe_family(described: dict[str, Any], model: ModelConfig) -> None:
     model_type = family_of(model)
     if model_type == "llama" and described.get("model_type") == "mistral":
         model_type = "mistral"
-    window = None if model.window is None else model.window[0] + 1
+    window = None if model.window_size is None else model.window_size[0] + 1
     described |= {"architectures": [FAMILIES[model_type].architecture], "model_type": model_type}
     described.pop("layer_types", None)  # what transformers 5 derives from the window
     if model_type == "llama":

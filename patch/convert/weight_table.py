@@ -7,7 +7,15 @@ is an entry in config/hf_config.py and, where its layers hold something new, a r
 from __future__ import annotations
 
 from patch.config.schema import ModelConfig
-from patch.convert.mappings import Columns, GatedRows, GroupedQKV, HFTensor, Mapping, PaddedRows, Replicated
+from patch.convert.mappings import (
+    GatedMLPMapping,
+    HFTensor,
+    QKVMapping,
+    ReplicatedMapping,
+    RowParallelMapping,
+    VocabParallelMapping,
+    WeightMapping,
+)
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
@@ -17,7 +25,7 @@ TIED_OUTPUT = "output_layer.weight"
 EMBEDDING_PARAMETER = "embedding.word_embeddings.weight"
 GATE_AND_UP = "decoder.layers.*.mlp.linear_fc1.weight"
 
-Table = dict[str, Mapping]
+Table = dict[str, WeightMapping]
 """Parameter name -> mapping; `*` stands for the layer number, counted over the whole model."""
 
 _OTHER_NAMES = {
@@ -36,7 +44,7 @@ def table_name(name: str) -> str:
     return _OTHER_NAMES.get(name, name)
 
 
-def stored_key(name: str) -> str:
+def checkpoint_key(name: str) -> str:
     """The key of a table's name in a torch_dist checkpoint, where layers are stacked on a leading axis."""
     fused = {plain: other for other, plain in _OTHER_NAMES.items() if "layers" in other}
     return fused.get(name, name).replace("layers.*.", "layers.")
@@ -47,13 +55,13 @@ def parameter_table(model: ModelConfig, padded_vocab_size: int) -> Table:
     width = model.hidden_size
     output = OUTPUT if model.untie_embeddings_and_output_weights else EMBEDDING
 
-    def vocabulary(name: str) -> PaddedRows:
-        return PaddedRows((HFTensor(name, (model.vocab_size, width)),), padded_vocab_size)
+    def vocabulary(name: str) -> VocabParallelMapping:
+        return VocabParallelMapping((HFTensor(name, (model.vocab_size, width)),), padded_vocab_size)
 
     return {
         EMBEDDING_PARAMETER: vocabulary(EMBEDDING),
         **{f"decoder.layers.*.{name}": mapping for name, mapping in _layer(model).items()},
-        "decoder.final_layernorm.weight": Replicated((HFTensor("model.norm.weight", (width,)),)),
+        "decoder.final_layernorm.weight": ReplicatedMapping((HFTensor("model.norm.weight", (width,)),)),
         TIED_OUTPUT: vocabulary(output),
     }
 
@@ -77,26 +85,28 @@ def _layer(model: ModelConfig) -> Table:
     def tensor(name: str, *shape: int) -> HFTensor:
         return HFTensor(f"model.layers.*.{name}", shape)
 
-    def qkv(kind: str, *columns: int) -> GroupedQKV:
+    def qkv(kind: str, *columns: int) -> QKVMapping:
         rows = {"q": queries, "k": keys, "v": keys}
         parts = [tensor(f"self_attn.{name}_proj.{kind}", count, *columns) for name, count in rows.items()]
-        return GroupedQKV(tuple(parts), model.num_query_groups)
+        return QKVMapping(tuple(parts), model.num_query_groups)
 
     table: Table = {
-        "input_layernorm.weight": Replicated((tensor("input_layernorm.weight", width),)),
+        "input_layernorm.weight": ReplicatedMapping((tensor("input_layernorm.weight", width),)),
         "self_attention.linear_qkv.weight": qkv("weight", width),
-        "self_attention.linear_proj.weight": Columns((tensor("self_attn.o_proj.weight", width, queries),)),
-        "pre_mlp_layernorm.weight": Replicated((tensor("post_attention_layernorm.weight", width),)),
-        "mlp.linear_fc1.weight": GatedRows(
+        "self_attention.linear_proj.weight": RowParallelMapping(
+            (tensor("self_attn.o_proj.weight", width, queries),)
+        ),
+        "pre_mlp_layernorm.weight": ReplicatedMapping((tensor("post_attention_layernorm.weight", width),)),
+        "mlp.linear_fc1.weight": GatedMLPMapping(
             (tensor("mlp.gate_proj.weight", mlp, width), tensor("mlp.up_proj.weight", mlp, width))
         ),
-        "mlp.linear_fc2.weight": Columns((tensor("mlp.down_proj.weight", width, mlp),)),
+        "mlp.linear_fc2.weight": RowParallelMapping((tensor("mlp.down_proj.weight", width, mlp),)),
     }
     if model.add_qkv_bias:
         table["self_attention.linear_qkv.bias"] = qkv("bias")
     if model.qk_layernorm:
         for name in ("q", "k"):
-            norm = Replicated((tensor(f"self_attn.{name}_norm.weight", head),))
+            norm = ReplicatedMapping((tensor(f"self_attn.{name}_norm.weight", head),))
             table[f"self_attention.{name}_layernorm.weight"] = norm
     return table
 

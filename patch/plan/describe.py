@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from patch.config import RunConfig
+from patch.config.choices import Recompute
 from patch.device import MachineFacts
 from patch.plan.activations import activation_bytes
 from patch.plan.flops import model_flops_per_step
@@ -32,10 +33,10 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             f"x DP {config.data_parallel_size} on {parallel.nnodes} machine(s)"
             + (f", {stages} interleaved stages each" if stages > 1 else ""),
             *_split_layers(config),
-            f"parameters  {_scaled(total_parameters(config))} ({config.model.model_size})",
+            f"parameters  {_scaled(total_parameters(config.model))} ({config.model.model_size})",
             f"state/rank  {size_text(state.total)} = weights {size_text(state.weights)} "
             f"+ gradients {size_text(state.gradients)} + optimizer {size_text(state.optimizer)}{offloaded}; "
-            f"activations come on top (data-parallel sharding: {config.sharding_level})",
+            f"activations come on top (data-parallel sharding: {config.zero_stage.name.lower()})",
             *_activations(config, machine),
             f"step        {training.global_batch_size} samples x {config.sample_length} tokens = "
             f"{tokens} tokens, {config.num_micro_batches} micro-batch(es) a replica, "
@@ -57,10 +58,16 @@ def _split_layers(config: RunConfig) -> list[str]:
 
 def _activations(config: RunConfig, machine: MachineFacts) -> list[str]:
     """A line about what recomputation would save; Hugging Face's order of operations keeps more."""
-    if config.model.precision_align != "none":
+    if config.model.precision_align is not None:
         return []
-    words = {"none": "none", "selective": "sel", "full": "full"}
-    kept = activation_bytes(config, cuda=bool(machine.cuda_devices))
+    words: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}
+    kept = activation_bytes(
+        config.model,
+        config.parallel,
+        config.training,
+        length=config.sample_length,
+        cuda=bool(machine.cuda_devices),
+    )
     sizes = ", ".join(f"{words[setting]} {size_text(num_bytes)}" for setting, num_bytes in kept.items())
     return [
         f"activations a layer and micro-batch keep {sizes} for backward; "

@@ -83,7 +83,7 @@ def build_model(
     config: RunConfig, groups: ProcessGroupCollection, device: torch.device
 ) -> tuple[list[LlamaModel], OverlappedDistributedOptimizer]:
     """The stages of this rank and the optimizer whose flat buffer is their weights, which are not set yet."""
-    stages = build_llama_model(config, groups, device)
+    stages = build_llama_model(config.model, groups, device, config.execution)
     forget_weights(stages)  # or they would be there twice while the buffer is made
     return stages, build_optimizer(stages, config, groups)
 
@@ -117,11 +117,11 @@ def _load(run: Run) -> None:
             _log.info("nothing is left to train of %d steps, %d are done; config.yaml stays", wanted, resumed)
         return
     load = run.config.checkpoint.load
-    if load == "none":
+    if load is None:
         load = f"seed {run.config.training.seed}"
-        initialize_weights(run.stages, run.config)
+        initialize_weights(run.stages, run.config.model, run.config.training.seed)
     elif is_hf_folder(Path(load)):
-        import_hf(run.stages, Path(load), run.config, run.groups)
+        import_hf(run.stages, Path(load), run.config.model, run.groups)
     else:
         load_weights(Path(load), run.stages, run.config)
     run.optimizer.take_weights()

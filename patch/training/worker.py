@@ -118,13 +118,13 @@ def _write_config(config: RunConfig) -> None:
 def _export(this_run: Run) -> None:
     config = this_run.config
     target = Path(config.checkpoint.output_path) / HF_FOLDER
-    source = Path(config.checkpoint.load)
+    load = config.checkpoint.load
     this_run.optimizer.wait_for_weights()
     export_hf(
         this_run.stages,
         target,
-        config,
+        config.model,
         this_run.groups,
-        hf_source=source if has_hf_config(source) else None,
+        hf_source=Path(load) if load is not None and has_hf_config(load) else None,
         tokenizer=this_run.tokenizer,
     )
