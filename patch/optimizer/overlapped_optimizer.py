@@ -17,18 +17,17 @@ megatron/optimizer/overlapped_dist_optimizer.py) and ZeRO (Rajbhandari et al., a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from itertools import chain, groupby
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch.compat.torch_internals import foreach_norm
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending, WaitClock
@@ -36,14 +35,14 @@ from patch.errors import TrainingError
 from patch.optimizer.bucket import Reduction
 from patch.optimizer.grad_buffer import GradBuffer
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
-from patch.optimizer.layout import BucketShard, ParamRange, ParamSpec, ShardRange, lay_out
+from patch.optimizer.layout import ParamSpec, lay_out
 from patch.optimizer.loss_scale import LossScale
+from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.placement import Move
 from patch.optimizer.refusals import TrainedParameters, check_parameters
 from patch.optimizer.sharded_state import sharded_ranges, zeros_of_frozen
 
-_Key = TypeVar("_Key")
 _STATE = "optimizer.state"
 """What the keys of states in checkpoints begin with."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -137,22 +136,16 @@ class OverlappedDistributedOptimizer:
             on_backward=self.finish_param_sync,
             on_final=self._on_final_gradient,
         )
-        own = [bucket.shard(reduction.rank, reduction.num_shards) for bucket in bucket_ranges]
-        self._own_params = [r.params_within(*part) for r, part in zip(bucket_ranges, own, strict=True)]
-        self._begins = [begin for begin, _ in own]
-        shards = [self._shard(index) for index in range(len(bucket_ranges))]
+        self._own = OwnShards(
+            self.parameters,
+            self.grad_buffer.buckets,
+            self.param_buffer,
+            rank=reduction.rank,
+            num_shards=reduction.num_shards,
+            groups=groups,
+        )
         fixed_bytes = self.param_buffer.flat.nbytes + self.grad_buffer.num_bytes
-        self.adam = HybridAdam(shards, config, offload, fixed_bytes)
-
-    def _shard(self, index: int) -> BucketShard:
-        begin = self._begins[index]
-        ranges = [
-            ShardRange(merged.begin - begin, merged.end - begin, is_decayed, needs_extra_reduction)
-            for (is_decayed, needs_extra_reduction), merged in _merge(
-                self._own_params[index], self._treatment
-            )
-        ]
-        return BucketShard(self.grad_buffer.buckets[index].shard, self.param_buffer.shard(index), ranges)
+        self.adam = HybridAdam(self._own.shards, config, offload, fixed_bytes)
 
     def _wait_for_update(self, index: int, *, block: bool) -> bool:
         return self.adam.arrive(index, block=block)
@@ -201,13 +194,7 @@ class OverlappedDistributedOptimizer:
         if self._is_grad_synced:
             return
         self.grad_buffer.finish_grad_sync()
-        if self.groups.tp.size() > 1:
-            self._sum_sequence_parallel()
-        for bucket in self.grad_buffer.buckets:
-            for param in bucket.range.params[:1]:  # a tied embedding is alone in its bucket
-                if getattr(self.parameters[param.parameter], "shared_embedding", False):
-                    with self._clock.waiting():
-                        dist.all_reduce(bucket.shard, group=self.groups.embd)
+        self._own.sum_over_model_parallel(self._clock)
         self._is_grad_synced = True
 
     @torch.no_grad()
@@ -241,21 +228,11 @@ class OverlappedDistributedOptimizer:
     def get_grad_norm(self) -> float:
         """Global L2 norm of the unscaled gradients of the whole model, each weight counted once.
 
-        Sums are in float64. Infinity or NaN anywhere shows in it, on every rank.
+        Infinity or NaN anywhere shows in it, on every rank.
         """
-        counted = [
-            self._part(bucket.shard, index, merged)
-            for index, bucket in enumerate(self.grad_buffer.buckets)
-            for is_counted, merged in _merge(self._own_params[index], self._is_counted)
-            if is_counted
-        ]
-        # On a GPU vector_norm would first write a copy of the gradients in float64.
-        norms = foreach_norm(counted, 2, dtype=torch.float64) if counted else []
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        total = torch.stack([zero, *(norm**2 for norm in norms)]).sum()
         # Shards differ on all ranks of the job; replicas only over the ranks that share a model.
-        dist.all_reduce(total, group=None if self.is_sharded else self.groups.mp)
-        return total.sqrt().item() / self.loss_scale.value
+        group = None if self.is_sharded else self.groups.mp
+        return self._own.grad_norm(group) / self.loss_scale.value
 
     def _update(self, grad_norm: float, lr: float) -> None:
         limit = self.config.clip_grad
@@ -263,26 +240,11 @@ class OverlappedDistributedOptimizer:
         self.loss_scale.keep()
         self.adam.start_update(lr, scale)
         # The next forward needs the last bucket of backward first.
-        order = list(reversed(range(len(self._own_params))))
+        order = list(reversed(range(len(self._own.shards))))
         for indices in [[index] for index in order] if self.is_sharded else [order]:
             self.adam.update(indices)
             for index in indices:
                 self.param_buffer.start_param_sync(index)
-
-    def _sum_sequence_parallel(self) -> None:
-        """Sum over TP the gradients of which each TP rank saw a part of the tokens, in one message."""
-        parts = [
-            self._part(self.grad_buffer.buckets[index].shard, index, param)
-            for index, found in enumerate(self._own_params)
-            for param in found
-            if getattr(self.parameters[param.parameter], "sequence_parallel", False)
-        ]
-        if parts:
-            coalesced = torch.cat(parts)
-            with self._clock.waiting():
-                dist.all_reduce(coalesced, group=self.groups.tp)
-            for part, summed in zip(parts, coalesced.split([part.numel() for part in parts]), strict=True):
-                part.copy_(summed)
 
     def abandon_backward(self, num_micro_batches: int) -> None:
         """An error ended forward or backward of a step: send what the other ranks expect all the same.
@@ -407,39 +369,13 @@ class OverlappedDistributedOptimizer:
         dp_rank = 0 if self.is_sharded else self.groups.dp_cp.rank()
         sharded: ShardedStateDict = {}
         for name in self.adam.dtypes:
-            ranges = list(self._state_ranges(name))
+            ranges = list(self._own.state_ranges(partial(self.adam.state, name)))
             sharded |= sharded_ranges(model_state, ranges, f"{_STATE}.{name}", dp_rank)
         if not is_loading:
             trained = {id(parameter) for parameter in self.parameters}
             dp_rank = self.groups.dp_cp.rank()
             sharded |= zeros_of_frozen(model_state, trained, self.adam.dtypes, _STATE, dp_rank)
         return sharded
-
-    def _state_ranges(self, name: str) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
-        """Each part of a state: its parameter, the part's first element there, and a view of its values."""
-        for index, params in enumerate(self._own_params):
-            for param in params:
-                begin = param.begin - self._begins[index]
-                end = param.end - self._begins[index]
-                for first, state in self.adam.state(name, index, begin, end):
-                    yield self.parameters[param.parameter], param.offset + first - begin, state
-
-    def _part(self, shard: torch.Tensor, index: int, param: ParamRange) -> torch.Tensor:
-        """A parameter's elements within this rank's shard of bucket `index`."""
-        begin = self._begins[index]
-        return shard[param.begin - begin : param.end - begin]
-
-    def _treatment(self, param: ParamRange) -> tuple[bool, bool]:
-        """Whether a parameter decays, and whether its gradient is summed over more ranks than the bucket."""
-        parameter = self.parameters[param.parameter]
-        is_summed_over_tp = self.groups.tp.size() > 1 and getattr(parameter, "sequence_parallel", False)
-        return parameter.ndim > 1, is_summed_over_tp or getattr(parameter, "shared_embedding", False)
-
-    def _is_counted(self, param: ParamRange) -> bool:
-        """Whether this rank counts a parameter in the norm, of those that hold a copy."""
-        parameter = self.parameters[param.parameter]
-        is_cut = getattr(parameter, "tensor_model_parallel", False)
-        return not getattr(parameter, "shared", False) and (is_cut or self.groups.tp.rank() == 0)
 
 
 def _trained_in(
@@ -455,15 +391,6 @@ def _trained_in(
                 is_tied = getattr(parameter, "shared_embedding", False)
                 specs.append(ParamSpec(parameter.numel(), int(parameter.ndim <= 1), is_tied, stage))
     return named, specs
-
-
-def _merge(params: list[ParamRange], key: Callable[[ParamRange], _Key]) -> list[tuple[_Key, ParamRange]]:
-    """Neighbouring ranges with the same key as one."""
-    merged = []
-    for value, group in groupby(params, key):
-        members = list(group)
-        merged.append((value, members[0]._replace(end=members[-1].end)))
-    return merged
 
 
 def _like(parameters: list[torch.nn.Parameter], stages: Sequence[torch.nn.Module]) -> torch.Tensor:

@@ -1,0 +1,163 @@
+"""This rank's shards of all buckets, parameter by parameter: what they need beyond their bucket's reduction.
+
+Some gradients are summed over more ranks than their bucket: those of sequence-parallel parameters over
+tensor-parallel ranks, those of a tied embedding over the two stages that hold it. The norm counts each weight
+of the model once, though several ranks hold a copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from patch.compat.torch_internals import foreach_norm
+from patch.distributed.async_collectives import WaitClock
+from patch.optimizer.bucket import Bucket
+from patch.optimizer.layout import BucketShard, ParamRange, ShardRange
+from patch.optimizer.param_buffer import ParamBuffer
+
+_Key = TypeVar("_Key")
+
+
+class OwnShards:
+    """The parts of the trainable parameters that this rank updates.
+
+    Args:
+        parameters: all trainable ones; buckets refer to them by index.
+        buckets: their gradients. param_buffer: their values.
+        rank: this rank's shard. num_shards: ranks that share a bucket.
+        groups: tp, mp and embd are used.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[torch.nn.Parameter],
+        buckets: Sequence[Bucket],
+        param_buffer: ParamBuffer,
+        *,
+        rank: int,
+        num_shards: int,
+        groups: ProcessGroupCollection,
+    ) -> None:
+        self._parameters, self._buckets, self._groups = parameters, buckets, groups
+        parts = [bucket.range.shard(rank, num_shards) for bucket in buckets]
+        self._begins = [begin for begin, _ in parts]
+        self._params = [b.range.params_within(*part) for b, part in zip(buckets, parts, strict=True)]
+        self.shards = [
+            BucketShard(bucket.shard, param_buffer.shard(bucket.index), self._ranges(bucket.index))
+            for bucket in buckets
+        ]
+        """In the order of buckets."""
+
+    def sum_over_model_parallel(self, clock: WaitClock) -> None:
+        """Sum the gradients that need it over tensor-parallel ranks and over the stages of a tied embedding.
+
+        Args:
+            clock: gets the time that compute waits.
+        """
+        if self._groups.tp.size() > 1:
+            self._sum_sequence_parallel(clock)
+        for bucket in self._buckets:
+            for param in bucket.range.params[:1]:  # a tied embedding is alone in its bucket
+                if _is_tied(self._parameters[param.parameter]):
+                    with clock.waiting():
+                        dist.all_reduce(bucket.shard, group=self._groups.embd)
+
+    def _sum_sequence_parallel(self, clock: WaitClock) -> None:
+        """In one message."""
+        parts = [
+            self._grad(index, param)
+            for index, param in self._all()
+            if _is_sequence_parallel(self._parameters[param.parameter])
+        ]
+        if parts:
+            coalesced = torch.cat(parts)
+            with clock.waiting():
+                dist.all_reduce(coalesced, group=self._groups.tp)
+            for part, summed in zip(parts, coalesced.split([part.numel() for part in parts]), strict=True):
+                part.copy_(summed)
+
+    def grad_norm(self, group: dist.ProcessGroup | None) -> float:
+        """L2 norm of the gradients of the whole model; sums are in float64.
+
+        Args:
+            group: the ranks that hold different parts of it; None: all ranks.
+        """
+        counted = [
+            self._grad(index, merged)
+            for index, params in enumerate(self._params)
+            for is_counted, merged in _merge(params, self._is_counted)
+            if is_counted
+        ]
+        # On a GPU vector_norm would first write a copy of the gradients in float64.
+        norms = foreach_norm(counted, 2, dtype=torch.float64) if counted else []
+        zero = torch.zeros((), dtype=torch.float64, device=self.shards[0].grad.device)
+        total = torch.stack([zero, *(norm**2 for norm in norms)]).sum()
+        dist.all_reduce(total, group=group)
+        return total.sqrt().item()
+
+    def state_ranges(
+        self, state: Callable[[int, int, int], Iterator[tuple[int, torch.Tensor]]]
+    ) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
+        """Parts of a state: the parameter, the part's first element in it, and a view of the values.
+
+        Args:
+            state: views of the state of elements [begin, end) of shard `index`, each with its first element.
+        """
+        for index, param in self._all():
+            begin, end = param.begin - self._begins[index], param.end - self._begins[index]
+            for first, values in state(index, begin, end):
+                yield self._parameters[param.parameter], param.offset + first - begin, values
+
+    def _all(self) -> Iterator[tuple[int, ParamRange]]:
+        """Each parameter's part, with the index of its bucket."""
+        for index, params in enumerate(self._params):
+            for param in params:
+                yield index, param
+
+    def _grad(self, index: int, param: ParamRange) -> torch.Tensor:
+        begin = self._begins[index]
+        return self.shards[index].grad[param.begin - begin : param.end - begin]
+
+    def _ranges(self, index: int) -> list[ShardRange]:
+        begin = self._begins[index]
+        return [
+            ShardRange(merged.begin - begin, merged.end - begin, *treatment)
+            for treatment, merged in _merge(self._params[index], self._treatment)
+        ]
+
+    def _treatment(self, param: ParamRange) -> tuple[bool, bool]:
+        """Whether a parameter decays, and whether its gradient is summed over more ranks than the bucket."""
+        parameter = self._parameters[param.parameter]
+        is_summed_over_tp = self._groups.tp.size() > 1 and _is_sequence_parallel(parameter)
+        return parameter.ndim > 1, is_summed_over_tp or _is_tied(parameter)
+
+    def _is_counted(self, param: ParamRange) -> bool:
+        """Whether this rank counts a parameter in the norm, of those that hold a copy."""
+        parameter = self._parameters[param.parameter]
+        is_cut = getattr(parameter, "tensor_model_parallel", False)
+        return not getattr(parameter, "shared", False) and (is_cut or self._groups.tp.rank() == 0)
+
+
+def _is_sequence_parallel(parameter: torch.nn.Parameter) -> bool:
+    """Whether each tensor-parallel rank saw a part of the tokens (megatron-core's mark)."""
+    return getattr(parameter, "sequence_parallel", False)
+
+
+def _is_tied(parameter: torch.nn.Parameter) -> bool:
+    """Whether the first and the last pipeline stage hold it (megatron-core's mark)."""
+    return getattr(parameter, "shared_embedding", False)
+
+
+def _merge(params: list[ParamRange], key: Callable[[ParamRange], _Key]) -> list[tuple[_Key, ParamRange]]:
+    """Neighbouring ranges with the same key as one."""
+    merged = []
+    for value, group in groupby(params, key):
+        members = list(group)
+        merged.append((value, members[0]._replace(end=members[-1].end)))
+    return merged
