@@ -93,6 +93,11 @@ class Compiled(Case):
         return model
 
 
+class WholeGraph(Case):
+    def build(self) -> torch.nn.Module:
+        return torch.compile(super().build(), backend="eager", fullgraph=True)
+
+
 def hugging_face(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
     tokens = (batch * 100).long() % 29
     found = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
@@ -131,6 +136,7 @@ CASES = {
     "two reentrant checkpoints": Case(lambda m, x: in_checkpoints(m, x, True), bound=REPEATS_BOUND),
     "two other checkpoints": Case(lambda m, x: in_checkpoints(m, x, False)),
     "torch.compile": Compiled(lambda model, x: loss_of(model(x))),
+    "fullgraph": WholeGraph(lambda model, x: loss_of(model(x))),
 }
 
 
@@ -138,8 +144,7 @@ LEFT_OUT = [
     # No memory to wait for the second gradient: an error, see test_micro_batches.py.
     ("two reentrant checkpoints", ZeroStage.GRADIENTS),
     # Compiling takes its time.
-    ("torch.compile", ZeroStage.NONE),
-    ("torch.compile", ZeroStage.OPTIMIZER),
+    *product(("torch.compile", "fullgraph"), (ZeroStage.NONE, ZeroStage.OPTIMIZER)),
 ]
 
 
@@ -161,6 +166,8 @@ def check(case: Case, zero_stage: ZeroStage, rank: int) -> None:
     optimizer = build_optimizer([model], config, zero_stage)
     for step in make_steps(3, 2, 2):
         optimizer.zero_grad(LR)
+        if isinstance(case, WholeGraph):  # it refuses to wait
+            optimizer.finish_param_sync()
         for index, batch in enumerate(step[rank]):
             with nullcontext() if index else optimizer.no_sync():
                 case.loss(model, batch).backward()
