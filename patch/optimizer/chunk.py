@@ -1,12 +1,12 @@
 """Optimizer states in chunks: the unit in which they are placed, moved, updated and counted.
 
-A range of a shard (layout.ShardRange) is registered Next-Fit: behind the one before, or in a new
-chunk when it does not fit; ranges longer than a chunk are cut. All chunks have one size, in elements, so that
-buffers can be exchanged instead of copied. A chunk's states travel together. Ranges whose gradients become
-final late have chunks of their own, behind the others; nothing is exchanged with these, so their buffers
-are as long as what they hold.
+Ranges of elements of bucket shards are registered Next-Fit: behind the range before, or in a new chunk when
+they do not fit; ranges longer than a chunk are cut. All chunks have one size, in elements, so that buffers
+can be exchanged instead of copied. A chunk's states travel together. Ranges whose gradients need an extra
+reduction have chunks of their own, behind the others; their buffers are only as long as what they hold,
+because they are never exchanged.
 
-After Chunk and ChunkManager of Pai-Megatron-Patch (megatron/core/optimizer/chunk), which took them from
+Source: Chunk and ChunkManager of Pai-Megatron-Patch (megatron/core/optimizer/chunk), which took them from
 ColossalAI's Gemini.
 """
 
@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from patch.memory import HOST, Allocator, StagedCopier
+from patch.optimizer.layout import ShardRange
 
 # The search tries this many multiples of a unit: 8 Mi elements, or a 64th of a small model.
 _CANDIDATES, _UNIT, _UNITS_OF_SMALL = 16, 8 << 20, 64
@@ -32,7 +33,8 @@ class Chunk:
     """A flat buffer of one state.
 
     Args:
-        size: elements. memory: where it lies at first.
+        size: elements.
+        memory: where the buffer is allocated.
     """
 
     def __init__(self, size: int, memory: Allocator, dtype: torch.dtype = torch.float32) -> None:
@@ -41,7 +43,7 @@ class Chunk:
         self.data = memory.allocate(size, dtype)
 
     def alloc_tensor(self, numel: int) -> torch.Tensor:
-        """The next `numel` elements; zeros. A view until the chunk moves.
+        """Take the next `numel` elements, zeros; the view is valid until the chunk moves.
 
         Raises:
             ChunkFullError: fewer are left.
@@ -52,7 +54,7 @@ class Chunk:
         return self.data[self.used - numel : self.used]
 
     def append_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor behind those that are there; its view, flat.
+        """Copy a tensor behind those that are there, and return its flat view.
 
         Raises:
             ChunkFullError: it does not fit.
@@ -60,77 +62,83 @@ class Chunk:
         return self.alloc_tensor(tensor.numel()).copy_(tensor.detach().reshape(-1))
 
     def clone(self, memory: Allocator) -> Chunk:
-        """A chunk of the same layout, all zeros."""
+        """A chunk of the same layout in `memory`, all zeros."""
         twin = Chunk(self.size, memory, self.data.dtype)
         twin.used = self.used
         return twin
 
 
-class Segment(NamedTuple):
-    """Elements of one shard in a chunk."""
+class ChunkRange(NamedTuple):
+    """Neighbouring elements of one bucket shard that lie in one chunk."""
 
     shard: int
+    """Index of the bucket shard."""
     begin: int
-    """First element in the shard."""
+    """First element, counted in the shard."""
     end: int
     is_decayed: bool
     offset: int
-    """First element in the chunk."""
+    """First element, counted in the chunk."""
 
     @property
-    def place(self) -> slice:
-        """Its elements in the chunk's buffers."""
+    def in_shard(self) -> slice:
+        """The elements, counted in the shard."""
+        return slice(self.begin, self.end)
+
+    @property
+    def in_chunk(self) -> slice:
+        """The elements, counted in the chunk's buffers."""
         return slice(self.offset, self.offset + self.end - self.begin)
 
 
 class StateChunk:
-    """The states of up to `size` elements; without buffers until `allocate`."""
+    """The states of up to `size` elements, one `Chunk` for each; without buffers until `allocate`."""
 
-    def __init__(self, size: int, is_late: bool) -> None:
-        self.size, self.is_late = size, is_late
+    def __init__(self, size: int, needs_extra_reduction: bool) -> None:
+        self.size, self.needs_extra_reduction = size, needs_extra_reduction
         self.index = 0
-        """In the order of backward: the gradients of chunk 0 come first, its weights are needed last."""
-        self.segments: list[Segment] = []
+        """In the order of backward: the gradients of chunk 0 come first, its parameters are needed last."""
+        self.ranges: list[ChunkRange] = []
         self.is_on_host = False
         self.states: dict[str, Chunk] = {}
-        self._arriving: Future[None] | None = None
+        self._transfer: Future[None] | None = None
 
     @property
     def numel(self) -> int:
         """Elements in use."""
-        return self.segments[-1].place.stop if self.segments else 0
+        return self.ranges[-1].in_chunk.stop if self.ranges else 0
 
     @property
     def num_bytes(self) -> int:
-        """Of its buffers, what is not in use included."""
+        """Bytes allocated for all states, including unused space."""
         return sum(chunk.data.nbytes for chunk in self.states.values())
 
     def views(self, name: str, shard: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """A state of elements [begin, end) of a shard: views, each with its first element in the shard."""
-        self.settle()
-        for segment in self.segments:
-            first, last = max(begin, segment.begin), min(end, segment.end)
-            if segment.shard == shard and first < last:
-                offset = segment.offset + first - segment.begin
+        """Views of a state of elements [begin, end) of a shard, each with its first element in the shard."""
+        self.wait_for_transfer()
+        for range_ in self.ranges:
+            first, last = max(begin, range_.begin), min(end, range_.end)
+            if range_.shard == shard and first < last:
+                offset = range_.offset + first - range_.begin
                 yield first, self.states[name].data[offset : offset + last - first]
 
     def allocate(self, dtypes: Mapping[str, torch.dtype], memory: Allocator) -> None:
-        """Make a buffer of zeros for each state."""
-        size = self.numel if self.is_late else self.size
+        """Allocate a buffer of zeros for each state."""
+        size = self.numel if self.needs_extra_reduction else self.size
         self.states = {name: Chunk(size, memory, dtype) for name, dtype in dtypes.items()}
         for chunk in self.states.values():
             chunk.alloc_tensor(self.numel)
 
-    def reset_device(self, memory: Allocator, transfer: StagedCopier, *, is_host: bool) -> None:
-        """Move all states; views of them go stale.
+    def reset_device(self, memory: Allocator, copier: StagedCopier, *, is_host: bool) -> None:
+        """Move all states to other memory; views of them become invalid.
 
-        What goes to the host has left the device when this returns: its memory is wanted there. What goes
-        to the device may still be on its way, see `settle`.
+        States that move to the host have left the device when this returns, because their memory is wanted
+        there. States that move to the device may still be on their way, see `wait_for_transfer`.
 
         Raises:
             OutOfMemoryError: the device has no room; all states are where they were.
         """
-        self.settle()
+        self.wait_for_transfer()
         twins: dict[str, Chunk] = {}
         try:
             for name, chunk in self.states.items():
@@ -141,18 +149,18 @@ class StateChunk:
             raise
         copies = [(chunk.data, twins[name].data) for name, chunk in self.states.items()]
         if is_host:
-            transfer.copy_to_host(copies)
+            copier.copy_to_host(copies)
         else:
-            self._arriving = transfer.copy_to_device(copies)
+            self._transfer = copier.copy_to_device(copies)
         for chunk in self.states.values():
             chunk.memory.free(chunk.data)
         self.states, self.is_on_host = twins, is_host
 
-    def settle(self) -> None:
-        """Wait until all states are where they were moved to; call before they are used."""
-        if self._arriving is not None:
-            self._arriving.result()
-            self._arriving = None
+    def wait_for_transfer(self) -> None:
+        """Wait until all states are where they were moved to; call it before they are used."""
+        if self._transfer is not None:
+            self._transfer.result()
+            self._transfer = None
 
 
 class ChunkManager:
@@ -161,53 +169,55 @@ class ChunkManager:
     Args:
         size: elements of a chunk.
         device: the memory of chunks that are not on the host.
-        transfer: carries what moves between them; None where nothing does.
+        copier: copies chunks that move; None where chunks never move.
     """
 
-    def __init__(self, size: int, device: Allocator, transfer: StagedCopier | None = None) -> None:
-        self.size, self._device, self._transfer = size, device, transfer
+    def __init__(self, size: int, device: Allocator, copier: StagedCopier | None = None) -> None:
+        self.size, self._device, self._copier = size, device, copier
         self.chunks: list[StateChunk] = []
         self._open: dict[bool, StateChunk] = {}
 
-    def register(self, shard: int, begin: int, end: int, *, is_decayed: bool, is_late: bool) -> None:
-        """Give elements [begin, end) of a shard their places, Next-Fit; before `allocate`.
+    def register(self, shard: int, elements: ShardRange) -> None:
+        """Assign a range of a bucket shard to chunks, Next-Fit; call it before `allocate`.
 
         Args:
-            is_late: the gradient is not final when the shard's reduction is.
+            shard: index of the bucket shard.
+            elements: the range; one whose gradient needs an extra reduction goes to chunks of its own.
         """
+        begin, end, is_decayed, needs_extra_reduction = elements
         while begin < end:
-            chunk = self._open.get(is_late)
+            chunk = self._open.get(needs_extra_reduction)
             if chunk is None or chunk.numel + min(end - begin, self.size) > self.size:
-                chunk = self._open[is_late] = StateChunk(self.size, is_late)
+                chunk = self._open[needs_extra_reduction] = StateChunk(self.size, needs_extra_reduction)
                 self.chunks.append(chunk)
             stop = min(end, begin + self.size - chunk.numel)
-            chunk.segments.append(Segment(shard, begin, stop, is_decayed, chunk.numel))
+            chunk.ranges.append(ChunkRange(shard, begin, stop, is_decayed, chunk.numel))
             begin = stop
 
-    def close(self) -> None:
-        """Number the chunks, after the last `register`: late ones follow the others."""
-        self.chunks.sort(key=lambda chunk: chunk.is_late)
+    def finish_registration(self) -> None:
+        """Number the chunks; those whose gradients need an extra reduction follow the others."""
+        self.chunks.sort(key=lambda chunk: chunk.needs_extra_reduction)
         for index, chunk in enumerate(self.chunks):
             chunk.index = index
 
     def allocate(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Make every chunk's buffers, one for each state, where the chunk is to lie."""
+        """Allocate every chunk's buffers, one for each state, on the host or the device."""
         for chunk in self.chunks:
             chunk.allocate(dtypes, HOST if chunk.is_on_host else self._device)
 
     def move(self, chunk: StateChunk, *, to_host: bool) -> None:
-        """Move a chunk of which no update is under way.
+        """Move a chunk that is not being updated.
 
         Raises:
             OutOfMemoryError: the device has no room; nothing moved.
         """
         if to_host != chunk.is_on_host:
-            assert self._transfer is not None, "nothing moves here"
-            chunk.reset_device(HOST if to_host else self._device, self._transfer, is_host=to_host)
+            assert self._copier is not None, "these chunks never move"
+            chunk.reset_device(HOST if to_host else self._device, self._copier, is_host=to_host)
 
     @property
     def num_elements(self) -> int:
-        """Elements of all chunks that are in use."""
+        """Elements in use, over all chunks."""
         return sum(chunk.numel for chunk in self.chunks)
 
     @property
@@ -224,7 +234,7 @@ class ChunkManager:
 def find_best_chunk_size(numels: Sequence[int]) -> int:
     """The chunk size, in elements, that leaves the fewest elements of chunks unused.
 
-    Of equally good ones the smallest is taken: the offloaded fraction is then exacter.
+    The smallest of equally good sizes is taken: with small chunks the offloaded fraction is more exact.
 
     Args:
         numels: lengths of the ranges, in the order of registration.
@@ -238,5 +248,5 @@ def find_best_chunk_size(numels: Sequence[int]) -> int:
 def _unused(numels: Sequence[int], size: int) -> int:
     manager = ChunkManager(size, HOST)
     for numel in numels:
-        manager.register(0, 0, numel, is_decayed=False, is_late=False)
+        manager.register(0, ShardRange(0, numel, is_decayed=False, needs_extra_reduction=False))
     return sum(size - chunk.numel for chunk in manager.chunks)

@@ -1,89 +1,76 @@
-"""Updates of chunks on the host, beside the device's work.
+"""Updates of chunks on the host, in parallel with the device's work.
 
-    gradient final on the device -> copied to the host -> Adam kernel -> new weights copied back
+    gradient final on the device -> copied to the host -> Adam kernel -> new parameters copied back
 
-Copies to the host are queued while backward runs, as soon as the host knows what they are to wait for: those
-for which there are pinned buffers, the others when the one worker thread, which updates, gives buffers back.
-While backward still runs, some of these chunks are updated *speculatively*: with the scale that no clipping
-gives, into a shadow of their states. When the norm says so, the shadow takes the place of the states (an
-exchange of buffers), else it is forgotten and the chunk updated like any other; either way the bits are those
-of the plain order. What the worker has not begun by then is done in the order in which weights are needed.
+Copies to the host start while backward runs, as soon as a chunk's gradients are known to be final: first for
+as many chunks as there are pinned input buffers, for the others when the worker thread, which runs the
+kernel, has released buffers. While backward still runs, some of these chunks are updated *speculatively*:
+with the gradient scale that applies if nothing is clipped, and into a shadow, a second set of their states.
+If the gradient norm confirms that scale, the shadow is exchanged with the states; if not, it is ignored and
+the chunk is updated again from the untouched states. Either way the bits are those of an update after
+backward. Chunks that the worker has not begun when the norm is known are updated in the order in which their
+parameters are needed.
 
-Idea of a speculative step: SuperOffload (arXiv:2509.21271), there with a rollback that is not exact.
+Source: the idea of a speculative step is SuperOffload's (arXiv:2509.21271), whose rollback is not exact.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from itertools import islice
+from itertools import cycle, islice
 from threading import Lock
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
-from patch.distributed.async_collectives import Pending
-from patch.memory import HOST, Event, OffloadDevice
+from patch.memory import Event, Joinable, OffloadDevice
 from patch.optimizer.chunk import Chunk, StateChunk
+from patch.optimizer.host_buffers import HostBuffers, InputBuffers, OutputBuffers
 from patch.optimizer.kernels import AdamScalars, Segment, States, adam_kernel
 from patch.optimizer.layout import BucketShard
 
-# Of the chunks on the host, at most this share is updated speculatively.
-_SHADOW_SHARE = 0.5
-# Of the host memory that states leave, what shadows may take, and what pinned inputs may.
-_SHADOW_BYTES, _INPUT_BYTES = 0.5, 0.25
-# It pauses while it failed in more than this share of recent steps; how fast older steps are forgotten.
-_MAX_FAILURES, _MEMORY = 0.2, 0.9
-_Buffers = TypeVar("_Buffers")
+# Speculation pauses while it failed in more than this share of recent steps.
+_MAX_FAILURE_RATE = 0.2
+# The failure rate is an exponential moving average: the weight of the past in each step.
+_FAILURE_RATE_DECAY = 0.9
 
 
-def kernel_states(chunks: Mapping[str, Chunk], place: slice, weight: torch.Tensor) -> States:
-    """What the update of some elements of a chunk reads or writes, `weight` being theirs."""
-    moments = chunks["exp_avg"].data[place], chunks["exp_avg_sq"].data[place]
+def adam_states(states: Mapping[str, Chunk], in_chunk: slice, param: torch.Tensor) -> States:
+    """What the Adam kernel reads or writes of some elements of a chunk.
+
+    Args:
+        states: a chunk's buffers.
+        in_chunk: the elements, counted in the chunk.
+        param: (n,) the parameters of these elements.
+    """
+    moments = states["exp_avg"].data[in_chunk], states["exp_avg_sq"].data[in_chunk]
     for name in ("master", "master_low"):
-        if name in chunks:
-            return States(chunks[name].data[place], *moments, weight)
-    return States(weight, *moments)
+        if name in states:
+            return States(states[name].data[in_chunk], *moments, param)
+    return States(param, *moments)
 
 
-class _Inputs:
-    """Pinned buffers of what an update reads from the device."""
-
-    def __init__(self, size: int, like: BucketShard, device: OffloadDevice) -> None:
-        self.grad = device.allocate_pinned(size, like.grad.dtype)
-        is_master = like.param.dtype != torch.float16
-        self.weight = device.allocate_pinned(size, like.param.dtype) if is_master else None
-        """Weights that are masters (fp32), or their high bits (bf16)."""
-
-
-class _Results:
-    """What an update writes."""
-
-    def __init__(self, size: int, like: BucketShard, device: OffloadDevice) -> None:
-        self.weight = device.allocate_pinned(size, like.param.dtype)
-        self.shadow: dict[str, Chunk] = {}
-        """The states, where they are not to be written over the old ones."""
-        self.sent: Event | None = None
-        """The end of the copies that left `weight` last."""
-
-
-class _Update:
+class _ChunkUpdate:
     """One chunk's update in one step."""
 
-    def __init__(self, chunk: StateChunk, final: Event) -> None:
-        self.chunk, self.final = chunk, final
-        """`final`: the point at which its gradients are."""
-        self.inputs: _Inputs | None = None
-        self.arrived: Event | None = None
+    def __init__(self, chunk: StateChunk, grads_final: Event) -> None:
+        self.chunk = chunk
+        self.grads_final = grads_final
+        """The point at which the chunk's gradients are final on the device."""
+        self.inputs: InputBuffers | None = None
+        self.inputs_copied: Event | None = None
         """The end of the copies to `inputs`."""
 
 
 class _Speculation(NamedTuple):
-    update: _Update
-    results: _Results
+    """A speculative update that was given to the worker."""
+
+    update: _ChunkUpdate
+    outputs: OutputBuffers
     job: Future[None]
 
 
@@ -91,11 +78,11 @@ class HostUpdates:
     """The updates of all chunks on the host.
 
     Args:
-        shards: where gradients and weights lie.
-        dtypes: of the states that a chunk holds.
+        shards: the bucket shards, whose gradients and parameters lie on the device.
+        dtypes: types of the states that a chunk holds.
         size: elements of a chunk.
-        device: the device that gradients come from and weights go to.
-        spare_bytes: host memory of this process that states leave.
+        device: the device that gradients come from and parameters go to.
+        spare_bytes: host memory of this process beside the states.
     """
 
     def __init__(
@@ -106,126 +93,133 @@ class HostUpdates:
         device: OffloadDevice,
         spare_bytes: int,
     ) -> None:
-        self._shards, self._dtypes, self._size = shards, dtypes, size
-        self._device = device
-        gradient, weight = shards[0].grad.dtype, shards[0].param.dtype
-        shadow_bytes = size * sum(dtype.itemsize for dtype in (*dtypes.values(), weight))
-        self._max_shadows = int(_SHADOW_BYTES * spare_bytes) // shadow_bytes
-        input_bytes = size * (gradient.itemsize + weight.itemsize)
-        self._max_inputs = 2 + int(_INPUT_BYTES * spare_bytes) // input_bytes
+        self._shards, self._device = shards, device
+        self._buffers = HostBuffers(size, dtypes, shards[0], device, spare_bytes)
         self._kernel = adam_kernel(torch.device("cpu"))
         self._worker = ThreadPoolExecutor(1, "host-adam", initializer=device.set_device)
         self._lock = Lock()
-        """Of `_inputs` and `_order`."""
-        self._inputs: deque[_Inputs] = deque()
-        """Those that no update has."""
-        self._order: deque[_Update] = deque()
-        """Updates of this step that the worker has not begun, in the order in which it will, or may."""
-        self._plain: deque[_Results] = deque()
-        self._shadows: deque[_Results] = deque()
-        """Those that no update of this step has."""
+        """Guards `_buffers.inputs` and `_queue`."""
+        self._queue: deque[_ChunkUpdate] = deque()
+        """Updates that the worker has not begun, in the order in which it will, or may."""
         self._expected: AdamScalars | None = None
-        self._final: dict[StateChunk, _Update] = {}
-        """Chunks whose gradients are known to be final in the step under way."""
-        self._speculated: dict[StateChunk, _Speculation] = {}
-        self._written: dict[StateChunk, Future[Event]] = {}
-        self.failures = 0.0
+        """What the step under way will update with if nothing is clipped."""
+        self._updates: dict[StateChunk, _ChunkUpdate] = {}
+        """Of the step under way: chunks whose gradients are known to be final."""
+        self._speculations: dict[StateChunk, _Speculation] = {}
+        self._jobs: dict[StateChunk, Future[Event]] = {}
+        """Updates of the last step that nobody has waited for; each gives the end of the copies back."""
+        self.failure_rate = 0.0
         """Recent share of steps in which the expected scalars were wrong."""
         self.busy_s = self.waited_s = 0.0
         """How long the worker has updated, and how long others have waited for it."""
 
-    def prepare(self, num_chunks: int) -> None:
-        """Have buffers for `num_chunks` chunks on the host; between two steps."""
-        arguments = self._size, self._shards[0], self._device
-        while len(self._plain) < min(2, num_chunks):
-            self._plain.append(_Results(*arguments))
-        _resize(self._inputs, min(num_chunks, self._max_inputs), lambda: _Inputs(*arguments))
-        wanted = min(int(num_chunks * _SHADOW_SHARE), self._max_shadows)
-        _resize(self._shadows, wanted, self._make_shadow)
+    def resize_buffers(self, num_chunks: int) -> None:
+        """Allocate or drop buffers for `num_chunks` chunks on the host; call it between two steps."""
+        self._buffers.resize(num_chunks)
 
-    def _make_shadow(self) -> _Results:
-        results = _Results(self._size, self._shards[0], self._device)
-        results.shadow = {name: Chunk(self._size, HOST, dtype) for name, dtype in self._dtypes.items()}
-        return results
+    def start_step(self, expected: AdamScalars) -> None:
+        """Begin a step, before its backward.
 
-    def expect(self, scalars: AdamScalars) -> None:
-        """Begin a step that will probably update with these scalars: no clipping."""
-        self._expected = scalars
+        Args:
+            expected: what the step will update with if nothing is clipped.
+        """
+        self._expected = expected
 
-    def bring(self, chunk: StateChunk, after: Pending | None) -> None:
-        """The gradients of a chunk are final once `after` is done: have them copied to the host then.
+    def grads_ready(self, chunk: StateChunk, after: Joinable | None) -> None:
+        """Copy a chunk's gradients to the host, and update it speculatively where that is possible.
 
-        It is updated into a shadow where one is free and speculation has not failed too often of late.
-        Returns at once.
+        It is possible where a shadow is free and speculation has not failed too often. Returns at once.
+
+        Args:
+            chunk: a chunk on the host.
+            after: the gradients are final when this is done (None: in the current stream's order).
         """
         assert self._expected is not None
-        update = self._final[chunk] = _Update(chunk, self._device.record_event(after))
+        update = self._updates[chunk] = _ChunkUpdate(chunk, self._device.record_event(after))
         with self._lock:
-            self._order.append(update)
-            self._bring_what_fits()
-        if self.failures < _MAX_FAILURES and self._shadows:
-            results = self._shadows.popleft()
-            job = self._worker.submit(self._update_shadow, update, results, self._expected)
-            self._speculated[chunk] = _Speculation(update, results, job)
+            self._queue.append(update)
+            self._prefetch_inputs()
+        if self.failure_rate < _MAX_FAILURE_RATE and self._buffers.shadow_outputs:
+            outputs = self._buffers.shadow_outputs.popleft()
+            job = self._worker.submit(self._update_speculatively, update, outputs, self._expected)
+            self._speculations[chunk] = _Speculation(update, outputs, job)
 
-    def start(self, chunks: Sequence[StateChunk], scalars: AdamScalars) -> None:
-        """Update chunks, in the order in which their weights are wanted; returns at once.
+    def start_updates(self, chunks: Sequence[StateChunk], scalars: AdamScalars) -> None:
+        """Update chunks in the background; returns at once.
 
-        The gradients of all of them are final where the compute stream is now, and the host knows that
-        what was to read the old weights has done so.
+        The gradients of all chunks are final at the end of what the current stream has been given, and
+        the host knows that all readers of the old parameters have ended.
+
+        Args:
+            chunks: all chunks on the host, those first whose parameters are needed first.
+            scalars: what the step updates with.
         """
-        assert not self._written, "weights of the step before are waited for first"
+        assert not self._jobs, "the step before was not waited for"
         is_wrong = scalars != self._expected
         if self._expected is not None:
-            self.failures = _MEMORY * self.failures + (1 - _MEMORY) * is_wrong
-        done = self._end_speculation(is_wrong)
+            self.failure_rate = _FAILURE_RATE_DECAY * self.failure_rate + (1 - _FAILURE_RATE_DECAY) * is_wrong
+        speculated = self._end_speculation(is_wrong)
         now = self._device.record_event()
         updates = {
-            chunk: self._final.get(chunk) or _Update(chunk, now) for chunk in chunks if chunk not in done
+            chunk: self._updates.get(chunk) or _ChunkUpdate(chunk, now)
+            for chunk in chunks
+            if chunk not in speculated
         }
         with self._lock:
-            self._order = deque(updates.values())
-            self._bring_what_fits()
+            self._queue = deque(updates.values())
+            self._prefetch_inputs()
+        outputs_in_turn = cycle(self._buffers.outputs)
         for chunk in chunks:
-            if chunk in done:
-                self._written[chunk] = self._worker.submit(self._commit, done[chunk])
+            if chunk in speculated:
+                self._jobs[chunk] = self._worker.submit(self._commit, speculated[chunk])
             else:
-                self._written[chunk] = self._worker.submit(self._update_in_place, updates[chunk], scalars)
-        self._final, self._expected = {}, None
+                self._jobs[chunk] = self._worker.submit(
+                    self._update_in_place, updates[chunk], next(outputs_in_turn), scalars
+                )
+        self._updates, self._expected = {}, None
 
-    def cancel(self) -> None:
-        """Forget what was brought and speculated, the step is not taken; nothing of it is under way after."""
+    def cancel_step(self) -> None:
+        """The step under way is not taken: wait for its speculative updates and ignore them."""
         for speculation in self._end_speculation(is_wrong=False).values():
             speculation.job.exception()
         with self._lock:
-            for update in set(self._order).intersection(self._final.values()):
-                self._order.remove(update)
-                self._give_back(update)
-        self._final, self._expected = {}, None
+            for update in set(self._queue).intersection(self._updates.values()):
+                self._queue.remove(update)
+                self._release_inputs(update)
+        self._updates, self._expected = {}, None
 
     def _end_speculation(self, is_wrong: bool) -> dict[StateChunk, _Speculation]:
-        """Drop what the worker has not begun, or all where the scalars were wrong; what is left."""
-        left = {}
-        for chunk, speculation in self._speculated.items():
-            # The worker comes to its next use after all that it has to do now.
-            self._shadows.append(speculation.results)
-            if not speculation.job.cancel():
-                if is_wrong:  # its inputs may be another update's by now
-                    self._final[chunk] = _Update(chunk, speculation.update.final)
-                else:
-                    left[chunk] = speculation
-        self._speculated = {}
-        return left
+        """Cancel the speculative updates that the worker has not begun.
 
-    def arrive(self, chunk: StateChunk, *, block: bool) -> bool:
-        """Let the current stream wait for a chunk's new weights.
-
+        Args:
+            is_wrong: the others are to be done again.
         Returns:
-            False where they are not written yet and not `block`.
-        Raises:
-            Exception: what the worker met.
+            those that are good, by chunk: done or under way.
         """
-        job = self._written.get(chunk)
+        good = {}
+        for chunk, speculation in self._speculations.items():
+            # The worker uses the outputs again only after all jobs that it has now.
+            self._buffers.shadow_outputs.append(speculation.outputs)
+            if not speculation.job.cancel():
+                if is_wrong:  # another update may have its inputs by now
+                    self._updates[chunk] = _ChunkUpdate(chunk, speculation.update.grads_final)
+                else:
+                    good[chunk] = speculation
+        self._speculations = {}
+        return good
+
+    def wait_for_update(self, chunk: StateChunk, *, block: bool) -> bool:
+        """Make the current stream wait for a chunk's new parameters.
+
+        Args:
+            chunk: any chunk; for one that is not being updated nothing is waited for.
+            block: block this thread until the worker has updated the chunk.
+        Returns:
+            False where the worker has not updated the chunk yet and `block` is false.
+        Raises:
+            Exception: what the worker raised.
+        """
+        job = self._jobs.get(chunk)
         if job is None:
             return True
         if not block and not job.done():
@@ -233,101 +227,103 @@ class HostUpdates:
         begin = time.perf_counter()
         job.result().wait()
         self.waited_s += time.perf_counter() - begin
-        del self._written[chunk]
+        del self._jobs[chunk]
         return True
 
-    def _bring_what_fits(self) -> None:
-        """Have as many updates' inputs copied as buffers are free; with the lock."""
-        for update in self._order:
-            if not self._inputs:
+    def _prefetch_inputs(self) -> None:
+        """Start copies for as many updates of the queue as there are free input buffers; call it locked."""
+        for update in self._queue:
+            if not self._buffers.inputs:
                 break
             if update.inputs is None:
-                self._bring(update)
+                self._copy_inputs(update)
 
-    def _bring(self, update: _Update) -> None:
-        """Have an update's inputs copied, with the lock; where no buffer is free, to that needed last."""
-        if not self._inputs:
-            self._give_back(next(other for other in reversed(self._order) if other.inputs is not None))
-        inputs = update.inputs = self._inputs.popleft()
+    def _copy_inputs(self, update: _ChunkUpdate) -> None:
+        """Start to copy an update's inputs to the host; call it locked.
+
+        Where no buffers are free, it takes those of the update that comes last.
+        """
+        if not self._buffers.inputs:
+            self._release_inputs(next(other for other in reversed(self._queue) if other.inputs is not None))
+        inputs = update.inputs = self._buffers.inputs.popleft()
         copies = []
-        for s in update.chunk.segments:
-            shard = self._shards[s.shard]
-            copies.append((shard.grad[s.begin : s.end], inputs.grad[s.place]))
-            if inputs.weight is not None:
-                copies.append((shard.param[s.begin : s.end], inputs.weight[s.place]))
-        update.arrived = self._device.copy_to_host(copies, update.final)
+        for r in update.chunk.ranges:
+            shard = self._shards[r.shard]
+            copies.append((shard.grad[r.in_shard], inputs.grad[r.in_chunk]))
+            if inputs.param is not None:
+                copies.append((shard.param[r.in_shard], inputs.param[r.in_chunk]))
+        update.inputs_copied = self._device.copy_to_host(copies, update.grads_final)
 
-    def _give_back(self, update: _Update) -> None:
-        """Free an update's buffers, with the lock; copies under way to them end before those to come."""
+    def _release_inputs(self, update: _ChunkUpdate) -> None:
+        """Free an update's input buffers; call it locked. Copies to them end before any later copy."""
         if update.inputs is not None:
-            self._inputs.append(update.inputs)
+            self._buffers.inputs.append(update.inputs)
             update.inputs = None
 
     # What follows runs in the worker.
 
-    def _update_shadow(self, update: _Update, results: _Results, scalars: AdamScalars) -> None:
-        with self._begun(update):
-            self._compute(update, scalars, results, results.shadow)
-
-    def _update_in_place(self, update: _Update, scalars: AdamScalars) -> Event:
-        self._plain.rotate(-1)
-        with self._begun(update):
-            self._compute(update, scalars, self._plain[0], update.chunk.states)
-        return self._send(update.chunk, self._plain[0])
+    def _update_speculatively(
+        self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: AdamScalars
+    ) -> None:
+        with self._inputs_of(update):
+            self._compute(update, scalars, outputs, outputs.shadow)
 
     def _commit(self, speculation: _Speculation) -> Event:
-        update, results, job = speculation
-        job.result()  # or what it met
-        update.chunk.states, results.shadow = results.shadow, update.chunk.states
-        return self._send(update.chunk, results)
+        """Exchange the states of a chunk with those that its speculative update has made."""
+        update, outputs, job = speculation
+        job.result()  # raises what the update raised
+        update.chunk.states, outputs.shadow = outputs.shadow, update.chunk.states
+        return self._copy_params_back(update.chunk, outputs)
+
+    def _update_in_place(self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: AdamScalars) -> Event:
+        with self._inputs_of(update):
+            self._compute(update, scalars, outputs, update.chunk.states)
+        return self._copy_params_back(update.chunk, outputs)
 
     @contextmanager
-    def _begun(self, update: _Update) -> Iterator[None]:
-        """Inside, an update's inputs are there or on their way, and so are those of the next one."""
+    def _inputs_of(self, update: _ChunkUpdate) -> Iterator[None]:
+        """Inside, the copies of an update's inputs have been started, and those of the next update's too."""
         with self._lock:
-            if update in self._order:  # `start` leaves out what has just begun
-                self._order.remove(update)
-            for coming in (update, *islice(self._order, 1)):
+            if update in self._queue:  # not where `start_updates` made a new queue meanwhile
+                self._queue.remove(update)
+            for coming in (update, *islice(self._queue, 1)):
                 if coming.inputs is None:
-                    self._bring(coming)
+                    self._copy_inputs(coming)
         try:
             yield
         finally:
             with self._lock:
-                self._give_back(update)
-                self._bring_what_fits()
+                self._release_inputs(update)
+                self._prefetch_inputs()
 
     def _compute(
-        self, update: _Update, scalars: AdamScalars, results: _Results, into: dict[str, Chunk]
+        self,
+        update: _ChunkUpdate,
+        scalars: AdamScalars,
+        outputs: OutputBuffers,
+        new_states: Mapping[str, Chunk],
     ) -> None:
-        assert update.inputs is not None and update.arrived is not None
-        update.arrived.synchronize()
-        if results.sent is not None:
-            results.sent.synchronize()
+        assert update.inputs is not None and update.inputs_copied is not None
+        update.inputs_copied.synchronize()
+        if outputs.copied is not None:
+            outputs.copied.synchronize()
         begin = time.perf_counter()
-        grad, new = update.inputs.grad, results.weight
-        old = new if update.inputs.weight is None else update.inputs.weight
+        grad, new_param = update.inputs.grad, outputs.param
+        old_param = new_param if update.inputs.param is None else update.inputs.param
         segments = [
             Segment(
-                grad[s.place],
-                kernel_states(update.chunk.states, s.place, old[s.place]),
-                s.is_decayed,
-                kernel_states(into, s.place, new[s.place]),
+                grad[r.in_chunk],
+                adam_states(update.chunk.states, r.in_chunk, old_param[r.in_chunk]),
+                r.is_decayed,
+                adam_states(new_states, r.in_chunk, new_param[r.in_chunk]),
             )
-            for s in update.chunk.segments
+            for r in update.chunk.ranges
         ]
         self._kernel.update(segments, scalars)
         self.busy_s += time.perf_counter() - begin
 
-    def _send(self, chunk: StateChunk, results: _Results) -> Event:
-        results.sent = self._device.copy_to_device(
-            [(results.weight[s.place], self._shards[s.shard].param[s.begin : s.end]) for s in chunk.segments]
+    def _copy_params_back(self, chunk: StateChunk, outputs: OutputBuffers) -> Event:
+        outputs.copied = self._device.copy_to_device(
+            [(outputs.param[r.in_chunk], self._shards[r.shard].param[r.in_shard]) for r in chunk.ranges]
         )
-        return results.sent
-
-
-def _resize(pool: deque[_Buffers], number: int, make: Callable[[], _Buffers]) -> None:
-    while len(pool) > number:
-        pool.pop()
-    while len(pool) < number:
-        pool.append(make())
+        return outputs.copied

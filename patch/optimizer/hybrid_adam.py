@@ -1,7 +1,7 @@
 """HybridAdam: optimizer states in chunks on device and host, and their Adam update.
 
-The half of the optimizer that knows nothing of communication: it is told when a shard's gradient is final
-and answers when the shard has its new weights.
+It knows nothing of communication: it is told when the gradient of a bucket shard is final (`grad_ready`), and
+says when the shard has its new parameters (`wait_for_update`).
 """
 
 from __future__ import annotations
@@ -13,22 +13,28 @@ from dataclasses import dataclass
 import torch
 
 from patch.config.schema import OptimizerConfig
-from patch.distributed.async_collectives import Pending
-from patch.memory import UNLIMITED, OffloadDevice, SimulatedDevice, StagedCopier, TorchAllocator
+from patch.memory import (
+    UNLIMITED,
+    Joinable,
+    OffloadDevice,
+    SimulatedDevice,
+    StagedCopier,
+    TorchAllocator,
+)
 from patch.optimizer.chunk import ChunkManager, StateChunk, find_best_chunk_size
-from patch.optimizer.host_update import HostUpdates, kernel_states
+from patch.optimizer.host_update import HostUpdates, adam_states
 from patch.optimizer.kernels import AdamKernel, AdamScalars, Segment, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 from patch.optimizer.layout import BucketShard
-from patch.optimizer.placement import AutoPlacementPolicy, Memory, Move, StaticPlacementPolicy
+from patch.optimizer.placement import AutoPlacementPolicy, DeviceMemory, Move, StaticPlacementPolicy
 
 _MASTERS = {
     torch.float32: {},
     torch.bfloat16: {"master_low": torch.int16},
     torch.float16: {"master": torch.float32},
 }
-"""What a weight's fp32 master needs besides the weight: an fp32 weight is its master, a bf16 weight the high
-bits of it (see kernels/spec.py), an fp16 weight no part of it."""
+"""What the fp32 master of a parameter needs besides the parameter: an fp32 parameter is its own master, a
+bf16 parameter is the high bits of its master (see kernels/spec.py), an fp16 parameter has a whole one."""
 
 
 @dataclass(frozen=True)
@@ -38,19 +44,19 @@ class Offload:
     device: OffloadDevice
     policy: StaticPlacementPolicy | AutoPlacementPolicy
     chunk_size: int = 0
-    """In elements; 0: searched."""
+    """Elements of a chunk; 0: searched."""
     host_bytes: int = UNLIMITED
     """Host memory of this process."""
 
 
 class HybridAdam:
-    """Adam states of this rank's shards.
+    """Adam states of this rank's bucket shards.
 
     Args:
         shards: in the order of backward; their tensors stay where they are.
-        config: betas, eps, decay.
+        config: betas, eps, weight decay.
         offload: None: all states stay on the shards' device.
-        fixed_bytes: of weights and gradients on the device.
+        fixed_bytes: bytes of parameters and gradients on the device.
     """
 
     def __init__(
@@ -65,63 +71,72 @@ class HybridAdam:
         moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
         self.dtypes: dict[str, torch.dtype] = moments | _MASTERS[shards[0].param.dtype]
         """The states and their types."""
+        self.fixed_bytes = fixed_bytes
+        self.largest_peak = 0
+        """The most bytes that the device ever held, of peaks that this class has read and reset."""
         device = shards[0].param.device
         self._kernel = _device_kernel(device, offload)
         allocator = offload.device if offload else TorchAllocator(device)
         copier = StagedCopier(offload.device) if offload else None
         self.manager = ChunkManager(_chunk_size(shards, offload), allocator, copier)
-        for index, shard in enumerate(shards):
-            for begin, end, is_decayed, is_late in shard.ranges:
-                # Where nothing is updated early, no gradient is late: one chunk holds all.
-                is_late = is_late and offload is not None
-                self.manager.register(index, begin, end, is_decayed=is_decayed, is_late=is_late)
-        self.manager.close()
-        self._chunks_of: list[list[StateChunk]] = [[] for _ in shards]
-        for chunk in self.manager.chunks:
-            for index in sorted({segment.shard for segment in chunk.segments}):
-                self._chunks_of[index].append(chunk)
+        self._chunks_of = self._register(shards)
         self.host_updates: HostUpdates | None = None
-        self.fixed_bytes = fixed_bytes
-        self.largest_peak = 0
-        """The most that was ever recorded by `record_memory`, which starts torch's own count anew."""
         if offload:
-            chunk_bytes = self.manager.size * sum(dtype.itemsize for dtype in self.dtypes.values())
-            spare_bytes = max(0, offload.host_bytes - chunk_bytes * len(self.manager.chunks))
-            self.host_updates = HostUpdates(
-                shards, self.dtypes, self.manager.size, offload.device, spare_bytes
-            )
+            self.host_updates = self._build_host_updates(offload)
             for chunk in self.manager.chunks:
                 chunk.is_on_host = True
             for move in self.wanted_moves():
                 self.manager.chunks[move.chunk.index].is_on_host = move.to_host
         self.manager.allocate(self.dtypes)
         self._scalars: AdamScalars | None = None
-        self._missing: dict[StateChunk, set[int]] = {}
-        self._prepare_host()
-        self.refresh_masters()
+        self._shards_awaited: dict[StateChunk, set[int]] = {}
+        """Of chunks on the host: the shards whose gradients are not final yet in the step under way."""
+        self._resize_host_buffers()
+        self.copy_model_params_to_main_params()
 
-    def _prepare_host(self) -> None:
-        """Be ready for the chunks that are on the host now."""
+    def _register(self, shards: Sequence[BucketShard]) -> list[list[StateChunk]]:
+        """Assign all ranges to chunks; the chunks of each shard."""
+        for index, shard in enumerate(shards):
+            for range_ in shard.ranges:
+                # Only updates before the end of backward tell the difference; else one chunk holds all.
+                is_later = range_.needs_extra_reduction and self.is_offloading
+                self.manager.register(index, range_._replace(needs_extra_reduction=is_later))
+        self.manager.finish_registration()
+        chunks_of: list[list[StateChunk]] = [[] for _ in shards]
+        for chunk in self.manager.chunks:
+            for index in sorted({range_.shard for range_ in chunk.ranges}):
+                chunks_of[index].append(chunk)
+        return chunks_of
+
+    def _build_host_updates(self, offload: Offload) -> HostUpdates:
+        size = self.manager.size
+        chunk_bytes = size * sum(dtype.itemsize for dtype in self.dtypes.values())
+        spare_bytes = max(0, offload.host_bytes - chunk_bytes * len(self.manager.chunks))
+        return HostUpdates(self.shards, self.dtypes, size, offload.device, spare_bytes)
+
+    def _resize_host_buffers(self) -> None:
+        """Make the host's buffers fit the chunks that are on the host now."""
         if self.host_updates is not None:
-            self.host_updates.prepare(len(self._on_host()))
+            self.host_updates.resize_buffers(len(self._chunks_on_host()))
 
-    def _on_host(self) -> list[StateChunk]:
+    def _chunks_on_host(self) -> list[StateChunk]:
         return [chunk for chunk in self.manager.chunks if chunk.is_on_host]
 
-    def refresh_masters(self) -> None:
-        """Take the model's weights as masters; call after weights were loaded into the model."""
+    def copy_model_params_to_main_params(self) -> None:
+        """Make the model's parameters the masters; call it after parameters were loaded into the model."""
         for chunk in self.manager.chunks:
-            chunk.settle()
+            chunk.wait_for_transfer()
             if "master_low" in chunk.states:
                 chunk.states["master_low"].data.zero_()
-            for s in chunk.segments if "master" in chunk.states else ():
-                chunk.states["master"].data[s.place].copy_(self.shards[s.shard].param[s.begin : s.end])
+            if "master" in chunk.states:
+                for r in chunk.ranges:
+                    chunk.states["master"].data[r.in_chunk].copy_(self.shards[r.shard].param[r.in_shard])
 
     def wanted_moves(self) -> list[Move]:
         """What the policy would move now, between two steps."""
         if self._offload is None:
             return []
-        memory = Memory(self._offload.device.usable_bytes(), self.fixed_bytes)
+        memory = DeviceMemory(self._offload.device.usable_bytes(), self.fixed_bytes)
         return self._offload.policy.moves(self.manager.chunks, memory)
 
     @property
@@ -135,37 +150,41 @@ class HybridAdam:
         return self._offload is not None and not all(chunk.is_on_host for chunk in self.manager.chunks)
 
     def evictions(self, num_bytes: int) -> list[Move]:
-        """What is to leave a device that is out of memory: chunks of `num_bytes` or more, if it has them."""
+        """Moves that free `num_bytes` or more on a device that is out of memory, or all that chunks hold."""
         return self._offload.policy.evict(self.manager.chunks, num_bytes) if self._offload else []
 
     def move(self, moves: Sequence[Move]) -> list[Move]:
-        """Move chunks while no update is under way; what goes to the device may still be on its way after.
+        """Move chunks while no update is under way; chunks to the device may still be on their way after.
 
         Returns:
-            the moves that were made; chunks stay for which the device has no room after all.
+            the moves that were made; a chunk for which the device has no room stays on the host.
         """
         if self._offload is None:
             return []
         done = []
-        for move in sorted(moves, key=lambda move: not move.to_host):  # room is made before it is used
+        for move in sorted(moves, key=lambda move: not move.to_host):  # evictions first: they make room
             try:
                 self.manager.move(self.manager.chunks[move.chunk.index], to_host=move.to_host)
-            except torch.OutOfMemoryError:  # fragments: enough is free, but not in one piece
+            except torch.OutOfMemoryError:  # enough bytes are free, but not in one piece
                 if isinstance(self._offload.policy, AutoPlacementPolicy):
                     self._offload.policy.back_off()
                 break
             done.append(move)
-        self._prepare_host()
-        # A peak with what has left is none of the next step's.
+        self._resize_host_buffers()
+        # The next step's peak is not to count chunks that have just left.
         self.largest_peak = max(self.largest_peak, self._offload.device.pop_peak_bytes())
         return done
 
-    def activations(self) -> AbstractContextManager[None]:
-        """Around forward and backward, so that a simulated device sees what they hold."""
+    def count_activations(self) -> AbstractContextManager[None]:
+        """A context for forward and backward, so that a simulated device counts what they hold."""
         return self._offload.device.count_activations() if self._offload else nullcontext()
 
     def record_memory(self, kind: str) -> None:
-        """Note for `auto` what the device held at most since the last call: in a "train" step, and so on."""
+        """Tell the policy `auto` the device's peak since the last call.
+
+        Args:
+            kind: what was done meanwhile: "train", "evaluate" or "save".
+        """
         if self._offload and isinstance(self._offload.policy, AutoPlacementPolicy):
             peak = self._offload.device.pop_peak_bytes()
             self.largest_peak = max(self.largest_peak, peak)
@@ -174,84 +193,93 @@ class HybridAdam:
 
     @property
     def host_seconds(self) -> tuple[float, float]:
-        """Since the start: how long the host updated chunks, and how long somebody waited for it."""
+        """Since the start: how long the host has updated chunks, and how long others have waited for it."""
         return (self.host_updates.busy_s, self.host_updates.waited_s) if self.host_updates else (0.0, 0.0)
 
     def start_step(self, lr: float, grad_scale: float) -> None:
         """Begin a step, before its backward.
 
         Args:
-            lr: rate of the step. grad_scale: the factor on gradients where they are not clipped.
+            lr: learning rate of the step.
+            grad_scale: the factor on gradients if they are not clipped.
         """
-        self.cancel()
+        self.cancel_step()
         self._scalars = self._scalars_of(lr, grad_scale, self.step_count + 1)
         if self.host_updates is not None:
-            self.host_updates.expect(self._scalars)
-            self._missing = {
-                chunk: {segment.shard for segment in chunk.segments}
-                for chunk in self._on_host()
-                if not chunk.is_late
+            self.host_updates.start_step(self._scalars)
+            self._shards_awaited = {
+                chunk: {range_.shard for range_ in chunk.ranges}
+                for chunk in self._chunks_on_host()
+                if not chunk.needs_extra_reduction
             }
 
-    def gradient_ready(self, index: int, after: Pending | None = None) -> None:
-        """Take note that the gradient of shard `index` is final, late ranges aside, once `after` is done.
+    def grad_ready(self, index: int, after: Joinable | None = None) -> None:
+        """Take note that the gradient of shard `index` is final, except where it needs an extra reduction.
 
-        From now on it may travel to the host, and be updated there speculatively.
-        """
-        for chunk in self._chunks_of[index]:
-            missing = self._missing.get(chunk)
-            if self.host_updates is not None and missing:
-                missing.remove(index)
-                if not missing:
-                    self.host_updates.bring(chunk, after)
-
-    def cancel(self) -> None:
-        """The step that was begun is not taken."""
-        self._missing = {}
-        if self.host_updates is not None:
-            self.host_updates.cancel()
-
-    def start_update(self, lr: float, grad_scale: float) -> None:
-        """Take the step: all gradients are final. Chunks on the host are updated from here on.
+        From now on it may be copied to the host, and be used there in a speculative update.
 
         Args:
-            lr: rate of this step. grad_scale: factor on the gradient (clipping, fp16's scale undone).
+            index: of the shard.
+            after: the gradient is final when this is done (None: in the current stream's order).
+        """
+        for chunk in self._chunks_of[index]:
+            awaited = self._shards_awaited.get(chunk)
+            if self.host_updates is not None and awaited:
+                awaited.remove(index)
+                if not awaited:
+                    self.host_updates.grads_ready(chunk, after)
+
+    def cancel_step(self) -> None:
+        """The step that was begun is not taken."""
+        self._shards_awaited = {}
+        if self.host_updates is not None:
+            self.host_updates.cancel_step()
+
+    def start_update(self, lr: float, grad_scale: float) -> None:
+        """Take the step: all gradients are final. The update of chunks on the host starts in the background.
+
+        Args:
+            lr: learning rate of the step.
+            grad_scale: factor on the gradients (clipping, and fp16's loss scale undone).
         """
         self.step_count += 1
-        self._missing = {}
+        self._shards_awaited = {}
         self._scalars = self._scalars_of(lr, grad_scale, self.step_count)
         if self.host_updates is not None:
-            self.host_updates.start(self._on_host()[::-1], self._scalars)
+            self.host_updates.start_updates(self._chunks_on_host()[::-1], self._scalars)
 
     @torch.no_grad()
     def update(self, indices: Sequence[int]) -> None:
-        """Update the parts of some shards whose states are on the device."""
+        """Update the elements of some shards whose states are on the device; call `start_update` before."""
         assert self._scalars is not None, "start_update comes first"
         wanted = set(indices)
         chunks = {chunk: None for index in indices for chunk in self._chunks_of[index]}
         segments = []
         for chunk in (chunk for chunk in chunks if not chunk.is_on_host):
-            chunk.settle()
-            for s in (segment for segment in chunk.segments if segment.shard in wanted):
-                gradient, weight, _ = self.shards[s.shard]
-                states = kernel_states(chunk.states, s.place, weight[s.begin : s.end])
-                segments.append(Segment(gradient[s.begin : s.end], states, s.is_decayed))
+            chunk.wait_for_transfer()
+            for r in (range_ for range_ in chunk.ranges if range_.shard in wanted):
+                grad, param, _ = self.shards[r.shard]
+                states = adam_states(chunk.states, r.in_chunk, param[r.in_shard])
+                segments.append(Segment(grad[r.in_shard], states, r.is_decayed))
         self._kernel.update(segments, self._scalars)
 
-    def arrive(self, index: int, *, block: bool) -> bool:
-        """Let the current stream wait for the new weights of shard `index`.
+    def wait_for_update(self, index: int, *, block: bool) -> bool:
+        """Make the current stream wait for the new parameters of shard `index`.
 
+        Args:
+            index: of the shard.
+            block: block this thread until the host has updated them.
         Returns:
-            False where they are not written yet and not `block`.
+            False where the host has not updated them yet and `block` is false.
         """
         if self.host_updates is None:
             return True
-        return all(self.host_updates.arrive(chunk, block=block) for chunk in self._chunks_of[index])
+        return all(self.host_updates.wait_for_update(chunk, block=block) for chunk in self._chunks_of[index])
 
     def state(self, name: str, index: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Views of a state of elements [begin, end) of shard `index`, each with its first element.
 
-        They are good until the next step, or until chunks move.
+        They are valid until the next step, or until chunks move.
         """
         for chunk in self._chunks_of[index]:
             yield from chunk.views(name, index, begin, end)
@@ -270,7 +298,7 @@ class HybridAdam:
 
 
 def _chunk_size(shards: Sequence[BucketShard], offload: Offload | None) -> int:
-    numels = [r.end - r.begin for shard in shards for r in shard.ranges]
+    numels = [range_.end - range_.begin for shard in shards for range_ in shard.ranges]
     if offload is None:
         return max(1, sum(numels))
     return offload.chunk_size or find_best_chunk_size(numels)
@@ -279,8 +307,8 @@ def _chunk_size(shards: Sequence[BucketShard], offload: Offload | None) -> int:
 def _device_kernel(device: torch.device, offload: Offload | None) -> AdamKernel:
     """The kernel of chunks on the device.
 
-    A simulated device gets another implementation than the host, so that tests which find equal weights for
-    every placement compare two implementations.
+    A simulated device gets another implementation than the host, so that tests which find equal parameters
+    for every placement compare two implementations.
     """
     if offload is not None and isinstance(offload.device, SimulatedDevice):
         return NumpyAdam()

@@ -148,10 +148,10 @@ class OverlappedDistributedOptimizer:
         self.adam = HybridAdam(self._own.shards, config, offload, fixed_bytes)
 
     def _wait_for_update(self, index: int, *, block: bool) -> bool:
-        return self.adam.arrive(index, block=block)
+        return self.adam.wait_for_update(index, block=block)
 
     def _on_final_gradient(self, index: int, after: Pending | None) -> None:
-        self.adam.gradient_ready(index, after)
+        self.adam.grad_ready(index, after)
 
     def connect(self, model_config: ModelParallelConfig) -> None:
         """Give megatron-core's schedules, which read it from the model's configuration, what they ask for."""
@@ -272,7 +272,7 @@ class OverlappedDistributedOptimizer:
     def reload_model_params(self) -> None:
         """Go on from the weights that the model has now; call after loading them in any way but a resume."""
         self.finish_param_sync()
-        self.adam.refresh_masters()
+        self.adam.copy_model_params_to_main_params()
 
     # Where states lie.
 
@@ -290,7 +290,7 @@ class OverlappedDistributedOptimizer:
     def _move(self, moves: list[Move]) -> list[Move]:
         if not moves:
             return []
-        self.adam.cancel()
+        self.adam.cancel_step()
         self.start_param_sync()
         return self.adam.move(moves)
 
@@ -304,9 +304,9 @@ class OverlappedDistributedOptimizer:
         """Whether there are states on the device that may leave it."""
         return self.adam.can_evict
 
-    def activations(self) -> AbstractContextManager[None]:
+    def count_activations(self) -> AbstractContextManager[None]:
         """Context of forward and backward, so that a simulated device sees what they hold."""
-        return self.adam.activations()
+        return self.adam.count_activations()
 
     # Reports.
 

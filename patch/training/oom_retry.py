@@ -55,7 +55,7 @@ class OomRetry:
             Exception: what `work` raised, where it is something else, or where nothing can be done.
         """
         try:
-            with self._optimizer.activations():
+            with self._optimizer.count_activations():
                 return work()
         except Exception as error:
             if not (is_out_of_memory(error) and is_device_error(error) and self._can_retry(error)):

@@ -92,16 +92,16 @@ def test_a_chunk_is_updated_while_later_gradients_are_computed(device: CudaDevic
     adam.start_step(1e-3, 1.0)
     for index, shard in enumerate(shards):
         shard.grad.fill_(index + 1.0)
-        adam.gradient_ready(index)
+        adam.grad_ready(index)
         if index == 0:
             torch.cuda._sleep(10**9)
     end = torch.cuda.current_stream().record_event()
-    adam.host_updates._speculated[adam.manager.chunks[0]].job.result()
+    adam.host_updates._speculations[adam.manager.chunks[0]].job.result()
     assert not end.query()
     end.synchronize()
     adam.start_update(1e-3, 1.0)
     for index, shard in enumerate(shards):
-        adam.arrive(index, block=True)
+        adam.wait_for_update(index, block=True)
         # Adam's first step is the rate, whatever the gradient; the weight, 0, does not decay.
         torch.testing.assert_close(shard.param, torch.full_like(shard.param, -1e-3), rtol=1e-4, atol=0)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from patch.memory.fragmentation import Fragmentation
-from patch.optimizer.placement import AutoPlacementPolicy, Memory
+from patch.optimizer.placement import AutoPlacementPolicy, DeviceMemory
 
 GIB = 2**30
 TOTAL, FIXED, ACTIVATIONS, THRESHOLD, WASTE = 139 * GIB, 46 * GIB, 20 * GIB, 2 * GIB, 6 * GIB
@@ -39,7 +39,7 @@ class Device:
         return FIXED + sum(chunk.num_bytes for chunk in self.chunks if not chunk.is_on_host)
 
     def place(self, policy: AutoPlacementPolicy) -> None:
-        memory = Memory(TOTAL - self.fragmentation.num_bytes, FIXED)
+        memory = DeviceMemory(TOTAL - self.fragmentation.num_bytes, FIXED)
         for move in policy.moves(self.chunks, memory):
             self.chunks[move.chunk.index].is_on_host = move.to_host
             if move.to_host:

@@ -11,6 +11,7 @@ import torch
 
 from patch.memory import HOST, Copies, Event, SimulatedDevice, SimulatedOutOfMemory, StagedCopier
 from patch.optimizer.chunk import Chunk, ChunkFullError, ChunkManager, find_best_chunk_size
+from patch.optimizer.layout import ShardRange
 
 GENEROUS = 1 << 40
 DTYPES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master_low": torch.int16}
@@ -39,8 +40,8 @@ def filled(numels: list[int], size: int, device: SimulatedDevice | None = None) 
     device = device or SimulatedDevice(GENEROUS)
     manager = ChunkManager(size, device, StagedCopier(device))
     for shard, numel in enumerate(numels):
-        manager.register(shard, 0, numel, is_decayed=shard % 2 == 0, is_late=False)
-    manager.close()
+        manager.register(shard, ShardRange(0, numel, shard % 2 == 0, needs_extra_reduction=False))
+    manager.finish_registration()
     return manager
 
 
@@ -54,20 +55,20 @@ def test_registration_is_next_fit_and_cuts_what_is_longer_than_a_chunk(seed: int
         seen = [
             (s.shard, element)
             for chunk in manager.chunks
-            for s in chunk.segments
+            for s in chunk.ranges
             for element in range(s.begin, s.end)
         ]
         assert seen == [(shard, element) for shard, numel in enumerate(numels) for element in range(numel)]
 
 
-def test_late_runs_have_chunks_of_their_own_behind_the_others() -> None:
+def test_ranges_that_need_an_extra_reduction_have_chunks_of_their_own_behind_the_others() -> None:
     manager = ChunkManager(10, SimulatedDevice(GENEROUS))
     for shard in range(4):
-        manager.register(shard, 0, 8, is_decayed=True, is_late=False)
-        manager.register(shard, 8, 10, is_decayed=False, is_late=True)
-    manager.close()
-    assert [chunk.is_late for chunk in manager.chunks] == [False] * 4 + [True]
-    assert [segment.shard for segment in manager.chunks[-1].segments] == [0, 1, 2, 3]
+        manager.register(shard, ShardRange(0, 8, is_decayed=True, needs_extra_reduction=False))
+        manager.register(shard, ShardRange(8, 10, is_decayed=False, needs_extra_reduction=True))
+    manager.finish_registration()
+    assert [chunk.needs_extra_reduction for chunk in manager.chunks] == [False] * 4 + [True]
+    assert [range_.shard for range_ in manager.chunks[-1].ranges] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -142,7 +143,7 @@ def test_moves_carry_every_state_to_the_bit() -> None:
         for chunk in manager.chunks[::3]:
             manager.move(chunk, to_host=to_host)
     for chunk in manager.chunks:
-        chunk.settle()
+        chunk.wait_for_transfer()
     for (index, name), values in wanted.items():
         assert torch.equal(manager.chunks[index].states[name].data, values)
 

@@ -15,7 +15,7 @@ from fake_offload import FakeOffloadDevice, HostKernel, on
 from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending
 from patch.memory import UNLIMITED
-from patch.optimizer import host_update
+from patch.optimizer import host_buffers
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.layout import BucketShard, ShardRange
 from patch.optimizer.placement import StaticPlacementPolicy
@@ -53,7 +53,7 @@ class Job:
         for index, shard in enumerate(self.adam.shards):
             shard.grad.fill_(index + 1.0)
             after = self.fake.start_all_reduce(shard.grad, None) if is_reduced else Pending([])
-            self.adam.gradient_ready(index, after)
+            self.adam.grad_ready(index, after)
             points.append(self.fake.compute.record_event())
         return points
 
@@ -66,7 +66,7 @@ class Job:
 @contextmanager
 def job(host_bytes: int = UNLIMITED, share: float = ALL) -> Iterator[Job]:
     fake = FakeDevice(LATE)
-    with on(fake) as kernel, mock.patch.object(host_update, "_INPUT_BYTES", share):
+    with on(fake) as kernel, mock.patch.object(host_buffers, "_INPUT_MEMORY_SHARE", share):
         yield Job(fake, kernel, host_bytes)
 
 
@@ -89,7 +89,7 @@ def test_what_is_needed_first_is_updated_first(share: float) -> None:
         a.backward(is_reduced=False)
         a.adam.start_update(LR, 1.0)
         for index in reversed(range(NUM_CHUNKS)):
-            a.adam.arrive(index, block=True)
+            a.adam.wait_for_update(index, block=True)
             assert len(a.kernel.numels) == NUM_CHUNKS - index
 
 
@@ -99,7 +99,7 @@ def test_what_was_updated_early_is_not_updated_again() -> None:
         for _ in range(3):
             a.run_worker()
         a.adam.start_update(LR, 1.0)
-        a.adam.arrive(0, block=True)
+        a.adam.wait_for_update(0, block=True)
         assert len(a.kernel.numels) == NUM_CHUNKS
 
 
@@ -110,9 +110,9 @@ def test_an_error_of_an_early_update_reaches_whoever_waits_for_its_weights() -> 
         a.run_worker()
         a.kernel.failure = None
         a.adam.start_update(LR, 1.0)
-        a.adam.arrive(1, block=True)
+        a.adam.wait_for_update(1, block=True)
         with pytest.raises(RuntimeError, match="a worker's own trouble"):
-            a.adam.arrive(0, block=True)
+            a.adam.wait_for_update(0, block=True)
 
 
 def test_gradients_of_all_chunks_come_to_the_host_during_backward() -> None:
@@ -123,7 +123,7 @@ def test_gradients_of_all_chunks_come_to_the_host_during_backward() -> None:
         copied = a.down.num_done
         assert not a.down.tasks and not a.kernel.numels
         a.adam.start_update(LR, 1.0)
-        a.adam.arrive(0, block=True)
+        a.adam.wait_for_update(0, block=True)
         assert a.down.num_done == copied and len(a.kernel.numels) == NUM_CHUNKS
 
 
@@ -132,7 +132,7 @@ def test_a_little_memory_goes_to_gradients_too() -> None:
     copies = []
     for num_more in (0, 1, 3):
         with job(STATES + 4 * num_more * SIZE * 6) as a:
-            a.adam.host_updates.failures = 1.0  # nothing is updated early
+            a.adam.host_updates.failure_rate = 1.0  # nothing is updated early
             a.backward(is_reduced=False)[-1].synchronize()
             a.fake.run_others()
             copies.append(a.down.num_done)

@@ -29,7 +29,7 @@ from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, host_update
 from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.kernels import AdamScalars, Segment, adam_kernel
-from patch.optimizer.placement import Memory, Move, Placed
+from patch.optimizer.placement import ChunkInfo, DeviceMemory, Move
 
 NUM_STEPS = 20
 CLIPPED, FREE = 0.3, 0.0
@@ -48,7 +48,7 @@ class RandomPolicy:
         self._random = random.Random(seed)
         self.num_moves = 0
 
-    def moves(self, chunks: Sequence[Placed], memory: Memory) -> list[Move]:
+    def moves(self, chunks: Sequence[ChunkInfo], memory: DeviceMemory) -> list[Move]:
         if self._random.random() < 0.5:
             return []
         wanted = [Move(chunk, self._random.random() < 0.6, "chance") for chunk in chunks]

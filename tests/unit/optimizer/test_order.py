@@ -22,7 +22,7 @@ from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.hybrid_adam import Offload
-from patch.optimizer.placement import Memory, Move, Placed
+from patch.optimizer.placement import ChunkInfo, DeviceMemory, Move
 
 NUM_STEPS, CHUNK = 10, 90
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2)
@@ -42,7 +42,7 @@ class RandomPolicy:
     def __init__(self, seed: int) -> None:
         self._random = random.Random(seed)
 
-    def moves(self, chunks: Sequence[Placed], memory: Memory) -> list[Move]:
+    def moves(self, chunks: Sequence[ChunkInfo], memory: DeviceMemory) -> list[Move]:
         if self._random.random() < 0.5:
             return []
         wanted = [Move(chunk, self._random.random() < 0.8, "chance") for chunk in chunks]
@@ -156,7 +156,7 @@ class ToTheDevice:
 
     is_asked = False
 
-    def moves(self, chunks: Sequence[Placed], memory: Memory) -> list[Move]:
+    def moves(self, chunks: Sequence[ChunkInfo], memory: DeviceMemory) -> list[Move]:
         found = [Move(chunk, False, "a test") for chunk in chunks] if self.is_asked else []
         self.is_asked = True
         return found

@@ -14,7 +14,7 @@ from patch.optimizer.placement import (
     WARM_UP,
     WINDOW,
     AutoPlacementPolicy,
-    Memory,
+    DeviceMemory,
     MemStatsCollector,
     StaticPlacementPolicy,
 )
@@ -89,7 +89,7 @@ def simulate(policy, chunks: list, trace: Iterable[Step], fixed: int = FIXED) ->
     """Let `policy` place the chunks before each step and record the step's peaks behind it."""
     outcome = Outcome([], [], [])
     for step in trace:
-        moves = policy.moves(chunks, Memory(step.usable * MIB, fixed * MIB))
+        moves = policy.moves(chunks, DeviceMemory(step.usable * MIB, fixed * MIB))
         for move in moves:
             assert move.chunk.is_on_host != move.to_host, "a move that moves nothing"
             assert move.reason
@@ -210,7 +210,7 @@ def test_a_device_that_has_no_room_after_all_is_asked_less_and_less():
     policy, chunks, asked = AutoPlacementPolicy(THRESHOLD * MIB), make_chunks(), []
     policy.stats.record("train", (FIXED + 19_420) * MIB, FIXED * MIB)
     for step in range(1_000):
-        if policy.moves(chunks, Memory(USABLE * MIB, FIXED * MIB)):
+        if policy.moves(chunks, DeviceMemory(USABLE * MIB, FIXED * MIB)):
             asked.append(step)
             policy.back_off()
 
@@ -295,18 +295,18 @@ def test_only_non_model_memory_is_a_peak():
 def test_static_keeps_the_users_fraction(fraction, num_host, is_on_host):
     """Fraction mis-scaled (the original's defect 3): 0.65 offloaded 0.53 there, and 0.25 nothing."""
     policy, chunks = StaticPlacementPolicy(fraction), make_chunks(is_on_host=is_on_host)
-    for move in policy.moves(chunks, Memory(0, 0)):
+    for move in policy.moves(chunks, DeviceMemory(0, 0)):
         move.chunk.is_on_host = move.to_host
 
     assert [chunk.is_on_host for chunk in chunks] == [True] * num_host + [False] * (NUM_CHUNKS - num_host)
-    assert policy.moves(chunks, Memory(0, 0)) == [], "it is decided once"
+    assert policy.moves(chunks, DeviceMemory(0, 0)) == [], "it is decided once"
 
 
 @pytest.mark.parametrize("numels", [[7, 7, 7, 3], [5], [1, 9, 2, 8, 3, 7], [100, 1, 1]])
 @pytest.mark.parametrize("fraction", [0.0, 0.05, 0.3, 0.5, 0.77, 1.0])
 def test_static_is_exact_to_one_chunk(numels, fraction):
     policy, chunks = StaticPlacementPolicy(fraction), make_chunks(numels)
-    for move in policy.moves(chunks, Memory(0, 0)):
+    for move in policy.moves(chunks, DeviceMemory(0, 0)):
         move.chunk.is_on_host = move.to_host
 
     on_host = sum(chunk.numel for chunk in chunks if chunk.is_on_host)
@@ -317,7 +317,7 @@ def test_static_takes_evictions_first_and_keeps_what_out_of_memory_moved():
     policy, chunks = StaticPlacementPolicy(0.5), make_chunks([1] * 4)
     for chunk in chunks[:2]:
         chunk.is_on_host = False
-    moves = policy.moves(chunks, Memory(0, 0))
+    moves = policy.moves(chunks, DeviceMemory(0, 0))
     assert [(move.chunk.index, move.to_host) for move in moves] == [
         (0, True),
         (1, True),
@@ -329,4 +329,4 @@ def test_static_takes_evictions_first_and_keeps_what_out_of_memory_moved():
     for move in policy.evict(chunks, 1):
         move.chunk.is_on_host = True
     assert [chunk.is_on_host for chunk in chunks] == [True, True, True, False]
-    assert policy.moves(chunks, Memory(0, 0)) == []
+    assert policy.moves(chunks, DeviceMemory(0, 0)) == []

@@ -1,0 +1,94 @@
+"""Host memory that the updates of chunks on the host use beside the chunks' states."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import torch
+
+from patch.memory import HOST, Event, OffloadDevice
+from patch.optimizer.chunk import Chunk
+from patch.optimizer.layout import BucketShard
+
+# Of the chunks on the host, at most this share is updated speculatively.
+_SPECULATIVE_SHARE = 0.5
+# Of the host memory beside the states: the shares that shadows and input buffers may take.
+_SHADOW_MEMORY_SHARE, _INPUT_MEMORY_SHARE = 0.5, 0.25
+# There are always so many input buffers and outputs in place: one in use while the other is copied.
+_NUM_ALWAYS = 2
+
+
+class InputBuffers:
+    """Pinned copies of what one chunk's update reads from the device."""
+
+    def __init__(self, size: int, like: BucketShard, device: OffloadDevice) -> None:
+        self.grad = device.allocate_pinned(size, like.grad.dtype)
+        is_master = like.param.dtype != torch.float16
+        self.param = device.allocate_pinned(size, like.param.dtype) if is_master else None
+        """Parameters that are masters (fp32) or their high bits (bf16)."""
+
+
+class OutputBuffers:
+    """What one chunk's update writes."""
+
+    def __init__(self, size: int, like: BucketShard, device: OffloadDevice) -> None:
+        self.param = device.allocate_pinned(size, like.param.dtype)
+        """The new parameters."""
+        self.shadow: dict[str, Chunk] = {}
+        """The new states of a speculative update; empty where an update writes over the old ones."""
+        self.copied: Event | None = None
+        """The end of the last copies from `param` to the device."""
+
+
+class HostBuffers:
+    """All of these buffers, in pools.
+
+    Args:
+        size: elements of a chunk.
+        dtypes: types of the states that a chunk holds.
+        like: a bucket shard; all have its types of gradients and parameters.
+        device: the device that gradients come from and parameters go to.
+        spare_bytes: host memory of this process beside the states.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        dtypes: Mapping[str, torch.dtype],
+        like: BucketShard,
+        device: OffloadDevice,
+        spare_bytes: int,
+    ) -> None:
+        self._size, self._dtypes, self._like, self._device = size, dtypes, like, device
+        grad_bytes, param_bytes = like.grad.dtype.itemsize, like.param.dtype.itemsize
+        shadow_bytes = size * (param_bytes + sum(dtype.itemsize for dtype in dtypes.values()))
+        self._max_shadows = int(_SHADOW_MEMORY_SHARE * spare_bytes) // shadow_bytes
+        input_bytes = size * (grad_bytes + param_bytes)
+        self._max_inputs = _NUM_ALWAYS + int(_INPUT_MEMORY_SHARE * spare_bytes) // input_bytes
+        self.inputs: deque[InputBuffers] = deque()
+        """Input buffers that no update uses."""
+        self.outputs: list[OutputBuffers] = []
+        """Outputs of updates in place, which take them in turn."""
+        self.shadow_outputs: deque[OutputBuffers] = deque()
+        """Outputs of speculative updates that no update of this step uses."""
+
+    def resize(self, num_chunks: int) -> None:
+        """Allocate or drop buffers for `num_chunks` chunks on the host; call it between two steps."""
+        while len(self.outputs) < min(_NUM_ALWAYS, num_chunks):
+            self.outputs.append(self._make_outputs())
+        num_inputs = min(num_chunks, self._max_inputs)
+        while len(self.inputs) > num_inputs:
+            self.inputs.pop()
+        while len(self.inputs) < num_inputs:
+            self.inputs.append(InputBuffers(self._size, self._like, self._device))
+        num_shadows = min(int(num_chunks * _SPECULATIVE_SHARE), self._max_shadows)
+        while len(self.shadow_outputs) > num_shadows:
+            self.shadow_outputs.pop()
+        while len(self.shadow_outputs) < num_shadows:
+            outputs = self._make_outputs()
+            outputs.shadow = {name: Chunk(self._size, HOST, dtype) for name, dtype in self._dtypes.items()}
+            self.shadow_outputs.append(outputs)
+
+    def _make_outputs(self) -> OutputBuffers:
+        return OutputBuffers(self._size, self._like, self._device)
