@@ -1,4 +1,4 @@
-"""Segments for the Adam kernels: every form of states, filled with values that rounding may stumble over."""
+"""Items for the Adam kernels: every form of states, filled with values that rounding may stumble over."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from patch.optimizer.kernels import AdamKernel, AdamScalars, Segment, States
+from patch.optimizer.kernels import AdamKernel, AdamScalars, AdamStates, UpdateItem
 from patch.optimizer.kernels.numpy_adam import low_bits, round_to_bf16
 
 FORMS = ("fp32 weight", "bf16 weight", "fp16 weight", "split master")
@@ -22,19 +22,19 @@ def scalars(**changes: Any) -> AdamScalars:
     return AdamScalars(**usual | {"grad_scale": 0.37} | changes)
 
 
-def make_segments(
+def make_items(
     form: str,
     grad_dtype: torch.dtype,
     *,
     seed: int = 0,
     scale: float = 1.0,
-    is_shadowed: bool = False,
+    has_out: bool = False,
     sizes: Sequence[int] = SIZES,
     device: str = "cpu",
-) -> list[Segment]:
-    """Segments, decayed or not, the first at an aligned address, others not; the same for the same seed."""
+) -> list[UpdateItem]:
+    """Items, decayed or not, the first at an aligned address, others not; the same for the same seed."""
     generator = np.random.default_rng(seed)
-    segments = []
+    items = []
     for index, numel in enumerate(sizes):
 
         def place(tensor: torch.Tensor, index: int = index) -> torch.Tensor:
@@ -44,11 +44,11 @@ def make_segments(
 
         master, grad, exp_avg, exp_avg_sq = (_values(generator, scale, numel) for _ in range(4))
         states = _states(form, master, exp_avg, np.abs(exp_avg_sq))
-        shadow = States(*(t if t is None else place(torch.full_like(t, 7)) for t in states))
-        states = States(*(t if t is None else place(t) for t in states))
+        out = AdamStates(*(t if t is None else place(torch.full_like(t, 7)) for t in states))
+        states = AdamStates(*(t if t is None else place(t) for t in states))
         gradient = place(torch.from_numpy(grad).to(grad_dtype))
-        segments.append(Segment(gradient, states, index % 2 == 0, shadow if is_shadowed else None))
-    return segments
+        items.append(UpdateItem(gradient, states, index % 2 == 0, out if has_out else None))
+    return items
 
 
 def _values(generator: np.random.Generator, scale: float, numel: int) -> np.ndarray:
@@ -60,20 +60,20 @@ def _values(generator: np.random.Generator, scale: float, numel: int) -> np.ndar
     return np.where(kind == 1, halves, values)
 
 
-def _states(form: str, master: np.ndarray, exp_avg: np.ndarray, exp_avg_sq: np.ndarray) -> States:
+def _states(form: str, master: np.ndarray, exp_avg: np.ndarray, exp_avg_sq: np.ndarray) -> AdamStates:
     weight = {
         "fp32 weight": None,
         "fp16 weight": torch.zeros(len(master), dtype=torch.float16),
     }.get(form, torch.from_numpy(round_to_bf16(master).view(np.int16)).view(torch.bfloat16))
     if form == "split master":
         master = low_bits(master).view(np.int16)
-    return States(*map(torch.from_numpy, (master, exp_avg, exp_avg_sq)), weight)
+    return AdamStates(*map(torch.from_numpy, (master, exp_avg, exp_avg_sq)), weight)
 
 
-def bits_after(kernel: AdamKernel, segments: Sequence[Segment], step: AdamScalars) -> list[np.ndarray]:
+def bits_after(kernel: AdamKernel, items: Sequence[UpdateItem], step: AdamScalars) -> list[np.ndarray]:
     """The bits of all inputs and results after an update, every float32 NaN as one."""
-    kernel.update(segments, step)
-    tensors = [t.cpu() for s in segments for t in (s.grad, *s.states, *(s.shadow or ())) if t is not None]
+    kernel.update(items, step)
+    tensors = [t.cpu() for s in items for t in (s.grad, *s.states, *(s.out or ())) if t is not None]
     return [_bits(tensor) for tensor in tensors]
 
 

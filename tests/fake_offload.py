@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from patch.memory import CudaDevice, cuda_device, staged_copy
 from patch.optimizer import bucket, host_update, hybrid_adam, micro_batch, param_buffer
-from patch.optimizer.kernels import AdamScalars, Segment
-from patch.optimizer.kernels.cpp_adam import NativeAdam
+from patch.optimizer.kernels import AdamScalars, UpdateItem
+from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
 
@@ -77,27 +77,27 @@ class _DeviceKernel:
     def __init__(self, fake: FakeDevice) -> None:
         self._fake, self._kernel = fake, NumpyAdam()
 
-    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
-        self._fake.current_stream().queue(lambda: self._kernel.update(segments, scalars))
+    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
+        self._fake.current_stream().queue(lambda: self._kernel.update(items, scalars))
 
 
 class HostKernel:
     """Adam on the host, which must not touch the device's memory; `numels` of its updates."""
 
     def __init__(self, fake: FakeDevice) -> None:
-        self._fake, self._kernel = fake, NativeAdam()
+        self._fake, self._kernel = fake, CppAdam()
         self.numels: list[int] = []
         self.faults = 0
         self.failure: Exception | None = None
 
-    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
+    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
         if self.failure is not None:
             raise self.failure
-        touched = [t for s in segments for t in tree_leaves(s) if isinstance(t, torch.Tensor)]
+        touched = [t for s in items for t in tree_leaves(s) if isinstance(t, torch.Tensor)]
         self.faults += any(map(self._fake.holds, touched))
-        self.numels.append(sum(segment.grad.numel() for segment in segments))
+        self.numels.append(sum(item.grad.numel() for item in items))
         with self._fake.executing():
-            self._kernel.update(segments, scalars)
+            self._kernel.update(items, scalars)
 
 
 class Workers:

@@ -30,7 +30,7 @@ import torch
 from patch.memory import Event, Joinable, OffloadDevice
 from patch.optimizer.chunk import Chunk, StateChunk
 from patch.optimizer.host_buffers import HostBuffers, InputBuffers, OutputBuffers
-from patch.optimizer.kernels import AdamScalars, Segment, States, adam_kernel
+from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
 from patch.optimizer.layout import BucketShard
 
 # Speculation pauses while it failed in more than this share of recent steps.
@@ -39,7 +39,7 @@ _MAX_FAILURE_RATE = 0.2
 _FAILURE_RATE_DECAY = 0.9
 
 
-def adam_states(states: Mapping[str, Chunk], in_chunk: slice, param: torch.Tensor) -> States:
+def adam_states(states: Mapping[str, Chunk], in_chunk: slice, param: torch.Tensor) -> AdamStates:
     """What the Adam kernel reads or writes of some elements of a chunk.
 
     Args:
@@ -50,8 +50,8 @@ def adam_states(states: Mapping[str, Chunk], in_chunk: slice, param: torch.Tenso
     moments = states["exp_avg"].data[in_chunk], states["exp_avg_sq"].data[in_chunk]
     for name in ("master", "master_low"):
         if name in states:
-            return States(states[name].data[in_chunk], *moments, param)
-    return States(param, *moments)
+            return AdamStates(states[name].data[in_chunk], *moments, param)
+    return AdamStates(param, *moments)
 
 
 class _ChunkUpdate:
@@ -310,8 +310,8 @@ class HostUpdates:
         begin = time.perf_counter()
         grad, new_param = update.inputs.grad, outputs.param
         old_param = new_param if update.inputs.param is None else update.inputs.param
-        segments = [
-            Segment(
+        items = [
+            UpdateItem(
                 grad[r.in_chunk],
                 adam_states(update.chunk.states, r.in_chunk, old_param[r.in_chunk]),
                 r.is_decayed,
@@ -319,7 +319,7 @@ class HostUpdates:
             )
             for r in update.chunk.ranges
         ]
-        self._kernel.update(segments, scalars)
+        self._kernel.update(items, scalars)
         self.busy_s += time.perf_counter() - begin
 
     def _copy_params_back(self, chunk: StateChunk, outputs: OutputBuffers) -> Event:

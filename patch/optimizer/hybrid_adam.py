@@ -23,7 +23,7 @@ from patch.memory import (
 )
 from patch.optimizer.chunk import ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.host_update import HostUpdates, adam_states
-from patch.optimizer.kernels import AdamKernel, AdamScalars, Segment, adam_kernel
+from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 from patch.optimizer.layout import BucketShard
 from patch.optimizer.placement import AutoPlacementPolicy, DeviceMemory, Move, StaticPlacementPolicy
@@ -254,14 +254,14 @@ class HybridAdam:
         assert self._scalars is not None, "start_update comes first"
         wanted = set(indices)
         chunks = {chunk: None for index in indices for chunk in self._chunks_of[index]}
-        segments = []
+        items = []
         for chunk in (chunk for chunk in chunks if not chunk.is_on_host):
             chunk.wait_for_transfer()
             for r in (range_ for range_ in chunk.ranges if range_.shard in wanted):
                 grad, param, _ = self.shards[r.shard]
                 states = adam_states(chunk.states, r.in_chunk, param[r.in_shard])
-                segments.append(Segment(grad[r.in_shard], states, r.is_decayed))
-        self._kernel.update(segments, self._scalars)
+                items.append(UpdateItem(grad[r.in_shard], states, r.is_decayed))
+        self._kernel.update(items, self._scalars)
 
     def wait_for_update(self, index: int, *, block: bool) -> bool:
         """Make the current stream wait for the new parameters of shard `index`.
@@ -293,7 +293,7 @@ class HybridAdam:
             weight_decay=self._config.weight_decay,
             step=step,
             grad_scale=grad_scale,
-            is_decoupled=self._config.decoupled_weight_decay,
+            decoupled_weight_decay=self._config.decoupled_weight_decay,
         )
 
 

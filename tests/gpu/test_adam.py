@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from adam_cases import FORMS, SIZES, assert_equal, bits_after, make_segments, scalars
+from adam_cases import FORMS, SIZES, assert_equal, bits_after, make_items, scalars
 
-from patch.optimizer.kernels import Segment, States, adam_kernel
+from patch.optimizer.kernels import AdamStates, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
 pytestmark = [
@@ -21,10 +21,10 @@ TAIL = 4099
 @pytest.mark.parametrize("form", FORMS)
 def test_triton_equals_the_oracle(form, grad_dtype, is_decoupled, sizes):
     for seed, scale in enumerate((1e-30, 1e-3, 1e12)):
-        step = scalars(step=10**seed, is_decoupled=is_decoupled)
-        changes = {"seed": seed, "scale": scale, "sizes": sizes, "is_shadowed": seed == 1}
-        ours = make_segments(form, grad_dtype, device="cuda", **changes)
-        expected = make_segments(form, grad_dtype, **changes)
+        step = scalars(step=10**seed, decoupled_weight_decay=is_decoupled)
+        changes = {"seed": seed, "scale": scale, "sizes": sizes, "has_out": seed == 1}
+        ours = make_items(form, grad_dtype, device="cuda", **changes)
+        expected = make_items(form, grad_dtype, **changes)
         kernel = adam_kernel(torch.device("cuda"))
         assert_equal(bits_after(kernel, ours, step), bits_after(NumpyAdam(), expected, step))
 
@@ -37,19 +37,21 @@ def test_elements_beyond_two_to_the_31_are_updated():
     for tensor in values:
         tensor[-TAIL:].mul_(torch.linspace(0.5, 2.0, TAIL, device="cuda"))
     grad, *states = (tensor[-TAIL:].cpu() for tensor in values)
-    adam_kernel(torch.device("cuda")).update([Segment(values[0], States(*values[1:]), True)], scalars())
-    NumpyAdam().update([Segment(grad, States(*states), True)], scalars())
+    adam_kernel(torch.device("cuda")).update(
+        [UpdateItem(values[0], AdamStates(*values[1:]), True)], scalars()
+    )
+    NumpyAdam().update([UpdateItem(grad, AdamStates(*states), True)], scalars())
     for ours, expected in zip(values[1:], states, strict=True):
         assert torch.equal(ours[-TAIL:].cpu(), expected)
         assert ours[: 1 << 31].max() == ours[: 1 << 31].min() == ours[0]
 
 
 def test_an_update_waits_for_nothing():
-    segments = make_segments("split master", torch.bfloat16, device="cuda")
+    items = make_items("split master", torch.bfloat16, device="cuda")
     kernel = adam_kernel(torch.device("cuda"))
-    kernel.update(segments, scalars())  # compiles
+    kernel.update(items, scalars())  # compiles
     torch.cuda.synchronize()
     torch.cuda._sleep(2 * 10**9)  # cycles: about a second
-    kernel.update(segments, scalars())
+    kernel.update(items, scalars())
     assert not torch.cuda.current_stream().query()
     torch.cuda.synchronize()

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch.optim.adamw import adamw
 
-from patch.optimizer.kernels import AdamScalars, Segment, States
-from patch.optimizer.kernels.cpp_adam import NativeAdam
+from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem
+from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import low_bits, round_to_bf16
 
 SCALARS = AdamScalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)
@@ -55,10 +55,10 @@ def contenders(tensors: Tensors) -> tuple[list[Contender], str]:
 
 
 def _ours(t: Tensors) -> list[Contender]:
-    kernel = NativeAdam()
-    fp32 = Segment(t.grad, States(t.master, t.exp_avg, t.exp_avg_sq), True)
-    bf16 = Segment(t.grad_bf16, States(t.master, t.exp_avg, t.exp_avg_sq, t.weight), True)
-    split = Segment(t.grad_bf16, States(t.low_bits, t.exp_avg, t.exp_avg_sq, t.weight), True)
+    kernel = CppAdam()
+    fp32 = UpdateItem(t.grad, AdamStates(t.master, t.exp_avg, t.exp_avg_sq), True)
+    bf16 = UpdateItem(t.grad_bf16, AdamStates(t.master, t.exp_avg, t.exp_avg_sq, t.weight), True)
+    split = UpdateItem(t.grad_bf16, AdamStates(t.low_bits, t.exp_avg, t.exp_avg_sq, t.weight), True)
     return [
         Contender("fp32", "ours", 28, lambda: kernel.update([fp32], SCALARS)),
         Contender("bf16", "ours", 28, lambda: kernel.update([bf16], SCALARS)),

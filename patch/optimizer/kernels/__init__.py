@@ -1,6 +1,6 @@
-"""The Adam update of segments of states, on whatever device they lie; see README.md."""
+"""The Adam update, on whatever device the states lie; see README.md."""
 
 from patch.optimizer.kernels.dispatch import adam_kernel
-from patch.optimizer.kernels.spec import AdamKernel, AdamScalars, Segment, States
+from patch.optimizer.kernels.spec import AdamKernel, AdamScalars, AdamStates, UpdateItem
 
-__all__ = ["AdamKernel", "AdamScalars", "Segment", "States", "adam_kernel"]
+__all__ = ["AdamKernel", "AdamScalars", "UpdateItem", "AdamStates", "adam_kernel"]

@@ -34,22 +34,22 @@
 
 extern "C" {
 
-// Layout known to native.py. Inputs may be the outputs' own memory (an update in place).
-struct Segment {
+// cpp_adam.py has the same layout. Inputs may be the outputs' own memory (an update in place).
+struct UpdateItem {
     const void *grad;
     const void *master_in;  // float; with a split master int16, its low bits
     const float *exp_avg_in, *exp_avg_sq_in;
-    const uint16_t *weight_in;  // bf16; read with a split master only
+    const uint16_t *param_in;  // bf16; read with a split master only
     void *master_out;
     float *exp_avg_out, *exp_avg_sq_out;
-    uint16_t *weight_out;  // bf16, or null
+    uint16_t *param_out;  // bf16, or null
     int64_t numel;
     int32_t has_bf16_grad, is_split, is_decayed;
 };
 
 struct Scalars {
     float grad_scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps;
-    float decay[2];  // of segments without and with weight decay
+    float decay[2];  // of items without and with weight decay
     int32_t is_decoupled;
 };
 
@@ -60,7 +60,7 @@ namespace {
 constexpr int64_t kTile = 1 << 16;  // elements a thread takes at a time
 constexpr int64_t kBlock = 256;     // elements of results that are stored past the caches at a time
 
-enum Form { kMaster, kMasterAndWeight, kSplit };
+enum Form { kMaster, kMasterAndParam, kSplit };
 
 inline float as_float(uint32_t bits) {
     float value;
@@ -80,46 +80,46 @@ inline float widen(uint16_t bf16) { return as_float(static_cast<uint32_t>(bf16) 
 // To nearest, halves away from zero: what the low 16 bits, taken with a sign, can undo. Every NaN becomes one.
 inline uint32_t bits_to_split(float master) { return master != master ? 0x7fc00000u : as_bits(master); }
 inline uint16_t upper(uint32_t bits) { return static_cast<uint16_t>((bits + 0x8000u) >> 16); }
-inline float join(uint16_t weight, int16_t low) {
-    return as_float((static_cast<uint32_t>(weight) << 16) + static_cast<uint32_t>(low));
+inline float join_split(uint16_t param, int16_t low) {
+    return as_float((static_cast<uint32_t>(param) << 16) + static_cast<uint32_t>(low));
 }
 
 struct Results {
     void *master;
     float *exp_avg, *exp_avg_sq;
-    uint16_t *weight;
+    uint16_t *param;
 };
 
 template <Form form>
-Results results_from(const Segment &segment, int64_t begin) {
+Results results_from(const UpdateItem &item, int64_t begin) {
     const int64_t master_bytes = form == kSplit ? sizeof(int16_t) : sizeof(float);
     return {
-        static_cast<char *>(segment.master_out) + begin * master_bytes,
-        segment.exp_avg_out + begin,
-        segment.exp_avg_sq_out + begin,
-        form == kMaster ? nullptr : segment.weight_out + begin,
+        static_cast<char *>(item.master_out) + begin * master_bytes,
+        item.exp_avg_out + begin,
+        item.exp_avg_sq_out + begin,
+        form == kMaster ? nullptr : item.param_out + begin,
     };
 }
 
 // The update of n elements from `begin` on.
 template <class Grad, Form form, bool is_decoupled>
 INLINE void update_range(
-    const Segment &segment, const Scalars &scalars, int64_t begin, int64_t n, const Results &results) {
+    const UpdateItem &item, const Scalars &scalars, int64_t begin, int64_t n, const Results &results) {
     const Scalars c = scalars;
-    const float decay = c.decay[segment.is_decayed];
-    const auto *grad = static_cast<const Grad *>(segment.grad) + begin;
-    const auto *master_in = static_cast<const float *>(segment.master_in) + begin;
-    const auto *low_in = static_cast<const int16_t *>(segment.master_in) + begin;
-    const uint16_t *weight_in = form == kSplit ? segment.weight_in + begin : nullptr;
-    const float *exp_avg_in = segment.exp_avg_in + begin, *exp_avg_sq_in = segment.exp_avg_sq_in + begin;
+    const float decay = c.decay[item.is_decayed];
+    const auto *grad = static_cast<const Grad *>(item.grad) + begin;
+    const auto *master_in = static_cast<const float *>(item.master_in) + begin;
+    const auto *low_in = static_cast<const int16_t *>(item.master_in) + begin;
+    const uint16_t *param_in = form == kSplit ? item.param_in + begin : nullptr;
+    const float *exp_avg_in = item.exp_avg_in + begin, *exp_avg_sq_in = item.exp_avg_sq_in + begin;
     auto *master_out = static_cast<float *>(results.master);
     auto *low_out = static_cast<int16_t *>(results.master);
-    uint16_t *weight_out = results.weight;
+    uint16_t *param_out = results.param;
     float *exp_avg_out = results.exp_avg, *exp_avg_sq_out = results.exp_avg_sq;
 
     INDEPENDENT
     for (int64_t i = 0; i < n; ++i) {
-        float p = form == kSplit ? join(weight_in[i], low_in[i]) : master_in[i];
+        float p = form == kSplit ? join_split(param_in[i], low_in[i]) : master_in[i];
         float g = widen(grad[i]) * c.grad_scale;
         if (is_decoupled)
             p = p * decay;
@@ -135,7 +135,7 @@ INLINE void update_range(
             low_out[i] = static_cast<int16_t>(bits);
         else
             master_out[i] = p;
-        if (form != kMaster) weight_out[i] = upper(bits);
+        if (form != kMaster) param_out[i] = upper(bits);
     }
 }
 
@@ -155,18 +155,18 @@ inline void stream(void *to, const void *from, int64_t bytes) {
 
 // Results that go beside the states, block by block.
 template <class Grad, Form form, bool is_decoupled>
-INLINE void update_beside(const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
+INLINE void update_beside(const UpdateItem &item, const Scalars &scalars, int64_t begin, int64_t end) {
     alignas(64) float master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock];
-    alignas(64) uint16_t weight[kBlock];
+    alignas(64) uint16_t param[kBlock];
     for (; begin < end; begin += kBlock) {
         const int64_t n = std::min(kBlock, end - begin);
         update_range<Grad, form, is_decoupled>(
-            segment, scalars, begin, n, {master, exp_avg, exp_avg_sq, weight});
-        const Results results = results_from<form>(segment, begin);
+            item, scalars, begin, n, {master, exp_avg, exp_avg_sq, param});
+        const Results results = results_from<form>(item, begin);
         stream(results.master, master, n * (form == kSplit ? sizeof(int16_t) : sizeof(float)));
         stream(results.exp_avg, exp_avg, n * sizeof(float));
         stream(results.exp_avg_sq, exp_avg_sq, n * sizeof(float));
-        if (form != kMaster) stream(results.weight, weight, n * sizeof(uint16_t));
+        if (form != kMaster) stream(results.param, param, n * sizeof(uint16_t));
     }
 #if defined(__x86_64__)
     _mm_sfence();  // before another thread is told
@@ -174,36 +174,36 @@ INLINE void update_beside(const Segment &segment, const Scalars &scalars, int64_
 }
 
 template <class Grad, Form form, bool is_decoupled>
-INLINE void update_tile(const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
-    if (segment.exp_avg_out == segment.exp_avg_in)
+INLINE void update_tile(const UpdateItem &item, const Scalars &scalars, int64_t begin, int64_t end) {
+    if (item.exp_avg_out == item.exp_avg_in)
         update_range<Grad, form, is_decoupled>(
-            segment, scalars, begin, end - begin, results_from<form>(segment, begin));
+            item, scalars, begin, end - begin, results_from<form>(item, begin));
     else
-        update_beside<Grad, form, is_decoupled>(segment, scalars, begin, end);
+        update_beside<Grad, form, is_decoupled>(item, scalars, begin, end);
 }
 
-using Update = void (*)(const Segment &, const Scalars &, int64_t, int64_t);
+using Update = void (*)(const UpdateItem &, const Scalars &, int64_t, int64_t);
 
 template <class Grad, Form form, bool is_decoupled>
-void update_default(const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
-    update_tile<Grad, form, is_decoupled>(segment, scalars, begin, end);
+void update_default(const UpdateItem &item, const Scalars &scalars, int64_t begin, int64_t end) {
+    update_tile<Grad, form, is_decoupled>(item, scalars, begin, end);
 }
 
 #if defined(__x86_64__)
 template <class Grad, Form form, bool is_decoupled>
 __attribute__((target("avx2"))) void update_avx2(
-    const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
-    update_tile<Grad, form, is_decoupled>(segment, scalars, begin, end);
+    const UpdateItem &item, const Scalars &scalars, int64_t begin, int64_t end) {
+    update_tile<Grad, form, is_decoupled>(item, scalars, begin, end);
 }
 
 template <class Grad, Form form, bool is_decoupled>
 __attribute__((target("avx512f,avx512bw,avx512vl,prefer-vector-width=512"))) void update_avx512(
-    const Segment &segment, const Scalars &scalars, int64_t begin, int64_t end) {
-    update_tile<Grad, form, is_decoupled>(segment, scalars, begin, end);
+    const UpdateItem &item, const Scalars &scalars, int64_t begin, int64_t end) {
+    update_tile<Grad, form, is_decoupled>(item, scalars, begin, end);
 }
 #endif
 
-// Index of an instruction set, as native.py counts them: default, avx2, avx512.
+// Index of an instruction set, as cpp_adam.py counts them: default, avx2, avx512.
 int best_instruction_set() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -225,18 +225,18 @@ Update choose(int instruction_set) {
 }
 
 template <class Grad, bool is_decoupled>
-Update choose(const Segment &segment, int instruction_set) {
-    if (segment.is_split) return choose<Grad, kSplit, is_decoupled>(instruction_set);
-    if (segment.weight_out) return choose<Grad, kMasterAndWeight, is_decoupled>(instruction_set);
+Update choose(const UpdateItem &item, int instruction_set) {
+    if (item.is_split) return choose<Grad, kSplit, is_decoupled>(instruction_set);
+    if (item.param_out) return choose<Grad, kMasterAndParam, is_decoupled>(instruction_set);
     return choose<Grad, kMaster, is_decoupled>(instruction_set);
 }
 
-Update choose(const Segment &segment, bool is_decoupled, int instruction_set) {
-    if (segment.has_bf16_grad)
-        return is_decoupled ? choose<uint16_t, true>(segment, instruction_set)
-                            : choose<uint16_t, false>(segment, instruction_set);
-    return is_decoupled ? choose<float, true>(segment, instruction_set)
-                        : choose<float, false>(segment, instruction_set);
+Update choose(const UpdateItem &item, bool is_decoupled, int instruction_set) {
+    if (item.has_bf16_grad)
+        return is_decoupled ? choose<uint16_t, true>(item, instruction_set)
+                            : choose<uint16_t, false>(item, instruction_set);
+    return is_decoupled ? choose<float, true>(item, instruction_set)
+                        : choose<float, false>(item, instruction_set);
 }
 
 // Denormal numbers count: a caller may have told its thread to flush them, and new threads inherit that.
@@ -250,15 +250,15 @@ class Ieee {
 #endif
 };
 
-// All segments of one call as one row of tiles; threads take the next tile until none is left.
+// All items of one call as one row of tiles; threads take the next tile until none is left.
 class Batch {
    public:
-    Batch(const Segment *segments, int64_t num_segments, const Scalars &scalars, int instruction_set)
-        : segments_(segments), scalars_(scalars), instruction_set_(instruction_set) {
-        ends_.reserve(num_segments);
+    Batch(const UpdateItem *items, int64_t num_items, const Scalars &scalars, int instruction_set)
+        : items_(items), scalars_(scalars), instruction_set_(instruction_set) {
+        ends_.reserve(num_items);
         int64_t tiles = 0;
-        for (int64_t i = 0; i < num_segments; ++i)
-            ends_.push_back(tiles += (segments[i].numel + kTile - 1) / kTile);
+        for (int64_t i = 0; i < num_items; ++i)
+            ends_.push_back(tiles += (items[i].numel + kTile - 1) / kTile);
     }
 
     int64_t num_tiles() const { return ends_.empty() ? 0 : ends_.back(); }
@@ -267,18 +267,18 @@ class Batch {
         const Ieee ieee;
         for (int64_t tile; (tile = next_.fetch_add(1, std::memory_order_relaxed)) < num_tiles();) {
             const auto found = std::upper_bound(ends_.begin(), ends_.end(), tile) - ends_.begin();
-            const Segment &segment = segments_[found];
+            const UpdateItem &item = items_[found];
             const int64_t begin = (tile - (found ? ends_[found - 1] : 0)) * kTile;
-            const int64_t end = std::min(begin + kTile, segment.numel);
-            choose(segment, scalars_.is_decoupled, instruction_set_)(segment, scalars_, begin, end);
+            const int64_t end = std::min(begin + kTile, item.numel);
+            choose(item, scalars_.is_decoupled, instruction_set_)(item, scalars_, begin, end);
         }
     }
 
    private:
-    const Segment *segments_;
+    const UpdateItem *items_;
     const Scalars &scalars_;
     const int instruction_set_;
-    std::vector<int64_t> ends_;  // tiles up to and with each segment
+    std::vector<int64_t> ends_;  // tiles up to and with each item
     std::atomic<int64_t> next_{0};
 };
 
@@ -352,8 +352,8 @@ extern "C" {
 int32_t adam_best_instruction_set() { return best_instruction_set(); }
 
 void adam_update(
-    const Segment *segments, int64_t num_segments, const Scalars *scalars, int32_t num_threads, int32_t set) {
-    Batch batch(segments, num_segments, *scalars, set);
+    const UpdateItem *items, int64_t num_items, const Scalars *scalars, int32_t num_threads, int32_t set) {
+    Batch batch(items, num_items, *scalars, set);
     pool->run(batch, num_threads);
 }
 

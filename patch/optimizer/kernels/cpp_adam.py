@@ -13,9 +13,9 @@ import torch
 from patch.optimizer.kernels.build import BuildError, find_or_build
 from patch.optimizer.kernels.spec import (
     AdamScalars,
-    Segment,
-    check,
-    copy_other_weights,
+    UpdateItem,
+    check_item,
+    copy_other_params,
     is_split,
     pointers,
 )
@@ -23,15 +23,15 @@ from patch.optimizer.kernels.spec import (
 INSTRUCTION_SETS = ("default", "avx2", "avx512")
 
 
-class _Segment(ctypes.Structure):
-    """`Segment` of adam.cpp."""
+class _UpdateItem(ctypes.Structure):
+    """`UpdateItem` of adam.cpp."""
 
     _fields_ = [
         *(
             (name, c_void_p)
             for name in (
-                *("grad", "master_in", "exp_avg_in", "exp_avg_sq_in", "weight_in"),
-                *("master_out", "exp_avg_out", "exp_avg_sq_out", "weight_out"),
+                *("grad", "master_in", "exp_avg_in", "exp_avg_sq_in", "param_in"),
+                *("master_out", "exp_avg_out", "exp_avg_sq_out", "param_out"),
             )
         ),
         ("numel", c_int64),
@@ -56,19 +56,19 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(find_or_build()))
     except OSError as reason:
         raise BuildError(str(reason)) from reason
-    library.adam_update.argtypes = [POINTER(_Segment), c_int64, POINTER(_Scalars), c_int32, c_int32]
+    library.adam_update.argtypes = [POINTER(_UpdateItem), c_int64, POINTER(_Scalars), c_int32, c_int32]
     library.adam_update.restype = None
     library.adam_best_instruction_set.restype = c_int32
     return library
 
 
-class NativeAdam:
+class CppAdam:
     """The update in C++ on CPU tensors.
 
     Args:
-        num_threads: threads of one update, the caller's included; None: the function of that name, asked
-            anew at each update.
-        instruction_set: one of INSTRUCTION_SETS, for tests; None: the best this CPU has.
+        num_threads: threads of one update, including the caller's; None: what the function `num_threads`
+            gives at each update.
+        instruction_set: one of INSTRUCTION_SETS, for tests; None: the best that this CPU has.
     Raises:
         BuildError: no compiler, or no folder to build in.
     """
@@ -79,16 +79,16 @@ class NativeAdam:
         self._set = best if instruction_set is None else INSTRUCTION_SETS.index(instruction_set)
         assert self._set <= best, f"this CPU has no {instruction_set}"
 
-    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
-        """See AdamKernel. Calls of several threads follow one another."""
-        for segment in segments:
-            check(segment)
-        table = (_Segment * len(segments))(*map(_row, segments))
+    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
+        """See AdamKernel. Calls from several threads run one after the other."""
+        for item in items:
+            check_item(item)
+        table = (_UpdateItem * len(items))(*map(_row, items))
         decay = scalars.decay(False), scalars.decay(True)
-        constants = _Scalars(scalars.constants(), decay, scalars.is_decoupled)
+        constants = _Scalars(scalars.constants(), decay, scalars.decoupled_weight_decay)
         threads = self._num_threads or num_threads(beside_gpu=torch.cuda.is_initialized())
-        self._library.adam_update(table, len(segments), constants, threads, self._set)
-        copy_other_weights(segments)
+        self._library.adam_update(table, len(items), constants, threads, self._set)
+        copy_other_params(items)
 
 
 def num_threads(*, beside_gpu: bool) -> int:
@@ -101,7 +101,7 @@ def num_threads(*, beside_gpu: bool) -> int:
     return max(1, usable - 1 if beside_gpu else usable)
 
 
-def _row(segment: Segment) -> _Segment:
-    has_bf16_grad = segment.grad.dtype == torch.bfloat16
-    numel = segment.grad.numel()
-    return _Segment(*pointers(segment), numel, has_bf16_grad, is_split(segment), segment.is_decayed)
+def _row(item: UpdateItem) -> _UpdateItem:
+    has_bf16_grad = item.grad.dtype == torch.bfloat16
+    numel = item.grad.numel()
+    return _UpdateItem(*pointers(item), numel, has_bf16_grad, is_split(item), item.is_decayed)

@@ -8,7 +8,7 @@ import torch
 
 from patch.logger import get_logger
 from patch.optimizer.kernels.build import BuildError
-from patch.optimizer.kernels.cpp_adam import NativeAdam
+from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 from patch.optimizer.kernels.spec import AdamKernel
 
@@ -22,7 +22,7 @@ def adam_kernel(device: torch.device) -> AdamKernel:
 
         return TritonAdam()
     try:
-        return NativeAdam()
+        return CppAdam()
     except BuildError as reason:
         get_logger(__name__).warning(
             "the optimizer runs in NumPy, about 10 times slower than in C++: %s. "

@@ -1,4 +1,4 @@
-"""The update in NumPy: the oracle of the other kernels, and in tiles what runs where no compiler is."""
+"""The update in NumPy: the oracle of the other kernels, and in tiles the kernel where no compiler is."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from patch.optimizer.kernels.spec import (
     AdamScalars,
-    Segment,
-    States,
-    bf16_weight,
-    check,
-    copy_other_weights,
+    AdamStates,
+    UpdateItem,
+    bf16_param,
+    check_item,
+    copy_other_params,
 )
 
 # Elements updated at a time: small enough that temporaries stay in a core's cache.
@@ -23,24 +23,24 @@ _TILE = 1 << 16
 class NumpyAdam:
     """The update on CPU tensors, one thread."""
 
-    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
+    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
         """See AdamKernel."""
-        for segment in segments:
-            check(segment)
-            for begin in range(0, segment.grad.numel(), _TILE):
+        for item in items:
+            check_item(item)
+            for begin in range(0, item.grad.numel(), _TILE):
                 part = slice(begin, begin + _TILE)
                 with np.errstate(all="ignore"):
-                    _update_part(segment, scalars, part)
-        copy_other_weights(segments)
+                    _update_part(item, scalars, part)
+        copy_other_params(items)
 
 
-def _update_part(segment: Segment, scalars: AdamScalars, part: slice) -> None:
-    states = _arrays(segment.states, part)
-    results = states if segment.shadow is None else _arrays(segment.shadow, part)
+def _update_part(item: UpdateItem, scalars: AdamScalars, part: slice) -> None:
+    states = _arrays(item.states, part)
+    results = states if item.out is None else _arrays(item.out, part)
     is_split = states[0].dtype == np.uint16
-    master = join(states[3], states[0]) if is_split else states[0]
+    master = join_split(states[3], states[0]) if is_split else states[0]
     new, exp_avg, exp_avg_sq = adam(
-        master, _gradient(segment.grad[part]), states[1], states[2], scalars, segment.is_decayed
+        master, _gradient(item.grad[part]), states[1], states[2], scalars, item.is_decayed
     )
     results[0][:] = low_bits(new) if is_split else new
     results[1][:], results[2][:] = exp_avg, exp_avg_sq
@@ -59,7 +59,7 @@ def adam(
     """The oracle: new master, exp_avg and exp_avg_sq of float32 arrays, as plainly as it can be written."""
     scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps = map(np.float32, scalars.constants())
     decay = np.float32(scalars.decay(is_decayed))
-    is_decoupled = scalars.is_decoupled
+    is_decoupled = scalars.decoupled_weight_decay
     g = grad * scale if is_decoupled else grad * scale + decay * master
     p = master * decay if is_decoupled else master
     m = exp_avg * beta1 + g * rest1
@@ -74,14 +74,14 @@ def round_to_bf16(master: np.ndarray) -> np.ndarray:
 
 
 def low_bits(master: np.ndarray) -> np.ndarray:
-    """The bits that `round_to_bf16` drops; zero for NaN."""
+    """The bits of a master that `round_to_bf16` drops; zero for NaN."""
     low = (master.view(np.uint32) & np.uint32(0xFFFF)).astype(np.uint16)
     return np.where(np.isnan(master), np.uint16(0), low)
 
 
-def join(weight: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """The float32 values whose bf16 bits and low bits these are: the rounding undone."""
-    high = weight - (low >> np.uint16(15))
+def join_split(param: np.ndarray, low: np.ndarray) -> np.ndarray:
+    """The float32 masters whose bf16 bits and low bits these are: undoes the rounding."""
+    high = param - (low >> np.uint16(15))
     return ((high.astype(np.uint32) << np.uint32(16)) | low).view(np.float32)
 
 
@@ -89,11 +89,11 @@ def _gradient(part: torch.Tensor) -> np.ndarray:
     return part.float().numpy()
 
 
-def _arrays(states: States, part: slice) -> list[np.ndarray]:
-    """Views of a part of the states; bf16 weights and split masters as their bits."""
+def _arrays(states: AdamStates, part: slice) -> list[np.ndarray]:
+    """Views of a part of the states; bf16 parameters and split masters as their bits."""
     tensors = [states.master[part], states.exp_avg[part], states.exp_avg_sq[part]]
-    weight = bf16_weight(states)
-    if weight is not None:
-        tensors.append(weight[part].view(torch.int16))
+    param = bf16_param(states)
+    if param is not None:
+        tensors.append(param[part].view(torch.int16))
     arrays = [tensor.numpy() for tensor in tensors]
     return [array.view(np.uint16) if array.dtype == np.int16 else array for array in arrays]

@@ -1,4 +1,4 @@
-"""The update in Triton, for CUDA: all segments of a call in one launch.
+"""The update in Triton, for CUDA: all items of a call in one launch.
 
 Products and sums are kept apart (enable_fp_fusion=False), quotients and roots are rounded to nearest, so the
 bits are the oracle's. Triton's interpreter runs it on CPU tensors: TRITON_INTERPRET=1 before the import.
@@ -16,48 +16,48 @@ import triton.language as tl
 from patch.device import send
 from patch.optimizer.kernels.spec import (
     AdamScalars,
-    Segment,
-    bf16_weight,
-    check,
-    copy_other_weights,
+    UpdateItem,
+    bf16_param,
+    check_item,
+    copy_other_params,
     is_split,
     pointers,
 )
 
 _BLOCK = tl.constexpr(1024)  # twice as many need twice the registers, and spill where nothing is aligned
-_COLUMNS = tl.constexpr(12)  # of the table: nine pointers, elements, whether decayed, first block
+_COLUMNS = tl.constexpr(12)  # of the table: nine pointers, elements, is_decayed, first block
 
 
 class TritonAdam:
     """The update on CUDA tensors, on the current stream; nothing is waited for."""
 
-    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
-        """See AdamKernel. One launch for each form of segments: usually one."""
-        forms: dict[tuple[bool, bool, bool], list[Segment]] = defaultdict(list)
-        for segment in segments:
-            check(segment)
-            has_weight = bf16_weight(segment.states) is not None
-            forms[segment.grad.dtype == torch.bfloat16, has_weight, is_split(segment)].append(segment)
+    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
+        """See AdamKernel. One launch for each form of items: usually one."""
+        forms: dict[tuple[bool, bool, bool], list[UpdateItem]] = defaultdict(list)
+        for item in items:
+            check_item(item)
+            has_bf16_param = bf16_param(item.states) is not None
+            forms[item.grad.dtype == torch.bfloat16, has_bf16_param, is_split(item)].append(item)
         for form, members in forms.items():
             _launch(form, members, scalars)
-        copy_other_weights(segments)
+        copy_other_params(items)
 
 
-def _launch(form: tuple[bool, bool, bool], segments: list[Segment], scalars: AdamScalars) -> None:
+def _launch(form: tuple[bool, bool, bool], items: list[UpdateItem], scalars: AdamScalars) -> None:
     rows: list[list[int]] = []
     num_blocks = 0
-    for segment in segments:
-        numel = segment.grad.numel()
-        rows.append([pointer or 0 for pointer in pointers(segment)])
-        rows[-1] += [numel, segment.is_decayed, num_blocks]
+    for item in items:
+        numel = item.grad.numel()
+        rows.append([pointer or 0 for pointer in pointers(item)])
+        rows[-1] += [numel, item.is_decayed, num_blocks]
         num_blocks += triton.cdiv(numel, _BLOCK.value)
     if num_blocks:
         _update[(num_blocks,)](
-            send(torch.tensor(rows, dtype=torch.int64), segments[0].grad.device),
+            send(torch.tensor(rows, dtype=torch.int64), items[0].grad.device),
             len(rows),
             tuple(map(float, (*scalars.constants(), scalars.decay(False), scalars.decay(True)))),
             *form,
-            scalars.is_decoupled,
+            scalars.decoupled_weight_decay,
             _alignment(rows),
             enable_fp_fusion=False,
         )
@@ -69,10 +69,10 @@ def _alignment(rows: list[list[int]]) -> int:
 
 
 @triton.jit
-def _find_row(table: tl.tensor, num_segments: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """The segment of a block: the last whose first block is not after it, found by halving."""
+def _find_row(table: tl.tensor, num_items: tl.tensor, block: tl.tensor) -> tl.tensor:
+    """The item of a block: the last whose first block is not after it, found by halving."""
     low = 0
-    high = num_segments
+    high = num_items
     while high - low > 1:
         middle = (low + high) // 2
         is_right = tl.load(table + middle * _COLUMNS + 11) <= block
@@ -92,9 +92,9 @@ def _float_of_bf16(bits: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
-def _join(weight: tl.tensor, low: tl.tensor) -> tl.tensor:
+def _join_split(param: tl.tensor, low: tl.tensor) -> tl.tensor:
     low = low.to(tl.uint32)
-    return (((weight.to(tl.uint32) - (low >> 15)) << 16) | low).to(tl.float32, bitcast=True)
+    return (((param.to(tl.uint32) - (low >> 15)) << 16) | low).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -116,20 +116,20 @@ def _adam(
     return p, m, v
 
 
-@triton.jit(do_not_specialize=["num_segments"])
+@triton.jit(do_not_specialize=["num_items"])
 def _update(
     table: tl.tensor,
-    num_segments: tl.tensor,
+    num_items: tl.tensor,
     scalars: tl.tensor,
     has_bf16_grad: tl.constexpr,
-    has_weight: tl.constexpr,
+    has_bf16_param: tl.constexpr,
     is_split: tl.constexpr,
     is_decoupled: tl.constexpr,
     alignment: tl.constexpr,
 ) -> None:
-    """Update one block of one segment."""
+    """Update one block of one item."""
     block = tl.program_id(0)
-    row = _find_row(table, num_segments, block)
+    row = _find_row(table, num_items, block)
     i = (block - tl.load(row + 11)) * _BLOCK + tl.arange(0, _BLOCK)
     inside = i < tl.multiple_of(tl.load(row + 9), alignment)
 
@@ -139,7 +139,7 @@ def _update(
         g = tl.load(_pointer(row, 0, tl.float32, alignment) + i, inside)
     if is_split:
         low = tl.load(_pointer(row, 1, tl.uint16, alignment) + i, inside)
-        p = _join(tl.load(_pointer(row, 4, tl.uint16, alignment) + i, inside), low)
+        p = _join_split(tl.load(_pointer(row, 4, tl.uint16, alignment) + i, inside), low)
     else:
         p = tl.load(_pointer(row, 1, tl.float32, alignment) + i, inside)
     m = tl.load(_pointer(row, 2, tl.float32, alignment) + i, inside)
@@ -151,9 +151,9 @@ def _update(
     tl.store(_pointer(row, 7, tl.float32, alignment) + i, v, inside)
     bits = p.to(tl.uint32, bitcast=True)
     is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    if has_weight:
-        weight = tl.where(is_nan, 0x7FC0, (bits + 0x8000) >> 16)
-        tl.store(_pointer(row, 8, tl.uint16, alignment) + i, weight.to(tl.uint16), inside)
+    if has_bf16_param:
+        param = tl.where(is_nan, 0x7FC0, (bits + 0x8000) >> 16)
+        tl.store(_pointer(row, 8, tl.uint16, alignment) + i, param.to(tl.uint16), inside)
     if is_split:
         low = tl.where(is_nan, 0, bits & 0xFFFF)
         tl.store(_pointer(row, 5, tl.uint16, alignment) + i, low.to(tl.uint16), inside)

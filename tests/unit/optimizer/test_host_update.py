@@ -19,7 +19,7 @@ from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, host_update
 from patch.optimizer.hybrid_adam import Offload
-from patch.optimizer.kernels import AdamScalars, Segment, adam_kernel
+from patch.optimizer.kernels import AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.placement import StaticPlacementPolicy
 
 NUM_STEPS = 30
@@ -75,15 +75,15 @@ class Watched:
         self.plain = self.speculated = 0
         self.failure: Exception | None = None
 
-    def update(self, segments: Sequence[Segment], scalars: AdamScalars) -> None:
+    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
         if self.failure is not None:
             raise self.failure
         self.threads.append(threading.current_thread().name)
-        self._kernel.update(segments, scalars)
-        for segment in segments:
-            assert segment.shadow is not None
-            is_in_place = segment.shadow.exp_avg.data_ptr() == segment.states.exp_avg.data_ptr()
-            numel = segment.grad.numel()
+        self._kernel.update(items, scalars)
+        for item in items:
+            assert item.out is not None
+            is_in_place = item.out.exp_avg.data_ptr() == item.states.exp_avg.data_ptr()
+            numel = item.grad.numel()
             self.plain, self.speculated = (
                 self.plain + numel * is_in_place,
                 self.speculated + numel * (not is_in_place),

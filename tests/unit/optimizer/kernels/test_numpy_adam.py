@@ -5,7 +5,7 @@ import pytest
 import torch
 from adam_cases import SPECIAL, scalars
 
-from patch.optimizer.kernels.numpy_adam import adam, join, low_bits, round_to_bf16
+from patch.optimizer.kernels.numpy_adam import adam, join_split, low_bits, round_to_bf16
 
 
 @pytest.mark.parametrize("is_decoupled", [True, False], ids=["AdamW", "Adam"])
@@ -21,17 +21,17 @@ def test_oracle_follows_torch_over_many_steps(weight_decay, is_decoupled):
         reference.grad = grad.double()
         optimizer.step()
         ours = scalars(
-            lr=1e-2, weight_decay=weight_decay, step=step, grad_scale=0.5, is_decoupled=is_decoupled
+            lr=1e-2, weight_decay=weight_decay, step=step, grad_scale=0.5, decoupled_weight_decay=is_decoupled
         )
         param, *states = adam(param, 2 * grad.numpy(), *states, ours, is_decayed=True)
     np.testing.assert_allclose(param, reference.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_segments_without_decay_are_those_of_decay_zero():
+def test_items_without_decay_are_those_of_decay_zero():
     arrays = [np.random.default_rng(0).random(100, np.float32) for _ in range(4)]
     for is_decoupled in (True, False):
-        undecayed = adam(*arrays, scalars(is_decoupled=is_decoupled), is_decayed=False)
-        zero = adam(*arrays, scalars(is_decoupled=is_decoupled, weight_decay=0.0), is_decayed=True)
+        undecayed = adam(*arrays, scalars(decoupled_weight_decay=is_decoupled), is_decayed=False)
+        zero = adam(*arrays, scalars(decoupled_weight_decay=is_decoupled, weight_decay=0.0), is_decayed=True)
         assert all(map(np.array_equal, undecayed, zero))
 
 
@@ -54,7 +54,7 @@ def test_split_masters_join_to_the_bit():
     high = np.arange(1 << 16, dtype=np.uint32)[:, None] << np.uint32(16)
     low = np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)
     masters = np.append((high | low).view(np.float32).ravel(), SPECIAL)
-    joined = join(round_to_bf16(masters), low_bits(masters))
+    joined = join_split(round_to_bf16(masters), low_bits(masters))
     is_nan = np.isnan(masters)
     assert np.isnan(joined[is_nan]).all()
     assert np.array_equal(joined[~is_nan].view(np.uint32), masters[~is_nan].view(np.uint32))

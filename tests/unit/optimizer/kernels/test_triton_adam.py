@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adam_cases import FORMS, assert_equal, bits_after, make_segments, scalars
+from adam_cases import FORMS, assert_equal, bits_after, make_items, scalars
 
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
@@ -36,14 +36,14 @@ def interpreted():
 @pytest.mark.parametrize("form", FORMS)
 def test_interpreter_equals_the_oracle(interpreted, form, grad_dtype, is_decoupled):
     for seed, scale in enumerate((1e-30, 1e-3, 1e12)):
-        step = scalars(step=10**seed, is_decoupled=is_decoupled)
-        ours, expected = (make_segments(form, grad_dtype, seed=seed, scale=scale) for _ in range(2))
+        step = scalars(step=10**seed, decoupled_weight_decay=is_decoupled)
+        ours, expected = (make_items(form, grad_dtype, seed=seed, scale=scale) for _ in range(2))
         assert_equal(bits_after(interpreted, ours, step), bits_after(NumpyAdam(), expected, step))
 
 
-def test_one_call_takes_segments_of_all_forms_and_shadows(interpreted):
+def test_one_call_takes_items_of_all_forms_with_out(interpreted):
     ours, expected = (
-        [s for form in FORMS for s in make_segments(form, torch.bfloat16, is_shadowed=True)] for _ in range(2)
+        [s for form in FORMS for s in make_items(form, torch.bfloat16, has_out=True)] for _ in range(2)
     )
     assert_equal(bits_after(interpreted, ours, scalars()), bits_after(NumpyAdam(), expected, scalars()))
 
@@ -55,7 +55,7 @@ from triton.compiler import ASTSource
 from patch.optimizer.kernels.triton_adam import _update
 
 names = _update.arg_names
-kinds = {"table": "*i64", "num_segments": "i32", "scalars": ("fp32",) * 10}
+kinds = {"table": "*i64", "num_items": "i32", "scalars": ("fp32",) * 10}
 constants = dict(zip(names[3:], (True, True, False, True, 16)))
 signature = {name: kinds.get(name, "constexpr") for name in names}
 source = ASTSource(fn=_update, signature=signature, constexprs=constants)

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from adam_cases import FORMS, SIZES, assert_equal, bits_after, make_segments, scalars
+from adam_cases import FORMS, SIZES, assert_equal, bits_after, make_items, scalars
 
-from patch.optimizer.kernels import Segment, States
-from patch.optimizer.kernels.cpp_adam import INSTRUCTION_SETS, NativeAdam, load, num_threads
+from patch.optimizer.kernels import AdamStates, UpdateItem
+from patch.optimizer.kernels.cpp_adam import INSTRUCTION_SETS, CppAdam, load, num_threads
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
 GRADIENTS = (torch.float32, torch.bfloat16)
@@ -21,101 +21,101 @@ GRADIENTS = (torch.float32, torch.bfloat16)
 def test_every_instruction_set_equals_the_oracle(instruction_set, form, grad_dtype):
     if INSTRUCTION_SETS.index(instruction_set) > load().adam_best_instruction_set():
         pytest.skip(f"this CPU has no {instruction_set}")
-    kernel = NativeAdam(1, instruction_set)
+    kernel = CppAdam(1, instruction_set)
     for is_decoupled in (True, False):
         for seed, scale in enumerate((1e-30, 1e-3, 1.0, 1e12)):
-            step = scalars(step=10**seed, is_decoupled=is_decoupled)
-            ours, expected = (make_segments(form, grad_dtype, seed=seed, scale=scale) for _ in range(2))
+            step = scalars(step=10**seed, decoupled_weight_decay=is_decoupled)
+            ours, expected = (make_items(form, grad_dtype, seed=seed, scale=scale) for _ in range(2))
             assert_equal(bits_after(kernel, ours, step), bits_after(NumpyAdam(), expected, step))
 
 
 @pytest.mark.parametrize("sizes", [SIZES, (70_001,)], ids=["odd", "aligned"])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_shadow_takes_the_results_and_states_stay(form, sizes):
+def test_results_go_to_out_and_states_stay(form, sizes):
     step = scalars()
-    ours, expected = (make_segments(form, torch.bfloat16, is_shadowed=True, sizes=sizes) for _ in range(2))
-    before = [segment.states.exp_avg.clone() for segment in ours]
-    assert_equal(bits_after(NativeAdam(), ours, step), bits_after(NumpyAdam(), expected, step))
-    in_place = make_segments(form, torch.bfloat16, sizes=sizes)
-    NativeAdam().update(in_place, step)
-    for segment, same, exp_avg in zip(ours, in_place, before, strict=True):
-        assert torch.equal(segment.states.exp_avg.view(torch.int32), exp_avg.view(torch.int32))
-        for shadow, state in zip(segment.shadow, same.states, strict=True):
-            assert shadow is None or torch.equal(shadow.nan_to_num(), state.nan_to_num())
+    ours, expected = (make_items(form, torch.bfloat16, has_out=True, sizes=sizes) for _ in range(2))
+    before = [item.states.exp_avg.clone() for item in ours]
+    assert_equal(bits_after(CppAdam(), ours, step), bits_after(NumpyAdam(), expected, step))
+    in_place = make_items(form, torch.bfloat16, sizes=sizes)
+    CppAdam().update(in_place, step)
+    for item, same, exp_avg in zip(ours, in_place, before, strict=True):
+        assert torch.equal(item.states.exp_avg.view(torch.int32), exp_avg.view(torch.int32))
+        for result, state in zip(item.out, same.states, strict=True):
+            assert result is None or torch.equal(result.nan_to_num(), state.nan_to_num())
 
 
 def test_ties_between_two_bf16_survive_a_step_of_length_zero():
     step = scalars(lr=0.0)
-    ours, expected = (make_segments("split master", torch.float32) for _ in range(2))
-    bits = bits_after(NativeAdam(), ours, step)
+    ours, expected = (make_items("split master", torch.float32) for _ in range(2))
+    bits = bits_after(CppAdam(), ours, step)
     assert_equal(bits, bits_after(NumpyAdam(), expected, step))
     assert (bits[-4] == -0x8000).sum() > 100, "halves between two bf16"
 
 
-def _large(numel: int = 300_001) -> Segment:
+def _large(numel: int = 300_001) -> UpdateItem:
     torch.manual_seed(0)
-    return Segment(
-        torch.randn(numel), States(torch.randn(numel), torch.randn(numel), torch.rand(numel)), True
+    return UpdateItem(
+        torch.randn(numel), AdamStates(torch.randn(numel), torch.randn(numel), torch.rand(numel)), True
     )
 
 
 def test_threads_change_no_bit():
     found = [
-        bits_after(NativeAdam(threads), [_large(), _large(9), _large()], scalars()) for threads in (1, 2, 7)
+        bits_after(CppAdam(threads), [_large(), _large(9), _large()], scalars()) for threads in (1, 2, 7)
     ]
     assert_equal(found[0], found[1])
     assert_equal(found[0], found[2])
 
 
 def test_a_forked_child_updates_too():
-    kernel, segment = NativeAdam(2), _large()
+    kernel, item = CppAdam(2), _large()
     expected = bits_after(kernel, [_large()], scalars())
-    for tensor in segment.states[:3]:
+    for tensor in item.states[:3]:
         tensor.share_memory_()
     child = os.fork()
     if not child:
         signal.alarm(60)
-        kernel.update([segment], scalars())  # and nothing else: torch's own threads do not survive a fork
+        kernel.update([item], scalars())  # and nothing else: torch's own threads do not survive a fork
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
-    tensors = (segment.grad, *segment.states[:3])
+    tensors = (item.grad, *item.states[:3])
     assert_equal([tensor.view(torch.int32).numpy() for tensor in tensors], expected)
 
 
 def test_a_thread_that_flushes_denormals_gets_the_same_bits():
-    segments = [make_segments("fp32 weight", torch.float32, scale=1e-39) for _ in range(2)]
+    items = [make_items("fp32 weight", torch.float32, scale=1e-39) for _ in range(2)]
     torch.set_flush_denormal(True)
     try:
-        ours = bits_after(NativeAdam(1), segments[0], scalars())
+        ours = bits_after(CppAdam(1), items[0], scalars())
         assert torch.tensor([1e-39]).mul(1.0) == 0, "flushing is off: nothing was shown"
     finally:
         torch.set_flush_denormal(False)
-    assert_equal(ours, bits_after(NumpyAdam(), segments[1], scalars()))
+    assert_equal(ours, bits_after(NumpyAdam(), items[1], scalars()))
 
 
-def test_no_segments_and_empty_segments_are_fine():
-    NativeAdam().update([], scalars())
-    NativeAdam(2).update([_large(0), _large(0)], scalars())
+def test_no_items_and_empty_items_are_fine():
+    CppAdam().update([], scalars())
+    CppAdam(2).update([_large(0), _large(0)], scalars())
 
 
 @pytest.mark.parametrize("wrong", ["strided", "short", "half moments", "split without weight"])
 def test_what_no_pointer_may_point_at_is_refused(wrong):
-    segment = _large(8)
-    states = segment.states
-    segment = {
-        "strided": lambda: segment._replace(grad=torch.zeros(16)[::2]),
-        "short": lambda: segment._replace(grad=torch.zeros(7)),
-        "half moments": lambda: segment._replace(states=states._replace(exp_avg=torch.zeros(8).half())),
-        "split without weight": lambda: segment._replace(
+    item = _large(8)
+    states = item.states
+    item = {
+        "strided": lambda: item._replace(grad=torch.zeros(16)[::2]),
+        "short": lambda: item._replace(grad=torch.zeros(7)),
+        "half moments": lambda: item._replace(states=states._replace(exp_avg=torch.zeros(8).half())),
+        "split without weight": lambda: item._replace(
             states=states._replace(master=torch.zeros(8, dtype=torch.int16))
         ),
     }[wrong]()
     with pytest.raises(AssertionError):
-        NativeAdam().update([segment], scalars())
+        CppAdam().update([item], scalars())
 
 
 def test_scale_and_step_are_those_of_the_call():
-    first, second = (bits_after(NativeAdam(), [_large(99)], replace(scalars(), step=step)) for step in (1, 2))
+    first, second = (bits_after(CppAdam(), [_large(99)], replace(scalars(), step=step)) for step in (1, 2))
     assert (first[1] != second[1]).any()
 
 
