@@ -1,6 +1,7 @@
 """Items for the Adam kernels: every form of states, filled with values that rounding may stumble over."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ def scalars(**changes: Any) -> AdamScalars:
 def make_items(
     form: str,
     grad_dtype: torch.dtype,
+    step: AdamScalars | None = None,
     *,
     seed: int = 0,
     scale: float = 1.0,
@@ -32,7 +34,12 @@ def make_items(
     sizes: Sequence[int] = SIZES,
     device: str = "cpu",
 ) -> list[UpdateItem]:
-    """Items, decayed or not, the first at an aligned address, others not; the same for the same seed."""
+    """Items of two groups, the first at an aligned address, others not; the same for the same seed.
+
+    `step` is the first group's; the second has half its rate and no weight decay.
+    """
+    first = step or scalars()
+    groups = first, replace(first, lr=first.lr / 2, weight_decay=0.0)
     generator = np.random.default_rng(seed)
     items = []
     for index, numel in enumerate(sizes):
@@ -47,7 +54,7 @@ def make_items(
         out = AdamStates(*(t if t is None else place(torch.full_like(t, 7)) for t in states))
         states = AdamStates(*(t if t is None else place(t) for t in states))
         gradient = place(torch.from_numpy(grad).to(grad_dtype))
-        items.append(UpdateItem(gradient, states, index % 2 == 0, out if has_out else None))
+        items.append(UpdateItem(gradient, states, groups[index % 2], out if has_out else None))
     return items
 
 
@@ -70,9 +77,9 @@ def _states(form: str, master: np.ndarray, exp_avg: np.ndarray, exp_avg_sq: np.n
     return AdamStates(*map(torch.from_numpy, (master, exp_avg, exp_avg_sq)), weight)
 
 
-def bits_after(kernel: AdamKernel, items: Sequence[UpdateItem], step: AdamScalars) -> list[np.ndarray]:
+def bits_after(kernel: AdamKernel, items: Sequence[UpdateItem]) -> list[np.ndarray]:
     """The bits of all inputs and results after an update, every float32 NaN as one."""
-    kernel.update(items, step)
+    kernel.update(items)
     tensors = [t.cpu() for s in items for t in (s.grad, *s.states, *(s.out or ())) if t is not None]
     return [_bits(tensor) for tensor in tensors]
 

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from patch.memory import CudaDevice, cuda_device, staged_copy
 from patch.optimizer import bucket, host_update, hybrid_adam, micro_batch, param_buffer
-from patch.optimizer.kernels import AdamScalars, UpdateItem
+from patch.optimizer.kernels import UpdateItem
 from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
@@ -77,8 +77,8 @@ class _DeviceKernel:
     def __init__(self, fake: FakeDevice) -> None:
         self._fake, self._kernel = fake, NumpyAdam()
 
-    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
-        self._fake.current_stream().queue(lambda: self._kernel.update(items, scalars))
+    def update(self, items: Sequence[UpdateItem]) -> None:
+        self._fake.current_stream().queue(lambda: self._kernel.update(items))
 
 
 class HostKernel:
@@ -90,14 +90,14 @@ class HostKernel:
         self.faults = 0
         self.failure: Exception | None = None
 
-    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
+    def update(self, items: Sequence[UpdateItem]) -> None:
         if self.failure is not None:
             raise self.failure
         touched = [t for s in items for t in tree_leaves(s) if isinstance(t, torch.Tensor)]
         self.faults += any(map(self._fake.holds, touched))
         self.numels.append(sum(item.grad.numel() for item in items))
         with self._fake.executing():
-            self._kernel.update(items, scalars)
+            self._kernel.update(items)
 
 
 class Workers:

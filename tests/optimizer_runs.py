@@ -144,11 +144,11 @@ class Oracle:
         self._step_count += 1
         for name, parameter in self._trained.items():
             scalars = AdamScalars(
-                lr=LR, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1,
+                lr=LR, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1 if parameter.ndim > 1 else 0.0,
                 step=self._step_count, grad_scale=scale, decoupled_weight_decay=self._is_decoupled,
             )  # fmt: skip
             states = [self.masters[name], self.exp_avg[name], self.exp_avg_sq[name]]
-            updated = adam(states[0], gradients[name], *states[1:], scalars, is_decayed=parameter.ndim > 1)
+            updated = adam(states[0], gradients[name], *states[1:], scalars)
             for old, new in zip(states, updated, strict=True):
                 old[...] = new
             weight = self.masters[name]

@@ -76,7 +76,8 @@ class ChunkRange(NamedTuple):
     begin: int
     """First element, counted in the shard."""
     end: int
-    is_decayed: bool
+    group: int
+    """Index of the parameter group."""
     offset: int
     """First element, counted in the chunk."""
 
@@ -184,14 +185,14 @@ class ChunkManager:
             shard: index of the bucket shard.
             elements: the range; one whose gradient needs an extra reduction goes to chunks of its own.
         """
-        begin, end, is_decayed, needs_extra_reduction = elements
+        begin, end, group, needs_extra_reduction = elements
         while begin < end:
             chunk = self._open.get(needs_extra_reduction)
             if chunk is None or chunk.numel + min(end - begin, self.size) > self.size:
                 chunk = self._open[needs_extra_reduction] = StateChunk(self.size, needs_extra_reduction)
                 self.chunks.append(chunk)
             stop = min(end, begin + self.size - chunk.numel)
-            chunk.ranges.append(ChunkRange(shard, begin, stop, is_decayed, chunk.numel))
+            chunk.ranges.append(ChunkRange(shard, begin, stop, group, chunk.numel))
             begin = stop
 
     def finish_registration(self) -> None:
@@ -248,5 +249,5 @@ def find_best_chunk_size(numels: Sequence[int]) -> int:
 def _unused(numels: Sequence[int], size: int) -> int:
     manager = ChunkManager(size, HOST)
     for numel in numels:
-        manager.register(0, ShardRange(0, numel, is_decayed=False, needs_extra_reduction=False))
+        manager.register(0, ShardRange(0, numel, group=0, needs_extra_reduction=False))
     return sum(size - chunk.numel for chunk in manager.chunks)

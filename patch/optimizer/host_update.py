@@ -101,7 +101,7 @@ class HostUpdates:
         """Guards `_buffers.inputs` and `_queue`."""
         self._queue: deque[_ChunkUpdate] = deque()
         """Updates that the worker has not begun, in the order in which it will, or may."""
-        self._expected: AdamScalars | None = None
+        self._expected: Sequence[AdamScalars] | None = None
         """What the step under way will update with if nothing is clipped."""
         self._updates: dict[StateChunk, _ChunkUpdate] = {}
         """Of the step under way: chunks whose gradients are known to be final."""
@@ -117,11 +117,11 @@ class HostUpdates:
         """Allocate or drop buffers for `num_chunks` chunks on the host; call it between two steps."""
         self._buffers.resize(num_chunks)
 
-    def start_step(self, expected: AdamScalars) -> None:
+    def start_step(self, expected: Sequence[AdamScalars]) -> None:
         """Begin a step, before its backward.
 
         Args:
-            expected: what the step will update with if nothing is clipped.
+            expected: what the step will update each parameter group with if nothing is clipped.
         """
         self._expected = expected
 
@@ -144,7 +144,7 @@ class HostUpdates:
             job = self._worker.submit(self._update_speculatively, update, outputs, self._expected)
             self._speculations[chunk] = _Speculation(update, outputs, job)
 
-    def start_updates(self, chunks: Sequence[StateChunk], scalars: AdamScalars) -> None:
+    def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[AdamScalars]) -> None:
         """Update chunks in the background; returns at once.
 
         The gradients of all chunks are final at the end of what the current stream has been given, and
@@ -152,7 +152,7 @@ class HostUpdates:
 
         Args:
             chunks: all chunks on the host, those first whose parameters are needed first.
-            scalars: what the step updates with.
+            scalars: what the step updates each parameter group with.
         """
         assert not self._jobs, "the step before was not waited for"
         is_wrong = scalars != self._expected
@@ -263,7 +263,7 @@ class HostUpdates:
     # What follows runs in the worker.
 
     def _update_speculatively(
-        self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: AdamScalars
+        self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
     ) -> None:
         with self._inputs_of(update):
             self._compute(update, scalars, outputs, outputs.shadow)
@@ -275,7 +275,9 @@ class HostUpdates:
         update.chunk.states, outputs.shadow = outputs.shadow, update.chunk.states
         return self._copy_params_back(update.chunk, outputs)
 
-    def _update_in_place(self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: AdamScalars) -> Event:
+    def _update_in_place(
+        self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
+    ) -> Event:
         with self._inputs_of(update):
             self._compute(update, scalars, outputs, update.chunk.states)
         return self._copy_params_back(update.chunk, outputs)
@@ -299,7 +301,7 @@ class HostUpdates:
     def _compute(
         self,
         update: _ChunkUpdate,
-        scalars: AdamScalars,
+        scalars: Sequence[AdamScalars],
         outputs: OutputBuffers,
         new_states: Mapping[str, Chunk],
     ) -> None:
@@ -314,12 +316,12 @@ class HostUpdates:
             UpdateItem(
                 grad[r.in_chunk],
                 adam_states(update.chunk.states, r.in_chunk, old_param[r.in_chunk]),
-                r.is_decayed,
+                scalars[r.group],
                 adam_states(new_states, r.in_chunk, new_param[r.in_chunk]),
             )
             for r in update.chunk.ranges
         ]
-        self._kernel.update(items, scalars)
+        self._kernel.update(items)
         self.busy_s += time.perf_counter() - begin
 
     def _copy_params_back(self, chunk: StateChunk, outputs: OutputBuffers) -> Event:

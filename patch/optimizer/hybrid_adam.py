@@ -26,6 +26,7 @@ from patch.optimizer.host_update import HostUpdates, adam_states
 from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 from patch.optimizer.layout import BucketShard
+from patch.optimizer.param_groups import GroupOptions
 from patch.optimizer.placement import AutoPlacementPolicy, DeviceMemory, Move, StaticPlacementPolicy
 
 _MASTERS = {
@@ -54,7 +55,8 @@ class HybridAdam:
 
     Args:
         shards: in the order of backward; their tensors stay where they are.
-        config: betas, eps, weight decay.
+        config: betas, eps, form of weight decay.
+        groups: the parameter groups, which the ranges of shards refer to by index.
         offload: None: all states stay on the shards' device.
         fixed_bytes: bytes of parameters and gradients on the device.
     """
@@ -63,10 +65,11 @@ class HybridAdam:
         self,
         shards: Sequence[BucketShard],
         config: OptimizerConfig,
+        groups: Sequence[GroupOptions],
         offload: Offload | None = None,
         fixed_bytes: int = 0,
     ) -> None:
-        self.shards, self._config, self._offload = shards, config, offload
+        self.shards, self._config, self._groups, self._offload = shards, config, groups, offload
         self.step_count = 0
         moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
         self.dtypes: dict[str, torch.dtype] = moments | _MASTERS[shards[0].param.dtype]
@@ -88,7 +91,8 @@ class HybridAdam:
             for move in self.wanted_moves():
                 self.manager.chunks[move.chunk.index].is_on_host = move.to_host
         self.manager.allocate(self.dtypes)
-        self._scalars: AdamScalars | None = None
+        self._scalars: list[AdamScalars] = []
+        """Of each parameter group, in the step under way."""
         self._shards_awaited: dict[StateChunk, set[int]] = {}
         """Of chunks on the host: the shards whose gradients are not final yet in the step under way."""
         self._resize_host_buffers()
@@ -251,7 +255,7 @@ class HybridAdam:
     @torch.no_grad()
     def update(self, indices: Sequence[int]) -> None:
         """Update the elements of some shards whose states are on the device; call `start_update` before."""
-        assert self._scalars is not None, "start_update comes first"
+        assert self._scalars, "start_update comes first"
         wanted = set(indices)
         chunks = {chunk: None for index in indices for chunk in self._chunks_of[index]}
         items = []
@@ -260,8 +264,8 @@ class HybridAdam:
             for r in (range_ for range_ in chunk.ranges if range_.shard in wanted):
                 grad, param, _ = self.shards[r.shard]
                 states = adam_states(chunk.states, r.in_chunk, param[r.in_shard])
-                items.append(UpdateItem(grad[r.in_shard], states, r.is_decayed))
-        self._kernel.update(items, self._scalars)
+                items.append(UpdateItem(grad[r.in_shard], states, self._scalars[r.group]))
+        self._kernel.update(items)
 
     def wait_for_update(self, index: int, *, block: bool) -> bool:
         """Make the current stream wait for the new parameters of shard `index`.
@@ -284,17 +288,21 @@ class HybridAdam:
         for chunk in self._chunks_of[index]:
             yield from chunk.views(name, index, begin, end)
 
-    def _scalars_of(self, lr: float, grad_scale: float, step: int) -> AdamScalars:
-        return AdamScalars(
-            lr=lr,
-            beta1=self._config.adam_beta1,
-            beta2=self._config.adam_beta2,
-            eps=self._config.adam_eps,
-            weight_decay=self._config.weight_decay,
-            step=step,
-            grad_scale=grad_scale,
-            decoupled_weight_decay=self._config.decoupled_weight_decay,
-        )
+    def _scalars_of(self, lr: float, grad_scale: float, step: int) -> list[AdamScalars]:
+        """The scalars of each parameter group in one step."""
+        return [
+            AdamScalars(
+                lr=lr * group.lr_multiplier,
+                beta1=self._config.adam_beta1,
+                beta2=self._config.adam_beta2,
+                eps=self._config.adam_eps,
+                weight_decay=group.weight_decay,
+                step=step,
+                grad_scale=grad_scale,
+                decoupled_weight_decay=self._config.decoupled_weight_decay,
+            )
+            for group in self._groups
+        ]
 
 
 def _chunk_size(shards: Sequence[BucketShard], offload: Offload | None) -> int:

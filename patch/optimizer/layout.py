@@ -116,7 +116,8 @@ class ShardRange(NamedTuple):
 
     begin: int
     end: int
-    is_decayed: bool
+    group: int
+    """Index of the parameter group."""
     needs_extra_reduction: bool
     """Whether the gradient is summed over more ranks after the reduction of its bucket (over tensor-parallel
     ranks, or over the two stages of a tied embedding), so that it is not final before."""

@@ -39,6 +39,7 @@ from patch.optimizer.layout import ParamSpec, lay_out
 from patch.optimizer.loss_scale import LossScale
 from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
+from patch.optimizer.param_groups import group_of, group_options
 from patch.optimizer.placement import Move
 from patch.optimizer.refusals import TrainedParameters, check_parameters
 from patch.optimizer.sharded_state import sharded_ranges, zeros_of_frozen
@@ -145,7 +146,7 @@ class OverlappedDistributedOptimizer:
             groups=groups,
         )
         fixed_bytes = self.param_buffer.flat.nbytes + self.grad_buffer.num_bytes
-        self.adam = HybridAdam(self._own.shards, config, offload, fixed_bytes)
+        self.adam = HybridAdam(self._own.shards, config, group_options(config), offload, fixed_bytes)
 
     def _wait_for_update(self, index: int, *, block: bool) -> bool:
         return self.adam.wait_for_update(index, block=block)
@@ -389,7 +390,7 @@ def _trained_in(
                 named.append((name, parameter))
                 # Matrices before norms in a bucket, a tied embedding of two stages alone in its own.
                 is_tied = getattr(parameter, "shared_embedding", False)
-                specs.append(ParamSpec(parameter.numel(), int(parameter.ndim <= 1), is_tied, stage))
+                specs.append(ParamSpec(parameter.numel(), group_of(parameter), is_tied, stage))
     return named, specs
 
 

@@ -20,6 +20,7 @@ from patch.distributed.async_collectives import WaitClock
 from patch.optimizer.bucket import Bucket
 from patch.optimizer.layout import BucketShard, ParamRange, ShardRange
 from patch.optimizer.param_buffer import ParamBuffer
+from patch.optimizer.param_groups import group_of
 
 _Key = TypeVar("_Key")
 
@@ -131,11 +132,11 @@ class OwnShards:
             for treatment, merged in _merge(self._params[index], self._treatment)
         ]
 
-    def _treatment(self, param: ParamRange) -> tuple[bool, bool]:
-        """Whether a parameter decays, and whether its gradient is summed over more ranks than the bucket."""
+    def _treatment(self, param: ParamRange) -> tuple[int, bool]:
+        """The group of a parameter, and whether its gradient is summed over more ranks than the bucket."""
         parameter = self._parameters[param.parameter]
         is_summed_over_tp = self._groups.tp.size() > 1 and _is_sequence_parallel(parameter)
-        return parameter.ndim > 1, is_summed_over_tp or _is_tied(parameter)
+        return group_of(parameter), is_summed_over_tp or _is_tied(parameter)
 
     def _is_counted(self, param: ParamRange) -> bool:
         """Whether this rank counts a parameter in the norm, of those that hold a copy."""

@@ -9,6 +9,7 @@ from patch.config.schema import OptimizerConfig
 from patch.memory import CudaDevice
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.layout import BucketShard, ShardRange
+from patch.optimizer.param_groups import GroupOptions
 from patch.optimizer.placement import StaticPlacementPolicy
 
 pytestmark = [
@@ -84,9 +85,14 @@ def test_copies_to_the_host_come_after_what_writes_their_source(device: CudaDevi
 def test_a_chunk_is_updated_while_later_gradients_are_computed(device: CudaDevice) -> None:
     """The host has queued all of backward; the device sleeps for tenths of a second in the midst of it."""
     numel = 1 << 20
-    ranges = [ShardRange(0, numel, True, False)]
+    ranges = [ShardRange(0, numel, 0, False)]
     shards = [BucketShard(*(torch.zeros(numel, device="cuda") for _ in range(2)), ranges) for _ in range(4)]
-    adam = HybridAdam(shards, OptimizerConfig(lr=1e-3), Offload(device, StaticPlacementPolicy(1.0), numel))
+    adam = HybridAdam(
+        shards,
+        OptimizerConfig(lr=1e-3),
+        [GroupOptions(0.1)],
+        Offload(device, StaticPlacementPolicy(1.0), numel),
+    )
     assert adam.host_updates is not None
     torch.cuda.synchronize()
     adam.start_step(1e-3, 1.0)

@@ -34,7 +34,14 @@
 
 extern "C" {
 
-// cpp_adam.py has the same layout. Inputs may be the outputs' own memory (an update in place).
+// cpp_adam.py has the same layout of both.
+
+struct Scalars {
+    float grad_scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps, decay;
+    int32_t is_decoupled;
+};
+
+// Inputs may be the outputs' own memory (an update in place).
 struct UpdateItem {
     const void *grad;
     const void *master_in;  // float; with a split master int16, its low bits
@@ -44,13 +51,8 @@ struct UpdateItem {
     float *exp_avg_out, *exp_avg_sq_out;
     uint16_t *param_out;  // bf16, or null
     int64_t numel;
-    int32_t has_bf16_grad, is_split, is_decayed;
-};
-
-struct Scalars {
-    float grad_scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps;
-    float decay[2];  // of items without and with weight decay
-    int32_t is_decoupled;
+    int32_t has_bf16_grad, is_split;
+    Scalars scalars;  // of its parameter group
 };
 
 }  // extern "C"
@@ -104,9 +106,8 @@ Results results_from(const UpdateItem &item, int64_t begin) {
 // The update of n elements from `begin` on.
 template <class Grad, Form form, bool is_decoupled>
 INLINE void update_range(
-    const UpdateItem &item, const Scalars &scalars, int64_t begin, int64_t n, const Results &results) {
-    const Scalars c = scalars;
-    const float decay = c.decay[item.is_decayed];
+    const UpdateItem &item, int64_t begin, int64_t n, const Results &results) {
+    const Scalars c = item.scalars;
     const auto *grad = static_cast<const Grad *>(item.grad) + begin;
     const auto *master_in = static_cast<const float *>(item.master_in) + begin;
     const auto *low_in = static_cast<const int16_t *>(item.master_in) + begin;
@@ -122,9 +123,9 @@ INLINE void update_range(
         float p = form == kSplit ? join_split(param_in[i], low_in[i]) : master_in[i];
         float g = widen(grad[i]) * c.grad_scale;
         if (is_decoupled)
-            p = p * decay;
+            p = p * c.decay;
         else
-            g = g + decay * p;
+            g = g + c.decay * p;
         const float m = exp_avg_in[i] * c.beta1 + g * c.rest1;
         const float v = exp_avg_sq_in[i] * c.beta2 + (g * c.rest2) * g;
         p = p - c.step_size * (m / (std::sqrt(v) / c.root_bias2 + c.eps));
@@ -155,13 +156,13 @@ inline void stream(void *to, const void *from, int64_t bytes) {
 
 // Results that go beside the states, block by block.
 template <class Grad, Form form, bool is_decoupled>
-INLINE void update_beside(const UpdateItem &item, const Scalars &scalars, int64_t begin, int64_t end) {
+INLINE void update_beside(const UpdateItem &item, int64_t begin, int64_t end) {
     alignas(64) float master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock];
     alignas(64) uint16_t param[kBlock];
     for (; begin < end; begin += kBlock) {
         const int64_t n = std::min(kBlock, end - begin);
         update_range<Grad, form, is_decoupled>(
-            item, scalars, begin, n, {master, exp_avg, exp_avg_sq, param});
+            item, begin, n, {master, exp_avg, exp_avg_sq, param});
         const Results results = results_from<form>(item, begin);
         stream(results.master, master, n * (form == kSplit ? sizeof(int16_t) : sizeof(float)));
         stream(results.exp_avg, exp_avg, n * sizeof(float));
@@ -174,32 +175,32 @@ INLINE void update_beside(const UpdateItem &item, const Scalars &scalars, int64_
 }
 
 template <class Grad, Form form, bool is_decoupled>
-INLINE void update_tile(const UpdateItem &item, const Scalars &scalars, int64_t begin, int64_t end) {
+INLINE void update_tile(const UpdateItem &item, int64_t begin, int64_t end) {
     if (item.exp_avg_out == item.exp_avg_in)
         update_range<Grad, form, is_decoupled>(
-            item, scalars, begin, end - begin, results_from<form>(item, begin));
+            item, begin, end - begin, results_from<form>(item, begin));
     else
-        update_beside<Grad, form, is_decoupled>(item, scalars, begin, end);
+        update_beside<Grad, form, is_decoupled>(item, begin, end);
 }
 
-using Update = void (*)(const UpdateItem &, const Scalars &, int64_t, int64_t);
+using Update = void (*)(const UpdateItem &, int64_t, int64_t);
 
 template <class Grad, Form form, bool is_decoupled>
-void update_default(const UpdateItem &item, const Scalars &scalars, int64_t begin, int64_t end) {
-    update_tile<Grad, form, is_decoupled>(item, scalars, begin, end);
+void update_default(const UpdateItem &item, int64_t begin, int64_t end) {
+    update_tile<Grad, form, is_decoupled>(item, begin, end);
 }
 
 #if defined(__x86_64__)
 template <class Grad, Form form, bool is_decoupled>
 __attribute__((target("avx2"))) void update_avx2(
-    const UpdateItem &item, const Scalars &scalars, int64_t begin, int64_t end) {
-    update_tile<Grad, form, is_decoupled>(item, scalars, begin, end);
+    const UpdateItem &item, int64_t begin, int64_t end) {
+    update_tile<Grad, form, is_decoupled>(item, begin, end);
 }
 
 template <class Grad, Form form, bool is_decoupled>
 __attribute__((target("avx512f,avx512bw,avx512vl,prefer-vector-width=512"))) void update_avx512(
-    const UpdateItem &item, const Scalars &scalars, int64_t begin, int64_t end) {
-    update_tile<Grad, form, is_decoupled>(item, scalars, begin, end);
+    const UpdateItem &item, int64_t begin, int64_t end) {
+    update_tile<Grad, form, is_decoupled>(item, begin, end);
 }
 #endif
 
@@ -231,7 +232,8 @@ Update choose(const UpdateItem &item, int instruction_set) {
     return choose<Grad, kMaster, is_decoupled>(instruction_set);
 }
 
-Update choose(const UpdateItem &item, bool is_decoupled, int instruction_set) {
+Update choose(const UpdateItem &item, int instruction_set) {
+    const bool is_decoupled = item.scalars.is_decoupled;
     if (item.has_bf16_grad)
         return is_decoupled ? choose<uint16_t, true>(item, instruction_set)
                             : choose<uint16_t, false>(item, instruction_set);
@@ -253,8 +255,8 @@ class Ieee {
 // All items of one call as one row of tiles; threads take the next tile until none is left.
 class Batch {
    public:
-    Batch(const UpdateItem *items, int64_t num_items, const Scalars &scalars, int instruction_set)
-        : items_(items), scalars_(scalars), instruction_set_(instruction_set) {
+    Batch(const UpdateItem *items, int64_t num_items, int instruction_set)
+        : items_(items), instruction_set_(instruction_set) {
         ends_.reserve(num_items);
         int64_t tiles = 0;
         for (int64_t i = 0; i < num_items; ++i)
@@ -270,13 +272,12 @@ class Batch {
             const UpdateItem &item = items_[found];
             const int64_t begin = (tile - (found ? ends_[found - 1] : 0)) * kTile;
             const int64_t end = std::min(begin + kTile, item.numel);
-            choose(item, scalars_.is_decoupled, instruction_set_)(item, scalars_, begin, end);
+            choose(item, instruction_set_)(item, begin, end);
         }
     }
 
    private:
     const UpdateItem *items_;
-    const Scalars &scalars_;
     const int instruction_set_;
     std::vector<int64_t> ends_;  // tiles up to and with each item
     std::atomic<int64_t> next_{0};
@@ -352,8 +353,8 @@ extern "C" {
 int32_t adam_best_instruction_set() { return best_instruction_set(); }
 
 void adam_update(
-    const UpdateItem *items, int64_t num_items, const Scalars *scalars, int32_t num_threads, int32_t set) {
-    Batch batch(items, num_items, *scalars, set);
+    const UpdateItem *items, int64_t num_items, int32_t num_threads, int32_t set) {
+    Batch batch(items, num_items, set);
     pool->run(batch, num_threads);
 }
 

@@ -12,7 +12,6 @@ import torch
 
 from patch.optimizer.kernels.build import BuildError, find_or_build
 from patch.optimizer.kernels.spec import (
-    AdamScalars,
     UpdateItem,
     check_item,
     copy_other_params,
@@ -21,6 +20,12 @@ from patch.optimizer.kernels.spec import (
 )
 
 INSTRUCTION_SETS = ("default", "avx2", "avx512")
+
+
+class _Scalars(ctypes.Structure):
+    """`Scalars` of adam.cpp."""
+
+    _fields_ = [("constants", c_float * 9), ("is_decoupled", c_int32)]
 
 
 class _UpdateItem(ctypes.Structure):
@@ -35,14 +40,10 @@ class _UpdateItem(ctypes.Structure):
             )
         ),
         ("numel", c_int64),
-        *((name, c_int32) for name in ("has_bf16_grad", "is_split", "is_decayed")),
+        ("has_bf16_grad", c_int32),
+        ("is_split", c_int32),
+        ("scalars", _Scalars),
     ]
-
-
-class _Scalars(ctypes.Structure):
-    """`Scalars` of adam.cpp."""
-
-    _fields_ = [("constants", c_float * 8), ("decay", c_float * 2), ("is_decoupled", c_int32)]
 
 
 @cache
@@ -56,7 +57,7 @@ def load() -> ctypes.CDLL:
         library = ctypes.CDLL(str(find_or_build()))
     except OSError as reason:
         raise BuildError(str(reason)) from reason
-    library.adam_update.argtypes = [POINTER(_UpdateItem), c_int64, POINTER(_Scalars), c_int32, c_int32]
+    library.adam_update.argtypes = [POINTER(_UpdateItem), c_int64, c_int32, c_int32]
     library.adam_update.restype = None
     library.adam_best_instruction_set.restype = c_int32
     return library
@@ -79,15 +80,13 @@ class CppAdam:
         self._set = best if instruction_set is None else INSTRUCTION_SETS.index(instruction_set)
         assert self._set <= best, f"this CPU has no {instruction_set}"
 
-    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
+    def update(self, items: Sequence[UpdateItem]) -> None:
         """See AdamKernel. Calls from several threads run one after the other."""
         for item in items:
             check_item(item)
         table = (_UpdateItem * len(items))(*map(_row, items))
-        decay = scalars.decay(False), scalars.decay(True)
-        constants = _Scalars(scalars.constants(), decay, scalars.decoupled_weight_decay)
         threads = self._num_threads or num_threads(beside_gpu=torch.cuda.is_initialized())
-        self._library.adam_update(table, len(items), constants, threads, self._set)
+        self._library.adam_update(table, len(items), threads, self._set)
         copy_other_params(items)
 
 
@@ -104,4 +103,5 @@ def num_threads(*, beside_gpu: bool) -> int:
 def _row(item: UpdateItem) -> _UpdateItem:
     has_bf16_grad = item.grad.dtype == torch.bfloat16
     numel = item.grad.numel()
-    return _UpdateItem(*pointers(item), numel, has_bf16_grad, is_split(item), item.is_decayed)
+    scalars = _Scalars(item.scalars.constants, item.scalars.decoupled_weight_decay)
+    return _UpdateItem(*pointers(item), numel, has_bf16_grad, is_split(item), scalars)

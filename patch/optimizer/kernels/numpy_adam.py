@@ -23,25 +23,24 @@ _TILE = 1 << 16
 class NumpyAdam:
     """The update on CPU tensors, one thread."""
 
-    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
+    def update(self, items: Sequence[UpdateItem]) -> None:
         """See AdamKernel."""
         for item in items:
             check_item(item)
             for begin in range(0, item.grad.numel(), _TILE):
                 part = slice(begin, begin + _TILE)
                 with np.errstate(all="ignore"):
-                    _update_part(item, scalars, part)
+                    _update_part(item, part)
         copy_other_params(items)
 
 
-def _update_part(item: UpdateItem, scalars: AdamScalars, part: slice) -> None:
+def _update_part(item: UpdateItem, part: slice) -> None:
     states = _arrays(item.states, part)
     results = states if item.out is None else _arrays(item.out, part)
     is_split = states[0].dtype == np.uint16
     master = join_split(states[3], states[0]) if is_split else states[0]
-    new, exp_avg, exp_avg_sq = adam(
-        master, _gradient(item.grad[part]), states[1], states[2], scalars, item.is_decayed
-    )
+    grad = item.grad[part].float().numpy()
+    new, exp_avg, exp_avg_sq = adam(master, grad, states[1], states[2], item.scalars)
     results[0][:] = low_bits(new) if is_split else new
     results[1][:], results[2][:] = exp_avg, exp_avg_sq
     if len(results) > 3:
@@ -54,11 +53,9 @@ def adam(
     exp_avg: np.ndarray,
     exp_avg_sq: np.ndarray,
     scalars: AdamScalars,
-    is_decayed: bool,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """The oracle: new master, exp_avg and exp_avg_sq of float32 arrays, as plainly as it can be written."""
-    scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps = map(np.float32, scalars.constants())
-    decay = np.float32(scalars.decay(is_decayed))
+    scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps, decay = map(np.float32, scalars.constants)
     is_decoupled = scalars.decoupled_weight_decay
     g = grad * scale if is_decoupled else grad * scale + decay * master
     p = master * decay if is_decoupled else master
@@ -83,10 +80,6 @@ def join_split(param: np.ndarray, low: np.ndarray) -> np.ndarray:
     """The float32 masters whose bf16 bits and low bits these are: undoes the rounding."""
     high = param - (low >> np.uint16(15))
     return ((high.astype(np.uint32) << np.uint32(16)) | low).view(np.float32)
-
-
-def _gradient(part: torch.Tensor) -> np.ndarray:
-    return part.float().numpy()
 
 
 def _arrays(states: AdamStates, part: slice) -> list[np.ndarray]:

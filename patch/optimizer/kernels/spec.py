@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple, Protocol
 
 import torch
@@ -22,7 +23,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class AdamScalars:
-    """What one update needs besides the tensors.
+    """What the update of one parameter group needs in one step, besides tensors.
 
     Source: Loshchilov & Hutter, arXiv:1711.05101, algorithm 2: AdamW (`decoupled_weight_decay`) or Adam.
     """
@@ -38,16 +39,16 @@ class AdamScalars:
     """Factor on the gradient: clipping, and fp16's loss scale undone."""
     decoupled_weight_decay: bool = True
 
+    @cached_property
     def constants(self) -> tuple[float, ...]:
-        """grad_scale, beta1, 1 - beta1, beta2, 1 - beta2, lr / bias1, sqrt(bias2), eps; in float64."""
+        """grad_scale, beta1, 1 - beta1, beta2, 1 - beta2, lr / bias1, sqrt(bias2), eps, decay; in float64.
+
+        decay is the factor on the masters (AdamW: 1 - lr * weight_decay), or on the L2 term (Adam).
+        """
         bias1, bias2 = 1.0 - self.beta1**self.step, 1.0 - self.beta2**self.step
         moments = self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2
-        return self.grad_scale, *moments, self.lr / bias1, math.sqrt(bias2), self.eps
-
-    def decay(self, is_decayed: bool) -> float:
-        """The factor on the masters (AdamW: 1 - lr * weight_decay), or on the L2 term (Adam)."""
-        rate = self.weight_decay if is_decayed else 0.0
-        return 1.0 - self.lr * rate if self.decoupled_weight_decay else rate
+        decay = 1.0 - self.lr * self.weight_decay if self.decoupled_weight_decay else self.weight_decay
+        return self.grad_scale, *moments, self.lr / bias1, math.sqrt(bias2), self.eps, decay
 
 
 class AdamStates(NamedTuple):
@@ -63,13 +64,13 @@ class AdamStates(NamedTuple):
 
 
 class UpdateItem(NamedTuple):
-    """Neighbouring elements that are updated alike."""
+    """Neighbouring elements of one parameter group."""
 
     grad: torch.Tensor
     """(numel,) float32 or bfloat16; read only."""
 
     states: AdamStates
-    is_decayed: bool
+    scalars: AdamScalars
     out: AdamStates | None = None
     """Where the results are written, of the types of `states`, which then stay; None: over `states`."""
 
@@ -77,7 +78,7 @@ class UpdateItem(NamedTuple):
 class AdamKernel(Protocol):
     """An implementation of the update; all of them give the same bits."""
 
-    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
+    def update(self, items: Sequence[UpdateItem]) -> None:
         """Update all items, of which no two overlap, in one call."""
 
 

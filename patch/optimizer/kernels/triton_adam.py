@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
@@ -25,42 +27,59 @@ from patch.optimizer.kernels.spec import (
 )
 
 _BLOCK = tl.constexpr(1024)  # twice as many need twice the registers, and spill where nothing is aligned
-_COLUMNS = tl.constexpr(12)  # of the table: nine pointers, elements, is_decayed, first block
+_COLUMNS = tl.constexpr(20)  # of the table: nine pointers, elements, first block, nine scalars as their bits
+
+
+class _Form(NamedTuple):
+    """What the kernel is compiled for."""
+
+    has_bf16_grad: bool
+    has_bf16_param: bool
+    is_split: bool
+    is_decoupled: bool
 
 
 class TritonAdam:
     """The update on CUDA tensors, on the current stream; nothing is waited for."""
 
-    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
+    def update(self, items: Sequence[UpdateItem]) -> None:
         """See AdamKernel. One launch for each form of items: usually one."""
-        forms: dict[tuple[bool, bool, bool], list[UpdateItem]] = defaultdict(list)
+        forms: dict[_Form, list[UpdateItem]] = defaultdict(list)
         for item in items:
             check_item(item)
-            has_bf16_param = bf16_param(item.states) is not None
-            forms[item.grad.dtype == torch.bfloat16, has_bf16_param, is_split(item)].append(item)
+            form = _Form(
+                item.grad.dtype == torch.bfloat16,
+                bf16_param(item.states) is not None,
+                is_split(item),
+                item.scalars.decoupled_weight_decay,
+            )
+            forms[form].append(item)
         for form, members in forms.items():
-            _launch(form, members, scalars)
+            _launch(form, members)
         copy_other_params(items)
 
 
-def _launch(form: tuple[bool, bool, bool], items: list[UpdateItem], scalars: AdamScalars) -> None:
+def _launch(form: _Form, items: list[UpdateItem]) -> None:
     rows: list[list[int]] = []
     num_blocks = 0
     for item in items:
         numel = item.grad.numel()
         rows.append([pointer or 0 for pointer in pointers(item)])
-        rows[-1] += [numel, item.is_decayed, num_blocks]
+        rows[-1] += [numel, num_blocks, *_bits(item.scalars)]
         num_blocks += triton.cdiv(numel, _BLOCK.value)
     if num_blocks:
         _update[(num_blocks,)](
             send(torch.tensor(rows, dtype=torch.int64), items[0].grad.device),
             len(rows),
-            tuple(map(float, (*scalars.constants(), scalars.decay(False), scalars.decay(True)))),
             *form,
-            scalars.decoupled_weight_decay,
             _alignment(rows),
             enable_fp_fusion=False,
         )
+
+
+def _bits(scalars: AdamScalars) -> list[int]:
+    """The bits of the constants as float32."""
+    return np.array(scalars.constants, np.float32).view(np.int32).tolist()
 
 
 def _alignment(rows: list[list[int]]) -> int:
@@ -75,7 +94,7 @@ def _find_row(table: tl.tensor, num_items: tl.tensor, block: tl.tensor) -> tl.te
     high = num_items
     while high - low > 1:
         middle = (low + high) // 2
-        is_right = tl.load(table + middle * _COLUMNS + 11) <= block
+        is_right = tl.load(table + middle * _COLUMNS + 10) <= block
         low = tl.where(is_right, middle, low)
         high = tl.where(is_right, high, middle)
     return table + low * _COLUMNS
@@ -98,21 +117,26 @@ def _join_split(param: tl.tensor, low: tl.tensor) -> tl.tensor:
 
 
 @triton.jit
+def _scalar(row: tl.tensor, index: tl.constexpr) -> tl.tensor:
+    """One of AdamScalars.constants."""
+    return tl.load(row + 11 + index).to(tl.uint32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def _adam(
     p: tl.tensor, g: tl.tensor, m: tl.tensor, v: tl.tensor,
-    scalars: tl.tensor, is_decayed: tl.tensor, is_decoupled: tl.constexpr,
+    row: tl.tensor, is_decoupled: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
     """The written order of operations (spec.py)."""
-    grad_scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps, undecayed, decayed = scalars
-    decay = tl.where(is_decayed, decayed, undecayed)
-    g = g * grad_scale
+    decay = _scalar(row, 8)
+    g = g * _scalar(row, 0)
     if is_decoupled:
         p = p * decay
     else:
         g = g + decay * p
-    m = m * beta1 + g * rest1
-    v = v * beta2 + (g * rest2) * g
-    p = p - step_size * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), root_bias2) + eps)
+    m = m * _scalar(row, 1) + g * _scalar(row, 2)
+    v = v * _scalar(row, 3) + (g * _scalar(row, 4)) * g
+    p = p - _scalar(row, 5) * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(v), _scalar(row, 6)) + _scalar(row, 7))
     return p, m, v
 
 
@@ -120,7 +144,6 @@ def _adam(
 def _update(
     table: tl.tensor,
     num_items: tl.tensor,
-    scalars: tl.tensor,
     has_bf16_grad: tl.constexpr,
     has_bf16_param: tl.constexpr,
     is_split: tl.constexpr,
@@ -130,7 +153,7 @@ def _update(
     """Update one block of one item."""
     block = tl.program_id(0)
     row = _find_row(table, num_items, block)
-    i = (block - tl.load(row + 11)) * _BLOCK + tl.arange(0, _BLOCK)
+    i = (block - tl.load(row + 10)) * _BLOCK + tl.arange(0, _BLOCK)
     inside = i < tl.multiple_of(tl.load(row + 9), alignment)
 
     if has_bf16_grad:
@@ -145,7 +168,7 @@ def _update(
     m = tl.load(_pointer(row, 2, tl.float32, alignment) + i, inside)
     v = tl.load(_pointer(row, 3, tl.float32, alignment) + i, inside)
 
-    p, m, v = _adam(p, g, m, v, scalars, tl.load(row + 10) != 0, is_decoupled)
+    p, m, v = _adam(p, g, m, v, row, is_decoupled)
 
     tl.store(_pointer(row, 6, tl.float32, alignment) + i, m, inside)
     tl.store(_pointer(row, 7, tl.float32, alignment) + i, v, inside)

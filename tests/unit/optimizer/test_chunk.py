@@ -40,7 +40,7 @@ def filled(numels: list[int], size: int, device: SimulatedDevice | None = None) 
     device = device or SimulatedDevice(GENEROUS)
     manager = ChunkManager(size, device, StagedCopier(device))
     for shard, numel in enumerate(numels):
-        manager.register(shard, ShardRange(0, numel, shard % 2 == 0, needs_extra_reduction=False))
+        manager.register(shard, ShardRange(0, numel, shard % 2, needs_extra_reduction=False))
     manager.finish_registration()
     return manager
 
@@ -64,8 +64,8 @@ def test_registration_is_next_fit_and_cuts_what_is_longer_than_a_chunk(seed: int
 def test_ranges_that_need_an_extra_reduction_have_chunks_of_their_own_behind_the_others() -> None:
     manager = ChunkManager(10, SimulatedDevice(GENEROUS))
     for shard in range(4):
-        manager.register(shard, ShardRange(0, 8, is_decayed=True, needs_extra_reduction=False))
-        manager.register(shard, ShardRange(8, 10, is_decayed=False, needs_extra_reduction=True))
+        manager.register(shard, ShardRange(0, 8, group=0, needs_extra_reduction=False))
+        manager.register(shard, ShardRange(8, 10, group=1, needs_extra_reduction=True))
     manager.finish_registration()
     assert [chunk.needs_extra_reduction for chunk in manager.chunks] == [False] * 4 + [True]
     assert [range_.shard for range_ in manager.chunks[-1].ranges] == [0, 1, 2, 3]

@@ -18,6 +18,7 @@ from patch.memory import UNLIMITED
 from patch.optimizer import host_buffers
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.layout import BucketShard, ShardRange
+from patch.optimizer.param_groups import GroupOptions
 from patch.optimizer.placement import StaticPlacementPolicy
 
 NUM_CHUNKS, SIZE, LR = 8, 100, 1e-3
@@ -39,11 +40,11 @@ class Job:
         fake.adopt([self.gradient, self.weight])
         places = [slice(SIZE * index, SIZE * (index + 1)) for index in range(NUM_CHUNKS)]
         shards = [
-            BucketShard(self.gradient[place], self.weight[place], [ShardRange(0, SIZE, True, False)])
+            BucketShard(self.gradient[place], self.weight[place], [ShardRange(0, SIZE, 0, False)])
             for place in places
         ]
         offload = Offload(FakeOffloadDevice(fake), StaticPlacementPolicy(1.0), SIZE, host_bytes)
-        self.adam = HybridAdam(shards, OptimizerConfig(lr=LR), offload)
+        self.adam = HybridAdam(shards, OptimizerConfig(lr=LR), [GroupOptions(0.1)], offload)
         self.down = offload.device._d2h_stream
 
     def backward(self, *, is_reduced: bool) -> list[Event]:

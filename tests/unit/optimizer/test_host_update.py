@@ -19,7 +19,7 @@ from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, host_update
 from patch.optimizer.hybrid_adam import Offload
-from patch.optimizer.kernels import AdamScalars, UpdateItem, adam_kernel
+from patch.optimizer.kernels import UpdateItem, adam_kernel
 from patch.optimizer.placement import StaticPlacementPolicy
 
 NUM_STEPS = 30
@@ -75,11 +75,11 @@ class Watched:
         self.plain = self.speculated = 0
         self.failure: Exception | None = None
 
-    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
+    def update(self, items: Sequence[UpdateItem]) -> None:
         if self.failure is not None:
             raise self.failure
         self.threads.append(threading.current_thread().name)
-        self._kernel.update(items, scalars)
+        self._kernel.update(items)
         for item in items:
             assert item.out is not None
             is_in_place = item.out.exp_avg.data_ptr() == item.states.exp_avg.data_ptr()

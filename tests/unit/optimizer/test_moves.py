@@ -28,7 +28,7 @@ from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, host_update
 from patch.optimizer.hybrid_adam import Offload
-from patch.optimizer.kernels import AdamScalars, UpdateItem, adam_kernel
+from patch.optimizer.kernels import UpdateItem, adam_kernel
 from patch.optimizer.placement import ChunkInfo, DeviceMemory, Move
 
 NUM_STEPS = 20
@@ -63,9 +63,9 @@ class SlowKernel:
     def __init__(self) -> None:
         self._kernel, self._random = adam_kernel(torch.device("cpu")), random.Random(0)
 
-    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
+    def update(self, items: Sequence[UpdateItem]) -> None:
         time.sleep(self._random.choice((0.0, 0.005)))
-        self._kernel.update(items, scalars)
+        self._kernel.update(items)
 
 
 class Shortened(OddModel):

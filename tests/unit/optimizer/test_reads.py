@@ -27,7 +27,7 @@ from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, host_update
 from patch.optimizer.hybrid_adam import Offload
-from patch.optimizer.kernels import AdamScalars, UpdateItem, adam_kernel
+from patch.optimizer.kernels import UpdateItem, adam_kernel
 from patch.optimizer.placement import StaticPlacementPolicy
 
 WIDTH = 8
@@ -169,9 +169,9 @@ class SlowKernel:
     def __init__(self) -> None:
         self._kernel = adam_kernel(torch.device("cpu"))
 
-    def update(self, items: Sequence[UpdateItem], scalars: AdamScalars) -> None:
+    def update(self, items: Sequence[UpdateItem]) -> None:
         time.sleep(CHUNK_S)
-        self._kernel.update(items, scalars)
+        self._kernel.update(items)
 
 
 def offloaded(model: torch.nn.Module) -> OverlappedDistributedOptimizer:

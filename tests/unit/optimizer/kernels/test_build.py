@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adam_cases import assert_equal, bits_after, make_items, scalars
+from adam_cases import assert_equal, bits_after, make_items
 
 from patch.optimizer.kernels import adam_kernel, build, cpp_adam
 from patch.optimizer.kernels.cpp_adam import CppAdam
@@ -32,7 +32,7 @@ def package(tmp_path, monkeypatch) -> Path:
 @pytest.fixture
 def native_bits():
     """What the C++ kernel computes; kernels are chosen anew after that, and again after the test."""
-    found = bits_after(CppAdam(), make_items("split master", torch.bfloat16), scalars())
+    found = bits_after(CppAdam(), make_items("split master", torch.bfloat16))
     adam_kernel.cache_clear()
     cpp_adam.load.cache_clear()
     yield found
@@ -114,7 +114,7 @@ def test_without_a_compiler_numpy_gives_the_same_bits_and_says_what_it_costs(
     assert [type(kernel) for kernel in kernels] == [NumpyAdam] * 3
     (warning,) = logged
     assert "slower" in warning and "no C++ compiler" in warning and "CXX" in warning
-    assert_equal(bits_after(kernels[0], make_items("split master", torch.bfloat16), scalars()), native_bits)
+    assert_equal(bits_after(kernels[0], make_items("split master", torch.bfloat16)), native_bits)
 
 
 def test_make_builds_ahead_and_survives_without_a_compiler(tmp_path):

@@ -23,16 +23,21 @@ def test_oracle_follows_torch_over_many_steps(weight_decay, is_decoupled):
         ours = scalars(
             lr=1e-2, weight_decay=weight_decay, step=step, grad_scale=0.5, decoupled_weight_decay=is_decoupled
         )
-        param, *states = adam(param, 2 * grad.numpy(), *states, ours, is_decayed=True)
+        param, *states = adam(param, 2 * grad.numpy(), *states, ours)
     np.testing.assert_allclose(param, reference.detach().numpy(), rtol=1e-5, atol=1e-6)
 
 
-def test_items_without_decay_are_those_of_decay_zero():
-    arrays = [np.random.default_rng(0).random(100, np.float32) for _ in range(4)]
+def test_weight_decay_of_zero_is_no_operation_at_all():
+    """To the bit, so that a group without weight decay needs no code of its own."""
+    master, *others = (np.random.default_rng(0).random(100, np.float32) for _ in range(4))
     for is_decoupled in (True, False):
-        undecayed = adam(*arrays, scalars(decoupled_weight_decay=is_decoupled), is_decayed=False)
-        zero = adam(*arrays, scalars(decoupled_weight_decay=is_decoupled, weight_decay=0.0), is_decayed=True)
-        assert all(map(np.array_equal, undecayed, zero))
+        step = scalars(decoupled_weight_decay=is_decoupled, weight_decay=0.0, grad_scale=1.0)
+        grad, exp_avg, exp_avg_sq = others
+        m = exp_avg * np.float32(0.9) + grad * np.float32(1 - 0.9)
+        v = exp_avg_sq * np.float32(0.95) + (grad * np.float32(1 - 0.95)) * grad
+        root_bias2 = np.float32(np.sqrt(1 - 0.95**3))
+        p = master - np.float32(3e-4 / (1 - 0.9**3)) * (m / (np.sqrt(v) / root_bias2 + np.float32(1e-8)))
+        assert all(map(np.array_equal, adam(master, *others, step), (p, m, v)))
 
 
 def test_bf16_rounding_is_to_nearest_with_halves_away_from_zero():
