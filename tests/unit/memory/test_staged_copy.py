@@ -15,9 +15,13 @@ class SlowDevice(SimulatedDevice):
 
     def __init__(self) -> None:
         super().__init__(GENEROUS)
-        self.gate = threading.Event()
+        self.gate, self.is_waiting = threading.Event(), threading.Event()
+
+    def copy_to_host(self, copies: Copies, after: Event) -> Event:
+        return super().copy_to_device(copies)
 
     def copy_to_device(self, copies: Copies) -> Event:
+        self.is_waiting.set()
         assert self.gate.wait(30)
         return super().copy_to_device(copies)
 
@@ -40,6 +44,7 @@ def test_what_leaves_the_device_waits_for_what_is_on_its_way_there() -> None:
     up, down = torch.ones(100), torch.full((100,), 2.0)
     there, back = torch.zeros(100), torch.zeros(100)
     arriving = copier.copy_to_device([(up, there)])
+    assert device.is_waiting.wait(30), "a staging buffer holds what goes up"
     threading.Timer(0.05, device.gate.set).start()
     copier.copy_to_host([(down, back)])
     arriving.result()
