@@ -25,8 +25,14 @@ from patch.config.stored_shape import shape_at
 from patch.convert.weight_table import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.device import FLOAT_TYPES, DeviceContext, torch_dtype
 from patch.errors import CheckpointError, ConfigError
-from patch.model import LlamaModel, build_llama_model, sharded_weights
-from patch.storage.names import INDEX, TRACKER, checkpoint_root, complete_iterations, is_complete
+from patch.model import WEIGHT_PREFIXES, LlamaModel, build_llama_model, sharded_weights
+from patch.storage.names import (
+    METADATA_FILE,
+    TRACKER,
+    complete_iterations,
+    find_checkpoint_root,
+    is_complete,
+)
 
 _TIED = "untie_embeddings_and_output_weights"
 _STRUCTURE = (
@@ -72,7 +78,7 @@ def find_stored(load: Path, hf_folder: Path) -> Stored:
         raise ConfigError(f"--hf {hf_folder}: no config.json there, expected a Hugging Face model's folder")
     _check_is_checkpoint(load)
     folder = weights_folder(load)
-    tensors = read_metadata(folder / INDEX).state_dict_metadata
+    tensors = read_metadata(folder / METADATA_FILE).state_dict_metadata
     embedding = tensors.get(EMBEDDING_PARAMETER)
     if not isinstance(embedding, TensorStorageMetadata):
         raise CheckpointError(f"{folder} holds no {EMBEDDING_PARAMETER}, expected a GPTModel's weights")
@@ -102,7 +108,7 @@ def _disagreements(
 
 
 def _check_is_checkpoint(load: Path) -> None:
-    root = checkpoint_root(load)
+    root = find_checkpoint_root(load)
     if not (is_complete(load) or (root / TRACKER).is_file() or complete_iterations(root)):
         found = "a Hugging Face folder" if is_hf_folder(load) else "no checkpoint there"
         raise ConfigError(
@@ -138,7 +144,7 @@ def load_ours(
     as_stored = dataclasses.replace(config.execution, precision=stored.precision)
     (model,) = build_llama_model(config.model, groups, context.device, as_stored)
     state = {"model": sharded_weights([model])}
-    load_only_weights(stored.folder, state, vocab_size=config.model.vocab_size)
+    load_only_weights(stored.folder, state, prefixes=WEIGHT_PREFIXES, vocab_size=config.model.vocab_size)
     return model.eval()
 
 

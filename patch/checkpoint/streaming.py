@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.metadata import (
 from patch.compat.torch_checkpoint import StorageInfo, create_file_view
 from patch.compat.unpickle import load_plain
 from patch.errors import CheckpointError
-from patch.storage.names import COMMON, INDEX
+from patch.storage.names import COMMON_FILE, METADATA_FILE
 
 _DATA = "__0_0.distcp"
 _WINDOW_BYTES = 2 * 2**20
@@ -102,9 +102,9 @@ class PieceWriter:
             common: plain values, stored beside the tensors.
         """
         self.close()
-        with (self._folder / INDEX).open("wb") as stream:
+        with (self._folder / METADATA_FILE).open("wb") as stream:
             pickle.dump(self._index, stream)
-        torch.save(common, self._folder / COMMON)
+        torch.save(common, self._folder / COMMON_FILE)
         save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
 
     def close(self) -> None:

@@ -22,16 +22,14 @@ from patch.device import MachineFacts
 from patch.errors import DataError
 from patch.storage.names import (
     RELEASE,
+    TOKENIZER_FILES,
     TRACKER,
-    checkpoint_root,
     complete_iterations,
+    find_checkpoint_root,
     is_complete,
     is_legacy,
     is_released,
 )
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
-"""A folder with one of these holds a tokenizer; tokenizer_config.json alone says only how to use one."""
 
 _STRUCTURE = REQUIRED_SHAPE | {
     "num_query_groups",
@@ -49,7 +47,7 @@ def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
     load = config.checkpoint.load
     if load is None or is_hf_folder(load):
         return
-    root = checkpoint_root(load)
+    root = find_checkpoint_root(load)
     released = is_released(root) and is_complete(root / RELEASE)
     if complete_iterations(root) or released or is_complete(Path(load)):
         return

@@ -14,9 +14,15 @@ from patch.config.schema import RunConfig
 from patch.config.stored_shape import STORED_SHAPE
 from patch.config.yaml_io import read_run
 from patch.errors import CheckpointError, ConfigError
-from patch.storage.names import CONFIG_FILE, TRACKER, complete_iterations
+from patch.storage.atomic import write_atomically
+from patch.storage.names import (
+    CHECKPOINT_FOLDER,
+    CONFIG_FILE,
+    DATA_FINGERPRINT_FILE,
+    TRACKER,
+    complete_iterations,
+)
 
-_FINGERPRINT = "data.sha256"
 _END_BYTES = 2**20
 _ANEW = "another OUTPUT_BASEPATH (position 25)"
 _FROM_WEIGHTS = _ANEW + ", which may start from this one's weights (this folder as position 22)"
@@ -63,7 +69,7 @@ def resume_notes(config: RunConfig) -> list[str]:
             layout; or no config.yaml to compare with.
     """
     output = Path(config.checkpoint.output_path)
-    root = output / "checkpoint"
+    root = output / CHECKPOINT_FOLDER
     if not _was_begun(root):
         return []
     if not (output / CONFIG_FILE).is_file():
@@ -132,22 +138,22 @@ def remember_data(config: RunConfig) -> None:
         CheckpointError: it cannot be written.
     """
     output = Path(config.checkpoint.output_path)
-    if _was_begun(output / "checkpoint"):
+    if _was_begun(output / CHECKPOINT_FOLDER):
         return
     text = _fingerprint(config) + "\n"
     try:
         output.mkdir(parents=True, exist_ok=True)
-        (output / _FINGERPRINT).write_text(text, encoding="ascii")
+        write_atomically(output / DATA_FINGERPRINT_FILE, text)
     except OSError as error:
         raise CheckpointError(
-            f"{output / _FINGERPRINT} cannot be written: {error.strerror}; make room there, or give another "
-            "folder",
+            f"{output / DATA_FINGERPRINT_FILE} cannot be written: {error.strerror}; make room there, or give "
+            "another folder",
             field="output_path",
         ) from error
 
 
 def _check_data(config: RunConfig) -> None:
-    file = Path(config.checkpoint.output_path) / _FINGERPRINT
+    file = Path(config.checkpoint.output_path) / DATA_FINGERPRINT_FILE
     if file.is_file() and file.read_bytes().strip() != _fingerprint(config).encode():
         raise ConfigError(
             f"{config.data.train_data_path} has changed since the run in {file.parent} began (size, first or "

@@ -31,8 +31,7 @@ from patch.convert.weight_table import hf_tensors
 from patch.data.tokenizer import ensure_chat_template, load_tokenizer
 from patch.errors import ConversionError, DataError
 from patch.logger import get_logger
-from patch.storage.names import INDEX as METADATA
-from patch.storage.names import is_complete
+from patch.storage.names import METADATA_FILE, is_complete
 
 _LOG = get_logger(__name__)
 
@@ -69,7 +68,7 @@ def mcore_to_hf(
     described = _describe(source, hf_config)
     folder = weights_folder(source)
     weights: DistWeights | LegacyWeights
-    if (folder / METADATA).is_file():
+    if (folder / METADATA_FILE).is_file():
         weights = DistWeights(folder, described.model)
     else:
         weights = LegacyWeights(folder, described.model)

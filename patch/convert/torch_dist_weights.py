@@ -22,7 +22,7 @@ from patch.config.schema import ModelConfig
 from patch.convert.mappings import Block, Mapping, PaddedRows, Shard
 from patch.convert.weight_table import EMBEDDING_PARAMETER, GATE_AND_UP, table_name, weights_table
 from patch.errors import ConversionError, nearest
-from patch.storage.names import INDEX
+from patch.storage.names import METADATA_FILE
 
 _MODEL = ("decoder.", "embedding.", "output_layer.", "final_layernorm.")
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -52,7 +52,7 @@ class DistWeights:
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self.folder, self._model = folder, model
-        self._index = read_metadata(folder / INDEX)
+        self._index = read_metadata(folder / METADATA_FILE)
         check_files(folder, self._index)
         self._table = weights_table(model)
         self._places: dict[str, _Place] = {}

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from patch.config.file_rules import TOKENIZER_FILES
 from patch.errors import DataError
 from patch.logger import get_logger
+from patch.storage.names import TOKENIZER_FILES
 
 _log = get_logger(__name__)
 

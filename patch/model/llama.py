@@ -253,6 +253,10 @@ def build_llama_model(
     ]
 
 
+WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.")
+"""How the names begin under which the weights of a GPTModel are stored."""
+
+
 def sharded_weights(stages: Sequence[GPTModel]) -> ShardedStateDict:
     """What megatron-core's dist_checkpointing takes for the weights of a rank's stages.
 

@@ -11,6 +11,7 @@ from patch.plan.activations import activation_bytes
 from patch.plan.flops import model_flops_per_step
 from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import total_parameters
+from patch.storage.sizes import size_text
 
 
 def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
@@ -86,12 +87,6 @@ def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
             f"warning     {config.parallel.nproc_per_node} process(es) hold {size_text(on_host)} of model "
             f"state in host memory, this machine has {size_text(machine.host_memory_bytes)}"
         )
-
-
-def size_text(num_bytes: int) -> str:
-    """1.25 GiB, or 3.20 MiB where it is less than 0.01 GiB."""
-    gib = num_bytes / 2**30
-    return f"{gib:.2f} GiB" if gib >= 0.01 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _scaled(number: float) -> str:

@@ -8,7 +8,8 @@ from patch.config.choices import OffloadPolicy, Recompute, ZeroStage
 from patch.config.positions import where
 from patch.config.schema import OptimizerConfig, RunConfig
 from patch.device import MachineFacts
-from patch.plan import bytes_per_rank, device_memory, needed_bytes, size_text
+from patch.plan import bytes_per_rank, device_memory, needed_bytes
+from patch.storage.sizes import size_text
 
 
 def memory_advice(error: Exception, config: RunConfig, machine: MachineFacts) -> str:

@@ -19,7 +19,7 @@ from patch.model import LlamaModel
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.placement import AutoPlacementPolicy, Move, StaticPlacementPolicy
-from patch.plan import size_text
+from patch.storage.sizes import size_text
 from patch.training.memory_advice import more_offload
 
 _log = get_logger(__name__)

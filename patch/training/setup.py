@@ -20,6 +20,7 @@ from patch.distributed.collectives import all_or_none
 from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
+from patch.storage.names import CHECKPOINT_FOLDER
 from patch.training.offload import build_optimizer
 from patch.training.run_state import load_weights, resume
 
@@ -89,7 +90,7 @@ def build_model(
 
 def checkpoint_root(config: RunConfig) -> Path:
     """Where this run keeps its checkpoints."""
-    return Path(config.checkpoint.output_path) / "checkpoint"
+    return Path(config.checkpoint.output_path) / CHECKPOINT_FOLDER
 
 
 def _reader(
