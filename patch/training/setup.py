@@ -10,7 +10,6 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.hf_config import is_hf_folder
-from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import Batch, BatchReader, build_datasets, load_tokenizer
@@ -61,7 +60,7 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
         ConfigError, DataError, CheckpointError, ConversionError: on all ranks or on none.
     """
     with all_or_none():
-        tokenizer = load_tokenizer(config.tokenizer_folder, where("tokenizer_name_or_path"))
+        tokenizer = load_tokenizer(config.tokenizer_folder)
     datasets = build_datasets(config, tokenizer)
     stages, optimizer = build_model(config, groups, context.device)
     run = Run(
