@@ -63,7 +63,7 @@ def build_seeded_run(
     if hf_folder is None:
         initialize_weights(stages, config.model, config.training.seed)
     else:
-        import_hf(stages, hf_folder, config, groups)
+        import_hf(stages, hf_folder, config.model, groups)
     for module in chain.from_iterable(stage.modules() for stage in stages):
         if is_frozen(module):
             module.requires_grad_(False)

@@ -1,23 +1,28 @@
-"""One table for all families: megatron-core parameter names beside Hugging Face's, composed from the shape.
+"""The weight table of a family (patch/families) with the class that copies each of its rows.
 
-What a family has more or less (biases of q, k, v; norms of heads) is a field of ModelConfig, so a new family
-is an entry in config/hf_config.py and, where its layers hold something new, a row here.
+Building a table takes microseconds; one is enough for a conversion.
 """
 
 from __future__ import annotations
 
 from patch.config.schema import ModelConfig
-from patch.convert.mappings import Columns, GatedRows, GroupedQKV, HFTensor, Mapping, PaddedRows, Replicated
+from patch.convert.mappings import (
+    GatedMLPMapping,
+    HFTensor,
+    QKVMapping,
+    ReplicatedMapping,
+    RowParallelMapping,
+    VocabParallelMapping,
+    WeightMapping,
+)
+from patch.families import Kind, WeightRow, weight_rows
+from patch.families.weights import TIED_OUTPUT
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
-TIED_OUTPUT = "output_layer.weight"
-"""With tied embeddings this parameter (last stage, PP > 1) is a copy of the embedding."""
-
-EMBEDDING_PARAMETER = "embedding.word_embeddings.weight"
 GATE_AND_UP = "decoder.layers.*.mlp.linear_fc1.weight"
 
-Table = dict[str, Mapping]
+Table = dict[str, WeightMapping]
 """Parameter name -> mapping; `*` stands for the layer number, counted over the whole model."""
 
 _OTHER_NAMES = {
@@ -36,7 +41,7 @@ def table_name(name: str) -> str:
     return _OTHER_NAMES.get(name, name)
 
 
-def stored_key(name: str) -> str:
+def checkpoint_key(name: str) -> str:
     """The key of a table's name in a torch_dist checkpoint, where layers are stacked on a leading axis."""
     fused = {plain: other for other, plain in _OTHER_NAMES.items() if "layers" in other}
     return fused.get(name, name).replace("layers.*.", "layers.")
@@ -44,18 +49,7 @@ def stored_key(name: str) -> str:
 
 def parameter_table(model: ModelConfig, padded_vocab_size: int) -> Table:
     """Every parameter of a model, in the order in which Hugging Face stores them."""
-    width = model.hidden_size
-    output = OUTPUT if model.untie_embeddings_and_output_weights else EMBEDDING
-
-    def vocabulary(name: str) -> PaddedRows:
-        return PaddedRows((HFTensor(name, (model.vocab_size, width)),), padded_vocab_size)
-
-    return {
-        EMBEDDING_PARAMETER: vocabulary(EMBEDDING),
-        **{f"decoder.layers.*.{name}": mapping for name, mapping in _layer(model).items()},
-        "decoder.final_layernorm.weight": Replicated((HFTensor("model.norm.weight", (width,)),)),
-        TIED_OUTPUT: vocabulary(output),
-    }
+    return {row.name: _mapping(row, model, padded_vocab_size) for row in weight_rows(model)}
 
 
 def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> Table:
@@ -70,35 +64,20 @@ def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> T
     return table
 
 
-def _layer(model: ModelConfig) -> Table:
-    width, mlp, head = model.hidden_size, model.ffn_hidden_size, model.kv_channels
-    queries, keys = model.num_attention_heads * head, model.num_query_groups * head
-
-    def tensor(name: str, *shape: int) -> HFTensor:
-        return HFTensor(f"model.layers.*.{name}", shape)
-
-    def qkv(kind: str, *columns: int) -> GroupedQKV:
-        rows = {"q": queries, "k": keys, "v": keys}
-        parts = [tensor(f"self_attn.{name}_proj.{kind}", count, *columns) for name, count in rows.items()]
-        return GroupedQKV(tuple(parts), model.num_query_groups)
-
-    table: Table = {
-        "input_layernorm.weight": Replicated((tensor("input_layernorm.weight", width),)),
-        "self_attention.linear_qkv.weight": qkv("weight", width),
-        "self_attention.linear_proj.weight": Columns((tensor("self_attn.o_proj.weight", width, queries),)),
-        "pre_mlp_layernorm.weight": Replicated((tensor("post_attention_layernorm.weight", width),)),
-        "mlp.linear_fc1.weight": GatedRows(
-            (tensor("mlp.gate_proj.weight", mlp, width), tensor("mlp.up_proj.weight", mlp, width))
-        ),
-        "mlp.linear_fc2.weight": Columns((tensor("mlp.down_proj.weight", width, mlp),)),
-    }
-    if model.add_qkv_bias:
-        table["self_attention.linear_qkv.bias"] = qkv("bias")
-    if model.qk_layernorm:
-        for name in ("q", "k"):
-            norm = Replicated((tensor(f"self_attn.{name}_norm.weight", head),))
-            table[f"self_attention.{name}_layernorm.weight"] = norm
-    return table
+def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> WeightMapping:
+    """The class that copies a row of this kind."""
+    hf = tuple(HFTensor(name, shape) for name, shape in row.hf.items())
+    match row.kind:
+        case Kind.REPLICATED:
+            return ReplicatedMapping(hf)
+        case Kind.ROW_PARALLEL:
+            return RowParallelMapping(hf)
+        case Kind.GATE_UP:
+            return GatedMLPMapping(hf)
+        case Kind.QKV:
+            return QKVMapping(hf, model.num_query_groups)
+        case Kind.VOCABULARY:
+            return VocabParallelMapping(hf, padded_vocab_size)
 
 
 def hf_tensors(model: ModelConfig) -> list[HFTensor]:

@@ -68,7 +68,7 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
         device=context.device,
         groups=groups,
         tokenizer=tokenizer,
-        train_reader=_reader(config, datasets.train, groups, shuffle=config.data.dataset_type == "raw"),
+        train_reader=_reader(config, datasets.train, groups, shuffle=not datasets.train.is_shuffled),
         valid_reader=_reader(config, datasets.valid, groups, shuffle=False) if datasets.valid else None,
         stages=stages,
         optimizer=optimizer,
@@ -120,7 +120,7 @@ def _load(run: Run) -> None:
         load = f"seed {run.config.training.seed}"
         initialize_weights(run.stages, run.config.model, run.config.training.seed)
     elif is_hf_folder(Path(load)):
-        import_hf(run.stages, Path(load), run.config, run.groups)
+        import_hf(run.stages, Path(load), run.config.model, run.groups)
     else:
         load_weights(Path(load), run.stages, run.config)
     run.optimizer.take_weights()

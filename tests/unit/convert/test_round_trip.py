@@ -68,9 +68,9 @@ def _convert(rank, world_size, root, out, layout, tokenizer):
         stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
         for parameter in chain.from_iterable(stage.parameters() for stage in stages):
             parameter.data.fill_(float("nan"))
-        import_hf(stages, root / name, config, groups)
+        import_hf(stages, root / name, config.model, groups)
         export_hf(
-            stages, out / name, config, groups,
+            stages, out / name, config.model, groups,
             hf_source=root / name, tokenizer=tokenizer, file_bytes=150_000 if tied else 2**30,
         )  # fmt: skip
     return [
@@ -170,7 +170,7 @@ def _upstream_logits(folder, config, groups):
     replace_torch("megatron.core.utils")  # upstream's own attention takes a buffer on the current device
     model_parallel_cuda_manual_seed(1)  # and its (unused) dropout a random state of each TP rank
     model = _upstream_model(config, groups)
-    import_hf([model], folder, config, groups)
+    import_hf([model], folder, config.model, groups)
     return _forward(model, config, groups)
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from patch.convert.mappings import Block, HFTensor
-from patch.convert.safetensors_writer import TensorFiles
+from patch.convert.mappings import HFBlock, HFTensor
+from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.errors import ConversionError
 
 TENSORS = {
@@ -17,7 +17,7 @@ TENSORS = {
 def _files(folder):
     tensors = [HFTensor(name, tuple(tensor.shape)) for name, tensor in TENSORS.items()]
     dtypes = {name: tensor.dtype for name, tensor in TENSORS.items()}
-    return TensorFiles(folder, tensors, dict.fromkeys(TENSORS, "ours.safetensors"), dtypes)
+    return SafetensorsWriter(folder, tensors, dict.fromkeys(TENSORS, "ours.safetensors"), dtypes)
 
 
 def test_blocks_in_any_order_make_the_librarys_bytes(tmp_path):
@@ -26,12 +26,12 @@ def test_blocks_in_any_order_make_the_librarys_bytes(tmp_path):
         for name in ("c", "z", "a", "d", "b"):
             tensor = TENSORS[name]
             if tensor.ndim == 1:
-                files.write(Block(name, 2, 0, tensor[2:]))
-                files.write(Block(name, 0, 0, tensor[:2]))
+                files.write(HFBlock(name, 2, 0, tensor[2:]))
+                files.write(HFBlock(name, 0, 0, tensor[:2]))
             else:
-                files.write(Block(name, 1, 0, tensor[1:, :1]))
-                files.write(Block(name, 1, 1, tensor[1:, 1:]))
-                files.write(Block(name, 0, 0, tensor[:1]))
+                files.write(HFBlock(name, 1, 0, tensor[1:, :1]))
+                files.write(HFBlock(name, 1, 1, tensor[1:, 1:]))
+                files.write(HFBlock(name, 0, 0, tensor[:1]))
         files.check_complete()
     assert (tmp_path / "ours.safetensors").read_bytes() == (tmp_path / "theirs.safetensors").read_bytes()
 
@@ -39,9 +39,9 @@ def test_blocks_in_any_order_make_the_librarys_bytes(tmp_path):
 def test_missing_and_repeated_values_are_named(tmp_path):
     with _files(tmp_path) as files:
         for name, tensor in TENSORS.items():
-            files.write(Block(name, 0, 0, tensor[: len(tensor) - (name == "z")]))
+            files.write(HFBlock(name, 0, 0, tensor[: len(tensor) - (name == "z")]))
         with pytest.raises(ConversionError, match=r"z lacks 2 values in the checkpoint \(1 such tensors\)"):
             files.check_complete()
-        files.write(Block("z", 5, 0, TENSORS["z"][5:]))
+        files.write(HFBlock("z", 5, 0, TENSORS["z"][5:]))
         with pytest.raises(ConversionError, match="z was stored with 2 values too many"):
             files.check_complete()

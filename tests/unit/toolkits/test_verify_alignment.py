@@ -85,7 +85,7 @@ def _save(folder: Path, hf: Path, case: Case) -> None:
     with alone(config, DeviceContext(torch.device("cpu"), "gloo")) as groups:
         stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
         if fields.get(TIED) is None:
-            import_hf(stages, hf, config, groups)
+            import_hf(stages, hf, config.model, groups)
         else:
             _import_with_other_tying(stages[0], hf, config, groups)
         damage(stages[0])
@@ -103,7 +103,7 @@ def _import_with_other_tying(model: Any, hf: Path, config: Any, groups: Any) -> 
         config, model=dataclasses.replace(config.model, **{TIED: not getattr(config.model, TIED)})
     )
     (source,) = build_llama_model(right.model, groups, torch.device("cpu"), right.execution)
-    import_hf([source], hf, right, groups)
+    import_hf([source], hf, right.model, groups)
     weights = dict(source.named_parameters())
     for name, parameter in model.named_parameters():
         copied = "embedding.word_embeddings.weight" if name not in weights else name
