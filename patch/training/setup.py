@@ -19,7 +19,7 @@ from patch.distributed.collectives import all_or_none
 from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
-from patch.storage.names import CHECKPOINT_FOLDER
+from patch.storage.names import CHECKPOINT_FOLDER, DATA_INDEX_FOLDER
 from patch.training.offload import build_optimizer
 from patch.training.run_state import load_weights, resume
 
@@ -61,7 +61,14 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
     """
     with all_or_none():
         tokenizer = load_tokenizer(config.tokenizer_folder)
-    datasets = build_datasets(config, tokenizer)
+    datasets = build_datasets(
+        config.data,
+        config.model,
+        tokenizer,
+        num_train_samples=config.training.train_iters * config.training.global_batch_size,
+        seed=config.training.seed,
+        index_folder=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER,
+    )
     stages, optimizer = build_model(config, groups, context.device)
     run = Run(
         config=config,
