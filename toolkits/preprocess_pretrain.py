@@ -20,7 +20,7 @@ def main(argv: list[str]) -> int:
 
     configure_logging()
     try:
-        tokenizer = load_tokenizer(options.tokenizer, "--tokenizer")
+        tokenizer = load_tokenizer(options.tokenizer)
         tokens = write_indexed(
             options.input,
             tokenizer,

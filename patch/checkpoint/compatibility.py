@@ -7,18 +7,31 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from patch.errors import CheckpointError, nearest
 
-_SAME_LAYOUT = "resume with the TP, PP and number of processes that the checkpoint was saved with"
-_SAME_MODEL = "take MODEL_SIZE (position 2) and the tokenizer that the checkpoint was trained with"
-SAME_PRECISION = "take the checkpoint's precision (PR, position 9)"
-_SECTION_CURES = {"model": _SAME_MODEL, "optimizer": _SAME_MODEL, "random": _SAME_LAYOUT}
-NO_CURES: Mapping[str, str] = MappingProxyType({})
 _NAMED = 5
+
+
+class Cure(NamedTuple):
+    """What makes a run and a checkpoint fit each other."""
+
+    advice: str
+    field: str | None = None
+    """The field of the configuration that it changes."""
+
+
+_SAME_LAYOUT = Cure("resume with the TP, PP and number of processes that the checkpoint was saved with")
+_SAME_MODEL = Cure(
+    "take the model shape and the tokenizer that the checkpoint was trained with", "model_size"
+)
+SAME_PRECISION = Cure("take the checkpoint's precision", "precision")
+_SECTION_CURES = {"model": _SAME_MODEL, "optimizer": _SAME_MODEL, "random": _SAME_LAYOUT}
+NO_CURES: Mapping[str, Cure] = MappingProxyType({})
 
 
 def check_files(folder: Path, index: Metadata) -> None:
@@ -55,7 +68,7 @@ def _check_description(path: Path) -> None:
 
 
 def check_fit(
-    folder: Path, index: Metadata, shards: list[ShardedBase], requested: set[str], cures: Mapping[str, str]
+    folder: Path, index: Metadata, shards: list[ShardedBase], requested: set[str], cures: Mapping[str, Cure]
 ) -> None:
     """The checkpoint holds what is asked for, in the same shape and dtype, and no more of those sections.
 
@@ -82,7 +95,7 @@ def check_weights(
     *,
     prefixes: tuple[str, ...],
     vocab_size: int,
-    cures: Mapping[str, str],
+    cures: Mapping[str, Cure],
 ) -> None:
     """The checkpoint holds this model; types and the vocabulary's padding may be others.
 
@@ -103,17 +116,19 @@ def check_weights(
             _check_shape(folder, shard, stored[shard.key], vocab_size)
 
 
-def _check_names(folder: Path, stored: set[str], requested: set[str], cures: Mapping[str, str]) -> None:
+def _check_names(folder: Path, stored: set[str], requested: set[str], cures: Mapping[str, Cure]) -> None:
     stored, requested = ({key for key in keys if not _is_extra_state(key)} for keys in (stored, requested))
     missing = sorted(requested - stored)
     if missing:
         hint = nearest(missing[0], sorted(stored))
-        raise CheckpointError(f"{folder} lacks {_listed(missing)}{hint}; {_cure(missing, cures)}")
+        cure = _cure(missing, cures)
+        raise CheckpointError(f"{folder} lacks {_listed(missing)}{hint}; {cure.advice}", field=cure.field)
     sections = {_section(key) for key in requested}
     unexpected = sorted(key for key in stored - requested if _section(key) in sections)
     if unexpected:
+        cure = _cure(unexpected, cures)
         raise CheckpointError(
-            f"{folder} holds {_listed(unexpected)}, which this run has not; {_cure(unexpected, cures)}"
+            f"{folder} holds {_listed(unexpected)}, which this run has not; {cure.advice}", field=cure.field
         )
 
 
@@ -125,9 +140,10 @@ def _check_shape(
     got, expected = tuple(stored.size), tuple(shard.global_shape)
     is_padded = vocab_size is not None and shard.allow_shape_mismatch and got[0] >= vocab_size
     if got != expected and not (is_padded and got[1:] == expected[1:]):
+        cure = _SECTION_CURES[_section(shard.key)]
         raise CheckpointError(
-            f"{folder}: {shard.key} has shape {got}, this run expects {expected}; "
-            + _SECTION_CURES[_section(shard.key)]
+            f"{folder}: {shard.key} has shape {got}, this run expects {expected}; {cure.advice}",
+            field=cure.field,
         )
     return stored
 
@@ -137,16 +153,18 @@ def _check_tensor(folder: Path, shard: ShardedTensor, stored: object) -> None:
     if stored.properties.dtype != shard.dtype:
         raise CheckpointError(
             f"{folder}: {shard.key} is {stored.properties.dtype}, this run expects {shard.dtype}; "
-            + SAME_PRECISION
+            + SAME_PRECISION.advice,
+            field=SAME_PRECISION.field,
         )
 
 
-def _cure(keys: list[str], cures: Mapping[str, str]) -> str:
+def _cure(keys: list[str], cures: Mapping[str, Cure]) -> Cure:
     """What makes run and checkpoint agree on these names."""
     for prefix, cure in cures.items():
         if any(key.startswith(prefix) for key in keys):
             return cure
-    return "it was saved by another model: " + _SECTION_CURES[_section(keys[0])]
+    cure = _SECTION_CURES[_section(keys[0])]
+    return cure._replace(advice=f"it was saved by another model: {cure.advice}")
 
 
 def _section(key: str) -> str:

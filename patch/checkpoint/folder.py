@@ -31,10 +31,7 @@ _logger = get_logger(__name__)
 
 _PARTIAL = ".tmp"
 _REPLACED = ".old"
-_CURE = (
-    "bring the files back, remove these checkpoints to start from step 1, or give another OUTPUT_BASEPATH "
-    "(position 25)"
-)
+_CURE = "bring the files back, remove these checkpoints to start from step 1, or give another folder"
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -68,7 +65,9 @@ def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
                 f"own folder ({root / 'iter_*'}), or let a resume of that run train the lost steps again"
             )
     if damaged:
-        raise CheckpointError(f"no checkpoint below {root} is whole: {damaged[0]}; {_CURE}")
+        raise CheckpointError(
+            f"no checkpoint below {root} is whole: {damaged[0]}; {_CURE}", field="output_path"
+        )
     return None
 
 
@@ -139,7 +138,8 @@ def _refuse_remains(root: Path) -> None:
     if remains:
         raise CheckpointError(
             f"{root} holds {', '.join(remains)} and no complete checkpoint (iter_* with .metadata, common.pt "
-            f"and metadata.json; a folder *{_REPLACED} is a checkpoint under another name): {_CURE}"
+            f"and metadata.json; a folder *{_REPLACED} is a checkpoint under another name): {_CURE}",
+            field="output_path",
         )
 
 

@@ -19,7 +19,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject,
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from patch.checkpoint.compatibility import NO_CURES, check_files, check_fit, check_weights
+from patch.checkpoint.compatibility import NO_CURES, Cure, check_files, check_fit, check_weights
 from patch.checkpoint.failures import checkpoint_failures
 from patch.checkpoint.folder import iteration_folder
 from patch.checkpoint.sharded_tensors import copied, index_key, shards_of
@@ -33,7 +33,7 @@ _logger = get_logger(__name__)
 
 
 def load_checkpoint(
-    root: Path, iteration: int, sharded_state: dict[str, Any], cures: Mapping[str, str] = NO_CURES
+    root: Path, iteration: int, sharded_state: dict[str, Any], cures: Mapping[str, Cure] = NO_CURES
 ) -> dict[str, Any]:
     """Load the sections that `sharded_state` names, in place, with all ranks.
 
@@ -80,7 +80,7 @@ def load_only_weights(
     *,
     prefixes: tuple[str, ...],
     vocab_size: int,
-    cures: Mapping[str, str] = NO_CURES,
+    cures: Mapping[str, Cure] = NO_CURES,
 ) -> None:
     """Load the model of a checkpoint in place, with all ranks, whoever wrote it in megatron-core's keys.
 

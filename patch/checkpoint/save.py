@@ -71,7 +71,8 @@ def _check_space(target: Path, needed: int) -> None:
     if free < needed:
         raise CheckpointError(
             f"checkpoint {target} needs {size_text(needed)}, {target.parent} has {size_text(free)} free; "
-            "remove older checkpoints there or choose another OUTPUT_BASEPATH (position 25)"
+            "remove older checkpoints there or choose another folder",
+            field="output_path",
         )
 
 

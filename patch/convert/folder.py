@@ -93,8 +93,8 @@ def writing(path: Path) -> Iterator[None]:
         if not isinstance(error, (OSError, SafetensorError)) and type(error) is not Exception:
             raise
         raise ConversionError(
-            f"cannot write {path}: {error}; expected room for it, in a folder that every machine sees "
-            "(OUTPUT_BASEPATH, position 25, or --save)"
+            f"cannot write {path}: {error}; expected room for it, in a folder that every machine sees",
+            field="output_path",
         ) from error
 
 

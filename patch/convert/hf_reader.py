@@ -31,7 +31,7 @@ _logger = get_logger(__name__)
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 """Types that can be read, in safetensors' spelling."""
 SPELLINGS = {dtype: spelling for spelling, dtype in DTYPES.items()}
-_CURE = "MODEL_SIZE (position 2) auto takes the shape from config.json"
+_CURE = "model_size auto takes the shape from config.json"
 _ROWS = 4096
 """Rows that are compared at once."""
 _DERIVED = "rotary_emb.inv_freq"
@@ -90,7 +90,8 @@ class HFFolder:
             raise ConversionError(
                 f"{found.path} holds {extra[0]} (shape {found.shape}), which this "
                 f"model has no place for ({len(extra)} such tensors); expected a model of the "
-                f"configured family and layers: {_CURE}"
+                f"configured family and layers: {_CURE}",
+                field="model_size",
             )
         self.tensors = expected
 
@@ -133,7 +134,8 @@ class HFFolder:
         if found.shape != tensor.shape:
             raise ConversionError(
                 f"{tensor.name} in {found.path} has shape {found.shape}, the model expects "
-                f"{tensor.shape}: {_CURE}"
+                f"{tensor.shape}: {_CURE}",
+                field="model_size",
             )
         if found.dtype not in DTYPES:
             raise ConversionError(

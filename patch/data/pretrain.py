@@ -147,7 +147,8 @@ def _dataset(
     except OSError as error:
         raise DataError(
             f"{cache}: the index files of {prefix} cannot be written by rank 0, or read by the others: "
-            f"{error.strerror}; expected a folder that all machines share (OUTPUT_BASEPATH)"
+            f"{error.strerror}; expected a folder that all machines share",
+            field="output_path",
         ) from error
 
 

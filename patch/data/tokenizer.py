@@ -30,28 +30,30 @@ LLAMA3_CHAT_TEMPLATE = (
 )
 
 
-def load_tokenizer(folder: str | None, named_by: str = "") -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
     """The tokenizer in `folder`; nothing is downloaded and no code of the folder's is run.
 
     Args:
-        named_by: the flag that names another folder, for messages.
+        folder: local; None: no folder was named, which is refused.
     Raises:
         DataError: none is named, no such folder, no tokenizer in it, one that transformers cannot load, or
             in it a pipe, a device or a file of more than 512 MiB that it would read.
     """
-    cure = "expected the folder of a Hugging Face tokenizer" + (f" ({named_by})" if named_by else "")
+    cure, field = "expected the folder of a Hugging Face tokenizer", "tokenizer_name_or_path"
     if folder is None:
-        raise DataError(f"tokenizer: no folder is named; {cure}")
+        raise DataError(f"tokenizer: no folder is named; {cure}", field=field)
     path = Path(folder)
     if not path.is_dir():
-        raise DataError(f"tokenizer: {folder} is not a folder; {cure}")
+        raise DataError(f"tokenizer: {folder} is not a folder; {cure}", field=field)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise DataError(f"tokenizer: {folder} holds none of {', '.join(TOKENIZER_FILES)}; {cure}")
+        raise DataError(
+            f"tokenizer: {folder} holds none of {', '.join(TOKENIZER_FILES)}; {cure}", field=field
+        )
     _check_files(path)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - transformers and tokenizers raise plain Exception for bad files
-        raise DataError(f"tokenizer: {folder} cannot be loaded: {error}; {cure}") from error
+        raise DataError(f"tokenizer: {folder} cannot be loaded: {error}; {cure}", field=field) from error
 
 
 def _check_files(folder: Path) -> None:

@@ -76,7 +76,8 @@ def fail_together(what: str, error_type: type[PatchError]) -> Iterator[None]:
             raise
         except Exception as error:
             first_line = (str(error).strip().splitlines() or [""])[0]
-            raise error_type(f"{what}: {type(error).__name__}: {first_line}") from error
+            field = getattr(error, "field", None)
+            raise error_type(f"{what}: {type(error).__name__}: {first_line}", field=field) from error
 
 
 def from_rank_0(find: Callable[[], _Value]) -> _Value:

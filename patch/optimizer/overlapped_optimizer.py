@@ -30,6 +30,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
+from patch.device import torch_dtype
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import TrainingError
 from patch.optimizer.bucket import Reduction
@@ -46,7 +47,6 @@ from patch.optimizer.sharded_state import sharded_ranges, zeros_of_frozen
 
 _STATE = "optimizer.state"
 """What the keys of states in checkpoints begin with."""
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class StepOutcome(NamedTuple):
@@ -129,7 +129,7 @@ class OverlappedDistributedOptimizer:
             stages,
             named,
             bucket_ranges,
-            like=torch.empty(0, dtype=_DTYPES[config.main_grads_dtype], device=self.device),
+            like=torch.empty(0, dtype=torch_dtype(config.main_grads_dtype), device=self.device),
             reduction=reduction,
             clock=self._clock,
             # Of modules that this step's forward did not use: an update on the host may still read gradients,

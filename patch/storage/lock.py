@@ -37,11 +37,13 @@ class _LockFile(NamedTuple):
     folder: Path
     error: type[PatchError]
     cure: str
+    field: str | None
+    """Of the configuration: what another folder is given with."""
 
 
 def _run(output: Path) -> _LockFile:
-    cure = "wait for that run, end it, or give another OUTPUT_BASEPATH (position 25)"
-    return _LockFile(output / _RUN_LOCK, output, ConfigError, cure)
+    cure = "wait for that run, end it, or give another folder"
+    return _LockFile(output / _RUN_LOCK, output, ConfigError, cure, "output_path")
 
 
 @contextmanager
@@ -75,7 +77,7 @@ def hold_target(target: Path) -> Iterator[None]:
     """
     cure = "wait for that conversion, or give another folder (--save)"
     path = target.with_name(f".{target.name}.lock")
-    with _hold(_LockFile(path, target, ConversionError, cure)):
+    with _hold(_LockFile(path, target, ConversionError, cure, None)):
         yield
 
 
@@ -84,7 +86,8 @@ def _hold(place: _LockFile) -> Iterator[None]:
     try:
         descriptor = _lock(place)
     except OSError as error:
-        raise place.error(f"{place.path} cannot be written: {error.strerror}; {place.cure}") from error
+        message = f"{place.path} cannot be written: {error.strerror}; {place.cure}"
+        raise place.error(message, field=place.field) from error
     try:
         yield
     finally:
@@ -110,7 +113,8 @@ def _lock(place: _LockFile) -> int:
             raise
         os.close(descriptor)
         if time.monotonic() - begin > (_DYING_S if _is_dying(holder) else _PATIENCE_S):
-            raise place.error(f"{place.folder} is being written by {holder}: {place.cure}")
+            message = f"{place.folder} is being written by {holder}: {place.cure}"
+            raise place.error(message, field=place.field)
         time.sleep(_POLL_S)
 
 

@@ -20,14 +20,15 @@ from patch.checkpoint import (
     save_checkpoint,
     weights_folder,
 )
-from patch.checkpoint.compatibility import SAME_PRECISION
+from patch.checkpoint.compatibility import SAME_PRECISION, Cure
 from patch.config.schema import RunConfig
 from patch.model import WEIGHT_PREFIXES, LlamaModel, sharded_weights
 from patch.optimizer import OverlappedDistributedOptimizer
 
-_SAME_TYING = (
-    "one of them ties the output layer to the embedding: turn --untie-embeddings-and-output-weights "
-    "(--no-untie-embeddings-and-output-weights), or take the checkpoint's MODEL_SIZE (position 2)"
+_SAME_TYING = Cure(
+    "one of them ties the output layer to the embedding: change untie_embeddings_and_output_weights, or take "
+    "the model shape that the checkpoint was trained with",
+    "untie_embeddings_and_output_weights",
 )
 # A tied model has no output layer; which masters the optimizer holds follows from the weights' type.
 CURES = {

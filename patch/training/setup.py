@@ -10,7 +10,6 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.hf_config import is_hf_folder
-from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import Batch, BatchReader, build_datasets, load_tokenizer
@@ -20,7 +19,7 @@ from patch.distributed.collectives import all_or_none
 from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
-from patch.storage.names import CHECKPOINT_FOLDER
+from patch.storage.names import CHECKPOINT_FOLDER, DATA_INDEX_FOLDER
 from patch.training.run_state import load_weights, resume
 from patch.training.state_placement import log_placement
 
@@ -61,8 +60,15 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
         ConfigError, DataError, CheckpointError, ConversionError: on all ranks or on none.
     """
     with all_or_none():
-        tokenizer = load_tokenizer(config.tokenizer_folder, where("tokenizer_name_or_path"))
-    datasets = build_datasets(config, tokenizer)
+        tokenizer = load_tokenizer(config.tokenizer_folder)
+    datasets = build_datasets(
+        config.data,
+        config.model,
+        tokenizer,
+        num_train_samples=config.training.train_iters * config.training.global_batch_size,
+        seed=config.training.seed,
+        index_folder=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER,
+    )
     stages, optimizer = build_model(config, groups, context.device)
     run = Run(
         config=config,

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from patch import compat
 from patch.config import remember_data, to_yaml
 from patch.config.hf_config import has_hf_config
-from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
 from patch.device import DeviceContext
@@ -110,8 +109,8 @@ def _write_config(config: RunConfig) -> None:
                 write_atomically(path, to_yaml(config))
             except OSError as error:
                 raise CheckpointError(
-                    f"{path} cannot be written: {error.strerror}; make room there, or give another "
-                    f"{where('output_path')}"
+                    f"{path} cannot be written: {error.strerror}; make room there, or give another folder",
+                    field="output_path",
                 ) from error
 
 

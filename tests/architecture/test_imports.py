@@ -113,6 +113,19 @@ def test_light_package_loads_no_torch(package, root):
     assert loaded.stdout.split() == []
 
 
+def test_packages_that_other_programs_use_take_sections_of_a_run(house):
+    """A program without a run uses them, and need not invent the rest of one."""
+    open_packages = ("model", "optimizer", "data", "memory", "checkpoint")
+    wrong = [
+        f"{source.path}:{line}"
+        for source in house
+        if source.path.parts[0] == "patch" and source.path.parts[1] in open_packages
+        for line, name in _imports(source)
+        if name.endswith(".RunConfig")
+    ]
+    assert not wrong
+
+
 def test_packages_for_a_gpu_are_imported(house, root):
     """A user may build them for an hour: what is listed is used."""
     imported = {name.split(".")[0] for source in house for _, name in _imports(source)}

@@ -6,6 +6,7 @@ import pytest
 
 from patch.checkpoint import latest_iteration, weights_folder
 from patch.checkpoint.folder import iteration_folder, open_staging, publish
+from patch.config import user_message
 from patch.errors import CheckpointError
 
 TRACKER = "latest_checkpointed_iteration.txt"
@@ -63,7 +64,9 @@ def test_latest_iteration_refuses_to_begin_anew_over_a_damaged_checkpoint(tmp_pa
         (tmp_path / names[remains]).mkdir()
     with pytest.raises(CheckpointError) as refused:
         latest_iteration(tmp_path)
-    assert all(part in str(refused.value) for part in (names[remains], "OUTPUT_BASEPATH", "metadata.json"))
+    assert all(
+        part in user_message(refused.value) for part in (names[remains], "OUTPUT_BASEPATH", "metadata.json")
+    )
 
 
 def test_publish_replaces_the_same_iteration_and_tracks_it(tmp_path):

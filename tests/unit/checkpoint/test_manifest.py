@@ -10,6 +10,7 @@ import pytest
 import torch
 from distributed_runner import run_distributed
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from refusals import refused
 
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint, weights_folder
 from patch.checkpoint.folder import iteration_folder
@@ -103,7 +104,7 @@ def test_damaged_checkpoint_gives_way_to_the_next_whole_one(root, kind, caplog):
 def test_nothing_whole_is_an_error_that_names_the_newest(root):
     for iteration in (1, 2, 3):
         flip(data(iteration_folder(root, iteration)))
-    with pytest.raises(CheckpointError, match=r"iter_0000003/__0_0\.distcp has CRC-32 .*OUTPUT_BASEPATH"):
+    with refused(CheckpointError, match=r"OUTPUT_BASEPATH.*iter_0000003/__0_0\.distcp has CRC-32 "):
         latest_iteration(root)
 
 

@@ -7,9 +7,10 @@ import pytest
 from distributed_runner import run_distributed
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 from small_runs import small_run
+from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import RunConfig
-from patch.data import BatchReader, build_datasets, load_tokenizer
+from patch.data import BatchReader, DataSets, build_datasets, load_tokenizer
 from patch.data.preprocess import write_indexed
 from patch.errors import DataError
 
@@ -31,19 +32,27 @@ def raw_run(folder: Path, **changes) -> RunConfig:
     )
 
 
+def build(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> DataSets:
+    return build_datasets(
+        config.data, config.model, tokenizer,
+        num_train_samples=config.training.train_iters * config.training.global_batch_size,
+        seed=config.training.seed, index_folder=Path(config.checkpoint.output_path) / "data_index",
+    )  # fmt: skip
+
+
 def test_raw_sets_have_the_padded_length(tmp_path: Path) -> None:
-    train, valid = build_datasets(raw_run(tmp_path, max_padding_length=24), tiny_tokenizer())
+    train, valid = build(raw_run(tmp_path, max_padding_length=24), tiny_tokenizer())
     assert (len(train), len(valid)) == (3, 1)
     assert train[0].tokens.shape == (24,)
 
 
 def test_without_validation_data_there_is_no_validation_set(tmp_path: Path) -> None:
-    assert build_datasets(raw_run(tmp_path, valid_data_path="none"), tiny_tokenizer()).valid is None
+    assert build(raw_run(tmp_path, valid_data_path="none"), tiny_tokenizer()).valid is None
 
 
 def test_tokenizer_beyond_the_models_vocabulary_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="vocabulary has 250 rows"):
-        build_datasets(raw_run(tmp_path, vocab_size=250), tiny_tokenizer())
+        build(raw_run(tmp_path, vocab_size=250), tiny_tokenizer())
 
 
 def test_pretraining_sets_feed_every_step_and_one_evaluation(tmp_path: Path, shared_data: Path) -> None:
@@ -56,7 +65,7 @@ def test_pretraining_sets_feed_every_step_and_one_evaluation(tmp_path: Path, sha
         dataset_type="idxmap", train_data_path=str(tmp_path / "c4"), valid_data_path=str(tmp_path / "c4"),
         seq_length=64, vocab_size=400, train_iters=5, global_batch_size=4, output_path=str(tmp_path / "out"),
     )  # fmt: skip
-    train, valid = build_datasets(config, tokenizer)
+    train, valid = build(config, tokenizer)
     assert len(train) >= 20
     options = dict(micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1, seed=1, shuffle=False)
     for batch in BatchReader(train, **options).step(4):
@@ -66,13 +75,11 @@ def test_pretraining_sets_feed_every_step_and_one_evaluation(tmp_path: Path, sha
 
 
 def build_on_rank(rank: int, world_size: int, folder: str, config: RunConfig, break_rank: int) -> str:
-    from patch.data.datasets import build_datasets
-
     tokenizer = load_tokenizer(folder)
     if rank == break_rank:
         tokenizer.chat_template = "{{ raise_exception('broken here') }}"
     try:
-        build_datasets(config, tokenizer)
+        build(config, tokenizer)
     except DataError as error:
         return str(error)
     return "built"

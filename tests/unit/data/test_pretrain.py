@@ -346,7 +346,7 @@ def build_on_rank(rank: int, world_size: int, prefix: str, config: RunConfig) ->
     try:
         source = load(Path(prefix), config)
     except DataError as error:
-        return [str(error)]
+        return [str(error), error.field]
     return [source[index].tokens.tolist() for index in range(12)]
 
 
@@ -365,5 +365,6 @@ def test_output_that_cannot_be_written_fails_on_all_ranks(tmp_path: Path) -> Non
     write_set(tmp_path / "set", [40, 60])
     (tmp_path / "out").write_text("a file where the folder should be")
     first, second = run_distributed(build_on_rank, 2, str(tmp_path / "set"), run(tmp_path))
-    assert "out/data_index" in first[0] and "OUTPUT_BASEPATH" in first[0]
-    assert second[0] == f"rank 0: {first[0]}"
+    message, field = first
+    assert "out/data_index" in message and field == "output_path"
+    assert second == [f"rank 0: {message}", field]

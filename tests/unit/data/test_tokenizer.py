@@ -75,10 +75,11 @@ def _stop(datatypes, role: str) -> dict:
 
 
 def test_missing_tokenizer_says_what_is_expected(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"absent is not a folder; .* of a Hugging Face tokenizer$"):
+    with pytest.raises(DataError, match=r"absent is not a folder; .* of a Hugging Face tokenizer$") as caught:
         load_tokenizer(str(tmp_path / "absent"))
-    with pytest.raises(DataError, match=r"of a Hugging Face tokenizer \(--of-the-caller\)$"):
-        load_tokenizer(str(tmp_path / "absent"), "--of-the-caller")
+    assert caught.value.field == "tokenizer_name_or_path"
+    with pytest.raises(DataError, match="no folder is named"):
+        load_tokenizer(None)
     with pytest.raises(DataError, match=r"holds none of tokenizer.json, tokenizer.model"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')

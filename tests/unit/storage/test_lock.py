@@ -44,9 +44,10 @@ def test_second_run_is_told_who_holds_the_folder_and_a_killed_holder_frees_it(tm
             with pytest.raises(ConfigError) as refused:
                 ask(tmp_path / "out")
             said = str(refused.value)
+            assert refused.value.field == "output_path"
             process = f"process {holder.pid} on {socket.gethostname()}"
             assert f"{tmp_path / 'out'} is being written by {process}" in said
-            assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-].*OUTPUT_BASEPATH", said)
+            assert re.search(r"since \d{4}-\d\d-\d\d \d\d:\d\d:\d\d[+-].*give another folder", said)
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.wait()
