@@ -35,8 +35,10 @@ from patch.alignment.stored import (
 )
 from patch.alignment.trace import FirstDifference, first_difference
 from patch.alignment.weights import WeightDifference, compare_weights
+from patch.config.schema import ModelConfig
 from patch.device import DeviceContext
 from patch.distributed.groups import alone
+from patch.families import weight_rows
 from patch.model import SOURCES, LlamaModel
 
 ONE_FORM = ("rope",)
@@ -93,7 +95,7 @@ def measure(hf: Path, mcore: Path, precision: str | None, attention: str) -> Mea
         theirs = load_hf(hf, stored.precision, precision, attention, context.device)
         prompts = make_prompts(hf, config.model.vocab_size, config.model.max_position_embeddings)
         form = partial(in_form, ours, config, groups, context)
-        logits = _measure_logits(form, theirs, prompts, config.model.vocab_size)
+        logits = _measure_logits(form, theirs, prompts, config.model)
     return Measured(
         str(hf), str(mcore), context.device.type, precision, attention,
         [prompt.shape[1] for prompt in prompts], num_weights, rounded, weights, stored.disagreements,
@@ -105,17 +107,17 @@ def _measure_logits(
     form: Callable[[frozenset[str]], LlamaModel],
     theirs: torch.nn.Module,
     prompts: list[torch.Tensor],
-    vocab_size: int,
+    model: ModelConfig,
 ) -> tuple[LogitStats, LogitStats, FirstDifference | None, dict[str, float]]:
     """The last four of Measured; `form` makes our model with these sources aligned."""
 
     def logits(aligned: frozenset[str]) -> list[torch.Tensor]:
-        return logits_of(form(aligned), prompts, vocab_size)
+        return logits_of(form(aligned), prompts, model.vocab_size)
 
     every, none = frozenset(SOURCES), frozenset[str]()
     expected, base = hf_logits_of(theirs, prompts), logits(every)
     is_clean = all(torch.equal(*pair) for pair in zip(base, expected, strict=True))
-    first = first_difference(form(none if is_clean else every), theirs, prompts[-1])
+    first = first_difference(form(none if is_clean else every), theirs, prompts[-1], weight_rows(model))
     sources = {
         name: 0.0 if name in ONE_FORM else compare_logits(logits(every - {name}), base).max
         for name in SOURCES
