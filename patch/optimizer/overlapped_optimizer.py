@@ -348,6 +348,11 @@ class OverlappedDistributedOptimizer:
 
     # Reports.
 
+    @property
+    def offload_fraction(self) -> float:
+        """Share of the elements whose states are in host memory."""
+        return self.adam.manager.offload_fraction
+
     def report(self) -> OptimizerReport:
         """Where states lie on this rank now, and what that costs."""
         manager, (busy, waited) = self.adam.manager, self.adam.host_seconds
@@ -356,7 +361,7 @@ class OverlappedDistributedOptimizer:
             chunk_numel=manager.size,
             host_bytes=manager.total_bytes(on_host=True),
             device_bytes=manager.total_bytes(on_host=False),
-            offload_fraction=manager.offload_fraction,
+            offload_fraction=self.offload_fraction,
             host_busy_s=busy,
             host_wait_s=waited,
             largest_peak=self.adam.largest_peak,

@@ -32,7 +32,7 @@ def log_placement(optimizer: OverlappedDistributedOptimizer) -> None:
 
 def apply_placement(optimizer: OverlappedDistributedOptimizer) -> None:
     """Let the policy move states before a step, and log what it moved and why."""
-    before = optimizer.report().offload_fraction
+    before = optimizer.offload_fraction
     moves = optimizer.apply_placement()
     if moves:
         _moves.info("%s", _describe(moves, before, optimizer))
@@ -56,5 +56,5 @@ def _describe(moves: list[Move], before: float, optimizer: OverlappedDistributed
         size = size_text(sum(chunk.num_bytes for chunk in chunks))
         place = "host" if to_host else "device"
         parts.append(f"{len(chunks)} chunks ({size}) to the {place} ({reason})")
-    after = optimizer.report().offload_fraction
+    after = optimizer.offload_fraction
     return f"optimizer offload: {', '.join(parts)}; offload fraction {before:.3f} -> {after:.3f}"
