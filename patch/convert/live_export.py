@@ -14,12 +14,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import ModelConfig
-from patch.convert.folder import partial_folder, publish, staging, writing
 from patch.convert.hf_config_files import write_descriptions, write_index
 from patch.convert.hf_layout import FILE_BYTES, divide, name_files
 from patch.convert.live_weights import exported_parameters, iter_hf_weights
 from patch.convert.mappings import HFBlock, HFTensor
 from patch.convert.safetensors_writer import SafetensorsWriter
+from patch.convert.target_folder import partial_folder, publish, staging, writing
 from patch.distributed.collectives import all_or_none
 from patch.logger import get_logger
 

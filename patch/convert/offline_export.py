@@ -13,7 +13,6 @@ from patch.checkpoint.folder import weights_folder
 from patch.config.hf_config import has_hf_config
 from patch.config.schema import ModelConfig, RunConfig
 from patch.config.stored_shape import run_behind
-from patch.convert.folder import publish, staging, writing
 from patch.convert.hf_config_files import (
     copy_descriptions,
     model_of,
@@ -26,6 +25,7 @@ from patch.convert.hf_reader import SPELLINGS
 from patch.convert.mp_rank_weights import MpRankWeights
 from patch.convert.progress import progress
 from patch.convert.safetensors_writer import SafetensorsWriter
+from patch.convert.target_folder import publish, staging, writing
 from patch.convert.torch_dist_weights import TorchDistWeights
 from patch.convert.weight_table import hf_tensors
 from patch.data.tokenizer import ensure_chat_template, load_tokenizer

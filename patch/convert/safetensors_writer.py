@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import torch
 
-from patch.convert.folder import writing
 from patch.convert.hf_reader import SPELLINGS
 from patch.convert.mappings import HFBlock, HFTensor
+from patch.convert.target_folder import writing
 from patch.errors import ConversionError
 
 _ORDER = (torch.float32, torch.bfloat16, torch.float16)

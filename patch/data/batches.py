@@ -33,6 +33,22 @@ class Batch(NamedTuple):
     loss_mask: torch.Tensor
 
 
+class StepWork(NamedTuple):
+    """What one step trains on: read and counted while the step before it ends."""
+
+    iteration: int
+    """Counted from 0."""
+    batches: list[Batch]
+    """This rank's micro-batches."""
+    tokens: float
+    """Learned tokens of the global batch, on all ranks together."""
+
+
+def learned_tokens(batches: list[Batch]) -> float:
+    """Tokens of these micro-batches that the loss covers."""
+    return sum(batch.loss_mask.sum().item() for batch in batches)
+
+
 class SampleSource(Protocol):
     """A data set: samples of one length by index."""
 

@@ -25,7 +25,7 @@ from patch.training.memory_advice import is_device_error
 from patch.training.run_state import random_state, set_random_state
 from patch.training.state_placement import evict
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 _T = TypeVar("_T")
 
 
@@ -97,7 +97,7 @@ class OomRetry:
             raise self._error or LostRankError(f"another rank ran out of memory in {self._what}")
         if self._error is not None:
             evict(self._optimizer, self._what, str(self._error).strip().split("\n")[0])
-        _log.info("%s is done again: %d rank(s) ran out of memory", self._what, num_short)
+        _logger.info("%s is done again: %d rank(s) ran out of memory", self._what, num_short)
         self._error = None
         set_random_state(self._random)
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -12,8 +12,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.config.hf_config import is_hf_folder
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
-from patch.data import Batch, BatchReader, build_datasets, load_tokenizer
-from patch.data.batches import SampleSource
+from patch.data import BatchReader, build_datasets, load_tokenizer
+from patch.data.batches import SampleSource, StepWork
 from patch.device import DeviceContext, usable_memory
 from patch.distributed.collectives import all_or_none
 from patch.logger import get_logger
@@ -23,16 +23,7 @@ from patch.storage.names import CHECKPOINT_FOLDER, DATA_INDEX_FOLDER
 from patch.training.run_state import load_weights, resume
 from patch.training.state_placement import log_placement
 
-_log = get_logger(__name__)
-
-
-class StepWork(NamedTuple):
-    """What one step trains on: read and counted while the step before it ends."""
-
-    iteration: int
-    batches: list[Batch]
-    tokens: float
-    """Learned tokens of the global batch."""
+_logger = get_logger(__name__)
 
 
 @dataclass
@@ -138,9 +129,11 @@ def _load(run: Run) -> None:
     resumed = resume(checkpoint_root(run.config), run.stages, run.optimizer)
     if resumed is not None:
         run.start_iteration = resumed
-        _log.info("resumed after step %d from %s", resumed, checkpoint_root(run.config))
+        _logger.info("resumed after step %d from %s", resumed, checkpoint_root(run.config))
         if resumed >= (wanted := run.config.training.train_iters):
-            _log.info("nothing is left to train of %d steps, %d are done; config.yaml stays", wanted, resumed)
+            _logger.info(
+                "nothing is left to train of %d steps, %d are done; config.yaml stays", wanted, resumed
+            )
         return
     load = run.config.checkpoint.load
     if load is None:
@@ -151,4 +144,4 @@ def _load(run: Run) -> None:
     else:
         load_weights(Path(load), run.stages, run.config)
     run.optimizer.reload_model_params()
-    _log.info("weights from %s", load)
+    _logger.info("weights from %s", load)

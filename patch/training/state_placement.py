@@ -10,7 +10,7 @@ from patch.optimizer.placement import Move
 from patch.storage.sizes import size_text
 from patch.training.memory_advice import more_offload
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 _moves = get_logger(f"{__name__}.moves", every_rank=True)
 """Each rank decides for itself."""
 _EVICTIONS = 4
@@ -22,7 +22,7 @@ def log_placement(optimizer: OverlappedDistributedOptimizer) -> None:
     if not optimizer.is_offloading:
         return
     report = optimizer.report()
-    _log.info(
+    _logger.info(
         "optimizer offload: %s, %d chunks of %d elements, %s on the host and %s on the device; "
         "offload fraction %.3f",
         optimizer.config.optimizer_offload_policy, report.num_chunks, report.chunk_numel,

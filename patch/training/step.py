@@ -16,13 +16,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from patch.config.schema import RunConfig
 from patch.data import Batch
+from patch.data.batches import StepWork, learned_tokens
 from patch.device import send
 from patch.distributed.async_collectives import Pending, start_all_reduce
 from patch.distributed.collectives import sum_over
 from patch.model import LlamaModel, sum_learned
 from patch.optimizer import learning_rate
 from patch.training.oom_retry import OomRetry, read_sums
-from patch.training.setup import Run, StepWork
+from patch.training.setup import Run
 from patch.training.state_placement import apply_placement
 
 
@@ -75,7 +76,7 @@ def _work_of(run: Run, iteration: int) -> StepWork:
     if run.upcoming is not None and run.upcoming.iteration == iteration:
         return run.upcoming
     batches = _read(run, iteration)
-    return StepWork(iteration, batches, sum_over(run.groups.dp_cp, [_learned(batches)], run.device)[0])
+    return StepWork(iteration, batches, sum_over(run.groups.dp_cp, [learned_tokens(batches)], run.device)[0])
 
 
 def _rate_of(config: RunConfig, iteration: int) -> float:
@@ -91,7 +92,7 @@ def _start_sums(run: Run, losses: list[torch.Tensor], following: list[Batch]) ->
     """Start to sum, over data-parallel ranks, the losses and the learned tokens of the next batch."""
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # from a list it would wait for backward
     sums[0] = torch.stack(losses).double().sum() if losses else 0.0
-    sums[1] = _learned(following)
+    sums[1] = learned_tokens(following)
     return sums, start_all_reduce(sums, run.groups.dp_cp)
 
 
@@ -122,7 +123,7 @@ def evaluate(run: Run) -> float:
     total, tokens = 0.0, 0.0
     for index in range(min(run.config.data.eval_iters, len(run.valid_reader))):
         batches = run.valid_reader.step(index)
-        (learned,) = sum_over(run.groups.dp_cp, [_learned(batches)], run.device)
+        (learned,) = sum_over(run.groups.dp_cp, [learned_tokens(batches)], run.device)
         forward = partial(_run_schedule, run, batches, 1.0, forward_only=True)
         retry = OomRetry(run.optimizer, "the evaluation")
         is_done = False
@@ -136,11 +137,6 @@ def evaluate(run: Run) -> float:
         stage.train()
     run.optimizer.record_memory("evaluate")
     return total / max(tokens, 1.0)
-
-
-def _learned(batches: list[Batch]) -> float:
-    """Learned tokens of this rank's micro-batches."""
-    return sum(batch.loss_mask.sum().item() for batch in batches)
 
 
 def _total(losses: list[torch.Tensor]) -> float:

@@ -8,7 +8,7 @@ from patch.logger import get_logger
 from patch.optimizer import OptimizerReport, OverlappedDistributedOptimizer
 from patch.training.hooks import TrainerHook
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 
 class _Step(NamedTuple):
@@ -51,7 +51,7 @@ class StepTimeForecast:
             self._predicted = self._predict(fraction, last_fraction)
             return
         if self._predicted is not None and self._before is not None:
-            _log.info(
+            _logger.info(
                 "optimizer offload: fraction %.3f: %.1f ms predicted, %.1f ms measured, %.1f ms before",
                 fraction, self._predicted * 1e3, seconds * 1e3, self._before.seconds * 1e3,
             )  # fmt: skip

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from patch.convert.folder import publish, staging, writing
+from patch.convert.target_folder import publish, staging, writing
 from patch.errors import ConversionError
 
 
