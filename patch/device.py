@@ -11,7 +11,7 @@ import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 if TYPE_CHECKING:
     import torch
@@ -160,6 +160,18 @@ class DeviceContext:
             return DeviceContext(torch.device("cpu"), "gloo")
         torch.cuda.set_device(local_rank)
         return DeviceContext(torch.device("cuda", local_rank), "nccl")
+
+
+FloatType = Literal["fp32", "bf16", "fp16"]
+"""A type that `torch_dtype` knows, by its name in the configuration and on command lines."""
+FLOAT_TYPES: tuple[FloatType, ...] = get_args(FloatType)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """torch's type of this name, which is one of FLOAT_TYPES."""
+    import torch
+
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def streams_of(device: torch.device) -> Any:

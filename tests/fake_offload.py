@@ -1,7 +1,7 @@
 """The optimizer on a fake device: the product's streams and copies, host threads that run late, both kernels.
 
     with on(FakeDevice(order)) as kernel:      what is built and used inside works on that device
-        offload = Offload(FakeAccelerator(fake), ...)
+        offload = Offload(FakeOffloadDevice(fake), ...)
 
 The host's worker threads are adversaries too: a job is run when somebody waits for its result, or at random.
 """
@@ -19,8 +19,8 @@ import torch
 from fake_device import FakeDevice
 from torch.utils._pytree import tree_leaves
 
-from patch.optimizer import accelerator, grad_buffer, host_update, micro_batch, param_buffer, transfer
-from patch.optimizer.accelerator import CudaAccelerator
+from patch.memory import CudaDevice, cuda_device, staged_copy
+from patch.optimizer import grad_buffer, host_update, hybrid_adam, micro_batch, param_buffer
 from patch.optimizer.kernels import AdamScalars, Segment
 from patch.optimizer.kernels.cpp_adam import NativeAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
@@ -31,12 +31,13 @@ def on(fake: FakeDevice) -> Iterator[HostKernel]:
     """The optimizer built and used inside works on the fake device."""
     kernel = HostKernel(fake)
     with ExitStack() as stack:
-        for module in (accelerator, param_buffer):
+        for module in (cuda_device, param_buffer):
             stack.enter_context(mock.patch.object(module, "streams_of", lambda device: fake))
-        for module in (host_update, transfer):
+        for module in (host_update, staged_copy):
             stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", Workers(fake)))
         stack.enter_context(mock.patch.object(host_update, "adam_kernel", lambda device: kernel))
-        stack.enter_context(mock.patch.object(transfer, "_PIECE", 128))
+        stack.enter_context(mock.patch.object(hybrid_adam, "adam_kernel", lambda device: _DeviceKernel(fake)))
+        stack.enter_context(mock.patch.object(staged_copy, "_STAGING_BYTES", 128))
         stack.enter_context(collectives_of(fake))
         stack.enter_context(fake)
         yield kernel
@@ -53,21 +54,20 @@ def collectives_of(fake: FakeDevice) -> Iterator[None]:
         yield
 
 
-class FakeAccelerator(CudaAccelerator):
+class FakeOffloadDevice(CudaDevice):
     """The product's own streams and copies, on a fake device."""
 
     def __init__(self, fake: FakeDevice) -> None:
         super().__init__(torch.device("cpu"))
         self._fake = fake
-        self.kernel = _DeviceKernel(fake)
 
-    def pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def allocate_pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._fake.pinned(numel, dtype)
 
     def usable_bytes(self) -> int:
         return 1 << 40
 
-    def take_peak(self) -> int:
+    def pop_peak_bytes(self) -> int:
         return 0
 
 

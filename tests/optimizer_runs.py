@@ -96,9 +96,9 @@ def states_of(
     """Views of a state, each beside the weights that it belongs to, padding left out."""
     found = []
     for index, shard in enumerate(optimizer.adam.shards):
-        for run in shard.runs:
-            for begin, state in optimizer.adam.state(name, index, run.begin, run.end):
-                found.append((state, shard.weight[begin : begin + state.numel()]))
+        for part in shard.ranges:
+            for begin, state in optimizer.adam.state(name, index, part.begin, part.end):
+                found.append((state, shard.param[begin : begin + state.numel()]))
     return found
 
 

@@ -1,9 +1,11 @@
 """Small configurations that the tests share: a LLaMA-3.1-shaped model of four layers, and its run."""
 
 import dataclasses
+from enum import IntEnum
 from pathlib import Path
 from typing import Any
 
+from patch.config.fields import FIELDS, coerce
 from patch.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -31,8 +33,14 @@ _SECTIONS = {
 }  # fmt: skip
 
 
+def _value(name: str, value: Any) -> Any:
+    """Of a field: a word of the command line may stand for it."""
+    is_scalar = isinstance(value, (str, int, float)) and not isinstance(value, IntEnum)
+    return coerce(FIELDS[name], value, name) if is_scalar else value
+
+
 def small_run(tp: int = 1, pp: int = 1, dp: int = 1, stage: int = 0, **changes: Any) -> RunConfig:
-    """A resolved run of TP x PP x DP processes; `changes` are fields of any section.
+    """A resolved run of TP x PP x DP processes; `changes` are fields of any section, words as in flags.
 
     `stage` is the number of layers of an interleaved stage; 0: stages are not interleaved.
     """
@@ -43,7 +51,8 @@ def small_run(tp: int = 1, pp: int = 1, dp: int = 1, stage: int = 0, **changes: 
     sections = {}
     for name, section in _SECTIONS.items():
         fields = {field.name for field in dataclasses.fields(section)}
-        sections[name] = dataclasses.replace(section, **{k: changes.pop(k) for k in fields & set(changes)})
+        values = {k: _value(k, changes.pop(k)) for k in fields & set(changes)}
+        sections[name] = dataclasses.replace(section, **values)
     assert not changes, f"no such fields: {sorted(changes)}"
     return RunConfig(**sections)
 

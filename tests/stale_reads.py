@@ -40,8 +40,10 @@ class _Alarm(TorchDispatchMode):
             return
         weights, begin = self._weights, tensor.storage_offset()
         for index in {*weights._pending, *weights._updating}:
-            for slot, member in zip(weights._extents[index].slots, weights._members[index], strict=True):
-                if slot.begin <= begin < slot.end:
+            for param, member in zip(
+                weights._bucket_ranges[index].params, weights._members[index], strict=True
+            ):
+                if param.begin <= begin < param.end:
                     raise StaleReadError(f"{func} on {self._names[id(member)]}, which is on its way")
 
 

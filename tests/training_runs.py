@@ -59,11 +59,11 @@ def build_seeded_run(
     """This rank's run with random weights, or those of a Hugging Face folder; some modules are frozen."""
     compat.apply(cuda=context.is_cuda)
     groups = initialize(config, context)
-    stages = build_llama_model(config, groups, context.device)
+    stages = build_llama_model(config.model, groups, context.device, config.execution)
     if hf_folder is None:
-        initialize_weights(stages, config)
+        initialize_weights(stages, config.model, config.training.seed)
     else:
-        import_hf(stages, hf_folder, config, groups)
+        import_hf(stages, hf_folder, config.model, groups)
     for module in chain.from_iterable(stage.modules() for stage in stages):
         if is_frozen(module):
             module.requires_grad_(False)
@@ -114,7 +114,7 @@ def digests(run: Run) -> tuple[str, str]:
         state
         for name in adam.dtypes
         for index, shard in enumerate(adam.shards)
-        for first, last, *_ in shard.runs
+        for first, last, *_ in shard.ranges
         for _, state in adam.state(name, index, first, last)
     )
     return digest_of(p for stage in run.stages for p in stage.parameters()), digest_of(states)

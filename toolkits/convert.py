@@ -6,21 +6,21 @@ import argparse
 import sys
 from pathlib import Path
 
+from patch.device import FLOAT_TYPES
+
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code: 0, or that of the error that was met."""
     options = _parse(argv)
-    import torch
-
     from patch.convert import hf_to_mcore, mcore_to_hf
+    from patch.device import torch_dtype
     from patch.errors import PatchError
     from patch.logger import configure_logging
 
     configure_logging()
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     try:
         if options.direction == "hf2mcore":
-            dtype = dtypes.get(options.params_dtype)
+            dtype = torch_dtype(options.params_dtype) if options.params_dtype else None
             hf_to_mcore(options.load, options.save, dtype, overwrite=options.overwrite)
         else:
             mcore_to_hf(options.load, options.save, options.hf_config, overwrite=options.overwrite)
@@ -38,9 +38,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     there = ways.add_parser("hf2mcore", help="Hugging Face folder -> torch_dist checkpoint")
     there.add_argument("--load", type=Path, required=True, metavar="HF_DIR", help="safetensors or .bin")
     there.add_argument("--save", type=Path, required=True, metavar="DIR", help="any TP, PP, VPP loads it")
-    there.add_argument(
-        "--params-dtype", choices=("fp32", "bf16", "fp16"), help="type of all weights (default: as stored)"
-    )
+    there.add_argument("--params-dtype", choices=FLOAT_TYPES, help="type of all weights (default: as stored)")
     back = ways.add_parser("mcore2hf", help="checkpoint -> Hugging Face folder")
     back.add_argument(
         "--load", type=Path, required=True, metavar="DIR",

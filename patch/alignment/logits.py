@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from patch.config.file_rules import TOKENIZER_FILES
 from patch.data import load_tokenizer
+from patch.storage.names import TOKENIZER_FILES
 
 PROMPT_LENGTHS = (5, 33, 129)
 """Tokens; kernels change with length, at 64 for one."""

@@ -91,7 +91,7 @@ def measure(hf: Path, mcore: Path, precision: str | None, attention: str) -> Mea
     with alone(config, context) as groups:
         ours = load_ours(stored, config, groups, context)
         is_tied = not stored.theirs["untie_embeddings_and_output_weights"]
-        num_weights, rounded, weights = compare_weights(ours, config, hf, is_tied=is_tied)
+        num_weights, rounded, weights = compare_weights(ours, config.model, hf, is_tied=is_tied)
         theirs = load_hf(hf, stored.precision, precision, attention, context.device)
         prompts = make_prompts(hf, config.model.vocab_size, config.model.max_position_embeddings)
         form = partial(in_form, ours, config, groups, context)

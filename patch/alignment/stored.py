@@ -17,16 +17,23 @@ from transformers import AutoModelForCausalLM
 
 from patch.checkpoint import load_only_weights, weights_folder
 from patch.compat.unpickle import read_metadata
+from patch.config.choices import Precision
 from patch.config.fields import assemble
 from patch.config.hf_config import is_hf_folder, read_hf_config
 from patch.config.schema import RunConfig
 from patch.config.stored_shape import shape_at
-from patch.device import DeviceContext
+from patch.device import FLOAT_TYPES, DeviceContext, torch_dtype
 from patch.errors import CheckpointError, ConfigError
 from patch.families import WEIGHT_FIELDS
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
-from patch.model import DTYPES, LlamaModel, build_llama_model, sharded_weights
-from patch.storage.names import INDEX, TRACKER, checkpoint_root, complete_iterations, is_complete
+from patch.model import WEIGHT_PREFIXES, LlamaModel, build_llama_model, sharded_weights
+from patch.storage.names import (
+    METADATA_FILE,
+    TRACKER,
+    complete_iterations,
+    find_checkpoint_root,
+    is_complete,
+)
 
 _TIED = "untie_embeddings_and_output_weights"
 _STRUCTURE = WEIGHT_FIELDS - {_TIED}
@@ -50,7 +57,7 @@ class Stored(NamedTuple):
     """Of the checkpoint itself."""
     fields: dict[str, Any]
     """Of ModelConfig."""
-    precision: str
+    precision: Precision
     """fp32, fp16 or bf16: the type the weights are stored in."""
     theirs: dict[str, Any]
     """Fields of ModelConfig by the Hugging Face folder's config.json."""
@@ -69,7 +76,7 @@ def find_stored(load: Path, hf_folder: Path) -> Stored:
         raise ConfigError(f"--hf {hf_folder}: no config.json there, expected a Hugging Face model's folder")
     _check_is_checkpoint(load)
     folder = weights_folder(load)
-    tensors = read_metadata(folder / INDEX).state_dict_metadata
+    tensors = read_metadata(folder / METADATA_FILE).state_dict_metadata
     embedding = tensors.get(EMBEDDING_PARAMETER)
     if not isinstance(embedding, TensorStorageMetadata):
         raise CheckpointError(f"{folder} holds no {EMBEDDING_PARAMETER}, expected a GPTModel's weights")
@@ -77,7 +84,7 @@ def find_stored(load: Path, hf_folder: Path) -> Stored:
     found = shape_at(str(folder.parent if folder == load else load))
     ours = {**theirs, **(found.fields if found else {})}
     ours |= {"make_vocab_size_divisible_by": embedding.size[0], _TIED: TIED_OUTPUT in tensors}
-    dtypes = {kind: name for name, kind in DTYPES.items()}
+    dtypes = {torch_dtype(name): name for name in FLOAT_TYPES}
     dtype = embedding.properties.dtype
     if dtype not in dtypes:
         raise CheckpointError(f"{folder} stores weights as {dtype}, expected {', '.join(map(str, dtypes))}")
@@ -99,7 +106,7 @@ def _disagreements(
 
 
 def _check_is_checkpoint(load: Path) -> None:
-    root = checkpoint_root(load)
+    root = find_checkpoint_root(load)
     if not (is_complete(load) or (root / TRACKER).is_file() or complete_iterations(root)):
         found = "a Hugging Face folder" if is_hf_folder(load) else "no checkpoint there"
         raise ConfigError(
@@ -132,12 +139,10 @@ def load_ours(
     stored: Stored, config: RunConfig, groups: ProcessGroupCollection, context: DeviceContext
 ) -> LlamaModel:
     """The stored weights, in the type they are stored in."""
-    as_stored = dataclasses.replace(
-        config, training=dataclasses.replace(config.training, precision=stored.precision)
-    )
-    (model,) = build_llama_model(as_stored, groups, context.device)
+    as_stored = dataclasses.replace(config.execution, precision=stored.precision)
+    (model,) = build_llama_model(config.model, groups, context.device, as_stored)
     state = {"model": sharded_weights([model])}
-    load_only_weights(stored.folder, state, vocab_size=config.model.vocab_size)
+    load_only_weights(stored.folder, state, prefixes=WEIGHT_PREFIXES, vocab_size=config.model.vocab_size)
     return model.eval()
 
 
@@ -150,10 +155,10 @@ def load_hf(
     bytes a weight begins. Only weights are converted: RoPE's frequencies stay float32.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPES[stored], attn_implementation=attention, local_files_only=True
+        folder, dtype=torch_dtype(stored), attn_implementation=attention, local_files_only=True
     )
     for parameter in model.parameters():
-        parameter.data = parameter.data.to(device, DTYPES[precision], copy=True)
+        parameter.data = parameter.data.to(device, torch_dtype(precision), copy=True)
     return model.to(device).eval()
 
 
@@ -165,7 +170,7 @@ def in_form(
     aligned: frozenset[str],
 ) -> LlamaModel:
     """A model of these weights (shared where the type is the same) with `aligned` in Hugging Face's order."""
-    (model,) = build_llama_model(config, groups, context.device, aligned=aligned)
+    (model,) = build_llama_model(config.model, groups, context.device, config.execution, aligned=aligned)
     for parameter, weight in zip(model.parameters(), weights.parameters(), strict=True):
         parameter.data = weight.data.to(parameter.dtype)
     return model.eval()

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
 
-from patch.config.schema import RunConfig
+from patch.config.schema import ModelConfig
 from patch.convert.hf_reader import HFFolder
-from patch.convert.live_weights import stage_weights
-from patch.convert.weight_table import OUTPUT, hf_tensors, parameter_table
-from patch.model import LlamaModel
+from patch.convert.live_weights import mapped_parameters
+from patch.convert.weight_table import OUTPUT, hf_tensors
 
 _BITS = {2: torch.int16, 4: torch.int32}
 
@@ -26,27 +26,27 @@ class WeightDifference(NamedTuple):
 
 
 def compare_weights(
-    model: LlamaModel, config: RunConfig, folder: Path, *, is_tied: bool
+    stage: GPTModel, model: ModelConfig, folder: Path, *, is_tied: bool
 ) -> tuple[int, bool, list[WeightDifference]]:
     """Compare after the round trip from Hugging Face to the checkpoint and back.
 
     Args:
-        model: the whole model, in the type its weights are stored in; the folder's are rounded to it.
-        config: the model's own, with its own tying.
+        stage: the whole model, in the type its weights are stored in; the folder's are rounded to it.
+        model: its shape, with its own tying.
         is_tied: whether config.json ties the output layer to the embedding.
     Returns:
         how many tensors the folder's model has; whether some had to be rounded; those that are not bit-equal.
     Raises:
         ConversionError: the folder cannot be read, or lacks a tensor of its model.
     """
-    expected = hf_tensors(dataclasses.replace(config.model, untie_embeddings_and_output_weights=not is_tied))
+    expected = hf_tensors(dataclasses.replace(model, untie_embeddings_and_output_weights=not is_tied))
     lost = {tensor.name for tensor in expected}
     found: list[WeightDifference] = []
     rounded = False
     source = HFFolder(folder)
     source.check(expected, unused=frozenset({OUTPUT} if is_tied else ()))
-    for weight in stage_weights([model], parameter_table(config.model, config.padded_vocab_size)):
-        parts = weight.mapping.take_apart([weight.parameter.cpu()])
+    for weight in mapped_parameters([stage], model, tp_size=1):
+        parts = weight.mapping.megatron_to_hf([weight.parameter.cpu()])
         ours = {tensor.name: part for tensor, part in zip(weight.mapping.hf, parts, strict=True)}
         if not lost.issuperset(ours):
             found += [WeightDifference(name, "is stored, though config.json ties it") for name in ours]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
@@ -13,16 +15,10 @@ from patch.errors import CheckpointError, nearest
 
 _SAME_LAYOUT = "resume with the TP, PP and number of processes that the checkpoint was saved with"
 _SAME_MODEL = "take MODEL_SIZE (position 2) and the tokenizer that the checkpoint was trained with"
-_SAME_PRECISION = "take the checkpoint's precision (PR, position 9)"
-_SAME_TYING = (
-    "one of them ties the output layer to the embedding: turn --untie-embeddings-and-output-weights "
-    "(--no-untie-embeddings-and-output-weights), or take the checkpoint's MODEL_SIZE (position 2)"
-)
-_CURES = {"model": _SAME_MODEL, "optimizer": _SAME_MODEL, "random": _SAME_LAYOUT}
-_MASTERS = ("optimizer.state.master.", "optimizer.state.master_low.")
-_OUTPUT_LAYER = "output_layer.weight"
+SAME_PRECISION = "take the checkpoint's precision (PR, position 9)"
+_SECTION_CURES = {"model": _SAME_MODEL, "optimizer": _SAME_MODEL, "random": _SAME_LAYOUT}
+NO_CURES: Mapping[str, str] = MappingProxyType({})
 _NAMED = 5
-_MODEL_KEYS = ("decoder.", "embedding.", "output_layer.")
 
 
 def check_files(folder: Path, index: Metadata) -> None:
@@ -58,54 +54,66 @@ def _check_description(path: Path) -> None:
         raise CheckpointError(f"{path} says sharded_backend {backend!r:.60}, expected 'torch_dist'")
 
 
-def check_fit(folder: Path, index: Metadata, shards: list[ShardedBase], requested: set[str]) -> None:
+def check_fit(
+    folder: Path, index: Metadata, shards: list[ShardedBase], requested: set[str], cures: Mapping[str, str]
+) -> None:
     """The checkpoint holds what is asked for, in the same shape and dtype, and no more of those sections.
 
     Args:
         shards: what this rank asks for.
         requested: keys that any rank asks for.
+        cures: by how a key begins: what to do where such a key is missing or left over.
 
     Raises:
         CheckpointError: names tensors, both shapes or dtypes, and the nearest name of a missing one.
     """
     stored = index.state_dict_metadata
-    _check_names(folder, set(stored), requested)
+    _check_names(folder, set(stored), requested, cures)
     for shard in shards:
         if isinstance(shard, ShardedTensor):
             _check_tensor(folder, shard, stored[shard.key])
 
 
 def check_weights(
-    folder: Path, index: Metadata, shards: list[ShardedBase], requested: set[str], vocab_size: int
+    folder: Path,
+    index: Metadata,
+    shards: list[ShardedBase],
+    requested: set[str],
+    *,
+    prefixes: tuple[str, ...],
+    vocab_size: int,
+    cures: Mapping[str, str],
 ) -> None:
     """The checkpoint holds this model; types and the vocabulary's padding may be others.
 
     Args:
         shards: what this rank asks for.
         requested: keys that any rank asks for.
+        prefixes: how the keys of a model's tensors begin; the checkpoint may hold others.
         vocab_size: rows of the vocabulary that are no padding.
+        cures: as `check_fit`.
 
     Raises:
         CheckpointError: names tensors, and both shapes or the nearest name of a missing one.
     """
     stored = index.state_dict_metadata
-    _check_names(folder, {key for key in stored if key.startswith(_MODEL_KEYS)}, requested)
+    _check_names(folder, {key for key in stored if key.startswith(prefixes)}, requested, cures)
     for shard in shards:
         if isinstance(shard, ShardedTensor):
             _check_shape(folder, shard, stored[shard.key], vocab_size)
 
 
-def _check_names(folder: Path, stored: set[str], requested: set[str]) -> None:
+def _check_names(folder: Path, stored: set[str], requested: set[str], cures: Mapping[str, str]) -> None:
     stored, requested = ({key for key in keys if not _is_extra_state(key)} for keys in (stored, requested))
     missing = sorted(requested - stored)
     if missing:
         hint = nearest(missing[0], sorted(stored))
-        raise CheckpointError(f"{folder} lacks {_listed(missing)}{hint}; {_cure(missing)}")
+        raise CheckpointError(f"{folder} lacks {_listed(missing)}{hint}; {_cure(missing, cures)}")
     sections = {_section(key) for key in requested}
     unexpected = sorted(key for key in stored - requested if _section(key) in sections)
     if unexpected:
         raise CheckpointError(
-            f"{folder} holds {_listed(unexpected)}, which this run has not; {_cure(unexpected)}"
+            f"{folder} holds {_listed(unexpected)}, which this run has not; {_cure(unexpected, cures)}"
         )
 
 
@@ -119,7 +127,7 @@ def _check_shape(
     if got != expected and not (is_padded and got[1:] == expected[1:]):
         raise CheckpointError(
             f"{folder}: {shard.key} has shape {got}, this run expects {expected}; "
-            + _CURES[_section(shard.key)]
+            + _SECTION_CURES[_section(shard.key)]
         )
     return stored
 
@@ -129,26 +137,22 @@ def _check_tensor(folder: Path, shard: ShardedTensor, stored: object) -> None:
     if stored.properties.dtype != shard.dtype:
         raise CheckpointError(
             f"{folder}: {shard.key} is {stored.properties.dtype}, this run expects {shard.dtype}; "
-            + _SAME_PRECISION
+            + SAME_PRECISION
         )
 
 
-def _cure(keys: list[str]) -> str:
-    """What makes run and checkpoint agree on these names.
-
-    A tied model has no output layer; what the optimizer holds of masters follows from the weights' type.
-    """
-    if _OUTPUT_LAYER in keys:
-        return _SAME_TYING
-    if any(key.startswith(_MASTERS) for key in keys):
-        return _SAME_PRECISION
-    return "it was saved by another model: " + _CURES[_section(keys[0])]
+def _cure(keys: list[str], cures: Mapping[str, str]) -> str:
+    """What makes run and checkpoint agree on these names."""
+    for prefix, cure in cures.items():
+        if any(key.startswith(prefix) for key in keys):
+            return cure
+    return "it was saved by another model: " + _SECTION_CURES[_section(keys[0])]
 
 
 def _section(key: str) -> str:
     """The section a key belongs to: its first part, or "model", whose keys carry no prefix."""
     first = key.split(".", 1)[0]
-    return first if first in _CURES else "model"
+    return first if first in _SECTION_CURES else "model"
 
 
 def _is_extra_state(key: str) -> bool:

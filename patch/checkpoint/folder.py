@@ -7,29 +7,29 @@ root/latest_checkpointed_iteration.txt "100"
 
 from __future__ import annotations
 
-import os
-import shutil
 from pathlib import Path
 
 from patch.checkpoint.manifest import damage
-from patch.checkpoint.together import from_rank_0
+from patch.distributed.collectives import from_rank_0
 from patch.errors import CheckpointError
 from patch.logger import get_logger
+from patch.storage.atomic import StagedFolder, remove_leftover, write_atomically
 from patch.storage.names import (
     RELEASE,
     TRACKER,
-    checkpoint_root,
     complete_iterations,
+    find_checkpoint_root,
     is_complete,
     is_legacy,
     is_released,
+    iteration_name,
     lacking_files,
     read_tracker,
 )
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
-_STAGING = ".tmp"
+_PARTIAL = ".tmp"
 _REPLACED = ".old"
 _CURE = (
     "bring the files back, remove these checkpoints to start from step 1, or give another OUTPUT_BASEPATH "
@@ -39,17 +39,17 @@ _CURE = (
 
 def iteration_folder(root: Path, iteration: int) -> Path:
     """The folder of one checkpoint."""
-    return root / f"iter_{iteration:07d}"
+    return root / iteration_name(iteration)
 
 
 def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
-    """The newest whole checkpoint below `root`: the tracker's, or else the next one, which is said.
+    """The newest whole checkpoint below `root`: the tracker's, or else the next one, with a warning.
 
     None where nothing was ever saved. Rank 0 looks and all ranks verify what it finds: a collective in a job.
 
     Args:
-        takes_older: go on from an older one where the newest is damaged, as a resume does: it does again what
-            is lost. Who only reads weights would take others than he thinks.
+        takes_older: return an older one where the newest is damaged, as a resume does, which trains the lost
+            steps again. A caller that only reads weights would get other weights than the user thinks.
     Raises:
         CheckpointError: checkpoints were there and none is whole; training must not begin anew over them. Or
             the newest is damaged, and no older one is to be taken.
@@ -59,7 +59,7 @@ def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
         complaint = damage(iteration_folder(root, iteration))
         if complaint is None:
             for each in damaged:
-                _log.warning("DAMAGED CHECKPOINT: %s; iteration %d is taken instead", each, iteration)
+                _logger.warning("DAMAGED CHECKPOINT: %s; iteration %d is taken instead", each, iteration)
             return iteration
         damaged.append(complaint)
         if not takes_older:
@@ -89,7 +89,7 @@ def weights_folder(load: Path) -> Path:
         raise CheckpointError(f"{complaint}: it is not what was saved; take another checkpoint")
     if is_complete(load) or any(load.glob("mp_rank_*")):
         return load
-    root = checkpoint_root(load)
+    root = find_checkpoint_root(load)
     if is_legacy(root):
         return _legacy_folder(root)
     if is_released(root):
@@ -102,18 +102,19 @@ def weights_folder(load: Path) -> Path:
             f"{load} holds no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
             "folder with .metadata"
         )
-    _log.info("weights are those of iteration %d in %s", iteration, root)
+    _logger.info("weights are those of iteration %d in %s", iteration, root)
     return iteration_folder(root, iteration)
 
 
 def _legacy_folder(root: Path) -> Path:
-    """The tracker's, or the one there is."""
+    """The checkpoint that the tracker names; where it names none, the first one there is."""
     tracked = read_tracker(root) or ""
-    named = [RELEASE] if tracked == RELEASE else [f"iter_{int(tracked):07d}"] if tracked.isdecimal() else []
-    found = [path.parent.name for path in root.glob("*/mp_rank_*")]
-    for name in named or sorted(set(found)):
-        if name in found:
-            return root / name
+    found = sorted({path.parent.name for path in root.glob("*/mp_rank_*")})
+    wanted = iteration_name(int(tracked)) if tracked.isdecimal() else tracked
+    if tracked.isdecimal() or tracked == RELEASE:
+        found = [name for name in found if name == wanted]
+    if found:
+        return root / found[0]
     raise CheckpointError(f"{root / TRACKER} names {tracked}, but there is no {tracked} with mp_rank_* in it")
 
 
@@ -124,7 +125,7 @@ def _candidates(root: Path) -> list[int]:
     if not complete:
         _refuse_remains(root)
     elif complete[-1] != tracked:
-        _log.warning(
+        _logger.warning(
             "%s names %s, which is no complete checkpoint; the newest complete one is %s",
             root / TRACKER, tracked, complete[-1],
         )  # fmt: skip
@@ -133,7 +134,7 @@ def _candidates(root: Path) -> list[int]:
 
 def _refuse_remains(root: Path) -> None:
     """A tracker or a folder that once was a checkpoint; a first save that was killed leaves neither."""
-    remains = sorted(path.name for path in root.glob("iter_*") if not path.name.endswith(_STAGING))
+    remains = sorted(path.name for path in root.glob("iter_*") if not path.name.endswith(_PARTIAL))
     remains += [TRACKER] if (root / TRACKER).exists() else []
     if remains:
         raise CheckpointError(
@@ -142,42 +143,38 @@ def _refuse_remains(root: Path) -> None:
         )
 
 
+def staged_checkpoint(target: Path) -> StagedFolder:
+    """The folder of one checkpoint and the names beside it that it has while it is written or replaced."""
+    return StagedFolder(
+        target, target.with_name(target.name + _PARTIAL), target.with_name(target.name + _REPLACED)
+    )
+
+
 def open_staging(target: Path) -> Path:
-    """An empty folder beside `target` to write into; what killed runs left behind is removed."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for suffix in (_STAGING, _REPLACED):
+    """An empty folder beside `target` to write into; what killed runs left behind is removed.
+
+    Raises:
+        OSError: it cannot be made, or what is there cannot be removed.
+    """
+    for suffix in (_PARTIAL, _REPLACED):
         for leftover in target.parent.glob(f"iter_*{suffix}"):
-            _log.warning("removing %s, left by a run that was stopped while it saved", leftover)
-            shutil.rmtree(leftover)
-    staging = staging_folder(target)
-    staging.mkdir()
-    return staging
-
-
-def staging_folder(target: Path) -> Path:
-    """The folder that becomes `target` once it is complete."""
-    return target.with_name(target.name + _STAGING)
+            remove_leftover(leftover)
+    staged = staged_checkpoint(target)
+    staged.open()
+    return staged.partial
 
 
 def publish(target: Path) -> None:
     """Turn the written staging folder into `target`, in the place of an older one, and track it.
 
     Every step leaves the disk with a complete checkpoint: data first, then the name, then the tracker.
+
+    Raises:
+        OSError: something cannot be written or renamed.
     """
-    staging = staging_folder(target)
-    for path in (*staging.iterdir(), staging):
-        sync(path)
-    replaced = target.with_name(target.name + _REPLACED)
-    if target.exists():
-        target.rename(replaced)
-    staging.rename(target)
-    shutil.rmtree(replaced, ignore_errors=True)
-    tracker = target.parent / TRACKER
-    draft = tracker.with_suffix(_STAGING)
-    draft.write_text(f"{int(target.name[len('iter_') :])}\n", encoding="ascii")
-    sync(draft)
-    draft.replace(tracker)
-    sync(target.parent)
+    staged_checkpoint(target).publish()
+    iteration = int(target.name.removeprefix("iter_"))
+    write_atomically(target.parent / TRACKER, f"{iteration}\n")
 
 
 def _tracked_iteration(root: Path) -> int | None:
@@ -185,12 +182,3 @@ def _tracked_iteration(root: Path) -> int | None:
         return int(read_tracker(root) or "")
     except ValueError:
         return None
-
-
-def sync(path: Path) -> None:
-    """Have the kernel write a file, or a folder's names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,6 +7,7 @@ every name, shape, dtype and file size. Every layout (TP, PP, DP) of the loading
 from __future__ import annotations
 
 import pickle
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,19 +19,22 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject,
 from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from patch.checkpoint.compatibility import check_files, check_fit, check_weights
+from patch.checkpoint.compatibility import NO_CURES, check_files, check_fit, check_weights
+from patch.checkpoint.failures import checkpoint_failures
 from patch.checkpoint.folder import iteration_folder
-from patch.checkpoint.sharded_tensors import copied, gather, shards_of, stored_key
-from patch.checkpoint.together import fail_together
+from patch.checkpoint.sharded_tensors import copied, index_key, shards_of
 from patch.compat.unpickle import load_plain, read_metadata
+from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.storage.names import COMMON, INDEX
+from patch.storage.names import COMMON_FILE, METADATA_FILE
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 
-def load_checkpoint(root: Path, iteration: int, sharded_state: dict[str, Any]) -> dict[str, Any]:
+def load_checkpoint(
+    root: Path, iteration: int, sharded_state: dict[str, Any], cures: Mapping[str, str] = NO_CURES
+) -> dict[str, Any]:
     """Load the sections that `sharded_state` names, in place, with all ranks.
 
     Args:
@@ -38,6 +42,8 @@ def load_checkpoint(root: Path, iteration: int, sharded_state: dict[str, Any]) -
         iteration: which one.
         sharded_state: sections as they were given to save_checkpoint, in any layout. Sections left out
             are not read: {"model": ...} loads only the weights.
+        cures: by how a tensor's name begins: what a user can do where such a tensor is missing, or is stored
+            and not asked for. The first that fits is said; the caller knows its tensors and its flags.
 
     Returns:
         The same nesting with tensors and objects in the place of shards, and the common state beside it.
@@ -47,16 +53,18 @@ def load_checkpoint(root: Path, iteration: int, sharded_state: dict[str, Any]) -
             state (which tensor, both shapes). The state is untouched unless reading itself failed.
     """
     folder = iteration_folder(root, iteration)
-    with fail_together(f"checkpoint {folder} was not loaded"):
+    with checkpoint_failures(f"checkpoint {folder} was not loaded"):
         read_common(root, iteration)
-        index = read_metadata(folder / INDEX)
+        index = read_metadata(folder / METADATA_FILE)
         if dist.get_rank() == 0:
             check_files(folder, index)
         shards = shards_of(sharded_state)
-    requested = set().union(*gather({stored_key(shard) for shard in shards}))
-    with fail_together(f"checkpoint {folder} was not loaded"):
-        check_fit(folder, index, shards, requested)
-    with fail_together(f"checkpoint {folder} failed while it was read, the model in memory is unusable"):
+    requested = set().union(*all_gather_object({index_key(shard) for shard in shards}))
+    with checkpoint_failures(f"checkpoint {folder} was not loaded"):
+        check_fit(folder, index, shards, requested, cures)
+    with checkpoint_failures(
+        f"checkpoint {folder} failed while it was read, the model in memory is unusable"
+    ):
         # Shards that overlap or leave holes are no error of a load; upstream would say so on rank 0 only.
         loaded = dist_checkpointing.load(
             copied(_without_absent_extra_state(sharded_state, index)),
@@ -66,7 +74,14 @@ def load_checkpoint(root: Path, iteration: int, sharded_state: dict[str, Any]) -
     return loaded
 
 
-def load_only_weights(folder: Path, sharded_state: dict[str, Any], *, vocab_size: int) -> None:
+def load_only_weights(
+    folder: Path,
+    sharded_state: dict[str, Any],
+    *,
+    prefixes: tuple[str, ...],
+    vocab_size: int,
+    cures: Mapping[str, str] = NO_CURES,
+) -> None:
     """Load the model of a checkpoint in place, with all ranks, whoever wrote it in megatron-core's keys.
 
     Unlike a resume this takes weights of another type (rounded to nearest even, which is said) and another
@@ -75,21 +90,23 @@ def load_only_weights(folder: Path, sharded_state: dict[str, Any], *, vocab_size
     Args:
         folder: of the checkpoint itself (`weights_folder`).
         sharded_state: the model's section, in any layout.
+        prefixes: how the names of a model's tensors begin; other tensors of the checkpoint are left alone.
         vocab_size: rows of the vocabulary that must be there; the others are padding.
+        cures: as `load_checkpoint`.
 
     Raises:
         CheckpointError: as `load_checkpoint`.
     """
-    with fail_together(f"weights of {folder} were not loaded"):
-        index = read_metadata(folder / INDEX)
+    with checkpoint_failures(f"weights of {folder} were not loaded"):
+        index = read_metadata(folder / METADATA_FILE)
         if dist.get_rank() == 0:
             check_files(folder, index)
         shards = shards_of(sharded_state)
-    requested = set().union(*gather({stored_key(shard) for shard in shards}))
-    with fail_together(f"weights of {folder} were not loaded"):
-        check_weights(folder, index, shards, requested, vocab_size)
+    requested = set().union(*all_gather_object({index_key(shard) for shard in shards}))
+    with checkpoint_failures(f"weights of {folder} were not loaded"):
+        check_weights(folder, index, shards, requested, prefixes=prefixes, vocab_size=vocab_size, cures=cures)
     _tell_rounding(folder, index, shards)
-    with fail_together(f"{folder} failed while it was read, the model in memory is unusable"):
+    with checkpoint_failures(f"{folder} failed while it was read, the model in memory is unusable"):
         dist_checkpointing.load(
             copied(_without_absent_extra_state(sharded_state, index)),
             str(folder),
@@ -115,7 +132,7 @@ def _tell_rounding(folder: Path, index: Metadata, shards: list[ShardedBase]) -> 
         and metadata.properties.dtype != dtype != torch.float32
     }
     if stored:
-        _log.warning(
+        _logger.warning(
             "weights stored as %s in %s are rounded to %s (PR, --precision)",
             ", ".join(sorted(map(str, stored))), folder, next(iter(wanted.values())),
         )  # fmt: skip
@@ -127,7 +144,7 @@ def read_common(root: Path, iteration: int) -> dict[str, Any]:
     Raises:
         CheckpointError: the file is missing, damaged, or holds more than plain values.
     """
-    path = iteration_folder(root, iteration) / COMMON
+    path = iteration_folder(root, iteration) / COMMON_FILE
     try:
         common = load_plain(path, map_location="cpu")
     except FileNotFoundError as error:

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from patch.checkpoint.sharded_tensors import gather
-from patch.checkpoint.together import from_rank_0
-from patch.storage.checksums import Content, content, difference
+from patch.distributed.collectives import all_gather_object, from_rank_0
+from patch.storage.checksums import Content, content, difference, from_json, to_json
+from patch.storage.names import CHECKSUMS_FILE, iteration_name
 
-_FILE = "checksums.json"
 _PREFIX = "iter_"
 
 
@@ -36,9 +35,8 @@ def write_manifest(folder: Path, iteration: int, contents: dict[str, Content]) -
         OSError: a file cannot be read or written.
     """
     contents |= {path.name: content(path) for path in folder.iterdir() if path.name not in contents}
-    files = {name: contents[name]._asdict() for name in sorted(contents)}
-    manifest = {"iteration": iteration, "files": files}
-    (folder / _FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="ascii")
+    manifest = {"iteration": iteration, "files": to_json(contents)}
+    (folder / CHECKSUMS_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="ascii")
 
 
 def damage(folder: Path) -> str | None:
@@ -53,15 +51,15 @@ def damage(folder: Path) -> str | None:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_job else (0, 1)
     mine = sorted(files.items())[rank::world_size]
     complaint = next(filter(None, (difference(folder / name, held) for name, held in mine)), None)
-    return next(filter(None, gather(complaint) if is_job else [complaint]), None)
+    return next(filter(None, all_gather_object(complaint) if is_job else [complaint]), None)
 
 
 def _read(folder: Path) -> dict[str, Content] | str | None:
     """What the files held; or what is wrong with the manifest; or None without one."""
-    path = folder / _FILE
+    path = folder / CHECKSUMS_FILE
     try:
         manifest = json.loads(path.read_text(encoding="ascii"))
-        files = {name: Content(**file) for name, file in manifest["files"].items()}
+        files = from_json(manifest["files"])
         iteration = int(manifest["iteration"])
     except FileNotFoundError:
         return None
@@ -71,6 +69,6 @@ def _read(folder: Path) -> dict[str, Content] | str | None:
         return f"{path} is no list of checksums: {type(error).__name__}"
     if any(Path(name).name != name or not name.isprintable() for name in files):
         return f"{path} names a file outside of its folder"
-    if folder.name.startswith(_PREFIX) and folder.name != f"{_PREFIX}{iteration:07d}":
+    if folder.name.startswith(_PREFIX) and folder.name != iteration_name(iteration):
         return f"{path} was written for iteration {iteration}, not for {folder.name}"
     return files

@@ -11,16 +11,18 @@ from typing import Any
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from patch.checkpoint.folder import iteration_folder, open_staging, publish, staging_folder
+from patch.checkpoint.failures import checkpoint_failures
+from patch.checkpoint.folder import iteration_folder, open_staging, publish, staged_checkpoint
 from patch.checkpoint.manifest import contents_of_rank, write_manifest
-from patch.checkpoint.sharded_tensors import bytes_to_write, copied, gather, shards_of
-from patch.checkpoint.together import fail_together
+from patch.checkpoint.sharded_tensors import bytes_to_write, copied, shards_of
+from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.checksums import Content
 from patch.storage.names import is_complete
+from patch.storage.sizes import size_text
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 
 def save_checkpoint(
@@ -40,28 +42,28 @@ def save_checkpoint(
     """
     assert not set(common) & set(sharded_state), "common keys and section names share one dict"
     target = iteration_folder(root, iteration)
-    staging = staging_folder(target)
+    staged = staged_checkpoint(target)
     try:
-        with fail_together(f"checkpoint {target} was not started"):
+        with checkpoint_failures(f"checkpoint {target} was not started"):
             json.dumps(common)
             mine = bytes_to_write(shards_of(sharded_state))
-        needed = sum(gather(mine))
-        with fail_together(f"checkpoint {target} was not started"):
+        needed = sum(all_gather_object(mine))
+        with checkpoint_failures(f"checkpoint {target} was not started"):
             if dist.get_rank() == 0:
                 open_staging(target)
                 _check_space(target, needed)
-        with fail_together(f"checkpoint {target} was not written, earlier ones are untouched"):
-            dist_checkpointing.save({**copied(sharded_state), **common}, str(staging))
-            written = contents_of_rank(staging, dist.get_rank())
-        contents = dict(ChainMap(*gather(written)))
-        with fail_together(f"checkpoint {target} was not written, earlier ones are untouched"):
+        with checkpoint_failures(f"checkpoint {target} was not written, earlier ones are untouched"):
+            dist_checkpointing.save({**copied(sharded_state), **common}, str(staged.partial))
+            written = contents_of_rank(staged.partial, dist.get_rank())
+        contents = dict(ChainMap(*all_gather_object(written)))
+        with checkpoint_failures(f"checkpoint {target} was not written, earlier ones are untouched"):
             if dist.get_rank() == 0:
                 _publish(target, iteration, contents)
     except CheckpointError:
         if dist.get_rank() == 0:
-            shutil.rmtree(staging, ignore_errors=True)
+            staged.discard()
         raise
-    _log.info("saved %s", target)
+    _logger.info("saved %s", target)
 
 
 def _check_space(target: Path, needed: int) -> None:
@@ -73,14 +75,9 @@ def _check_space(target: Path, needed: int) -> None:
         )
 
 
-def size_text(num_bytes: int) -> str:
-    """Bytes in MiB, from 1 GiB on in GiB."""
-    return f"{num_bytes / 2**30:.2f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.2f} MiB"
-
-
 def _publish(target: Path, iteration: int, contents: dict[str, Content]) -> None:
-    staging = staging_folder(target)
-    if not is_complete(staging):
+    partial = staged_checkpoint(target).partial
+    if not is_complete(partial):
         raise CheckpointError(f"checkpoint {target} was not written: its last file, metadata.json, failed")
-    write_manifest(staging, iteration, contents)
+    write_manifest(partial, iteration, contents)
     publish(target)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import copy
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, nested_values
 from megatron.core.dist_checkpointing.mapping import (
     ShardedBase,
@@ -15,8 +14,6 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
     is_main_replica,
 )
-
-_Value = TypeVar("_Value")
 
 # A small tensor's file record (torch.save's zip) is about 1.6 kB, its line in the index 0.4 kB.
 _OVERHEAD = 2048
@@ -43,7 +40,7 @@ def copied(sharded_state: dict[str, Any]) -> dict[str, Any]:
     )
 
 
-def stored_key(shard: ShardedBase) -> str:
+def index_key(shard: ShardedBase) -> str:
     """The shard's key in the checkpoint's index."""
     return shard.unique_key if isinstance(shard, ShardedObject) else shard.key
 
@@ -54,13 +51,6 @@ def bytes_to_write(shards: list[ShardedBase]) -> int:
         shard for shard in shards if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
     ]
     return sum(_nbytes(shard.data) + _OVERHEAD for shard in written)
-
-
-def gather(value: _Value) -> list[_Value]:
-    """Every rank's value; a collective."""
-    per_rank = [value] * dist.get_world_size()
-    dist.all_gather_object(per_rank, value)
-    return per_rank
 
 
 def _nbytes(tensor: torch.Tensor | None) -> int:

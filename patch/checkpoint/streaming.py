@@ -19,7 +19,6 @@ from typing import IO, Any, NamedTuple, cast
 import numpy as np
 import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -28,11 +27,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.utils import _create_file_view
 
+from patch.compat.torch_checkpoint import StorageInfo, create_file_view
 from patch.compat.unpickle import load_plain
 from patch.errors import CheckpointError
-from patch.storage.names import COMMON, INDEX
+from patch.storage.names import COMMON_FILE, METADATA_FILE
 
 _DATA = "__0_0.distcp"
 _WINDOW_BYTES = 2 * 2**20
@@ -93,7 +92,7 @@ class PieceWriter:
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
-        place = _StorageInfo(_DATA, begin, self._stream.tell() - begin)
+        place = StorageInfo(_DATA, begin, self._stream.tell() - begin)
         self._index.storage_data[index] = place
 
     def finish(self, common: dict[str, Any]) -> None:
@@ -103,9 +102,9 @@ class PieceWriter:
             common: plain values, stored beside the tensors.
         """
         self.close()
-        with (self._folder / INDEX).open("wb") as stream:
+        with (self._folder / METADATA_FILE).open("wb") as stream:
             pickle.dump(self._index, stream)
-        torch.save(common, self._folder / COMMON)
+        torch.save(common, self._folder / COMMON_FILE)
         save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
 
     def close(self) -> None:
@@ -151,7 +150,7 @@ def read_pieces(folder: Path, index: Metadata, keys: set[str]) -> Iterator[Piece
 
 
 @contextmanager
-def _reading(path: Path, name: str, place: _StorageInfo) -> Iterator[None]:
+def _reading(path: Path, name: str, place: StorageInfo) -> Iterator[None]:
     try:
         yield
     except CheckpointError:
@@ -163,16 +162,16 @@ def _reading(path: Path, name: str, place: _StorageInfo) -> Iterator[None]:
         ) from error
 
 
-def _load(stream: BufferedReader, place: _StorageInfo, device: str) -> Any:
+def _load(stream: BufferedReader, place: StorageInfo, device: str) -> Any:
     """A record's tensor; on the device `meta` without its values, but its storage knows where they lie.
 
     That `meta` reads none is so since torch 2.11 (pytorch pull request 170619).
     """
-    return load_plain(cast(IO[bytes], _create_file_view(stream, place.offset, place.length)), device)
+    return load_plain(cast(IO[bytes], create_file_view(stream, place.offset, place.length)), device)
 
 
 def _windows(
-    stream: BufferedReader, place: _StorageInfo, told: torch.Tensor, buffer: np.ndarray
+    stream: BufferedReader, place: StorageInfo, told: torch.Tensor, buffer: np.ndarray
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
     """Rows of a record, read into the buffer: where they begin in its tensor, and the values."""
     *lead, rows, columns = (1, *told.shape) if told.ndim == 1 else told.shape

@@ -1,4 +1,4 @@
-"""What torch has no public name for: who reads a module's parameter, and which backward is running.
+"""What torch has no public name for: reads of parameters, the backward that runs, norms of many tensors.
 
 - torch/nn/modules/module.py:1954-1966, 2715: attribute access and `parameters()` read a module's dict
   `_parameters`; a dict that tells of it is met by eager code, functional_call and torch.compile, which traces
@@ -6,6 +6,8 @@
   Delete when torch has a hook for reads.
 - torch/utils/checkpoint.py:1170 asks for the id of the running backward by a private name, which tells a
   backward inside a backward (reentrant checkpoints) from the outer one. Delete when it has a public one.
+- torch/nn/utils/clip_grad.py:95 takes the norms of many tensors in one call by a private name; the public
+  `get_total_norm` has no argument for the type of the sums. Delete when it has.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ class Reader(Protocol):
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the backward that runs in this thread; -1: none."""
+foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
+"""(tensors, order, dtype=) -> the norm of each tensor, summed in `dtype`."""
 
 
 class _Parameters(dict[str, torch.nn.Parameter | None]):

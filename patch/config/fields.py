@@ -6,11 +6,14 @@ Field names are unique over the sections of RunConfig, so a name alone says whic
 from __future__ import annotations
 
 import dataclasses
+import re
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from enum import IntEnum
+from typing import Any, Literal, NamedTuple
 
-from patch.config.schema import RunConfig
+from patch.config.schema import Bounds, RunConfig
 from patch.config.unsupported import is_built
 from patch.errors import ConfigError, nearest
 from patch.parse_numbers import to_float, to_int
@@ -20,16 +23,24 @@ SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 
 
 class Field(NamedTuple):
-    """One value of the run: what its flag, its YAML key and `--help` need to know."""
+    """One value of the run: what its flag, its YAML key and `--help` need to know.
+
+    A value has two forms. In a RunConfig it is what the annotation says. A flag, a position and YAML write a
+    scalar (text, number or boolean): a word for a member of an enum, `none` for None.
+    """
 
     section: str
     name: str
     kind: type
-    """int, float, bool or str."""
+    """Of the scalar: int, float, bool or str; tuple for a pair of numbers in one text."""
     default: Any
     """dataclasses.MISSING where the value must be given or derived."""
+    words: Mapping[str, Any]
+    """Each legal word and its value; empty where the values cannot be listed."""
     help: str
-    choices: tuple[str, ...]
+    none: str | int | None
+    """The scalar that stands for None; None where the field is never None."""
+    bounds: Bounds
 
     @property
     def flag(self) -> str:
@@ -37,21 +48,57 @@ class Field(NamedTuple):
         return "--" + self.name.replace("_", "-")
 
     @property
+    def choices(self) -> tuple[str, ...]:
+        """The legal words; () where the values cannot be listed."""
+        return tuple(self.words)
+
+    @property
     def required(self) -> bool:
         """Whether there is no default."""
         return self.default is dataclasses.MISSING
+
+    def to_scalar(self, value: Any) -> str | int | float | bool:
+        """What flags and YAML write for a value of a RunConfig."""
+        if value is None:
+            assert self.none is not None, f"{self.name} is never None"
+            return self.none
+        if self.kind is tuple:
+            return ",".join(map(str, value))
+        return value.name.lower() if isinstance(value, IntEnum) else value
+
+    def from_scalar(self, scalar: Any) -> Any:
+        """The value of a RunConfig that a legal scalar of the right type stands for."""
+        if self.words:
+            return self.words[scalar]
+        return None if self.none is not None and scalar == self.none else scalar
 
 
 def _collect() -> dict[str, Field]:
     found: dict[str, Field] = {}
     for section, cls in SECTIONS.items():
-        kinds = typing.get_type_hints(cls)
+        annotations = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
             assert field.name not in found, f"field names are unique over sections: {field.name}"
-            found[field.name] = Field(
-                section, field.name, kinds[field.name], field.default, **dict(field.metadata)
-            )
+            kind, words = _kind_and_words(annotations[field.name], field.metadata["none"])
+            found[field.name] = Field(section, field.name, kind, field.default, words, **field.metadata)
     return found
+
+
+def _kind_and_words(annotation: Any, none: str | int | None) -> tuple[type, dict[str, Any]]:
+    """The scalar type of an annotation, and the legal words where it lists them, that of None first."""
+    is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    parts = typing.get_args(annotation) if is_union else (annotation,)
+    words: dict[str, Any] = {}
+    for part in parts:
+        if typing.get_origin(part) is Literal:
+            words |= {word: word for word in typing.get_args(part)}
+        elif isinstance(part, type) and issubclass(part, IntEnum):
+            words |= {member.name.lower(): member for member in part}
+    assert (type(None) in parts) == (none is not None), "flag(none=...) says how None is written"
+    if words:
+        return str, ({str(none): None} if none is not None else {}) | words
+    (kind,) = (part for part in parts if part is not type(None))
+    return typing.get_origin(kind) or kind, {}
 
 
 FIELDS: dict[str, Field] = _collect()
@@ -60,6 +107,11 @@ FIELDS: dict[str, Field] = _collect()
 def value_of(config: RunConfig, name: str) -> Any:
     """The value of a field, whichever section it lies in."""
     return getattr(getattr(config, FIELDS[name].section), name)
+
+
+def scalar_of(config: RunConfig, name: str) -> str | int | float | bool:
+    """The value of a field as flags and YAML write it."""
+    return FIELDS[name].to_scalar(value_of(config, name))
 
 
 def assemble(values: Mapping[str, Any]) -> RunConfig:
@@ -87,31 +139,39 @@ def _to_str(value: object) -> str | None:
     return str(value) if isinstance(value, (str, int, float)) and value != "" else None
 
 
+def _to_pair(value: object) -> tuple[int, int] | None:
+    """Two numbers in text such as `4095,0`."""
+    match = re.fullmatch(r"(\d+),(\d+)", value) if isinstance(value, str) else None
+    return (int(match[1]), int(match[2])) if match else None
+
+
 _CONVERSIONS: Mapping[type, tuple[Callable[[object], Any], str]] = {
     int: (to_int, "a whole number (5e8 is one)"),
     float: (to_float, "a finite number"),
     bool: (_to_bool, "true or false"),
     str: (_to_str, "a text that is not empty"),
+    tuple: (_to_pair, "none, or LEFT,0 such as 4095,0"),
 }
 
 
-def coerce(field: Field, value: object, origin: str) -> Any:
-    """`value` (text of a flag, or a scalar of YAML) as the field's type.
+def coerce(field: Field, scalar: object, origin: str) -> Any:
+    """The value of a RunConfig that text of a flag, or a scalar of YAML, stands for.
 
     Args:
-        origin: what the message calls the value, such as `--lr` or `run.yaml: optimizer.lr`.
+        origin: what the message calls the scalar, such as `--lr` or `run.yaml: optimizer.lr`.
 
     Raises:
         ConfigError: another type, or none of the field's choices.
     """
     convert, expected = _CONVERSIONS[field.kind]
-    converted = convert(value)
+    converted = field.none if field.kind is tuple and scalar == field.none else convert(scalar)
     if converted is None:
-        raise ConfigError(f"{origin}: got {value!r}, expected {expected}")
-    if field.choices:
-        built = [choice for choice in field.choices if is_built(field.name, choice)]
+        raise ConfigError(f"{origin}: got {scalar!r}, expected {expected}")
+    if field.words:
+        assert isinstance(converted, str)
+        built = [word for word, value in field.words.items() if is_built(field.name, value)]
         check_choice(converted, field.choices, origin, built)
-    return converted
+    return field.from_scalar(converted)
 
 
 def check_choice(

@@ -11,26 +11,25 @@ from filecmp import cmp
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from patch.config.fields import FIELDS
 from patch.config.hf_config import has_hf_config, is_hf_folder
 from patch.config.positions import where
 from patch.config.rules import Rule, refuse
-from patch.config.schema import RunConfig
+from patch.config.schema import DataConfig, RunConfig
 from patch.config.stored_shape import run_behind, shape_at
 from patch.device import MachineFacts
 from patch.errors import DataError
 from patch.families import WEIGHT_FIELDS
 from patch.storage.names import (
     RELEASE,
+    TOKENIZER_FILES,
     TRACKER,
-    checkpoint_root,
     complete_iterations,
+    find_checkpoint_root,
     is_complete,
     is_legacy,
     is_released,
 )
-
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
-"""A folder with one of these holds a tokenizer; tokenizer_config.json alone says only how to use one."""
 
 _STRUCTURE = WEIGHT_FIELDS | {"make_vocab_size_divisible_by"}
 """Fields that decide the tensors' shapes; the rest of a shape only changes what is computed with them."""
@@ -39,9 +38,9 @@ _STRUCTURE = WEIGHT_FIELDS | {"make_vocab_size_divisible_by"}
 def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
     """Position 22 is a Hugging Face folder, a converted one, a run's folder or its checkpoint/, or none."""
     load = config.checkpoint.load
-    if load == "none" or is_hf_folder(load):
+    if load is None or is_hf_folder(load):
         return
-    root = checkpoint_root(load)
+    root = find_checkpoint_root(load)
     released = is_released(root) and is_complete(root / RELEASE)
     if complete_iterations(root) or released or is_complete(Path(load)):
         return
@@ -61,18 +60,19 @@ def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
     """The weights at position 22 are of the run's shape."""
     for file, field, theirs, ours in _differences(config):
         if field in _STRUCTURE:
-            refuse(field, ours, str(theirs), f"{file} says so (MODEL_SIZE=auto reads the shape from there)")
+            refuse(field, ours, theirs, f"{file} says so (MODEL_SIZE=auto reads the shape from there)")
 
 
-def _differences(config: RunConfig) -> Iterator[tuple[Path, str, object, object]]:
-    """(file, field, theirs, ours) wherever the loaded model's description and the run disagree."""
+def _differences(config: RunConfig) -> Iterator[tuple[Path, str, str, str]]:
+    """(file, field, theirs, ours) wherever the loaded model's description and the run disagree, as text."""
     found = shape_at(config.checkpoint.load)
     if found is None:
         return
     for field, theirs in found.fields.items():
         ours = getattr(config.model, field)
         if theirs != ours:
-            yield found.file, field, theirs, ours
+            to_text = FIELDS[field].to_scalar
+            yield found.file, field, str(to_text(theirs)), str(to_text(ours))
 
 
 def numerics_notes(config: RunConfig) -> Iterator[str]:
@@ -84,7 +84,7 @@ def numerics_notes(config: RunConfig) -> Iterator[str]:
 def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:
     """A tokenizer is named, or lies beside the weights."""
     folder = config.tokenizer_folder
-    if folder == "none":
+    if folder is None:
         why = "without PRETRAIN_CHECKPOINT_PATH there is none to take it from"
         refuse("tokenizer_name_or_path", "none", "a folder of a Hugging Face tokenizer", why)
     if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
@@ -96,8 +96,12 @@ def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:
 def _differing_files(config: RunConfig) -> tuple[str, list[str]] | None:
     """The tokenizer folder of position 22 where another is used, and the tokenizer files that differ."""
     load, used = config.checkpoint.load, config.tokenizer_folder
+    if load is None or used is None:
+        return None
     run = None if has_hf_config(load) else run_behind(load)
     own = load if run is None else run.tokenizer_folder
+    if own is None:
+        return None
     theirs, ours = ([Path(folder) / name for name in TOKENIZER_FILES] for folder in (own, used))
     if not any(file.is_file() for file in theirs) or os.path.realpath(own) == os.path.realpath(used):
         return None
@@ -161,42 +165,44 @@ FILE_RULES: tuple[Rule, ...] = (
 )
 
 
-def data_files(config: RunConfig, field: str) -> list[str]:
-    """The files that `train_data_path` or `valid_data_path` names; [] for no evaluation."""
-    path = getattr(config.data, field)
-    if field == "valid_data_path" and path == "none":
-        return []
-    return [path] if config.data.dataset_type == "raw" else [f"{path}.bin", f"{path}.idx"]
+def data_files(data: DataConfig, path: str) -> list[str]:
+    """The files that `train_data_path` or `valid_data_path` names."""
+    return [path] if data.dataset_type == "raw" else [f"{path}.bin", f"{path}.idx"]
 
 
 def check_data(config: RunConfig) -> None:
     """The data set's files are there and readable.
 
     Raises:
-        DataError: names the file, and the position it comes from.
+        DataError: names the file and the field.
     """
-    for field in ("train_data_path", "valid_data_path"):
-        for file in data_files(config, field):
-            _check_file(field, getattr(config.data, field), file)
+    data = config.data
+    paths = {"train_data_path": data.train_data_path, "valid_data_path": data.valid_data_path}
+    for field, path in paths.items():
+        if path is not None:
+            for file in data_files(data, path):
+                _check_file(field, path, file)
 
 
 def _check_file(field: str, path: str, file: str) -> None:
     if os.path.isdir(file):
-        raise DataError(f"{where(field)}: {file} is a folder, expected a JSON or JSONL file")
+        raise DataError(f"{file} is a folder, expected a JSON or JSONL file", field=field)
     if not os.path.exists(file):
         cure = "a file" if file == path else "the path of .bin and .idx without the ending"
         if path.endswith((".bin", ".idx")):
             cure += f", that is {path[:-4]}"
         elif file != path and os.path.isfile(path):
             raise DataError(
-                f"{where(field)}: got {path}, which is a file itself, expected {cure}, as python -m toolkits."
-                "preprocess_pretrain writes them (fine-tuning on rows: SFT=true, MP_DATASET_TYPE=raw)"
+                f"got {path}, which is a file itself, expected {cure}, as python -m toolkits."
+                "preprocess_pretrain writes them (fine-tuning on rows: SFT=true, MP_DATASET_TYPE=raw)",
+                field=field,
             )
-        raise DataError(f"{where(field)}: got {path}: {file} does not exist, expected {cure}")
+        raise DataError(f"got {path}: {file} does not exist, expected {cure}", field=field)
     if not os.path.isfile(file):
         raise DataError(
-            f"{where(field)}: {file} is a pipe or a device, expected a file: every process reads it, and "
-            "again when the run is resumed"
+            f"{file} is a pipe or a device, expected a file: every process reads it, and "
+            "again when the run is resumed",
+            field=field,
         )
     if not os.access(file, os.R_OK):
-        raise DataError(f"{where(field)}: {file} cannot be read by this user")
+        raise DataError(f"{file} cannot be read by this user", field=field)

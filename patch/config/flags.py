@@ -10,7 +10,7 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from patch.config.fields import FIELDS, SECTIONS, Field, coerce, value_of
+from patch.config.fields import FIELDS, SECTIONS, Field, coerce, scalar_of
 from patch.config.positions import POSITIONS, VARIABLES, built_words
 from patch.config.schema import RunConfig
 from patch.config.unsupported import refused_yet
@@ -66,7 +66,7 @@ def _help(field: Field) -> str:
         marks = {"": "", "true": " (refused yet)", "false": f" (refused yet: {_spellings(field)[1]})"}
         text = field.help + marks[refused_yet(field.name)]
     else:
-        default = "" if field.required else f" [{field.default}]"
+        default = "" if field.required else f" [{field.to_scalar(field.default)}]"
         text = field.help + default + _refused(refused_yet(field.name))
     return text.replace("%", "%%")
 
@@ -107,7 +107,7 @@ def _add(group: argparse._ArgumentGroup, field: Field) -> None:
         ):
             group.add_argument(flag, dest=field.name, action="append_const", const=const, help=text)
     else:
-        metavar = "|".join(field.choices) or {int: "N", float: "X", str: "TEXT"}[field.kind]
+        metavar = "|".join(field.choices) or {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}[field.kind]
         group.add_argument(field.flag, dest=field.name, action="append", metavar=metavar, help=_help(field))
 
 
@@ -148,7 +148,7 @@ def to_flags(config: RunConfig) -> list[str]:
     """The argv that reproduces `config`: every field is named, so nothing else decides."""
     argv = []
     for field in FIELDS.values():
-        value = value_of(config, field.name)
+        value = scalar_of(config, field.name)
         if field.kind is bool:
             argv.append(_spellings(field)[0 if value else 1])
         else:

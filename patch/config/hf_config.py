@@ -46,10 +46,4 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
             another activation, RoPE types other than default and llama3, windows in some layers only.
     """
     file = Path(folder) / "config.json"
-    return as_spelled(read_config(ConfigReader(file, _read_json(file))))
-
-
-def as_spelled(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """A family's fields as ModelConfig spells them: the window as text."""
-    window = fields["window_size"]
-    return {**fields, "window_size": "none" if window is None else f"{window[0]},{window[1]}"}
+    return read_config(ConfigReader(file, _read_json(file)))

@@ -89,7 +89,7 @@ def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
     """What MODEL_SIZE says about the shape; nothing where all of it is written out already."""
-    size, load = merged.get("model_size", "auto"), merged.get("load", "none")
+    size, load = merged.get("model_size", "auto"), merged.get("load")
     check_choice(size, MODEL_SIZES, where("model_size"))
     if merged.keys() >= SHAPE_FIELDS:
         return {}
@@ -99,15 +99,17 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
         return found.fields
     if merged.keys() >= REQUIRED_SHAPE or "model_size" not in merged:
         return {}
-    if load != "none" and not Path(load).exists():
+    if load is not None and not Path(load).exists():
         raise ConfigError(
-            f"{where('load')}: there is no {load!r}, expected a folder; models of the hub are not fetched, "
-            "do that first: hf download NAME --local-dir FOLDER"
+            f"there is no {load!r}, expected a folder; models of the hub are not fetched, "
+            "do that first: hf download NAME --local-dir FOLDER",
+            field="load",
         )
     raise ConfigError(
-        f"{where('model_size')}: auto reads the shape from what is at {where('load')}, which is {load!r} "
-        "without a config.json, and no run's checkpoints with their config.yaml; expected one of the two "
-        f"there, one of {', '.join(PRESETS)}, or the shape by flags"
+        f"auto reads the shape from what is at {where('load')}, which is "
+        f"{FIELDS['load'].to_scalar(load)!r} without a config.json, and no run's checkpoints with their "
+        f"config.yaml; expected one of the two there, one of {', '.join(PRESETS)}, or the shape by flags",
+        field="model_size",
     )
 
 
@@ -125,8 +127,8 @@ def _derive(merged: dict[str, Any]) -> None:
 
 def _take_tokenizer(merged: dict[str, Any]) -> None:
     """Weights of another run come with its tokenizer, which its folder names and does not hold."""
-    load = merged.get("load", "none")
-    if merged.get("tokenizer_name_or_path", "none") != "none" or has_hf_config(load):
+    load = merged.get("load")
+    if load is None or merged.get("tokenizer_name_or_path") is not None or has_hf_config(load):
         return
     if (run := run_behind(load)) is not None:
         merged["tokenizer_name_or_path"] = run.tokenizer_folder
@@ -134,7 +136,7 @@ def _take_tokenizer(merged: dict[str, Any]) -> None:
 
 def _make_absolute(merged: dict[str, Any]) -> None:
     for name in _PATHS:
-        if merged.get(name, "none") != "none":
+        if merged.get(name) is not None:
             merged[name] = os.path.abspath(merged[name])
 
 

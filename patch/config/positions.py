@@ -13,7 +13,7 @@ from patch.config.fields import FIELDS, check_choice, coerce
 from patch.config.presets import MODEL_SIZES
 from patch.config.schema import RunConfig
 from patch.config.unsupported import is_built
-from patch.errors import ConfigError
+from patch.errors import ConfigError, PatchError
 from patch.parse_numbers import to_float, to_int
 
 INT, FLOAT, PATH = "int", "float", "path"
@@ -95,6 +95,11 @@ def where(field: str) -> str:
     return FIELDS[field].flag + (f" ({place})" if place else "")
 
 
+def user_message(error: PatchError) -> str:
+    """An error's message for a user of the command line, behind the flag and the position that cure it."""
+    return str(error) if error.field is None else f"{where(error.field)}: {error}"
+
+
 def length_text(config: RunConfig, steps: int) -> str:
     """A number of steps as positions 23 and 24 count them: tokens for pre-training, with the steps beside."""
     if config.training.sft:
@@ -129,9 +134,9 @@ def _decided(position: Position, value: Any) -> dict[str, Any]:
     if position.name == "FL":
         return {"attention_backend": "flash" if value else "fused"}
     if position.name == "AC":
-        granularity = {"sel": "selective", "full": "full"}.get(value, "none")
+        granularity = {"sel": "selective", "full": "full"}.get(value)
         return {"recompute_granularity": granularity, "cpu_offloading": value == "offload"}
-    return dict.fromkeys(position.fields, value)
+    return {name: FIELDS[name].from_scalar(value) for name in position.fields}
 
 
 def built_words(position: Position) -> list[str]:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from patch.config.hf_config import as_spelled
 from patch.families import FAMILIES
 
 PRESETS: dict[str, dict[str, Any]] = {
-    size: as_spelled(fields) for family in FAMILIES.values() for size, fields in family.presets.items()
+    size: dict(fields) for family in FAMILIES.values() for size, fields in family.presets.items()
 }
 """MODEL_SIZE to ModelConfig's fields; what a preset leaves out keeps its default."""
 

@@ -7,16 +7,22 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from patch.config.fields import FIELDS, value_of
+from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.file_rules import data_files
 from patch.config.positions import length_text, where
 from patch.config.schema import RunConfig
 from patch.config.stored_shape import STORED_SHAPE
 from patch.config.yaml_io import read_run
 from patch.errors import CheckpointError, ConfigError
-from patch.storage.names import CONFIG_FILE, TRACKER, complete_iterations
+from patch.storage.atomic import write_atomically
+from patch.storage.names import (
+    CHECKPOINT_FOLDER,
+    CONFIG_FILE,
+    DATA_FINGERPRINT_FILE,
+    TRACKER,
+    complete_iterations,
+)
 
-_FINGERPRINT = "data.sha256"
 _END_BYTES = 2**20
 _ANEW = "another OUTPUT_BASEPATH (position 25)"
 _FROM_WEIGHTS = _ANEW + ", which may start from this one's weights (this folder as position 22)"
@@ -63,7 +69,7 @@ def resume_notes(config: RunConfig) -> list[str]:
             layout; or no config.yaml to compare with.
     """
     output = Path(config.checkpoint.output_path)
-    root = output / "checkpoint"
+    root = output / CHECKPOINT_FOLDER
     if not _was_begun(root):
         return []
     if not (output / CONFIG_FILE).is_file():
@@ -76,7 +82,7 @@ def resume_notes(config: RunConfig) -> list[str]:
     _check_derived(config, before)
     _check_data(config)
     return [
-        f"{where(field)}: {value_of(before, field)} before, {value_of(config, field)} from here on"
+        f"{where(field)}: {scalar_of(before, field)} before, {scalar_of(config, field)} from here on"
         for field in FIELDS
         if not _same(value_of(before, field), value_of(config, field))
     ]
@@ -90,21 +96,22 @@ def _check_fields(config: RunConfig, before: RunConfig) -> None:
     for field in FIELDS:
         then, now = value_of(before, field), value_of(config, field)
         if field in _FIXED and not _same(then, now):
-            _refuse(config, where(field), then, now, _FIXED[field])
+            then, now = scalar_of(before, field), scalar_of(config, field)
+            _refuse(config, field, then, now, _FIXED[field])
 
 
 def _check_derived(config: RunConfig, before: RunConfig) -> None:
     """What several fields decide together: the tokenizer, the number of processes, pre-training's order."""
     then, now = before.tokenizer_folder, config.tokenizer_folder
     if not _same(then, now):
-        _refuse(config, where("tokenizer_name_or_path"), then, now, _TOKENIZER)
+        _refuse(config, "tokenizer_name_or_path", then, now, _TOKENIZER)
     if before.world_size != config.world_size:
-        place = f"{where('nnodes')} x {where('nproc_per_node')}"
-        _refuse(config, place, before.world_size, config.world_size, _LAYOUT)
+        then, now = (f"{run.world_size} process(es) on all machines" for run in (before, config))
+        _refuse(config, "nproc_per_node", then, now, _LAYOUT)
     then, now = (length_text(run, run.training.train_iters) for run in (before, config))
     if config.data.dataset_type == "idxmap" and then != now:
         # megatron-core shuffles all epochs of a run together, so their number moves every sample
-        _refuse(config, where("train_iters"), then, now, _LENGTH)
+        _refuse(config, "train_iters", then, now, _LENGTH)
 
 
 def _same(before: Any, now: Any) -> bool:
@@ -114,10 +121,11 @@ def _same(before: Any, now: Any) -> bool:
     return bool(before == now)
 
 
-def _refuse(config: RunConfig, place: str, before: Any, now: Any, reason: _Reason) -> NoReturn:
+def _refuse(config: RunConfig, field: str, before: Any, now: Any, reason: _Reason) -> NoReturn:
     raise ConfigError(
-        f"{place}: got {now}, expected {before}: {config.checkpoint.output_path} {reason.why}; "
-        f"give {before} again, or {reason.instead}"
+        f"got {now}, expected {before}: {config.checkpoint.output_path} {reason.why}; "
+        f"give {before} again, or {reason.instead}",
+        field=field,
     )
 
 
@@ -130,33 +138,34 @@ def remember_data(config: RunConfig) -> None:
         CheckpointError: it cannot be written.
     """
     output = Path(config.checkpoint.output_path)
-    if _was_begun(output / "checkpoint"):
+    if _was_begun(output / CHECKPOINT_FOLDER):
         return
     text = _fingerprint(config) + "\n"
     try:
         output.mkdir(parents=True, exist_ok=True)
-        (output / _FINGERPRINT).write_text(text, encoding="ascii")
+        write_atomically(output / DATA_FINGERPRINT_FILE, text)
     except OSError as error:
         raise CheckpointError(
-            f"{output / _FINGERPRINT} cannot be written: {error.strerror}; make room there, or give another "
-            f"{where('output_path')}"
+            f"{output / DATA_FINGERPRINT_FILE} cannot be written: {error.strerror}; make room there, or give "
+            "another folder",
+            field="output_path",
         ) from error
 
 
 def _check_data(config: RunConfig) -> None:
-    file = Path(config.checkpoint.output_path) / _FINGERPRINT
+    file = Path(config.checkpoint.output_path) / DATA_FINGERPRINT_FILE
     if file.is_file() and file.read_bytes().strip() != _fingerprint(config).encode():
         raise ConfigError(
-            f"{where('train_data_path')}: {config.data.train_data_path} has changed since the run in "
-            f"{file.parent} began (size, first or last MiB), expected the same data; put it back, or give "
-            f"{_FROM_WEIGHTS}"
+            f"{config.data.train_data_path} has changed since the run in {file.parent} began (size, first or "
+            f"last MiB), expected the same data; put it back, or give {_FROM_WEIGHTS}",
+            field="train_data_path",
         )
 
 
 def _fingerprint(config: RunConfig) -> str:
     """A hash of the training files' sizes and ends: cheap at any size, blind to a same-sized middle."""
     digest = hashlib.sha256()
-    for name in data_files(config, "train_data_path"):
+    for name in data_files(config.data, config.data.train_data_path):
         with open(name, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             digest.update(size.to_bytes(8, "little") + file.read(_END_BYTES))

@@ -1,17 +1,17 @@
 """The rules of a run that need arithmetic only: each a small function that returns or raises.
 
-A refusal says where the value is set (flag and position), what was got, what is expected with the
-legal values, and why.
+A refusal names the field, what was got, what is expected with the legal values, and why; `user_message`
+adds where the value is set.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Iterator
 from typing import NoReturn
 
-from patch.config.fields import FIELDS, value_of
+from patch.config.choices import ZeroStage
+from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import length_text, where
 from patch.config.schema import RunConfig
 from patch.config.unsupported import NOT_BUILT
@@ -24,7 +24,7 @@ Rule = Callable[[RunConfig, MachineFacts], None]
 
 def refuse(field: str, got: object, expected: str, why: str) -> NoReturn:
     """Raise the ConfigError of one field."""
-    raise ConfigError(f"{where(field)}: got {got}, expected {expected}: {why}")
+    raise ConfigError(f"got {got}, expected {expected}: {why}", field=field)
 
 
 def _divisors(*numbers: int) -> str:
@@ -38,9 +38,9 @@ def _divisors(*numbers: int) -> str:
 def only_what_is_built(config: RunConfig, machine: MachineFacts) -> None:
     """Values of DESIGN's contract that no code stands behind yet."""
     for row in NOT_BUILT:
-        value = value_of(config, row.field)
-        if row.asks(value):
-            refuse(row.field, str(value).lower(), row.instead, f"{row.feature} is not built yet")
+        if row.asks(value_of(config, row.field)):
+            got = str(scalar_of(config, row.field)).lower()
+            refuse(row.field, got, row.instead, f"{row.feature} is not built yet")
 
 
 def sft_reads_raw_rows(config: RunConfig, machine: MachineFacts) -> None:
@@ -51,47 +51,17 @@ def sft_reads_raw_rows(config: RunConfig, machine: MachineFacts) -> None:
         refuse("dataset_type", "raw", "idxmap, or SFT=true", "pre-training on raw rows is not built yet")
 
 
-_AT_LEAST_1 = (
-    "nnodes nproc_per_node tensor_model_parallel_size pipeline_model_parallel_size context_parallel_size "
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size "
-    "make_vocab_size_divisible_by seq_length max_padding_length max_position_embeddings "
-    "micro_batch_size global_batch_size train_iters recompute_num_layers "
-    "reduce_bucket_size loss_scale_window save_interval log_interval distributed_timeout_minutes "
-    "rope_original_max_position"
-).split()
-_ABOVE_0 = (
-    "lr adam_eps initial_loss_scale norm_epsilon rotary_base rope_scaling_factor rope_low_freq_factor "
-    "rope_high_freq_factor"
-).split()
-_NOT_BELOW_0 = (
-    "min_lr lr_warmup_iters weight_decay clip_grad seed eval_interval eval_iters init_method_std "
-    "num_layers_per_virtual_pipeline_stage optimizer_offload_auto_threshold optimizer_offload_chunk_size "
-    "simulated_device_memory"
-).split()
-
-
 def numbers_are_in_range(config: RunConfig, machine: MachineFacts) -> None:
-    """Sizes are at least 1, rates above 0, counts that may be off not below 0."""
-    for field in _AT_LEAST_1:
-        if value_of(config, field) < 1:
-            refuse(field, value_of(config, field), "at least 1", FIELDS[field].help)
-    for field in _ABOVE_0:
-        if value_of(config, field) <= 0:
-            refuse(field, value_of(config, field), "more than 0", FIELDS[field].help)
-    for field in _NOT_BELOW_0:
-        if value_of(config, field) < 0:
-            refuse(field, value_of(config, field), "at least 0", FIELDS[field].help)
-    for field in ("adam_beta1", "adam_beta2"):
-        if not 0 <= value_of(config, field) < 1:
-            refuse(field, value_of(config, field), "at least 0 and below 1", FIELDS[field].help)
+    """Every number is within the bounds that its field states."""
+    for field in FIELDS.values():
+        value = scalar_of(config, field.name)
+        if field.kind in (int, float) and not field.bounds.hold(float(value)):
+            refuse(field.name, value, str(field.bounds), field.help)
 
 
 def offload_is_possible(config: RunConfig, machine: MachineFacts) -> None:
-    """A fraction is one, and auto has a device whose memory it can watch."""
+    """The policy auto has a device whose memory it can watch."""
     optimizer = config.optimizer
-    if not 0 <= optimizer.optimizer_offload_fraction <= 1:
-        why = FIELDS["optimizer_offload_fraction"].help
-        refuse("optimizer_offload_fraction", optimizer.optimizer_offload_fraction, "0 to 1", why)
     is_auto = optimizer.optimizer_offload_policy == "auto"
     if is_auto and not machine.cuda_devices and not optimizer.simulated_device_memory:
         expected = "false, static, or auto with --simulated-device-memory BYTES"
@@ -99,21 +69,20 @@ def offload_is_possible(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def heads_fit(config: RunConfig, machine: MachineFacts) -> None:
-    """Every group has the same number of heads, and RoPE turns pairs of channels."""
+    """Every group has the same number of heads."""
     model = config.model
     if model.num_attention_heads % model.num_query_groups:
         legal = _divisors(model.num_attention_heads)
         why = f"{model.num_attention_heads} heads share the groups evenly"
         refuse("num_query_groups", model.num_query_groups, f"one of {legal}", why)
-    if model.kv_channels % 2:
-        refuse("kv_channels", model.kv_channels, "an even number", "RoPE turns pairs of channels")
 
 
 def window_is_causal(config: RunConfig, machine: MachineFacts) -> None:
     """A sliding window names tokens to the left; to the right of a token is what it is to predict."""
-    text = config.model.window_size
-    if text != "none" and not re.fullmatch(r"\d+,0", text):
-        refuse("window_size", text, "none, or LEFT,0 such as 4095,0", "attention is causal")
+    window = config.model.window_size
+    if window is not None and window[1] != 0:
+        got = scalar_of(config, "window_size")
+        refuse("window_size", got, "none, or LEFT,0 such as 4095,0", "attention is causal")
 
 
 def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:
@@ -241,7 +210,7 @@ def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
     if parallel.overlapped_distributed_optimizer and not parallel.use_distributed_optimizer:
         why = "it shards gradients beside the optimizer's states"
         refuse("overlapped_distributed_optimizer", "true", f"{where('use_distributed_optimizer')} true", why)
-    if parallel.use_distributed_optimizer and parallel.data_parallel_sharding == "none":
+    if parallel.use_distributed_optimizer and parallel.data_parallel_sharding is ZeroStage.NONE:
         expected = "optimizer, gradients, auto, or none with DO=false"
         refuse("data_parallel_sharding", "none", expected, "DO=true shards the optimizer's states")
 
@@ -259,7 +228,7 @@ def schedule_fits(config: RunConfig, machine: MachineFacts) -> None:
 def evaluation_is_possible(config: RunConfig, machine: MachineFacts) -> None:
     """An evaluation has at least one batch."""
     data = config.data
-    if data.eval_interval > 0 and data.valid_data_path != "none" and data.eval_iters < 1:
+    if data.eval_interval and data.valid_data_path is not None and data.eval_iters < 1:
         refuse("eval_iters", data.eval_iters, "at least 1", "--eval-interval 0 turns evaluation off")
 
 
@@ -294,7 +263,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     if config.parallel.num_layers_per_virtual_pipeline_stage and config.virtual_pipeline_size == 1:
         yield f"{where('num_layers_per_virtual_pipeline_stage')} has no effect: a process has no more layers"
     yield from _offload_notes(config, machine)
-    if config.model.precision_align != "none":
+    if config.model.precision_align is not None:
         yield from _alignment_notes(config, machine)
     if config.model.attention_backend == "flash" and not machine.cuda_devices:
         yield f"{where('attention_backend')} has no effect on the CPU: attention is torch's SDPA either way"
@@ -315,12 +284,13 @@ def _offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     }
     for field, policies in readers.items():
         if policy not in policies and value_of(config, field) != FIELDS[field].default:
-            where_not = f"with {where('optimizer_offload_policy')} {policy}" if policies else "beside a GPU"
+            word = scalar_of(config, "optimizer_offload_policy")
+            where_not = f"with {where('optimizer_offload_policy')} {word}" if policies else "beside a GPU"
             yield f"{where(field)} has no effect {where_not}"
 
     optimizer = config.optimizer
     threshold, simulated = optimizer.optimizer_offload_auto_threshold, optimizer.simulated_device_memory
-    memory = machine.cuda_memory_bytes if machine.cuda_devices else simulated
+    memory = machine.cuda_memory_bytes if machine.cuda_devices else simulated or 0
     if policy == "auto" and 0 < memory <= threshold:
         device = "a GPU" if machine.cuda_devices else where("simulated_device_memory")
         yield (

@@ -1,9 +1,12 @@
 """The resolved run as frozen dataclasses: the one list behind flags, `--help`, YAML and config.yaml.
 
 Each field is a flag: `hidden_size` is `--hidden-size`, `model.hidden_size` in YAML. The help text, the
-legal choices and the default live here and nowhere else. Fields without a default must be given
-or derived (from MODEL_SIZE, from a Hugging Face config.json, from the machine) before a RunConfig
-exists; nothing changes it afterwards. Rules that relate several fields are in `rules.py`.
+legal values (annotation and bounds) and the default live here and nowhere else. Fields without a default
+must be given or derived (from MODEL_SIZE, from a Hugging Face config.json, from the machine) before a
+RunConfig exists; nothing changes it afterwards. Rules that relate several fields are in `rules.py`.
+
+What is off or absent is None here. The words for it ("none", "false", 0) are those of flags, positions and
+YAML; `fields.py` translates.
 
 Imports neither torch nor megatron.
 """
@@ -12,12 +15,68 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from patch.config.choices import (
+    AttentionBackend,
+    DatasetType,
+    GradientType,
+    HfAttention,
+    OffloadPolicy,
+    Precision,
+    Recompute,
+    Sharding,
+    TokenizerType,
+    ZeroStage,
+)
 
 
-def flag(help: str, default: Any = dataclasses.MISSING, choices: tuple[str, ...] = ()) -> Any:
-    """A dataclass field that is also a command-line flag with this help and these choices."""
-    return dataclasses.field(default=default, metadata={"help": help, "choices": choices})
+class Bounds(NamedTuple):
+    """The legal range of a number; None where a side is open."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+    multiple_of: int | None = None
+
+    def hold(self, value: float) -> bool:
+        """Whether the value is legal."""
+        return not (
+            (self.at_least is not None and value < self.at_least)
+            or (self.above is not None and value <= self.above)
+            or (self.at_most is not None and value > self.at_most)
+            or (self.below is not None and value >= self.below)
+            or (self.multiple_of is not None and value % self.multiple_of)
+        )
+
+    def __str__(self) -> str:
+        """The legal range in words: `0 to 1`, `at least 0 and below 1`."""
+        if self.at_least is not None and self.at_most is not None:
+            return f"{self.at_least} to {self.at_most}"
+        words = {
+            "at least": self.at_least,
+            "more than": self.above,
+            "at most": self.at_most,
+            "below": self.below,
+            "a multiple of": self.multiple_of,
+        }
+        return " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
+
+
+def flag(
+    help: str, default: Any = dataclasses.MISSING, *, none: str | int | None = None, **bounds: float
+) -> Any:
+    """A dataclass field that is also a command-line flag.
+
+    Args:
+        help: what `--help` says.
+        default: the value where nothing else decides.
+        none: what flags, positions and YAML write for None; for fields annotated with `| None`.
+        bounds: the fields of `Bounds`.
+    """
+    metadata = {"help": help, "none": none, "bounds": Bounds(**bounds)}  # type: ignore[arg-type]
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -25,40 +84,46 @@ class ModelConfig:
     """The shape of a LLaMA-family model. Source of the names: Megatron-LM's arguments."""
 
     model_size: str = flag("a preset's name, or auto: the shape is read from --load's config.json", "auto")
-    num_layers: int = flag("transformer layers")
-    hidden_size: int = flag("width of the residual stream")
-    ffn_hidden_size: int = flag("width of the gated MLP")
-    num_attention_heads: int = flag("query heads")
-    num_query_groups: int = flag("key/value heads (GQA); equal to the query heads without GQA")
-    kv_channels: int = flag("size of one head")
-    vocab_size: int = flag("rows of the embedding before padding")
-    make_vocab_size_divisible_by: int = flag("the vocabulary is padded to a multiple of this", 128)
-    seq_length: int = flag("tokens of one training sequence")
-    max_position_embeddings: int = flag("longest sequence the model claims to handle")
-    rotary_base: float = flag("RoPE theta")
+    num_layers: int = flag("transformer layers", at_least=1)
+    hidden_size: int = flag("width of the residual stream", at_least=1)
+    ffn_hidden_size: int = flag("width of the gated MLP", at_least=1)
+    num_attention_heads: int = flag("query heads", at_least=1)
+    num_query_groups: int = flag("key/value heads (GQA); equal to the query heads without GQA", at_least=1)
+    kv_channels: int = flag("size of one head", at_least=1, multiple_of=2)
+    vocab_size: int = flag("rows of the embedding before padding", at_least=1)
+    make_vocab_size_divisible_by: int = flag(
+        "the vocabulary is padded to a multiple of this", 128, at_least=1
+    )
+    seq_length: int = flag("tokens of one training sequence", at_least=1)
+    max_position_embeddings: int = flag("longest sequence the model claims to handle", at_least=1)
+    rotary_base: float = flag("RoPE theta", above=0)
     use_rope_scaling: bool = flag("LLaMA-3.1's scaling of the RoPE frequencies", False)
-    rope_scaling_factor: float = flag("llama3 RoPE: how many times the context was extended", 8.0)
-    rope_low_freq_factor: float = flag("llama3 RoPE: wavelengths above original/this are divided", 1.0)
-    rope_high_freq_factor: float = flag("llama3 RoPE: wavelengths below original/this are kept", 4.0)
-    rope_original_max_position: int = flag("llama3 RoPE: context length before the extension", 8192)
-    norm_epsilon: float = flag("epsilon inside RMSNorm", 1e-5)
+    rope_scaling_factor: float = flag("llama3 RoPE: how many times the context was extended", 8.0, above=0)
+    rope_low_freq_factor: float = flag(
+        "llama3 RoPE: wavelengths above original/this are divided", 1.0, above=0
+    )
+    rope_high_freq_factor: float = flag("llama3 RoPE: wavelengths below original/this are kept", 4.0, above=0)
+    rope_original_max_position: int = flag(
+        "llama3 RoPE: context length before the extension", 8192, at_least=1
+    )
+    norm_epsilon: float = flag("epsilon inside RMSNorm", 1e-5, above=0)
     add_qkv_bias: bool = flag("biases on queries, keys and values (Qwen 2)", False)
     qk_layernorm: bool = flag("RMSNorm of each query and key head before RoPE (Qwen 3)", False)
-    window_size: str = flag(
+    window_size: tuple[int, int] | None = flag(
         "sliding window, LEFT,0: a token attends to itself and LEFT tokens before it; none: to all before it",
-        "none",
+        None,
+        none="none",
     )
     untie_embeddings_and_output_weights: bool = flag("a weight of its own for the output layer", False)
-    init_method_std: float = flag("standard deviation of random initial weights", 0.008)
-    attention_backend: str = flag(
+    init_method_std: float = flag("standard deviation of random initial weights", 0.008, at_least=0)
+    attention_backend: AttentionBackend = flag(
         "kernel that scaled_dot_product_attention prefers on CUDA; CPU has one",
         "auto",
-        choices=("auto", "flash", "fused"),
     )
-    precision_align: str = flag(
+    precision_align: HfAttention | None = flag(
         "Hugging Face's order of operations, with this attention of transformers; none: the fastest kernels",
-        "none",
-        choices=("none", "eager", "sdpa"),
+        None,
+        none="none",
     )
 
     def padded_vocab_size(self, tp_size: int) -> int:
@@ -68,60 +133,65 @@ class ModelConfig:
             multiple *= tp_size
         return -(-self.vocab_size // multiple) * multiple
 
-    @property
-    def window(self) -> tuple[int, int] | None:
-        """`window_size` as numbers: tokens to the left and to the right."""
-        if self.window_size == "none":
-            return None
-        left, right = self.window_size.split(",")
-        return int(left), int(right)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
     """How the model and the batch are cut over processes, and how many processes there are."""
 
-    tensor_model_parallel_size: int = flag("processes that share each layer (TP)", 1)
-    pipeline_model_parallel_size: int = flag("stages that share the layers (PP)", 1)
-    num_layers_per_virtual_pipeline_stage: int = flag(
-        "PP: each process holds several stages of this many layers, which take turns (VPP); 0: one stage", 0
+    tensor_model_parallel_size: int = flag("processes that share each layer (TP)", 1, at_least=1)
+    pipeline_model_parallel_size: int = flag("stages that share the layers (PP)", 1, at_least=1)
+    num_layers_per_virtual_pipeline_stage: int | None = flag(
+        "PP: each process holds several stages of this many layers, which take turns (VPP); 0: one stage",
+        None,
+        none=0,
+        at_least=0,
     )
-    context_parallel_size: int = flag("processes that share each sequence (CP)", 1)
+    context_parallel_size: int = flag("processes that share each sequence (CP)", 1, at_least=1)
     sequence_parallel: bool = flag("cut norms and residuals along the sequence over TP", False)
     use_distributed_optimizer: bool = flag("shard optimizer states over replicas (ZeRO-1)", False)
     overlapped_distributed_optimizer: bool = flag(
         "with --use-distributed-optimizer: gradients are sharded too (ZeRO-2)", False
     )
-    data_parallel_sharding: str = flag(
+    data_parallel_sharding: Sharding | None = flag(
         "what replicas share: none, optimizer (ZeRO-1), gradients (ZeRO-2) or auto; default: as the two "
         "flags above say",
-        "default",
-        choices=("default", "none", "optimizer", "gradients", "auto"),
+        None,
+        none="default",
     )
-    nnodes: int = flag("machines", 1)
-    nproc_per_node: int = flag("processes on this machine")
-    distributed_timeout_minutes: int = flag("a collective, or a start, that waits longer ends the run", 30)
+    nnodes: int = flag("machines", 1, at_least=1)
+    nproc_per_node: int = flag("processes on this machine", at_least=1)
+    distributed_timeout_minutes: int = flag(
+        "a collective, or a start, that waits longer ends the run", 30, at_least=1
+    )
+
+    def virtual_pipeline_size(self, num_layers: int) -> int:
+        """Pipeline stages of one process for a model of this many layers."""
+        layers = self.num_layers_per_virtual_pipeline_stage
+        return num_layers // (layers * self.pipeline_model_parallel_size) if layers else 1
+
+    def stage_layers(self, num_layers: int) -> list[int]:
+        """Layers of each pipeline stage for a model of this many layers."""
+        stages = self.pipeline_model_parallel_size * self.virtual_pipeline_size(num_layers)
+        return split_layers(num_layers, stages)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
     """Batch, precision, length and memory of training."""
 
-    micro_batch_size: int = flag("samples of one forward on one data-parallel rank")
-    global_batch_size: int = flag("samples of one optimizer step over all ranks")
-    train_iters: int = flag("optimizer steps of the whole run")
+    micro_batch_size: int = flag("samples of one forward on one data-parallel rank", at_least=1)
+    global_batch_size: int = flag("samples of one optimizer step over all ranks", at_least=1)
+    train_iters: int = flag("optimizer steps of the whole run", at_least=1)
     sft: bool = flag("supervised fine-tuning: the loss covers only what the assistant says", False)
-    precision: str = flag(
-        "type of weights and activations; masters stay fp32", "bf16", choices=("fp32", "fp16", "bf16", "fp8")
-    )
-    recompute_granularity: str = flag(
+    precision: Precision = flag("type of weights and activations; masters stay fp32", "bf16")
+    recompute_granularity: Recompute | None = flag(
         "activations to recompute in backward: none, selective (norms and MLP activations) or full (layers)",
-        "none",
-        choices=("none", "selective", "full"),
+        None,
+        none="none",
     )
-    recompute_num_layers: int = flag("full recompute: layers per recomputed block", 1)
+    recompute_num_layers: int = flag("full recompute: layers per recomputed block", 1, at_least=1)
     cpu_offloading: bool = flag("keep activations in host memory", False)
-    seed: int = flag("seed of weights and data order", 1234)
+    seed: int = flag("seed of weights and data order", 1234, at_least=0)
     deterministic_mode: bool = flag("only kernels that give the same bits each time", False)
 
 
@@ -129,37 +199,40 @@ class TrainingConfig:
 class OptimizerConfig:
     """AdamW and its schedule."""
 
-    lr: float = flag("highest learning rate")
-    min_lr: float = flag("learning rate at the end of the cosine", 0.0)
-    lr_warmup_iters: int = flag("steps of linear warm-up from 0", 0)
-    weight_decay: float = flag("weight decay; never on norms and biases", 0.1)
+    lr: float = flag("highest learning rate", above=0)
+    min_lr: float = flag("learning rate at the end of the cosine", 0.0, at_least=0)
+    lr_warmup_iters: int = flag("steps of linear warm-up from 0", 0, at_least=0)
+    weight_decay: float = flag("weight decay; never on norms and biases", 0.1, at_least=0)
     decoupled_weight_decay: bool = flag("decay weights (AdamW), not their gradients (Adam)", True)
-    adam_beta1: float = flag("decay of the first moment", 0.9)
-    adam_beta2: float = flag("decay of the second moment", 0.95)
-    adam_eps: float = flag("epsilon beside the root of the second moment", 1e-8)
-    initial_loss_scale: float = flag("fp16: first scale of the loss; halved on overflow", 2.0**16)
-    loss_scale_window: int = flag("fp16: good steps after which the scale doubles", 1000)
+    adam_beta1: float = flag("decay of the first moment", 0.9, at_least=0, below=1)
+    adam_beta2: float = flag("decay of the second moment", 0.95, at_least=0, below=1)
+    adam_eps: float = flag("epsilon beside the root of the second moment", 1e-8, above=0)
+    initial_loss_scale: float = flag("fp16: first scale of the loss; halved on overflow", 2.0**16, above=0)
+    loss_scale_window: int = flag("fp16: good steps after which the scale doubles", 1000, at_least=1)
     reduce_bucket_size: int = flag(
-        "elements of a bucket, the unit in which gradients and weights travel", 500_000_000
+        "elements of a bucket, the unit in which gradients and weights travel", 500_000_000, at_least=1
     )
-    main_grads_dtype: str = flag(
-        "type in which gradients are added up and reduced", "fp32", choices=("fp32", "bf16")
-    )
-    clip_grad: float = flag("largest global gradient norm; 0: no clipping", 1.0)
-    optimizer_offload_policy: str = flag(
+    main_grads_dtype: GradientType = flag("type in which gradients are added up and reduced", "fp32")
+    clip_grad: float = flag("largest global gradient norm; 0: no clipping", 1.0, at_least=0)
+    optimizer_offload_policy: OffloadPolicy | None = flag(
         "optimizer states in host memory: false (none), static (a fraction) or auto (what does not fit)",
-        "false",
-        choices=("false", "static", "auto"),
+        None,
+        none="false",
     )
-    optimizer_offload_fraction: float = flag("static: share of a process's states in host memory", 1.0)
+    optimizer_offload_fraction: float = flag(
+        "static: share of a process's states in host memory", 1.0, at_least=0, at_most=1
+    )
     optimizer_offload_auto_threshold: int = flag(
-        "auto: bytes of the GPU kept free beside the largest peak seen", 2 * 2**30
+        "auto: bytes of the GPU kept free beside the largest peak seen", 2 * 2**30, at_least=0
     )
-    optimizer_offload_chunk_size: int = flag(
-        "elements of a chunk, the unit in which states are placed and moved; 0: searched", 0
+    optimizer_offload_chunk_size: int | None = flag(
+        "elements of a chunk, the unit in which states are placed and moved; 0: searched",
+        None,
+        none=0,
+        at_least=0,
     )
-    simulated_device_memory: int = flag(
-        "without a GPU: bytes that a process pretends to have on one; 0: no limit", 0
+    simulated_device_memory: int | None = flag(
+        "without a GPU: bytes that a process pretends to have on one; 0: no limit", None, none=0, at_least=0
     )
 
 
@@ -167,31 +240,63 @@ class OptimizerConfig:
 class DataConfig:
     """Data set, tokenizer and evaluation."""
 
-    dataset_type: str = flag(
-        "idxmap: pre-training on .bin/.idx; raw: JSON rows (with --sft)", "idxmap", choices=("idxmap", "raw")
+    dataset_type: DatasetType = flag(
+        "idxmap: pre-training on .bin/.idx; raw: JSON rows (with --sft)", "idxmap"
     )
     train_data_path: str = flag("raw: a JSON or JSONL file; idxmap: path prefix of .bin/.idx")
-    valid_data_path: str = flag("the same for evaluation; none: no evaluation", "none")
-    max_padding_length: int = flag("raw samples are padded and truncated to this many tokens")
-    tokenizer_type: str = flag(
-        "where the tokenizer comes from", "PretrainedFromHF", choices=("PretrainedFromHF",)
+    valid_data_path: str | None = flag("the same for evaluation; none: no evaluation", None, none="none")
+    max_padding_length: int = flag("raw samples are padded and truncated to this many tokens", at_least=1)
+    tokenizer_type: TokenizerType = flag("where the tokenizer comes from", "PretrainedFromHF")
+    tokenizer_name_or_path: str | None = flag(
+        "folder of a Hugging Face tokenizer; none: that of --load", None, none="none"
     )
-    tokenizer_name_or_path: str = flag("folder of a Hugging Face tokenizer; none: that of --load", "none")
     packing: bool = flag("several raw samples in one sequence", False)
-    eval_interval: int = flag("steps between evaluations; 0: none", 100)
-    eval_iters: int = flag("global batches of one evaluation; never more than the set holds", 10)
+    eval_interval: int | None = flag("steps between evaluations; 0: none", 100, none=0, at_least=0)
+    eval_iters: int = flag("global batches of one evaluation; never more than the set holds", 10, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
     """Where weights come from and where the run is kept."""
 
-    load: str = flag("a Hugging Face folder, a checkpoint of ours, or none: random weights", "none")
+    load: str | None = flag(
+        "a Hugging Face folder, a checkpoint of ours, or none: random weights", None, none="none"
+    )
     output_path: str = flag("the run's folder; the same command again resumes from it")
     distributed_checkpointing: bool = flag("every rank writes its part of a checkpoint; always so", True)
-    save_interval: int = flag("steps between checkpoints; the last step is always saved", 500)
+    save_interval: int = flag("steps between checkpoints; the last step is always saved", 500, at_least=1)
     export_hf: bool = flag("write the trained model as a Hugging Face folder at the end", False)
-    log_interval: int = flag("steps between lines of log/metrics.jsonl", 1)
+    log_interval: int = flag("steps between lines of log/metrics.jsonl", 1, at_least=1)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Execution:
+    """How a model is computed: what building it takes beside its shape and its process groups.
+
+    It is no section of config.yaml: `RunConfig.execution` gathers it, and a program without a RunConfig
+    makes its own.
+    """
+
+    precision: Precision = "bf16"
+    sequence_parallel: bool = False
+    virtual_pipeline_size: int = 1
+    """Pipeline stages of one process."""
+    num_micro_batches: int = 1
+    """Micro-batches of one replica in one step; read where a process has several stages."""
+    recompute_granularity: Recompute | None = None
+    recompute_num_layers: int = 1
+    deterministic_mode: bool = False
+
+
+def split_layers(num_layers: int, num_stages: int) -> list[int]:
+    """Layers of each pipeline stage in the order in which a batch passes them.
+
+    Where they do not divide, the stages in the middle take one more first: the first stage has the
+    embedding beside its layers, the last one the output layer.
+    """
+    fewest, more = divmod(num_layers, num_stages)
+    order = [*range(1, num_stages - 1), 0, num_stages - 1]
+    return [fewest + (stage in order[:more]) for stage in range(num_stages)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -220,30 +325,42 @@ class RunConfig:
     @property
     def virtual_pipeline_size(self) -> int:
         """Pipeline stages of one process: one, or several of a few layers each that take turns (VPP)."""
-        layers = self.parallel.num_layers_per_virtual_pipeline_stage
-        return self.model.num_layers // (layers * self.parallel.pipeline_model_parallel_size) if layers else 1
+        return self.parallel.virtual_pipeline_size(self.model.num_layers)
 
     @property
     def stage_layers(self) -> list[int]:
-        """Layers of each pipeline stage in the order in which a batch passes them.
-
-        Where they do not divide, the stages in the middle take one more first: the first stage has the
-        embedding beside its layers, the last one the output layer.
-        """
-        stages = self.parallel.pipeline_model_parallel_size * self.virtual_pipeline_size
-        fewest, more = divmod(self.model.num_layers, stages)
-        order = [*range(1, stages - 1), 0, stages - 1]
-        return [fewest + (stage in order[:more]) for stage in range(stages)]
+        """Layers of each pipeline stage in the order in which a batch passes them."""
+        return self.parallel.stage_layers(self.model.num_layers)
 
     @property
-    def sharding_level(self) -> str:
-        """What data-parallel ranks share: none, optimizer, gradients, or auto while nothing has chosen."""
+    def execution(self) -> Execution:
+        """What building the model takes beside its shape."""
+        training = self.training
+        return Execution(
+            precision=training.precision,
+            sequence_parallel=self.parallel.sequence_parallel,
+            virtual_pipeline_size=self.virtual_pipeline_size,
+            num_micro_batches=self.num_micro_batches,
+            recompute_granularity=training.recompute_granularity,
+            recompute_num_layers=training.recompute_num_layers,
+            deterministic_mode=training.deterministic_mode,
+        )
+
+    @property
+    def sharding(self) -> Sharding:
+        """What data-parallel replicas shard: a ZeRO stage, or auto until `resolve_sharding` chooses."""
         parallel = self.parallel
-        if parallel.data_parallel_sharding != "default":
+        if parallel.data_parallel_sharding is not None:
             return parallel.data_parallel_sharding
         if not parallel.use_distributed_optimizer:
-            return "none"
-        return "gradients" if parallel.overlapped_distributed_optimizer else "optimizer"
+            return ZeroStage.NONE
+        return ZeroStage.GRADIENTS if parallel.overlapped_distributed_optimizer else ZeroStage.OPTIMIZER
+
+    @property
+    def zero_stage(self) -> ZeroStage:
+        """The ZeRO stage of a run whose `auto` has been resolved."""
+        assert self.sharding != "auto", "resolve_sharding chooses before anything is built"
+        return self.sharding
 
     @property
     def num_micro_batches(self) -> int:
@@ -257,10 +374,9 @@ class RunConfig:
         return self.model.padded_vocab_size(self.parallel.tensor_model_parallel_size)
 
     @property
-    def tokenizer_folder(self) -> str:
-        """Where the tokenizer is read: named by itself, or beside the weights; none where neither is."""
-        named = self.data.tokenizer_name_or_path
-        return self.checkpoint.load if named == "none" else named
+    def tokenizer_folder(self) -> str | None:
+        """Where the tokenizer is read: its own folder if one is named, else that of the weights."""
+        return self.data.tokenizer_name_or_path or self.checkpoint.load
 
     @property
     def sample_length(self) -> int:

@@ -9,7 +9,7 @@ from patch.config.hf_config import has_hf_config, read_hf_config
 from patch.config.presets import SHAPE_FIELDS
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
-from patch.storage.names import CONFIG_FILE, TRACKER, checkpoint_root, complete_iterations
+from patch.storage.names import CONFIG_FILE, TRACKER, complete_iterations, find_checkpoint_root
 
 STORED_SHAPE = SHAPE_FIELDS | {"make_vocab_size_divisible_by"}
 """A preset's fields, and the padding of the vocabulary that checkpoints are stored with."""
@@ -22,7 +22,7 @@ class FoundShape(NamedTuple):
     fields: dict[str, Any]
 
 
-def run_behind(load: str) -> RunConfig | None:
+def run_behind(load: str | Path) -> RunConfig | None:
     """The run that wrote the checkpoints at `load`, its folder or the checkpoint/ in it.
 
     None where there is no config.yaml beside them.
@@ -30,24 +30,24 @@ def run_behind(load: str) -> RunConfig | None:
     Raises:
         ConfigError: a config.yaml that cannot be read.
     """
-    root = checkpoint_root(load)
+    root = find_checkpoint_root(load)
     file = root.absolute().parent / CONFIG_FILE
-    is_run = load != "none" and ((root / TRACKER).is_file() or complete_iterations(root))
+    is_run = (root / TRACKER).is_file() or complete_iterations(root)
     return read_run(file) if is_run and file.is_file() else None
 
 
-def shape_at(load: str) -> FoundShape | None:
+def shape_at(load: str | Path | None) -> FoundShape | None:
     """The shape of the weights at `load`; None where no file there tells it.
 
     Raises:
         ConfigError: the file cannot be read, or its model is not supported.
     """
-    if load == "none":
+    if load is None:
         return None
     if has_hf_config(load):
         return FoundShape(Path(load) / "config.json", read_hf_config(load))
     run = run_behind(load)
     if run is None:
         return None
-    file = checkpoint_root(load).absolute().parent / CONFIG_FILE
+    file = find_checkpoint_root(load).absolute().parent / CONFIG_FILE
     return FoundShape(file, {name: getattr(run.model, name) for name in sorted(STORED_SHAPE)})

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from patch.config.fields import FIELDS, SECTIONS, assemble, coerce, missing
+from patch.config.fields import FIELDS, SECTIONS, assemble, coerce, missing, scalar_of
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, nearest
 from patch.storage.text_files import read_text
@@ -16,7 +16,11 @@ from patch.storage.text_files import read_text
 
 def to_yaml(config: RunConfig) -> str:
     """Every value of the run, section by section."""
-    return yaml.safe_dump(dataclasses.asdict(config), sort_keys=False, allow_unicode=True)
+    sections = {
+        section: {field.name: scalar_of(config, field.name) for field in dataclasses.fields(cls)}
+        for section, cls in SECTIONS.items()
+    }
+    return yaml.safe_dump(sections, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(file: str | Path) -> dict[str, Any]:

@@ -1,8 +1,24 @@
-"""Hugging Face <-> megatron-core conversion; see README.md."""
+"""Hugging Face <-> megatron-core conversion; see README.md.
 
+What cannot be read, written or does not fit raises a `ConversionError` of `patch.errors`; a damaged
+checkpoint a `CheckpointError`. Both say what was expected, and on every rank.
+"""
+
+from patch.convert.hf_config_files import model_of
 from patch.convert.live_export import export_hf
 from patch.convert.live_import import import_hf
+from patch.convert.live_weights import iter_hf_weights
 from patch.convert.offline_export import mcore_to_hf
 from patch.convert.offline_import import hf_to_mcore
+from patch.errors import CheckpointError, ConversionError
 
-__all__ = ["export_hf", "hf_to_mcore", "import_hf", "mcore_to_hf"]
+__all__ = [
+    "CheckpointError",
+    "ConversionError",
+    "export_hf",
+    "hf_to_mcore",
+    "import_hf",
+    "iter_hf_weights",
+    "mcore_to_hf",
+    "model_of",
+]

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
 
-from patch.checkpoint.folder import sync
 from patch.errors import ConversionError
-from patch.logger import get_logger
+from patch.storage.atomic import StagedFolder
 from patch.storage.lock import hold_target
 from patch.storage.names import RELEASE
-
-_LOG = get_logger(__name__)
 
 
 @contextmanager
@@ -35,23 +31,26 @@ def staging(
             written; or nothing can be written there.
     """
     _check_target(target, sources, overwrite, released)
-    partial = partial_folder(target)
+    staged = _staged(target)
     with hold_target(target):
         _check_target(target, sources, overwrite, released)  # what the last holder has made is there now
         try:
-            with writing(partial):
-                if partial.exists():
-                    _LOG.warning("removing %s, which was interrupted, and starting over", partial)
-                    shutil.rmtree(partial)
-                partial.mkdir(parents=True)
-            yield partial
+            with writing(staged.partial):
+                staged.open()
+            yield staged.partial
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            staged.discard()
 
 
 def partial_folder(target: Path) -> Path:
     """Where `staging` writes."""
-    return target.with_name(f".{target.name}.partial")
+    return _staged(target).partial
+
+
+def _staged(target: Path) -> StagedFolder:
+    return StagedFolder(
+        target, target.with_name(f".{target.name}.partial"), target.with_name(f".{target.name}.replaced")
+    )
 
 
 def _check_target(target: Path, sources: Sequence[Path], overwrite: bool, released: bool) -> None:
@@ -104,18 +103,7 @@ def publish(target: Path) -> None:
 
     Its bytes are on the disk before it has its name: whatever ends the machine, a name means a whole folder.
     """
-    partial = partial_folder(target)
-    replaced = target.with_name(f".{target.name}.replaced")
     try:
-        for path in (*partial.rglob("*"), partial):
-            sync(path)
-        shutil.rmtree(replaced, ignore_errors=True)
-        if target.exists():
-            target.rename(replaced)
-        partial.rename(target)
-        sync(target.parent)
+        _staged(target).publish()
     except OSError as error:
-        if replaced.exists() and not target.exists():
-            replaced.rename(target)
         raise ConversionError(f"cannot put the finished export in place at {target}: {error}") from error
-    shutil.rmtree(replaced, ignore_errors=True)

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from patch.config.hf_config import read_hf_config
 from patch.config.presets import SHAPE_FIELDS
 from patch.config.schema import ModelConfig
-from patch.convert.hf_reader import INDEX
 from patch.data.chat import end_of_turn
 from patch.errors import ConfigError, ConversionError
 from patch.families import TYPE_FIELDS, Family, family_of
@@ -94,9 +94,10 @@ def write_index(folder: Path, placed: dict[str, str], total_size: int, hf_source
         "metadata": {"total_size": total_size},
         "weight_map": dict(sorted(placed.items())),
     }
-    if hf_source is not None and (hf_source / INDEX).is_file():
-        contents["metadata"] = (_read_json(hf_source / INDEX).get("metadata") or {}) | contents["metadata"]
-    _write_json(folder, INDEX, hf_source, contents)
+    if hf_source is not None and (hf_source / SAFE_WEIGHTS_INDEX_NAME).is_file():
+        metadata = _read_json(hf_source / SAFE_WEIGHTS_INDEX_NAME).get("metadata") or {}
+        contents["metadata"] = metadata | contents["metadata"]
+    _write_json(folder, SAFE_WEIGHTS_INDEX_NAME, hf_source, contents)
 
 
 def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:

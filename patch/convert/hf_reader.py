@@ -1,4 +1,4 @@
-"""Reads a Hugging Face folder lazily: headers at once, bytes only of the slices asked for.
+"""Reads a Hugging Face folder lazily: headers at once, values only of the slices asked for.
 
 Each access maps the file anew and lets go of it afterwards, so that pages which were read do not stay in this
 process's memory.
@@ -8,22 +8,29 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from transformers.utils import (
+    SAFE_WEIGHTS_INDEX_NAME,
+    SAFE_WEIGHTS_NAME,
+    WEIGHTS_INDEX_NAME,
+    WEIGHTS_NAME,
+)
 
 from patch.compat.unpickle import load_plain
+from patch.config.schema import ModelConfig
 from patch.convert.mappings import HFTensor
+from patch.convert.weight_table import OUTPUT, hf_tensors, weights_table
 from patch.errors import ConversionError, nearest
+from patch.families.weights import EMBEDDING_PARAMETER
+from patch.logger import get_logger
 
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-_BIN = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+_logger = get_logger(__name__)
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-"""Types that are read, in safetensors' spelling."""
+"""Types that can be read, in safetensors' spelling."""
 SPELLINGS = {dtype: spelling for spelling, dtype in DTYPES.items()}
 _CURE = "MODEL_SIZE (position 2) auto takes the shape from config.json"
 _ROWS = 4096
@@ -32,43 +39,40 @@ _DERIVED = "rotary_emb.inv_freq"
 """Old folders store these RoPE frequencies; they follow from config.json."""
 
 
-class _Stored(NamedTuple):
+class _TensorHeader(NamedTuple):
     path: Path
     shape: tuple[int, ...]
     dtype: str
+    """In safetensors' spelling."""
 
 
 class HFFolder:
     """The tensors of a Hugging Face folder by name.
 
     Raises:
-        ConversionError: neither safetensors nor .bin, a file that is missing or broken.
+        ConversionError: the folder holds neither safetensors nor .bin files, or one is missing or broken.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._stored: dict[str, _Stored] = {}
-        for path in _shard_files(folder):
-            opened = _open(path)
-            for name in opened:
-                tensor = opened[name]
-                self._stored[name] = _Stored(path, _shape(tensor), _dtype(tensor))
+        self.tensors: list[HFTensor] = []
+        """The tensors that a model needs; known once `check` has found them all."""
+        self._headers: dict[str, _TensorHeader] = {}
+        for path in _weight_files(folder):
+            self._headers |= _headers(path)
+        self.dtypes = {
+            name: DTYPES[header.dtype] for name, header in self._headers.items() if header.dtype in DTYPES
+        }
+        """The type of each tensor that can be read."""
 
     def __getitem__(self, name: str) -> Any:
         """The lazy slice of a tensor: indexing it reads."""
-        return _open(self._stored[name].path)[name]
+        file = _open(self._headers[name].path)
+        return file[name] if isinstance(file, dict) else file.get_slice(name)
 
     def file_of(self, name: str) -> Path:
         """The file that a tensor lies in."""
-        return self._stored[name].path
-
-    def dtype(self, name: str) -> torch.dtype:
-        """The type of a checked tensor."""
-        return DTYPES[self._stored[name].dtype]
-
-    def dtypes(self, names: Iterable[str]) -> set[str]:
-        """The stored types among these tensors, in safetensors' spelling."""
-        return {self._stored[name].dtype for name in names}
+        return self._headers[name].path
 
     def check(self, expected: list[HFTensor], *, unused: frozenset[str] = frozenset()) -> None:
         """Compare names, shapes and types with what a model needs; reads headers only.
@@ -81,14 +85,15 @@ class HFFolder:
         for tensor in expected:
             self._check_tensor(tensor)
         known = {tensor.name for tensor in expected} | unused
-        extra = [name for name in self._stored if name not in known and not name.endswith(_DERIVED)]
+        extra = [name for name in self._headers if name not in known and not name.endswith(_DERIVED)]
         if extra:
-            found = self._stored[extra[0]]
+            found = self._headers[extra[0]]
             raise ConversionError(
                 f"{found.path} holds {extra[0]} (shape {found.shape}), which this "
                 f"model has no place for ({len(extra)} such tensors); expected a model of the "
                 f"configured family and layers: {_CURE}"
             )
+        self.tensors = expected
 
     def check_copy(self, name: str, original: str) -> None:
         """Compare a tensor that may be stored beside the one it is tied to; reads both, part by part.
@@ -96,10 +101,10 @@ class HFFolder:
         Raises:
             ConversionError: it is there and differs, or is of an unreadable type.
         """
-        if name not in self._stored:
+        if name not in self._headers:
             return
-        self._check_tensor(HFTensor(name, self._stored[original].shape))
-        for start in range(0, self._stored[original].shape[0], _ROWS):
+        self._check_tensor(HFTensor(name, self._headers[original].shape))
+        for start in range(0, self._headers[original].shape[0], _ROWS):
             part = slice(start, start + _ROWS)
             if not torch.equal(self[name][part], self[original][part]):
                 raise ConversionError(
@@ -108,14 +113,24 @@ class HFFolder:
                     "transformers 5 takes it) and load again"
                 )
 
+    def _warn_of_rounding(self, dtype: torch.dtype, flag: str) -> None:
+        """Log once when this type cannot hold every value of the checked tensors; float32 holds them all."""
+        inexact = {self._headers[tensor.name].dtype for tensor in self.tensors} - {SPELLINGS[dtype]}
+        if dtype != torch.float32 and inexact:
+            _logger.warning(
+                "weights stored as %s in %s are rounded to %s (%s)",
+                ", ".join(sorted(inexact)), self.folder, str(dtype).removeprefix("torch."), flag,
+            )  # fmt: skip
+
     def _check_tensor(self, tensor: HFTensor) -> None:
-        if tensor.name not in self._stored:
-            files = sorted({stored.path.name for stored in self._stored.values()})
+        if tensor.name not in self._headers:
+            files = sorted({header.path.name for header in self._headers.values()})
             raise ConversionError(
-                f"{self.folder} has no tensor {tensor.name} of shape {tensor.shape}; its {len(self._stored)} "
-                f"tensors in {', '.join(files)} were searched{nearest(tensor.name, sorted(self._stored))}"
+                f"{self.folder} has no tensor {tensor.name} of shape {tensor.shape}; its "
+                f"{len(self._headers)} tensors in {', '.join(files)} were "
+                f"searched{nearest(tensor.name, sorted(self._headers))}"
             )
-        found = self._stored[tensor.name]
+        found = self._headers[tensor.name]
         if found.shape != tensor.shape:
             raise ConversionError(
                 f"{tensor.name} in {found.path} has shape {found.shape}, the model expects "
@@ -128,23 +143,32 @@ class HFFolder:
             )
 
 
-class _Slices(dict[str, Any]):
-    """safetensors' lazy slices by name, made when asked for."""
+def open_checked(folder: Path, model: ModelConfig, dtype: torch.dtype | None, flag: str) -> HFFolder:
+    """Open a folder, compare what it holds with what the model needs, log it where values will be rounded.
 
-    def __init__(self, file: Any) -> None:
-        super().__init__(dict.fromkeys(file.keys()))
-        self._file = file
+    Args:
+        dtype: the type that all weights are to have; None: each keeps its own.
+        flag: where a user sets that type.
+    Raises:
+        ConversionError: the folder cannot be read, or does not fit the model.
+    """
+    source = HFFolder(folder)
+    tied = not model.untie_embeddings_and_output_weights
+    source.check(hf_tensors(model), unused=frozenset({OUTPUT} if tied else ()))
+    if tied:
+        (embedding,) = weights_table(model)[EMBEDDING_PARAMETER].hf
+        source.check_copy(OUTPUT, embedding.name)
+    if dtype is not None:
+        source._warn_of_rounding(dtype, flag)
+    return source
 
-    def __getitem__(self, name: str) -> Any:
-        return self._file.get_slice(name)
 
-
-def _open(path: Path) -> dict[str, Any]:
-    """The lazily read tensors of a file."""
+def _open(path: Path) -> Any:
+    """An open safetensors file, or the mapped tensors of a torch.save file by name."""
     kind = "safetensors" if path.suffix == ".safetensors" else "a torch.save file"
     try:
         if path.suffix == ".safetensors":
-            return _Slices(safe_open(str(path), framework="pt", device="cpu"))
+            return safe_open(str(path), framework="pt", device="cpu")
         tensors = load_plain(path, "cpu", mmap=True)
     except pickle.UnpicklingError as error:
         raise ConversionError(f"{path} holds more than tensors and was not read") from error
@@ -158,49 +182,55 @@ def _open(path: Path) -> dict[str, Any]:
     return tensors
 
 
-def _shape(lazy: Any) -> tuple[int, ...]:
-    return tuple(lazy.shape if isinstance(lazy, torch.Tensor) else lazy.get_shape())
+def _headers(path: Path) -> dict[str, _TensorHeader]:
+    file = _open(path)
+    if isinstance(file, dict):
+        return {
+            name: _TensorHeader(path, tuple(tensor.shape), SPELLINGS.get(tensor.dtype, str(tensor.dtype)))
+            for name, tensor in file.items()
+        }
+    slices = {name: file.get_slice(name) for name in file.keys()}
+    return {
+        name: _TensorHeader(path, tuple(lazy.get_shape()), lazy.get_dtype()) for name, lazy in slices.items()
+    }
 
 
-def _dtype(lazy: Any) -> str:
-    if isinstance(lazy, torch.Tensor):
-        return SPELLINGS.get(lazy.dtype, str(lazy.dtype))
-    return lazy.get_dtype()
-
-
-def _shard_files(folder: Path) -> list[Path]:
+def _weight_files(folder: Path) -> list[Path]:
     """The files that hold weights; as transformers does, the single file wins over an index."""
-    for single, index in ((SINGLE, INDEX), _BIN):
+    for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         if (folder / single).is_file():
             return [folder / single]
         if (folder / index).is_file():
             return _indexed_files(folder, index)
-    raise ConversionError(f"{folder} holds neither {SINGLE} nor {INDEX}, nor {' or '.join(_BIN)}")
+    raise ConversionError(
+        f"{folder} holds neither {SAFE_WEIGHTS_NAME} nor {SAFE_WEIGHTS_INDEX_NAME}, nor {WEIGHTS_NAME} or "
+        f"{WEIGHTS_INDEX_NAME}"
+    )
 
 
 def _indexed_files(folder: Path, index: str) -> list[Path]:
-    placed = read_index(folder / index)
-    for name, file in placed.items():
+    file_names = read_index(folder / index)
+    for name, file in file_names.items():
         if not (folder / file).is_file():
-            count = list(placed.values()).count(file)
+            count = list(file_names.values()).count(file)
             raise ConversionError(
                 f"{folder / file} is missing; {index} places {name} and {count - 1} other tensors in it: "
                 "copy or download it again"
             )
-    return [folder / file for file in sorted(set(placed.values()))]
+    return [folder / file for file in sorted(set(file_names.values()))]
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """Which file each tensor lies in, as an index of transformers says.
+    """The file name of each tensor, as an index of transformers says.
 
     Raises:
         ConversionError: it cannot be read, or names a file outside of its folder.
     """
     try:
-        placed: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
-        outside = [file for file in placed.values() if Path(file).name != file]
+        file_names: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
+        outside = [file for file in file_names.values() if Path(file).name != file]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"{path} is no index of weights: {error!r}") from error
     if outside:
         raise ConversionError(f"{path} names a file outside of its folder: {outside[0]}")
-    return placed
+    return file_names

@@ -1,39 +1,209 @@
-"""The parameters of this rank's pipeline stages, each with its mapping."""
+"""The weights of a running model: its parameters with their mappings, its Hugging Face tensors one by one."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from itertools import groupby
+from typing import Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch.convert.mappings import Mapping
-from patch.convert.weight_table import Table, table_name
+from patch.config.schema import ModelConfig
+from patch.convert.mappings import WeightMapping
+from patch.convert.weight_table import Table, parameter_table, table_name, weights_table
+from patch.errors import ConversionError, nearest
+from patch.families.weights import TIED_OUTPUT
 
+Receivers = Literal["all", "first", "stage"]
+"""Who gets the tensors of `iter_hf_weights`."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
-class Weight(NamedTuple):
-    """A parameter's name in the table, its local part, and its mapping with the layer filled in."""
+class MappedParameter(NamedTuple):
+    """A parameter of this rank with the mapping to its Hugging Face tensors."""
 
     name: str
+    """Name in the weight table, with `*` for the layer."""
+    layer: int
+    """Counted from 0 over the whole model; 0 outside of layers."""
     parameter: torch.Tensor
-    mapping: Mapping
+    """The shard of this tensor-parallel rank, detached."""
+    mapping: WeightMapping
+    """That of the table, with the layer filled in."""
 
 
-def stage_weights(stages: Sequence[GPTModel], table: Table) -> Iterator[Weight]:
-    """Each parameter of a rank's stages with its mapping.
+class _Owner(NamedTuple):
+    """Which pipeline rank holds a parameter, and in which type."""
 
-    The number in a parameter's name counts within the stage; the layer itself knows its number (from 1)
-    in the whole model.
+    pp_rank: int
+    dtype: torch.dtype
+
+
+def iter_hf_weights(
+    stages: Sequence[GPTModel],
+    model: ModelConfig,
+    groups: ProcessGroupCollection,
+    *,
+    receivers: Receivers = "all",
+    device: torch.device | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Iterate over the Hugging Face tensors of a running model that is cut over TP, PP and VPP.
+
+    A collective over `groups.tp` and `groups.pp`: every rank of a replica has to iterate to the end, those
+    that get no tensor included (`for _ in weights: pass`). Replicas do not wait for each other. Tensors come
+    in the order embedding, layer after layer, last norm, output layer; within a layer in the order of the
+    weight table. At most the tensors of one parameter are in memory at a time; they are new tensors, which
+    the next training step does not change. Padding of the vocabulary is cut off. With tied embeddings there
+    is no `lm_head.weight`.
+
+    Args:
+        stages: the pipeline stages of this rank in order: GPTModels without wrappers (DDP, Float16Module).
+        model: the shape of the whole model.
+        groups: only `tp` and `pp` are used.
+        receivers: "all": every rank gets every tensor. "first": TP rank 0 of the first pipeline rank gets
+            every tensor. "stage": TP rank 0 of each pipeline rank gets the tensors of its own stages, and
+            nothing crosses the pipeline; with VPP its stages are not neighbours.
+        device: of the tensors; None: that of the parameters.
+    Yields:
+        name and full tensor, in the type of the parameter.
+    Raises:
+        ConversionError: the stages do not make up such a model.
     """
+    tp, pp = groups.tp, groups.pp
+    own = {
+        (found.name, found.layer): found.parameter for found in mapped_parameters(stages, model, tp.size())
+    }
+    owners = {} if receivers == "stage" else _find_owners(own, pp)
+    table = weights_table(model, stages[0].vocab_size)
+    for key in _in_order(table, model.num_layers):
+        mapping = table[key[0]].at_layer(key[1])
+        shard = own.get(key)
+        if receivers != "stage":
+            if key not in owners:
+                raise ConversionError(
+                    f"no stage holds {mapping.hf[0].name}, which the configuration asks for"
+                )
+            where = next(stages[0].parameters()).device
+            shape = mapping.shard_shape(tp.size())
+            shard = _cross_pipeline(shard, owners[key], shape, where, pp, to_all=receivers == "all")
+        if shard is not None:
+            shards = _gather_shards(shard, mapping, tp, to_all=receivers == "all")
+            if shards:
+                names = [tensor.name for tensor in mapping.hf]
+                yield from zip(names, mapping.megatron_to_hf(shards, device), strict=True)
+
+
+def mapped_parameters(stages: Sequence[GPTModel], model: ModelConfig, tp_size: int) -> list[MappedParameter]:
+    """The parameters of this rank's pipeline stages with their mappings, in the order of `iter_hf_weights`.
+
+    How far the vocabulary is padded is taken from the stages.
+
+    Args:
+        stages: GPTModels without wrappers.
+        model: the shape of the whole model.
+        tp_size: tensor-parallel ranks that the stages are cut for.
+    Raises:
+        ConversionError: a parameter has no place in such a model, or has another shape.
+    """
+    table = parameter_table(model, stages[0].vocab_size)
+    found: dict[tuple[str, int], MappedParameter] = {}
     for stage in stages:
         for name, parameter in stage.named_parameters():
             layer = 0
+            key = name
             if match := _LAYER.match(name):
+                # The number in the name counts within the stage, the layer's own from 1 over the whole model.
                 layer = stage.decoder.layers[int(match[1])].layer_number - 1
-                name = table_name(_LAYER.sub("decoder.layers.*.", name))
-            assert name in table, f"the table of this family has no parameter {name}"
-            yield Weight(name, parameter.detach(), table[name].at_layer(layer))
+                key = table_name(_LAYER.sub("decoder.layers.*.", name))
+            _check_parameter(name, parameter, key, table, tp_size)
+            found[key, layer] = MappedParameter(key, layer, parameter.detach(), table[key].at_layer(layer))
+    return [found[key] for key in _in_order(table, model.num_layers) if key in found]
+
+
+def exported_parameters(
+    stages: Sequence[GPTModel], model: ModelConfig, tp_size: int
+) -> list[MappedParameter]:
+    """As `mapped_parameters`, without the copy of a tied embedding that the last stage holds (PP > 1)."""
+    tied = not model.untie_embeddings_and_output_weights
+    found = mapped_parameters(stages, model, tp_size)
+    return [parameter for parameter in found if not (tied and parameter.name == TIED_OUTPUT)]
+
+
+def _check_parameter(name: str, parameter: torch.Tensor, key: str, table: Table, tp_size: int) -> None:
+    if key not in table:
+        raise ConversionError(
+            f"the model has a parameter {name}, which its configuration has no place "
+            f"for{nearest(key, list(table))}; expected a GPTModel of the given shape, without wrappers"
+        )
+    expected = table[key].shard_shape(tp_size)
+    if tuple(parameter.shape) != expected:
+        raise ConversionError(
+            f"{name} of the model has shape {tuple(parameter.shape)}, its configuration asks for {expected} "
+            f"at TP {tp_size}"
+        )
+
+
+def _in_order(table: Table, num_layers: int) -> Iterator[tuple[str, int]]:
+    """Name and layer of every parameter of a whole model: what precedes the layers, each layer, the rest."""
+    for is_in_layer, group in groupby(table, key=lambda name: "*" in name):
+        names = list(group)
+        for layer in range(num_layers if is_in_layer else 1):
+            for name in names:
+                yield name, layer
+
+
+def _find_owners(
+    own: dict[tuple[str, int], torch.Tensor], pp: dist.ProcessGroup
+) -> dict[tuple[str, int], _Owner]:
+    """The pipeline rank of every parameter, by name and layer; collective over the pipeline group."""
+    dtypes: list[dict[tuple[str, int], torch.dtype]] = [{} for _ in range(pp.size())]
+    dist.all_gather_object(dtypes, {key: shard.dtype for key, shard in own.items()}, group=pp)
+    return {key: _Owner(rank, dtype) for rank, held in enumerate(dtypes) for key, dtype in held.items()}
+
+
+def _cross_pipeline(
+    shard: torch.Tensor | None,
+    owner: _Owner,
+    shape: tuple[int, ...],
+    device: torch.device,
+    pp: dist.ProcessGroup,
+    *,
+    to_all: bool,
+) -> torch.Tensor | None:
+    """Bring a shard from the pipeline rank that holds it to all of them, or to the first; None elsewhere."""
+    source, rank = owner.pp_rank, pp.rank()
+    if pp.size() == 1:
+        return shard
+    if not to_all and rank not in (0, source):
+        return None
+    moved = torch.empty(shape, dtype=owner.dtype, device=device) if shard is None else shard.contiguous()
+    if to_all:
+        dist.broadcast(moved, dist.get_global_rank(pp, source), group=pp)
+    elif source == 0:
+        return moved
+    elif rank == source:
+        dist.send(moved, dist.get_global_rank(pp, 0), group=pp)
+        return None
+    else:
+        dist.recv(moved, dist.get_global_rank(pp, source), group=pp)
+    return moved
+
+
+def _gather_shards(
+    shard: torch.Tensor, mapping: WeightMapping, tp: dist.ProcessGroup, *, to_all: bool
+) -> list[torch.Tensor]:
+    """The shards that make up a parameter, on every TP rank or on TP rank 0; empty elsewhere."""
+    is_receiver = to_all or tp.rank() == 0
+    if tp.size() == 1 or mapping.replicated:
+        return [shard] if is_receiver else []
+    shard = shard.contiguous()
+    shards = [torch.empty_like(shard) for _ in range(tp.size())] if is_receiver else []
+    if to_all:
+        dist.all_gather(shards, shard, group=tp)
+    else:
+        dist.gather(shard, shards or None, dst=dist.get_global_rank(tp, 0), group=tp)
+    return shards

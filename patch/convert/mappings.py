@@ -1,8 +1,10 @@
-"""How one megatron-core parameter is made of Hugging Face tensors: one class a pattern, both directions.
+"""How one megatron-core parameter is made of Hugging Face tensors: one class a layout, both directions.
 
-A class answers one question: which stretches of the Hugging Face tensors, in which order, make up the
-part of a tensor-parallel rank? Filling a parameter and taking it apart again follow from the same
-answer, so the two directions cannot disagree. Values are copied, never computed with.
+A class answers one question: which slices of the Hugging Face tensors, in which order, make up the shard of
+a tensor-parallel rank (`hf_slices`)? Both directions of the conversion follow from that answer, so they
+cannot disagree. Values are copied, never computed with.
+
+In the drawings below a letter with a number is one row: q3 is row 3 of q_proj.weight.
 
 Sources of the layouts: megatron/core/transformer/attention.py (get_query_key_value_tensors),
 megatron/core/transformer/mlp.py (glu), megatron/core/tensor_parallel/layers.py.
@@ -22,87 +24,94 @@ from patch.errors import ConversionError
 
 
 class HFTensor(NamedTuple):
-    """A Hugging Face tensor: its name (`*` stands for the layer number) and shape."""
+    """Name and shape of a Hugging Face tensor; `*` in the name stands for the layer number."""
 
     name: str
     shape: tuple[int, ...]
 
 
-class Shard(NamedTuple):
-    """Which of `size` equal parts: a tensor-parallel rank, or the whole as Shard(0, 1)."""
+class TPShard(NamedTuple):
+    """The part of a parameter that one tensor-parallel rank holds; TPShard(0, 1) is the whole parameter."""
 
     rank: int
     size: int
 
     def span(self, length: int) -> tuple[int, int]:
-        """First and last + 1 index of this part of `length` rows."""
+        """Start and stop of this shard among `length` rows, columns or groups."""
         assert length % self.size == 0, f"{length} rows do not divide by TP {self.size}"
         rows = length // self.size
         return self.rank * rows, (self.rank + 1) * rows
 
 
-class Segment(NamedTuple):
-    """`start` to `stop` of one of a mapping's Hugging Face tensors, along the mapping's axis."""
+class HFSlice(NamedTuple):
+    """A slice of one of a mapping's Hugging Face tensors, along the mapping's axis."""
 
-    source: int
+    tensor: int
+    """Index in `WeightMapping.hf`."""
     start: int
     stop: int
 
 
-class Block(NamedTuple):
-    """A rectangle of a Hugging Face tensor: where its first element lies, and its values."""
+class HFBlock(NamedTuple):
+    """A rectangle of a Hugging Face tensor."""
 
     name: str
     row: int
+    """Row of its first element in the whole tensor."""
     column: int
-    """0 for a vector."""
+    """Column of its first element; 0 for a vector."""
     values: torch.Tensor
 
 
 @dataclass(frozen=True)
-class Mapping(ABC):
-    """One parameter and its Hugging Face tensors; subclasses say in which order the pieces lie."""
+class WeightMapping(ABC):
+    """One parameter and the Hugging Face tensors that it is made of; subclasses define the layout.
+
+    Args:
+        hf: the Hugging Face tensors; their order is part of the layout.
+    """
 
     hf: tuple[HFTensor, ...]
 
     axis: ClassVar[int] = 0
-    """The axis that tensor parallelism cuts and along which pieces are laid."""
+    """The axis that tensor parallelism cuts, and along which the slices are concatenated."""
     replicated: ClassVar[bool] = False
-    """Whether every tensor-parallel rank holds the same whole tensor."""
+    """Whether every tensor-parallel rank holds the whole parameter."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter."""
+        """Shape of the whole (unsharded) parameter."""
         rows = sum(tensor.shape[0] for tensor in self.hf)
         return (rows, *self.hf[0].shape[1:])
 
-    def part_shape(self, tp_size: int) -> tuple[int, ...]:
-        """Of one tensor-parallel rank's part."""
+    def shard_shape(self, tp_size: int) -> tuple[int, ...]:
+        """Shape of the shard that one of `tp_size` tensor-parallel ranks holds."""
         if self.replicated:
             return self.shape
         return tuple(size // tp_size if axis == self.axis else size for axis, size in enumerate(self.shape))
 
     @abstractmethod
-    def segments(self, shard: Shard) -> list[Segment]:
-        """The pieces of this shard in the order in which they lie; what is left over is padding."""
+    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
+        """The slices that this shard is made of, in order; what the shard holds beyond them is padding."""
 
-    def at_layer(self, layer: int) -> Mapping:
+    def at_layer(self, layer: int) -> WeightMapping:
         """The same mapping for one layer, 0-based over the whole model."""
         named = tuple(tensor._replace(name=tensor.name.replace("*", str(layer))) for tensor in self.hf)
         return dataclasses.replace(self, hf=named)
 
-    def fill(self, target: torch.Tensor, sources: Sequence[Any], shard: Shard) -> None:
-        """Hugging Face -> MCore: copy this shard into `target`, padding with zeros.
+    def hf_to_megatron(self, target: torch.Tensor, sources: Sequence[Any], shard: TPShard) -> None:
+        """Copy a shard of the parameter from Hugging Face tensors; padding becomes zero.
 
         Args:
-            target: the shard's parameter; its dtype is kept, values are rounded to nearest even.
-            sources: one for each of `hf`: tensors, or safetensors slices, of which only the rows or
-                columns that this shard needs are read.
+            target: the shard, [*shard_shape]; it keeps its dtype, values are rounded to nearest even.
+            sources: one for each of `hf`: whole tensors, or lazy safetensors slices, of which only the rows
+                or columns that this shard needs are read.
+            shard: which shard `target` is.
         Raises:
             ConversionError: float16 cannot hold a value.
         """
         position = 0
-        for index, start, stop in self.segments(shard):
+        for index, start, stop in self.hf_slices(shard):
             source = sources[index]
             piece = source[:, start:stop] if self.axis else source[start:stop]
             target.narrow(self.axis, position, stop - start).copy_(piece)
@@ -110,20 +119,22 @@ class Mapping(ABC):
         target.narrow(self.axis, position, target.shape[self.axis] - position).zero_()
         self._check_range(target)
 
-    def fill_rows(self, target: torch.Tensor, sources: Sequence[Any], start: int) -> None:
-        """Copy rows `start`... of the whole parameter into `target`, padding with zeros.
+    def hf_to_megatron_rows(self, target: torch.Tensor, sources: Sequence[Any], start: int) -> None:
+        """Copy some rows of the whole (unsharded) parameter from Hugging Face tensors; padding becomes zero.
 
         Args:
-            target: as many rows as are wanted; its dtype is kept. sources: as for `fill`.
+            target: the rows to fill; it keeps its dtype.
+            sources: as for `hf_to_megatron`.
+            start: number of the first row.
         Raises:
-            ConversionError: as for `fill`.
+            ConversionError: as for `hf_to_megatron`.
         """
         if self.axis == 1:
             target.copy_(sources[0][start : start + target.shape[0]])
             self._check_range(target)
             return
         filled = 0
-        for index, first, offset, length in self._overlaps(Shard(0, 1), start, target.shape[0]):
+        for index, first, offset, length in self._overlaps(TPShard(0, 1), start, target.shape[0]):
             target.narrow(0, offset, length).copy_(sources[index][first : first + length])
             filled = offset + length
         target[filled:].zero_()
@@ -136,108 +147,145 @@ class Mapping(ABC):
                 "float16; take bf16 or fp32 (PR, --precision; --params-dtype)"
             )
 
-    def blocks(self, part: torch.Tensor, shard: Shard, row: int = 0, column: int = 0) -> Iterator[Block]:
-        """MCore -> Hugging Face: where the values of a part of a shard belong; padding belongs nowhere.
+    def megatron_to_hf_blocks(
+        self, part: torch.Tensor, shard: TPShard, row: int = 0, column: int = 0
+    ) -> Iterator[HFBlock]:
+        """Say where each value of a part of a shard belongs in the Hugging Face tensors; padding is left out.
 
         Args:
-            part: a rectangle of the shard. row, column: of its first element, counted in the shard.
+            part: a rectangle of the shard.
+            shard: which shard it is.
+            row: row of its first element, counted in the shard.
+            column: column of its first element, counted in the shard.
         """
         begin = column if self.axis else row
         for index, first, offset, length in self._overlaps(shard, begin, part.shape[self.axis]):
             values = part.narrow(self.axis, offset, length)
             place = (row, first) if self.axis else (first, column)
-            yield Block(self.hf[index].name, *place, values)
+            yield HFBlock(self.hf[index].name, *place, values)
 
-    def _overlaps(self, shard: Shard, begin: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-        """For each piece of the shard that meets `begin` to `begin + length` along the axis.
+    def _overlaps(self, shard: TPShard, begin: int, length: int) -> Iterator[tuple[int, int, int, int]]:
+        """The intersections of the shard's slices with indices `begin` to `begin + length` of the shard.
 
-        Its Hugging Face tensor, the first index there, the first index counted from `begin`, the length.
+        Yields:
+            index of the Hugging Face tensor, first index in that tensor, first index counted from `begin`,
+            and the length.
         """
         position = 0
-        for index, start, stop in self.segments(shard):
+        for index, start, stop in self.hf_slices(shard):
             first = max(position, begin)
             last = min(position + stop - start, begin + length)
             if first < last:
                 yield index, start + first - position, first - begin, last - first
             position += stop - start
 
-    def take_apart(self, shards: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """MCore -> Hugging Face: the tensors of `hf`, from the parameter's shards in rank order.
+    def megatron_to_hf(
+        self, shards: Sequence[torch.Tensor], device: torch.device | None = None
+    ) -> list[torch.Tensor]:
+        """Make new Hugging Face tensors, one for each of `hf`, from all shards of the parameter.
 
         Args:
-            shards: one for each tensor-parallel rank; of a replicated parameter any one is enough.
+            shards: one for each tensor-parallel rank, in order; of a replicated parameter any one is enough.
+            device: of the result; None: that of the shards.
         """
-        whole = [torch.empty(tensor.shape, dtype=shards[0].dtype) for tensor in self.hf]
+        dtype, device = shards[0].dtype, device or shards[0].device
+        whole = [torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in self.hf]
         for rank, shard in enumerate(shards):
             position = 0
-            for index, start, stop in self.segments(Shard(rank, len(shards))):
+            for index, start, stop in self.hf_slices(TPShard(rank, len(shards))):
                 length = stop - start
-                piece = shard.narrow(self.axis, position, length)
-                whole[index].narrow(self.axis, start, length).copy_(piece)
+                values = shard.narrow(self.axis, position, length)
+                whole[index].narrow(self.axis, start, length).copy_(values)
                 position += length
         return whole
 
 
-class Replicated(Mapping):
-    """A tensor that every tensor-parallel rank holds whole: a norm's weight."""
+class ReplicatedMapping(WeightMapping):
+    """A tensor that every tensor-parallel rank holds whole: the weight of a norm.
+
+    Hugging Face       megatron-core, any TP
+    w0 w1 w2 w3   ->   w0 w1 w2 w3 on every rank
+    """
 
     replicated = True
 
-    def segments(self, shard: Shard) -> list[Segment]:
-        """All of it, whichever the shard."""
-        return [Segment(0, 0, self.hf[0].shape[0])]
+    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
+        """The whole tensor, whichever the shard."""
+        return [HFSlice(0, 0, self.hf[0].shape[0])]
 
 
-class Columns(Mapping):
-    """A row-parallel linear layer: tensor parallelism cuts its input, the columns."""
+class RowParallelMapping(WeightMapping):
+    """A row-parallel linear layer (o_proj, down_proj): tensor parallelism cuts its input, the columns.
+
+    Hugging Face [out, in]        megatron-core, TP 2
+    a b | c d                     rank 0: a b      rank 1: c d
+    e f | g h                ->           e f              g h
+    """
 
     axis = 1
 
-    def segments(self, shard: Shard) -> list[Segment]:
-        """This rank's columns."""
-        return [Segment(0, *shard.span(self.hf[0].shape[1]))]
+    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
+        """The columns of this rank."""
+        return [HFSlice(0, *shard.span(self.hf[0].shape[1]))]
 
 
 @dataclass(frozen=True)
-class PaddedRows(Mapping):
-    """Embedding or output layer: rows of the vocabulary, padded at the end to `padded_rows`."""
+class VocabParallelMapping(WeightMapping):
+    """Embedding or output layer: rows of the vocabulary, padded at the end to `padded_vocab_size` rows.
 
-    padded_rows: int
+    Hugging Face, 5 rows       megatron-core, TP 2, padded to 8 rows
+    w0 w1 w2 w3 w4        ->   rank 0: w0 w1 w2 w3      rank 1: w4 0 0 0
+    """
+
+    padded_vocab_size: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole parameter, padding included."""
-        return (self.padded_rows, *self.hf[0].shape[1:])
+        """Shape of the whole parameter, padding included."""
+        return (self.padded_vocab_size, *self.hf[0].shape[1:])
 
-    def segments(self, shard: Shard) -> list[Segment]:
-        """This rank's rows, less those that are padding."""
-        start, stop = shard.span(self.padded_rows)
+    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
+        """The rows of this rank, without those that are padding."""
+        start, stop = shard.span(self.padded_vocab_size)
         rows = self.hf[0].shape[0]
-        return [Segment(0, min(start, rows), min(stop, rows))]
+        return [HFSlice(0, min(start, rows), min(stop, rows))]
 
 
-class GatedRows(Mapping):
-    """The gated MLP's first layer: a rank holds its rows of gate, then its rows of up."""
+class GatedMLPMapping(WeightMapping):
+    """The first layer of a gated MLP (linear_fc1): each rank holds its rows of gate, then its rows of up.
 
-    def segments(self, shard: Shard) -> list[Segment]:
+        Hugging Face            megatron-core, TP 1            megatron-core, TP 2
+        gate_proj g0 g1 g2 g3   g0 g1 g2 g3 u0 u1 u2 u3   or   rank 0: g0 g1 u0 u1
+        up_proj   u0 u1 u2 u3                                  rank 1: g2 g3 u2 u3
+
+    `hf` holds gate and up, both [ffn, H].
+    """
+
+    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
         """[gate; up] of this rank."""
-        return [Segment(index, *shard.span(tensor.shape[0])) for index, tensor in enumerate(self.hf)]
+        return [HFSlice(index, *shard.span(tensor.shape[0])) for index, tensor in enumerate(self.hf)]
 
 
 @dataclass(frozen=True)
-class GroupedQKV(Mapping):
-    """Merged q, k, v of grouped-query attention: for each key/value group its queries, its k, its v.
+class QKVMapping(WeightMapping):
+    """Merged q, k, v (linear_qkv): for each key/value group its query heads, its key head, its value head.
+
+        Hugging Face, 2 groups of 2 query heads, head size 1     megatron-core, TP 1
+        q_proj q0 q1 q2 q3                                       q0 q1 k0 v0 q2 q3 k1 v1
+        k_proj k0 k1                                             megatron-core, TP 2
+        v_proj v0 v1                                             rank 0: q0 q1 k0 v0
+                                                                 rank 1: q2 q3 k1 v1
 
     `hf` holds q [groups * queries per group * head size, H], k and v [groups * head size, H].
     """
 
     num_groups: int
 
-    def segments(self, shard: Shard) -> list[Segment]:
-        """[q.., k, v] of each of this rank's groups."""
+    def hf_slices(self, shard: TPShard) -> list[HFSlice]:
+        """[queries, key, value] of each group of this rank."""
         rows = [tensor.shape[0] // self.num_groups for tensor in self.hf]
         return [
-            Segment(index, group * rows[index], (group + 1) * rows[index])
+            HFSlice(index, group * rows[index], (group + 1) * rows[index])
             for group in range(*shard.span(self.num_groups))
             for index in range(3)
         ]

@@ -20,7 +20,7 @@ import torch
 
 from patch.compat.unpickle import load_tensors
 from patch.config.schema import ModelConfig
-from patch.convert.mappings import Block, PaddedRows, Shard
+from patch.convert.mappings import HFBlock, TPShard, VocabParallelMapping
 from patch.convert.weight_table import table_name, weights_table
 from patch.errors import ConversionError, nearest
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
@@ -33,7 +33,7 @@ _BYTES_AT_ONCE = 256 * 2**20
 """After so many a file is mapped anew, so that pages which were read leave the memory."""
 
 
-class _Part(NamedTuple):
+class _RankTensor(NamedTuple):
     """A stored tensor: where it lies and what it is."""
 
     path: Path
@@ -46,7 +46,7 @@ class _Part(NamedTuple):
     dtype: torch.dtype
 
 
-class LegacyWeights:
+class MpRankWeights:
     """The weights of all ranks; only headers are read at first.
 
     Args:
@@ -64,7 +64,7 @@ class LegacyWeights:
         self._table = weights_table(model, rows)
         self._check()
 
-    def _find(self, paths: Mapping[tuple[int, int], Path]) -> Iterator[_Part]:
+    def _find(self, paths: Mapping[tuple[int, int], Path]) -> Iterator[_RankTensor]:
         """All tensors, their layers counted over the whole model: interleaved stages take turns."""
         first_layer = [0] * self._tp_size
         ranks = {rank: _chunks(path) for rank, path in paths.items()}
@@ -81,7 +81,7 @@ class LegacyWeights:
                     first_layer[tp_rank] = max(first_layer[tp_rank], layer + 1 if match else 0)
                     name = table_name(_LAYER.sub("layers.*.", key))
                     if self._model.untie_embeddings_and_output_weights or name != TIED_OUTPUT:
-                        yield _Part(path, chunk, key, name, layer, tp_rank, shape, dtype)
+                        yield _RankTensor(path, chunk, key, name, layer, tp_rank, shape, dtype)
 
     def _check(self) -> None:
         held = set()
@@ -93,8 +93,11 @@ class LegacyWeights:
                     f"place for{hint}; expected what config.json describes (--hf-config)"
                 )
             mapping = self._table[part.name]
-            expected = mapping.part_shape(self._tp_size)
-            is_short = isinstance(mapping, PaddedRows) and mapping.padded_rows < self._model.vocab_size
+            expected = mapping.shard_shape(self._tp_size)
+            is_short = (
+                isinstance(mapping, VocabParallelMapping)
+                and mapping.padded_vocab_size < self._model.vocab_size
+            )
             if part.shape != expected or is_short:
                 raise ConversionError(
                     f"{part.key} in {part.path} has shape {part.shape}, config.json asks for {expected} at "
@@ -118,7 +121,7 @@ class LegacyWeights:
             for tensor in self._table[part.name].at_layer(part.layer).hf
         }
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[HFBlock]:
         """All values, a rank's parameter at a time."""
         opened: dict[str, dict[str, torch.Tensor]] = {}
         read, path = 0, None
@@ -130,8 +133,8 @@ class LegacyWeights:
                 opened, read, path = _open(part.path), 0, part.path
             values = opened[part.chunk][part.key]
             read += values.nbytes
-            shard = Shard(0, 1) if mapping.replicated else Shard(part.tp_rank, self._tp_size)
-            yield from mapping.blocks(values, shard)
+            shard = TPShard(0, 1) if mapping.replicated else TPShard(part.tp_rank, self._tp_size)
+            yield from mapping.megatron_to_hf_blocks(values, shard)
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:

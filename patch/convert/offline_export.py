@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import SAFE_WEIGHTS_NAME
 
 from patch.checkpoint.folder import weights_folder
 from patch.config.hf_config import has_hf_config
@@ -20,21 +21,19 @@ from patch.convert.hf_config_files import (
     write_descriptions,
     write_index,
 )
-from patch.convert.hf_reader import INDEX, SINGLE, SPELLINGS, read_index
-from patch.convert.live_export import FILE_BYTES
-from patch.convert.mappings import HFTensor
-from patch.convert.mp_rank_weights import LegacyWeights
+from patch.convert.hf_layout import divide, known_layout, name_files
+from patch.convert.hf_reader import SPELLINGS
+from patch.convert.mp_rank_weights import MpRankWeights
 from patch.convert.progress import progress
-from patch.convert.safetensors_writer import TensorFiles
-from patch.convert.torch_dist_weights import DistWeights
+from patch.convert.safetensors_writer import SafetensorsWriter
+from patch.convert.torch_dist_weights import TorchDistWeights
 from patch.convert.weight_table import hf_tensors
 from patch.data.tokenizer import ensure_chat_template, load_tokenizer
 from patch.errors import ConversionError, DataError
 from patch.logger import get_logger
-from patch.storage.names import INDEX as METADATA
-from patch.storage.names import is_complete
+from patch.storage.names import METADATA_FILE, is_complete
 
-_LOG = get_logger(__name__)
+_logger = get_logger(__name__)
 
 
 class _Description(NamedTuple):
@@ -68,11 +67,11 @@ def mcore_to_hf(
         raise ConversionError(f"{source}: no such folder, expected a checkpoint (--load)")
     described = _describe(source, hf_config)
     folder = weights_folder(source)
-    weights: DistWeights | LegacyWeights
-    if (folder / METADATA).is_file():
-        weights = DistWeights(folder, described.model)
+    weights: TorchDistWeights | MpRankWeights
+    if (folder / METADATA_FILE).is_file():
+        weights = TorchDistWeights(folder, described.model)
     else:
-        weights = LegacyWeights(folder, described.model)
+        weights = MpRankWeights(folder, described.model)
     _check_dtypes(weights)
     sources = [source, described.folder] if described.folder else [source]
     with staging(target, sources, overwrite=overwrite) as partial:
@@ -80,10 +79,10 @@ def mcore_to_hf(
         with writing(partial):
             _write_descriptions(partial, described, next(iter(weights.dtypes.values())))
         publish(target)
-    _LOG.info("Hugging Face folder written: %s", target)
+    _logger.info("Hugging Face folder written: %s", target)
 
 
-def _check_dtypes(weights: DistWeights | LegacyWeights) -> None:
+def _check_dtypes(weights: TorchDistWeights | MpRankWeights) -> None:
     for name, dtype in weights.dtypes.items():
         if dtype not in SPELLINGS:
             raise ConversionError(
@@ -104,8 +103,9 @@ def _describe(source: Path, hf_config: Path | None) -> _Description:
             f"{source} holds neither config.json nor a run's config.yaml, expected a description of the "
             "model: give a Hugging Face folder with --hf-config"
         )
-    origin = Path(run.checkpoint.load)
-    return _Description(run.model, origin if has_hf_config(origin) else None, _tokenizer(run))
+    load = run.checkpoint.load
+    origin = Path(load) if load is not None and has_hf_config(load) else None
+    return _Description(run.model, origin, _tokenizer(run))
 
 
 def _tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
@@ -121,50 +121,22 @@ def _tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _write_weights(weights: DistWeights | LegacyWeights, partial: Path, described: _Description) -> None:
+def _write_weights(weights: TorchDistWeights | MpRankWeights, partial: Path, described: _Description) -> None:
+    """Write the weights and, of several files, their index, in the described folder's division into files."""
     tensors, dtypes = hf_tensors(described.model), weights.dtypes
-    sizes = {
-        tensor.name: torch.Size(tensor.shape).numel() * dtypes[tensor.name].itemsize for tensor in tensors
-    }
-    placed = _placed(tensors, sizes, described.folder)
+    sizes = {name: torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in tensors}
+    layout = known_layout(described.folder, list(sizes)) or name_files(divide(sizes))
     with (
         writing(partial),
-        TensorFiles(partial, tensors, placed, dtypes) as files,
+        SafetensorsWriter(partial, tensors, layout, dtypes) as files,
         progress(f"{weights.folder.name} to Hugging Face", sum(sizes.values())) as advance,
     ):
         for block in weights.blocks():
             files.write(block)
             advance(block.values.nbytes)
         files.check_complete()
-        if set(placed.values()) != {SINGLE}:
-            write_index(partial, placed, sum(sizes.values()), described.folder)
-
-
-def _placed(tensors: list[HFTensor], sizes: dict[str, int], folder: Path | None) -> dict[str, str]:
-    """The file of each tensor: as in the folder, else files of at most 5 GiB as transformers names them."""
-    if folder is not None and (folder / SINGLE).is_file():
-        return dict.fromkeys(sizes, SINGLE)
-    if folder is not None and (folder / INDEX).is_file():
-        known = read_index(folder / INDEX)
-        lacking = [tensor.name for tensor in tensors if tensor.name not in known]
-        if lacking:
-            raise ConversionError(f"{folder / INDEX} lacks {lacking[0]} ({len(lacking)} such tensors)")
-        placed = {tensor.name: known[tensor.name] for tensor in tensors}
-        if all(name.endswith(".safetensors") for name in placed.values()):
-            return placed
-    files: list[list[str]] = []
-    filled = 0
-    for tensor in tensors:
-        if not files or filled + sizes[tensor.name] > FILE_BYTES:
-            files.append([])
-            filled = 0
-        files[-1].append(tensor.name)
-        filled += sizes[tensor.name]
-    return {
-        name: SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
-        for number, names in enumerate(files, 1)
-        for name in names
-    }
+        if set(layout.values()) != {SAFE_WEIGHTS_NAME}:
+            write_index(partial, layout, sum(sizes.values()), described.folder)
 
 
 def _write_descriptions(partial: Path, described: _Description, dtype: torch.dtype) -> None:

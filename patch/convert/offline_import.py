@@ -7,11 +7,8 @@ DIR/config.json, tokenizer, ...         copies; model.safetensors.index.json rem
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,16 +17,15 @@ from patch.checkpoint.streaming import Piece, PieceWriter
 from patch.config.schema import ModelConfig
 from patch.convert.folder import publish, staging, writing
 from patch.convert.hf_config_files import copy_descriptions, model_of
-from patch.convert.hf_reader import INDEX, SINGLE, HFFolder
-from patch.convert.live_import import open_checked, tell_rounding
-from patch.convert.mappings import Mapping
+from patch.convert.hf_layout import remember_layout
+from patch.convert.hf_reader import HFFolder, open_checked
 from patch.convert.progress import progress
-from patch.convert.weight_table import hf_tensors, stored_key, weights_table
+from patch.convert.weight_table import checkpoint_key, weights_table
 from patch.errors import ConversionError
 from patch.logger import get_logger
 from patch.storage.names import RELEASE, TRACKER, is_released
 
-_LOG = get_logger(__name__)
+_logger = get_logger(__name__)
 WINDOW_BYTES = 16 * 2**20
 """Largest piece, unless one row is larger: what bounds the memory."""
 _EXTRA_STATES = (
@@ -39,16 +35,6 @@ _EXTRA_STATES = (
     "mlp.linear_fc2",
 )
 """Layers whose (empty) extra state upstream's strict load asks for."""
-
-
-class _Parameter(NamedTuple):
-    """One parameter of one layer, as it lies in the checkpoint."""
-
-    key: str
-    mapping: Mapping
-    shape: tuple[int, ...]
-    """Of the stored tensor: with a leading axis where layers are stacked."""
-    layer: int | None
 
 
 def hf_to_mcore(
@@ -71,36 +57,30 @@ def hf_to_mcore(
             "back into one"
         )
     model = model_of(source)
-    folder = open_checked(source, model)
-    if dtype is not None:
-        tell_rounding(folder, model, dtype, "--params-dtype")
+    folder = open_checked(source, model, dtype, "--params-dtype")
     with staging(target, [source], overwrite=overwrite, released=True) as partial:
         _write_weights(folder, partial / RELEASE, model, dtype)
         with writing(partial):
             copy_descriptions(source, partial)
-            _remember_files(folder, partial / INDEX, model)
+            remember_layout(folder, partial)
             (partial / TRACKER).write_text(f"{RELEASE}\n")
         publish(target)
-    _LOG.info("checkpoint written: %s", target)
+    _logger.info("checkpoint written: %s", target)
 
 
-def _write_weights(folder: HFFolder, target: Path, model: ModelConfig, dtype: torch.dtype | None) -> None:
-    parameters = list(_parameters(model))
-    total = sum(
-        torch.Size(tensor.shape).numel() * (dtype or folder.dtype(tensor.name)).itemsize
-        for tensor in hf_tensors(model)
+def _write_weights(source: HFFolder, target: Path, model: ModelConfig, dtype: torch.dtype | None) -> None:
+    """Write the checkpoint's own folder: the weights, and what makes it a checkpoint."""
+    total_bytes = sum(
+        torch.Size(shape).numel() * (dtype or source.dtypes[name]).itemsize for name, shape in source.tensors
     )
-    buffer = np.empty(WINDOW_BYTES, np.uint8)
     with writing(target):
         target.mkdir()
         writer = PieceWriter(target)
         try:
-            with progress(f"{folder.folder.name} to megatron-core", total) as advance:
-                for parameter in parameters:
-                    own = dtype or _stored_dtype(folder, parameter.mapping)
-                    for piece in _pieces(folder, parameter, own, buffer):
-                        writer.add(piece, parameter.shape)
-                        advance(piece.tensor.nbytes)
+            with progress(f"{source.folder.name} to megatron-core", total_bytes) as advance:
+                for piece, shape in _read_pieces(source, model, dtype):
+                    writer.add(piece, shape)
+                    advance(piece.tensor.nbytes)
             for layer in range(model.num_layers):
                 for name in _EXTRA_STATES:
                     key = f"decoder.layers.{name}._extra_state/shard_{layer}_{model.num_layers}"
@@ -110,49 +90,34 @@ def _write_weights(folder: HFFolder, target: Path, model: ModelConfig, dtype: to
             writer.close()
 
 
-def _parameters(model: ModelConfig) -> Iterator[_Parameter]:
-    """Every parameter of every layer."""
-    for name, mapping in weights_table(model, model.padded_vocab_size(1)).items():
-        key = stored_key(name)
-        if "*" not in name:
-            yield _Parameter(key, mapping, mapping.shape, None)
-            continue
-        for layer in range(model.num_layers):
-            yield _Parameter(key, mapping.at_layer(layer), (model.num_layers, *mapping.shape), layer)
+def _read_pieces(
+    source: HFFolder, model: ModelConfig, dtype: torch.dtype | None
+) -> Iterator[tuple[Piece, tuple[int, ...]]]:
+    """Every layer of every parameter in windows of rows, each with the shape of its whole stored tensor.
 
-
-def _stored_dtype(folder: HFFolder, mapping: Mapping) -> torch.dtype:
-    dtypes = {tensor.name: folder.dtype(tensor.name) for tensor in mapping.hf}
-    if len(set(dtypes.values())) > 1:
-        listed = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise ConversionError(
-            f"{folder.folder}: {listed} make up one parameter, expected one type: give --params-dtype"
-        )
-    return next(iter(dtypes.values()))
-
-
-def _pieces(
-    folder: HFFolder, parameter: _Parameter, dtype: torch.dtype, buffer: np.ndarray
-) -> Iterator[Piece]:
-    """The parameter's rows, as many at a time as the buffer holds; each piece is a view of it."""
-    rows, *rest = parameter.mapping.shape
-    row_bytes = torch.Size(rest).numel() * dtype.itemsize
-    step = max(1, buffer.nbytes // row_bytes)
-    lead = () if parameter.layer is None else (parameter.layer,)
-    for start in range(0, rows, step):
-        count = min(step, rows - start)
-        # A tensor whose storage is no larger than itself: torch.save writes whole storages.
-        window = torch.from_numpy(buffer[: count * row_bytes]).view(dtype).view(count, *rest)
-        sources = [folder[tensor.name] for tensor in parameter.mapping.hf]
-        parameter.mapping.fill_rows(window, sources, start)
-        shape = (1, count, *rest) if lead else (count, *rest)
-        yield Piece(parameter.key, (*lead, start, *[0] * len(rest)), window.view(shape))
-
-
-def _remember_files(folder: HFFolder, path: Path, model: ModelConfig) -> None:
-    """Keep which file of the source each tensor lies in, so that the way back makes the same files."""
-    placed = {tensor.name: folder.file_of(tensor.name).name for tensor in hf_tensors(model)}
-    if SINGLE not in placed.values() and (folder.folder / INDEX).is_file():
-        shutil.copyfile(folder.folder / INDEX, path)
-        return
-    path.write_text(json.dumps({"weight_map": placed}, indent=2) + "\n")
+    Layers are stacked on a leading axis. A piece is valid until the next: one buffer holds them all.
+    """
+    buffer = np.empty(WINDOW_BYTES, np.uint8)
+    for name, any_layer in weights_table(model, model.padded_vocab_size(1)).items():
+        key, shape, is_stacked = checkpoint_key(name), any_layer.shape, "*" in name
+        num_rows, *rest = shape
+        for layer in range(model.num_layers if is_stacked else 1):
+            mapping = any_layer.at_layer(layer)
+            lead = (layer,) if is_stacked else ()
+            kinds = {tensor.name: dtype or source.dtypes[tensor.name] for tensor in mapping.hf}
+            if len(set(kinds.values())) > 1:
+                listed = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
+                raise ConversionError(
+                    f"{source.folder}: {listed} make up one parameter, expected one type: give --params-dtype"
+                )
+            kind = next(iter(kinds.values()))
+            row_bytes = torch.Size(rest).numel() * kind.itemsize
+            step = max(1, buffer.nbytes // row_bytes)
+            for start in range(0, num_rows, step):
+                count = min(step, num_rows - start)
+                # A tensor whose storage is no larger than itself: torch.save writes whole storages.
+                window = torch.from_numpy(buffer[: count * row_bytes]).view(kind).view(count, *rest)
+                mapping.hf_to_megatron_rows(window, [source[name] for name in kinds], start)
+                piece = window.view(*[1] * len(lead), count, *rest)
+                offsets = (*lead, start, *[0] * len(rest))
+                yield Piece(key, offsets, piece), (model.num_layers, *shape) if is_stacked else shape

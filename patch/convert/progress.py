@@ -13,7 +13,7 @@ from rich.progress import TransferSpeedColumn as SpeedColumn
 
 from patch.logger import get_logger
 
-_LOG = get_logger(__name__)
+_logger = get_logger(__name__)
 _LINE_EVERY_S = 10.0
 
 
@@ -48,7 +48,7 @@ class _Lines:
         if now - self._last >= _LINE_EVERY_S:
             self._last = now
             left = (now - self._began) / self._done * (self._total - self._done)
-            _LOG.info(
+            _logger.info(
                 "%s: %.2f of %.2f GiB, %.0f s left",
                 self._title, self._done / 2**30, self._total / 2**30, left,
             )  # fmt: skip

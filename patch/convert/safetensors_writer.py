@@ -16,47 +16,53 @@ from typing import NamedTuple
 
 import torch
 
+from patch.convert.folder import writing
 from patch.convert.hf_reader import SPELLINGS
-from patch.convert.mappings import Block, HFTensor
+from patch.convert.mappings import HFBlock, HFTensor
 from patch.errors import ConversionError
 
 _ORDER = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """Where a tensor's values lie in its file."""
 
-    file: int
-    """Descriptor."""
+    path: Path
+    descriptor: int
     begin: int
+    """Byte of the file at which they begin."""
     columns: int
     """Elements of a row; 1 for a vector."""
     dtype: torch.dtype
 
 
-class TensorFiles:
-    """Files with these tensors; a context manager that closes them.
+class SafetensorsWriter:
+    """The files of a folder, each with a header and room for its tensors; a context manager that closes them.
 
     Args:
         folder: exists.
-        placed: file name by tensor.
-        dtypes: by tensor.
+        tensors: all tensors that will be written.
+        layout: file name by tensor name.
+        dtypes: type by tensor name.
+    Raises:
+        ConversionError: a file cannot be made.
     """
 
     def __init__(
         self,
         folder: Path,
         tensors: list[HFTensor],
-        placed: Mapping[str, str],
+        layout: Mapping[str, str],
         dtypes: Mapping[str, torch.dtype],
     ) -> None:
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _TensorPlace] = {}
         self._missing = {tensor.name: torch.Size(tensor.shape).numel() for tensor in tensors}
         self._descriptors: list[int] = []
-        for name in sorted({placed[tensor.name] for tensor in tensors}):
-            held = [tensor for tensor in tensors if placed[tensor.name] == name]
+        for name in sorted({layout[tensor.name] for tensor in tensors}):
+            held = [tensor for tensor in tensors if layout[tensor.name] == name]
             held.sort(key=lambda tensor: (_ORDER.index(dtypes[tensor.name]), tensor.name))
-            self._begin_file(folder / name, held, dtypes)
+            with writing(folder / name):
+                self._begin_file(folder / name, held, dtypes)
 
     def _begin_file(self, path: Path, held: list[HFTensor], dtypes: Mapping[str, torch.dtype]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -73,26 +79,31 @@ class TensorFiles:
         os.truncate(descriptor, 8 + len(text) + ends[-1])
         for (name, shape), begin in zip(held, ends[:-1], strict=True):
             columns = torch.Size(shape[1:]).numel()
-            self._places[name] = _Place(descriptor, 8 + len(text) + begin, columns, dtypes[name])
+            self._places[name] = _TensorPlace(path, descriptor, 8 + len(text) + begin, columns, dtypes[name])
 
-    def write(self, block: Block) -> None:
-        """Put a block where it belongs; whole rows at once, parts of rows one by one."""
-        file, begin, columns, dtype = self._places[block.name]
+    def write(self, block: HFBlock) -> None:
+        """Write a block where it belongs; whole rows at once, parts of rows one by one.
+
+        Raises:
+            ConversionError: it cannot be written; names the file.
+        """
+        path, descriptor, begin, columns, dtype = self._places[block.name]
         assert block.values.dtype == dtype, f"{block.name} is {block.values.dtype}, expected {dtype}"
         values = block.values.reshape(block.values.shape[0], -1)
         if values.shape[1] == columns:
             values = values.reshape(1, -1)
         data = values.contiguous().view(torch.uint8).numpy()
-        for index in range(values.shape[0]):
-            first = (block.row + index) * columns + block.column
-            _write(file, memoryview(data[index]), begin + first * dtype.itemsize)
+        with writing(path):
+            for index in range(values.shape[0]):
+                first = (block.row + index) * columns + block.column
+                _write(descriptor, memoryview(data[index]), begin + first * dtype.itemsize)
         self._missing[block.name] -= values.numel()
 
     def check_complete(self) -> None:
-        """Every value of every tensor was written once.
+        """Check that every value of every tensor was written once.
 
         Raises:
-            ConversionError: names a tensor of which values are missing, or came twice.
+            ConversionError: values of a tensor, which it names, are missing or came twice.
         """
         wrong = [name for name, missing in self._missing.items() if missing]
         if wrong:
@@ -100,7 +111,7 @@ class TensorFiles:
             what = f"lacks {missing} values" if missing > 0 else f"was stored with {-missing} values too many"
             raise ConversionError(f"{wrong[0]} {what} in the checkpoint ({len(wrong)} such tensors)")
 
-    def __enter__(self) -> TensorFiles:
+    def __enter__(self) -> SafetensorsWriter:
         return self
 
     def __exit__(
@@ -110,8 +121,8 @@ class TensorFiles:
             os.close(descriptor)
 
 
-def _write(file: int, data: memoryview, position: int) -> None:
-    """All of it: the kernel may take less at once (2 GiB is its limit)."""
+def _write(descriptor: int, data: memoryview, position: int) -> None:
+    """Write all of `data`: the kernel may take less at once (2 GiB is its limit)."""
     done = 0
     while done < len(data):
-        done += os.pwrite(file, data[done:], position + done)
+        done += os.pwrite(descriptor, data[done:], position + done)

@@ -19,18 +19,18 @@ from patch.checkpoint.compatibility import check_files
 from patch.checkpoint.streaming import read_pieces
 from patch.compat.unpickle import read_metadata
 from patch.config.schema import ModelConfig
-from patch.convert.mappings import Block, Mapping, PaddedRows, Shard
+from patch.convert.mappings import HFBlock, TPShard, VocabParallelMapping, WeightMapping
 from patch.convert.weight_table import GATE_AND_UP, table_name, weights_table
 from patch.errors import ConversionError, nearest
 from patch.families.weights import EMBEDDING_PARAMETER
-from patch.storage.names import INDEX
+from patch.storage.names import METADATA_FILE
 
 _MODEL = ("decoder.", "embedding.", "output_layer.", "final_layernorm.")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _HALVES = {f"{GATE_AND_UP}_w": 0, f"{GATE_AND_UP}_v": 1}
 
 
-class _Place(NamedTuple):
+class _StoredTensor(NamedTuple):
     """What a stored tensor is."""
 
     name: str
@@ -42,7 +42,7 @@ class _Place(NamedTuple):
     dtype: torch.dtype
 
 
-class DistWeights:
+class TorchDistWeights:
     """The model's part of a checkpoint; only its index is read at first.
 
     Args:
@@ -53,10 +53,10 @@ class DistWeights:
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self.folder, self._model = folder, model
-        self._index = read_metadata(folder / INDEX)
+        self._index = read_metadata(folder / METADATA_FILE)
         check_files(folder, self._index)
         self._table = weights_table(model)
-        self._places: dict[str, _Place] = {}
+        self._places: dict[str, _StoredTensor] = {}
         tensors = {
             key: stored
             for key, stored in self._index.state_dict_metadata.items()
@@ -77,7 +77,7 @@ class DistWeights:
             )
         return min(found, key=len).removesuffix(EMBEDDING_PARAMETER)
 
-    def _locate(self, key: str, name: str, stored: TensorStorageMetadata) -> _Place:
+    def _locate(self, key: str, name: str, stored: TensorStorageMetadata) -> _StoredTensor:
         match = _LAYER.search(name)
         layer = int(match[1]) if match else None
         name = _LAYER.sub("layers.", name).replace("layers.", "layers.*.")
@@ -94,11 +94,11 @@ class DistWeights:
             shape = (self._model.num_layers, *shape)
         self._check_shape(key, tuple(stored.size), shape, name)
         first_row = 0 if not half else mapping.hf[0].shape[0]
-        return _Place(name, layer, first_row, stored.properties.dtype)
+        return _StoredTensor(name, layer, first_row, stored.properties.dtype)
 
     def _check_shape(self, key: str, got: tuple[int, ...], expected: tuple[int, ...], name: str) -> None:
         """The vocabulary may be padded; nothing else may differ."""
-        is_padded = isinstance(self._table[name], PaddedRows) and got[0] >= expected[0]
+        is_padded = isinstance(self._table[name], VocabParallelMapping) and got[0] >= expected[0]
         if got != expected and not (is_padded and got[1:] == expected[1:]):
             raise ConversionError(
                 f"{self.folder}: {key} has shape {got}, config.json asks for {expected}: give the folder of "
@@ -127,7 +127,7 @@ class DistWeights:
                 found |= {tensor.name: place.dtype for tensor in self._mapping(place, layer).hf}
         return found
 
-    def blocks(self) -> Iterator[Block]:
+    def blocks(self) -> Iterator[HFBlock]:
         """All values, a stored piece at a time.
 
         Raises:
@@ -142,11 +142,11 @@ class DistWeights:
                 yield from self._blocks(place, place.layer or 0, values, offsets)
 
     def _blocks(
-        self, place: _Place, layer: int, values: torch.Tensor, offsets: tuple[int, ...]
-    ) -> Iterator[Block]:
+        self, place: _StoredTensor, layer: int, values: torch.Tensor, offsets: tuple[int, ...]
+    ) -> Iterator[HFBlock]:
         column = offsets[1] if len(offsets) > 1 else 0
         row = place.first_row + offsets[0]
-        return self._mapping(place, layer).blocks(values, Shard(0, 1), row, column)
+        return self._mapping(place, layer).megatron_to_hf_blocks(values, TPShard(0, 1), row, column)
 
-    def _mapping(self, place: _Place, layer: int) -> Mapping:
+    def _mapping(self, place: _StoredTensor, layer: int) -> WeightMapping:
         return self._table[place.name].at_layer(layer)

@@ -6,15 +6,23 @@ Building a table takes microseconds; one is enough for a conversion.
 from __future__ import annotations
 
 from patch.config.schema import ModelConfig
-from patch.convert.mappings import Columns, GatedRows, GroupedQKV, HFTensor, Mapping, PaddedRows, Replicated
+from patch.convert.mappings import (
+    GatedMLPMapping,
+    HFTensor,
+    QKVMapping,
+    ReplicatedMapping,
+    RowParallelMapping,
+    VocabParallelMapping,
+    WeightMapping,
+)
 from patch.families import Kind, WeightRow, weight_rows
 from patch.families.weights import TIED_OUTPUT
 
-EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
+"""The output layer in transformers, which a folder with tied embeddings may hold too."""
 GATE_AND_UP = "decoder.layers.*.mlp.linear_fc1.weight"
 
-Table = dict[str, Mapping]
+Table = dict[str, WeightMapping]
 """Parameter name -> mapping; `*` stands for the layer number, counted over the whole model."""
 
 _OTHER_NAMES = {
@@ -33,7 +41,7 @@ def table_name(name: str) -> str:
     return _OTHER_NAMES.get(name, name)
 
 
-def stored_key(name: str) -> str:
+def checkpoint_key(name: str) -> str:
     """The key of a table's name in a torch_dist checkpoint, where layers are stacked on a leading axis."""
     fused = {plain: other for other, plain in _OTHER_NAMES.items() if "layers" in other}
     return fused.get(name, name).replace("layers.*.", "layers.")
@@ -56,20 +64,20 @@ def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> T
     return table
 
 
-def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> Mapping:
+def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> WeightMapping:
     """The class that copies a row of this kind."""
     hf = tuple(HFTensor(name, shape) for name, shape in row.hf.items())
     match row.kind:
         case Kind.REPLICATED:
-            return Replicated(hf)
+            return ReplicatedMapping(hf)
         case Kind.ROW_PARALLEL:
-            return Columns(hf)
-        case Kind.GATE_UP:
-            return GatedRows(hf)
+            return RowParallelMapping(hf)
+        case Kind.GATED_MLP:
+            return GatedMLPMapping(hf)
         case Kind.QKV:
-            return GroupedQKV(hf, model.num_query_groups)
-        case Kind.VOCABULARY:
-            return PaddedRows(hf, padded_vocab_size)
+            return QKVMapping(hf, model.num_query_groups)
+        case Kind.VOCAB_PARALLEL:
+            return VocabParallelMapping(hf, padded_vocab_size)
 
 
 def hf_tensors(model: ModelConfig) -> list[HFTensor]:

@@ -32,7 +32,7 @@ def build_datasets(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> Dat
     """
     check_vocabulary(tokenizer, config.model.vocab_size)
     paths = [config.data.train_data_path]
-    if config.data.valid_data_path != "none":
+    if config.data.valid_data_path is not None:
         paths.append(config.data.valid_data_path)
     build = _raw if config.data.dataset_type == "raw" else _idxmap
     sources = build(config, tokenizer, paths)

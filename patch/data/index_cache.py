@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from patch.logger import get_logger
-from patch.storage.checksums import Content, content, difference
+from patch.storage.atomic import write_atomically
+from patch.storage.checksums import Content, content, difference, from_json, to_json
+from patch.storage.names import CHECKSUMS_FILE
 
 _log = get_logger(__name__)
-
-_RECORD = "checksums.json"
 
 
 @contextmanager
@@ -28,7 +28,8 @@ def kept_as_made(folder: Path, split: str) -> Iterator[None]:
     Raises:
         OSError: a file cannot be removed, read or written.
     """
-    known = _read(folder / _RECORD)
+    checksums = folder / CHECKSUMS_FILE
+    known = _read(checksums)
     for path in folder.glob(f"*-{split}-*.npy"):
         complaint = difference(path, known[path.name]) if path.name in known else f"{path} has no checksum"
         if complaint is not None:
@@ -37,14 +38,12 @@ def kept_as_made(folder: Path, split: str) -> Iterator[None]:
             known.pop(path.name, None)
     yield
     known |= {path.name: content(path) for path in folder.glob("*.npy") if path.name not in known}
-    draft = folder / f"{_RECORD}.tmp"
-    draft.write_text(json.dumps({name: known[name]._asdict() for name in sorted(known)}, indent=1) + "\n")
-    draft.replace(folder / _RECORD)
+    write_atomically(checksums, json.dumps(to_json(known), indent=1) + "\n")
 
 
 def _read(path: Path) -> dict[str, Content]:
     """The checksums by file name; none where they cannot be read: then all files are made again."""
     try:
-        return {name: Content(**held) for name, held in json.loads(path.read_bytes()).items()}
+        return from_json(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Iterator
 from itertools import islice
@@ -17,6 +16,7 @@ from patch.data.json_rows import read_rows
 from patch.data.tokenizer import vocabulary_size
 from patch.errors import DataError
 from patch.logger import get_logger
+from patch.storage.atomic import publish_file
 
 _log = get_logger(__name__)
 
@@ -76,7 +76,7 @@ def _publish(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, prefix: s
     try:
         tokens = _write(texts, tokenizer, partial, eod)
         for suffix in (".bin", ".idx"):
-            os.replace(partial + suffix, prefix + suffix)
+            publish_file(Path(partial + suffix), Path(prefix + suffix))
         return tokens
     finally:
         for suffix in (".bin", ".idx"):

@@ -23,6 +23,7 @@ from patch.data.indexed_dataset import check_ids, open_indexed, total_tokens
 from patch.distributed.collectives import agree
 from patch.errors import DataError
 from patch.logger import get_logger
+from patch.storage.names import DATA_INDEX_FOLDER
 
 _log = get_logger(__name__)
 
@@ -112,7 +113,7 @@ def _build(prefix: str, config: RunConfig, eod: int | None, is_train: bool) -> P
     indexed = open_indexed(prefix)
     head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, total_tokens(indexed)), 0)
     check_ids(prefix, int(head.min()), int(head.max()), config.model.vocab_size)
-    cache = Path(config.checkpoint.output_path) / "data_index"
+    cache = Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER
     num_samples = _samples_taken(config) if is_train else None
     split = Split.train if is_train else Split.valid
     documents = np.arange(len(indexed), dtype=np.int32)

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from patch.config.file_rules import TOKENIZER_FILES
 from patch.errors import DataError
 from patch.logger import get_logger
+from patch.storage.names import TOKENIZER_FILES
 
 _log = get_logger(__name__)
 
@@ -30,17 +30,19 @@ LLAMA3_CHAT_TEMPLATE = (
 )
 
 
-def load_tokenizer(folder: str, named_by: str = "") -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: str | None, named_by: str = "") -> PreTrainedTokenizerBase:
     """The tokenizer in `folder`; nothing is downloaded and no code of the folder's is run.
 
     Args:
         named_by: the flag that names another folder, for messages.
     Raises:
-        DataError: no such folder, no tokenizer in it, one that transformers cannot load, or in it a pipe, a
-            device or a file of more than 512 MiB that it would read.
+        DataError: none is named, no such folder, no tokenizer in it, one that transformers cannot load, or
+            in it a pipe, a device or a file of more than 512 MiB that it would read.
     """
-    path = Path(folder)
     cure = "expected the folder of a Hugging Face tokenizer" + (f" ({named_by})" if named_by else "")
+    if folder is None:
+        raise DataError(f"tokenizer: no folder is named; {cure}")
+    path = Path(folder)
     if not path.is_dir():
         raise DataError(f"tokenizer: {folder} is not a folder; {cure}")
     if not any((path / name).is_file() for name in TOKENIZER_FILES):

@@ -1,16 +1,19 @@
-"""Collectives on small host values: agreement on failure, sums of counters, a barrier."""
+"""Collectives on small host values: agreement on failure, what rank 0 knows, sums of counters, a barrier."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import cache
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from patch.errors import PatchError
+
+_Value = TypeVar("_Value")
 
 
 def agree(error: Exception | None) -> None:
@@ -27,17 +30,17 @@ def agree(error: Exception | None) -> None:
         if error is not None:
             raise error
         return
-    reports: list = [None] * dist.get_world_size()
     # Of ours, which every rank can import: pickle refuses classes that a library makes while it runs, and
     # this rank alone would leave before the collective.
     kind = type(error) if isinstance(error, PatchError) else PatchError
-    dist.all_gather_object(reports, None if error is None else (kind, str(error)))
+    field = getattr(error, "field", None)
+    reports = all_gather_object(None if error is None else (kind, str(error), field))
     if error is not None:
         raise error
     for rank, report in enumerate(reports):
         if report is not None:
-            kind, message = report
-            raise kind(f"rank {rank}: {message}")
+            kind, message, field = report
+            raise kind(f"rank {rank}: {message}", field=field)
 
 
 @contextmanager
@@ -53,6 +56,50 @@ def all_or_none() -> Iterator[None]:
     except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
         failure = error
     agree(failure)
+
+
+@contextmanager
+def fail_together(what: str, error_type: type[PatchError]) -> Iterator[None]:
+    """As `all_or_none`, and an error of another type becomes one of this type.
+
+    Args:
+        what: begins the message, such as "checkpoint X was not written".
+        error_type: what the ranks raise.
+
+    Raises:
+        PatchError: of `error_type`, on every rank, when the block raised on any.
+    """
+    with all_or_none():
+        try:
+            yield
+        except error_type:
+            raise
+        except Exception as error:
+            first_line = (str(error).strip().splitlines() or [""])[0]
+            raise error_type(f"{what}: {type(error).__name__}: {first_line}") from error
+
+
+def from_rank_0(find: Callable[[], _Value]) -> _Value:
+    """What `find` returns on rank 0, on every rank: a collective in a job; outside of one just `find`.
+
+    Raises:
+        Exception: what `find` raises, on all ranks (see `agree`).
+    """
+    if not dist.is_initialized():
+        return find()
+    found: list = [None]
+    with all_or_none():
+        if dist.get_rank() == 0:
+            found = [find()]
+    dist.broadcast_object_list(found, src=0)
+    return found[0]
+
+
+def all_gather_object(value: _Value) -> list[_Value]:
+    """Every rank's value, by rank: torch's collective of this name over the whole job."""
+    per_rank = [value] * dist.get_world_size()
+    dist.all_gather_object(per_rank, value)
+    return per_rank
 
 
 def barrier(device: torch.device) -> None:

@@ -53,4 +53,4 @@ class Family(ABC):
 
     def computes(self, model: ModelShape) -> bool:
         """Whether its class in transformers computes this model."""
-        return self.traits == traits_of(model) and (self.has_window or model.window is None)
+        return self.traits == traits_of(model) and (self.has_window or model.window_size is None)

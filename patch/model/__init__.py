@@ -1,12 +1,13 @@
 """The LLaMA model on megatron-core's GPTModel; see README.md."""
 
-from patch.model.hf_order import SOURCES, sum_learned
-from patch.model.llama import DTYPES, LlamaModel, build_llama_model, sharded_weights
+from patch.model.hf_order import SOURCES
+from patch.model.llama import WEIGHT_PREFIXES, LlamaModel, build_llama_model, sharded_weights
+from patch.model.loss import sum_learned
 from patch.model.weight_init import forget_weights, initialize_weights
 
 __all__ = [
-    "DTYPES",
     "SOURCES",
+    "WEIGHT_PREFIXES",
     "LlamaModel",
     "build_llama_model",
     "forget_weights",

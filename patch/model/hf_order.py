@@ -199,28 +199,3 @@ def _seen(query: torch.Tensor, window: int) -> torch.Tensor:
     """[S, S] bool: the tokens that each token attends to, the last of them itself."""
     length = query.shape[2]
     return torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)
-
-
-def aligned_losses(labels: torch.Tensor, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Cross entropy in float32 over the real vocabulary.
-
-    Args:
-        labels: [B, S]. logits: [S, B, padded V].
-    Returns:
-        [B, S] float32.
-    """
-    flat = logits[..., :vocab_size].transpose(0, 1).float().flatten(0, 1)
-    return F.cross_entropy(flat, labels.flatten(), reduction="none").view_as(labels)
-
-
-def sum_learned(losses: torch.Tensor, mask: torch.Tensor, *, is_aligned: bool) -> torch.Tensor:
-    """The sum of the learned tokens' losses.
-
-    Args:
-        losses, mask: [B, S]; the mask is 1 where a token is learned, 0 elsewhere.
-        is_aligned: in the order of torch's own loss function, which is Hugging Face's.
-    """
-    if not is_aligned:
-        return (losses * mask).sum()
-    ignored = torch.where(mask > 0, 0, -100)
-    return F.nll_loss(-losses.reshape(-1, 1), ignored.flatten(), ignore_index=-100, reduction="sum")

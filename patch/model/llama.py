@@ -24,25 +24,30 @@ from megatron.core.tensor_parallel.layers import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
-from patch.config.schema import RunConfig
+from patch.config.schema import Execution, ModelConfig, split_layers
+from patch.device import torch_dtype
 from patch.families import traits_of
-from patch.model.hf_order import SOURCES, AlignedOutput, aligned_losses, batch_first_silu
+from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
+from patch.model.loss import aligned_losses, hide_padded_vocabulary
 from patch.model.recompute import RecomputingMLP, recomputed_modules
 from patch.model.rotary import inverse_frequencies
 from patch.model.spec import block_spec
 
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _ACTIVATIONS = {"silu": silu}
 
 
 def transformer_config(
-    config: RunConfig, *, cuda: bool, aligned: frozenset[str] = frozenset()
+    model: ModelConfig,
+    groups: ProcessGroupCollection,
+    execution: Execution,
+    *,
+    cuda: bool,
+    aligned: frozenset[str] = frozenset(),
 ) -> TransformerConfig:
-    """Upstream's configuration of one run. Fusions that need CUDA extensions stay off."""
-    model, parallel, training = config.model, config.parallel, config.training
-    dtype, traits = DTYPES[training.precision], traits_of(model)
-    recompute = training.recompute_granularity
-    is_interleaved = config.virtual_pipeline_size > 1
+    """Upstream's configuration of a model. Fusions that need CUDA extensions stay off."""
+    tp_size, traits = groups.tp.size(), traits_of(model)
+    dtype = torch_dtype(execution.precision)
+    recompute = execution.recompute_granularity
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -57,33 +62,22 @@ def transformer_config(
         add_bias_linear=traits.add_bias_linear,
         add_qkv_bias=traits.add_qkv_bias,
         qk_layernorm=traits.qk_layernorm,
-        window_size=model.window,
+        window_size=model.window_size,
         attention_dropout=0.0,
         hidden_dropout=0.0,
         params_dtype=dtype,
         fp16=dtype == torch.float16,
         bf16=dtype == torch.bfloat16,
         pipeline_dtype=dtype,
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        pipeline_model_parallel_layout=_uneven_layout(config),
-        virtual_pipeline_model_parallel_size=config.virtual_pipeline_size if is_interleaved else None,
-        microbatch_group_size_per_vp_stage=_micro_batch_group(config) if is_interleaved else None,
-        # Interleaved over two processes, both neighbours are the same one: in one batch of sends and
-        # receives a gradient could be taken for an activation. So they go one by one, as Megatron-LM does.
-        overlap_p2p_comm=is_interleaved,
-        batch_p2p_comm=not is_interleaved,
-        context_parallel_size=parallel.context_parallel_size,
-        sequence_parallel=parallel.sequence_parallel and parallel.tensor_model_parallel_size > 1,
-        recompute_granularity=None if recompute == "none" else recompute,
+        tensor_model_parallel_size=tp_size,
+        context_parallel_size=groups.cp.size(),
+        sequence_parallel=execution.sequence_parallel and tp_size > 1,
+        recompute_granularity=recompute,
         recompute_modules=recomputed_modules(dtype, aligned, cuda=cuda),
         recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=training.recompute_num_layers if recompute == "full" else None,
+        recompute_num_layers=execution.recompute_num_layers if recompute == "full" else None,
         calculate_per_token_loss=True,
-        # A send that overlaps with compute may still read the output that upstream would free: over gloo the
-        # losses were wrong.
-        deallocate_pipeline_outputs=not is_interleaved,
-        deterministic_mode=training.deterministic_mode,
+        deterministic_mode=execution.deterministic_mode,
         use_cpu_initialization=not cuda,
         perform_initialization=False,
         gradient_accumulation_fusion=False,
@@ -91,27 +85,50 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **_pipeline_settings(model.num_layers, groups.pp.size(), execution),
     )
 
 
-def _uneven_layout(config: RunConfig) -> list[list[str]] | None:
+def _pipeline_settings(num_layers: int, pp_size: int, execution: Execution) -> dict[str, Any]:
+    """What upstream's configuration says about pipeline stages and how they talk to each other."""
+    vp_size = execution.virtual_pipeline_size
+    is_interleaved = vp_size > 1
+    group = _micro_batch_group(execution.num_micro_batches, pp_size) if is_interleaved else None
+    return {
+        "pipeline_model_parallel_size": pp_size,
+        "pipeline_model_parallel_layout": _uneven_layout(split_layers(num_layers, pp_size * vp_size)),
+        "virtual_pipeline_model_parallel_size": vp_size if is_interleaved else None,
+        "microbatch_group_size_per_vp_stage": group,
+        # Interleaved over two processes, both neighbours are the same one: in one batch of sends and
+        # receives a gradient could be taken for an activation. So they go one by one, as Megatron-LM does.
+        "overlap_p2p_comm": is_interleaved,
+        "batch_p2p_comm": not is_interleaved,
+        # A send that overlaps with compute may still read the output that upstream would free: over gloo
+        # the losses were wrong.
+        "deallocate_pipeline_outputs": not is_interleaved,
+    }
+
+
+def _uneven_layout(stage_layers: list[int]) -> list[list[str]] | None:
     """Upstream's list of what each stage holds, which it needs where the layers do not divide."""
-    if len(set(config.stage_layers)) == 1:
+    if len(set(stage_layers)) == 1:
         return None
-    layout = [["decoder"] * layers for layers in config.stage_layers]
+    layout = [["decoder"] * layers for layers in stage_layers]
     layout[0].insert(0, "embedding")
     layout[-1].append("loss")
     return layout
 
 
-def _micro_batch_group(config: RunConfig) -> int:
+def _micro_batch_group(num_micro_batches: int, pp_size: int) -> int:
     """Micro-batches that pass one stage before the next stage of the same process takes its turn.
 
     As few as upstream's schedule takes (schedules.py:1000-1020): PP at least, in the last group too.
     """
-    pp_size, count = config.parallel.pipeline_model_parallel_size, config.num_micro_batches
-    fits = (size for size in range(pp_size, count) if count % size == 0 or count % size >= pp_size)
-    return next(fits, count)
+    for size in range(pp_size, num_micro_batches):
+        left = num_micro_batches % size
+        if left == 0 or left >= pp_size:
+            return size
+    return num_micro_batches
 
 
 class LlamaModel(GPTModel):
@@ -123,33 +140,34 @@ class LlamaModel(GPTModel):
 
     def __init__(
         self,
-        config: RunConfig,
+        model: ModelConfig,
         upstream: TransformerConfig,
         groups: ProcessGroupCollection,
         aligned: frozenset[str],
         vp_stage: int,
     ) -> None:
-        model = config.model
         stage = vp_stage * groups.pp.size() + groups.pp.rank()
-        last = config.virtual_pipeline_size * groups.pp.size() - 1
+        num_stages = (upstream.virtual_pipeline_model_parallel_size or 1) * groups.pp.size()
+        layers = split_layers(model.num_layers, num_stages)
+        padded_vocab_size = model.padded_vocab_size(groups.tp.size())
         super().__init__(
             config=upstream,
-            transformer_layer_spec=block_spec(model, config.stage_layers[stage], aligned),
-            vocab_size=config.padded_vocab_size,
+            transformer_layer_spec=block_spec(model, layers[stage], aligned),
+            vocab_size=padded_vocab_size,
             max_sequence_length=model.max_position_embeddings,
             pre_process=stage == 0,
-            post_process=stage == last,
+            post_process=stage == num_stages - 1,
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
             position_embedding_type=traits_of(model).position_embedding_type,
             pg_collection=groups,
             vp_stage=vp_stage,
         )
-        if config.training.recompute_granularity == "selective":
+        if upstream.recompute_granularity == "selective":
             for layer in self.decoder.layers:
                 # TransformerLayer knows what upstream's own class takes, whatever subclass the spec names.
                 layer.mlp.__class__ = RecomputingMLP
         self.rotary_pos_emb.inv_freq = inverse_frequencies(model)
-        rows = config.padded_vocab_size // groups.tp.size()
+        rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
         self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
         """Rows of the real vocabulary on this TP rank; what follows them is padding."""
@@ -190,11 +208,9 @@ class LlamaModel(GPTModel):
         """
         if self._has_aligned_loss:
             return aligned_losses(labels, logits, self.num_vocab_rows)
-        logits = logits.contiguous()
-        # Unseen by autograd, whose node for it would copy all logits' gradient: the softmax of padding is
-        # zero, and so is its gradient.
-        logits.detach()[..., self.num_vocab_rows :] = torch.finfo(logits.dtype).min
-        return super().compute_language_model_loss(labels, logits)
+        return super().compute_language_model_loss(
+            labels, hide_padded_vocabulary(logits, self.num_vocab_rows)
+        )
 
 
 def _mark_cut_weights(model: torch.nn.Module) -> None:
@@ -213,9 +229,10 @@ def _mark_cut_weights(model: torch.nn.Module) -> None:
 
 
 def build_llama_model(
-    config: RunConfig,
+    model: ModelConfig,
     groups: ProcessGroupCollection,
     device: torch.device,
+    execution: Execution,
     *,
     aligned: frozenset[str] | None = None,
 ) -> list[LlamaModel]:
@@ -224,15 +241,23 @@ def build_llama_model(
     Their weights are not set yet (`initialize_weights`). They share one configuration of upstream's.
 
     Args:
+        model: the shape of the whole model.
+        groups: megatron-core's, which say how it is cut (TP, PP) and which part is this rank's.
+        device: where the weights lie.
+        execution: how it is computed; `RunConfig.execution` is that of a run.
         aligned: the sources in Hugging Face's order of operations; None: all with `--precision-align`.
     """
     if aligned is None:
-        aligned = frozenset(SOURCES) if config.model.precision_align != "none" else frozenset()
-    upstream = transformer_config(config, cuda=device.type == "cuda", aligned=aligned)
+        aligned = frozenset(SOURCES) if model.precision_align is not None else frozenset()
+    upstream = transformer_config(model, groups, execution, cuda=device.type == "cuda", aligned=aligned)
     return [
-        LlamaModel(config, upstream, groups, aligned, vp_stage).to(device)
-        for vp_stage in range(config.virtual_pipeline_size)
+        LlamaModel(model, upstream, groups, aligned, vp_stage).to(device)
+        for vp_stage in range(execution.virtual_pipeline_size)
     ]
+
+
+WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.")
+"""How the names begin under which the weights of a GPTModel are stored."""
 
 
 def sharded_weights(stages: Sequence[GPTModel]) -> ShardedStateDict:

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import apply_factories
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors
 from megatron.core.models.gpt.gpt_model import GPTModel
 
-from patch.config.schema import RunConfig
+from patch.config.schema import ModelConfig
 from patch.model.llama import sharded_weights
 
 # The last projections of attention and MLP start smaller: arXiv:1909.08053, section 5.1 (after GPT-2).
@@ -36,8 +36,14 @@ def forget_weights(stages: Sequence[GPTModel]) -> None:
 
 
 @torch.no_grad()
-def initialize_weights(stages: Sequence[GPTModel], config: RunConfig) -> None:
-    """Fill a rank's stages: N(0, init_method_std), norms one, biases and padded vocabulary rows zero."""
+def initialize_weights(stages: Sequence[GPTModel], model: ModelConfig, seed: int) -> None:
+    """Fill a rank's stages: N(0, init_method_std), norms one, biases and padded vocabulary rows zero.
+
+    Args:
+        stages: all pipeline stages of this rank.
+        model: the shape they were built from.
+        seed: of the run; each weight's generator is seeded by it and by the weight's name.
+    """
     state = sharded_weights(stages)
     apply_factories(state)
     for shard in nested_values(extract_sharded_tensors(state)[0]):
@@ -48,19 +54,18 @@ def initialize_weights(stages: Sequence[GPTModel], config: RunConfig) -> None:
         shape, offset = (
             values[shard.prepend_axis_num :] for values in (shard.global_shape, shard.global_offset)
         )
-        if shard.key in _VOCABULARY:
-            shape = (config.model.vocab_size, *shape[1:])
-        name = f"{config.training.seed} {shard.key} {layer}"
-        whole = _draw(name, shape, _std(shard.key, config), shard.data.device)
-        if shard.key in _VOCABULARY:
-            whole = F.pad(whole, (0, 0, 0, config.padded_vocab_size - config.model.vocab_size))
+        num_padded = shape[0] - model.vocab_size if shard.key in _VOCABULARY else 0
+        shape = (shape[0] - num_padded, *shape[1:])
+        whole = _draw(f"{seed} {shard.key} {layer}", shape, _std(shard.key, model), shard.data.device)
+        if num_padded:
+            whole = F.pad(whole, (0, 0, 0, num_padded))
         part = tuple(slice(start, start + size) for start, size in zip(offset, shard.data.shape, strict=True))
         shard.data.copy_(whole[part])
 
 
-def _std(key: str, config: RunConfig) -> float:
-    std = config.model.init_method_std
-    return std / math.sqrt(2 * config.model.num_layers) if key.endswith(_SCALED) else std
+def _std(key: str, model: ModelConfig) -> float:
+    std = model.init_method_std
+    return std / math.sqrt(2 * model.num_layers) if key.endswith(_SCALED) else std
 
 
 def _draw(name: str, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """Optimizer states in chunks: the unit in which they are placed, moved, updated and counted.
 
-A run of neighbouring elements (shard.Run) is registered Next-Fit: behind the one before, or in a new
-chunk when it does not fit; longer runs than a chunk are cut. All chunks have one size, in elements, so that
-buffers can be exchanged instead of copied. A chunk's states travel together. Runs whose gradients become
+A range of a shard (layout.ShardRange) is registered Next-Fit: behind the one before, or in a new
+chunk when it does not fit; ranges longer than a chunk are cut. All chunks have one size, in elements, so that
+buffers can be exchanged instead of copied. A chunk's states travel together. Ranges whose gradients become
 final late have chunks of their own, behind the others; nothing is exchanged with these, so their buffers
 are as long as what they hold.
 
@@ -12,14 +12,13 @@ ColossalAI's Gemini.
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
-from patch.optimizer.transfer import Transfer
+from patch.memory import HOST, Allocator, StagedCopier
 
 # The search tries this many multiples of a unit: 8 Mi elements, or a 64th of a small model.
 _CANDIDATES, _UNIT, _UNITS_OF_SMALL = 16, 8 << 20, 64
@@ -29,37 +28,6 @@ class ChunkFullError(Exception):
     """A tensor does not fit behind those that a chunk holds."""
 
 
-class Memory(Protocol):
-    """Where buffers of states come from."""
-
-    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """(numel,) zeros."""
-
-    def free(self, buffer: torch.Tensor) -> None:
-        """Take note that a buffer is given up."""
-
-
-class HostMemory:
-    """Pageable host memory of exactly the bytes asked for, in huge pages where the system has them."""
-
-    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """(numel,) zeros."""
-        # Private: memory that could be shared is not given in huge pages.
-        pages = mmap.mmap(-1, max(1, numel * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        if hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
-                pages.madvise(mmap.MADV_HUGEPAGE)
-            except OSError:  # a kernel without them
-                pass
-        return torch.frombuffer(pages, dtype=dtype, count=numel)
-
-    def free(self, buffer: torch.Tensor) -> None:
-        """Nothing: the pages go with the buffer."""
-
-
-HOST = HostMemory()
-
-
 class Chunk:
     """A flat buffer of one state.
 
@@ -67,7 +35,7 @@ class Chunk:
         size: elements. memory: where it lies at first.
     """
 
-    def __init__(self, size: int, memory: Memory, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, size: int, memory: Allocator, dtype: torch.dtype = torch.float32) -> None:
         self.size, self.memory = size, memory
         self.used = 0
         self.data = memory.allocate(size, dtype)
@@ -91,7 +59,7 @@ class Chunk:
         """
         return self.alloc_tensor(tensor.numel()).copy_(tensor.detach().reshape(-1))
 
-    def clone(self, memory: Memory) -> Chunk:
+    def clone(self, memory: Allocator) -> Chunk:
         """A chunk of the same layout, all zeros."""
         twin = Chunk(self.size, memory, self.data.dtype)
         twin.used = self.used
@@ -146,14 +114,14 @@ class StateChunk:
                 offset = segment.offset + first - segment.begin
                 yield first, self.states[name].data[offset : offset + last - first]
 
-    def allocate(self, dtypes: Mapping[str, torch.dtype], memory: Memory) -> None:
+    def allocate(self, dtypes: Mapping[str, torch.dtype], memory: Allocator) -> None:
         """Make a buffer of zeros for each state."""
         size = self.numel if self.is_late else self.size
         self.states = {name: Chunk(size, memory, dtype) for name, dtype in dtypes.items()}
         for chunk in self.states.values():
             chunk.alloc_tensor(self.numel)
 
-    def reset_device(self, memory: Memory, transfer: Transfer, *, is_host: bool) -> None:
+    def reset_device(self, memory: Allocator, transfer: StagedCopier, *, is_host: bool) -> None:
         """Move all states; views of them go stale.
 
         What goes to the host has left the device when this returns: its memory is wanted there. What goes
@@ -173,9 +141,9 @@ class StateChunk:
             raise
         copies = [(chunk.data, twins[name].data) for name, chunk in self.states.items()]
         if is_host:
-            transfer.to_host(copies)
+            transfer.copy_to_host(copies)
         else:
-            self._arriving = transfer.to_device(copies)
+            self._arriving = transfer.copy_to_device(copies)
         for chunk in self.states.values():
             chunk.memory.free(chunk.data)
         self.states, self.is_on_host = twins, is_host
@@ -196,7 +164,7 @@ class ChunkManager:
         transfer: carries what moves between them; None where nothing does.
     """
 
-    def __init__(self, size: int, device: Memory, transfer: Transfer | None = None) -> None:
+    def __init__(self, size: int, device: Allocator, transfer: StagedCopier | None = None) -> None:
         self.size, self._device, self._transfer = size, device, transfer
         self.chunks: list[StateChunk] = []
         self._open: dict[bool, StateChunk] = {}
@@ -259,7 +227,7 @@ def find_best_chunk_size(numels: Sequence[int]) -> int:
     Of equally good ones the smallest is taken: the offloaded fraction is then exacter.
 
     Args:
-        numels: lengths of the runs, in the order of registration.
+        numels: lengths of the ranges, in the order of registration.
     """
     unit = min(_UNIT, max(1, -(-sum(numels) // _UNITS_OF_SMALL)))
     return min(

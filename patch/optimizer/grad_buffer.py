@@ -35,7 +35,7 @@ import torch.distributed as dist
 from patch.compat.torch_internals import current_backward
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_reduce, start_reduce_scatter
 from patch.errors import TrainingError
-from patch.optimizer.layout import BucketRange, Slot
+from patch.optimizer.layout import BucketRange, ParamRange
 from patch.optimizer.micro_batch import Bucket, Round
 
 # Staging buffers of level `gradients`: one filling, one travelling, one for gradients that come before
@@ -47,9 +47,9 @@ class GradientBuckets:
     """The gradients of a rank's pipeline stages.
 
     Args:
-        parameters: the trainable ones, on one device; `extents` refer to them by index.
+        parameters: the trainable ones, on one device; `bucket_ranges` refer to them by index.
         names: theirs, for errors.
-        extents: buckets in the order of backward.
+        bucket_ranges: buckets in the order of backward.
         like: a tensor on their device.
         level: none, optimizer or gradients.
         group: data-parallel ranks (with context parallelism).
@@ -61,7 +61,7 @@ class GradientBuckets:
         self,
         parameters: list[torch.nn.Parameter],
         names: list[str],
-        extents: list[BucketRange],
+        bucket_ranges: list[BucketRange],
         *,
         like: torch.Tensor,
         level: str,
@@ -75,7 +75,7 @@ class GradientBuckets:
         self._can_wait_elsewhere = group.size() == 1 or self._like.is_cuda
         self.num_shards = 1 if level == "none" else group.size()
         self._rank = 0 if level == "none" else group.rank()
-        self.buckets = self._make_buckets(extents)
+        self.buckets = self._make_buckets(bucket_ranges)
         self.on_backward: Callable[[], None] = lambda: None
         """Called before the first gradient of each micro-batch, or the zeros of a step that has none."""
         self.on_final: Callable[[int, Pending | None], None] = lambda index, after: None
@@ -97,8 +97,8 @@ class GradientBuckets:
         self._rounds: list[Round] = []
         self.start_step()
         for bucket in self.buckets:
-            for slot in bucket.extent.slots:
-                self._collect(parameters[slot.parameter], names[slot.parameter], bucket, slot)
+            for param in bucket.range.params:
+                self._collect(parameters[param.parameter], names[param.parameter], bucket, param)
 
     def start_step(self) -> None:
         """Forget the last step's gradients, and a backward that an error ended."""
@@ -108,7 +108,7 @@ class GradientBuckets:
         for bucket in self.buckets:
             bucket.is_open = bucket.is_due = False
             bucket.is_shard_empty = True
-            bucket.unwritten = set(bucket.extent.slots)
+            bucket.unwritten = set(bucket.range.params)
         self._leaving = deque() if self._level == "gradients" else deque(self.buckets)
 
     @property
@@ -129,7 +129,7 @@ class GradientBuckets:
     def flush(self) -> None:
         """End the step's last micro-batch, and start every reduction that is left."""
         self._end_micro_batch()
-        for stage in dict.fromkeys(bucket.extent.stage for bucket in self.buckets):
+        for stage in dict.fromkeys(bucket.range.stage for bucket in self.buckets):
             if stage not in self._ended:  # its last micro-batch had no gradient on this rank
                 self._begin_micro_batch(stage, is_last=True)
                 self._end_micro_batch()
@@ -158,24 +158,26 @@ class GradientBuckets:
         while self._travelling:
             self._arrive(self._travelling.popleft())
 
-    def _make_buckets(self, extents: list[BucketRange]) -> list[Bucket]:
+    def _make_buckets(self, bucket_ranges: list[BucketRange]) -> list[Bucket]:
         """Cut the gradient memory: full buffers, or shards of accumulation alone."""
         is_sharded = self._level == "gradients"
-        numel = extents[-1].end // (self.num_shards if is_sharded else 1)
+        numel = bucket_ranges[-1].end // (self.num_shards if is_sharded else 1)
         flat = self._like.new_zeros(numel)
         buckets = []
-        for index, extent in enumerate(extents):
+        for index, bucket_range in enumerate(bucket_ranges):
             if is_sharded:
-                begin = extent.begin // self.num_shards
-                shard = flat[begin : begin + extent.numel // self.num_shards]
-                buckets.append(Bucket(index, extent, shard, None))
+                begin = bucket_range.begin // self.num_shards
+                shard = flat[begin : begin + bucket_range.numel // self.num_shards]
+                buckets.append(Bucket(index, bucket_range, shard, None))
             else:
-                begin, end = extent.shard(self._rank, self.num_shards)
-                buckets.append(Bucket(index, extent, flat[begin:end], flat[extent.begin : extent.end]))
+                begin, end = bucket_range.shard(self._rank, self.num_shards)
+                buckets.append(
+                    Bucket(index, bucket_range, flat[begin:end], flat[bucket_range.begin : bucket_range.end])
+                )
         return buckets
 
-    def _collect(self, parameter: torch.nn.Parameter, name: str, bucket: Bucket, slot: Slot) -> None:
-        begin, end = slot.begin - bucket.extent.begin, slot.end - bucket.extent.begin
+    def _collect(self, parameter: torch.nn.Parameter, name: str, bucket: Bucket, param: ParamRange) -> None:
+        begin, end = param.begin - bucket.range.begin, param.end - bucket.range.begin
 
         def on_gradient(parameter: torch.nn.Parameter) -> None:
             gradient, parameter.grad = parameter.grad, None
@@ -183,15 +185,15 @@ class GradientBuckets:
             assert gradient is not None
             place = self._lend(bucket)[begin:end].view(parameter.shape)
             # Without its graph, where backward keeps one (create_graph).
-            if slot in bucket.unwritten:
+            if param in bucket.unwritten:
                 place.copy_(gradient.detach())
-                bucket.unwritten.remove(slot)
+                bucket.unwritten.remove(param)
             else:
                 place.add_(gradient.detach())
-            bucket.has_repeats |= slot not in bucket.missing
+            bucket.has_repeats |= param not in bucket.missing
             # Level `gradients` cannot wait: it has no memory for all buckets.
             bucket.has_nested |= self._level != "gradients" and current_backward() != self._backward
-            bucket.missing.discard(slot)
+            bucket.missing.discard(param)
             self._launch_ready()
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
@@ -208,7 +210,7 @@ class GradientBuckets:
     def _begin_micro_batch(self, stage: int, *, is_last: bool) -> None:
         self._end_micro_batch()
         self.on_backward()
-        begun = [bucket for bucket in self.buckets if bucket.extent.stage == stage]
+        begun = [bucket for bucket in self.buckets if bucket.range.stage == stage]
         if self._level == "gradients" and begun:
             self._rounds.append(Round(stage, is_last, self._group, self._like))
             self._leaving += begun
@@ -232,14 +234,14 @@ class GradientBuckets:
         """Start the reduction of the next bucket."""
         bucket = self._leaving[0]
         buffer = self._lend(bucket)
-        for slot in bucket.unwritten:
-            buffer[slot.begin - bucket.extent.begin : slot.end - bucket.extent.begin].zero_()
+        for param in bucket.unwritten:
+            buffer[param.begin - bucket.range.begin : param.end - bucket.range.begin].zero_()
         if self.on_launch is not None:
             self.on_launch(bucket.index)
         if self._level == "none":
             bucket.pending = start_all_reduce(buffer, self._group)
         else:
-            size = bucket.extent.numel // self.num_shards
+            size = bucket.range.numel // self.num_shards
             own = buffer[self._rank * size : (self._rank + 1) * size]
             # In place; only the first reduction of a ZeRO-2 step can write where the sum is kept.
             out = bucket.shard if self._level == "gradients" and bucket.is_shard_empty else own
@@ -278,8 +280,8 @@ class GradientBuckets:
             self._arrive(self._travelling.popleft())
         if bucket.buffer is None:
             bucket.staging = self._borrow_staging()
-            bucket.buffer = bucket.staging[: bucket.extent.numel]
-            bucket.unwritten = set(bucket.extent.slots)
+            bucket.buffer = bucket.staging[: bucket.range.numel]
+            bucket.unwritten = set(bucket.range.params)
         return bucket.buffer
 
     def _borrow_staging(self) -> torch.Tensor:
@@ -288,7 +290,7 @@ class GradientBuckets:
             self._arrive(self._travelling.popleft())
         if not self._staging:
             # Beyond NUM_STAGING only when unused parameters hold that many buckets open.
-            largest = max(bucket.extent.numel for bucket in self.buckets)
+            largest = max(bucket.range.numel for bucket in self.buckets)
             self._staging.append(self._like.new_empty(largest))
             self._num_staging += 1
         return self._staging.pop()
@@ -304,7 +306,7 @@ def _check(name: str, gradient: torch.Tensor | None, bucket: Bucket) -> None:
         raise TrainingError(f"{name}: a gradient of layout {gradient.layout}, expected dense (sparse=False)")
     if not bucket.is_open:
         raise TrainingError(
-            f"{name}: a gradient of stage {bucket.extent.stage} outside its micro-batches, expected "
+            f"{name}: a gradient of stage {bucket.range.stage} outside its micro-batches, expected "
             "`start_step`, and `watch(output, stage)` of the tensor that backward begins at, before backward"
         )
     if bucket.has_left and bucket.is_last:

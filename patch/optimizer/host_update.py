@@ -26,10 +26,10 @@ from typing import NamedTuple, TypeVar
 import torch
 
 from patch.distributed.async_collectives import Pending
-from patch.optimizer.accelerator import Accelerator, Mark
-from patch.optimizer.chunk import HOST, Chunk, StateChunk
+from patch.memory import HOST, Event, OffloadDevice
+from patch.optimizer.chunk import Chunk, StateChunk
 from patch.optimizer.kernels import AdamScalars, Segment, States, adam_kernel
-from patch.optimizer.shard import Shard
+from patch.optimizer.layout import BucketShard
 
 # Of the chunks on the host, at most this share is updated speculatively.
 _SHADOW_SHARE = 0.5
@@ -52,32 +52,32 @@ def kernel_states(chunks: Mapping[str, Chunk], place: slice, weight: torch.Tenso
 class _Inputs:
     """Pinned buffers of what an update reads from the device."""
 
-    def __init__(self, size: int, like: Shard, accelerator: Accelerator) -> None:
-        self.grad = accelerator.pinned(size, like.gradient.dtype)
-        is_master = like.weight.dtype != torch.float16
-        self.weight = accelerator.pinned(size, like.weight.dtype) if is_master else None
+    def __init__(self, size: int, like: BucketShard, device: OffloadDevice) -> None:
+        self.grad = device.allocate_pinned(size, like.grad.dtype)
+        is_master = like.param.dtype != torch.float16
+        self.weight = device.allocate_pinned(size, like.param.dtype) if is_master else None
         """Weights that are masters (fp32), or their high bits (bf16)."""
 
 
 class _Results:
     """What an update writes."""
 
-    def __init__(self, size: int, like: Shard, accelerator: Accelerator) -> None:
-        self.weight = accelerator.pinned(size, like.weight.dtype)
+    def __init__(self, size: int, like: BucketShard, device: OffloadDevice) -> None:
+        self.weight = device.allocate_pinned(size, like.param.dtype)
         self.shadow: dict[str, Chunk] = {}
         """The states, where they are not to be written over the old ones."""
-        self.sent: Mark | None = None
+        self.sent: Event | None = None
         """The end of the copies that left `weight` last."""
 
 
 class _Update:
     """One chunk's update in one step."""
 
-    def __init__(self, chunk: StateChunk, final: Mark) -> None:
+    def __init__(self, chunk: StateChunk, final: Event) -> None:
         self.chunk, self.final = chunk, final
         """`final`: the point at which its gradients are."""
         self.inputs: _Inputs | None = None
-        self.arrived: Mark | None = None
+        self.arrived: Event | None = None
         """The end of the copies to `inputs`."""
 
 
@@ -94,27 +94,27 @@ class HostUpdates:
         shards: where gradients and weights lie.
         dtypes: of the states that a chunk holds.
         size: elements of a chunk.
-        accelerator: the device that gradients come from and weights go to.
+        device: the device that gradients come from and weights go to.
         spare_bytes: host memory of this process that states leave.
     """
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[BucketShard],
         dtypes: Mapping[str, torch.dtype],
         size: int,
-        accelerator: Accelerator,
+        device: OffloadDevice,
         spare_bytes: int,
     ) -> None:
         self._shards, self._dtypes, self._size = shards, dtypes, size
-        self._accelerator = accelerator
-        gradient, weight = shards[0].gradient.dtype, shards[0].weight.dtype
+        self._device = device
+        gradient, weight = shards[0].grad.dtype, shards[0].param.dtype
         shadow_bytes = size * sum(dtype.itemsize for dtype in (*dtypes.values(), weight))
         self._max_shadows = int(_SHADOW_BYTES * spare_bytes) // shadow_bytes
         input_bytes = size * (gradient.itemsize + weight.itemsize)
         self._max_inputs = 2 + int(_INPUT_BYTES * spare_bytes) // input_bytes
         self._kernel = adam_kernel(torch.device("cpu"))
-        self._worker = ThreadPoolExecutor(1, "host-adam", initializer=accelerator.enter)
+        self._worker = ThreadPoolExecutor(1, "host-adam", initializer=device.set_device)
         self._lock = Lock()
         """Of `_inputs` and `_order`."""
         self._inputs: deque[_Inputs] = deque()
@@ -128,7 +128,7 @@ class HostUpdates:
         self._final: dict[StateChunk, _Update] = {}
         """Chunks whose gradients are known to be final in the step under way."""
         self._speculated: dict[StateChunk, _Speculation] = {}
-        self._written: dict[StateChunk, Future[Mark]] = {}
+        self._written: dict[StateChunk, Future[Event]] = {}
         self.failures = 0.0
         """Recent share of steps in which the expected scalars were wrong."""
         self.busy_s = self.waited_s = 0.0
@@ -136,7 +136,7 @@ class HostUpdates:
 
     def prepare(self, num_chunks: int) -> None:
         """Have buffers for `num_chunks` chunks on the host; between two steps."""
-        arguments = self._size, self._shards[0], self._accelerator
+        arguments = self._size, self._shards[0], self._device
         while len(self._plain) < min(2, num_chunks):
             self._plain.append(_Results(*arguments))
         _resize(self._inputs, min(num_chunks, self._max_inputs), lambda: _Inputs(*arguments))
@@ -144,7 +144,7 @@ class HostUpdates:
         _resize(self._shadows, wanted, self._make_shadow)
 
     def _make_shadow(self) -> _Results:
-        results = _Results(self._size, self._shards[0], self._accelerator)
+        results = _Results(self._size, self._shards[0], self._device)
         results.shadow = {name: Chunk(self._size, HOST, dtype) for name, dtype in self._dtypes.items()}
         return results
 
@@ -159,7 +159,7 @@ class HostUpdates:
         Returns at once.
         """
         assert self._expected is not None
-        update = self._final[chunk] = _Update(chunk, self._accelerator.mark(after))
+        update = self._final[chunk] = _Update(chunk, self._device.record_event(after))
         with self._lock:
             self._order.append(update)
             self._bring_what_fits()
@@ -179,7 +179,7 @@ class HostUpdates:
         if self._expected is not None:
             self.failures = _MEMORY * self.failures + (1 - _MEMORY) * is_wrong
         done = self._end_speculation(is_wrong)
-        now = self._accelerator.mark()
+        now = self._device.record_event()
         updates = {
             chunk: self._final.get(chunk) or _Update(chunk, now) for chunk in chunks if chunk not in done
         }
@@ -252,10 +252,10 @@ class HostUpdates:
         copies = []
         for s in update.chunk.segments:
             shard = self._shards[s.shard]
-            copies.append((shard.gradient[s.begin : s.end], inputs.grad[s.place]))
+            copies.append((shard.grad[s.begin : s.end], inputs.grad[s.place]))
             if inputs.weight is not None:
-                copies.append((shard.weight[s.begin : s.end], inputs.weight[s.place]))
-        update.arrived = self._accelerator.to_host(copies, update.final)
+                copies.append((shard.param[s.begin : s.end], inputs.weight[s.place]))
+        update.arrived = self._device.copy_to_host(copies, update.final)
 
     def _give_back(self, update: _Update) -> None:
         """Free an update's buffers, with the lock; copies under way to them end before those to come."""
@@ -269,13 +269,13 @@ class HostUpdates:
         with self._begun(update):
             self._compute(update, scalars, results, results.shadow)
 
-    def _update_in_place(self, update: _Update, scalars: AdamScalars) -> Mark:
+    def _update_in_place(self, update: _Update, scalars: AdamScalars) -> Event:
         self._plain.rotate(-1)
         with self._begun(update):
             self._compute(update, scalars, self._plain[0], update.chunk.states)
         return self._send(update.chunk, self._plain[0])
 
-    def _commit(self, speculation: _Speculation) -> Mark:
+    def _commit(self, speculation: _Speculation) -> Event:
         update, results, job = speculation
         job.result()  # or what it met
         update.chunk.states, results.shadow = results.shadow, update.chunk.states
@@ -319,9 +319,9 @@ class HostUpdates:
         self._kernel.update(segments, scalars)
         self.busy_s += time.perf_counter() - begin
 
-    def _send(self, chunk: StateChunk, results: _Results) -> Mark:
-        results.sent = self._accelerator.to_device(
-            [(results.weight[s.place], self._shards[s.shard].weight[s.begin : s.end]) for s in chunk.segments]
+    def _send(self, chunk: StateChunk, results: _Results) -> Event:
+        results.sent = self._device.copy_to_device(
+            [(results.weight[s.place], self._shards[s.shard].param[s.begin : s.end]) for s in chunk.segments]
         )
         return results.sent
 

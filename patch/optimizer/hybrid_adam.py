@@ -14,13 +14,13 @@ import torch
 
 from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending
-from patch.optimizer.accelerator import UNLIMITED, Accelerator
+from patch.memory import UNLIMITED, OffloadDevice, SimulatedDevice, StagedCopier, TorchAllocator
 from patch.optimizer.chunk import ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.host_update import HostUpdates, kernel_states
 from patch.optimizer.kernels import AdamKernel, AdamScalars, Segment, adam_kernel
+from patch.optimizer.kernels.numpy_adam import NumpyAdam
+from patch.optimizer.layout import BucketShard
 from patch.optimizer.placement import AutoPlacementPolicy, Memory, Move, StaticPlacementPolicy
-from patch.optimizer.shard import Shard
-from patch.optimizer.transfer import Transfer
 
 _MASTERS = {
     torch.float32: {},
@@ -31,25 +31,11 @@ _MASTERS = {
 bits of it (see kernels/spec.py), an fp16 weight no part of it."""
 
 
-class _Resident:
-    """A device that nothing leaves."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self.kernel: AdamKernel = adam_kernel(device)
-
-    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return torch.zeros(numel, dtype=dtype, device=self._device)
-
-    def free(self, buffer: torch.Tensor) -> None:
-        pass
-
-
 @dataclass(frozen=True)
 class Offload:
     """Where chunks may go, and who decides."""
 
-    accelerator: Accelerator
+    device: OffloadDevice
     policy: StaticPlacementPolicy | AutoPlacementPolicy
     chunk_size: int = 0
     """In elements; 0: searched."""
@@ -69,7 +55,7 @@ class HybridAdam:
 
     def __init__(
         self,
-        shards: Sequence[Shard],
+        shards: Sequence[BucketShard],
         config: OptimizerConfig,
         offload: Offload | None = None,
         fixed_bytes: int = 0,
@@ -77,14 +63,15 @@ class HybridAdam:
         self.shards, self._config, self._offload = shards, config, offload
         self.step_count = 0
         moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-        self.dtypes: dict[str, torch.dtype] = moments | _MASTERS[shards[0].weight.dtype]
+        self.dtypes: dict[str, torch.dtype] = moments | _MASTERS[shards[0].param.dtype]
         """The states and their types."""
-        device = offload.accelerator if offload else _Resident(shards[0].weight.device)
-        self._kernel = device.kernel
-        transfer = Transfer(offload.accelerator) if offload else None
-        self.manager = ChunkManager(_chunk_size(shards, offload), device, transfer)
+        device = shards[0].param.device
+        self._kernel = _device_kernel(device, offload)
+        allocator = offload.device if offload else TorchAllocator(device)
+        copier = StagedCopier(offload.device) if offload else None
+        self.manager = ChunkManager(_chunk_size(shards, offload), allocator, copier)
         for index, shard in enumerate(shards):
-            for begin, end, is_decayed, is_late in shard.runs:
+            for begin, end, is_decayed, is_late in shard.ranges:
                 # Where nothing is updated early, no gradient is late: one chunk holds all.
                 is_late = is_late and offload is not None
                 self.manager.register(index, begin, end, is_decayed=is_decayed, is_late=is_late)
@@ -101,7 +88,7 @@ class HybridAdam:
             chunk_bytes = self.manager.size * sum(dtype.itemsize for dtype in self.dtypes.values())
             spare_bytes = max(0, offload.host_bytes - chunk_bytes * len(self.manager.chunks))
             self.host_updates = HostUpdates(
-                shards, self.dtypes, self.manager.size, offload.accelerator, spare_bytes
+                shards, self.dtypes, self.manager.size, offload.device, spare_bytes
             )
             for chunk in self.manager.chunks:
                 chunk.is_on_host = True
@@ -128,13 +115,13 @@ class HybridAdam:
             if "master_low" in chunk.states:
                 chunk.states["master_low"].data.zero_()
             for s in chunk.segments if "master" in chunk.states else ():
-                chunk.states["master"].data[s.place].copy_(self.shards[s.shard].weight[s.begin : s.end])
+                chunk.states["master"].data[s.place].copy_(self.shards[s.shard].param[s.begin : s.end])
 
     def wanted_moves(self) -> list[Move]:
         """What the policy would move now, between two steps."""
         if self._offload is None:
             return []
-        memory = Memory(self._offload.accelerator.usable_bytes(), self.fixed_bytes)
+        memory = Memory(self._offload.device.usable_bytes(), self.fixed_bytes)
         return self._offload.policy.moves(self.manager.chunks, memory)
 
     @property
@@ -170,17 +157,17 @@ class HybridAdam:
             done.append(move)
         self._prepare_host()
         # A peak with what has left is none of the next step's.
-        self.largest_peak = max(self.largest_peak, self._offload.accelerator.take_peak())
+        self.largest_peak = max(self.largest_peak, self._offload.device.pop_peak_bytes())
         return done
 
     def activations(self) -> AbstractContextManager[None]:
         """Around forward and backward, so that a simulated device sees what they hold."""
-        return self._offload.accelerator.activations() if self._offload else nullcontext()
+        return self._offload.device.count_activations() if self._offload else nullcontext()
 
     def record_memory(self, kind: str) -> None:
         """Note for `auto` what the device held at most since the last call: in a "train" step, and so on."""
         if self._offload and isinstance(self._offload.policy, AutoPlacementPolicy):
-            peak = self._offload.accelerator.take_peak()
+            peak = self._offload.device.pop_peak_bytes()
             self.largest_peak = max(self.largest_peak, peak)
             model_bytes = self.fixed_bytes + self.manager.total_bytes(on_host=False)
             self._offload.policy.stats.record(kind, peak, model_bytes)
@@ -207,7 +194,7 @@ class HybridAdam:
             }
 
     def gradient_ready(self, index: int, after: Pending | None = None) -> None:
-        """Take note that the gradient of shard `index` is final, late runs aside, once `after` is done.
+        """Take note that the gradient of shard `index` is final, late ranges aside, once `after` is done.
 
         From now on it may travel to the host, and be updated there speculatively.
         """
@@ -282,8 +269,19 @@ class HybridAdam:
         )
 
 
-def _chunk_size(shards: Sequence[Shard], offload: Offload | None) -> int:
-    numels = [run.end - run.begin for shard in shards for run in shard.runs]
+def _chunk_size(shards: Sequence[BucketShard], offload: Offload | None) -> int:
+    numels = [r.end - r.begin for shard in shards for r in shard.ranges]
     if offload is None:
         return max(1, sum(numels))
     return offload.chunk_size or find_best_chunk_size(numels)
+
+
+def _device_kernel(device: torch.device, offload: Offload | None) -> AdamKernel:
+    """The kernel of chunks on the device.
+
+    A simulated device gets another implementation than the host, so that tests which find equal weights for
+    every placement compare two implementations.
+    """
+    if offload is not None and isinstance(offload.device, SimulatedDevice):
+        return NumpyAdam()
+    return adam_kernel(device)

@@ -2,8 +2,8 @@
 
 Arithmetic only: no tensor is touched. Buckets follow the backward pass, so that the first bucket's
 gradients are complete first; a bucket closes when it holds `bucket_size` elements, and is padded so that
-every rank's shard of it has the same size. Inside a bucket parameters with weight decay come first,
-so that a shard is at most a few pieces of one parameter group each.
+every rank's shard of it has the same size. Inside a bucket parameters with weight decay come first, so that
+a shard is at most a few ranges of one parameter group each. All records of ranges are here.
 """
 
 from __future__ import annotations
@@ -12,12 +12,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import torch
+
 # A shard's elements are a multiple of this, so that vector kernels and collectives start aligned.
 ALIGNMENT = 64
 
 
-class Item(NamedTuple):
-    """One parameter to be placed."""
+class ParamSpec(NamedTuple):
+    """What the layout needs to know about one parameter."""
 
     numel: int
     group: int
@@ -28,13 +30,15 @@ class Item(NamedTuple):
     """Which of the rank's pipeline stages it belongs to: each has its own backward, no bucket spans two."""
 
 
-class Slot(NamedTuple):
-    """A parameter's place: elements [begin, end) of the flat buffer."""
+class ParamRange(NamedTuple):
+    """Elements of one parameter, and where they lie in the flat buffer: [begin, end)."""
 
     parameter: int
     """Its index among the parameters."""
     begin: int
     end: int
+    offset: int = 0
+    """Index of the first of these elements in the flattened parameter; 0 for a whole parameter."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +47,8 @@ class BucketRange:
 
     begin: int
     end: int
-    slots: tuple[Slot, ...]
-    """The parameters in it, in the order of their elements."""
+    params: tuple[ParamRange, ...]
+    """The parameters in it, whole, in the order of their elements."""
     stage: int = 0
     """Which of the rank's pipeline stages they belong to."""
 
@@ -58,63 +62,72 @@ class BucketRange:
         size = self.numel // num_shards
         return self.begin + rank * size, self.begin + (rank + 1) * size
 
+    def params_within(self, begin: int, end: int) -> list[ParamRange]:
+        """The parameters' parts inside [begin, end) of the flat buffer, none of them empty."""
+        found = []
+        for param in self.params:
+            first, last = max(param.begin, begin), min(param.end, end)
+            if first < last:
+                found.append(ParamRange(param.parameter, first, last, first - param.begin))
+        return found
 
-def lay_out(items: Sequence[Item], bucket_size: int, num_shards: int) -> list[BucketRange]:
+
+def lay_out(specs: Sequence[ParamSpec], bucket_size: int, num_shards: int) -> list[BucketRange]:
     """Cut parameters into buckets.
 
     Args:
-        items: in the order in which backward completes their gradients.
+        specs: in the order in which backward completes their gradients.
         bucket_size: elements after which a bucket closes; a larger parameter is a bucket of its own.
         num_shards: data-parallel ranks that share a bucket.
     Returns:
-        buckets in the order of `items`, without gaps; without items one, of padding alone.
+        buckets in the order of `specs`, without gaps; without parameters one, of padding alone.
     """
     unit = num_shards * ALIGNMENT
-    if not items:  # a frozen stage still takes part in what its data-parallel ranks do together
+    if not specs:  # a frozen stage still takes part in what its data-parallel ranks do together
         return [BucketRange(0, unit, ())]
     buckets: list[BucketRange] = []
-    for members in _packed(items, bucket_size):
+    for members in _packed(specs, bucket_size):
         begin = buckets[-1].end if buckets else 0
-        slots, position = [], begin
-        for index in sorted(members, key=lambda index: items[index].group):
-            slots.append(Slot(index, position, position + items[index].numel))
-            position += items[index].numel
+        params, position = [], begin
+        for index in sorted(members, key=lambda index: specs[index].group):
+            params.append(ParamRange(index, position, position + specs[index].numel))
+            position += specs[index].numel
         end = begin + -(-(position - begin) // unit) * unit
-        buckets.append(BucketRange(begin, end, tuple(slots), items[members[0]].stage))
+        buckets.append(BucketRange(begin, end, tuple(params), specs[members[0]].stage))
     return buckets
 
 
-def _packed(items: Sequence[Item], bucket_size: int) -> list[list[int]]:
-    """Indices of `items` by bucket; a bucket exceeds `bucket_size` only when one parameter does."""
+def _packed(specs: Sequence[ParamSpec], bucket_size: int) -> list[list[int]]:
+    """Indices of `specs` by bucket; a bucket exceeds `bucket_size` only when one parameter does."""
     packed: list[list[int]] = []
     filled, open_stage = 0, None
-    for index, item in enumerate(items):
-        if item.stage != open_stage or item.is_alone or filled + item.numel > bucket_size:
+    for index, spec in enumerate(specs):
+        if spec.stage != open_stage or spec.is_alone or filled + spec.numel > bucket_size:
             packed.append([])
             filled = 0
         packed[-1].append(index)
-        filled += item.numel
-        open_stage = None if item.is_alone else item.stage
+        filled += spec.numel
+        open_stage = None if spec.is_alone else spec.stage
     return packed
 
 
-class Piece(NamedTuple):
-    """Part of a parameter inside a shard."""
+class ShardRange(NamedTuple):
+    """Neighbouring elements [begin, end) of a shard that are treated alike, counted in the shard."""
 
-    parameter: int
-    """Its index among the parameters."""
     begin: int
-    """First element, counted in the flat buffer."""
     end: int
-    offset: int
-    """First element, counted in the parameter."""
+    is_decayed: bool
+    needs_extra_reduction: bool
+    """Whether the gradient is summed over more ranks after the reduction of its bucket (over tensor-parallel
+    ranks, or over the two stages of a tied embedding), so that it is not final before."""
 
 
-def pieces(bucket: BucketRange, begin: int, end: int) -> list[Piece]:
-    """The parameters' parts inside [begin, end) of the flat buffer, none of them empty."""
-    found = []
-    for slot in bucket.slots:
-        first, last = max(slot.begin, begin), min(slot.end, end)
-        if first < last:
-            found.append(Piece(slot.parameter, first, last, first - slot.begin))
-    return found
+class BucketShard(NamedTuple):
+    """This rank's part of one bucket."""
+
+    grad: torch.Tensor
+    """(n,) the reduced gradient."""
+    param: torch.Tensor
+    """(n,) a view of the flat buffer of parameters."""
+    ranges: list[ShardRange]
+    """Its elements without padding."""

@@ -9,31 +9,31 @@ import torch.distributed as dist
 
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_reduce
 from patch.errors import TrainingError
-from patch.optimizer.layout import BucketRange, Slot
+from patch.optimizer.layout import BucketRange, ParamRange
 
 
 class Bucket:
     """The state of one bucket within one micro-batch."""
 
     def __init__(
-        self, index: int, extent: BucketRange, shard: torch.Tensor, buffer: torch.Tensor | None
+        self, index: int, bucket_range: BucketRange, shard: torch.Tensor, buffer: torch.Tensor | None
     ) -> None:
-        self.index, self.extent = index, extent
+        self.index, self.range = index, bucket_range
         self.shard = shard
         """(n,) this rank's gradients; final after `GradientBuckets.finish`."""
         self.buffer = buffer
         """(shards * n,) where gradients are collected; None while no staging buffer is lent."""
         self.staging: torch.Tensor | None = None
-        self.missing: set[Slot] = set()
+        self.missing: set[ParamRange] = set()
         """Parameters without a gradient in the micro-batch that is open."""
-        self.unknown = set(extent.slots)
+        self.unknown = set(bucket_range.params)
         """Parameters that had no gradient in any micro-batch that has ended."""
         self.has_nested = self.has_repeats = False
         """Whether a gradient came from a backward inside the backward; whether a parameter got several."""
         self.is_open = self.is_due = self.is_over = self.has_left = self.is_last = False
         """Of the stage's newest micro-batch: whether it is open, reduces, has ended, is the step's last; and
         whether the bucket's reduction has started."""
-        self.unwritten: set[Slot] = set(extent.slots)
+        self.unwritten: set[ParamRange] = set(bucket_range.params)
         """Parameters that have given the buffer no gradient yet: their elements hold old values."""
         self.is_shard_empty = True
         self.pending: Pending | None = None
@@ -44,7 +44,7 @@ class Bucket:
 
     def begin(self, is_last: bool, *, reduces: bool) -> None:
         """A micro-batch of the stage begins its backward."""
-        self.missing = set(self.extent.slots)
+        self.missing = set(self.range.params)
         self.is_open, self.is_due, self.is_over, self.has_left = True, reduces, False, False
         self.is_last = is_last
 

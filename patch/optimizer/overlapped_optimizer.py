@@ -25,16 +25,16 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from patch.compat.torch_internals import foreach_norm
 from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import WaitClock
 from patch.optimizer.grad_buffer import GradientBuckets
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
-from patch.optimizer.layout import Item, Piece, lay_out, pieces
+from patch.optimizer.layout import BucketShard, ParamRange, ParamSpec, ShardRange, lay_out
 from patch.optimizer.loss_scale import LossScale
 from patch.optimizer.param_buffer import FlatWeights
 from patch.optimizer.placement import Move
 from patch.optimizer.refusals import TrainedParameters, check_parameters
-from patch.optimizer.shard import Run, Shard
 from patch.optimizer.sharded_state import sharded_ranges, zeros_of_frozen
 
 _Key = TypeVar("_Key")
@@ -66,11 +66,11 @@ class OverlappedDistributedOptimizer:
         offload: Offload | None = None,
     ) -> None:
         # Backward completes gradients in about the reverse of the order of registration.
-        named, items = [], []
+        named, specs = [], []
         for stage, model in reversed(list(enumerate(stages))):
             trained = [n for n in reversed(list(model.named_parameters())) if n[1].requires_grad]
             named += trained
-            items += [_item(parameter, stage) for _, parameter in trained]
+            specs += [_spec_of(parameter, stage) for _, parameter in trained]
         check_parameters(stages, named)
         self.parameters = [parameter for _, parameter in named]
         like = _like(self.parameters, stages)
@@ -81,12 +81,12 @@ class OverlappedDistributedOptimizer:
         self.is_sharded = level != "none" and groups.dp_cp.size() > 1
         level = level if self.is_sharded else "none"
         num_shards = groups.dp_cp.size() if self.is_sharded else 1
-        extents = lay_out(items, optimizer.reduce_bucket_size, num_shards)
+        bucket_ranges = lay_out(specs, optimizer.reduce_bucket_size, num_shards)
         self.clock = WaitClock(like.device)
         self.weights = FlatWeights(
             stages,
             self.parameters,
-            extents,
+            bucket_ranges,
             like=like,
             num_shards=num_shards,
             group=groups.dp_cp,
@@ -97,7 +97,7 @@ class OverlappedDistributedOptimizer:
         self.gradients = GradientBuckets(
             self.parameters,
             [name for name, _ in named],
-            extents,
+            bucket_ranges,
             like=like,
             level=level,
             group=groups.dp_cp,
@@ -105,9 +105,12 @@ class OverlappedDistributedOptimizer:
             clock=self.clock,
         )
         rank = groups.dp_cp.rank() if self.is_sharded else 0
-        self._pieces = [pieces(extent, *extent.shard(rank, num_shards)) for extent in extents]
-        self._begins = [extent.shard(rank, num_shards)[0] for extent in extents]
-        shards = [self._shard(index) for index in range(len(extents))]
+        self._own_params = [
+            bucket_range.params_within(*bucket_range.shard(rank, num_shards))
+            for bucket_range in bucket_ranges
+        ]
+        self._begins = [bucket_range.shard(rank, num_shards)[0] for bucket_range in bucket_ranges]
+        shards = [self._shard(index) for index in range(len(bucket_ranges))]
         fixed_bytes = self.weights.flat.nbytes + self.gradients.num_bytes
         self.adam = HybridAdam(shards, optimizer, offload, fixed_bytes)
         self.gradients.on_final = self.adam.gradient_ready
@@ -115,13 +118,13 @@ class OverlappedDistributedOptimizer:
         # the next one of all is to write weights that no other writes.
         self.gradients.on_backward = self.wait_for_weights
 
-    def _shard(self, index: int) -> Shard:
+    def _shard(self, index: int) -> BucketShard:
         begin = self._begins[index]
-        runs = [
-            Run(run.begin - begin, run.end - begin, is_decayed, is_late)
-            for (is_decayed, is_late), run in _runs(self._pieces[index], self._treatment)
+        ranges = [
+            ShardRange(run.begin - begin, run.end - begin, is_decayed, needs_extra_reduction)
+            for (is_decayed, needs_extra_reduction), run in _merged(self._own_params[index], self._treatment)
         ]
-        return Shard(self.gradients.buckets[index].shard, self.weights.shard(index), runs)
+        return BucketShard(self.gradients.buckets[index].shard, self.weights.shard(index), ranges)
 
     def _arrive(self, index: int, *, block: bool) -> bool:
         return self.adam.arrive(index, block=block)
@@ -191,18 +194,18 @@ class OverlappedDistributedOptimizer:
         if self.groups.tp.size() > 1:
             self._sum_sequence_parallel()
         for bucket in self.gradients.buckets:
-            for slot in bucket.extent.slots[:1]:  # a tied embedding is alone in its bucket
-                if getattr(self.parameters[slot.parameter], "shared_embedding", False):
+            for param in bucket.range.params[:1]:  # a tied embedding is alone in its bucket
+                if getattr(self.parameters[param.parameter], "shared_embedding", False):
                     with self.clock.waiting():
                         dist.all_reduce(bucket.shard, group=self.groups.embd)
 
     def _sum_sequence_parallel(self) -> None:
         """Sum over TP the gradients of which each TP rank saw a part of the tokens, in one message."""
         parts = [
-            self._part(self.gradients.buckets[index].shard, index, piece)
-            for index, found in enumerate(self._pieces)
-            for piece in found
-            if getattr(self.parameters[piece.parameter], "sequence_parallel", False)
+            self._part(self.gradients.buckets[index].shard, index, param)
+            for index, found in enumerate(self._own_params)
+            for param in found
+            if getattr(self.parameters[param.parameter], "sequence_parallel", False)
         ]
         if parts:
             coalesced = torch.cat(parts)
@@ -221,11 +224,11 @@ class OverlappedDistributedOptimizer:
         counted = [
             self._part(bucket.shard, index, run)
             for index, bucket in enumerate(self.gradients.buckets)
-            for is_counted, run in _runs(self._pieces[index], self._is_counted)
+            for is_counted, run in _merged(self._own_params[index], self._is_counted)
             if is_counted
         ]
         # On a GPU vector_norm would first write a copy of the gradients in float64.
-        norms = torch._foreach_norm(counted, 2, dtype=torch.float64) if counted else []
+        norms = foreach_norm(counted, 2, dtype=torch.float64) if counted else []
         zero = torch.zeros((), dtype=torch.float64, device=self.weights.flat.device)
         total = torch.stack([zero, *(norm**2 for norm in norms)]).sum()
         # Shards differ on all ranks of the job; replicas only over the ranks that share a model.
@@ -244,7 +247,7 @@ class OverlappedDistributedOptimizer:
         self.loss_scale.keep()
         self.adam.start_update(self._lr, scale)
         # The next forward needs the last bucket of backward first.
-        order = list(reversed(range(len(self._pieces))))
+        order = list(reversed(range(len(self._own_params))))
         for indices in [[index] for index in order] if self.is_sharded else [order]:
             self.adam.update(indices)
             for index in indices:
@@ -275,11 +278,11 @@ class OverlappedDistributedOptimizer:
         sharded: ShardedStateDict = {}
         for name in self.adam.dtypes:
             ranges = [
-                (self.parameters[piece.parameter], piece.offset + begin - first, state)
-                for index, found in enumerate(self._pieces)
-                for piece in found
-                for first in [piece.begin - self._begins[index]]
-                for begin, state in self.adam.state(name, index, first, first + piece.end - piece.begin)
+                (self.parameters[param.parameter], param.offset + begin - first, state)
+                for index, found in enumerate(self._own_params)
+                for param in found
+                for first in [param.begin - self._begins[index]]
+                for begin, state in self.adam.state(name, index, first, first + param.end - param.begin)
             ]
             sharded |= sharded_ranges(model_state, ranges, f"{_STATE}.{name}", dp_rank)
         if not is_loading:
@@ -288,31 +291,31 @@ class OverlappedDistributedOptimizer:
             sharded |= zeros_of_frozen(model_state, trained, self.adam.dtypes, _STATE, dp_rank)
         return sharded
 
-    def _part(self, shard: torch.Tensor, index: int, piece: Piece) -> torch.Tensor:
-        """A piece's elements of this rank's shard of bucket `index`."""
+    def _part(self, shard: torch.Tensor, index: int, param: ParamRange) -> torch.Tensor:
+        """A parameter's elements within this rank's shard of bucket `index`."""
         begin = self._begins[index]
-        return shard[piece.begin - begin : piece.end - begin]
+        return shard[param.begin - begin : param.end - begin]
 
-    def _treatment(self, piece: Piece) -> tuple[bool, bool]:
+    def _treatment(self, param: ParamRange) -> tuple[bool, bool]:
         """Whether a parameter decays, and whether its gradient is summed over more ranks than the bucket."""
-        parameter = self.parameters[piece.parameter]
+        parameter = self.parameters[param.parameter]
         is_summed_over_tp = self.groups.tp.size() > 1 and getattr(parameter, "sequence_parallel", False)
         return parameter.ndim > 1, is_summed_over_tp or getattr(parameter, "shared_embedding", False)
 
-    def _is_counted(self, piece: Piece) -> bool:
+    def _is_counted(self, param: ParamRange) -> bool:
         """Whether this rank counts a parameter in the norm, of those that hold a copy."""
-        parameter = self.parameters[piece.parameter]
+        parameter = self.parameters[param.parameter]
         is_cut = getattr(parameter, "tensor_model_parallel", False)
         return not getattr(parameter, "shared", False) and (is_cut or self.groups.tp.rank() == 0)
 
 
-def _item(parameter: torch.nn.Parameter, stage: int) -> Item:
+def _spec_of(parameter: torch.nn.Parameter, stage: int) -> ParamSpec:
     """Matrices before norms in a bucket, a tied embedding of two stages alone in its own."""
     is_tied = getattr(parameter, "shared_embedding", False)
-    return Item(parameter.numel(), int(parameter.ndim <= 1), is_tied, stage)
+    return ParamSpec(parameter.numel(), int(parameter.ndim <= 1), is_tied, stage)
 
 
-def _runs(found: list[Piece], key: Callable[[Piece], _Key]) -> list[tuple[_Key, Piece]]:
+def _merged(found: list[ParamRange], key: Callable[[ParamRange], _Key]) -> list[tuple[_Key, ParamRange]]:
     """Neighbouring pieces with the same key as one."""
     runs = []
     for value, group in groupby(found, key):

@@ -43,7 +43,7 @@ class FlatWeights:
         stages: whoever gets a parameter from a module of theirs waits for it.
         parameters: the trainable ones, one dtype; they become views of the buffer, values kept.
         like: of their type and device.
-        extents: buckets in the order of backward.
+        bucket_ranges: buckets in the order of backward.
         num_shards: ranks that share a bucket: 1, or the size of `group`.
         arrive: (bucket, block) -> whether this rank's new part of the bucket is there, see HybridAdam.arrive.
         clock: gets the time that compute waits for weights.
@@ -53,7 +53,7 @@ class FlatWeights:
         self,
         stages: Sequence[torch.nn.Module],
         parameters: list[torch.nn.Parameter],
-        extents: list[BucketRange],
+        bucket_ranges: list[BucketRange],
         *,
         like: torch.Tensor,
         num_shards: int,
@@ -61,7 +61,7 @@ class FlatWeights:
         arrive: Arrive,
         clock: WaitClock,
     ) -> None:
-        self._extents, self._group, self._arrive, self._clock = extents, group, arrive, clock
+        self._bucket_ranges, self._group, self._arrive, self._clock = bucket_ranges, group, arrive, clock
         self._num_shards = num_shards
         self._rank = group.rank() if num_shards > 1 else 0
         self._updating: deque[int] = deque()
@@ -73,16 +73,18 @@ class FlatWeights:
         """Threads that share a model may wait for the same weights."""
         self._num_forwards = 0
         """Of stages, under way."""
-        self.flat = like.new_zeros(extents[-1].end)
+        self.flat = like.new_zeros(bucket_ranges[-1].end)
         # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
         self._streams = streams_of(like.device)
         self._aside = self._streams.Stream(like.device) if num_shards > 1 else None
-        self._members = [[parameters[slot.parameter] for slot in extent.slots] for extent in extents]
+        self._members = [
+            [parameters[param.parameter] for param in bucket_range.params] for bucket_range in bucket_ranges
+        ]
         self._bucket_of: dict[torch.Tensor, int] = {}
         with torch.no_grad():
-            for index, extent in enumerate(extents):
-                for slot, parameter in zip(extent.slots, self._members[index], strict=True):
-                    view = self.flat[slot.begin : slot.end].view(parameter.shape)
+            for index, bucket_range in enumerate(bucket_ranges):
+                for param, parameter in zip(bucket_range.params, self._members[index], strict=True):
+                    view = self.flat[param.begin : param.end].view(parameter.shape)
                     parameter.data = view.copy_(parameter)
                     self._bucket_of[parameter] = index
         for module in chain.from_iterable(stage.modules() for stage in stages):
@@ -94,12 +96,14 @@ class FlatWeights:
                 module.register_state_dict_pre_hook(wait)
                 module.register_load_state_dict_pre_hook(wait)
         for number, stage in enumerate(stages):
-            needed = [index for index, extent in enumerate(extents) if extent.stage == number]
+            needed = [
+                index for index, bucket_range in enumerate(bucket_ranges) if bucket_range.stage == number
+            ]
             self._follow(stage, needed)
 
     def shard(self, index: int) -> torch.Tensor:
         """This rank's part of a bucket: a view of the buffer."""
-        begin, end = self._extents[index].shard(self._rank, self._num_shards)
+        begin, end = self._bucket_ranges[index].shard(self._rank, self._num_shards)
         return self.flat[begin:end]
 
     def renew(self, index: int) -> None:
@@ -140,8 +144,8 @@ class FlatWeights:
                     return
                 self._updating.popleft()
                 if self._num_shards > 1:
-                    extent = self._extents[index]
-                    buffer = self.flat[extent.begin : extent.end]
+                    bucket_range = self._bucket_ranges[index]
+                    buffer = self.flat[bucket_range.begin : bucket_range.end]
                     self._pending[index] = start_all_gather(buffer, self.shard(index), self._group)
                 else:
                     increment_version(self._members[index])

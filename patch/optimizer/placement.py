@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import NamedTuple, Protocol
 
-from patch.plan import size_text
+from patch.storage.sizes import size_text
 
 WINDOW = 64
 """Peaks of each kind that are remembered; and steps that memory must stay free once auto had to evict."""

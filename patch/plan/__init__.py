@@ -1,27 +1,26 @@
 """What a run costs, by arithmetic over its configuration: parameters, FLOPs, bytes. Imports no torch."""
 
 from patch.plan.activations import activation_bytes
-from patch.plan.describe import describe_plan, size_text
+from patch.plan.describe import describe_plan
 from patch.plan.flops import flops_per_token, model_flops_per_step, peak_flops
 from patch.plan.memory import RankBytes, bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import parameters_per_rank, total_parameters
-from patch.plan.sharding import LevelCost, level_cost, resolve_sharding
+from patch.plan.sharding import StageCost, resolve_sharding, stage_cost
 
 __all__ = [
-    "LevelCost",
     "RankBytes",
+    "StageCost",
     "activation_bytes",
     "bytes_per_rank",
     "describe_plan",
     "device_memory",
     "flops_per_token",
-    "level_cost",
     "model_flops_per_step",
     "needed_bytes",
     "offloaded_bytes",
     "parameters_per_rank",
     "peak_flops",
     "resolve_sharding",
-    "size_text",
+    "stage_cost",
     "total_parameters",
 ]

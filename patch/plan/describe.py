@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from patch.config import RunConfig
+from patch.config.choices import Recompute
 from patch.device import MachineFacts
 from patch.plan.activations import activation_bytes
 from patch.plan.flops import model_flops_per_step
 from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import total_parameters
+from patch.storage.sizes import size_text
 
 
 def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
@@ -31,10 +33,10 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             f"x DP {config.data_parallel_size} on {parallel.nnodes} machine(s)"
             + (f", {stages} interleaved stages each" if stages > 1 else ""),
             *_split_layers(config),
-            f"parameters  {_scaled(total_parameters(config))} ({config.model.model_size})",
+            f"parameters  {_scaled(total_parameters(config.model))} ({config.model.model_size})",
             f"state/rank  {size_text(state.total)} = weights {size_text(state.weights)} "
             f"+ gradients {size_text(state.gradients)} + optimizer {size_text(state.optimizer)}{offloaded}; "
-            f"activations come on top (data-parallel sharding: {config.sharding_level})",
+            f"activations come on top (data-parallel sharding: {config.zero_stage.name.lower()})",
             *_activations(config, machine),
             f"step        {training.global_batch_size} samples x {config.sample_length} tokens = "
             f"{tokens} tokens, {config.num_micro_batches} micro-batch(es) a replica, "
@@ -56,10 +58,16 @@ def _split_layers(config: RunConfig) -> list[str]:
 
 def _activations(config: RunConfig, machine: MachineFacts) -> list[str]:
     """A line about what recomputation would save; Hugging Face's order of operations keeps more."""
-    if config.model.precision_align != "none":
+    if config.model.precision_align is not None:
         return []
-    words = {"none": "none", "selective": "sel", "full": "full"}
-    kept = activation_bytes(config, cuda=bool(machine.cuda_devices))
+    words: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}
+    kept = activation_bytes(
+        config.model,
+        config.parallel,
+        config.training,
+        length=config.sample_length,
+        cuda=bool(machine.cuda_devices),
+    )
     sizes = ", ".join(f"{words[setting]} {size_text(num_bytes)}" for setting, num_bytes in kept.items())
     return [
         f"activations a layer and micro-batch keep {sizes} for backward; "
@@ -79,12 +87,6 @@ def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
             f"warning     {config.parallel.nproc_per_node} process(es) hold {size_text(on_host)} of model "
             f"state in host memory, this machine has {size_text(machine.host_memory_bytes)}"
         )
-
-
-def size_text(num_bytes: int) -> str:
-    """1.25 GiB, or 3.20 MiB where it is less than 0.01 GiB."""
-    gib = num_bytes / 2**30
-    return f"{gib:.2f} GiB" if gib >= 0.01 else f"{num_bytes / 2**20:.2f} MiB"
 
 
 def _scaled(number: float) -> str:

@@ -8,7 +8,7 @@ PaLM (arXiv 2204.02311, appendix B) counts the same but the whole square of atte
 
 from __future__ import annotations
 
-from patch.config import RunConfig
+from patch.config import ModelConfig, RunConfig
 from patch.plan.parameters import layer_matrices
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
@@ -33,25 +33,31 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 """Dense bf16 tensor-core peaks from NVIDIA's data sheets, special forms of a name before its plain one."""
 
 
-def flops_per_token(config: RunConfig) -> float:
-    """FLOPs of forward and backward for one token of a sequence of `config.sample_length` tokens."""
-    model = config.model
+def flops_per_token(model: ModelConfig, length: int, tp_size: int) -> float:
+    """FLOPs of forward and backward for one token.
+
+    Args:
+        model: the shape.
+        length: tokens of the sequence that the token is part of.
+        tp_size: tensor parallelism, which decides how far the vocabulary is padded.
+    """
     query = model.num_attention_heads * model.kv_channels
-    scores_and_values = 2 * query * _attended(config)
+    scores_and_values = 2 * query * _attended(length, model.window_size)
     per_layer = layer_matrices(model) + scores_and_values
-    return 6 * (model.num_layers * per_layer + config.padded_vocab_size * model.hidden_size)
+    return 6 * (model.num_layers * per_layer + model.padded_vocab_size(tp_size) * model.hidden_size)
 
 
-def _attended(config: RunConfig) -> float:
+def _attended(length: int, window: tuple[int, int] | None) -> float:
     """Tokens that one attends to on average: half of the sequence, fewer with a sliding window."""
-    length, window = config.sample_length, config.model.window
     width = length if window is None else min(window[0] + 1, length)
     return width * (length - width / 2) / length
 
 
 def model_flops_per_step(config: RunConfig) -> float:
     """FLOPs of one optimizer step over all ranks: every sample at its full, padded length."""
-    return flops_per_token(config) * config.training.global_batch_size * config.sample_length
+    length = config.sample_length
+    per_token = flops_per_token(config.model, length, config.parallel.tensor_model_parallel_size)
+    return per_token * config.training.global_batch_size * length
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from patch.config import RunConfig
+from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.plan.parameters import parameters_per_rank
 
@@ -31,11 +32,11 @@ def bytes_per_rank(config: RunConfig) -> RankBytes:
 
     Sharding divides the states over replicas (ZeRO-1), and the gradients too (ZeRO-2).
     """
-    parameters, replicas = max(parameters_per_rank(config)), config.data_parallel_size
+    parameters, replicas = max(parameters_per_rank(config.model, config.parallel)), config.data_parallel_size
     gradients = parameters * (4 if config.optimizer.main_grads_dtype == "fp32" else 2)
     return RankBytes(
         weights=parameters * (4 if config.training.precision == "fp32" else 2),
-        gradients=gradients // replicas if config.sharding_level == "gradients" else gradients,
+        gradients=gradients // replicas if config.zero_stage is ZeroStage.GRADIENTS else gradients,
         optimizer=_state_bytes(config) - offloaded_bytes(config),
     )
 
@@ -53,8 +54,8 @@ def offloaded_bytes(config: RunConfig) -> int:
 def device_memory(config: RunConfig, machine: MachineFacts) -> int:
     """Bytes of the device that a process computes on, a GPU or a simulated one; 0: there is none."""
     optimizer = config.optimizer
-    simulated = 0 if optimizer.optimizer_offload_policy == "false" else optimizer.simulated_device_memory
-    return machine.cuda_memory_bytes if machine.cuda_devices else simulated
+    simulated = optimizer.simulated_device_memory if optimizer.optimizer_offload_policy else None
+    return machine.cuda_memory_bytes if machine.cuda_devices else simulated or 0
 
 
 def needed_bytes(config: RunConfig, machine: MachineFacts) -> tuple[int, int]:
@@ -69,5 +70,5 @@ def needed_bytes(config: RunConfig, machine: MachineFacts) -> tuple[int, int]:
 
 
 def _state_bytes(config: RunConfig) -> int:
-    states = max(parameters_per_rank(config)) * _STATE_BYTES[config.training.precision]
-    return states if config.sharding_level == "none" else states // config.data_parallel_size
+    states = max(parameters_per_rank(config.model, config.parallel)) * _STATE_BYTES[config.training.precision]
+    return states if config.zero_stage is ZeroStage.NONE else states // config.data_parallel_size

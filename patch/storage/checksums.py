@@ -7,8 +7,9 @@ mix-ups, not against people. It was 3.3 GB/s of one core (AMD EPYC, files in mem
 from __future__ import annotations
 
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 _WINDOW_BYTES = 4 * 2**20
 
@@ -49,3 +50,17 @@ def difference(path: Path, expected: Content) -> str | None:
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     return None
+
+
+def to_json(contents: Mapping[str, Content]) -> dict[str, dict[str, Any]]:
+    """The contents by file name as plain values, sorted by name."""
+    return {name: contents[name]._asdict() for name in sorted(contents)}
+
+
+def from_json(values: Any) -> dict[str, Content]:
+    """The contents by file name that `to_json` made plain values of.
+
+    Raises:
+        AttributeError, TypeError: these are other values.
+    """
+    return {name: Content(**held) for name, held in values.items()}

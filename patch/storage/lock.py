@@ -1,7 +1,8 @@
 """One writer at a time: a folder that is being written is locked, and whoever comes second is told by whom.
 
 The lock is the kernel's (flock) on a file that names its holder, so it ends with the process however that
-dies. Over NFS it holds between machines (Linux 2.6.12 and newer); file systems without locks are said so of.
+dies. Over NFS it holds between machines (Linux 2.6.12 and newer); on a file system without locks a warning
+says so.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import NamedTuple
 from patch.errors import ConfigError, ConversionError, PatchError
 from patch.logger import get_logger
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 _RUN_LOCK = ".lock"
 _PATIENCE_S = 3.0
@@ -29,7 +30,7 @@ _DYING_S = 60.0
 _POLL_S = 0.05
 
 
-class _Place(NamedTuple):
+class _LockFile(NamedTuple):
     """A file that is locked for as long as a folder is written, and the words of a refusal."""
 
     path: Path
@@ -38,9 +39,9 @@ class _Place(NamedTuple):
     cure: str
 
 
-def _run(output: Path) -> _Place:
+def _run(output: Path) -> _LockFile:
     cure = "wait for that run, end it, or give another OUTPUT_BASEPATH (position 25)"
-    return _Place(output / _RUN_LOCK, output, ConfigError, cure)
+    return _LockFile(output / _RUN_LOCK, output, ConfigError, cure)
 
 
 @contextmanager
@@ -74,12 +75,12 @@ def hold_target(target: Path) -> Iterator[None]:
     """
     cure = "wait for that conversion, or give another folder (--save)"
     path = target.with_name(f".{target.name}.lock")
-    with _hold(_Place(path, target, ConversionError, cure)):
+    with _hold(_LockFile(path, target, ConversionError, cure)):
         yield
 
 
 @contextmanager
-def _hold(place: _Place) -> Iterator[None]:
+def _hold(place: _LockFile) -> Iterator[None]:
     try:
         descriptor = _lock(place)
     except OSError as error:
@@ -92,7 +93,7 @@ def _hold(place: _Place) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _lock(place: _Place) -> int:
+def _lock(place: _LockFile) -> int:
     """The descriptor of the locked file, which is still the one of that name."""
     place.path.parent.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
@@ -113,14 +114,14 @@ def _lock(place: _Place) -> int:
         time.sleep(_POLL_S)
 
 
-def _try(descriptor: int, place: _Place) -> bool:
-    """Whether the lock is ours; a file system without locks is taken for free."""
+def _try(descriptor: int, place: _LockFile) -> bool:
+    """Whether the lock is ours; on a file system without locks it counts as ours, with a warning."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        _log.warning(
+        _logger.warning(
             "%s cannot be locked (%s): nothing but you keeps a second one from writing there too",
             place.folder, error.strerror,
         )  # fmt: skip

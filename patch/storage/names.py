@@ -1,9 +1,12 @@
-"""The names of what lies in a run's folder, and which of its checkpoints are complete.
+"""The names of what lies on disk: in a run's folder, in a checkpoint, beside a tokenizer.
 
 OUTPUT_BASEPATH/config.yaml                                        the resolved run
 OUTPUT_BASEPATH/data.sha256                                        what its training data looked like
 OUTPUT_BASEPATH/checkpoint/iter_0000100/                           .metadata  common.pt  metadata.json  ...
 OUTPUT_BASEPATH/checkpoint/latest_checkpointed_iteration.txt       "100"
+OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      what the run reported
+OUTPUT_BASEPATH/data_index/                                        which document each sample comes from
+OUTPUT_BASEPATH/hf/                                                the exported model
 """
 
 from __future__ import annotations
@@ -13,24 +16,49 @@ from pathlib import Path
 
 from patch.errors import CheckpointError
 
+# In a run's folder.
+CONFIG_FILE = "config.yaml"
+DATA_FINGERPRINT_FILE = "data.sha256"
+CHECKPOINT_FOLDER = "checkpoint"
+METRICS_FILE = "log/metrics.jsonl"
+LOSS_PLOT_FILE = "log/loss.png"
+TENSORBOARD_FOLDER = "tensorboard"
+DATA_INDEX_FOLDER = "data_index"
+HF_FOLDER = "hf"
+
+# In a folder of checkpoints.
 RELEASE = "release"
 """In the tracker, and as a folder's name: weights without a training state."""
 TRACKER = "latest_checkpointed_iteration.txt"
-INDEX = ".metadata"
-COMMON = "common.pt"
-_FILES = (INDEX, COMMON, "metadata.json")
-CONFIG_FILE = "config.yaml"
+_ITERATION_PREFIX = "iter_"
+
+# In a checkpoint. METADATA_FILE is the index of its tensors, METADATA_JSON_FILE names the format.
+METADATA_FILE = ".metadata"
+COMMON_FILE = "common.pt"
+METADATA_JSON_FILE = "metadata.json"
+_CHECKPOINT_FILES = (METADATA_FILE, COMMON_FILE, METADATA_JSON_FILE)
+
+CHECKSUMS_FILE = "checksums.json"
+"""What the files of a folder held: in a checkpoint and in data_index/."""
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
+"""A folder with one of these holds a tokenizer; tokenizer_config.json alone says only how to use one."""
 
 
-def checkpoint_root(folder: str | Path) -> Path:
+def iteration_name(iteration: int) -> str:
+    """The name of one checkpoint's folder: iter_0000100."""
+    return f"{_ITERATION_PREFIX}{iteration:07d}"
+
+
+def find_checkpoint_root(folder: str | Path) -> Path:
     """Where the checkpoints of a run's folder lie; any other folder is taken for that place itself."""
-    below = Path(folder) / "checkpoint"
+    below = Path(folder) / CHECKPOINT_FOLDER
     return below if below.is_dir() else Path(folder)
 
 
 def lacking_files(folder: Path) -> list[str]:
     """The files that a checkpoint has whatever its size, and this folder has not."""
-    return [name for name in _FILES if not (folder / name).is_file()]
+    return [name for name in _CHECKPOINT_FILES if not (folder / name).is_file()]
 
 
 def is_complete(folder: Path) -> bool:
@@ -73,7 +101,7 @@ def read_tracker(root: Path) -> str | None:
 def complete_iterations(root: Path) -> list[int]:
     """The iterations whose checkpoints below `root` are complete, in no order."""
     return [
-        int(path.name[len("iter_") :])
-        for path in root.glob("iter_*")
-        if re.fullmatch(r"iter_\d+", path.name) and is_complete(path)
+        int(path.name.removeprefix(_ITERATION_PREFIX))
+        for path in root.glob(f"{_ITERATION_PREFIX}*")
+        if re.fullmatch(rf"{_ITERATION_PREFIX}\d+", path.name) and is_complete(path)
     ]

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
+from patch.config.choices import OffloadPolicy, Recompute, ZeroStage
 from patch.config.positions import where
 from patch.config.schema import OptimizerConfig, RunConfig
 from patch.device import MachineFacts
-from patch.plan import bytes_per_rank, device_memory, needed_bytes, size_text
+from patch.plan import bytes_per_rank, device_memory, needed_bytes
+from patch.storage.sizes import size_text
 
 
 def memory_advice(error: Exception, config: RunConfig, machine: MachineFacts) -> str:
@@ -60,7 +62,11 @@ def _sentence(cures: list[str], lead: str = "") -> str:
 def _fewer_activations(config: RunConfig) -> list[str]:
     length = "max_padding_length" if config.data.dataset_type == "raw" else "seq_length"
     smaller = "micro_batch_size" if config.training.micro_batch_size > 1 else length
-    more = {"none": ["selective (sel) or full"], "selective": ["full"], "full": []}
+    more: dict[Recompute | None, list[str]] = {
+        None: ["selective (sel) or full"],
+        "selective": ["full"],
+        "full": [],
+    }
     recompute = more[config.training.recompute_granularity]
     return [
         f"a smaller {where(smaller)}",
@@ -70,13 +76,13 @@ def _fewer_activations(config: RunConfig) -> list[str]:
 
 def _shared_states(config: RunConfig) -> list[str]:
     """What replicas could share besides; less memory on the host of several, too."""
-    if config.data_parallel_size > 1 and config.sharding_level == "none":
+    if config.data_parallel_size > 1 and config.zero_stage is ZeroStage.NONE:
         return [f"true at {where('use_distributed_optimizer')}"]
     return _shared_gradients(config)
 
 
 def _shared_gradients(config: RunConfig) -> list[str]:
-    if config.data_parallel_size == 1 or config.sharding_level == "gradients":
+    if config.data_parallel_size == 1 or config.zero_stage is ZeroStage.GRADIENTS:
         return []
     return [f"gradients at {where('data_parallel_sharding')}"]
 
@@ -91,8 +97,8 @@ def _more_offload(config: RunConfig, limit: int, fits: bool) -> list[str]:
     optimizer = config.optimizer
     policy = optimizer.optimizer_offload_policy
     is_whole = config.world_size == config.data_parallel_size
-    on_host = {
-        "false": False,
+    on_host: dict[OffloadPolicy | None, bool] = {
+        None: False,
         "static": optimizer.optimizer_offload_fraction == 1 or (is_whole and fits),
         "auto": is_whole or 0 < limit <= optimizer.optimizer_offload_auto_threshold,
     }
@@ -102,7 +108,7 @@ def _more_offload(config: RunConfig, limit: int, fits: bool) -> list[str]:
 def more_offload(config: OptimizerConfig) -> str:
     """Which flags of optimizer offload leave more of a device's memory free."""
     policy = where("optimizer_offload_policy")
-    if config.optimizer_offload_policy == "false":
+    if config.optimizer_offload_policy is None:
         return f"static or auto at {policy}"
     if config.optimizer_offload_policy == "auto":
         return f"a larger {where('optimizer_offload_auto_threshold')}"
@@ -110,6 +116,7 @@ def more_offload(config: OptimizerConfig) -> str:
 
 
 def _less_offload(config: OptimizerConfig) -> list[str]:
+    if config.optimizer_offload_policy is None:
+        return []
     fields = {"static": "optimizer_offload_fraction", "auto": "optimizer_offload_auto_threshold"}
-    field = fields.get(config.optimizer_offload_policy)
-    return [f"less offload (a smaller {where(field)})"] if field else []
+    return [f"less offload (a smaller {where(fields[config.optimizer_offload_policy])})"]

@@ -7,7 +7,6 @@ On resume the file is cut back to the checkpoint, so that an iteration never app
 from __future__ import annotations
 
 import json
-import os
 import resource
 from pathlib import Path
 from typing import Any
@@ -20,11 +19,13 @@ from patch.config.schema import RunConfig
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.plan import model_flops_per_step, peak_flops
+from patch.storage.atomic import write_atomically
+from patch.storage.names import LOSS_PLOT_FILE, METRICS_FILE, TENSORBOARD_FOLDER
 from patch.training.setup import Run
 from patch.training.step import StepResult
 
 _GIB = 2**30
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 
 def measure(run: Run, result: StepResult, step_time_ms: float) -> dict[str, float]:
@@ -89,13 +90,13 @@ class MetricsLog:
     def __init__(self, output: Path, start_iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self.path = output / "log" / "metrics.jsonl"
-        self.plot_path = output / "log" / "loss.png"
+        self.path = output / METRICS_FILE
+        self.plot_path = output / LOSS_PLOT_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read_metrics(self.path) if record["iteration"] <= start_iteration]
-        _replace(self.path, b"".join(orjson.dumps(record) + b"\n" for record in kept))
+        write_atomically(self.path, b"".join(orjson.dumps(record) + b"\n" for record in kept))
         self._file = self.path.open("ab")
-        self._board = SummaryWriter(str(output / "tensorboard"), purge_step=start_iteration + 1)
+        self._board = SummaryWriter(str(output / TENSORBOARD_FOLDER), purge_step=start_iteration + 1)
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one object and its TensorBoard scalars.
@@ -122,7 +123,7 @@ class MetricsLog:
             try:
                 finish()
             except OSError as error:
-                _log.error("%s: %s", self.path.parent, error)
+                _logger.error("%s: %s", self.path.parent, error)
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -154,9 +155,3 @@ def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
     if axes.lines:
         axes.legend()
     figure.savefig(path, dpi=120)
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)

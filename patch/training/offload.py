@@ -14,12 +14,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.config.schema import RunConfig
 from patch.device import usable_memory
 from patch.logger import get_logger
+from patch.memory import UNLIMITED, CudaDevice, OffloadDevice, SimulatedDevice
 from patch.model import LlamaModel
 from patch.optimizer import OverlappedDistributedOptimizer
-from patch.optimizer.accelerator import UNLIMITED, Accelerator, CudaAccelerator, SimulatedAccelerator
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.placement import AutoPlacementPolicy, Move, StaticPlacementPolicy
-from patch.plan import size_text
+from patch.storage.sizes import size_text
 from patch.training.memory_advice import more_offload
 
 _log = get_logger(__name__)
@@ -38,14 +38,13 @@ def build_optimizer(
         torch.OutOfMemoryError: --simulated-device-memory holds no more than a part of what must be there.
     """
     offload = _build_offload(config, next(stages[0].parameters()).device)
-    optimizer = OverlappedDistributedOptimizer(
-        stages, config.optimizer, config.sharding_level, groups, offload
-    )
+    level = config.zero_stage.name.lower()
+    optimizer = OverlappedDistributedOptimizer(stages, config.optimizer, level, groups, offload)
     optimizer.connect(stages[0].config)
     if offload is not None:
-        if isinstance(offload.accelerator, SimulatedAccelerator):
-            offload.accelerator.hold(optimizer.adam.fixed_bytes)
-        _log.info("%s", _describe_start(config.optimizer.optimizer_offload_policy, optimizer))
+        if isinstance(offload.device, SimulatedDevice):
+            offload.device.reserve(optimizer.adam.fixed_bytes)
+        _log.info("%s", _describe_start(str(config.optimizer.optimizer_offload_policy), optimizer))
     return optimizer
 
 
@@ -61,20 +60,20 @@ def _describe_start(policy: str, optimizer: OverlappedDistributedOptimizer) -> s
 
 def _build_offload(run: RunConfig, device: torch.device) -> Offload | None:
     config = run.optimizer
-    if config.optimizer_offload_policy == "false":
+    if config.optimizer_offload_policy is None:
         return None
-    accelerator: Accelerator
+    offload_device: OffloadDevice
     if device.type == "cuda":
-        accelerator = CudaAccelerator(device)
+        offload_device = CudaDevice(device)
     else:
-        accelerator = SimulatedAccelerator(config.simulated_device_memory or UNLIMITED)
+        offload_device = SimulatedDevice(config.simulated_device_memory or UNLIMITED)
     policy: StaticPlacementPolicy | AutoPlacementPolicy
     if config.optimizer_offload_policy == "static":
         policy = StaticPlacementPolicy(config.optimizer_offload_fraction)
     else:
         policy = AutoPlacementPolicy(config.optimizer_offload_auto_threshold)
     host_bytes = usable_memory() // run.parallel.nproc_per_node
-    return Offload(accelerator, policy, config.optimizer_offload_chunk_size, host_bytes)
+    return Offload(offload_device, policy, config.optimizer_offload_chunk_size or 0, host_bytes)
 
 
 def place(optimizer: OverlappedDistributedOptimizer) -> None:

@@ -20,9 +20,22 @@ from patch.checkpoint import (
     save_checkpoint,
     weights_folder,
 )
+from patch.checkpoint.compatibility import SAME_PRECISION
 from patch.config.schema import RunConfig
-from patch.model import LlamaModel, sharded_weights
+from patch.model import WEIGHT_PREFIXES, LlamaModel, sharded_weights
 from patch.optimizer import OverlappedDistributedOptimizer
+
+_SAME_TYING = (
+    "one of them ties the output layer to the embedding: turn --untie-embeddings-and-output-weights "
+    "(--no-untie-embeddings-and-output-weights), or take the checkpoint's MODEL_SIZE (position 2)"
+)
+# A tied model has no output layer; which masters the optimizer holds follows from the weights' type.
+CURES = {
+    "output_layer.weight": _SAME_TYING,
+    "optimizer.state.master.": SAME_PRECISION,
+    "optimizer.state.master_low.": SAME_PRECISION,
+}
+"""By how a tensor's name begins: what to do where only the run or only the checkpoint has it."""
 
 
 def save(
@@ -50,7 +63,7 @@ def resume(root: Path, stages: list[LlamaModel], optimizer: OverlappedDistribute
     if iteration is None:
         return None
     state = _sharded_state(stages, optimizer, is_loading=True)
-    loaded = load_checkpoint(root, iteration, state)
+    loaded = load_checkpoint(root, iteration, state, CURES)
     optimizer.adam.step_count = loaded["optimizer_steps"]
     optimizer.loss_scale.value = loaded["loss_scale"]["value"]
     optimizer.loss_scale.good_steps = loaded["loss_scale"]["good_steps"]
@@ -61,7 +74,13 @@ def resume(root: Path, stages: list[LlamaModel], optimizer: OverlappedDistribute
 def load_weights(load: Path, stages: list[LlamaModel], config: RunConfig) -> None:
     """Load only the weights of a checkpoint: of a run, converted, or of Megatron-LM."""
     state = {"model": sharded_weights(stages)}
-    load_only_weights(weights_folder(load), state, vocab_size=config.model.vocab_size)
+    load_only_weights(
+        weights_folder(load),
+        state,
+        prefixes=WEIGHT_PREFIXES,
+        vocab_size=config.model.vocab_size,
+        cures=CURES,
+    )
 
 
 def _sharded_state(

@@ -20,6 +20,7 @@ from patch.distributed.collectives import all_or_none
 from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
+from patch.storage.names import CHECKPOINT_FOLDER
 from patch.training.offload import build_optimizer
 from patch.training.run_state import load_weights, resume
 
@@ -82,14 +83,14 @@ def build_model(
     config: RunConfig, groups: ProcessGroupCollection, device: torch.device
 ) -> tuple[list[LlamaModel], OverlappedDistributedOptimizer]:
     """The stages of this rank and the optimizer whose flat buffer is their weights, which are not set yet."""
-    stages = build_llama_model(config, groups, device)
+    stages = build_llama_model(config.model, groups, device, config.execution)
     forget_weights(stages)  # or they would be there twice while the buffer is made
     return stages, build_optimizer(stages, config, groups)
 
 
 def checkpoint_root(config: RunConfig) -> Path:
     """Where this run keeps its checkpoints."""
-    return Path(config.checkpoint.output_path) / "checkpoint"
+    return Path(config.checkpoint.output_path) / CHECKPOINT_FOLDER
 
 
 def _reader(
@@ -116,11 +117,11 @@ def _load(run: Run) -> None:
             _log.info("nothing is left to train of %d steps, %d are done; config.yaml stays", wanted, resumed)
         return
     load = run.config.checkpoint.load
-    if load == "none":
+    if load is None:
         load = f"seed {run.config.training.seed}"
-        initialize_weights(run.stages, run.config)
+        initialize_weights(run.stages, run.config.model, run.config.training.seed)
     elif is_hf_folder(Path(load)):
-        import_hf(run.stages, Path(load), run.config, run.groups)
+        import_hf(run.stages, Path(load), run.config.model, run.groups)
     else:
         load_weights(Path(load), run.stages, run.config)
     run.optimizer.take_weights()

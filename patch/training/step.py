@@ -172,7 +172,7 @@ def _forward_step(
     # RoPE needs no position ids, causal attention no mask.
     output = model(tokens, None, None, labels=labels)
     run.optimizer.watch(output, model.vp_stage)
-    is_aligned = run.config.model.precision_align != "none"
+    is_aligned = run.config.model.precision_align is not None
     return output, partial(_masked_loss, mask=mask, divisor=divisor, is_aligned=is_aligned)
 
 

@@ -20,12 +20,14 @@ from patch.distributed.groups import initialize, shutdown
 from patch.distributed.launch import announce_end
 from patch.errors import CheckpointError, PatchError
 from patch.logger import configure_logging, get_logger
+from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run
+from patch.storage.names import CONFIG_FILE, HF_FOLDER
 from patch.training.error_translation import explained
 from patch.training.setup import Run, build_run
 from patch.training.trainer import Trainer
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 
 def run(config: RunConfig) -> None:
@@ -45,7 +47,7 @@ def run(config: RunConfig) -> None:
         announce_end(error.exit_code if isinstance(error, PatchError) else 1)
         raise
     if stopped_by:
-        _log.info("stopped by signal %d after saving a checkpoint; the same command resumes", stopped_by)
+        _logger.info("stopped by signal %d after saving a checkpoint; the same command resumes", stopped_by)
         sys.exit(128 + stopped_by)
 
 
@@ -65,7 +67,7 @@ def _train(config: RunConfig) -> int:
     try:
         shutdown()
     except RuntimeError as error:  # a rank that has left already is nothing to a run that is done
-        _log.warning("leaving the job: %s", error)
+        _logger.warning("leaving the job: %s", error)
     return stopped_by
 
 
@@ -83,9 +85,9 @@ def _holding_folder(config: RunConfig) -> Iterator[None]:
 def _write_config(config: RunConfig) -> None:
     with all_or_none():
         if os.environ["RANK"] == "0":
-            path = Path(config.checkpoint.output_path) / "config.yaml"
+            path = Path(config.checkpoint.output_path) / CONFIG_FILE
             try:
-                _write_whole(path, to_yaml(config))
+                write_atomically(path, to_yaml(config))
             except OSError as error:
                 raise CheckpointError(
                     f"{path} cannot be written: {error.strerror}; make room there, or give another "
@@ -93,27 +95,16 @@ def _write_config(config: RunConfig) -> None:
                 ) from error
 
 
-def _write_whole(path: Path, text: str) -> None:
-    """Replace the file at once: a full disk leaves the one of the last run."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    draft = path.with_suffix(".tmp")
-    try:
-        draft.write_text(text)
-        draft.replace(path)
-    finally:
-        draft.unlink(missing_ok=True)
-
-
 def _export(this_run: Run) -> None:
     config = this_run.config
-    target = Path(config.checkpoint.output_path) / "hf"
-    source = Path(config.checkpoint.load)
+    target = Path(config.checkpoint.output_path) / HF_FOLDER
+    load = config.checkpoint.load
     this_run.optimizer.wait_for_weights()
     export_hf(
         this_run.stages,
         target,
-        config,
+        config.model,
         this_run.groups,
-        hf_source=source if has_hf_config(source) else None,
+        hf_source=Path(load) if load is not None and has_hf_config(load) else None,
         tokenizer=this_run.tokenizer,
     )

@@ -25,8 +25,10 @@ def test_positions_keep_their_order():
 def test_flags_are_frozen(golden):
     lines = []
     for field in FIELDS.values():
-        kind = "|".join(field.choices) or field.kind.__name__
-        lines.append(f"{field.flag} {kind} {'required' if field.required else field.default}")
+        kind = "|".join(field.choices) or {tuple: str}.get(field.kind, field.kind).__name__
+        lines.append(
+            f"{field.flag} {kind} {'required' if field.required else field.to_scalar(field.default)}"
+        )
     golden("flags.txt", "\n".join(lines) + "\n")
 
 

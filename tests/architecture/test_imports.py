@@ -142,13 +142,15 @@ def test_imports_inside_functions_are_seen():
         "import megatron.core._rank as rank",
         "from megatron.core import mappings\nmappings._reduce(1)",
         "import megatron.core\nmegatron.core.mappings._reduce = 1",
+        "from torch.distributed.checkpoint.filesystem import _StorageInfo",
+        "import torch\ntorch._foreach_norm([])",
     ],
 )
 def test_private_uses_are_seen(text):
     assert _private_uses(_parsed("patch/model/x.py", text))
 
 
-def test_private_megatron_names_come_through_compat_only(house):
+def test_private_upstream_names_come_through_compat_only(house):
     wrong = []
     for source in house:
         if source.path.parts[:2] == ("patch", "compat"):
@@ -158,7 +160,7 @@ def test_private_megatron_names_come_through_compat_only(house):
 
 
 def _private_uses(source) -> list[tuple[int, str]]:
-    """Private parts of imported megatron names, and private attributes reached through them."""
+    """Private parts of imported megatron and torch names, and private attributes reached through them."""
     bound, found = set(), []
     for node in ast.walk(source.tree):
         if not isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -166,7 +168,7 @@ def _private_uses(source) -> list[tuple[int, str]]:
         module = getattr(node, "module", None) or ""
         for alias in node.names:
             dotted = f"{module}.{alias.name}".strip(".")
-            if dotted.split(".")[0] == "megatron":
+            if dotted.split(".")[0] in ("megatron", "torch"):
                 bound.add(alias.asname or alias.name.split(".")[0])
                 found += [(node.lineno, dotted)] if any(map(_private, dotted.split("."))) else []
     for node in ast.walk(source.tree):

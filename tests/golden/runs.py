@@ -143,7 +143,7 @@ def _of_batches(reader: BatchReader, num_steps: int) -> str:
 def _export(source: Path, target: Path) -> str:
     """A Hugging Face folder through a running model cut in two."""
     run = build_seeded_run(family_run(source, tp=2), source)
-    export_hf(run.stages, target, run.config, run.groups, hf_source=source, tokenizer=tiny_tokenizer())
+    export_hf(run.stages, target, run.config.model, run.groups, hf_source=source, tokenizer=tiny_tokenizer())
     torch.distributed.barrier()
     found = of_files(target, "*.safetensors")
     new_job()

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from patch.config.schema import OptimizerConfig
-from patch.optimizer.accelerator import CudaAccelerator
+from patch.memory import CudaDevice
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
+from patch.optimizer.layout import BucketShard, ShardRange
 from patch.optimizer.placement import StaticPlacementPolicy
-from patch.optimizer.shard import Run, Shard
 
 pytestmark = [
     pytest.mark.gpu,
@@ -18,79 +18,80 @@ pytestmark = [
 
 
 @pytest.fixture
-def accelerator() -> CudaAccelerator:
-    return CudaAccelerator(torch.device("cuda", 0))
+def device() -> CudaDevice:
+    return CudaDevice(torch.device("cuda", 0))
 
 
-def test_rings_are_pinned_and_exact(accelerator: CudaAccelerator) -> None:
+def test_rings_are_pinned_and_exact(device: CudaDevice) -> None:
     """The original asks for pinned memory and gets pageable."""
-    buffer = accelerator.pinned(1_000_003, torch.bfloat16)
+    buffer = device.allocate_pinned(1_000_003, torch.bfloat16)
     assert buffer.is_pinned() and buffer[17:].is_pinned()
     assert buffer.untyped_storage().nbytes() == 2 * 1_000_003
 
 
 @pytest.mark.parametrize("numel", [1, 4097, 1_000_003])
-def test_copies_arrive(accelerator: CudaAccelerator, numel: int) -> None:
+def test_copies_arrive(device: CudaDevice, numel: int) -> None:
     """Between places of any alignment; a mark holds up the stream that asks."""
     source = torch.randn(numel + 3, device="cuda")[3:]
-    host, back = accelerator.pinned(numel + 5, torch.float32)[5:], torch.zeros(numel + 1, device="cuda")[1:]
-    accelerator.to_host([(source, host)], accelerator.mark()).synchronize()
+    host, back = (
+        device.allocate_pinned(numel + 5, torch.float32)[5:],
+        torch.zeros(numel + 1, device="cuda")[1:],
+    )
+    device.copy_to_host([(source, host)], device.record_event()).synchronize()
     assert torch.equal(host, source.cpu())
-    accelerator.to_device([(host, back)]).wait()
+    device.copy_to_device([(host, back)]).wait()
     assert torch.equal(back, source)
 
 
-def test_pinned_memory_that_is_gone_leaves_nothing_behind(accelerator: CudaAccelerator) -> None:
+def test_pinned_memory_that_is_gone_leaves_nothing_behind(device: CudaDevice) -> None:
     """Addresses are given out again, to pageable memory too; copies must not go to what was there."""
     numel = 1 << 22
     for value in range(4):
         source = torch.full((numel,), float(value), device="cuda")
-        pinned = accelerator.pinned(numel, torch.float32)
-        accelerator.to_host([(source, pinned)], accelerator.mark()).synchronize()
+        pinned = device.allocate_pinned(numel, torch.float32)
+        device.copy_to_host([(source, pinned)], device.record_event()).synchronize()
         assert pinned.eq(value).all()
         del pinned
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         pageable = torch.frombuffer(mmap.mmap(-1, 4 * numel, flags=flags), dtype=torch.float32)
         assert not pageable.is_pinned()
-        accelerator.to_host([(source, pageable)], accelerator.mark()).synchronize()
+        device.copy_to_host([(source, pageable)], device.record_event()).synchronize()
         assert pageable.eq(value).all()
 
 
-def test_copies_do_not_hold_up_compute(accelerator: CudaAccelerator) -> None:
+def test_copies_do_not_hold_up_compute(device: CudaDevice) -> None:
     """A copy of some tens of milliseconds is queued; compute queued after it ends first."""
     source = torch.zeros(1 << 29, dtype=torch.float32, device="cuda")
-    target = accelerator.pinned(1 << 29, torch.float32)
+    target = device.allocate_pinned(1 << 29, torch.float32)
     torch.cuda.synchronize()
-    mark = accelerator.to_host([(source, target)], accelerator.mark())
+    mark = device.copy_to_host([(source, target)], device.record_event())
     torch.ones(8, device="cuda").add_(1)
     torch.cuda.current_stream().synchronize()
     assert not mark.query()
     mark.synchronize()
 
 
-def test_copies_to_the_host_come_after_what_writes_their_source(accelerator: CudaAccelerator) -> None:
-    source, target = torch.zeros(1 << 20, device="cuda"), accelerator.pinned(1 << 20, torch.float32)
+def test_copies_to_the_host_come_after_what_writes_their_source(device: CudaDevice) -> None:
+    source, target = torch.zeros(1 << 20, device="cuda"), device.allocate_pinned(1 << 20, torch.float32)
     torch.cuda._sleep(10**9)
     source.fill_(3.0)
-    mark = accelerator.to_host([(source, target)], accelerator.mark())
+    mark = device.copy_to_host([(source, target)], device.record_event())
     source.fill_(4.0)  # the copy was to come before this: only its own order is promised
     mark.synchronize()
     assert target.ge(3.0).all()
 
 
-def test_a_chunk_is_updated_while_later_gradients_are_computed(accelerator: CudaAccelerator) -> None:
+def test_a_chunk_is_updated_while_later_gradients_are_computed(device: CudaDevice) -> None:
     """The host has queued all of backward; the device sleeps for tenths of a second in the midst of it."""
     numel = 1 << 20
-    runs = [Run(0, numel, True, False)]
-    shards = [Shard(*(torch.zeros(numel, device="cuda") for _ in range(2)), runs) for _ in range(4)]
-    adam = HybridAdam(
-        shards, OptimizerConfig(lr=1e-3), Offload(accelerator, StaticPlacementPolicy(1.0), numel)
-    )
+    ranges = [ShardRange(0, numel, True, False)]
+    shards = [BucketShard(*(torch.zeros(numel, device="cuda") for _ in range(2)), ranges) for _ in range(4)]
+    adam = HybridAdam(shards, OptimizerConfig(lr=1e-3), Offload(device, StaticPlacementPolicy(1.0), numel))
     assert adam.host_updates is not None
     torch.cuda.synchronize()
     adam.start_step(1e-3, 1.0)
     for index, shard in enumerate(shards):
-        shard.gradient.fill_(index + 1.0)
+        shard.grad.fill_(index + 1.0)
         adam.gradient_ready(index)
         if index == 0:
             torch.cuda._sleep(10**9)
@@ -102,16 +103,16 @@ def test_a_chunk_is_updated_while_later_gradients_are_computed(accelerator: Cuda
     for index, shard in enumerate(shards):
         adam.arrive(index, block=True)
         # Adam's first step is the rate, whatever the gradient; the weight, 0, does not decay.
-        torch.testing.assert_close(shard.weight, torch.full_like(shard.weight, -1e-3), rtol=1e-4, atol=0)
+        torch.testing.assert_close(shard.param, torch.full_like(shard.param, -1e-3), rtol=1e-4, atol=0)
 
 
-def test_memory_is_that_of_this_process_and_what_is_free(accelerator: CudaAccelerator) -> None:
+def test_memory_is_that_of_this_process_and_what_is_free(device: CudaDevice) -> None:
     torch.cuda.empty_cache()
     total = torch.cuda.get_device_properties(0).total_memory
-    before, _ = accelerator.usable_bytes(), accelerator.take_peak()
+    before, _ = device.usable_bytes(), device.pop_peak_bytes()
     held = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    assert abs(accelerator.usable_bytes() - before) < 1 << 28 and before <= total
+    assert abs(device.usable_bytes() - before) < 1 << 28 and before <= total
     allocated = torch.cuda.memory_allocated()
     del held
-    assert accelerator.take_peak() == allocated
-    assert accelerator.take_peak() == allocated - (1 << 30)
+    assert device.pop_peak_bytes() == allocated
+    assert device.pop_peak_bytes() == allocated - (1 << 30)

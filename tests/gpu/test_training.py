@@ -207,7 +207,7 @@ def test_out_of_memory_moves_states_and_repeats_the_work(job: DeviceContext, det
 def test_random_weights_are_repeatable_and_of_the_size_asked_for(job: DeviceContext) -> None:
     run = build(job, init_method_std=0.05)
     weights = [parameter.detach().clone() for parameter in run.stages[0].parameters()]
-    initialize_weights(run.stages, run.config)
+    initialize_weights(run.stages, run.config.model, run.config.training.seed)
     again = run.stages[0].parameters()
     close(run)
     assert all(torch.equal(*pair) for pair in zip(weights, again, strict=True))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import time
 from typing import Protocol
 
@@ -11,18 +10,20 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from patch.config.choices import ZeroStage
 from patch.config.schema import RunConfig
 from patch.data import Batch
 from patch.distributed.async_collectives import WaitClock, start_all_gather, start_reduce_scatter
 from patch.model import build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
+from patch.plan.sharding import with_sharding
 from patch.training.offload import build_optimizer
 from patch.training.setup import Run
 from patch.training.step import train_step
 from toolkits.benchmarks._overlap_figures import ALL_TO_ALL, COMMUNICATION, COMPUTE
 from toolkits.benchmarks._upstream import Overlap, UpstreamTrainer
 
-OURS = {f"ours: {level}": level for level in ("none", "optimizer", "gradients")}
+OURS = {f"ours: {stage.name.lower()}": stage for stage in ZeroStage}
 UPSTREAM = {
     "upstream: no overlap": Overlap(),
     "upstream: gradients": Overlap(gradients=True),
@@ -67,8 +68,8 @@ class OurTrainer:
     def __init__(
         self, config: RunConfig, groups: ProcessGroupCollection, device: torch.device, reader: SameBatches
     ) -> None:
-        stages = build_llama_model(config, groups, device)
-        initialize_weights(stages, config)
+        stages = build_llama_model(config.model, groups, device, config.execution)
+        initialize_weights(stages, config.model, config.training.seed)
         optimizer = build_optimizer(stages, config, groups)
         self.run = Run(
             config=config,
@@ -131,7 +132,7 @@ class CommunicationAlone:
         self._group = like.groups.dp_cp
         self._rank, self._num_ranks = self._group.rank(), self._group.size()
         self._clock = WaitClock(like.weights.flat.device)
-        numels = [bucket.extent.numel for bucket in like.gradients.buckets]
+        numels = [bucket.range.numel for bucket in like.gradients.buckets]
         total, device = sum(numels), like.weights.flat.device
         self._gradients = torch.zeros(total, dtype=torch.float32, device=device).split(numels)
         self._weights = torch.zeros(total, dtype=like.weights.flat.dtype, device=device).split(numels)
@@ -165,8 +166,8 @@ def build_contenders(
     """All of them, by name, on this rank; each has a model of its own with the same first weights."""
     reader = SameBatches(config, groups.dp_cp.rank())
     contenders: dict[str, Contender] = {COMPUTE: ComputeAlone(config, groups, device, reader)}
-    for name, level in OURS.items():
-        contenders[name] = OurTrainer(_at_level(config, level), groups, device, reader)
+    for name, stage in OURS.items():
+        contenders[name] = OurTrainer(with_sharding(config, stage), groups, device, reader)
     sharded = contenders["ours: optimizer"]
     assert isinstance(sharded, OurTrainer)
     contenders[COMMUNICATION] = CommunicationAlone(sharded.run.optimizer)
@@ -200,8 +201,3 @@ def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
-
-
-def _at_level(config: RunConfig, level: str) -> RunConfig:
-    parallel = dataclasses.replace(config.parallel, data_parallel_sharding=level)
-    return dataclasses.replace(config, parallel=parallel)

@@ -84,8 +84,8 @@ class UpstreamTrainer:
     ) -> None:
         self._config, self._groups = config, groups
         self._batches = [Batch(*(tensor.to(device) for tensor in batch)) for batch in batches]
-        (model,) = build_llama_model(config, groups, device)
-        initialize_weights([model], config)
+        (model,) = build_llama_model(config.model, groups, device, config.execution)
+        initialize_weights([model], config.model, config.training.seed)
         model.config.calculate_per_token_loss = False  # upstream's default
         self._overlaps_weights = overlap.weights
         param_and_grad_buffer.dist_reduce_scatter_func = _REDUCE_SCATTER

@@ -96,8 +96,8 @@ def _write_model(folder: Path, layers: int) -> None:
 
 def _work(folder_name: str, rounds: str, result: str) -> int:
     """Take turns; write times in seconds and the highest resident memory."""
-    from patch.checkpoint.folder import sync
     from patch.convert import hf_to_mcore, mcore_to_hf
+    from patch.storage.atomic import sync
 
     folder = Path(folder_name)
     source, copy, mcore, back = (folder / name for name in ("source", "copy", "mcore", "back"))

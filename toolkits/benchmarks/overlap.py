@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from patch.device import MachineFacts
-from patch.plan.sharding import resolve_sharding, with_level
+from patch.plan.sharding import resolve_sharding, with_sharding
 from toolkits.benchmarks._link import INTERFACE, Link, LinkError
 from toolkits.benchmarks._overlap_figures import Figures, plot, table
 from toolkits.benchmarks._overlap_rank import NUM_RANKS, Task, run_config
@@ -127,8 +127,8 @@ def _wait(ranks: list[subprocess.Popen]) -> None:
 
 def _auto_level(cuda: bool, accumulation: int, machine: MachineFacts) -> str:
     """What `--data-parallel-sharding auto` chooses for the benchmark's run."""
-    asked = with_level(run_config(cuda, accumulation), "auto")
-    return resolve_sharding(asked, machine)[0].sharding_level
+    asked = with_sharding(run_config(cuda, accumulation), "auto")
+    return resolve_sharding(asked, machine)[0].zero_stage.name.lower()
 
 
 def _aims(figures: dict[str, Figures], auto: str) -> list[Aim]:

@@ -11,6 +11,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTenso
 from patch.checkpoint import load_checkpoint, read_common, save_checkpoint
 from patch.checkpoint.folder import iteration_folder
 from patch.errors import CheckpointError
+from patch.training.run_state import CURES
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -97,7 +98,7 @@ def misfit(change: str) -> dict[str, torch.Tensor]:
 def test_load_refuses_what_does_not_fit_and_leaves_the_state_untouched(root, change, words):
     values = misfit(change)
     with pytest.raises(CheckpointError) as refused:
-        load_checkpoint(root, 7, sections(values))
+        load_checkpoint(root, 7, sections(values), CURES)
     assert all(word in str(refused.value) for word in words), refused.value
     assert all(bool((tensor == 3).all()) for tensor in values.values())
 
@@ -121,7 +122,7 @@ def test_load_names_the_cure_for_tensors_that_one_side_has_not(tmp_path, keys, c
     few, many = tensors(), tensors() | {key: torch.ones(4, 4) for key in keys}
     save_checkpoint(tmp_path, 7, sections(many if is_stored else few), COMMON)
     with pytest.raises(CheckpointError) as refused:
-        load_checkpoint(tmp_path, 7, sections(few if is_stored else many))
+        load_checkpoint(tmp_path, 7, sections(few if is_stored else many), CURES)
     message = str(refused.value)
     assert f"{'holds' if is_stored else 'lacks'} {sorted(keys)[0]}" in message and cure in message
     assert ("position 9" in message) == (cure == "position 9")

@@ -6,7 +6,6 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
-from patch.checkpoint.save import size_text
 from patch.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_process")
@@ -48,14 +47,6 @@ def test_save_without_space_is_refused_before_anything_is_written(tmp_path):
         save_checkpoint(tmp_path, 2, {"model": {"w": ShardedTensor.from_rank_offsets("w", huge)}}, {})
     assert not (tmp_path / "iter_0000002.tmp").exists()
     assert latest_iteration(tmp_path) == 1 and loaded_value(tmp_path, 1) == 1.0
-
-
-@pytest.mark.parametrize(
-    ("size", "words"),
-    [(0, "0.00 MiB"), (3 * 2**19, "1.50 MiB"), (2**30, "1.00 GiB"), (5 * 2**29, "2.50 GiB")],
-)
-def test_sizes_below_a_gib_are_told_in_mib(size, words):
-    assert size_text(size) == words
 
 
 def test_save_refuses_common_values_that_could_not_be_read_back(tmp_path):

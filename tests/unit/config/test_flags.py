@@ -28,6 +28,7 @@ def test_whole_numbers_may_be_scientific(command, text, number):
         (["--seed", "5-"], "--seed: got '5-', expected a whole number"),
         (["--lr", "fast"], "--lr: got 'fast', expected a finite number"),
         (["--lr", "inf"], "--lr: got 'inf', expected a finite number"),
+        (["--window-size=4096"], "--window-size: got '4096', expected none, or LEFT,0 such as 4095,0"),
         (
             ["--precision", "bf17"],
             "--precision: got 'bf17', expected one of fp32, fp16, bf16, did you mean",

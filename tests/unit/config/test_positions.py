@@ -40,10 +40,10 @@ def test_every_position_reaches_its_field(command):
 @pytest.mark.parametrize(
     ("word", "granularity", "offload"),
     [
-        ("none", "none", False),
-        ("false", "none", False),
+        ("none", None, False),
+        ("false", None, False),
         ("sel", "selective", False),
-        ("offload", "none", True),
+        ("offload", None, True),
     ],
 )
 def test_ac_words_become_recomputation(command, word, granularity, offload):

@@ -4,7 +4,17 @@ import pytest
 import yaml
 
 from patch.config import parse_args, to_yaml
+from patch.config.choices import ZeroStage
 from patch.errors import ConfigError
+
+ABSENT = """
+model: {window_size: none, precision_align: none}
+parallel: {num_layers_per_virtual_pipeline_stage: 0, data_parallel_sharding: gradients}
+training: {recompute_granularity: none}
+optimizer: {optimizer_offload_policy: false, optimizer_offload_chunk_size: 0, simulated_device_memory: 0}
+data: {valid_data_path: none, eval_interval: 0}
+checkpoint: {load: none}
+"""
 
 
 def _write(command, text):
@@ -61,7 +71,22 @@ def test_yaml_scalars_are_read_as_flags_are(command):
         "checkpoint: {save_interval: 1e2}\nmodel: {rotary_base: 10000}\n",
     )
     config = command.parse("--config", file, "--save-interval=1e2").config
-    assert (config.optimizer.adam_eps, config.optimizer.optimizer_offload_policy) == (1e-7, "false")
+    assert (config.optimizer.adam_eps, config.optimizer.optimizer_offload_policy) == (1e-7, None)
+
+
+def test_words_for_absent_values_are_none_inside_and_words_outside(command):
+    """A config.yaml of earlier releases holds these words."""
+    config = command.parse("--config", _write(command, ABSENT), "--simulated-device-memory=0").config
+    data, optimizer = config.data, config.optimizer
+    assert (config.model.window_size, config.model.precision_align) == (None, None)
+    assert (config.training.recompute_granularity, optimizer.optimizer_offload_policy) == (None, None)
+    assert (data.valid_data_path, data.eval_interval, config.checkpoint.load) == (None, None, None)
+    assert (optimizer.simulated_device_memory, optimizer.optimizer_offload_chunk_size) == (None, None)
+    assert config.parallel.data_parallel_sharding is ZeroStage.GRADIENTS
+    written = yaml.safe_load(to_yaml(config))
+    for section, values in yaml.safe_load(ABSENT).items():
+        for name, word in values.items():
+            assert written[section][name] == ("false" if word is False else word)
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ def _import_broken_on_rank_0(rank, model, root: Path, groups):
 
     before = [parameter.clone() for parameter in model.parameters()]
     with pytest.raises(ConversionError) as caught:
-        import_hf([model], root / ("broken" if rank == 0 else "whole"), RUN, groups)
+        import_hf([model], root / ("broken" if rank == 0 else "whole"), RUN.model, groups)
     untouched = all(map(torch.equal, before, model.parameters()))
     return str(caught.value), untouched
 
@@ -35,7 +35,7 @@ def _import_rounded(model, folder: Path, groups):
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("patch.convert").addHandler(handler)
-    import_hf([model], folder, RUN, groups)
+    import_hf([model], folder, RUN.model, groups)
     return messages, model.embedding.word_embeddings.weight.detach().float().numpy()
 
 
@@ -48,7 +48,7 @@ def _export_on_full_disk(rank, model, folder: Path, groups, tokenizer):
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
     with pytest.raises(ConversionError) as caught:
-        export_hf([model], folder, RUN, groups, hf_source=None, tokenizer=tokenizer, file_bytes=50_000)
+        export_hf([model], folder, RUN.model, groups, hf_source=None, tokenizer=tokenizer, file_bytes=50_000)
     return str(caught.value)
 
 
@@ -60,8 +60,9 @@ def _trouble(rank, world_size, root: Path, tokenizer):
 
     compat.apply(cuda=False)
     groups = initialize(RUN, DeviceContext(torch.device("cpu"), "gloo"))
-    (model,) = build_llama_model(RUN, groups, torch.device("cpu"))
-    initialize_weights([model], RUN)  # memory as it comes may hold NaN, which equals nothing
+    (model,) = build_llama_model(RUN.model, groups, torch.device("cpu"), RUN.execution)
+    # memory as it comes may hold NaN, which equals nothing
+    initialize_weights([model], RUN.model, RUN.training.seed)
     return (
         _import_broken_on_rank_0(rank, model, root, groups),
         _import_rounded(model, root / "whole", groups),

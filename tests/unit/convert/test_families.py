@@ -32,11 +32,11 @@ def _convert(rank: int, world_size: int, root: Path, tokenizer) -> tuple[dict, d
     for name in FAMILIES:
         config = family_run(root / name)
         groups = groups or initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
-        (model,) = build_llama_model(config, groups, torch.device("cpu"))
+        (model,) = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
         model.eval()
-        import_hf([model], root / name, config, groups)
+        import_hf([model], root / name, config.model, groups)
         out = root / f"{name}-back"
-        export_hf([model], out, config, groups, hf_source=root / name, tokenizer=tokenizer)
+        export_hf([model], out, config.model, groups, hf_source=root / name, tokenizer=tokenizer)
         logits[name] = {length: model(_prompt(length), None, None)[..., :250].numpy() for length in LENGTHS}
     return logits, _import_with_fused_norms(root / "llama-3", groups)
 
@@ -47,7 +47,7 @@ def _import_with_fused_norms(folder: Path, groups) -> dict[str, object]:
     from patch.model import build_llama_model
 
     config = family_run(folder)
-    (model,) = build_llama_model(config, groups, torch.device("cpu"))
+    (model,) = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
     for layer in model.decoder.layers:
         for norm, linear in (
             ("input_layernorm", "self_attention.linear_qkv"),
@@ -56,7 +56,7 @@ def _import_with_fused_norms(folder: Path, groups) -> dict[str, object]:
             weight = layer.get_submodule(norm).weight
             layer.get_submodule(linear).register_parameter("layer_norm_weight", weight)
             delattr(layer, norm)
-    import_hf([model], folder, config, groups)
+    import_hf([model], folder, config.model, groups)
     return {name: weight.detach().numpy() for name, weight in model.named_parameters() if "norm" in name}
 
 

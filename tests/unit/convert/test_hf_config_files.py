@@ -88,7 +88,7 @@ _IMPLIED = {("head_dim", name) for name in ("qwen-2", "qwen-2-sliding", "qwen-2.
 def test_window_taken_from_a_mistral_leaves_a_mistral(tmp_path, tiny_tokenizer):
     hf_families.family_model("mistral-0.1", tmp_path)
     before = json.loads((tmp_path / "config.json").read_text())
-    model = hf_families.family_run(tmp_path, window_size="none").model
+    model = hf_families.family_run(tmp_path, window_size=None).model
     after = model_description(model, tmp_path, tiny_tokenizer(), torch.float32)
     assert {key for key in before | after if before.get(key) != after.get(key)} == {"sliding_window"}
 

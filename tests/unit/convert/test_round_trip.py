@@ -65,12 +65,12 @@ def _convert(rank, world_size, root, out, layout, tokenizer):
     groups = _groups(_run(*layout))
     for precision, tied in CASES:
         config, name = _run(*layout, precision, tied), f"{precision}-{tied}"
-        stages = build_llama_model(config, groups, torch.device("cpu"))
+        stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
         for parameter in chain.from_iterable(stage.parameters() for stage in stages):
             parameter.data.fill_(float("nan"))
-        import_hf(stages, root / name, config, groups)
+        import_hf(stages, root / name, config.model, groups)
         export_hf(
-            stages, out / name, config, groups,
+            stages, out / name, config.model, groups,
             hf_source=root / name, tokenizer=tokenizer, file_bytes=150_000 if tied else 2**30,
         )  # fmt: skip
     return [
@@ -130,7 +130,7 @@ def _upstream_model(config, groups):
             """Left out: it moves tied embeddings to CUDA, to compare the copies."""
 
     return Upstream(
-        transformer_config(config, cuda=False),
+        transformer_config(config.model, groups, config.execution, cuda=False),
         get_gpt_layer_local_spec(normalization="RMSNorm"),
         config.padded_vocab_size,
         64,
@@ -170,7 +170,7 @@ def _upstream_logits(folder, config, groups):
     replace_torch("megatron.core.utils")  # upstream's own attention takes a buffer on the current device
     model_parallel_cuda_manual_seed(1)  # and its (unused) dropout a random state of each TP rank
     model = _upstream_model(config, groups)
-    import_hf([model], folder, config, groups)
+    import_hf([model], folder, config.model, groups)
     return _forward(model, config, groups)
 
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from distributed_runner import run_distributed
 from hf_families import FAMILIES, family_model, family_run
+from safetensors.torch import load_file, save_file
 
-from patch.convert import hf_to_mcore, mcore_to_hf, offline_import
+from patch.convert import ConversionError, hf_to_mcore, mcore_to_hf, offline_import
 
 SHARDED = "qwen-2"
 
@@ -39,6 +40,18 @@ def test_way_back_is_the_source_byte_for_byte(root, name):
     assert len(list((root / name).glob("*.safetensors"))) == (7 if name == SHARDED else 1)
 
 
+def test_tensors_of_one_parameter_must_have_one_type(tmp_path):
+    gate = "model.layers.1.mlp.gate_proj.weight"
+    family_model("llama-3", tmp_path / "hf")
+    tensors = load_file(tmp_path / "hf" / "model.safetensors")
+    tensors[gate] = tensors[gate].bfloat16()
+    save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ConversionError, match=rf"{gate} torch.bfloat16, .*up_proj.weight torch.float32 make"):
+        hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
+    assert not (tmp_path / "mcore").exists()
+    hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", torch.bfloat16)
+
+
 def _load_upstream(rank: int, world_size: int, root: Path) -> dict[str, dict[str, object]]:
     """Parameters of upstream's model after upstream's strict load, by family."""
     from megatron.core import dist_checkpointing
@@ -58,7 +71,7 @@ def _load_upstream(rank: int, world_size: int, root: Path) -> dict[str, dict[str
         groups = groups or initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
         model_parallel_cuda_manual_seed(1)
         model = GPTModel(
-            transformer_config(config, cuda=False),
+            transformer_config(config.model, groups, config.execution, cuda=False),
             get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.model.qk_layernorm),
             config.padded_vocab_size, 64, position_embedding_type="rope", pg_collection=groups,
             share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
@@ -72,7 +85,7 @@ def _load_upstream(rank: int, world_size: int, root: Path) -> dict[str, dict[str
 
 def test_upstreams_plain_model_loads_strictly_what_we_import(root):
     from patch.convert.hf_reader import HFFolder
-    from patch.convert.mappings import Shard
+    from patch.convert.mappings import TPShard
     from patch.convert.weight_table import parameter_table
 
     (found,) = run_distributed(_load_upstream, 1, root)
@@ -83,5 +96,5 @@ def test_upstreams_plain_model_loads_strictly_what_we_import(root):
             layer = key.split(".")[2] if key.startswith("decoder.layers") else "0"
             mapping = table[key.replace(f"layers.{layer}.", "layers.*.")].at_layer(int(layer))
             expected = torch.empty(weight.shape)
-            mapping.fill(expected, [source[tensor.name] for tensor in mapping.hf], Shard(0, 1))
+            mapping.hf_to_megatron(expected, [source[tensor.name] for tensor in mapping.hf], TPShard(0, 1))
             assert torch.equal(torch.from_numpy(weight), expected), (name, key)

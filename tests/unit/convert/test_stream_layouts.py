@@ -93,10 +93,10 @@ def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
             )  # fmt: skip
             if stages is None:
                 groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
-            stages = build_llama_model(config, groups, torch.device("cpu"))
+            stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
             mcore, out = root / f"{source}-mcore", root / f"{source}-{name_of(layout)}"
             load_weights(mcore, stages, config)
-            export_hf(stages, out, config, groups, hf_source=mcore, tokenizer=tokenizer)
+            export_hf(stages, out, config.model, groups, hf_source=mcore, tokenizer=tokenizer)
             save_checkpoint(Path(f"{out}-saved"), 3, {"model": sharded_weights(stages)}, {"iteration": 3})
         if layout in LEGACY:
             _write_legacy(stages, root / f"legacy-{name_of(layout)}", groups)

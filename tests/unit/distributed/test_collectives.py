@@ -10,7 +10,15 @@ import torch
 import torch.distributed as dist
 from distributed_runner import run_distributed
 
-from patch.distributed.collectives import agree, all_or_none, max_over_world, sum_over
+from patch.distributed.collectives import (
+    agree,
+    all_gather_object,
+    all_or_none,
+    fail_together,
+    from_rank_0,
+    max_over_world,
+    sum_over,
+)
 from patch.errors import CheckpointError, DataError, PatchError
 
 CPU = torch.device("cpu")
@@ -74,12 +82,45 @@ def run_numbers(rank: int, world_size: int) -> dict[str, list]:
     }
 
 
-def run_both(rank: int, world_size: int) -> tuple[dict, dict]:
-    return run_agreement(rank, world_size), run_numbers(rank, world_size)
+def _fail_together(error: Exception | None) -> None:
+    with fail_together("file X was not written", CheckpointError):
+        if error is not None:
+            raise error
+
+
+def run_objects(rank: int, world_size: int) -> dict[str, object]:
+    """What rank 0 finds, what each rank has, and what is raised where one rank fails in several ways."""
+
+    def find() -> str:
+        if rank != 0:
+            raise AssertionError("another rank looks")
+        return "seen by rank 0"
+
+    def refuse() -> str:
+        raise DataError("row 3")
+
+    failures = {
+        "foreign": {2: OSError("no space\non the device")},
+        "ours": {1: CheckpointError("damaged")},
+        "none": {},
+    }
+    return {
+        "found": from_rank_0(find),
+        "refused": repr(_raised(lambda: from_rank_0(refuse))),
+        "gathered": all_gather_object({"rank": rank}),
+        **{
+            name: repr(_raised(partial(_fail_together, errors.get(rank))))
+            for name, errors in failures.items()
+        },
+    }
+
+
+def run_both(rank: int, world_size: int) -> tuple[dict, dict, dict]:
+    return run_agreement(rank, world_size), run_numbers(rank, world_size), run_objects(rank, world_size)
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[tuple[dict, dict]]:
+def ranks() -> list[tuple[dict, dict, dict]]:
     """What each of three ranks saw."""
     return run_distributed(run_both, 3, timeout_s=60)
 
@@ -109,7 +150,7 @@ def ranks() -> list[tuple[dict, dict]]:
     ],
 )
 def test_all_ranks_raise_or_none(ranks: list, case: str, expected: list) -> None:
-    assert [found[case] for found, _ in ranks] == expected
+    assert [found[case] for found, _, _ in ranks] == expected
 
 
 def run_made_class(rank: int, world_size: int) -> None:
@@ -127,7 +168,7 @@ def test_a_class_made_while_a_library_runs_is_heard_of_too() -> None:
 
 def test_an_outer_block_still_agrees_after_an_inner_one(ranks: list) -> None:
     heard = ("DataError", "rank 1: row 3 of a.jsonl")
-    assert [found["late"] for found, _ in ranks] == [heard, ("DataError", "row 3 of a.jsonl"), heard]
+    assert [found["late"] for found, _, _ in ranks] == [heard, ("DataError", "row 3 of a.jsonl"), heard]
 
 
 def test_what_is_no_failure_of_the_work_passes_through_a_block() -> None:
@@ -146,15 +187,45 @@ def test_without_a_job_each_process_is_for_itself() -> None:
 
 def test_sums_are_those_of_float64_over_the_group_only(ranks: list) -> None:
     exact = [float(Fraction(a) + Fraction(b)) for a, b in zip(*NUMBERS[:2], strict=True)]
-    assert [found["sums"] for _, found in ranks] == [exact, exact, []]
+    assert [found["sums"] for _, found, _ in ranks] == [exact, exact, []]
 
 
 def test_maxima_are_those_of_all_ranks(ranks: list) -> None:
-    assert [found["maxima"] for _, found in ranks] == [[2.0**53, 0.0, math.inf]] * 3
+    assert [found["maxima"] for _, found, _ in ranks] == [[2.0**53, 0.0, math.inf]] * 3
 
 
 @pytest.mark.parametrize("bad", range(3))
 def test_the_maximum_of_what_is_not_a_number_on_one_rank_is_not_a_number(ranks: list, bad: int) -> None:
-    for _, found in ranks:
+    for _, found, _ in ranks:
         value, other = found["nan"][bad]
         assert math.isnan(value) and other == 2.0
+
+
+def test_all_ranks_get_what_rank_0_finds_or_its_error(ranks: list) -> None:
+    assert [found["found"] for _, _, found in ranks] == ["seen by rank 0"] * 3
+    assert [found["refused"] for _, _, found in ranks] == [
+        "DataError('row 3')",
+        *["DataError('rank 0: row 3')"] * 2,
+    ]
+
+
+def test_every_rank_gets_the_values_of_all(ranks: list) -> None:
+    values = [{"rank": rank} for rank in range(3)]
+    assert [found["gathered"] for _, _, found in ranks] == [values] * 3
+
+
+def test_failure_of_one_rank_is_raised_on_all_as_the_given_type(ranks: list) -> None:
+    said = "file X was not written: OSError: no space"
+    assert [found["foreign"] for _, _, found in ranks] == [
+        *[f"CheckpointError('rank 2: {said}')"] * 2,
+        f"CheckpointError('{said}')",
+    ]
+    heard = "CheckpointError('rank 1: damaged')"
+    assert [found["ours"] for _, _, found in ranks] == [heard, "CheckpointError('damaged')", heard]
+    assert [found["none"] for _, _, found in ranks] == ["None"] * 3
+
+
+def test_without_a_job_rank_0_is_this_process() -> None:
+    assert from_rank_0(lambda: 7) == 7
+    with pytest.raises(CheckpointError, match="file X was not written: OSError: full"):
+        _fail_together(OSError("full"))

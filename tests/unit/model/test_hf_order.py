@@ -20,8 +20,7 @@ from training_runs import CPU, seeded_batches, train
 from patch import compat
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
-from patch.convert.live_weights import stage_weights
-from patch.convert.weight_table import parameter_table
+from patch.convert.live_weights import mapped_parameters
 from patch.data import Batch
 from patch.distributed.groups import initialize
 from patch.model import LlamaModel, build_llama_model, sum_learned
@@ -66,8 +65,8 @@ def _stages(config: RunConfig, folder: Path) -> list[LlamaModel]:
     """This rank's stages; joins the groups of its layout."""
     compat.apply(cuda=False)
     groups = initialize(config, CPU)
-    stages = build_llama_model(config, groups, CPU.device)
-    import_hf(stages, folder, config, groups)
+    stages = build_llama_model(config.model, groups, CPU.device, config.execution)
+    import_hf(stages, folder, config.model, groups)
     return stages
 
 
@@ -143,8 +142,8 @@ def _gradients(stages: list[LlamaModel], config: RunConfig) -> dict[str, torch.T
     for parameter in parameters:
         parameter.data = parameter.grad
     found = {}
-    for weight in stage_weights(stages, parameter_table(config.model, config.padded_vocab_size)):
-        tensors = weight.mapping.take_apart([weight.parameter])
+    for weight in mapped_parameters(stages, config.model, tp_size=1):
+        tensors = weight.mapping.megatron_to_hf([weight.parameter])
         found |= {tensor.name: value for tensor, value in zip(weight.mapping.hf, tensors, strict=True)}
     for parameter, weight in zip(parameters, weights, strict=True):
         parameter.data = weight

@@ -32,8 +32,8 @@ GRADIENT_BOUND = 2e-5
 
 def _model(config: RunConfig, form: str) -> tuple[LlamaModel, Any]:
     groups = initialize(config, CPU)
-    stages = build_llama_model(config, groups, CPU.device, aligned=FORMS[form])
-    initialize_weights(stages, config)
+    stages = build_llama_model(config.model, groups, CPU.device, config.execution, aligned=FORMS[form])
+    initialize_weights(stages, config.model, config.training.seed)
     return stages[0], groups
 
 

@@ -50,7 +50,7 @@ def run_losses(rank: int, world_size: int) -> dict[str, Any]:
         for precision, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
             config = small_run(**changes, precision=precision, make_vocab_size_divisible_by=ROWS)
             compat.apply(cuda=False)
-            (model,) = build_llama_model(config, initialize(config, CPU), CPU.device)
+            (model,) = build_llama_model(config.model, initialize(config, CPU), CPU.device, config.execution)
             torch.manual_seed(0)
             whole = torch.randn(LENGTH, 2, ROWS).to(dtype) * 5
             labels = torch.randint(0, config.model.vocab_size, (2, LENGTH))

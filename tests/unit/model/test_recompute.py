@@ -96,9 +96,12 @@ def measure(changes: dict[str, Any]) -> dict[str, Any]:
             run.optimizer.finish_gradients()
             new_job()
         (held_by_1, flops_of_1), (held_by_2, flops_of_2) = per_depth
+        planned = activation_bytes(
+            config.model, config.parallel, config.training, length=config.sample_length, cuda=False
+        )
         found[setting] = {
             "bytes": held_by_2 - held_by_1,
-            "planned": activation_bytes(config, cuda=False)[setting],
+            "planned": planned[config.training.recompute_granularity],
             "flops": flops_of_2 - flops_of_1,
         }
     return found

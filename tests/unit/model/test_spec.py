@@ -52,7 +52,7 @@ class Upstream(GPTModel):
 
 def _upstream(config: RunConfig, groups: Any, vp_stage: int) -> Upstream:
     """Upstream's model, initialised by itself, which is where it sets its marks."""
-    upstream = transformer_config(config, cuda=False)
+    upstream = transformer_config(config.model, groups, config.execution, cuda=False)
     upstream.perform_initialization = True
     stage = vp_stage * groups.pp.size() + groups.pp.rank()
     return Upstream(
@@ -118,7 +118,7 @@ def run_layouts(rank: int, world_size: int) -> dict[str, dict[str, list]]:
     for name, config in RUNS[world_size].items():
         groups = initialize(config, CPU)
         fast, aligned = (
-            build_llama_model(config, groups, CPU.device, aligned=form)
+            build_llama_model(config.model, groups, CPU.device, config.execution, aligned=form)
             for form in (frozenset(), frozenset(SOURCES))
         )
         theirs = [_upstream(config, groups, stage) for stage in range(config.virtual_pipeline_size)]

@@ -49,10 +49,10 @@ def _parts(name: str) -> list[tuple]:
     """This rank's parts of a run's weights: name, shape of the whole, place in it, values."""
     config = small_run(**SHAPE | RUNS[name])
     groups = initialize(config, CPU)
-    stages = build_llama_model(config, groups, CPU.device)
+    stages = build_llama_model(config.model, groups, CPU.device, config.execution)
     torch.manual_seed(torch.distributed.get_rank())
     before = torch.get_rng_state()
-    initialize_weights(stages, config)
+    initialize_weights(stages, config.model, config.training.seed)
     assert torch.equal(torch.get_rng_state(), before), "drawn from the generator that the run goes on with"
     state = sharded_weights(stages)
     apply_factories(state)
@@ -71,10 +71,10 @@ def _upstream_stds() -> dict[str, tuple[float, float]]:
     """Upstream's own initialisation of the whole model beside ours: standard deviations by parameter."""
     config = small_run(**SHAPE | RUNS["untied"], num_layers=2)
     groups = initialize(config, CPU)
-    (ours,) = build_llama_model(config, groups, CPU.device)
-    initialize_weights([ours], config)
+    (ours,) = build_llama_model(config.model, groups, CPU.device, config.execution)
+    initialize_weights([ours], config.model, config.training.seed)
     own = dataclasses.replace(
-        transformer_config(config, cuda=False), perform_initialization=True,
+        transformer_config(config.model, groups, config.execution, cuda=False), perform_initialization=True,
         init_method_std=config.model.init_method_std, init_method=None, output_layer_init_method=None,
         embedding_init_method=None, embedding_init_method_std=None,
     )  # fmt: skip

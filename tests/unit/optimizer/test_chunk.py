@@ -9,10 +9,8 @@ import threading
 import pytest
 import torch
 
-from patch.optimizer import transfer
-from patch.optimizer.accelerator import Copies, Mark, SimulatedAccelerator, SimulatedOutOfMemory
-from patch.optimizer.chunk import HOST, Chunk, ChunkFullError, ChunkManager, find_best_chunk_size
-from patch.optimizer.transfer import Transfer
+from patch.memory import HOST, Copies, Event, SimulatedDevice, SimulatedOutOfMemory, StagedCopier
+from patch.optimizer.chunk import Chunk, ChunkFullError, ChunkManager, find_best_chunk_size
 
 GENEROUS = 1 << 40
 DTYPES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master_low": torch.int16}
@@ -37,9 +35,9 @@ def random_numels(seed: int) -> list[int]:
     return [generator.choice((1, 7, 64, 100, 999, 4096)) for _ in range(generator.randint(1, 60))]
 
 
-def filled(numels: list[int], size: int, device: SimulatedAccelerator | None = None) -> ChunkManager:
-    device = device or SimulatedAccelerator(GENEROUS)
-    manager = ChunkManager(size, device, Transfer(device))
+def filled(numels: list[int], size: int, device: SimulatedDevice | None = None) -> ChunkManager:
+    device = device or SimulatedDevice(GENEROUS)
+    manager = ChunkManager(size, device, StagedCopier(device))
     for shard, numel in enumerate(numels):
         manager.register(shard, 0, numel, is_decayed=shard % 2 == 0, is_late=False)
     manager.close()
@@ -63,7 +61,7 @@ def test_registration_is_next_fit_and_cuts_what_is_longer_than_a_chunk(seed: int
 
 
 def test_late_runs_have_chunks_of_their_own_behind_the_others() -> None:
-    manager = ChunkManager(10, SimulatedAccelerator(GENEROUS))
+    manager = ChunkManager(10, SimulatedDevice(GENEROUS))
     for shard in range(4):
         manager.register(shard, 0, 8, is_decayed=True, is_late=False)
         manager.register(shard, 8, 10, is_decayed=False, is_late=True)
@@ -92,7 +90,7 @@ def test_search_of_a_large_model_keeps_chunks_of_megabytes() -> None:
 
 
 def test_tensors_lie_one_behind_the_other() -> None:
-    device = SimulatedAccelerator(GENEROUS)
+    device = SimulatedDevice(GENEROUS)
     chunk = Chunk(10, HOST)
     chunk.append_tensor(torch.arange(4.0).view(2, 2))
     chunk.alloc_tensor(3).fill_(7.0)
@@ -101,31 +99,31 @@ def test_tensors_lie_one_behind_the_other() -> None:
     twin = chunk.clone(device)
     assert twin.used == 7 and twin.memory is device and not twin.data.any()
     assert chunk.data.tolist() == [0, 1, 2, 3, 7, 7, 7, 0, 0, 0]
-    assert device.held == 40
+    assert device.allocated_bytes == 40
 
 
 @pytest.mark.parametrize("to_host", [True, False])
 def test_moving_to_where_a_chunk_lies_changes_nothing(to_host: bool) -> None:
     """The original's move from CPU to CPU is a KeyError."""
-    device = SimulatedAccelerator(GENEROUS)
+    device = SimulatedDevice(GENEROUS)
     manager = filled([100], 64, device)
     manager.chunks[0].is_on_host = manager.chunks[1].is_on_host = to_host
     manager.allocate(DTYPES)
-    before, held = manager.chunks[0].states["master_low"].data, device.held
+    before, held = manager.chunks[0].states["master_low"].data, device.allocated_bytes
     manager.move(manager.chunks[0], to_host=to_host)
-    assert manager.chunks[0].states["master_low"].data is before and device.held == held
+    assert manager.chunks[0].states["master_low"].data is before and device.allocated_bytes == held
 
 
 def test_states_on_the_device_have_no_copy_on_the_host() -> None:
     """The original keeps the host's buffer of every chunk."""
-    device = SimulatedAccelerator(GENEROUS)
+    device = SimulatedDevice(GENEROUS)
     manager = filled([1000], 100, device)
     for chunk in manager.chunks[:4]:
         chunk.is_on_host = True
     manager.allocate(DTYPES)
     for _ in range(2):
         assert manager.total_bytes(on_host=True) == 4 * 100 * 10
-        assert manager.total_bytes(on_host=False) == 6 * 100 * 10 == device.held
+        assert manager.total_bytes(on_host=False) == 6 * 100 * 10 == device.allocated_bytes
         manager.move(manager.chunks[0], to_host=False)
         manager.move(manager.chunks[9], to_host=True)
     assert manager.offload_fraction == 0.4
@@ -149,16 +147,16 @@ def test_moves_carry_every_state_to_the_bit() -> None:
         assert torch.equal(manager.chunks[index].states[name].data, values)
 
 
-class SlowDevice(SimulatedAccelerator):
+class SlowDevice(SimulatedDevice):
     """Nothing reaches it before the gate is opened."""
 
     def __init__(self) -> None:
         super().__init__(GENEROUS)
         self.gate = threading.Event()
 
-    def to_device(self, copies: Copies) -> Mark:
+    def copy_to_device(self, copies: Copies) -> Event:
         assert self.gate.wait(30)
-        return super().to_device(copies)
+        return super().copy_to_device(copies)
 
 
 def test_states_reach_the_device_while_the_host_goes_on() -> None:
@@ -177,16 +175,16 @@ def test_states_reach_the_device_while_the_host_goes_on() -> None:
     assert torch.equal(squares, torch.arange(100.0).square())
 
 
-class BrokenDevice(SimulatedAccelerator):
+class BrokenDevice(SimulatedDevice):
     """What is sent there first does not reach it."""
 
     is_broken = True
 
-    def to_device(self, copies: Copies) -> Mark:
+    def copy_to_device(self, copies: Copies) -> Event:
         if self.is_broken:
             self.is_broken = False
             raise RuntimeError("a device's own trouble")
-        return super().to_device(copies)
+        return super().copy_to_device(copies)
 
 
 def test_states_that_did_not_reach_the_device_do_not_come_back_from_there() -> None:
@@ -199,32 +197,8 @@ def test_states_that_did_not_reach_the_device_do_not_come_back_from_there() -> N
         manager.move(chunk, to_host=True)
 
 
-@pytest.mark.parametrize("numel", [1, 5, 8, 9, 64, 1001])
-def test_transfers_cut_into_pieces_carry_every_byte(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfer, "_PIECE", 32)
-    carrier = Transfer(SimulatedAccelerator(GENEROUS))
-    source = [torch.randn(numel), torch.arange(numel, dtype=torch.int16)]
-    there, back = ([torch.zeros_like(tensor) for tensor in source] for _ in range(2))
-    carrier.to_device(list(zip(source, there, strict=True))).result()
-    carrier.to_host(list(zip(there, back, strict=True)))
-    assert all(map(torch.equal, source, back))
-
-
-def test_what_leaves_the_device_waits_for_what_is_on_its_way_there() -> None:
-    """Both go through the same pinned pieces."""
-    device = SlowDevice()
-    carrier = Transfer(device)
-    up, down = torch.ones(100), torch.full((100,), 2.0)
-    there, back = torch.zeros(100), torch.zeros(100)
-    arriving = carrier.to_device([(up, there)])
-    threading.Timer(0.05, device.gate.set).start()
-    carrier.to_host([(down, back)])
-    arriving.result()
-    assert torch.equal(there, up) and torch.equal(back, down)
-
-
 def test_a_device_that_is_full_says_so_and_the_chunk_stays() -> None:
-    device = SimulatedAccelerator(100 * 10 + 500)  # room for one of three states
+    device = SimulatedDevice(100 * 10 + 500)  # room for one of three states
     manager = filled([200], 100, device)
     manager.chunks[1].is_on_host = True
     manager.allocate(DTYPES)

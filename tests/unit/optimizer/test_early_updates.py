@@ -10,15 +10,15 @@ from unittest import mock
 import pytest
 import torch
 from fake_device import LATE, Event, FakeDevice
-from fake_offload import FakeAccelerator, HostKernel, on
+from fake_offload import FakeOffloadDevice, HostKernel, on
 
 from patch.config.schema import OptimizerConfig
 from patch.distributed.async_collectives import Pending
+from patch.memory import UNLIMITED
 from patch.optimizer import host_update
-from patch.optimizer.accelerator import UNLIMITED
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
+from patch.optimizer.layout import BucketShard, ShardRange
 from patch.optimizer.placement import StaticPlacementPolicy
-from patch.optimizer.shard import Run, Shard
 
 NUM_CHUNKS, SIZE, LR = 8, 100, 1e-3
 STATES = NUM_CHUNKS * SIZE * 10
@@ -39,19 +39,20 @@ class Job:
         fake.adopt([self.gradient, self.weight])
         places = [slice(SIZE * index, SIZE * (index + 1)) for index in range(NUM_CHUNKS)]
         shards = [
-            Shard(self.gradient[place], self.weight[place], [Run(0, SIZE, True, False)]) for place in places
+            BucketShard(self.gradient[place], self.weight[place], [ShardRange(0, SIZE, True, False)])
+            for place in places
         ]
-        offload = Offload(FakeAccelerator(fake), StaticPlacementPolicy(1.0), SIZE, host_bytes)
+        offload = Offload(FakeOffloadDevice(fake), StaticPlacementPolicy(1.0), SIZE, host_bytes)
         self.adam = HybridAdam(shards, OptimizerConfig(lr=LR), offload)
-        self.down = offload.accelerator._down
+        self.down = offload.device._d2h_stream
 
     def backward(self, *, is_reduced: bool) -> list[Event]:
         """Queue it; the points of the compute stream at which a chunk's gradient is there."""
         self.adam.start_step(LR, 1.0)
         points = []
         for index, shard in enumerate(self.adam.shards):
-            shard.gradient.fill_(index + 1.0)
-            after = self.fake.start_all_reduce(shard.gradient, None) if is_reduced else Pending([])
+            shard.grad.fill_(index + 1.0)
+            after = self.fake.start_all_reduce(shard.grad, None) if is_reduced else Pending([])
             self.adam.gradient_ready(index, after)
             points.append(self.fake.compute.record_event())
         return points

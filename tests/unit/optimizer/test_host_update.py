@@ -15,8 +15,8 @@ from distributed_runner import run_distributed
 from optimizer_runs import LR, OddModel, accumulate, data_parallel_groups, make_steps, take_step, weights_of
 
 from patch.config.schema import OptimizerConfig
+from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, host_update
-from patch.optimizer.accelerator import UNLIMITED, SimulatedAccelerator
 from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.kernels import AdamScalars, Segment, adam_kernel
 from patch.optimizer.placement import StaticPlacementPolicy
@@ -42,7 +42,7 @@ def build(
     offload = None
     if fraction is not None:
         policy = StaticPlacementPolicy(fraction)
-        offload = Offload(SimulatedAccelerator(1 << 40), policy, chunk_size, host_bytes)
+        offload = Offload(SimulatedDevice(1 << 40), policy, chunk_size, host_bytes)
     return model, OverlappedDistributedOptimizer([model], config, "none", data_parallel_groups(), offload)
 
 

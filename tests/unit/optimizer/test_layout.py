@@ -5,38 +5,40 @@ from itertools import pairwise, product
 
 import pytest
 
-from patch.optimizer.layout import ALIGNMENT, BucketRange, Item, lay_out, pieces
+from patch.optimizer.layout import ALIGNMENT, BucketRange, ParamSpec, lay_out
 
 # The last bucket size exceeds every model here.
 BUCKET_SIZES = (1, 7, 64, 1000, 5000, 10**9)
 SHARDS = (1, 2, 3, 4, 8)
 
 
-def random_items(seed: int) -> list[Item]:
+def random_specs(seed: int) -> list[ParamSpec]:
     """Up to 12 parameters of odd sizes in two groups, a few of them alone; every other model has 2 stages."""
     generator = random.Random(seed)
-    items = [
-        Item(generator.choice([1, 7, 31, 64, 513, 4096]), generator.randrange(2), generator.random() < 0.1)
+    specs = [
+        ParamSpec(
+            generator.choice([1, 7, 31, 64, 513, 4096]), generator.randrange(2), generator.random() < 0.1
+        )
         for _ in range(generator.randint(1, 12))
     ]
-    first = generator.randrange(len(items) + 1)
-    return [item._replace(stage=seed % 2 if index < first else 0) for index, item in enumerate(items)]
+    first = generator.randrange(len(specs) + 1)
+    return [spec._replace(stage=seed % 2 if index < first else 0) for index, spec in enumerate(specs)]
 
 
-MODELS = [random_items(seed) for seed in range(12)]
+MODELS = [random_specs(seed) for seed in range(12)]
 EVERY = list(product(range(len(MODELS)), BUCKET_SIZES, SHARDS))
 
 
-def laid_out(model: int, bucket_size: int, num_shards: int) -> tuple[list[Item], list[BucketRange]]:
+def laid_out(model: int, bucket_size: int, num_shards: int) -> tuple[list[ParamSpec], list[BucketRange]]:
     return MODELS[model], lay_out(MODELS[model], bucket_size, num_shards)
 
 
 def test_every_parameter_has_one_place_of_its_size() -> None:
     for case in EVERY:
-        items, buckets = laid_out(*case)
-        places = {slot.parameter: slot.end - slot.begin for bucket in buckets for slot in bucket.slots}
-        assert places == {index: item.numel for index, item in enumerate(items)}, case
-        assert sum(len(bucket.slots) for bucket in buckets) == len(items), case
+        specs, buckets = laid_out(*case)
+        places = {param.parameter: param.end - param.begin for bucket in buckets for param in bucket.params}
+        assert places == {index: spec.numel for index, spec in enumerate(specs)}, case
+        assert sum(len(bucket.params) for bucket in buckets) == len(specs), case
 
 
 def test_buckets_and_parameters_follow_each_other_without_gaps() -> None:
@@ -45,15 +47,15 @@ def test_buckets_and_parameters_follow_each_other_without_gaps() -> None:
         assert buckets[0].begin == 0
         assert all(before.end == after.begin for before, after in pairwise(buckets)), case
         for bucket in buckets:
-            begins = [slot.begin for slot in bucket.slots]
-            assert begins == [bucket.begin, *(slot.end for slot in bucket.slots[:-1])], case
+            begins = [param.begin for param in bucket.params]
+            assert begins == [bucket.begin, *(param.end for param in bucket.params[:-1])], case
 
 
 def test_padding_is_less_than_one_unit_and_only_at_the_end_of_a_bucket() -> None:
     for case in EVERY:
         _, buckets = laid_out(*case)
         for bucket in buckets:
-            assert 0 <= bucket.end - bucket.slots[-1].end < case[2] * ALIGNMENT, case
+            assert 0 <= bucket.end - bucket.params[-1].end < case[2] * ALIGNMENT, case
 
 
 def test_shards_are_equal_aligned_and_cover_their_bucket() -> None:
@@ -70,66 +72,68 @@ def test_shards_are_equal_aligned_and_cover_their_bucket() -> None:
 def test_buckets_follow_the_order_of_backward() -> None:
     for case in EVERY:
         _, buckets = laid_out(*case)
-        members = [sorted(slot.parameter for slot in bucket.slots) for bucket in buckets]
+        members = [sorted(param.parameter for param in bucket.params) for bucket in buckets]
         assert sum(members, []) == list(range(len(MODELS[case[0]]))), case
 
 
 def test_a_bucket_exceeds_its_size_only_for_one_parameter_and_closes_only_when_it_must() -> None:
     for case in EVERY:
-        items, buckets = laid_out(*case)
+        specs, buckets = laid_out(*case)
         for bucket in buckets:
-            assert len(bucket.slots) == 1 or sum(s.end - s.begin for s in bucket.slots) <= case[1], case
+            assert len(bucket.params) == 1 or sum(s.end - s.begin for s in bucket.params) <= case[1], case
         for before, after in pairwise(buckets):
-            first = min(slot.parameter for slot in after.slots)
-            is_alone = items[first].is_alone or items[before.slots[0].parameter].is_alone
-            filled = sum(slot.end - slot.begin for slot in before.slots)
+            first = min(param.parameter for param in after.params)
+            is_alone = specs[first].is_alone or specs[before.params[0].parameter].is_alone
+            filled = sum(param.end - param.begin for param in before.params)
             must = is_alone or before.stage != after.stage
-            assert must or filled + items[first].numel > case[1], case
+            assert must or filled + specs[first].numel > case[1], case
 
 
 def test_a_tied_embedding_is_alone_in_its_bucket() -> None:
     for case in EVERY:
-        items, buckets = laid_out(*case)
+        specs, buckets = laid_out(*case)
         for bucket in buckets:
-            assert len(bucket.slots) == 1 or not any(items[slot.parameter].is_alone for slot in bucket.slots)
+            assert len(bucket.params) == 1 or not any(
+                specs[param.parameter].is_alone for param in bucket.params
+            )
 
 
 def test_a_bucket_belongs_to_one_stage() -> None:
     for case in EVERY:
-        items, buckets = laid_out(*case)
+        specs, buckets = laid_out(*case)
         for bucket in buckets:
-            assert {items[slot.parameter].stage for slot in bucket.slots} == {bucket.stage}, case
+            assert {specs[param.parameter].stage for param in bucket.params} == {bucket.stage}, case
 
 
 def test_groups_are_in_order_inside_a_bucket() -> None:
     for case in EVERY:
-        items, buckets = laid_out(*case)
+        specs, buckets = laid_out(*case)
         for bucket in buckets:
-            keys = [(items[slot.parameter].group, slot.parameter) for slot in bucket.slots]
+            keys = [(specs[param.parameter].group, param.parameter) for param in bucket.params]
             assert keys == sorted(keys), case
 
 
 def test_pieces_of_all_shards_are_every_element_of_every_parameter_once() -> None:
     for case in EVERY:
-        items, buckets = laid_out(*case)
-        seen: dict[int, list[int]] = {index: [] for index in range(len(items))}
+        specs, buckets = laid_out(*case)
+        seen: dict[int, list[int]] = {index: [] for index in range(len(specs))}
         for bucket in buckets:
             for rank in range(case[2]):
                 begin, end = bucket.shard(rank, case[2])
-                for piece in pieces(bucket, begin, end):
-                    assert begin <= piece.begin < piece.end <= end
-                    (slot,) = (slot for slot in bucket.slots if slot.parameter == piece.parameter)
-                    assert piece.begin == slot.begin + piece.offset
-                    seen[piece.parameter] += range(piece.offset, piece.offset + piece.end - piece.begin)
-        assert all(seen[index] == list(range(item.numel)) for index, item in enumerate(items)), case
+                for part in bucket.params_within(begin, end):
+                    assert begin <= part.begin < part.end <= end
+                    (param,) = (param for param in bucket.params if param.parameter == part.parameter)
+                    assert part.begin == param.begin + part.offset
+                    seen[part.parameter] += range(part.offset, part.offset + part.end - part.begin)
+        assert all(seen[index] == list(range(spec.numel)) for index, spec in enumerate(specs)), case
 
 
 @pytest.mark.parametrize("bucket_size,expected", [(1, 3), (10, 3), (14, 2), (21, 1), (10**9, 1)])
 def test_number_of_buckets(bucket_size: int, expected: int) -> None:
-    assert len(lay_out([Item(7, 0), Item(7, 1), Item(7, 0)], bucket_size, 4)) == expected
+    assert len(lay_out([ParamSpec(7, 0), ParamSpec(7, 1), ParamSpec(7, 0)], bucket_size, 4)) == expected
 
 
 def test_seven_elements_over_four_ranks_are_one_padded_bucket() -> None:
-    (bucket,) = lay_out([Item(7, 0)], 1, 4)
+    (bucket,) = lay_out([ParamSpec(7, 0)], 1, 4)
     assert (bucket.numel, bucket.shard(3, 4)) == (4 * ALIGNMENT, (3 * ALIGNMENT, 4 * ALIGNMENT))
-    assert pieces(bucket, *bucket.shard(1, 4)) == []
+    assert bucket.params_within(*bucket.shard(1, 4)) == []

@@ -24,8 +24,8 @@ from optimizer_runs import (
 )
 
 from patch.config.schema import OptimizerConfig
+from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, host_update
-from patch.optimizer.accelerator import UNLIMITED, SimulatedAccelerator
 from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.kernels import AdamScalars, Segment, adam_kernel
 from patch.optimizer.placement import Memory, Move, Placed
@@ -77,7 +77,7 @@ def train(
 ) -> dict[str, Any]:
     """Norms and weights; every fourth step is not taken, step 10 begins with loaded weights."""
     model = Shortened(dtype=dtype)
-    offload = None if policy is None else Offload(SimulatedAccelerator(UNLIMITED), policy, 60)  # type: ignore[arg-type]
+    offload = None if policy is None else Offload(SimulatedDevice(UNLIMITED), policy, 60)  # type: ignore[arg-type]
     config = OptimizerConfig(lr=LR, clip_grad=clip_grad, reduce_bucket_size=200, initial_loss_scale=1024.0)
     optimizer = OverlappedDistributedOptimizer([model], config, level, data_parallel_groups(), offload)
     norms = []

@@ -1,6 +1,6 @@
 """Every wait of the optimizer, on a device that executes what it is given as late, or as early, as it may.
 
-The product's own code runs on the fake device: hooks, buckets, weights, chunks, CudaAccelerator's streams.
+The product's own code runs on the fake device: hooks, buckets, weights, chunks, CudaDevice's streams.
 What comes out must be what states on the device give where everything takes place at the call.
 """
 
@@ -14,12 +14,12 @@ import torch
 import torch.distributed as dist
 from distributed_runner import run_distributed
 from fake_device import AT_ONCE, COMPUTE_FIRST, COPIES_FIRST, LATE, FakeDevice, Order
-from fake_offload import FakeAccelerator, collectives_of, on
+from fake_offload import FakeOffloadDevice, collectives_of, on
 from optimizer_runs import LR, OddModel, accumulate, data_parallel_groups, make_steps, weights_of
 
 from patch.config.schema import OptimizerConfig
+from patch.memory import UNLIMITED
 from patch.optimizer import OverlappedDistributedOptimizer
-from patch.optimizer.accelerator import UNLIMITED
 from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.placement import Memory, Move, Placed
 
@@ -86,9 +86,9 @@ def fail_midway(
 def late_sums(optimizer: OverlappedDistributedOptimizer) -> None:
     """What other ranks add to gradients that are final late."""
     for shard in optimizer.adam.shards:
-        for run in shard.runs:
-            if run.is_late:
-                shard.gradient[run.begin : run.end].mul_(3.0)
+        for part in shard.ranges:
+            if part.needs_extra_reduction:
+                shard.grad[part.begin : part.end].mul_(3.0)
 
 
 def train(
@@ -136,17 +136,17 @@ def states_of(optimizer: OverlappedDistributedOptimizer) -> list[torch.Tensor]:
     """Copies of all states, shard by shard."""
     optimizer.wait_for_weights()
     return [
-        torch.cat([state.clone() for _, state in optimizer.adam.state(name, index, run.begin, run.end)])
+        torch.cat([state.clone() for _, state in optimizer.adam.state(name, index, part.begin, part.end)])
         for name in optimizer.adam.dtypes
         for index, shard in enumerate(optimizer.adam.shards)
-        for run in shard.runs
+        for part in shard.ranges
     ]
 
 
 def faked(order: Order, host_bytes: int, *case: Any) -> dict[str, Any]:
     fake = FakeDevice(order)
     with on(fake) as kernel:
-        offload = Offload(FakeAccelerator(fake), RandomPolicy(str(order)), CHUNK, host_bytes)  # type: ignore[arg-type]
+        offload = Offload(FakeOffloadDevice(fake), RandomPolicy(str(order)), CHUNK, host_bytes)  # type: ignore[arg-type]
         found = train(*case, offload, fake)
     return found | {"faults": kernel.faults, "updates": len(kernel.numels)}
 
@@ -169,7 +169,7 @@ def move_after_a_step_not_taken() -> tuple[int, int]:
         model, (step, *_) = OddModel(), make_steps(1, 1, 1)
     with on(fake) as kernel:
         fake.adopt(list(model.parameters()))
-        optimizer = build(model, "none", FREE, Offload(FakeAccelerator(fake), ToTheDevice(), CHUNK))  # type: ignore[arg-type]
+        optimizer = build(model, "none", FREE, Offload(FakeOffloadDevice(fake), ToTheDevice(), CHUNK))  # type: ignore[arg-type]
         accumulate(model, optimizer, step[0])
         worker = optimizer.adam.host_updates._worker
         worker.run_next()

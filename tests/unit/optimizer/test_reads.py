@@ -23,8 +23,8 @@ from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from patch.config.schema import OptimizerConfig
+from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, host_update
-from patch.optimizer.accelerator import UNLIMITED, SimulatedAccelerator
 from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.kernels import AdamScalars, Segment, adam_kernel
 from patch.optimizer.placement import StaticPlacementPolicy
@@ -176,7 +176,7 @@ class SlowKernel:
 def offloaded(model: torch.nn.Module) -> OverlappedDistributedOptimizer:
     """All states on a slow host, in many chunks; none is updated ahead: gradients are always clipped."""
     config = OptimizerConfig(lr=LR, clip_grad=1e-3, reduce_bucket_size=1)
-    offload = Offload(SimulatedAccelerator(UNLIMITED), StaticPlacementPolicy(1.0), 100)
+    offload = Offload(SimulatedDevice(UNLIMITED), StaticPlacementPolicy(1.0), 100)
     original = host_update.adam_kernel
     host_update.adam_kernel = lambda device: SlowKernel()  # type: ignore[assignment]
     try:

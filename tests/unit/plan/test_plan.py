@@ -31,6 +31,19 @@ def _run(size: str, *flags: str, length: int = 2048) -> RunConfig:
     return parse_args([*argv.split(), *flags], {}, MachineFacts(0, 2)).config
 
 
+def _flops_per_token(config: RunConfig) -> float:
+    return flops_per_token(config.model, config.sample_length, config.parallel.tensor_model_parallel_size)
+
+
+def _parameters_per_rank(config: RunConfig) -> list[int]:
+    return parameters_per_rank(config.model, config.parallel)
+
+
+def _activation_bytes(config: RunConfig) -> dict:
+    sections = config.model, config.parallel, config.training
+    return activation_bytes(*sections, length=config.sample_length, cuda=True)
+
+
 def _hf_model(config: RunConfig) -> torch.nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -53,20 +66,22 @@ def _hf_model(config: RunConfig) -> torch.nn.Module:
 @pytest.mark.parametrize("size", PRESETS)
 def test_parameters_are_those_of_transformers(size):
     config = _run(size)
-    assert total_parameters(config) == sum(p.numel() for p in _hf_model(config).parameters())
+    assert total_parameters(config.model) == sum(p.numel() for p in _hf_model(config).parameters())
 
 
 @pytest.mark.parametrize("name", hf_families.FAMILIES)
 def test_parameters_of_every_family_are_those_of_transformers(tmp_path, name):
     model = hf_families.family_model(name, tmp_path)
-    assert total_parameters(hf_families.family_run(tmp_path)) == sum(p.numel() for p in model.parameters())
+    assert total_parameters(hf_families.family_run(tmp_path).model) == sum(
+        p.numel() for p in model.parameters()
+    )
 
 
 def test_biases_are_cut_and_head_norms_are_not():
     plain, own = _run("tiny"), ("--add-qkv-bias", "--qk-layernorm")
     for tp_size, vectors in ((1, 8 * 16 + 2 * 16), (2, 8 * 16 // 2 + 2 * 16)):
         cut = f"--tensor-model-parallel-size={tp_size}"
-        more = parameters_per_rank(_run("tiny", cut, *own))[0] - parameters_per_rank(_run("tiny", cut))[0]
+        more = _parameters_per_rank(_run("tiny", cut, *own))[0] - _parameters_per_rank(_run("tiny", cut))[0]
         assert more == plain.model.num_layers * vectors
 
 
@@ -76,22 +91,22 @@ def test_flops_count_the_scores_inside_the_window(window):
     scores = torch.ones(64, 64).tril().triu(1 - window)
     fewer = (torch.ones(64, 64).tril().sum() - scores.sum()).item() * 2 * 6 * 64 * 2 / 64
     # the convention counts half of the square, without the half diagonal
-    assert flops_per_token(full) - flops_per_token(config) == pytest.approx(fewer, rel=0.05, abs=0)
+    assert _flops_per_token(full) - _flops_per_token(config) == pytest.approx(fewer, rel=0.05, abs=0)
 
 
 def test_one_rank_holds_the_whole_padded_model():
     config = _run("tiny", "--vocab-size=500")
     padding = 2 * (512 - 500) * 64
-    assert parameters_per_rank(config) == [total_parameters(config) + padding]
+    assert _parameters_per_rank(config) == [total_parameters(config.model) + padding]
 
 
 def test_ranks_share_matrices_and_repeat_norms():
     config = _run("1B", "--tensor-model-parallel-size=2", "--pipeline-model-parallel-size=4")
-    stages = parameters_per_rank(config)
+    stages = _parameters_per_rank(config)
     norms = (2 * 16 + 1) * 2048
     copy_of_tied_embedding = 128256 * 2048
     assert len(stages) == 4 and stages[1] == stages[2] < stages[0] < stages[3]
-    assert 2 * sum(stages) == total_parameters(config) + norms + copy_of_tied_embedding
+    assert 2 * sum(stages) == total_parameters(config.model) + norms + copy_of_tied_embedding
 
 
 def test_flops_are_six_per_matrix_element_and_token():
@@ -100,12 +115,12 @@ def test_flops_are_six_per_matrix_element_and_token():
         p.numel() for n, p in _hf_model(config).named_parameters() if p.ndim == 2 and "embed" not in n
     )
     attention = 6 * 32 * 4096 * 2048  # layers x width x sequence: half of PaLM's 12, for the causal mask
-    assert flops_per_token(config) == 6 * matrices + attention
+    assert _flops_per_token(config) == 6 * matrices + attention
 
 
 def test_flops_of_a_step_count_all_samples():
     config = _run("tiny")
-    assert model_flops_per_step(config) == flops_per_token(config) * 16 * 2048
+    assert model_flops_per_step(config) == _flops_per_token(config) * 16 * 2048
 
 
 def test_flops_agree_with_torchs_own_counter():
@@ -117,18 +132,18 @@ def test_flops_agree_with_torchs_own_counter():
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.zeros(1, 32, dtype=torch.long), use_cache=False)
     half_of_the_scores = 2 * 32 * 32 * 64 * 2  # 2 FLOPs, S x S, width, layers; twice, halved
-    assert flops_per_token(config) * 32 == 3 * (counter.get_total_flops() - half_of_the_scores)
+    assert _flops_per_token(config) * 32 == 3 * (counter.get_total_flops() - half_of_the_scores)
 
 
 def test_bytes_follow_the_precision():
     bf16, fp32 = (bytes_per_rank(_run("tiny", f"--precision={p}")) for p in ("bf16", "fp32"))
-    count = total_parameters(_run("tiny"))
+    count = total_parameters(_run("tiny").model)
     assert bf16 == (2 * count, 4 * count, 10 * count) and bf16.total == 16 * count
     assert fp32 == (4 * count, 4 * count, 8 * count)
 
 
 def test_offloaded_states_are_in_host_memory():
-    count = total_parameters(_run("tiny"))
+    count = total_parameters(_run("tiny").model)
     run = _run("tiny", "--optimizer-offload-policy=static", "--optimizer-offload-fraction=0.25")
     assert offloaded_bytes(run) == 5 * count // 2
     assert bytes_per_rank(run) == (2 * count, 4 * count, 15 * count // 2)
@@ -184,7 +199,7 @@ def test_description_splits_layers_that_do_not_divide():
 
 def test_small_sizes_are_in_mib():
     run = _run("tiny", "--vocab-size=512")
-    assert f"= weights {2 * total_parameters(run) / 2**20:.2f} MiB + " in describe_plan(run, UNKNOWN)
+    assert f"= weights {2 * total_parameters(run.model) / 2**20:.2f} MiB + " in describe_plan(run, UNKNOWN)
 
 
 def test_description_says_what_a_layer_keeps_at_each_recomputation():
@@ -205,15 +220,15 @@ def test_description_says_what_a_layer_keeps_at_each_recomputation():
 
 
 def test_a_rank_keeps_its_part_of_a_layers_activations():
-    whole = activation_bytes(_run("8B"), cuda=True)
-    cut = activation_bytes(_run("8B", "--tensor-model-parallel-size=2", "--sequence-parallel"), cuda=True)
+    whole = _activation_bytes(_run("8B"))
+    cut = _activation_bytes(_run("8B", "--tensor-model-parallel-size=2", "--sequence-parallel"))
     assert 2 * cut["full"] == whole["full"]
     assert 2 * cut["selective"] == pytest.approx(whole["selective"], rel=0.01)  # RoPE's factors are not cut
     blocks = _run("8B", "--recompute-granularity=full", "--recompute-num-layers=4")
-    assert 4 * activation_bytes(blocks, cuda=True)["full"] == whole["full"]
+    assert 4 * _activation_bytes(blocks)["full"] == whole["full"]
 
 
-TINY_BF16 = 16 * total_parameters(_run("tiny"))
+TINY_BF16 = 16 * total_parameters(_run("tiny").model)
 
 
 @pytest.mark.parametrize(

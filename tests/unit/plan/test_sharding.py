@@ -3,9 +3,10 @@
 import pytest
 from small_runs import small_run
 
+from patch.config.choices import ZeroStage
 from patch.config.rules import RULES
 from patch.device import MachineFacts
-from patch.plan import bytes_per_rank, level_cost, resolve_sharding, total_parameters
+from patch.plan import bytes_per_rank, resolve_sharding, stage_cost, total_parameters
 
 CPU = MachineFacts(cuda_devices=0, cpu_cores=2)
 
@@ -21,28 +22,31 @@ def _run(level, micro_batches=1, **changes):
     ("level", "gradients", "states"), [("none", 4, 10), ("optimizer", 4, 2.5), ("gradients", 1, 2.5)]
 )
 def test_bytes_held_follow_the_level(level, gradients, states):
-    count = total_parameters(_run(level))
+    count = total_parameters(_run(level).model)
     assert bytes_per_rank(_run(level)) == (2 * count, gradients * count, states * count)
-    assert level_cost(_run("auto"), level).held == (2 + gradients + states) * count
+    assert stage_cost(_run("auto"), ZeroStage[level.upper()]).held == (2 + gradients + states) * count
 
 
 @pytest.mark.parametrize(("level", "bytes_of_4_steps"), [("none", 8), ("optimizer", 6), ("gradients", 18)])
 def test_bytes_moved_count_every_micro_batch_of_zero_2(level, bytes_of_4_steps):
     config = _run("auto", micro_batches=4)
-    assert level_cost(config, level).moved == bytes_of_4_steps * total_parameters(config) * 3 // 4
+    assert (
+        stage_cost(config, ZeroStage[level.upper()]).moved
+        == bytes_of_4_steps * total_parameters(config.model) * 3 // 4
+    )
 
 
 @pytest.mark.parametrize(("micro_batches", "level"), [(1, "gradients"), (4, "optimizer")])
 def test_auto_goes_by_accumulation(micro_batches, level):
     config, lines = resolve_sharding(_run("auto", micro_batches), CPU)
-    assert config.sharding_level == level
+    assert config.zero_stage is ZeroStage[level.upper()]
     assert len(lines) == 3 and [line for line in lines if level in line.split(": ")[1]][0].endswith("chosen")
 
 
 def test_auto_takes_the_smaller_level_where_only_that_fits():
-    fits = level_cost(_run("auto", 4), "gradients").held
+    fits = stage_cost(_run("auto", 4), ZeroStage.GRADIENTS).held
     gpu = MachineFacts(cuda_devices=4, cpu_cores=2, cuda_memory_bytes=fits + 1)
-    assert resolve_sharding(_run("auto", 4), gpu)[0].sharding_level == "gradients"
+    assert resolve_sharding(_run("auto", 4), gpu)[0].zero_stage is ZeroStage.GRADIENTS
 
 
 @pytest.mark.parametrize("do", [False, True])
@@ -55,9 +59,9 @@ def test_what_auto_chooses_is_what_the_rules_allow(dp, batch, do):
     config, _ = resolve_sharding(asked, CPU)
     for rule in RULES:
         rule(config, CPU)
-    assert config.sharding_level != "auto"
+    assert config.sharding != "auto"
     if dp == 1:
-        assert config.sharding_level == ("optimizer" if do else "none")
+        assert config.zero_stage is (ZeroStage.OPTIMIZER if do else ZeroStage.NONE)
 
 
 def test_a_level_that_was_asked_for_stays():

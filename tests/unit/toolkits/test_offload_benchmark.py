@@ -61,7 +61,7 @@ def test_shapes_are_those_of_8b() -> None:
     from patch.plan import total_parameters
 
     whole = 32 * offload._LAYER + offload._EMBEDDINGS
-    assert total_parameters(run_config(32, 4096)) == whole == 8_030_261_248
+    assert total_parameters(run_config(32, 4096).model) == whole == 8_030_261_248
     assert 10 < offload.default_layers(150 * 10**9) < 20
     static = with_offload(run_config(2, 4096), "ours: 0.5").optimizer
     assert (static.optimizer_offload_policy, static.optimizer_offload_fraction) == ("static", 0.5)

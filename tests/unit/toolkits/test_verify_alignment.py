@@ -83,9 +83,9 @@ def _save(folder: Path, hf: Path, case: Case) -> None:
     compat.apply(cuda=False)
     config = family_run(hf, **fields)
     with alone(config, DeviceContext(torch.device("cpu"), "gloo")) as groups:
-        stages = build_llama_model(config, groups, torch.device("cpu"))
+        stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
         if fields.get(TIED) is None:
-            import_hf(stages, hf, config, groups)
+            import_hf(stages, hf, config.model, groups)
         else:
             _import_with_other_tying(stages[0], hf, config, groups)
         damage(stages[0])
@@ -102,8 +102,8 @@ def _import_with_other_tying(model: Any, hf: Path, config: Any, groups: Any) -> 
     right = dataclasses.replace(
         config, model=dataclasses.replace(config.model, **{TIED: not getattr(config.model, TIED)})
     )
-    (source,) = build_llama_model(right, groups, torch.device("cpu"))
-    import_hf([source], hf, right, groups)
+    (source,) = build_llama_model(right.model, groups, torch.device("cpu"), right.execution)
+    import_hf([source], hf, right.model, groups)
     weights = dict(source.named_parameters())
     for name, parameter in model.named_parameters():
         copied = "embedding.word_embeddings.weight" if name not in weights else name

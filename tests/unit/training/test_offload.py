@@ -104,7 +104,7 @@ def memory_of(run: Run) -> dict[str, Any]:
         * sum(dtype.itemsize for dtype in adam.dtypes.values()),
     }
     if adam._offload is not None:
-        found["held"] = adam._offload.accelerator.held - adam.fixed_bytes
+        found["held"] = adam._offload.device.allocated_bytes - adam.fixed_bytes
     return found
 
 
@@ -135,14 +135,14 @@ def out_of_memory(fails: bool) -> dict[str, Any]:
         "static 0", precision="bf16", train_iters=6, global_batch_size=2, simulated_device_memory=10**12
     )
     adam, watch = run.optimizer.adam, run.optimizer.watch
-    accelerator = adam._offload.accelerator
+    device = adam._offload.device
     steps, forwards, fractions = [], [0], []
 
     def count(output: torch.Tensor, stage: int | None = None) -> None:
         torch.rand(3)
         forwards[0] += 1
-        if fails and len(steps) == 3 and accelerator.budget == 10**12:
-            accelerator.budget = accelerator.held  # another process takes what is left
+        if fails and len(steps) == 3 and device.budget == 10**12:
+            device.budget = device.allocated_bytes  # another process takes what is left
         watch(output, stage)
 
     run.optimizer.watch = count
@@ -297,8 +297,8 @@ def run_together(rank: int, world_size: int) -> dict[str, Any]:
         for policy in ("none", "static 0.5", "static 1", "auto")
     }
     run = build("static 0", **shared, tp=2, simulated_device_memory=10**12)
-    accelerator = run.optimizer.adam._offload.accelerator
-    accelerator.budget = accelerator.held
+    device = run.optimizer.adam._offload.device
+    device.budget = device.allocated_bytes
     with pytest.raises(torch.OutOfMemoryError, match="--simulated-device-memory"):
         train_step(run, 0)
     return found | {"moved when short": run.optimizer.adam.manager.offload_fraction}

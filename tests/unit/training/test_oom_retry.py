@@ -11,7 +11,7 @@ from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from training_runs import build_seeded_run, digests
 
-from patch.optimizer.accelerator import SimulatedAccelerator
+from patch.memory import SimulatedDevice
 from patch.training.error_translation import LostRankError
 from patch.training.setup import Run
 from patch.training.step import evaluate, train_step
@@ -35,17 +35,17 @@ def build(level: str, num_batches: int, **changes: Any) -> Run:
     return build_seeded_run(small_run(**SMALL | layout | changes))
 
 
-def accelerator_of(run: Run) -> SimulatedAccelerator:
-    accelerator = run.optimizer.adam._offload.accelerator
-    assert isinstance(accelerator, SimulatedAccelerator)
-    return accelerator
+def device_of(run: Run) -> SimulatedDevice:
+    device = run.optimizer.adam._offload.device
+    assert isinstance(device, SimulatedDevice)
+    return device
 
 
 class Fault:
     """Asks the device for more than there is, once, when it is armed and its turn has come."""
 
     def __init__(self, run: Run, place: str) -> None:
-        self.accelerator, self.place, self.is_armed, self.turns = accelerator_of(run), place, False, 0
+        self.device, self.place, self.is_armed, self.turns = device_of(run), place, False, 0
         batches = run.config.num_micro_batches
         self.after = {"last forward": batches, "backward": batches, "hook": 6}.get(place, 1)
         self.watch, self.lend = run.optimizer.watch, run.optimizer.gradients._lend
@@ -60,7 +60,7 @@ class Fault:
         torch.rand(3)  # as dropout would
         if self.place == "full device" and self.is_armed:  # another process takes what is left
             self.is_armed = False
-            self.accelerator.budget = self.accelerator.held
+            self.device.budget = self.device.allocated_bytes
         elif self.place in ("first forward", "last forward", "evaluation"):
             self.strike()
         self.watch(*arguments)
@@ -69,7 +69,7 @@ class Fault:
         self.turns += self.is_armed
         if self.is_armed and self.turns == self.after:
             self.is_armed = False
-            self.accelerator.hold(10**15)
+            self.device.reserve(10**15)
 
 
 def trained(case: tuple[str, int, str], short: bool) -> dict[str, Any]:

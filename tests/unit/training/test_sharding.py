@@ -59,7 +59,7 @@ def trace(config: RunConfig) -> dict[str, Any]:
     events: list[list[str]] = [[] for _ in run.stages]
 
     def note_launch(index: int) -> None:
-        events[buckets[index].extent.stage].append(f"launch {index}")
+        events[buckets[index].range.stage].append(f"launch {index}")
 
     run.optimizer.gradients.on_launch = note_launch
     for stage, noted in zip(run.stages, events, strict=True):
@@ -71,7 +71,7 @@ def trace(config: RunConfig) -> dict[str, Any]:
     for stage, noted in zip(run.stages, events, strict=True):
         earlier = len(list(stage.parameters())) * (config.num_micro_batches - 1)
         first = [index for index, event in enumerate(noted) if event == "gradient"][earlier]
-        own = [bucket.index for bucket in buckets if bucket.extent.stage == stage.vp_stage]
+        own = [bucket.index for bucket in buckets if bucket.range.stage == stage.vp_stage]
         stages.append((noted[first:], [f"launch {index}" for index in own]))
     pending: list[int] = []
     for module in itertools.chain.from_iterable(stage.modules() for stage in run.stages):

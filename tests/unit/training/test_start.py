@@ -37,9 +37,9 @@ def run_building(rank: int, world_size: int) -> dict[str, Any]:
     groups = initialize(config, CPU)
     sizes, (stages, optimizer) = allocations(lambda: build_model(config, groups, CPU.device))
     before_gradients = sizes[: sizes.index(optimizer.gradients.num_bytes)]
-    initialize_weights(stages, config)
-    plain = build_llama_model(config, groups, CPU.device)
-    initialize_weights(plain, config)
+    initialize_weights(stages, config.model, config.training.seed)
+    plain = build_llama_model(config.model, groups, CPU.device, config.execution)
+    initialize_weights(plain, config.model, config.training.seed)
     ours, expected = (
         digest_of(p for stage in built for p in stage.parameters()) for built in (stages, plain)
     )

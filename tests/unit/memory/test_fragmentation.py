@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from patch.optimizer.fragments import Fragments
+from patch.memory.fragmentation import Fragmentation
 from patch.optimizer.placement import AutoPlacementPolicy, Memory
 
 GIB = 2**30
@@ -29,7 +29,7 @@ class Device:
     """A GPU whose allocator can use all but WASTE of what it reserves, and keeps what was given up."""
 
     def __init__(self) -> None:
-        self.chunks, self.fragments = [Chunk(index) for index in range(100)], Fragments()
+        self.chunks, self.fragmentation = [Chunk(index) for index in range(100)], Fragmentation()
         self.reserved = 90 * GIB
         """Loading left it behind."""
         self.needed = 0
@@ -39,18 +39,18 @@ class Device:
         return FIXED + sum(chunk.num_bytes for chunk in self.chunks if not chunk.is_on_host)
 
     def place(self, policy: AutoPlacementPolicy) -> None:
-        memory = Memory(TOTAL - self.fragments.num_bytes, FIXED)
+        memory = Memory(TOTAL - self.fragmentation.num_bytes, FIXED)
         for move in policy.moves(self.chunks, memory):
             self.chunks[move.chunk.index].is_on_host = move.to_host
             if move.to_host:
-                self.fragments.forget()
+                self.fragmentation.invalidate()
 
     def step(self, policy: AutoPlacementPolicy, activations: int) -> None:
         before, peak = self.held, self.held + activations
         self.needed = peak + WASTE
         self.reserved = max(self.reserved, self.needed)
         policy.stats.record("train", peak, before)
-        if self.fragments.learn(peak, self.reserved):
+        if self.fragmentation.update(peak, self.reserved):
             self.reserved = before
 
 
@@ -67,10 +67,10 @@ def test_auto_leaves_room_for_fragments_and_fills_the_rest(grows_by: int) -> Non
 
 
 def test_what_a_longer_step_left_reserved_counts_until_something_moves() -> None:
-    fragments = Fragments()
-    assert fragments.learn(5, 90) and fragments.num_bytes == 0, "90 are what loading left"
-    assert not fragments.learn(5, 7) and fragments.num_bytes == 2
-    assert not fragments.learn(5, 8) and fragments.num_bytes == 3
-    fragments.forget()
-    assert fragments.learn(4, 8) and fragments.num_bytes == 0
-    assert not fragments.learn(4, 6) and fragments.num_bytes == 2
+    fragmentation = Fragmentation()
+    assert fragmentation.update(5, 90) and fragmentation.num_bytes == 0, "90 are what loading left"
+    assert not fragmentation.update(5, 7) and fragmentation.num_bytes == 2
+    assert not fragmentation.update(5, 8) and fragmentation.num_bytes == 3
+    fragmentation.invalidate()
+    assert fragmentation.update(4, 8) and fragmentation.num_bytes == 0
+    assert not fragmentation.update(4, 6) and fragmentation.num_bytes == 2

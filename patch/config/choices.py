@@ -1,0 +1,50 @@
+"""The words that a configuration field may hold, as types.
+
+A field's annotation is the only list of its legal values: the parser, `--help` and YAML derive theirs from
+it (`fields.py`), and mypy refuses a comparison with a word that is not in it. Where a field may also be
+switched off it is annotated with `| None`, and `flag(none=...)` in schema.py gives the word for that on a
+command line.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import Literal
+
+Precision = Literal["fp32", "fp16", "bf16", "fp8"]
+"""Type of weights and activations."""
+
+GradientType = Literal["fp32", "bf16"]
+"""Type in which gradients are added up and reduced."""
+
+AttentionBackend = Literal["auto", "flash", "fused"]
+"""The kernel that scaled_dot_product_attention prefers on CUDA."""
+
+HfAttention = Literal["eager", "sdpa"]
+"""An attention implementation of transformers, as its `attn_implementation` spells it."""
+
+Recompute = Literal["selective", "full"]
+"""megatron-core's `recompute_granularity`."""
+
+OffloadPolicy = Literal["static", "auto"]
+"""Which optimizer states lie in host memory: a fixed share, or what does not fit on the device."""
+
+DatasetType = Literal["idxmap", "raw"]
+"""Pre-training on .bin/.idx, or JSON rows."""
+
+TokenizerType = Literal["PretrainedFromHF"]
+"""Where a tokenizer comes from."""
+
+
+class ZeroStage(IntEnum):
+    """What data-parallel replicas shard among each other, as DeepSpeed numbers it."""
+
+    NONE = 0
+    OPTIMIZER = 1
+    """Optimizer states."""
+    GRADIENTS = 2
+    """Optimizer states and gradients."""
+
+
+Sharding = ZeroStage | Literal["auto"]
+"""A stage, or the wish that one is chosen by the cost (`patch.plan.resolve_sharding`)."""

@@ -1,0 +1,86 @@
+"""A GPU as an offload device: copies on streams of their own, from and to pinned memory."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from patch.device import streams_of
+from patch.memory.fragmentation import Fragmentation
+from patch.memory.offload_device import Copies, Event, Joinable
+from patch.memory.pinned import allocate_pinned
+
+
+class CudaDevice:
+    """A GPU; see OffloadDevice for the methods."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._fragmentation = Fragmentation()
+        self._streams = streams_of(device)
+        self._d2h_stream, self._h2d_stream, self._join_stream = (
+            self._streams.Stream(device) for _ in range(3)
+        )
+
+    def set_device(self) -> None:
+        """Without it, the end of a stream context would make GPU 0 current and create a context there."""
+        self._streams.set_device(self.device)
+
+    def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Allocate a buffer of (numel,) zeros; copies to it wait until it is zeroed."""
+        buffer = torch.zeros(numel, dtype=dtype, device=self.device)
+        self._h2d_stream.wait_stream(self._streams.current_stream(self.device))
+        return buffer
+
+    def free(self, buffer: torch.Tensor) -> None:
+        """Take note that torch's allocator keeps the buffer's memory, see Fragmentation."""
+        self._fragmentation.invalidate()
+
+    def allocate_pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocate exactly that much pinned memory."""
+        return allocate_pinned(numel, dtype)
+
+    def record_event(self, after: Joinable | None = None) -> Event:
+        """Record on the current stream; with `after`, on a stream of its own, so that compute goes on."""
+        compute = self._streams.current_stream(self.device)
+        if after is None:
+            return compute.record_event()
+        self._join_stream.wait_stream(compute)
+        with self._streams.stream(self._join_stream):
+            after.join()
+        return self._join_stream.record_event()
+
+    def copy_to_host(self, copies: Copies, after: Event) -> Event:
+        """Copy on the device-to-host stream, a queue: give copies in the order of their events."""
+        with self._streams.stream(self._d2h_stream):
+            after.wait()
+        return self._copy(copies, self._d2h_stream)
+
+    def copy_to_device(self, copies: Copies) -> Event:
+        """Copy on the host-to-device stream."""
+        return self._copy(copies, self._h2d_stream)
+
+    def usable_bytes(self) -> int:
+        """Bytes that are free or reserved by torch, without those lost to fragmentation."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + torch.cuda.memory_reserved(self.device) - self._fragmentation.num_bytes
+
+    def pop_peak_bytes(self) -> int:
+        """The peak of what torch has allocated."""
+        peak = torch.cuda.max_memory_allocated(self.device)
+        if self._fragmentation.update(peak, torch.cuda.max_memory_reserved(self.device)):
+            torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
+    def count_activations(self) -> AbstractContextManager[None]:
+        """Nothing to do: torch's allocator counts them."""
+        return nullcontext()
+
+    def _copy(self, copies: Copies, stream: torch.cuda.Stream) -> Event:
+        with self._streams.stream(stream):
+            for source, target in copies:
+                target.copy_(source, non_blocking=True)
+        # A thread that waits for a blocking event sleeps, and leaves its core to the Adam kernel's threads.
+        return stream.record_event(self._streams.Event(blocking=True))

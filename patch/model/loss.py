@@ -1,0 +1,52 @@
+"""The loss: cross entropy over the real vocabulary, and its sum over the learned tokens.
+
+Shapes: S sequence, B micro-batch, V vocabulary. On the fast path the cross entropy itself is upstream's
+vocabulary-parallel one. The aligned functions follow Hugging Face's order of operations
+(`--precision-align`).
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+
+def hide_padded_vocabulary(logits: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Logits whose softmax is that of the real vocabulary.
+
+    Args:
+        logits: [S, B, V / TP], of the padded vocabulary; changed in place where they are contiguous.
+        num_rows: rows of the real vocabulary on this TP rank.
+    Returns:
+        Logits of the same shape, with the smallest number where the vocabulary is padded.
+    """
+    logits = logits.contiguous()
+    # Unseen by autograd, whose node for it would copy all logits' gradient: the softmax of padding is
+    # zero, and so is its gradient.
+    logits.detach()[..., num_rows:] = torch.finfo(logits.dtype).min
+    return logits
+
+
+def aligned_losses(labels: torch.Tensor, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Cross entropy in float32 over the real vocabulary.
+
+    Args:
+        labels: [B, S]. logits: [S, B, padded V].
+    Returns:
+        [B, S] float32.
+    """
+    flat = logits[..., :vocab_size].transpose(0, 1).float().flatten(0, 1)
+    return F.cross_entropy(flat, labels.flatten(), reduction="none").view_as(labels)
+
+
+def sum_learned(losses: torch.Tensor, mask: torch.Tensor, *, is_aligned: bool) -> torch.Tensor:
+    """The sum of the learned tokens' losses.
+
+    Args:
+        losses, mask: [B, S]; the mask is 1 where a token is learned, 0 elsewhere.
+        is_aligned: in the order of torch's own loss function, which is Hugging Face's.
+    """
+    if not is_aligned:
+        return (losses * mask).sum()
+    ignored = torch.where(mask > 0, 0, -100)
+    return F.nll_loss(-losses.reshape(-1, 1), ignored.flatten(), ignore_index=-100, reduction="sum")

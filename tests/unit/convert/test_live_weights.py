@@ -1,0 +1,164 @@
+"""Hugging Face tensors of a running model at TP 2 x PP 2, one by one, against what transformers wrote."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_runner import new_job, run_distributed
+from safetensors.torch import load_file
+from small_runs import hf_llama, small_run
+
+from patch.convert.live_weights import Receivers
+
+CASES: dict[str, dict[str, Any]] = {
+    "untied": {},
+    "interleaved": {"stage": 1},
+    "tied bf16": {"untie_embeddings_and_output_weights": False, "precision": "bf16"},
+}
+RECEIVERS: tuple[Receivers, ...] = ("all", "first", "stage")
+NORM = "model.norm.weight"
+
+
+def _equal(tensors: dict[str, torch.Tensor], folder: Path) -> bool:
+    """Whether these are tensors of the folder, to the bit; the vocabulary's padding is no part of them."""
+    stored = load_file(folder / "model.safetensors")
+    return all(
+        tensor.dtype == stored[name].dtype and torch.equal(tensor, stored[name])
+        for name, tensor in tensors.items()
+    )
+
+
+def _iterate(rank: int, world_size: int, root: Path) -> dict[tuple[str, str], tuple[list[str], bool]]:
+    """For each case and receivers: the names this rank got, and whether their values are the source's."""
+    from patch import compat
+    from patch.convert import import_hf, iter_hf_weights
+    from patch.device import DeviceContext
+    from patch.distributed.groups import initialize
+    from patch.model import build_llama_model
+
+    compat.apply(cuda=False)
+    found = {}
+    for case, changes in CASES.items():
+        config = small_run(2, 2, **changes)
+        groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
+        stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
+        import_hf(stages, root / case, config.model, groups)
+        for receivers in RECEIVERS:
+            tensors = dict(iter_hf_weights(stages, config.model, groups, receivers=receivers))
+            found[case, receivers] = (list(tensors), _equal(tensors, root / case))
+            for tensor in tensors.values():
+                tensor.fill_(7)  # new tensors: the next receivers find the model as it was
+        if case == "interleaved":
+            found["one at a time", "all"] = _change_while_iterating(stages, config, groups)
+        new_job()
+    return found
+
+
+def _change_while_iterating(stages: Any, config: Any, groups: Any) -> tuple[list[str], bool]:
+    """The last norm is changed after the first tensor came; whether the change is seen on every rank."""
+    from patch.convert import iter_hf_weights
+
+    weights = iter_hf_weights(stages, config.model, groups)
+    first, _ = next(weights)
+    torch.distributed.barrier()
+    if groups.pp.rank() == 1:
+        stages[-1].decoder.final_layernorm.weight.data.fill_(3)
+    tensors = dict(weights)
+    return [first], bool((tensors[NORM] == 3).all())
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("live")
+    for case, changes in CASES.items():
+        config = small_run(**{name: value for name, value in changes.items() if name != "stage"})
+        dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
+        hf_llama(config).to(dtype).save_pretrained(root / case)
+    return root
+
+
+@pytest.fixture(scope="module")
+def ranks(root: Path) -> list[dict]:
+    """What each of the four ranks got: TP is the fastest, then PP."""
+    return run_distributed(_iterate, 4, root)
+
+
+def _in_order(folder: Path) -> list[str]:
+    """The names that transformers wrote: embedding, layers by number, last norm, output layer."""
+
+    def place(name: str) -> tuple[int, int]:
+        parts = name.split(".")
+        if parts[1] == "layers":
+            return 1, int(parts[2])
+        return {"model.embed_tokens.weight": 0, NORM: 2, "lm_head.weight": 3}[name], 0
+
+    return sorted(load_file(folder / "model.safetensors"), key=place)
+
+
+def _outline(names: list[str]) -> list[str]:
+    """Without what is inside of layers, whose order is the weight table's."""
+    return [".".join(name.split(".")[:3]) if ".layers." in name else name for name in names]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rank_gets_every_tensor_in_order(root: Path, ranks: list[dict], case: str) -> None:
+    expected = _in_order(root / case)
+    names = ranks[0][case, "all"][0]
+    assert _outline(names) == _outline(expected) and sorted(names) == sorted(expected)
+    assert all(found[case, "all"] == (names, True) for found in ranks)
+    assert ("lm_head.weight" in names) == (case != "tied bf16")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_first_rank_alone_gets_every_tensor(ranks: list[dict], case: str) -> None:
+    assert ranks[0][case, "first"] == (ranks[0][case, "all"][0], True)
+    assert all(found[case, "first"] == ([], True) for found in ranks[1:])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_first_rank_of_each_stage_gets_its_tensors(ranks: list[dict], case: str) -> None:
+    first, second = (ranks[rank][case, "stage"] for rank in (0, 2))
+    assert first[1] and second[1]
+    assert sorted(first[0] + second[0]) == sorted(ranks[0][case, "all"][0])
+    assert first[0][0] == "model.embed_tokens.weight" and NORM in second[0]
+    assert {int(name.split(".")[2]) for name in second[0] if ".layers." in name} == (
+        {1, 3} if case == "interleaved" else {2, 3}
+    )
+    assert all(ranks[rank][case, "stage"] == ([], True) for rank in (1, 3))
+
+
+def test_tensors_are_made_one_by_one(ranks: list[dict]) -> None:
+    assert all(found["one at a time", "all"] == (["model.embed_tokens.weight"], True) for found in ranks)
+
+
+def _refuse(rank: int, world_size: int) -> list[str]:
+    """Messages for models that are not what their configuration says."""
+    from patch import compat
+    from patch.convert import iter_hf_weights
+    from patch.device import DeviceContext
+    from patch.distributed.groups import initialize
+    from patch.errors import ConversionError
+    from patch.model import build_llama_model
+
+    compat.apply(cuda=False)
+    config = small_run()
+    groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
+    messages = []
+    for built, told in (({"add_qkv_bias": True}, {}), ({}, {"ffn_hidden_size": 96}), ({}, {"num_layers": 5})):
+        run = small_run(**built)
+        stages = build_llama_model(run.model, groups, torch.device("cpu"), run.execution)
+        with pytest.raises(ConversionError) as caught:
+            list(iter_hf_weights(stages, small_run(**told).model, groups))
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_a_model_of_another_shape_is_refused() -> None:
+    (found,) = run_distributed(_refuse, 1)
+    words = (
+        "linear_qkv.bias, which its configuration has no place for",
+        "has shape (320, 64)",
+        "no stage holds model.layers.4",
+    )
+    assert all(map(str.__contains__, found, words)), found

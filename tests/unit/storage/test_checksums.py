@@ -1,0 +1,37 @@
+"""What a file held, against zlib and through JSON."""
+
+import json
+import zlib
+from pathlib import Path
+
+import pytest
+
+from patch.storage.checksums import Content, content, difference, from_json, to_json
+
+
+def test_content_is_length_and_crc32_and_survives_json(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(bytes(range(256)) * 20000)  # longer than what is read at once
+    found = content(path)
+    assert found == Content(256 * 20000, f"{zlib.crc32(path.read_bytes()):08x}")
+    assert from_json(json.loads(json.dumps(to_json({"data": found})))) == {"data": found}
+    assert list(to_json({"b": found, "a": found})) == ["a", "b"]
+
+
+@pytest.mark.parametrize("values", [7, [], {"data": 7}, {"data": {"length": 1}}])
+def test_other_values_are_refused(values: object) -> None:
+    with pytest.raises((AttributeError, TypeError)):
+        from_json(values)
+
+
+def test_difference_names_length_bits_and_absence(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    path.write_bytes(b"abc")
+    held = content(path)
+    assert difference(path, held) is None
+    path.write_bytes(b"abd")
+    assert "CRC-32" in str(difference(path, held))
+    path.write_bytes(b"ab")
+    assert "2 bytes, expected 3" in str(difference(path, held))
+    path.unlink()
+    assert "missing" in str(difference(path, held))
