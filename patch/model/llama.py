@@ -45,8 +45,8 @@ def transformer_config(
     aligned: frozenset[str] = frozenset(),
 ) -> TransformerConfig:
     """Upstream's configuration of a model. Fusions that need CUDA extensions stay off."""
-    tp_size, traits = groups.tp.size(), traits_of(model)
-    dtype = torch_dtype(execution.precision)
+    tp_size = groups.tp.size()
+    dtype, traits = torch_dtype(execution.precision), traits_of(model)
     recompute = execution.recompute_granularity
     return TransformerConfig(
         num_layers=model.num_layers,

@@ -14,6 +14,7 @@ ROWS = {
     "patch.logger": 0,
     "patch.parse_numbers": 0,
     "patch.device": 0,
+    "patch.progress": 1,
     "patch.storage": 1,
     "patch.families": 1,
     "patch.config": 2,
