@@ -15,7 +15,6 @@ from patch.errors import ConversionError
 
 QKV = "model.layers.3.self_attn.k_proj.weight"
 GATE = "model.layers.0.mlp.gate_proj.weight"
-
 EMBEDDING = "model.embed_tokens.weight"
 
 
