@@ -112,7 +112,7 @@ def _operation(tensor: str) -> str:
 def _modules(rows: Sequence[WeightRow], num_layers: int) -> Iterator[tuple[WeightRow, int | None]]:
     """The rows whose modules both models have, layer by layer; both ends of the model aside."""
     for row in rows:
-        if row.kind is not Kind.VOCABULARY and row.name.endswith(".weight"):
+        if row.kind is not Kind.VOCAB_PARALLEL and row.name.endswith(".weight"):
             for layer in range(num_layers) if row.is_per_layer else (None,):
                 yield row, layer
 
@@ -165,7 +165,7 @@ def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
         match row.kind:
             case Kind.QKV:
                 parts = _split_qkv(value, config)
-            case Kind.GATE_UP:
+            case Kind.GATED_MLP:
                 parts = list(value.chunk(2, dim=-1))
             case _:
                 parts = [value.flatten(1)]

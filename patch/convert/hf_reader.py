@@ -23,8 +23,9 @@ from transformers.utils import (
 from patch.compat.unpickle import load_plain
 from patch.config.schema import ModelConfig
 from patch.convert.mappings import HFTensor
-from patch.convert.weight_table import EMBEDDING, OUTPUT, hf_tensors
+from patch.convert.weight_table import OUTPUT, hf_tensors, weights_table
 from patch.errors import ConversionError, nearest
+from patch.families.weights import EMBEDDING_PARAMETER
 from patch.logger import get_logger
 
 _logger = get_logger(__name__)
@@ -157,7 +158,8 @@ def open_checked(folder: Path, model: ModelConfig, dtype: torch.dtype | None, fl
     tied = not model.untie_embeddings_and_output_weights
     source.check(hf_tensors(model), unused=frozenset({OUTPUT} if tied else ()))
     if tied:
-        source.check_copy(OUTPUT, EMBEDDING)
+        (embedding,) = weights_table(model)[EMBEDDING_PARAMETER].hf
+        source.check_copy(OUTPUT, embedding.name)
     if dtype is not None:
         source._warn_of_rounding(dtype, flag)
     return source

@@ -14,8 +14,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import ModelConfig
 from patch.convert.mappings import WeightMapping
-from patch.convert.weight_table import TIED_OUTPUT, Table, parameter_table, table_name, weights_table
+from patch.convert.weight_table import Table, parameter_table, table_name, weights_table
 from patch.errors import ConversionError, nearest
+from patch.families.weights import TIED_OUTPUT
 
 Receivers = Literal["all", "first", "stage"]
 """Who gets the tensors of `iter_hf_weights`."""

@@ -18,8 +18,8 @@ from patch.convert.mappings import (
 from patch.families import Kind, WeightRow, weight_rows
 from patch.families.weights import TIED_OUTPUT
 
-EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
+"""The output layer in transformers, which a folder with tied embeddings may hold too."""
 GATE_AND_UP = "decoder.layers.*.mlp.linear_fc1.weight"
 
 Table = dict[str, WeightMapping]
@@ -72,11 +72,11 @@ def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> Weig
             return ReplicatedMapping(hf)
         case Kind.ROW_PARALLEL:
             return RowParallelMapping(hf)
-        case Kind.GATE_UP:
+        case Kind.GATED_MLP:
             return GatedMLPMapping(hf)
         case Kind.QKV:
             return QKVMapping(hf, model.num_query_groups)
-        case Kind.VOCABULARY:
+        case Kind.VOCAB_PARALLEL:
             return VocabParallelMapping(hf, padded_vocab_size)
 
 

@@ -118,10 +118,10 @@ class LlamaLike(Family):
         output = "lm_head" if model.untie_embeddings_and_output_weights else "model.embed_tokens"
         norm = {"model.norm.weight": (model.hidden_size,)}
         return (
-            WeightRow(EMBEDDING_PARAMETER, Kind.VOCABULARY, {"model.embed_tokens.weight": table}),
+            WeightRow(EMBEDDING_PARAMETER, Kind.VOCAB_PARALLEL, {"model.embed_tokens.weight": table}),
             *_layer_weights(model),
             WeightRow("decoder.final_layernorm.weight", Kind.REPLICATED, norm),
-            WeightRow(TIED_OUTPUT, Kind.VOCABULARY, {f"{output}.weight": table}),
+            WeightRow(TIED_OUTPUT, Kind.VOCAB_PARALLEL, {f"{output}.weight": table}),
         )
 
 
@@ -148,7 +148,7 @@ def _layer_weights(model: ModelShape) -> list[WeightRow]:
         row("self_attention.linear_qkv.weight", Kind.QKV, matrices),
         row("self_attention.linear_proj.weight", Kind.ROW_PARALLEL, output),
         row("pre_mlp_layernorm.weight", Kind.REPLICATED, {"post_attention_layernorm.weight": (hidden,)}),
-        row("mlp.linear_fc1.weight", Kind.GATE_UP, gate_up),
+        row("mlp.linear_fc1.weight", Kind.GATED_MLP, gate_up),
         row("mlp.linear_fc2.weight", Kind.ROW_PARALLEL, {"mlp.down_proj.weight": (hidden, ffn)}),
     ]
     if traits.add_qkv_bias:

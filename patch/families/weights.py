@@ -22,9 +22,9 @@ class Kind(Enum):
     """One tensor, whole on every TP rank: a norm."""
     ROW_PARALLEL = auto()
     """One tensor, its columns cut over TP: megatron-core's RowParallelLinear."""
-    VOCABULARY = auto()
+    VOCAB_PARALLEL = auto()
     """One tensor, its rows padded to the padded vocabulary and cut over TP."""
-    GATE_UP = auto()
+    GATED_MLP = auto()
     """Two tensors, gate and up; a TP rank holds its rows of the first, then its rows of the second."""
     QKV = auto()
     """Three tensors, queries, keys and values; for each key/value group its queries, its key, its value."""

@@ -6,11 +6,11 @@ They are counted by the rows of the weight table (`patch/families`), whichever t
 from __future__ import annotations
 
 from patch.config import ModelConfig, ParallelConfig
-from patch.families import Kind, ModelShape, WeightRow, weight_rows
+from patch.families import Kind, WeightRow, weight_rows
 from patch.families.weights import TIED_OUTPUT
 
 
-def layer_matrices(model: ModelShape) -> int:
+def layer_matrices(model: ModelConfig) -> int:
     """Elements of one layer's weight matrices; each token is multiplied with all of them."""
     return sum(row.num_elements for row in weight_rows(model) if row.is_per_layer and row.is_matrix)
 
@@ -33,12 +33,12 @@ def parameters_per_rank(model: ModelConfig, parallel: ParallelConfig) -> list[in
     TP cuts matrices, their biases and the vocabulary; norms are whole on every rank. A tied embedding has a
     copy on the last stage when there are several stages.
     """
-    stages = parallel.pipeline_model_parallel_size
-    has_output = model.untie_embeddings_and_output_weights or stages > 1
+    tp_size, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     stage_layers = parallel.stage_layers(model.num_layers)
+    has_output = model.untie_embeddings_and_output_weights or stages > 1
     counts = [0] * stages
     for row in weight_rows(model):
-        elements = _elements_per_rank(row, model, parallel.tensor_model_parallel_size)
+        elements = _elements_per_rank(row, model, tp_size)
         if row.is_per_layer:
             for stage in range(stages):
                 counts[stage] += elements * sum(stage_layers[stage::stages])
@@ -50,10 +50,10 @@ def parameters_per_rank(model: ModelConfig, parallel: ParallelConfig) -> list[in
 
 
 def _elements_per_rank(row: WeightRow, model: ModelConfig, tp_size: int) -> int:
-    """Of one TP rank's part of a parameter, vocabulary padding included."""
+    """Elements of one TP rank's part of a parameter, vocabulary padding included."""
     if row.kind is Kind.REPLICATED:
         return row.num_elements
     elements = row.num_elements
-    if row.kind is Kind.VOCABULARY:
+    if row.kind is Kind.VOCAB_PARALLEL:
         elements = elements // model.vocab_size * model.padded_vocab_size(tp_size)
     return elements // tp_size

@@ -10,11 +10,12 @@ from small_runs import hf_llama, small_run
 
 from patch.convert import hf_reader
 from patch.convert.hf_reader import HFFolder
-from patch.convert.weight_table import EMBEDDING, OUTPUT, hf_tensors
+from patch.convert.weight_table import OUTPUT, hf_tensors
 from patch.errors import ConversionError
 
 QKV = "model.layers.3.self_attn.k_proj.weight"
 GATE = "model.layers.0.mlp.gate_proj.weight"
+EMBEDDING = "model.embed_tokens.weight"
 
 
 @pytest.fixture(scope="module")

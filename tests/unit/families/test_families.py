@@ -75,7 +75,6 @@ def test_named_family_that_does_not_compute_the_model_is_passed_over():
 
 
 def test_a_family_may_read_what_describes_a_shape():
-    """ModelShape is written by hand."""
     found = {name for name, member in vars(ModelShape).items() if isinstance(member, property)}
     assert found == SHAPE_FIELDS
     assert WEIGHT_FIELDS < SHAPE_FIELDS and TYPE_FIELDS < SHAPE_FIELDS
