@@ -20,12 +20,13 @@ Reading = Callable[[Any, Any], Parts]
 """What a module's inputs and output say."""
 
 
-class Place(NamedTuple):
-    """One operation of one model."""
+class Operation(NamedTuple):
+    """An operation that both models have."""
 
     layer: int | None
-    """None outside of layers."""
-    operation: str
+    """Counted from 0; None outside of layers."""
+    name: str
+    """As transformers names it."""
 
 
 class FirstDifference(NamedTuple):
@@ -36,7 +37,9 @@ class FirstDifference(NamedTuple):
     max: float
 
 
-class _Point(NamedTuple):
+class _TracedModule(NamedTuple):
+    """A module whose inputs and outputs are read, and how."""
+
     layer: int | None
     module: torch.nn.Module
     read: Reading
@@ -51,34 +54,36 @@ def first_difference(
     Operations are ordered as transformers runs them.
     """
     device = next(ours.parameters()).device
-    expected: dict[Place, torch.Tensor] = {}
-    with _watched(_hf_points(theirs), expected.__setitem__):
+    expected: dict[Operation, torch.Tensor] = {}
+    with _hooks_on(_hf_modules(theirs), expected.__setitem__):
         theirs(prompt.to(device), use_cache=False)
-    differing: dict[Place, float] = {}
+    differing: dict[Operation, float] = {}
 
-    def compare(place: Place, value: torch.Tensor) -> None:
-        if not torch.equal(value, expected[place]):
-            differing[place] = (value.double() - expected[place].double()).abs().max().item()
+    def compare(operation: Operation, value: torch.Tensor) -> None:
+        if not torch.equal(value, expected[operation]):
+            differing[operation] = (value.double() - expected[operation].double()).abs().max().item()
 
-    with _watched(_our_points(ours), compare):
+    with _hooks_on(_our_modules(ours), compare):
         ours(prompt.to(device), None, None)
-    first = next((place for place in expected if place in differing), None)
+    first = next((operation for operation in expected if operation in differing), None)
     return None if first is None else FirstDifference(*first, differing[first])
 
 
 @contextmanager
-def _watched(points: Iterator[_Point], tell: Callable[[Place, torch.Tensor], None]) -> Iterator[None]:
+def _hooks_on(
+    modules: Iterator[_TracedModule], tell: Callable[[Operation, torch.Tensor], None]
+) -> Iterator[None]:
     with ExitStack() as stack:
-        for point in points:
-            handle = point.module.register_forward_hook(_hook(point, tell))
+        for traced in modules:
+            handle = traced.module.register_forward_hook(_hook(traced, tell))
             stack.callback(handle.remove)
         yield
 
 
-def _hook(point: _Point, tell: Callable[[Place, torch.Tensor], None]) -> Callable[..., None]:
+def _hook(traced: _TracedModule, tell: Callable[[Operation, torch.Tensor], None]) -> Callable[..., None]:
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        for operation, value in point.read(inputs, output).items():
-            tell(Place(point.layer, operation), value)
+        for name, value in traced.read(inputs, output).items():
+            tell(Operation(traced.layer, name), value)
 
     return hook
 
@@ -87,7 +92,7 @@ def _first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _hf_points(model: Any) -> Iterator[_Point]:
+def _hf_modules(model: Any) -> Iterator[_TracedModule]:
     """In the order in which they run; of transformers' LLaMA, Mistral and Qwen."""
 
     def result(name: str) -> Reading:
@@ -97,27 +102,27 @@ def _hf_points(model: Any) -> Iterator[_Point]:
         return lambda inputs, output: {before: inputs[0][0], after: output[0]}
 
     body = model.model
-    yield _Point(None, body.embed_tokens, result("embed_tokens"))
-    yield _Point(None, body.rotary_emb, lambda inputs, output: {"rope": torch.cat(output, -1)[0]})
+    yield _TracedModule(None, body.embed_tokens, result("embed_tokens"))
+    yield _TracedModule(None, body.rotary_emb, lambda inputs, output: {"rope": torch.cat(output, -1)[0]})
     for index, layer in enumerate(body.layers):
         attention, mlp = layer.self_attn, layer.mlp
         named = {"input_layernorm": layer.input_layernorm}
         named |= {name: getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")}
         named |= {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
         for name, module in named.items():
-            yield _Point(index, module, result(name))
-        yield _Point(index, attention.o_proj, both("attention", "o_proj"))
+            yield _TracedModule(index, module, result(name))
+        yield _TracedModule(index, attention.o_proj, both("attention", "o_proj"))
         norm = layer.post_attention_layernorm
-        yield _Point(index, norm, both("attention residual", "post_attention_layernorm"))
-        yield _Point(index, mlp.gate_proj, result("gate_proj"))
-        yield _Point(index, mlp.up_proj, result("up_proj"))
-        yield _Point(index, mlp.down_proj, both("swiglu", "down_proj"))
-        yield _Point(index, layer, result("mlp residual"))
-    yield _Point(None, body.norm, result("norm"))
-    yield _Point(None, model.lm_head, result("lm_head"))
+        yield _TracedModule(index, norm, both("attention residual", "post_attention_layernorm"))
+        yield _TracedModule(index, mlp.gate_proj, result("gate_proj"))
+        yield _TracedModule(index, mlp.up_proj, result("up_proj"))
+        yield _TracedModule(index, mlp.down_proj, both("swiglu", "down_proj"))
+        yield _TracedModule(index, layer, result("mlp residual"))
+    yield _TracedModule(None, body.norm, result("norm"))
+    yield _TracedModule(None, model.lm_head, result("lm_head"))
 
 
-def _our_points(model: LlamaModel) -> Iterator[_Point]:
+def _our_modules(model: LlamaModel) -> Iterator[_TracedModule]:
     """The same operations of ours; hidden states are [S, 1, H]."""
 
     def result(name: str) -> Reading:
@@ -128,24 +133,24 @@ def _our_points(model: LlamaModel) -> Iterator[_Point]:
 
     dtype = next(model.parameters()).dtype
     embedding = model.embedding.word_embeddings
-    yield _Point(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
-    yield _Point(None, model.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)})
+    yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
+    yield _TracedModule(None, model.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)})
     for index, layer in enumerate(model.decoder.layers):
         attention, mlp = layer.self_attention, layer.mlp
-        yield _Point(index, layer.input_layernorm, result("input_layernorm"))
-        yield _Point(index, attention.linear_qkv, _qkv_reading(attention))
+        yield _TracedModule(index, layer.input_layernorm, result("input_layernorm"))
+        yield _TracedModule(index, attention.linear_qkv, _qkv_reading(attention))
         if model.config.qk_layernorm:
-            yield _Point(index, attention.q_layernorm, result("q_norm"))
-            yield _Point(index, attention.k_layernorm, result("k_norm"))
-        yield _Point(index, attention.linear_proj, both("attention", "o_proj"))
+            yield _TracedModule(index, attention.q_layernorm, result("q_norm"))
+            yield _TracedModule(index, attention.k_layernorm, result("k_norm"))
+        yield _TracedModule(index, attention.linear_proj, both("attention", "o_proj"))
         norm = layer.pre_mlp_layernorm
-        yield _Point(index, norm, both("attention residual", "post_attention_layernorm"))
-        yield _Point(index, mlp.linear_fc1, _gate_up)
-        yield _Point(index, mlp.linear_fc2, both("swiglu", "down_proj"))
-        yield _Point(index, layer, result("mlp residual"))
-    yield _Point(None, model.decoder.final_layernorm, result("norm"))
+        yield _TracedModule(index, norm, both("attention residual", "post_attention_layernorm"))
+        yield _TracedModule(index, mlp.linear_fc1, _gate_up)
+        yield _TracedModule(index, mlp.linear_fc2, both("swiglu", "down_proj"))
+        yield _TracedModule(index, layer, result("mlp residual"))
+    yield _TracedModule(None, model.decoder.final_layernorm, result("norm"))
     rows = model.num_vocab_rows
-    yield _Point(None, model.output_layer, lambda inputs, output: {"lm_head": output[0][:, 0, :rows]})
+    yield _TracedModule(None, model.output_layer, lambda inputs, output: {"lm_head": output[0][:, 0, :rows]})
 
 
 def _cos_sin(angles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
