@@ -1,6 +1,6 @@
 """The error family: every failure that a user can cure, and the exit code the launcher ends with.
 
-A message says what failed, what was got, what was expected, and the flag or position that cures it.
+A message says what failed, what was got and what was expected; `field` names the value that cures it.
 `assert` is kept for our own invariants; whatever a user can cause raises one of these.
 """
 
@@ -8,9 +8,19 @@ import difflib
 
 
 class PatchError(Exception):
-    """Base of all errors a user can cure. `exit_code` is what the launcher returns."""
+    """Base of all errors a user can cure. `exit_code` is what the launcher returns.
+
+    Args:
+        message: what failed, what was got, what was expected.
+        field: the field of the configuration that cures it, such as `output_path`; None where there is not
+            one. The entry point turns it into a flag and a position (`patch.config.user_message`).
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "", *, field: str | None = None) -> None:
+        super().__init__(message)
+        self.field = field
 
 
 class ConfigError(PatchError, ValueError):

@@ -22,6 +22,7 @@ from patch.config import (  # noqa: E402
     run_warnings,
     to_flags,
     to_yaml,
+    user_message,
     validate_run,
 )
 from patch.device import MachineFacts  # noqa: E402
@@ -80,7 +81,7 @@ def main(argv: list[str]) -> int:
         return 0
     except PatchError as error:
         if claim_error_report():
-            _logger.error("%s", error)
+            _logger.error("%s", user_message(error))
         return error.exit_code
     except KeyboardInterrupt:  # before training could save anything
         return 130

@@ -7,6 +7,7 @@ from patch.config.cluster import Rendezvous
 from patch.config.file_rules import run_warnings
 from patch.config.flags import to_flags
 from patch.config.parse import Invocation, parse_args
+from patch.config.positions import user_message
 from patch.config.resume_guard import remember_data, resume_notes
 from patch.config.schema import (
     CheckpointConfig,
@@ -39,5 +40,6 @@ __all__ = [
     "run_warnings",
     "to_flags",
     "to_yaml",
+    "user_message",
     "validate_run",
 ]

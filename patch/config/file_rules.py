@@ -181,7 +181,7 @@ def check_data(config: RunConfig) -> None:
     """The data set's files are there and readable.
 
     Raises:
-        DataError: names the file, and the position it comes from.
+        DataError: names the file and the field.
     """
     data = config.data
     paths = {"train_data_path": data.train_data_path, "valid_data_path": data.valid_data_path}
@@ -193,21 +193,23 @@ def check_data(config: RunConfig) -> None:
 
 def _check_file(field: str, path: str, file: str) -> None:
     if os.path.isdir(file):
-        raise DataError(f"{where(field)}: {file} is a folder, expected a JSON or JSONL file")
+        raise DataError(f"{file} is a folder, expected a JSON or JSONL file", field=field)
     if not os.path.exists(file):
         cure = "a file" if file == path else "the path of .bin and .idx without the ending"
         if path.endswith((".bin", ".idx")):
             cure += f", that is {path[:-4]}"
         elif file != path and os.path.isfile(path):
             raise DataError(
-                f"{where(field)}: got {path}, which is a file itself, expected {cure}, as python -m toolkits."
-                "preprocess_pretrain writes them (fine-tuning on rows: SFT=true, MP_DATASET_TYPE=raw)"
+                f"got {path}, which is a file itself, expected {cure}, as python -m toolkits."
+                "preprocess_pretrain writes them (fine-tuning on rows: SFT=true, MP_DATASET_TYPE=raw)",
+                field=field,
             )
-        raise DataError(f"{where(field)}: got {path}: {file} does not exist, expected {cure}")
+        raise DataError(f"got {path}: {file} does not exist, expected {cure}", field=field)
     if not os.path.isfile(file):
         raise DataError(
-            f"{where(field)}: {file} is a pipe or a device, expected a file: every process reads it, and "
-            "again when the run is resumed"
+            f"{file} is a pipe or a device, expected a file: every process reads it, and "
+            "again when the run is resumed",
+            field=field,
         )
     if not os.access(file, os.R_OK):
-        raise DataError(f"{where(field)}: {file} cannot be read by this user")
+        raise DataError(f"{file} cannot be read by this user", field=field)

@@ -100,13 +100,15 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if load is not None and not Path(load).exists():
         raise ConfigError(
-            f"{where('load')}: there is no {load!r}, expected a folder; models of the hub are not fetched, "
-            "do that first: hf download NAME --local-dir FOLDER"
+            f"there is no {load!r}, expected a folder; models of the hub are not fetched, "
+            "do that first: hf download NAME --local-dir FOLDER",
+            field="load",
         )
     raise ConfigError(
-        f"{where('model_size')}: auto reads the shape from what is at {where('load')}, which is "
+        f"auto reads the shape from what is at {where('load')}, which is "
         f"{FIELDS['load'].to_scalar(load)!r} without a config.json, and no run's checkpoints with their "
-        f"config.yaml; expected one of the two there, one of {', '.join(PRESETS)}, or the shape by flags"
+        f"config.yaml; expected one of the two there, one of {', '.join(PRESETS)}, or the shape by flags",
+        field="model_size",
     )
 
 

@@ -13,7 +13,7 @@ from patch.config.fields import FIELDS, check_choice, coerce, to_float, to_int
 from patch.config.presets import MODEL_SIZES
 from patch.config.schema import RunConfig
 from patch.config.unsupported import is_built
-from patch.errors import ConfigError
+from patch.errors import ConfigError, PatchError
 
 INT, FLOAT, PATH = "int", "float", "path"
 _BOOLS = ("true", "false")
@@ -92,6 +92,11 @@ def where(field: str) -> str:
     """Where a user sets a field: `--global-batch-size (position 4 GLOBAL_BATCH_SIZE)`."""
     place = _PLACES.get(field)
     return FIELDS[field].flag + (f" ({place})" if place else "")
+
+
+def user_message(error: PatchError) -> str:
+    """An error's message for a user of the command line, behind the flag and the position that cure it."""
+    return str(error) if error.field is None else f"{where(error.field)}: {error}"
 
 
 def length_text(config: RunConfig, steps: int) -> str:

@@ -97,21 +97,21 @@ def _check_fields(config: RunConfig, before: RunConfig) -> None:
         then, now = value_of(before, field), value_of(config, field)
         if field in _FIXED and not _same(then, now):
             then, now = scalar_of(before, field), scalar_of(config, field)
-            _refuse(config, where(field), then, now, _FIXED[field])
+            _refuse(config, field, then, now, _FIXED[field])
 
 
 def _check_derived(config: RunConfig, before: RunConfig) -> None:
     """What several fields decide together: the tokenizer, the number of processes, pre-training's order."""
     then, now = before.tokenizer_folder, config.tokenizer_folder
     if not _same(then, now):
-        _refuse(config, where("tokenizer_name_or_path"), then, now, _TOKENIZER)
+        _refuse(config, "tokenizer_name_or_path", then, now, _TOKENIZER)
     if before.world_size != config.world_size:
-        place = f"{where('nnodes')} x {where('nproc_per_node')}"
-        _refuse(config, place, before.world_size, config.world_size, _LAYOUT)
+        then, now = (f"{run.world_size} process(es) on all machines" for run in (before, config))
+        _refuse(config, "nproc_per_node", then, now, _LAYOUT)
     then, now = (length_text(run, run.training.train_iters) for run in (before, config))
     if config.data.dataset_type == "idxmap" and then != now:
         # megatron-core shuffles all epochs of a run together, so their number moves every sample
-        _refuse(config, where("train_iters"), then, now, _LENGTH)
+        _refuse(config, "train_iters", then, now, _LENGTH)
 
 
 def _same(before: Any, now: Any) -> bool:
@@ -121,10 +121,11 @@ def _same(before: Any, now: Any) -> bool:
     return bool(before == now)
 
 
-def _refuse(config: RunConfig, place: str, before: Any, now: Any, reason: _Reason) -> NoReturn:
+def _refuse(config: RunConfig, field: str, before: Any, now: Any, reason: _Reason) -> NoReturn:
     raise ConfigError(
-        f"{place}: got {now}, expected {before}: {config.checkpoint.output_path} {reason.why}; "
-        f"give {before} again, or {reason.instead}"
+        f"got {now}, expected {before}: {config.checkpoint.output_path} {reason.why}; "
+        f"give {before} again, or {reason.instead}",
+        field=field,
     )
 
 
@@ -146,7 +147,8 @@ def remember_data(config: RunConfig) -> None:
     except OSError as error:
         raise CheckpointError(
             f"{output / DATA_FINGERPRINT_FILE} cannot be written: {error.strerror}; make room there, or give "
-            f"another {where('output_path')}"
+            "another folder",
+            field="output_path",
         ) from error
 
 
@@ -154,9 +156,9 @@ def _check_data(config: RunConfig) -> None:
     file = Path(config.checkpoint.output_path) / DATA_FINGERPRINT_FILE
     if file.is_file() and file.read_bytes().strip() != _fingerprint(config).encode():
         raise ConfigError(
-            f"{where('train_data_path')}: {config.data.train_data_path} has changed since the run in "
-            f"{file.parent} began (size, first or last MiB), expected the same data; put it back, or give "
-            f"{_FROM_WEIGHTS}"
+            f"{config.data.train_data_path} has changed since the run in {file.parent} began (size, first or "
+            f"last MiB), expected the same data; put it back, or give {_FROM_WEIGHTS}",
+            field="train_data_path",
         )
 
 

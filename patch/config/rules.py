@@ -1,7 +1,7 @@
 """The rules of a run that need arithmetic only: each a small function that returns or raises.
 
-A refusal says where the value is set (flag and position), what was got, what is expected with the
-legal values, and why.
+A refusal names the field, what was got, what is expected with the legal values, and why; `user_message`
+adds where the value is set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Rule = Callable[[RunConfig, MachineFacts], None]
 
 def refuse(field: str, got: object, expected: str, why: str) -> NoReturn:
     """Raise the ConfigError of one field."""
-    raise ConfigError(f"{where(field)}: got {got}, expected {expected}: {why}")
+    raise ConfigError(f"got {got}, expected {expected}: {why}", field=field)
 
 
 def _divisors(*numbers: int) -> str:

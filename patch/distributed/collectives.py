@@ -33,13 +33,14 @@ def agree(error: Exception | None) -> None:
     # Of ours, which every rank can import: pickle refuses classes that a library makes while it runs, and
     # this rank alone would leave before the collective.
     kind = type(error) if isinstance(error, PatchError) else PatchError
-    reports = all_gather_object(None if error is None else (kind, str(error)))
+    field = getattr(error, "field", None)
+    reports = all_gather_object(None if error is None else (kind, str(error), field))
     if error is not None:
         raise error
     for rank, report in enumerate(reports):
         if report is not None:
-            kind, message = report
-            raise kind(f"rank {rank}: {message}")
+            kind, message, field = report
+            raise kind(f"rank {rank}: {message}", field=field)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Preset shapes against the public ones, by another source than the table itself."""
 
 import pytest
+from refusals import refused
 
 from patch.config.presets import MODEL_SIZES, PRESETS
 from patch.config.schema import ModelConfig
@@ -77,5 +78,5 @@ def test_auto_reads_the_folder_at_position_22(command):
 
 
 def test_auto_without_a_folder_says_what_it_needs(command):
-    with pytest.raises(ConfigError, match=r"position 2 MODEL_SIZE\): auto reads .* \(position 22"):
+    with refused(ConfigError, match=r"position 2 MODEL_SIZE\): auto reads .* \(position 22"):
         command.parse(MODEL_SIZE="auto")

@@ -5,8 +5,9 @@ import os
 from pathlib import Path
 
 import pytest
+from refusals import refused
 
-from patch.config import parse_args, to_yaml, validate_run
+from patch.config import parse_args, to_yaml, user_message, validate_run
 from patch.config.unsupported import NOT_BUILT
 from patch.device import MachineFacts
 from patch.errors import ConfigError, DataError
@@ -146,7 +147,7 @@ def test_configuration_that_cannot_run_is_refused(command, positions, flags, par
     with pytest.raises(ConfigError) as caught:
         validate_run(config, command.machine)
     for part in parts:
-        assert part in str(caught.value)
+        assert part in user_message(caught.value)
 
 
 def test_every_unbuilt_feature_has_a_refusal_above(command):
@@ -154,7 +155,7 @@ def test_every_unbuilt_feature_has_a_refusal_above(command):
     for positions, flags, _ in REFUSED:
         with pytest.raises(ConfigError) as caught:
             validate_run(command.parse(*flags, **positions).config, command.machine)
-        messages.append(str(caught.value))
+        messages.append(user_message(caught.value))
     for row in NOT_BUILT:
         assert any(f"{row.feature} is not built yet" in message for message in messages), row.feature
 
@@ -176,9 +177,7 @@ def test_any_number_of_micro_batches_from_pp_on_can_be_interleaved(command):
 
 def test_more_processes_than_gpus_are_refused(command):
     config = command.parse("--nproc-per-node=4").config
-    with pytest.raises(
-        ConfigError, match=r"\(NPROC_PER_NODE\): got 4, expected at most 2: each process has a GPU"
-    ):
+    with refused(ConfigError, match=r"\(NPROC_PER_NODE\): got 4, expected at most 2: each process has a GPU"):
         validate_run(config, GPUS)
     validate_run(config, command.machine)  # on the CPU they may be as many as one likes
 
@@ -186,7 +185,7 @@ def test_more_processes_than_gpus_are_refused(command):
 def test_folder_without_weights_or_checkpoint_is_refused(command):
     (command.folder / "empty").mkdir()
     config = command.parse(PRETRAIN_CHECKPOINT_PATH=str(command.folder / "empty")).config
-    with pytest.raises(ConfigError, match=r"position 22.*config\.json.*checkpoint/: a folder without either"):
+    with refused(ConfigError, match=r"position 22.*config\.json.*checkpoint/: a folder without either"):
         validate_run(config, command.machine)
 
 
@@ -195,7 +194,7 @@ def test_checkpoint_without_a_complete_iteration_is_refused(command, run_folder)
     (folder / "checkpoint" / "iter_0000010" / ".metadata").unlink()
     for load in (folder, folder / "checkpoint"):
         config = command.parse(PRETRAIN_CHECKPOINT_PATH=str(load)).config
-        with pytest.raises(ConfigError, match="latest_checkpointed_iteration.txt is there, but no complete"):
+        with refused(ConfigError, match="latest_checkpointed_iteration.txt is there, but no complete"):
             validate_run(config, command.machine)
 
 
@@ -216,7 +215,7 @@ def test_another_run_gives_shape_tokenizer_and_weights(command, run_folder, belo
 def test_another_run_of_another_shape_is_refused(command, run_folder):
     folder = run_folder(command.folder / "run", to_yaml(command.parse("--num-layers=4").config))
     config = command.parse(PRETRAIN_CHECKPOINT_PATH=str(folder)).config
-    with pytest.raises(ConfigError, match=r"--num-layers: got 2, expected 4: .*run/config\.yaml says so"):
+    with refused(ConfigError, match=r"--num-layers: got 2, expected 4: .*run/config\.yaml says so"):
         validate_run(config, command.machine)
 
 
@@ -224,16 +223,16 @@ def test_checkpoint_alone_is_taken_with_a_tokenizer_of_its_own(command, run_fold
     folder = run_folder(command.folder / "run", "")
     (folder / "config.yaml").unlink()
     validate_run(command.parse(PRETRAIN_CHECKPOINT_PATH=str(folder)).config, command.machine)
-    with pytest.raises(ConfigError, match="position 2 MODEL_SIZE.*: auto reads .* their config.yaml"):
+    with refused(ConfigError, match="position 2 MODEL_SIZE.*: auto reads .* their config.yaml"):
         command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=str(folder))
     command.environ.pop("TOKENIZER_PATH")
-    with pytest.raises(ConfigError, match=r"TOKENIZER_PATH\): got .*run, expected a folder with one of"):
+    with refused(ConfigError, match=r"TOKENIZER_PATH\): got .*run, expected a folder with one of"):
         validate_run(command.parse(PRETRAIN_CHECKPOINT_PATH=str(folder)).config, command.machine)
 
 
 def test_folder_that_only_describes_a_tokenizer_is_refused(command):
     (command.tokenizer / "tokenizer.json").rename(command.tokenizer / "tokenizer_config.json")
-    with pytest.raises(ConfigError, match=r"with one of tokenizer\.json, tokenizer\.model: none of them"):
+    with refused(ConfigError, match=r"with one of tokenizer\.json, tokenizer\.model: none of them"):
         validate_run(command.parse().config, command.machine)
 
 
@@ -256,13 +255,13 @@ def test_another_runs_folder_is_read_from_anywhere(command, run_folder, monkeypa
 
 def test_weights_of_another_shape_are_refused_before_anything_starts(command):
     config = command.parse(MODEL_SIZE="tiny", PRETRAIN_CHECKPOINT_PATH=command.hf_folder()).config
-    with pytest.raises(ConfigError, match=r"--vocab-size: got 128256, expected 600: .*config\.json says so"):
+    with refused(ConfigError, match=r"--vocab-size: got 128256, expected 600: .*config\.json says so"):
         validate_run(config, command.machine)
 
 
 def test_file_in_the_way_of_the_output_is_refused(command):
     config = command.parse(OUTPUT_BASEPATH=str(command.data / "sub")).config
-    with pytest.raises(ConfigError, match=r"position 25 OUTPUT_BASEPATH.*rows\.json is a file"):
+    with refused(ConfigError, match=r"position 25 OUTPUT_BASEPATH.*rows\.json is a file"):
         validate_run(config, command.machine)
 
 
@@ -270,7 +269,7 @@ def test_output_on_a_read_only_file_system_is_refused(command):
     """Root may write to /proc by its mode, and cannot all the same."""
     for folder in ("/proc", "/proc/sys"):
         config = command.parse(OUTPUT_BASEPATH=f"{folder}/run/one").config
-        with pytest.raises(ConfigError, match=f"position 25 OUTPUT_BASEPATH.*{folder} is not writable"):
+        with refused(ConfigError, match=f"position 25 OUTPUT_BASEPATH.*{folder} is not writable"):
             validate_run(config, command.machine)
 
 
@@ -278,18 +277,18 @@ def test_missing_data_is_a_data_error_after_the_configuration(command):
     lost = dict(DATASET_PATH="/no/rows.json")
     with pytest.raises(ConfigError):
         validate_run(command.parse(TP="3", **lost).config, command.machine)
-    with pytest.raises(DataError, match=r"position 20 DATASET_PATH.*/no/rows\.json does not exist") as caught:
+    with refused(DataError, match=r"position 20 DATASET_PATH.*/no/rows\.json does not exist") as caught:
         validate_run(command.parse(**lost).config, command.machine)
     assert caught.value.exit_code == 3
 
 
 def test_missing_validation_file_is_named(command):
-    with pytest.raises(DataError, match=r"position 21 VALID_DATASET_PATH.*/no/valid\.json does not exist"):
+    with refused(DataError, match=r"position 21 VALID_DATASET_PATH.*/no/valid\.json does not exist"):
         validate_run(command.parse(VALID_DATASET_PATH="/no/valid.json").config, command.machine)
 
 
 def test_folder_as_data_is_named(command):
-    with pytest.raises(DataError, match="position 20.* is a folder, expected a JSON or JSONL file"):
+    with refused(DataError, match="position 20.* is a folder, expected a JSON or JSONL file"):
         validate_run(command.parse(DATASET_PATH=str(command.folder)).config, command.machine)
 
 
@@ -298,7 +297,7 @@ def test_pipe_or_device_as_data_is_refused_before_it_is_read(command):
     os.mkfifo(command.folder / "pipe")
     for path in (str(command.folder / "pipe"), "/dev/zero", "/dev/urandom"):
         for field in ("DATASET_PATH", "VALID_DATASET_PATH"):
-            with pytest.raises(DataError, match=f"{field}.*: {path} is a pipe or a device, expected a file"):
+            with refused(DataError, match=f"{field}.*: {path} is a pipe or a device, expected a file"):
                 validate_run(command.parse(**{field: path}).config, command.machine)
 
 
@@ -311,7 +310,7 @@ def test_indexed_data_needs_both_files(command):
         DataError, match=r"text_document\.idx does not exist, expected the path of \.bin and \.idx"
     ):
         validate_run(command.parse(DATASET_PATH=str(prefix), **tokens).config, command.machine)
-    with pytest.raises(DataError, match=r"without the ending, that is .*text_document$"):
+    with refused(DataError, match=r"without the ending, that is .*text_document$"):
         validate_run(command.parse(DATASET_PATH=f"{prefix}.bin", **tokens).config, command.machine)
     for rows in ("docs.jsonl", "docs.json"):
         (command.folder / rows).write_text('{"text": "words"}')
@@ -363,5 +362,5 @@ def test_converted_folder_is_taken_with_its_shape_and_tokenizer(command):
 def test_legacy_folder_is_refused_with_the_converters_name(command):
     folder = _released(command, "mp_rank_00")
     config = command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=str(folder)).config
-    with pytest.raises(ConfigError, match=r"mp_rank_\*.*python -m toolkits\.convert mcore2hf"):
+    with refused(ConfigError, match=r"mp_rank_\*.*python -m toolkits\.convert mcore2hf"):
         validate_run(config, GPUS)
