@@ -29,6 +29,10 @@ class Operation(NamedTuple):
     """As transformers names it."""
 
 
+Listener = Callable[[Operation, torch.Tensor], None]
+"""Gets the value of an operation, [S, features]."""
+
+
 class FirstDifference(NamedTuple):
     """The first operation whose results differ, and by how much at most."""
 
@@ -70,9 +74,7 @@ def first_difference(
 
 
 @contextmanager
-def _hooks_on(
-    modules: Iterator[_TracedModule], tell: Callable[[Operation, torch.Tensor], None]
-) -> Iterator[None]:
+def _hooks_on(modules: Iterator[_TracedModule], tell: Listener) -> Iterator[None]:
     with ExitStack() as stack:
         for traced in modules:
             handle = traced.module.register_forward_hook(_hook(traced, tell))
@@ -80,7 +82,7 @@ def _hooks_on(
         yield
 
 
-def _hook(traced: _TracedModule, tell: Callable[[Operation, torch.Tensor], None]) -> Callable[..., None]:
+def _hook(traced: _TracedModule, tell: Listener) -> Callable[..., None]:
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         for name, value in traced.read(inputs, output).items():
             tell(Operation(traced.layer, name), value)

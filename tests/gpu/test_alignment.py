@@ -27,6 +27,5 @@ def test_logits_are_those_of_transformers(
     found, verdict = verify(tmp_path / "hf", tmp_path / "mcore", precision=precision, attention=attention)
     print(verdict.text)
     assert found.device == job.device.type and verdict.is_normal, verdict.text
-    assert (
-        precision == "fp32" or found.logits.aligned.mean <= found.logits.fast.mean
-    )  # of fp32 both are noise
+    if precision == "bf16":  # of fp32 both are noise
+        assert found.logits.aligned.mean <= found.logits.fast.mean
