@@ -28,8 +28,10 @@ from patch.alignment.stored import ConfigDifference, find_checkpoint, load_hf, l
 from patch.alignment.trace import FirstDifference, first_difference
 from patch.alignment.weights import WeightComparison, compare_weights
 from patch.config.choices import HfAttention, Precision
+from patch.config.schema import ModelConfig
 from patch.device import DeviceContext
 from patch.distributed.groups import alone
+from patch.families import weight_rows
 from patch.model import SOURCES, LlamaModel
 
 SINGLE_FORM = ("rope",)
@@ -91,7 +93,7 @@ def measure(hf: Path, mcore: Path, precision: Precision | None, attention: HfAtt
         theirs = load_hf(hf, stored.precision, precision, attention, context.device)
         prompts = make_prompts(hf, model.vocab_size, model.max_position_embeddings)
         with_aligned = partial(rebuild, ours, model, precision, groups, context)
-        logits = _compare_forms(with_aligned, theirs, prompts, model.vocab_size)
+        logits = _compare_forms(with_aligned, theirs, prompts, model)
     return Measurement(
         hf=str(hf),
         mcore=str(mcore),
@@ -109,7 +111,7 @@ def _compare_forms(
     with_aligned: Callable[[frozenset[str]], LlamaModel],
     theirs: torch.nn.Module,
     prompts: list[torch.Tensor],
-    vocab_size: int,
+    model: ModelConfig,
 ) -> LogitComparison:
     """Compare our model's forms with transformers'.
 
@@ -117,16 +119,17 @@ def _compare_forms(
         with_aligned: makes our model with these sources in Hugging Face's order of operations.
         theirs: transformers' model.
         prompts: token ids [1, S].
-        vocab_size: without padding.
+        model: the shape of both.
     """
 
     def logits(aligned: frozenset[str]) -> list[torch.Tensor]:
-        return compute_logits(with_aligned(aligned), prompts, vocab_size)
+        return compute_logits(with_aligned(aligned), prompts, model.vocab_size)
 
     every, none = frozenset(SOURCES), frozenset[str]()
     expected, base = compute_hf_logits(theirs, prompts), logits(every)
     is_equal = all(torch.equal(*pair) for pair in zip(base, expected, strict=True))
-    first = first_difference(with_aligned(none if is_equal else every), theirs, prompts[-1])
+    differing = with_aligned(none if is_equal else every)
+    first = first_difference(differing, theirs, prompts[-1], weight_rows(model))
     sources = {
         name: 0.0 if name in SINGLE_FORM else compare_logits(logits(every - {name}), base).max
         for name in SOURCES

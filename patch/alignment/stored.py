@@ -20,9 +20,10 @@ from patch.config.choices import HfAttention, Precision
 from patch.config.hf_config import is_hf_folder, read_hf_config
 from patch.config.schema import Execution, ModelConfig
 from patch.config.stored_shape import shape_at
-from patch.convert.weight_table import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.device import FLOAT_TYPES, DeviceContext, torch_dtype
 from patch.errors import CheckpointError, ConfigError
+from patch.families import WEIGHT_FIELDS
+from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.model import WEIGHT_PREFIXES, LlamaModel, build_llama_model, sharded_weights
 from patch.storage.names import (
     METADATA_FILE,
@@ -33,10 +34,7 @@ from patch.storage.names import (
 )
 
 _TIED = "untie_embeddings_and_output_weights"
-_STRUCTURE = (
-    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups", "kv_channels",
-    "vocab_size", "add_qkv_bias", "qk_layernorm",
-)  # fmt: skip
+_STRUCTURE = WEIGHT_FIELDS - {_TIED}
 """Fields without which two models cannot be compared tensor by tensor."""
 _HARMLESS = ("max_position_embeddings",)
 """Fields that change nothing that is computed."""

@@ -6,18 +6,27 @@ compared as soon as they are there, before an addition in place can change them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from patch.families import Kind, WeightRow
 from patch.model import LlamaModel
 
 Parts = dict[str, torch.Tensor]
 """Operation -> value [S, features] of a prompt."""
 Reading = Callable[[Any, Any], Parts]
 """What a module's inputs and output say."""
+
+_INPUTS = {
+    "decoder.layers.*.self_attention.linear_proj.weight": "attention",
+    "decoder.layers.*.pre_mlp_layernorm.weight": "attention residual",
+    "decoder.layers.*.mlp.linear_fc2.weight": "swiglu",
+}
+"""Modules whose input is compared too, by their weight, and what it is called."""
 
 
 class Operation(NamedTuple):
@@ -51,15 +60,18 @@ class _TracedModule(NamedTuple):
 
 @torch.no_grad()
 def first_difference(
-    ours: LlamaModel, theirs: torch.nn.Module, prompt: torch.Tensor
+    ours: LlamaModel, theirs: torch.nn.Module, prompt: torch.Tensor, rows: Sequence[WeightRow]
 ) -> FirstDifference | None:
     """Run both on a prompt [1, S]; None where every operation has the same bits.
 
     Operations are ordered as transformers runs them.
+
+    Args:
+        rows: the weight table, which says which modules of the two models belong together.
     """
     device = next(ours.parameters()).device
     expected: dict[Operation, torch.Tensor] = {}
-    with _hooks_on(_hf_modules(theirs), expected.__setitem__):
+    with _hooks_on(_hf_modules(theirs, rows, len(ours.decoder.layers)), expected.__setitem__):
         theirs(prompt.to(device), use_cache=False)
     differing: dict[Operation, float] = {}
 
@@ -67,7 +79,7 @@ def first_difference(
         if not torch.equal(value, expected[operation]):
             differing[operation] = (value.double() - expected[operation].double()).abs().max().item()
 
-    with _hooks_on(_our_modules(ours), compare):
+    with _hooks_on(_our_modules(ours, rows), compare):
         ours(prompt.to(device), None, None)
     first = next((operation for operation in expected if operation in differing), None)
     return None if first is None else FirstDifference(*first, differing[first])
@@ -94,85 +106,94 @@ def _first(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
-def _hf_modules(model: Any) -> Iterator[_TracedModule]:
-    """In the order in which they run; of transformers' LLaMA, Mistral and Qwen."""
-
-    def result(name: str) -> Reading:
-        return lambda inputs, output: {name: _first(output)[0].flatten(1)}
-
-    def both(before: str, after: str) -> Reading:
-        return lambda inputs, output: {before: inputs[0][0], after: output[0]}
-
-    body = model.model
-    yield _TracedModule(None, body.embed_tokens, result("embed_tokens"))
-    yield _TracedModule(None, body.rotary_emb, lambda inputs, output: {"rope": torch.cat(output, -1)[0]})
-    for index, layer in enumerate(body.layers):
-        attention, mlp = layer.self_attn, layer.mlp
-        named = {"input_layernorm": layer.input_layernorm}
-        named |= {name: getattr(attention, name) for name in ("q_proj", "k_proj", "v_proj")}
-        named |= {name: getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)}
-        for name, module in named.items():
-            yield _TracedModule(index, module, result(name))
-        yield _TracedModule(index, attention.o_proj, both("attention", "o_proj"))
-        norm = layer.post_attention_layernorm
-        yield _TracedModule(index, norm, both("attention residual", "post_attention_layernorm"))
-        yield _TracedModule(index, mlp.gate_proj, result("gate_proj"))
-        yield _TracedModule(index, mlp.up_proj, result("up_proj"))
-        yield _TracedModule(index, mlp.down_proj, both("swiglu", "down_proj"))
-        yield _TracedModule(index, layer, result("mlp residual"))
-    yield _TracedModule(None, body.norm, result("norm"))
-    yield _TracedModule(None, model.lm_head, result("lm_head"))
+def _path(parameter: str, layer: int | None) -> str:
+    """The module that a weight table's name belongs to, in a layer where the name has one."""
+    return parameter.removesuffix(".weight").replace("*", str(layer))
 
 
-def _our_modules(model: LlamaModel) -> Iterator[_TracedModule]:
+def _operation(tensor: str) -> str:
+    """What an operation is called: the name of transformers' module."""
+    return tensor.removesuffix(".weight").rpartition(".")[2]
+
+
+def _modules(rows: Sequence[WeightRow], num_layers: int) -> Iterator[tuple[WeightRow, int | None]]:
+    """The rows whose modules both models have, layer by layer; both ends of the model aside."""
+    for row in rows:
+        if row.kind is not Kind.VOCABULARY and row.name.endswith(".weight"):
+            for layer in range(num_layers) if row.is_per_layer else (None,):
+                yield row, layer
+
+
+def _hf_modules(model: Any, rows: Sequence[WeightRow], num_layers: int) -> Iterator[_TracedModule]:
+    """Every operation of transformers' model that ours has too."""
+
+    def reading(after: str, before: str | None = None) -> Reading:
+        def read(inputs: Any, output: Any) -> Parts:
+            given = {} if before is None else {before: inputs[0][0]}
+            return given | {after: _first(output)[0].flatten(1)}
+
+        return read
+
+    yield _TracedModule(None, model.get_input_embeddings(), reading("embed_tokens"))
+    yield _TracedModule(
+        None, model.model.rotary_emb, lambda inputs, output: {"rope": torch.cat(output, -1)[0]}
+    )
+    for row, layer in _modules(rows, num_layers):
+        for tensor in row.hf:
+            module = model.get_submodule(_path(tensor, layer))
+            yield _TracedModule(layer, module, reading(_operation(tensor), _INPUTS.get(row.name)))
+    first = next(tensor for row in rows if row.is_per_layer for tensor in row.hf)
+    layers = model.get_submodule(first.partition(".*")[0])
+    for layer in range(num_layers):
+        yield _TracedModule(layer, layers[layer], reading("mlp residual"))
+    yield _TracedModule(None, model.get_output_embeddings(), reading("lm_head"))
+
+
+def _our_modules(model: LlamaModel, rows: Sequence[WeightRow]) -> Iterator[_TracedModule]:
     """The same operations of ours; hidden states are [S, 1, H]."""
-
-    def result(name: str) -> Reading:
-        return lambda inputs, output: {name: _first(output)[:, 0].flatten(1)}
-
-    def both(before: str, after: str) -> Reading:
-        return lambda inputs, output: {before: inputs[0][:, 0], after: _first(output)[:, 0]}
-
-    dtype = next(model.parameters()).dtype
-    embedding = model.embedding.word_embeddings
+    layers, dtype = model.decoder.layers, next(model.parameters()).dtype
+    embedding, num_vocab_rows = model.embedding.word_embeddings, model.num_vocab_rows
     yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
     yield _TracedModule(None, model.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)})
-    for index, layer in enumerate(model.decoder.layers):
-        attention, mlp = layer.self_attention, layer.mlp
-        yield _TracedModule(index, layer.input_layernorm, result("input_layernorm"))
-        yield _TracedModule(index, attention.linear_qkv, _qkv_reading(attention))
-        if model.config.qk_layernorm:
-            yield _TracedModule(index, attention.q_layernorm, result("q_norm"))
-            yield _TracedModule(index, attention.k_layernorm, result("k_norm"))
-        yield _TracedModule(index, attention.linear_proj, both("attention", "o_proj"))
-        norm = layer.pre_mlp_layernorm
-        yield _TracedModule(index, norm, both("attention residual", "post_attention_layernorm"))
-        yield _TracedModule(index, mlp.linear_fc1, _gate_up)
-        yield _TracedModule(index, mlp.linear_fc2, both("swiglu", "down_proj"))
-        yield _TracedModule(index, layer, result("mlp residual"))
-    yield _TracedModule(None, model.decoder.final_layernorm, result("norm"))
-    rows = model.num_vocab_rows
-    yield _TracedModule(None, model.output_layer, lambda inputs, output: {"lm_head": output[0][:, 0, :rows]})
+    for row, layer in _modules(rows, len(layers)):
+        yield _TracedModule(
+            layer, model.get_submodule(_path(row.name, layer)), _our_reading(row, model.config)
+        )
+    for layer, module in enumerate(layers):
+        yield _TracedModule(layer, module, lambda inputs, output: {"mlp residual": _first(output)[:, 0]})
+    yield _TracedModule(
+        None, model.output_layer, lambda inputs, output: {"lm_head": output[0][:, 0, :num_vocab_rows]}
+    )
+
+
+def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
+    """Results [S, 1, ...] of a module, taken apart as its weight is made of Hugging Face tensors."""
+    names, before = [_operation(tensor) for tensor in row.hf], _INPUTS.get(row.name)
+
+    def read(inputs: Any, output: Any) -> Parts:
+        value = _first(output)[:, 0]
+        given = {} if before is None else {before: inputs[0][:, 0]}
+        match row.kind:
+            case Kind.QKV:
+                parts = _split_qkv(value, config)
+            case Kind.GATE_UP:
+                parts = list(value.chunk(2, dim=-1))
+            case _:
+                parts = [value.flatten(1)]
+        return given | dict(zip(names, parts, strict=True))
+
+    return read
+
+
+def _split_qkv(value: torch.Tensor, config: TransformerConfig) -> list[torch.Tensor]:
+    """[S, Q + K + V], laid out group by group, to queries, keys and values."""
+    assert config.num_query_groups is not None, "ModelConfig always names it"
+    queries = config.num_attention_heads // config.num_query_groups
+    heads = value.unflatten(-1, (config.num_query_groups, queries + 2, config.kv_channels))
+    return [part.flatten(1) for part in heads.split([queries, 1, 1], dim=2)]
 
 
 def _cos_sin(angles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Upstream hands angles [S, 1, 1, D] to each layer, which takes cosine and sine in this type."""
     flat = angles[:, 0, 0]
     return torch.cat((flat.cos(), flat.sin()), dim=-1).to(dtype)
-
-
-def _gate_up(inputs: Any, output: Any) -> Parts:
-    gate, up = output[0][:, 0].chunk(2, dim=-1)
-    return {"gate_proj": gate, "up_proj": up}
-
-
-def _qkv_reading(attention: Any) -> Reading:
-    groups, size = attention.num_query_groups_per_partition, attention.hidden_size_per_attention_head
-    queries = attention.num_attention_heads_per_partition // groups
-
-    def read(inputs: Any, output: Any) -> Parts:
-        heads = output[0][:, 0].unflatten(-1, (groups, queries + 2, size))
-        parts = heads.split([queries, 1, 1], dim=2)
-        return dict(zip(("q_proj", "k_proj", "v_proj"), (part.flatten(1) for part in parts), strict=True))
-
-    return read

@@ -11,9 +11,9 @@ import re
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from patch.config.fields import to_int
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.parse_numbers import to_int
 
 
 class Rendezvous(NamedTuple):

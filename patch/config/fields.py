@@ -6,7 +6,6 @@ Field names are unique over the sections of RunConfig, so a name alone says whic
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 import types
 import typing
@@ -17,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from patch.config.schema import Bounds, RunConfig
 from patch.config.unsupported import is_built
 from patch.errors import ConfigError, nearest
+from patch.parse_numbers import to_float, to_int
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 """Section name to its dataclass, in the order of config.yaml."""
@@ -126,27 +126,6 @@ def assemble(values: Mapping[str, Any]) -> RunConfig:
 def missing(values: Mapping[str, Any]) -> list[str]:
     """The fields without a default that `values` lacks."""
     return [field.name for field in FIELDS.values() if field.required and field.name not in values]
-
-
-def to_int(value: object) -> int | None:
-    """An int, or text such as 12 or 5e8 that is integral; None for everything else."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value):
-        return int(value)
-    number = to_float(value)
-    return int(number) if number is not None and number.is_integer() else None
-
-
-def to_float(value: object) -> float | None:
-    """A finite float, or text that is one; None for everything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, float, str)):
-        return None
-    try:
-        number = float(value)
-    except ValueError:
-        return None
-    return number if math.isfinite(number) else None
 
 
 def _to_bool(value: object) -> bool | None:

@@ -14,12 +14,12 @@ from tempfile import TemporaryDirectory
 from patch.config.fields import FIELDS
 from patch.config.hf_config import has_hf_config, is_hf_folder
 from patch.config.positions import where
-from patch.config.presets import REQUIRED_SHAPE
 from patch.config.rules import Rule, refuse
 from patch.config.schema import DataConfig, RunConfig
 from patch.config.stored_shape import run_behind, shape_at
 from patch.device import MachineFacts
 from patch.errors import DataError
+from patch.families import WEIGHT_FIELDS
 from patch.storage.names import (
     RELEASE,
     TOKENIZER_FILES,
@@ -31,14 +31,7 @@ from patch.storage.names import (
     is_released,
 )
 
-_STRUCTURE = REQUIRED_SHAPE | {
-    "num_query_groups",
-    "kv_channels",
-    "untie_embeddings_and_output_weights",
-    "make_vocab_size_divisible_by",
-    "add_qkv_bias",
-    "qk_layernorm",
-}
+_STRUCTURE = WEIGHT_FIELDS | {"make_vocab_size_divisible_by"}
 """Fields that decide the tensors' shapes; the rest of a shape only changes what is computed with them."""
 
 

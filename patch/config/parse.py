@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from patch.config.cluster import Rendezvous, default_nproc_per_node, read_cluster
-from patch.config.fields import FIELDS, assemble, check_choice, missing, to_float
+from patch.config.fields import FIELDS, assemble, check_choice, missing
 from patch.config.flags import build_parser, read_flags
 from patch.config.hf_config import has_hf_config
 from patch.config.positions import read_positions, read_variables, where
@@ -26,6 +26,7 @@ from patch.config.stored_shape import run_behind, shape_at
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.parse_numbers import to_float
 
 _PATHS = ("train_data_path", "valid_data_path", "tokenizer_name_or_path", "load", "output_path")
 

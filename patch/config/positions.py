@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from patch.config.fields import FIELDS, check_choice, coerce, to_float, to_int
+from patch.config.fields import FIELDS, check_choice, coerce
 from patch.config.presets import MODEL_SIZES
 from patch.config.schema import RunConfig
 from patch.config.unsupported import is_built
 from patch.errors import ConfigError, PatchError
+from patch.parse_numbers import to_float, to_int
 
 INT, FLOAT, PATH = "int", "float", "path"
 _BOOLS = ("true", "false")

@@ -17,6 +17,7 @@ from patch.config.schema import RunConfig
 from patch.config.unsupported import NOT_BUILT
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.families import family_of
 
 Rule = Callable[[RunConfig, MachineFacts], None]
 
@@ -86,8 +87,7 @@ def window_is_causal(config: RunConfig, machine: MachineFacts) -> None:
 
 def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:
     """transformers has a class for the model that is to be exported."""
-    model = config.model
-    if config.checkpoint.export_hf and model.add_qkv_bias and model.qk_layernorm:
+    if config.checkpoint.export_hf and family_of(config.model) is None:
         why = "no model of transformers has biases on q, k, v and norms of their heads"
         refuse("export_hf", "true", "one of --add-qkv-bias and --qk-layernorm left out, or no export", why)
 

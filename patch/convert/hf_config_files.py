@@ -14,32 +14,14 @@ import torch
 from transformers import PreTrainedTokenizerBase
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
-from patch.config.hf_config import FAMILIES, read_hf_config
+from patch.config.hf_config import read_hf_config
+from patch.config.presets import SHAPE_FIELDS
 from patch.config.schema import ModelConfig
 from patch.data.chat import end_of_turn
 from patch.errors import ConfigError, ConversionError
+from patch.families import TYPE_FIELDS, Family, family_of
 from patch.storage.json_edit import with_values
 from patch.storage.names import TRACKER
-
-# ModelConfig's field -> config.json's key, where the value is the same.
-_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_layers": "num_hidden_layers",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-    "kv_channels": "head_dim",
-    "max_position_embeddings": "max_position_embeddings",
-    "norm_epsilon": "rms_norm_eps",
-}
-_UNTIED = "untie_embeddings_and_output_weights"
-_FAMILY = ("add_qkv_bias", "qk_layernorm", "window_size")
-_ROPE = (
-    "rotary_base", "use_rope_scaling", "rope_scaling_factor", "rope_low_freq_factor",
-    "rope_high_freq_factor", "rope_original_max_position",
-)  # fmt: skip
-
 
 # What describes the model and its tokenizer in a Hugging Face folder; several chat templates have a folder.
 _DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
@@ -143,78 +125,41 @@ def model_description(
     transformers 4 and 5, vLLM, llama.cpp's converter. Those of transformers 5 (`rope_parameters`, `dtype`),
     which older ones pass over, stay beside them where the source has them.
     """
-    fields = {name: getattr(model, name) for name in (*_KEYS, *_ROPE, *_FAMILY, _UNTIED)}
     described: dict[str, Any] = {}
-    changed = set(fields)
+    changed = SHAPE_FIELDS
     if hf_source is not None:
         described = _read_json(hf_source / "config.json")
         before = read_hf_config(hf_source)
-        changed = {name for name in fields if name in before and before[name] != fields[name]}
-    if changed & set(_FAMILY):
-        _describe_family(described, model)
+        changed = frozenset(name for name in before if before[name] != getattr(model, name))
+    family = transformers_family(model, described.get("model_type"))
+    if changed & TYPE_FIELDS:
+        family.write_type(described, model)
     if hf_source is None:
         assert tokenizer is not None, "without a source the tokenizer says which tokens begin and end a text"
         described |= {
-            "hidden_act": "silu", "initializer_range": model.init_method_std,
+            "hidden_act": family.traits.activation, "initializer_range": model.init_method_std,
             "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
         }  # fmt: skip
-    described |= {key: fields[name] for name, key in _KEYS.items() if name in changed}
-    if _UNTIED in changed:
-        described["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
-    if changed & set(_ROPE) or "rope_parameters" in described:
-        _describe_rope(described, model)
+    family.write_shape(described, model, changed)
     described["torch_dtype"] = str(dtype).removeprefix("torch.")
     if "dtype" in described:
         described["dtype"] = described["torch_dtype"]
     return described
 
 
-def family_of(model: ModelConfig) -> str:
-    """The `model_type` whose code in transformers computes this model.
+def transformers_family(model: ModelConfig, model_type: str | None = None) -> Family:
+    """The family whose class in transformers computes this model; `model_type` where several do.
 
     Raises:
-        ConversionError: none does.
+        ConversionError: transformers has none.
     """
-    if model.qk_layernorm and model.add_qkv_bias:
+    family = family_of(model, model_type)
+    if family is None:
         raise ConversionError(
             "no model of transformers has biases on q, k, v and norms of their heads: leave out one of "
             "--add-qkv-bias and --qk-layernorm"
         )
-    if model.qk_layernorm:
-        return "qwen3"
-    return "qwen2" if model.add_qkv_bias else "llama" if model.window_size is None else "mistral"
-
-
-def _describe_family(described: dict[str, Any], model: ModelConfig) -> None:
-    """Set the keys that say which family it is, and its window; a Mistral without a window stays one."""
-    model_type = family_of(model)
-    if model_type == "llama" and described.get("model_type") == "mistral":
-        model_type = "mistral"
-    window = None if model.window_size is None else model.window_size[0] + 1
-    described |= {"architectures": [FAMILIES[model_type].architecture], "model_type": model_type}
-    described.pop("layer_types", None)  # what transformers 5 derives from the window
-    if model_type == "llama":
-        described |= {"attention_bias": False, "mlp_bias": False}
-    else:
-        described["sliding_window"] = window
-    if model_type.startswith("qwen"):
-        described |= {"use_sliding_window": window is not None, "max_window_layers": 0 if window else 28}
-
-
-def _describe_rope(described: dict[str, Any], model: ModelConfig) -> None:
-    """Set RoPE's keys of transformers 4, and that of transformers 5 where it is there."""
-    scaling = None
-    if model.use_rope_scaling:
-        scaling = {
-            "rope_type": "llama3", "factor": model.rope_scaling_factor,
-            "low_freq_factor": model.rope_low_freq_factor, "high_freq_factor": model.rope_high_freq_factor,
-            "original_max_position_embeddings": model.rope_original_max_position,
-        }  # fmt: skip
-    described |= {"rope_theta": model.rotary_base, "rope_scaling": scaling}
-    if "rope_parameters" in described:
-        described["rope_parameters"] = {
-            **(scaling or {"rope_type": "default"}), "rope_theta": model.rotary_base
-        }  # fmt: skip
+    return family
 
 
 def generation_description(hf_source: Path | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:

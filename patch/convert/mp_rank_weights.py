@@ -21,8 +21,9 @@ import torch
 from patch.compat.unpickle import load_tensors
 from patch.config.schema import ModelConfig
 from patch.convert.mappings import HFBlock, TPShard, VocabParallelMapping
-from patch.convert.weight_table import EMBEDDING_PARAMETER, TIED_OUTPUT, table_name, weights_table
+from patch.convert.weight_table import table_name, weights_table
 from patch.errors import ConversionError, nearest
+from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 
 _FOLDER = re.compile(r"mp_rank_(\d{2})(?:_(\d{3}))?")
 _CHUNK = re.compile(r"model\d*")

@@ -20,8 +20,9 @@ from patch.checkpoint.streaming import read_pieces
 from patch.compat.unpickle import read_metadata
 from patch.config.schema import ModelConfig
 from patch.convert.mappings import HFBlock, TPShard, VocabParallelMapping, WeightMapping
-from patch.convert.weight_table import EMBEDDING_PARAMETER, GATE_AND_UP, table_name, weights_table
+from patch.convert.weight_table import GATE_AND_UP, table_name, weights_table
 from patch.errors import ConversionError, nearest
+from patch.families.weights import EMBEDDING_PARAMETER
 from patch.storage.names import METADATA_FILE
 
 _MODEL = ("decoder.", "embedding.", "output_layer.", "final_layernorm.")

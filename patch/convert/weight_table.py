@@ -1,7 +1,6 @@
-"""One table for all families: megatron-core parameter names beside Hugging Face's, composed from the shape.
+"""The weight table of a family (patch/families) with the class that copies each of its rows.
 
-What a family has more or less (biases of q, k, v; norms of heads) is a field of ModelConfig, so a new family
-is an entry in config/hf_config.py and, where its layers hold something new, a row here.
+Building a table takes microseconds; one is enough for a conversion.
 """
 
 from __future__ import annotations
@@ -16,13 +15,11 @@ from patch.convert.mappings import (
     VocabParallelMapping,
     WeightMapping,
 )
+from patch.families import Kind, WeightRow, weight_rows
+from patch.families.weights import TIED_OUTPUT
 
 EMBEDDING = "model.embed_tokens.weight"
 OUTPUT = "lm_head.weight"
-TIED_OUTPUT = "output_layer.weight"
-"""With tied embeddings this parameter (last stage, PP > 1) is a copy of the embedding."""
-
-EMBEDDING_PARAMETER = "embedding.word_embeddings.weight"
 GATE_AND_UP = "decoder.layers.*.mlp.linear_fc1.weight"
 
 Table = dict[str, WeightMapping]
@@ -52,18 +49,7 @@ def checkpoint_key(name: str) -> str:
 
 def parameter_table(model: ModelConfig, padded_vocab_size: int) -> Table:
     """Every parameter of a model, in the order in which Hugging Face stores them."""
-    width = model.hidden_size
-    output = OUTPUT if model.untie_embeddings_and_output_weights else EMBEDDING
-
-    def vocabulary(name: str) -> VocabParallelMapping:
-        return VocabParallelMapping((HFTensor(name, (model.vocab_size, width)),), padded_vocab_size)
-
-    return {
-        EMBEDDING_PARAMETER: vocabulary(EMBEDDING),
-        **{f"decoder.layers.*.{name}": mapping for name, mapping in _layer(model).items()},
-        "decoder.final_layernorm.weight": ReplicatedMapping((HFTensor("model.norm.weight", (width,)),)),
-        TIED_OUTPUT: vocabulary(output),
-    }
+    return {row.name: _mapping(row, model, padded_vocab_size) for row in weight_rows(model)}
 
 
 def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> Table:
@@ -78,37 +64,20 @@ def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> T
     return table
 
 
-def _layer(model: ModelConfig) -> Table:
-    width, mlp, head = model.hidden_size, model.ffn_hidden_size, model.kv_channels
-    queries, keys = model.num_attention_heads * head, model.num_query_groups * head
-
-    def tensor(name: str, *shape: int) -> HFTensor:
-        return HFTensor(f"model.layers.*.{name}", shape)
-
-    def qkv(kind: str, *columns: int) -> QKVMapping:
-        rows = {"q": queries, "k": keys, "v": keys}
-        parts = [tensor(f"self_attn.{name}_proj.{kind}", count, *columns) for name, count in rows.items()]
-        return QKVMapping(tuple(parts), model.num_query_groups)
-
-    table: Table = {
-        "input_layernorm.weight": ReplicatedMapping((tensor("input_layernorm.weight", width),)),
-        "self_attention.linear_qkv.weight": qkv("weight", width),
-        "self_attention.linear_proj.weight": RowParallelMapping(
-            (tensor("self_attn.o_proj.weight", width, queries),)
-        ),
-        "pre_mlp_layernorm.weight": ReplicatedMapping((tensor("post_attention_layernorm.weight", width),)),
-        "mlp.linear_fc1.weight": GatedMLPMapping(
-            (tensor("mlp.gate_proj.weight", mlp, width), tensor("mlp.up_proj.weight", mlp, width))
-        ),
-        "mlp.linear_fc2.weight": RowParallelMapping((tensor("mlp.down_proj.weight", width, mlp),)),
-    }
-    if model.add_qkv_bias:
-        table["self_attention.linear_qkv.bias"] = qkv("bias")
-    if model.qk_layernorm:
-        for name in ("q", "k"):
-            norm = ReplicatedMapping((tensor(f"self_attn.{name}_norm.weight", head),))
-            table[f"self_attention.{name}_layernorm.weight"] = norm
-    return table
+def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> WeightMapping:
+    """The class that copies a row of this kind."""
+    hf = tuple(HFTensor(name, shape) for name, shape in row.hf.items())
+    match row.kind:
+        case Kind.REPLICATED:
+            return ReplicatedMapping(hf)
+        case Kind.ROW_PARALLEL:
+            return RowParallelMapping(hf)
+        case Kind.GATE_UP:
+            return GatedMLPMapping(hf)
+        case Kind.QKV:
+            return QKVMapping(hf, model.num_query_groups)
+        case Kind.VOCABULARY:
+            return VocabParallelMapping(hf, padded_vocab_size)
 
 
 def hf_tensors(model: ModelConfig) -> list[HFTensor]:

@@ -1,7 +1,21 @@
-"""Data: tokenizer, JSON readers, chat rendering and masks, pre-training sets, sampler; see README.md."""
+"""Data: tokenizer, JSON readers, chat rendering and masks, pre-training sets, batches; see README.md.
+
+Nothing here imports megatron-core. The pre-training sets do, so they are imported from their own modules:
+`patch.data.pretrain.load_pretrain` reads one, `patch.data.preprocess.write_indexed` makes one.
+"""
 
 from patch.data.batches import Batch, BatchReader, Sample, SampleSource
 from patch.data.datasets import DataSets, build_datasets
+from patch.data.sft import load_sft
 from patch.data.tokenizer import load_tokenizer
 
-__all__ = ["Batch", "BatchReader", "DataSets", "Sample", "SampleSource", "build_datasets", "load_tokenizer"]
+__all__ = [
+    "Batch",
+    "BatchReader",
+    "DataSets",
+    "Sample",
+    "SampleSource",
+    "build_datasets",
+    "load_sft",
+    "load_tokenizer",
+]

@@ -36,6 +36,10 @@ class Batch(NamedTuple):
 class SampleSource(Protocol):
     """A data set: samples of one length by index."""
 
+    @property
+    def is_shuffled(self) -> bool:
+        """Whether its own order is random already, so that training takes samples in that order."""
+
     def __len__(self) -> int: ...  # noqa: D105
 
     def __getitem__(self, index: int) -> Sample: ...  # noqa: D105

@@ -9,10 +9,10 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import RunConfig
 from patch.data.batches import SampleSource
-from patch.data.pretrain import load_pretrain
 from patch.data.sft import load_sft
 from patch.data.tokenizer import check_vocabulary
 from patch.distributed.collectives import all_or_none
+from patch.storage.names import DATA_INDEX_FOLDER
 
 
 class DataSets(NamedTuple):
@@ -45,5 +45,18 @@ def _raw(config: RunConfig, tokenizer: PreTrainedTokenizerBase, paths: list[str]
 
 
 def _idxmap(config: RunConfig, tokenizer: PreTrainedTokenizerBase, paths: list[str]) -> list[SampleSource]:
-    eod = tokenizer.eos_token_id
-    return [load_pretrain(path, config, eod=eod, is_train=index == 0) for index, path in enumerate(paths)]
+    from patch.data.pretrain import load_pretrain  # imports megatron-core, which raw rows do without
+
+    samples_taken = config.training.train_iters * config.training.global_batch_size
+    return [
+        load_pretrain(
+            path,
+            sequence_length=config.model.seq_length,
+            vocab_size=config.model.vocab_size,
+            eod=tokenizer.eos_token_id,
+            seed=config.training.seed,
+            cache=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER,
+            num_samples=samples_taken if path_index == 0 else None,
+        )
+        for path_index, path in enumerate(paths)
+    ]

@@ -1,4 +1,4 @@
-"""The index files that upstream makes for a pre-training run, kept as they were made.
+"""The index files that upstream makes for a pre-training run, checked before they are read.
 
 They decide which document each sample comes from; upstream reads back whatever lies there. They follow from
 data and seed alone, so one that has changed, or was half written by a killed run, is made again, to the bit.
@@ -16,7 +16,7 @@ from patch.storage.atomic import write_atomically
 from patch.storage.checksums import Content, content, difference, from_json, to_json
 from patch.storage.names import CHECKSUMS_FILE
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 
 @contextmanager
@@ -33,7 +33,9 @@ def kept_as_made(folder: Path, split: str) -> Iterator[None]:
     for path in folder.glob(f"*-{split}-*.npy"):
         complaint = difference(path, known[path.name]) if path.name in known else f"{path} has no checksum"
         if complaint is not None:
-            _log.warning("%s: the index files are made anew from data and seed, in the same order", complaint)
+            _logger.warning(
+                "%s: the index files are made anew from data and seed, in the same order", complaint
+            )
             path.unlink()
             known.pop(path.name, None)
     yield

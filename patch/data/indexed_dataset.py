@@ -1,4 +1,7 @@
-"""Opens megatron-core's .bin and .idx after checks that upstream makes with `assert`, or not at all."""
+"""Opens megatron-core's IndexedDataset (.bin, .idx) after checks that upstream makes with `assert` or not.
+
+The `assert`s of a library tell a user neither the file nor the cure, and are gone under `python -O`.
+"""
 
 from __future__ import annotations
 

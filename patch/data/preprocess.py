@@ -1,8 +1,7 @@
-"""Makes a pre-training set: JSON rows with a text become megatron-core's .bin and .idx."""
+"""Preprocesses a pre-training set: JSON rows with a text become megatron-core's .bin and .idx."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -16,12 +15,12 @@ from patch.data.json_rows import read_rows
 from patch.data.tokenizer import vocabulary_size
 from patch.errors import DataError
 from patch.logger import get_logger
+from patch.progress import LineTimer
 from patch.storage.atomic import publish_file
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 _ROWS_AT_ONCE = 1000
-_REPORT_EVERY_S = 10.0
 
 
 def write_indexed(
@@ -86,7 +85,7 @@ def _publish(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, prefix: s
 def _write(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, prefix: str, eod: list[int]) -> int:
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocabulary_size(tokenizer)))
     documents = empty = tokens = 0
-    started = reported = time.monotonic()
+    timer = LineTimer()
     while batch := list(islice(texts, _ROWS_AT_ONCE)):
         filled = [text for text in batch if text]
         empty += len(batch) - len(filled)
@@ -96,10 +95,9 @@ def _write(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, prefix: str
             builder.add_document(document, [len(document)])
             tokens += len(document)
         documents += len(filled)
-        now = time.monotonic()
-        if now - reported > _REPORT_EVERY_S:
-            reported = now
-            _log.info("%d documents, %d tokens, %.0f tokens/s", documents, tokens, tokens / (now - started))
+        if timer.is_due():
+            rate = tokens / timer.elapsed_s()
+            _logger.info("%d documents, %d tokens, %.0f tokens/s", documents, tokens, rate)
     builder.finalize(f"{prefix}.idx")
-    _log.info("%d documents, %d tokens; %d rows with an empty text left out", documents, tokens, empty)
+    _logger.info("%d documents, %d tokens; %d rows with an empty text left out", documents, tokens, empty)
     return tokens

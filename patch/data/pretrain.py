@@ -14,24 +14,25 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
-from patch.config.schema import RunConfig
 from patch.data.batches import Sample
 from patch.data.index_cache import kept_as_made
 from patch.data.indexed_dataset import check_ids, open_indexed, total_tokens
 from patch.distributed.collectives import agree
 from patch.errors import DataError
 from patch.logger import get_logger
-from patch.storage.names import DATA_INDEX_FOLDER
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 _TOKENS_CHECKED = 1 << 24
 
 
 class PretrainSource:
     """GPTDataset's samples as ours: every token is learned but the padding of the last sample."""
+
+    is_shuffled = True
 
     def __init__(self, dataset: GPTDataset, name: str, vocab_size: int) -> None:
         # gpt_dataset.py:230-240 keeps the first sample's loss mask for all others, after having written that
@@ -67,31 +68,46 @@ class _Vocabulary:
         self.unique_identifiers = {"bytes": file.st_size, "modified_ns": file.st_mtime_ns}
 
 
-def load_pretrain(prefix: str, config: RunConfig, *, eod: int | None, is_train: bool) -> PretrainSource:
-    """The set at `prefix`.bin and .idx; a collective over the job.
+def load_pretrain(
+    prefix: str,
+    *,
+    sequence_length: int,
+    vocab_size: int,
+    eod: int | None,
+    seed: int,
+    cache: Path,
+    num_samples: int | None = None,
+) -> PretrainSource:
+    """The set at `prefix`.bin and .idx; a collective over the job, and nothing but itself outside of one.
 
     Args:
+        sequence_length: tokens of one sample.
+        vocab_size: rows of the model's vocabulary; larger ids are refused.
         eod: the tokenizer's end-of-document id.
-        is_train: as many samples as the run takes, over as many epochs as they need; otherwise one pass, its
-            last sample padded.
+        seed: decides the order of the samples.
+        cache: the folder of the index files that say where each sample lies; all ranks see it.
+        num_samples: how many the run takes, over as many epochs as they need; None: one pass, whose last
+            sample is padded.
+
     Raises:
         DataError: on all ranks: missing or damaged files, or ids beyond the vocabulary.
     """
-    source = _rank_zero_first(lambda: _build(prefix, config, eod, is_train))
-    length, held = config.model.seq_length, source.num_tokens
-    if not is_train:
-        _log.info("%s: %d samples of %d tokens", prefix, len(source), length)
+
+    def build() -> PretrainSource:
+        indexed = _open_checked(prefix, vocab_size)
+        upstream = _upstream_config(prefix, sequence_length, vocab_size, eod, seed, cache)
+        return PretrainSource(_dataset(indexed, prefix, num_samples, upstream), prefix, vocab_size)
+
+    source = _rank_zero_first(build)
+    held = source.num_tokens
+    if num_samples is None:
+        _logger.info("%s: %d samples of %d tokens", prefix, len(source), sequence_length)
         return source
-    taken = _samples_taken(config)
-    _log.info(
+    _logger.info(
         "%s: the run takes %d samples of %d tokens, %.1f passes over its %d tokens",
-        prefix, taken, length, taken * length / held, held,
+        prefix, num_samples, sequence_length, num_samples * sequence_length / held, held,
     )  # fmt: skip
     return source
-
-
-def _samples_taken(config: RunConfig) -> int:
-    return config.training.train_iters * config.training.global_batch_size
 
 
 def _rank_zero_first(build: Callable[[], PretrainSource]) -> PretrainSource:
@@ -109,35 +125,42 @@ def _rank_zero_first(build: Callable[[], PretrainSource]) -> PretrainSource:
     return built[0]
 
 
-def _build(prefix: str, config: RunConfig, eod: int | None, is_train: bool) -> PretrainSource:
+def _open_checked(prefix: str, vocab_size: int) -> IndexedDataset:
+    """The set's files; the first ids are checked here, the others when they are read."""
     indexed = open_indexed(prefix)
     head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, total_tokens(indexed)), 0)
-    check_ids(prefix, int(head.min()), int(head.max()), config.model.vocab_size)
-    cache = Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER
-    num_samples = _samples_taken(config) if is_train else None
-    split = Split.train if is_train else Split.valid
+    check_ids(prefix, int(head.min()), int(head.max()), vocab_size)
+    return indexed
+
+
+def _dataset(
+    indexed: IndexedDataset, prefix: str, num_samples: int | None, upstream: GPTDatasetConfig
+) -> GPTDataset:
+    """Upstream's data set. Its index files for training and for an evaluation have different names."""
+    cache = Path(upstream.path_to_cache or "")
+    split = Split.valid if num_samples is None else Split.train
     documents = np.arange(len(indexed), dtype=np.int32)
-    upstream = _upstream_config(prefix, config, cache, eod)
     try:
         is_maker = not dist.is_initialized() or dist.get_rank() == 0
         with kept_as_made(cache, split.name) if is_maker else nullcontext():
-            dataset = GPTDataset(indexed, prefix, documents, num_samples, split, upstream)
+            return GPTDataset(indexed, prefix, documents, num_samples, split, upstream)
     except OSError as error:
         raise DataError(
             f"{cache}: the index files of {prefix} cannot be written by rank 0, or read by the others: "
             f"{error.strerror}; expected a folder that all machines share (OUTPUT_BASEPATH)"
         ) from error
-    return PretrainSource(dataset, prefix, config.model.vocab_size)
 
 
-def _upstream_config(prefix: str, config: RunConfig, cache: Path, eod: int | None) -> GPTDatasetConfig:
+def _upstream_config(
+    prefix: str, sequence_length: int, vocab_size: int, eod: int | None, seed: int, cache: Path
+) -> GPTDatasetConfig:
     return GPTDatasetConfig(
-        random_seed=config.training.seed,
-        sequence_length=config.model.seq_length,
+        random_seed=seed,
+        sequence_length=sequence_length,
         blend=([prefix], None),
         split="1",
         path_to_cache=str(cache),
-        tokenizer=_Vocabulary(prefix, config.model.vocab_size, eod),
+        tokenizer=_Vocabulary(prefix, vocab_size, eod),
         reset_position_ids=False,
         reset_attention_mask=False,
         eod_mask_loss=False,

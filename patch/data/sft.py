@@ -18,7 +18,7 @@ from patch.data.tokenizer import ensure_chat_template, padding_id
 from patch.errors import DataError
 from patch.logger import get_logger
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 _ROWS_AT_ONCE = 1000
 _CHARACTERS_AT_ONCE = 1 << 25
@@ -40,6 +40,8 @@ class SftSource:
         length: tokens S of one sample.
         padding: the id behind a conversation; told by position, so it may equal any token.
     """
+
+    is_shuffled = False
 
     def __init__(
         self, ids: np.ndarray, learned: np.ndarray, ends: np.ndarray, *, length: int, padding: int
@@ -79,7 +81,7 @@ class _Report:
 
     def log(self, path: Path, source: SftSource, learned: int, tokens: int, length: int) -> None:
         share = 100 * learned / tokens
-        _log.info(
+        _logger.info(
             "%s: %d samples, %d of %d tokens learned (%.1f %%)", path, len(source), learned, tokens, share
         )
         for places, what in (
@@ -93,18 +95,23 @@ class _Report:
             (self.special, "with special tokens spelled out in a message, which are encoded as such"),
         ):
             if places:
-                _log.warning("%s: %d of %d rows %s: %s", path, len(places), self.rows, what, _first(places))
+                _logger.warning(
+                    "%s: %d of %d rows %s: %s", path, len(places), self.rows, what, _first(places)
+                )
 
 
-def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, length: int) -> SftSource:
+def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> SftSource:
     """Read and tokenize a JSON or JSONL file of conversations.
 
-    A conversation longer than `length` tokens is cut at its end. One with nothing to learn (then, or since
-    the assistant never speaks) is dropped, counted and named in the log. The time is bounded for each row,
-    however long it is.
+    A conversation longer than `sequence_length` tokens is cut at its end. One with nothing to learn (after
+    the cut, or because the assistant never speaks) is dropped, counted and named in the log. The time is
+    bounded for each row, however long it is.
 
     Args:
-        length: tokens of one sample, labels being one position ahead.
+        path: rows with alpaca's keys or OpenAI's messages (see `to_messages`).
+        tokenizer: renders and encodes them; a LLaMA-3 one without a chat template is given a plain one.
+        sequence_length: tokens of one sample, labels being one position ahead.
+
     Raises:
         DataError: see `read_rows`, `to_messages`, `ChatRenderer`; the tokenizer fails; or no row has anything
             to learn.
@@ -116,16 +123,18 @@ def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, length: int) -> Sft
     for batch, rendered in renderer.render_all(_batches(path, renderer, report)):
         places = [conversation.where.removeprefix(f"{path}: ") for conversation in batch]
         report.long += [place for place, spans in zip(places, rendered, strict=True) if _has_long_text(spans)]
-        kept.append(_pack(places, _encode(tokenizer, rendered, length, path), length, report))
+        kept.append(
+            _pack(places, _encode(tokenizer, rendered, sequence_length, path), sequence_length, report)
+        )
     ids, learned, sizes = (np.concatenate(parts) for parts in zip(*kept, strict=True))
     if not len(sizes):
         raise DataError(
-            f"{path}: none of {report.rows} rows has anything to learn within {length} tokens: "
+            f"{path}: none of {report.rows} rows has anything to learn within {sequence_length} tokens: "
             f"{_first(report.dropped)}; expected answers that begin before PAD_LEN (--max-padding-length)"
             + (f"; the longest row with one has {report.longest} tokens" if report.longest else "")
         )
-    source = SftSource(ids, learned, np.cumsum(sizes), length=length, padding=padding_id(tokenizer))
-    report.log(path, source, int(learned.sum()), len(ids), length)
+    source = SftSource(ids, learned, np.cumsum(sizes), length=sequence_length, padding=padding_id(tokenizer))
+    report.log(path, source, int(learned.sum()), len(ids), sequence_length)
     return source
 
 

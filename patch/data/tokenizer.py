@@ -10,7 +10,7 @@ from patch.errors import DataError
 from patch.logger import get_logger
 from patch.storage.names import TOKENIZER_FILES
 
-_log = get_logger(__name__)
+_logger = get_logger(__name__)
 
 _LARGEST_FILE = 1 << 29
 """Bytes; tokenizers of 256,000 ids have 40 MB."""
@@ -79,7 +79,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
     """
     needed = vocabulary_size(tokenizer)
     if vocab_size > 2 * needed:
-        _log.warning(
+        _logger.warning(
             "the model's vocabulary has %d rows, tokenizer %s only %d ids: --vocab-size %d would do",
             vocab_size, tokenizer.name_or_path, needed, needed,
         )  # fmt: skip
@@ -106,7 +106,9 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
             "that you will generate with into chat_template.jinja beside it"
         )
     tokenizer.chat_template = LLAMA3_CHAT_TEMPLATE
-    _log.info("the tokenizer has no chat template: a plain LLaMA-3 one is used, and exported with the model")
+    _logger.info(
+        "the tokenizer has no chat template: a plain LLaMA-3 one is used, and exported with the model",
+    )
 
 
 def template_name(tokenizer: PreTrainedTokenizerBase) -> str:

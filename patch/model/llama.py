@@ -26,11 +26,14 @@ from torch.nn.functional import silu
 
 from patch.config.schema import Execution, ModelConfig, split_layers
 from patch.device import torch_dtype
+from patch.families import traits_of
 from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
 from patch.model.loss import aligned_losses, hide_padded_vocabulary
 from patch.model.recompute import RecomputingMLP, recomputed_modules
 from patch.model.rotary import inverse_frequencies
 from patch.model.spec import block_spec
+
+_ACTIVATIONS = {"silu": silu}
 
 
 def transformer_config(
@@ -43,7 +46,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Upstream's configuration of a model. Fusions that need CUDA extensions stay off."""
     tp_size = groups.tp.size()
-    dtype = torch_dtype(execution.precision)
+    dtype, traits = torch_dtype(execution.precision), traits_of(model)
     recompute = execution.recompute_granularity
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -53,12 +56,12 @@ def transformer_config(
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
         layernorm_epsilon=model.norm_epsilon,
-        normalization="RMSNorm",
-        gated_linear_unit=True,
-        activation_func=batch_first_silu if "swiglu" in aligned else silu,
-        add_bias_linear=False,
-        add_qkv_bias=model.add_qkv_bias,
-        qk_layernorm=model.qk_layernorm,
+        normalization=traits.normalization,
+        gated_linear_unit=traits.gated_linear_unit,
+        activation_func=batch_first_silu if "swiglu" in aligned else _ACTIVATIONS[traits.activation],
+        add_bias_linear=traits.add_bias_linear,
+        add_qkv_bias=traits.add_qkv_bias,
+        qk_layernorm=traits.qk_layernorm,
         window_size=model.window_size,
         attention_dropout=0.0,
         hidden_dropout=0.0,
@@ -155,7 +158,7 @@ class LlamaModel(GPTModel):
             pre_process=stage == 0,
             post_process=stage == num_stages - 1,
             share_embeddings_and_output_weights=not model.untie_embeddings_and_output_weights,
-            position_embedding_type="rope",
+            position_embedding_type=traits_of(model).position_embedding_type,
             pg_collection=groups,
             vp_stage=vp_stage,
         )

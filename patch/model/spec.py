@@ -19,6 +19,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from patch.config.schema import ModelConfig
+from patch.families import traits_of
 from patch.model.attention import CausalAttention
 from patch.model.hf_order import (
     AlignedHeadRMSNorm,
@@ -82,7 +83,7 @@ def _norm(aligned: frozenset[str]) -> type[RMSNorm]:
 
 
 def _head_norm(model: ModelConfig, aligned: frozenset[str]) -> type[torch.nn.Module]:
-    if not model.qk_layernorm:
+    if not traits_of(model).qk_layernorm:
         return IdentityOp
     return AlignedHeadRMSNorm if "rmsnorm" in aligned else HeadRMSNorm
 

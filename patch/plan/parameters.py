@@ -1,23 +1,18 @@
-"""How many parameters the model has, as a whole and on the ranks of each pipeline stage."""
+"""How many parameters the model has, as a whole and on the ranks of each pipeline stage.
+
+They are counted by the rows of the weight table (`patch/families`), whichever the family.
+"""
 
 from __future__ import annotations
 
 from patch.config import ModelConfig, ParallelConfig
+from patch.families import Kind, ModelShape, WeightRow, weight_rows
+from patch.families.weights import TIED_OUTPUT
 
 
-def layer_matrices(model: ModelConfig) -> int:
-    """Elements of one layer's weight matrices: QKV, attention output, gate and up, down."""
-    query = model.num_attention_heads * model.kv_channels
-    key_value = 2 * model.num_query_groups * model.kv_channels
-    attention = model.hidden_size * (query + key_value) + query * model.hidden_size
-    return attention + 3 * model.hidden_size * model.ffn_hidden_size
-
-
-def _layer_vectors(model: ModelConfig, tp_size: int) -> int:
-    """Elements of one layer's norms, whole on every TP rank, and biases, which TP cuts."""
-    heads = model.num_attention_heads + 2 * model.num_query_groups
-    biases = heads * model.kv_channels // tp_size if model.add_qkv_bias else 0
-    return 2 * model.hidden_size + biases + (2 * model.kv_channels if model.qk_layernorm else 0)
+def layer_matrices(model: ModelShape) -> int:
+    """Elements of one layer's weight matrices; each token is multiplied with all of them."""
+    return sum(row.num_elements for row in weight_rows(model) if row.is_per_layer and row.is_matrix)
 
 
 def total_parameters(model: ModelConfig) -> int:
@@ -25,24 +20,40 @@ def total_parameters(model: ModelConfig) -> int:
 
     A tied embedding counts once.
     """
-    layers = model.num_layers * (layer_matrices(model) + _layer_vectors(model, 1))
-    tables = 2 if model.untie_embeddings_and_output_weights else 1
-    return layers + tables * model.vocab_size * model.hidden_size + model.hidden_size
+    return sum(
+        row.num_elements * (model.num_layers if row.is_per_layer else 1)
+        for row in weight_rows(model)
+        if row.name != TIED_OUTPUT or model.untie_embeddings_and_output_weights
+    )
 
 
 def parameters_per_rank(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     """Parameters on one rank of each pipeline stage, first to last, vocabulary padding included.
 
-    TP cuts matrices and tables; norms are whole on every rank. A tied embedding has a copy on the
-    last stage when there are several stages.
+    TP cuts matrices, their biases and the vocabulary; norms are whole on every rank. A tied embedding has a
+    copy on the last stage when there are several stages.
     """
-    tp_size, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    table = model.padded_vocab_size(tp_size) * model.hidden_size // tp_size
-    layer = layer_matrices(model) // tp_size + _layer_vectors(model, tp_size)
+    stages = parallel.pipeline_model_parallel_size
+    has_output = model.untie_embeddings_and_output_weights or stages > 1
     stage_layers = parallel.stage_layers(model.num_layers)
-    counts = [sum(stage_layers[rank::stages]) * layer for rank in range(stages)]
-    counts[0] += table
-    counts[-1] += model.hidden_size
-    if model.untie_embeddings_and_output_weights or stages > 1:
-        counts[-1] += table
+    counts = [0] * stages
+    for row in weight_rows(model):
+        elements = _elements_per_rank(row, model, parallel.tensor_model_parallel_size)
+        if row.is_per_layer:
+            for stage in range(stages):
+                counts[stage] += elements * sum(stage_layers[stage::stages])
+        elif row.name.startswith("embedding."):
+            counts[0] += elements
+        elif row.name != TIED_OUTPUT or has_output:
+            counts[-1] += elements
     return counts
+
+
+def _elements_per_rank(row: WeightRow, model: ModelConfig, tp_size: int) -> int:
+    """Of one TP rank's part of a parameter, vocabulary padding included."""
+    if row.kind is Kind.REPLICATED:
+        return row.num_elements
+    elements = row.num_elements
+    if row.kind is Kind.VOCABULARY:
+        elements = elements // model.vocab_size * model.padded_vocab_size(tp_size)
+    return elements // tp_size

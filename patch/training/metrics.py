@@ -1,4 +1,4 @@
-"""What a run reports: log/metrics.jsonl, TensorBoard, log/loss.png. Written by rank 0 alone.
+"""What a run reports: log/metrics.jsonl and TensorBoard, written by rank 0 alone.
 
 One JSON object per logged iteration, one per evaluation; the keys are a contract (a test freezes them).
 On resume the file is cut back to the checkpoint, so that an iteration never appears twice.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import resource
 from pathlib import Path
-from typing import Any
 
 import orjson
 import psutil
@@ -20,7 +19,8 @@ from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.plan import model_flops_per_step, peak_flops
 from patch.storage.atomic import write_atomically
-from patch.storage.names import LOSS_PLOT_FILE, METRICS_FILE, TENSORBOARD_FOLDER
+from patch.storage.names import METRICS_FILE, TENSORBOARD_FOLDER
+from patch.training.hooks import Record, TrainerHook
 from patch.training.setup import Run
 from patch.training.step import StepResult
 
@@ -80,30 +80,41 @@ def _peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-class MetricsLog:
+class MetricsLog(TrainerHook):
     """The files of one run's log.
 
     Args:
-        output: the run's folder. start_iteration: steps already done; later lines are cut away.
+        output: the run's folder.
+        start_iteration: steps already done; later lines are cut away.
     """
 
     def __init__(self, output: Path, start_iteration: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self.path = output / METRICS_FILE
-        self.plot_path = output / LOSS_PLOT_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read_metrics(self.path) if record["iteration"] <= start_iteration]
         write_atomically(self.path, b"".join(orjson.dumps(record) + b"\n" for record in kept))
         self._file = self.path.open("ab")
         self._board = SummaryWriter(str(output / TENSORBOARD_FOLDER), purge_step=start_iteration + 1)
 
-    def write(self, record: dict[str, Any]) -> None:
-        """Append one object and its TensorBoard scalars.
+    def on_log(self, record: Record) -> None:
+        """Append a step's object and its TensorBoard scalars.
 
         Raises:
             CheckpointError: the disk is full or gone.
         """
+        self._write(record)
+
+    def on_evaluate(self, record: Record) -> None:
+        """Append an evaluation's object and its TensorBoard scalars.
+
+        Raises:
+            CheckpointError: the disk is full or gone.
+        """
+        self._write(record)
+
+    def _write(self, record: Record) -> None:
         try:
             self._file.write(orjson.dumps(record) + b"\n")
             self._file.flush()
@@ -113,20 +124,16 @@ class MetricsLog:
         except OSError as error:
             raise CheckpointError(f"{self.path} could not be written: {error}; free space, resume") from error
 
-    def plot(self) -> None:
-        """Draw log/loss.png from what the file holds."""
-        plot_losses(read_metrics(self.path), self.plot_path)
-
     def close(self) -> None:
-        """Draw the last plot and close the files; what fails here is said, and hides no earlier error."""
-        for finish in (self.plot, self._file.close, self._board.close):
+        """Close the files; a failure is logged, and hides no earlier error."""
+        for finish in (self._file.close, self._board.close):
             try:
                 finish()
             except OSError as error:
                 _logger.error("%s: %s", self.path.parent, error)
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: Path) -> list[Record]:
     """The objects of a metrics.jsonl; [] without the file. A line cut off by a crash is left out."""
     if not path.exists():
         return []
@@ -137,21 +144,3 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         except ValueError:
             continue
     return records
-
-
-def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
-    """A picture of training and validation loss over the steps."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5))
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot(xlabel="iteration", ylabel="loss (mean over learned tokens)")
-    for key, label, style in (("loss", "training", "-"), ("valid_loss", "validation", "o-")):
-        points = [(record["iteration"], record[key]) for record in records if key in record]
-        if points:
-            axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)
-    axes.grid(alpha=0.3)
-    if axes.lines:
-        axes.legend()
-    figure.savefig(path, dpi=120)

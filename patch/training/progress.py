@@ -2,83 +2,58 @@
 
 from __future__ import annotations
 
-import logging
-import sys
-import time
-from typing import Any
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import MofNCompleteColumn, TextColumn
 
 from patch.logger import get_logger
+from patch.progress import LineTimer, ProgressBar, is_terminal
+from patch.training.hooks import Record, TrainerHook
 
-_log = get_logger(__name__)
-_LINE_EVERY_S = 10.0
+_logger = get_logger(__name__)
 
 
-class Display:
+class ProgressDisplay(TrainerHook):
     """Shows steps and evaluations on stderr.
 
     Plain lines come at the first and the last step, and at most every ten seconds in between.
+
+    Args:
+        start_iteration: steps that are done already.
+        train_iters: steps of the whole run.
     """
 
     def __init__(self, start_iteration: int, train_iters: int) -> None:
-        self._train_iters = train_iters
-        self._began, self._start = time.monotonic(), start_iteration
-        self._last_line = float("-inf")
-        self._bar: Progress | None = None
-        if sys.stderr.isatty():
-            columns = (
-                TextColumn("{task.description}"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TextColumn("{task.fields[state]}"),
-                TimeRemainingColumn(),
-            )
-            self._bar = Progress(*columns, console=Console(stderr=True))
-            self._task = self._bar.add_task(
-                "training", total=train_iters, completed=start_iteration, state=""
-            )
-            self._bar.start()
-            _log_to_stderr()
+        self._start, self._train_iters = start_iteration, train_iters
+        self._timer = LineTimer(due_at_once=True)
+        self._bar: ProgressBar | None = None
+        if is_terminal():
+            columns = (MofNCompleteColumn(), TextColumn("{task.fields[state]}"))
+            self._bar = ProgressBar("training", train_iters, *columns, completed=start_iteration, state="")
 
-    def step(self, record: dict[str, Any]) -> None:
+    def on_log(self, record: Record) -> None:
         """Show one logged step."""
         iteration = record["iteration"]
         state = f"loss {record['loss']:.4f}  {record['tokens_per_s_per_gpu']:,.0f} tokens/s per process"
         if self._bar is not None:
-            self._bar.update(self._task, completed=iteration, state=state)
-            return
-        now = time.monotonic()
-        if iteration < self._train_iters and now - self._last_line < _LINE_EVERY_S:
-            return
-        self._last_line = now
-        left = (now - self._began) / (iteration - self._start) * (self._train_iters - iteration)
-        _log.info(
-            "step %d/%d  %s  grad norm %.3f  lr %.3g  %.0f s left",
-            iteration, self._train_iters, state, record["grad_norm"], record["lr"], left,
-        )  # fmt: skip
+            self._bar.update(iteration, state=state)
+        elif self._timer.is_due() or iteration >= self._train_iters:
+            left = self._timer.seconds_left(iteration - self._start, self._train_iters - self._start)
+            _logger.info(
+                "step %d/%d  %s  grad norm %.3f  lr %.3g  %.0f s left",
+                iteration, self._train_iters, state, record["grad_norm"], record["lr"], left,
+            )  # fmt: skip
 
-    def evaluation(self, record: dict[str, Any]) -> None:
+    def on_evaluate(self, record: Record) -> None:
         """Show one evaluation."""
         message = (
             f"step {record['iteration']}  validation loss {record['valid_loss']:.4f}  "
             f"perplexity {record['valid_ppl']:.3f}"
         )
         if self._bar is not None:
-            self._bar.console.print(message)
+            self._bar.print(message)
         else:
-            _log.info(message)
+            _logger.info(message)
 
     def close(self) -> None:
         """Give the terminal back."""
         if self._bar is not None:
-            self._bar.stop()
-            _log_to_stderr()
-
-
-def _log_to_stderr() -> None:
-    """Let the project's log follow sys.stderr, which a live bar replaces to keep lines above itself."""
-    for handler in get_logger("patch").handlers:
-        if isinstance(handler, logging.StreamHandler):
-            handler.setStream(sys.stderr)
+            self._bar.close()

@@ -69,7 +69,7 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
         device=context.device,
         groups=groups,
         tokenizer=tokenizer,
-        train_reader=_reader(config, datasets.train, groups, shuffle=config.data.dataset_type == "raw"),
+        train_reader=_reader(config, datasets.train, groups, shuffle=not datasets.train.is_shuffled),
         valid_reader=_reader(config, datasets.valid, groups, shuffle=False) if datasets.valid else None,
         stages=stages,
         optimizer=optimizer,

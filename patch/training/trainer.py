@@ -5,37 +5,31 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
 
 from patch.config import to_yaml
 from patch.distributed.collectives import barrier, max_over_world
-from patch.training.metrics import MetricsLog, make_record, measure
-from patch.training.offload import StepTimes
-from patch.training.progress import Display
+from patch.training.hooks import TrainerHook
+from patch.training.metrics import make_record, measure
 from patch.training.run_state import save
 from patch.training.setup import Run, checkpoint_root
 from patch.training.step import evaluate, train_step
 
 
 class Trainer:
-    """Runs the steps that are left of a run."""
+    """Runs the steps that are left of a run.
 
-    def __init__(self, run: Run) -> None:
-        self.run = run
+    Args:
+        run: this rank's parts of the run.
+        hooks: what this rank calls after a step, an evaluation and a save, in this order; closed at the end.
+    """
+
+    def __init__(self, run: Run, hooks: Sequence[TrainerHook]) -> None:
+        self.run, self._hooks = run, hooks
         self._noted_signal = 0
         self._stopping_signal = 0
         """The signal all ranks agreed to stop for; 0: none. One rank may note it a step earlier."""
-        output = Path(run.config.checkpoint.output_path)
-        is_reporter = dist.get_rank() == 0
-        self._log = MetricsLog(output, run.start_iteration) if is_reporter else None
-        train_iters = run.config.training.train_iters
-        self._display = Display(run.start_iteration, train_iters) if is_reporter else None
-        self._step_times = StepTimes(run.optimizer.adam)
         self._begin = 0.0
         """When the step under way began."""
 
@@ -53,9 +47,8 @@ class Trainer:
                     if self._stopping_signal:
                         break
         finally:
-            for part in (self._log, self._display):
-                if part is not None:
-                    part.close()
+            for hook in self._hooks:
+                hook.close()
         return self._stopping_signal
 
     def _step(self, iteration: int) -> None:
@@ -65,10 +58,13 @@ class Trainer:
         # From norm to norm: a GPU is still at this step's update, and was at the last one's when it began.
         now = time.perf_counter()
         seconds, self._begin = now - self._begin, now
-        self._step_times.note(seconds)
+        for hook in self._hooks:
+            hook.on_step(done, seconds)
         worst = self._share(measure(self.run, result, seconds * 1e3))
         if done % config.checkpoint.log_interval == 0 or is_last:
-            self._report(make_record(config, self.run.device, done, result, worst))
+            record = make_record(config, self.run.device, done, result, worst)
+            for hook in self._hooks:
+                hook.on_log(record)
         interval = config.data.eval_interval
         if self.run.valid_reader is not None and interval and (done % interval == 0 or is_last):
             self._evaluate(done)
@@ -83,25 +79,19 @@ class Trainer:
         self._stopping_signal = int(number)
         return dict(zip(measured, worst, strict=True))
 
-    def _report(self, record: dict[str, Any]) -> None:
-        if self._log is not None and self._display is not None:
-            self._log.write(record)
-            self._display.step(record)
-
     def _evaluate(self, done: int) -> None:
         (loss,) = max_over_world([evaluate(self.run)], self.run.device)
-        if self._log is not None and self._display is not None:
-            record = {"iteration": done, "valid_loss": loss, "valid_ppl": math.exp(min(loss, 700.0))}
-            self._log.write(record)
-            self._display.evaluation(record)
+        record = {"iteration": done, "valid_loss": loss, "valid_ppl": math.exp(min(loss, 700.0))}
+        for hook in self._hooks:
+            hook.on_evaluate(record)
 
     def _save(self, done: int) -> None:
         run = self.run
         save(checkpoint_root(run.config), done, run.stages, run.optimizer, to_yaml(run.config))
         run.optimizer.adam.record_memory("save")
-        if self._log is not None:
-            self._log.plot()
-        barrier(run.device)  # or the other ranks' next step would seem to last as long as the drawing
+        for hook in self._hooks:
+            hook.on_save(done)
+        barrier(run.device)  # or the other ranks' next step would seem to last as long as rank 0's drawing
 
     @contextmanager
     def _listening(self) -> Iterator[None]:

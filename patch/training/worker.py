@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+import torch.distributed as dist
+
 from patch import compat
 from patch.config import remember_data, to_yaml
 from patch.config.hf_config import has_hf_config
@@ -24,7 +26,12 @@ from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run
 from patch.storage.names import CONFIG_FILE, HF_FOLDER
 from patch.training.error_translation import explained
+from patch.training.hooks import TrainerHook
+from patch.training.loss_plot import LossPlot
+from patch.training.metrics import MetricsLog
+from patch.training.progress import ProgressDisplay
 from patch.training.setup import Run, build_run
+from patch.training.step_time_hook import StepTimeHook
 from patch.training.trainer import Trainer
 
 _logger = get_logger(__name__)
@@ -60,7 +67,7 @@ def _train(config: RunConfig) -> int:
         this_run = build_run(config, context, groups)
         if this_run.start_iteration < config.training.train_iters:
             _write_config(config)
-        stopped_by = Trainer(this_run).train()
+        stopped_by = Trainer(this_run, build_hooks(this_run)).train()
         if not stopped_by and config.checkpoint.export_hf:
             _export(this_run)
     announce_end(128 + stopped_by if stopped_by else 0)
@@ -69,6 +76,19 @@ def _train(config: RunConfig) -> int:
     except RuntimeError as error:  # a rank that has left already is nothing to a run that is done
         _logger.warning("leaving the job: %s", error)
     return stopped_by
+
+
+def build_hooks(run: Run) -> list[TrainerHook]:
+    """What hangs on the training loop of this rank, in the order in which it is called."""
+    hooks: list[TrainerHook] = [StepTimeHook(run.optimizer)]
+    if dist.get_rank() == 0:
+        output = Path(run.config.checkpoint.output_path)
+        hooks += [
+            MetricsLog(output, run.start_iteration),
+            LossPlot(output),
+            ProgressDisplay(run.start_iteration, run.config.training.train_iters),
+        ]
+    return hooks
 
 
 @contextmanager

@@ -14,9 +14,9 @@ from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from patch.config.hf_config import read_hf_config
 from patch.convert.hf_config_files import (
-    family_of,
     generation_description,
     model_description,
+    transformers_family,
     write_descriptions,
 )
 from patch.data.tokenizer import load_tokenizer
@@ -95,7 +95,7 @@ def test_window_taken_from_a_mistral_leaves_a_mistral(tmp_path, tiny_tokenizer):
 
 def test_model_that_transformers_has_not_is_refused():
     with pytest.raises(ConversionError, match="--add-qkv-bias and --qk-layernorm"):
-        family_of(small_run(add_qkv_bias=True, qk_layernorm=True).model)
+        transformers_family(small_run(add_qkv_bias=True, qk_layernorm=True).model)
 
 
 def test_unchanged_config_is_the_sources_bytes(old_source, tmp_path, tiny_tokenizer):

@@ -150,7 +150,10 @@ def fuzz_indexed(folder: Path, cases: int, seed: int) -> Counter:
             dataset_type="idxmap", seq_length=8, train_iters=3, output_path=str(folder / str(case))
         )
         try:
-            source = load_pretrain(str(prefix), run, eod=0, is_train=True)
+            source = load_pretrain(
+                str(prefix), sequence_length=8, vocab_size=run.model.vocab_size, eod=0,
+                seed=run.training.seed, cache=folder / str(case) / "data_index", num_samples=12,
+            )  # fmt: skip
             samples = [source[index] for index in range(len(source))]
         except DataError:
             outcomes["refused"] += 1

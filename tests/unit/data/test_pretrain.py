@@ -37,7 +37,16 @@ def run(folder: Path, **changes) -> RunConfig:
 
 
 def load(prefix: Path, config: RunConfig, is_train: bool = True):
-    return load_pretrain(str(prefix), config, eod=0, is_train=is_train)
+    taken = config.training.train_iters * config.training.global_batch_size
+    return load_pretrain(
+        str(prefix),
+        sequence_length=config.model.seq_length,
+        vocab_size=config.model.vocab_size,
+        eod=0,
+        seed=config.training.seed,
+        cache=Path(config.checkpoint.output_path) / "data_index",
+        num_samples=taken if is_train else None,
+    )
 
 
 def check_samples(source) -> None:
@@ -334,10 +343,8 @@ def test_id_beyond_the_checked_head_is_refused_when_it_is_read(tmp_path: Path, m
 
 
 def build_on_rank(rank: int, world_size: int, prefix: str, config: RunConfig) -> list:
-    from patch.data.pretrain import load_pretrain
-
     try:
-        source = load_pretrain(prefix, config, eod=0, is_train=True)
+        source = load(Path(prefix), config)
     except DataError as error:
         return [str(error)]
     return [source[index].tokens.tolist() for index in range(12)]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
 from patch.logger import configure_logging, get_logger
-from patch.training.progress import Display
+from patch.training.progress import ProgressDisplay
 
 STEPS = 3
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -21,13 +21,13 @@ CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 def draw() -> None:
     configure_logging(rank=0)
     log = get_logger("patch.test")
-    display = Display(0, STEPS)
+    display = ProgressDisplay(0, STEPS)
     for iteration in range(1, STEPS + 1):
-        display.step(
+        display.on_log(
             {"iteration": iteration, "loss": 1.0, "tokens_per_s_per_gpu": 10.0, "grad_norm": 1.0, "lr": 0.1}
         )
         log.info("saved %d", iteration)
-    display.evaluation({"iteration": STEPS, "valid_loss": 1.0, "valid_ppl": 2.718})
+    display.on_evaluate({"iteration": STEPS, "valid_loss": 1.0, "valid_ppl": 2.718})
     display.close()
     log.info("the bar is gone")
 

@@ -1,0 +1,53 @@
+"""A parsed config.json whose every complaint names the file and the key."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from patch.errors import ConfigError
+from patch.parse_numbers import to_float, to_int
+
+
+class ConfigReader:
+    """Reads numbers out of config.json, or out of an object in it.
+
+    Args:
+        file: its path, for messages. values: the parsed object.
+    """
+
+    def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
+        self.file = file
+        self.values = values
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> ConfigReader:
+        """The same file, with values for keys that are absent."""
+        return ConfigReader(self.file, {**defaults, **self.values})
+
+    def refuse(self, key: str, got: object, expected: str) -> NoReturn:
+        """Raise the ConfigError of one key."""
+        raise ConfigError(f"{self.file}: {key}: got {got!r}, expected {expected}")
+
+    def accept_only(self, supported: Mapping[str, Any]) -> None:
+        """Refuse every key that is there with another value than the supported one."""
+        for key, only in supported.items():
+            got = self.values.get(key, only)
+            if got != only:
+                self.refuse(key, got, f"{only!r}: nothing else is supported")
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """A whole number; `default` where the key is absent or null, refused where that is None too."""
+        value = self.values.get(key)
+        number = to_int(default if value is None else value)
+        if number is None:
+            self.refuse(key, value, "a whole number")
+        return number
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """A finite number; `default` as for `integer`."""
+        value = self.values.get(key)
+        number = to_float(default if value is None else value)
+        if number is None:
+            self.refuse(key, value, "a finite number")
+        return number

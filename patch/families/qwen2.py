@@ -1,0 +1,46 @@
+"""Qwen 2 and 2.5, dense: LLaMA's layers with biases on queries, keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from patch.families.config_reader import ConfigReader
+from patch.families.llama_like import LlamaLike, window_length
+from patch.families.shape import ModelShape, Traits
+
+
+def slides(config: ConfigReader) -> bool:
+    """Whether the layers have a sliding window: all of them or none, where `use_sliding_window` says so.
+
+    Raises:
+        ConfigError: some layers have one and others do not.
+    """
+    if not config.values.get("use_sliding_window", False):
+        return False
+    layers = config.integer("num_hidden_layers")
+    full = min(config.integer("max_window_layers", 28), layers)
+    kinds = config.values.get("layer_types") or ["full"] * full + ["sliding_attention"] * (layers - full)
+    if len(set(kinds)) > 1:
+        key = "layer_types" if config.values.get("layer_types") else "max_window_layers"
+        config.refuse(key, config.values.get(key), "the same attention in all layers")
+    return kinds[0] == "sliding_attention"
+
+
+def window_keys(model: ModelShape) -> dict[str, Any]:
+    """The window's keys: the layers from `max_window_layers` on have it."""
+    window = window_length(model)
+    return {
+        "sliding_window": window,
+        "use_sliding_window": window is not None,
+        "max_window_layers": 0 if window else 28,
+    }
+
+
+QWEN2 = LlamaLike(
+    model_type="qwen2",
+    architecture="Qwen2ForCausalLM",
+    traits=Traits(add_qkv_bias=True),
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32, "sliding_window": 4096},
+    slides=slides,
+    type_keys=window_keys,
+)

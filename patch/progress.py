@@ -1,0 +1,89 @@
+"""How far a piece of work is: a bar on a terminal, a line in the log every ten seconds anywhere else."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+
+from patch.logger import get_logger
+
+LINE_EVERY_S = 10.0
+
+
+class LineTimer:
+    """Tells when the next line is due, and how long the work takes.
+
+    Args:
+        due_at_once: the first line is due now, not ten seconds from now.
+    """
+
+    def __init__(self, *, due_at_once: bool = False) -> None:
+        self._began = time.monotonic()
+        self._last_line = float("-inf") if due_at_once else self._began
+
+    def is_due(self) -> bool:
+        """Whether ten seconds have passed since this was last true; the next ten begin then."""
+        now = time.monotonic()
+        if now - self._last_line < LINE_EVERY_S:
+            return False
+        self._last_line = now
+        return True
+
+    def elapsed_s(self) -> float:
+        """Seconds since the work began."""
+        return time.monotonic() - self._began
+
+    def seconds_left(self, done: float, total: float) -> float:
+        """Seconds for the rest of `total`, when `done` (above 0) took the time until now."""
+        return self.elapsed_s() / done * (total - done)
+
+
+class ProgressBar:
+    """A bar on stderr with the project's log lines above it; `close` gives the terminal back.
+
+    Args:
+        title: stands before the bar.
+        total: the amount of work.
+        columns: what stands between the bar and the time left.
+        completed: the part of `total` that is done already.
+        fields: the first values of the fields that columns show.
+    """
+
+    def __init__(
+        self, title: str, total: int, *columns: ProgressColumn, completed: int = 0, **fields: Any
+    ) -> None:
+        parts = (TextColumn("{task.description}"), BarColumn(), *columns, TimeRemainingColumn())
+        self._bar = Progress(*parts, console=Console(stderr=True))
+        self._task = self._bar.add_task(title, total=total, completed=completed, **fields)
+        self._bar.start()
+        _log_to_stderr()
+
+    def update(self, completed: int, **fields: Any) -> None:
+        """Show how much of the total is done, and new values of the columns' fields."""
+        self._bar.update(self._task, completed=completed, **fields)
+
+    def print(self, message: str) -> None:
+        """Print a line above the bar."""
+        self._bar.console.print(message)
+
+    def close(self) -> None:
+        """Give the terminal back."""
+        self._bar.stop()
+        _log_to_stderr()
+
+
+def is_terminal() -> bool:
+    """Whether stderr is a terminal, which can show a bar."""
+    return sys.stderr.isatty()
+
+
+def _log_to_stderr() -> None:
+    """Let the project's log follow sys.stderr, which a live bar replaces to keep lines above itself."""
+    for handler in get_logger("patch").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setStream(sys.stderr)

@@ -1,0 +1,29 @@
+"""log/loss.png: drawn at a save and at the end, with and without points."""
+
+from pathlib import Path
+
+import pytest
+
+from patch.training.loss_plot import LossPlot, plot_losses
+from patch.training.metrics import MetricsLog
+
+
+@pytest.mark.parametrize(
+    "records", [[], [{"iteration": 1, "loss": 2.0}, {"iteration": 1, "valid_loss": 2.5}]]
+)
+def test_plot_is_a_png_with_and_without_points(tmp_path: Path, records: list) -> None:
+    plot_losses(records, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_is_drawn_again_at_every_save_and_at_the_end(tmp_path: Path) -> None:
+    log, plot = MetricsLog(tmp_path, 0), LossPlot(tmp_path)
+    picture = tmp_path / "log" / "loss.png"
+    drawn = []
+    for iteration, finish in ((1, lambda: plot.on_save(1)), (2, plot.close)):
+        log.on_log({"iteration": iteration, "loss": 1.0 / iteration})
+        assert picture.exists() == bool(drawn)
+        finish()
+        drawn.append(picture.read_bytes())
+    log.close()
+    assert drawn[0] != drawn[1]
