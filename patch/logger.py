@@ -9,10 +9,17 @@ import os
 import sys
 
 _ROOT = "patch"
+_EVERY_RANK = f"{_ROOT}.every_rank"
 
 
-def get_logger(name: str) -> logging.Logger:
-    """A logger below the project's own root logger; configured by `configure_logging`."""
+def get_logger(name: str, *, every_rank: bool = False) -> logging.Logger:
+    """A logger below the project's own root logger; configured by `configure_logging`.
+
+    Args:
+        every_rank: whether its messages from INFO on are shown on all ranks.
+    """
+    if every_rank:
+        return logging.getLogger(f"{_EVERY_RANK}.{name}")
     return logging.getLogger(name if name.startswith(_ROOT) else f"{_ROOT}.{name}")
 
 
@@ -30,3 +37,4 @@ def configure_logging(rank: int | None = None) -> None:
     root.handlers[:] = [handler]
     root.setLevel(logging.INFO if rank == 0 else logging.ERROR)
     root.propagate = False
+    logging.getLogger(_EVERY_RANK).setLevel(logging.INFO)

@@ -20,7 +20,7 @@ from fake_device import FakeDevice
 from torch.utils._pytree import tree_leaves
 
 from patch.memory import CudaDevice, cuda_device, staged_copy
-from patch.optimizer import grad_buffer, host_update, hybrid_adam, micro_batch, param_buffer
+from patch.optimizer import bucket, host_update, hybrid_adam, micro_batch, param_buffer
 from patch.optimizer.kernels import AdamScalars, Segment
 from patch.optimizer.kernels.cpp_adam import NativeAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
@@ -31,7 +31,7 @@ def on(fake: FakeDevice) -> Iterator[HostKernel]:
     """The optimizer built and used inside works on the fake device."""
     kernel = HostKernel(fake)
     with ExitStack() as stack:
-        for module in (cuda_device, param_buffer):
+        for module in (cuda_device, micro_batch, param_buffer):
             stack.enter_context(mock.patch.object(module, "streams_of", lambda device: fake))
         for module in (host_update, staged_copy):
             stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", Workers(fake)))
@@ -46,9 +46,9 @@ def on(fake: FakeDevice) -> Iterator[HostKernel]:
 @contextmanager
 def collectives_of(fake: FakeDevice) -> Iterator[None]:
     with (
-        mock.patch.object(grad_buffer, "start_all_reduce", fake.start_all_reduce),
+        mock.patch.object(bucket, "start_all_reduce", fake.start_all_reduce),
         mock.patch.object(micro_batch, "start_all_reduce", fake.start_all_reduce),
-        mock.patch.object(grad_buffer, "start_reduce_scatter", fake.start_reduce_scatter),
+        mock.patch.object(bucket, "start_reduce_scatter", fake.start_reduce_scatter),
         mock.patch.object(param_buffer, "start_all_gather", fake.start_all_gather),
     ):
         yield

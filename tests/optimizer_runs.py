@@ -19,12 +19,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from stale_reads import no_stale_reads
 
 from patch import compat
+from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.kernels import AdamScalars
 from patch.optimizer.kernels.numpy_adam import adam, round_to_bf16
 
-LEVELS = ("none", "optimizer", "gradients")
+ZERO_STAGES = tuple(ZeroStage)
 LR = 3e-3
 Step = Sequence[Sequence[Any]]
 
@@ -60,34 +61,33 @@ def data_parallel_groups() -> ProcessGroupCollection:
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def build_optimizer(model: torch.nn.Module, level: str, **changes: Any) -> OverlappedDistributedOptimizer:
+def build_optimizer(
+    model: torch.nn.Module, zero_stage: ZeroStage, **changes: Any
+) -> OverlappedDistributedOptimizer:
     """The optimizer over all processes of the job; `changes` are fields of its configuration."""
     config = OptimizerConfig(**{"lr": LR, "clip_grad": 0.5, "reduce_bucket_size": 300} | changes)
-    return OverlappedDistributedOptimizer([model], config, level, data_parallel_groups())
+    return OverlappedDistributedOptimizer([model], config, zero_stage, data_parallel_groups())
 
 
 def accumulate(
     model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer, batches: Sequence, lr: float = LR
 ) -> None:
     """Forward and backward of this rank's micro-batches, until every gradient is final."""
-    optimizer.start_step(lr)
+    optimizer.zero_grad(lr)
     for index, batch in enumerate(batches):
         is_last = index == len(batches) - 1
         with nullcontext() if is_last else optimizer.no_sync():
             # Later ones find all weights in place.
             with nullcontext() if index else no_stale_reads(optimizer):
                 loss = model(batch)
-            optimizer.watch(loss)
-            optimizer.loss_scale.apply(loss).backward()
-    optimizer.finish_gradients()
+            optimizer.scale_loss(loss).backward()
+    optimizer.finish_grad_sync()
 
 
 def take_step(model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer, batches: Sequence) -> float:
     """One step; the gradient norm. The new weights are still on their way."""
     accumulate(model, optimizer, batches)
-    norm = optimizer.gradient_norm()
-    optimizer.step(norm)
-    return norm
+    return optimizer.step().grad_norm
 
 
 def states_of(
@@ -103,7 +103,7 @@ def states_of(
 
 
 def weights_of(model: torch.nn.Module) -> dict[str, np.ndarray]:
-    """Copies of all parameters, as float32; call `wait_for_weights` first."""
+    """Copies of all parameters, as float32; call `finish_param_sync` first."""
     return {name: parameter.detach().float().numpy().copy() for name, parameter in model.named_parameters()}
 
 
@@ -112,14 +112,24 @@ class Oracle:
 
     Args:
         model: a model of its own, never given to an optimizer; fp32, or bf16 with the arrays as masters.
-        level: the order of sums: over the micro-batches of a rank and then over ranks, or, for
+        zero_stage: the order of sums: over the micro-batches of a rank and then over ranks, or, for
             "gradients", over the ranks of a micro-batch and then over micro-batches.
     """
 
     def __init__(
-        self, model: torch.nn.Module, level: str, clip_grad: float = 0.5, *, is_decoupled: bool = True
+        self,
+        model: torch.nn.Module,
+        zero_stage: ZeroStage,
+        clip_grad: float = 0.5,
+        *,
+        is_decoupled: bool = True,
     ) -> None:
-        self.model, self._level, self._clip_grad, self._is_decoupled = model, level, clip_grad, is_decoupled
+        self.model, self._zero_stage, self._clip_grad, self._is_decoupled = (
+            model,
+            zero_stage,
+            clip_grad,
+            is_decoupled,
+        )
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._step_count = 0
         self.masters = {name: p.detach().float().numpy().copy() for name, p in self._trained.items()}
@@ -151,7 +161,7 @@ class Oracle:
     def gradients(self, step: Step) -> dict[str, np.ndarray]:
         """The sums over ranks and micro-batches; zeros where a parameter was not used."""
         found = [[self._backward(batch) for batch in batches] for batches in step]
-        if self._level == "gradients":
+        if self._zero_stage is ZeroStage.GRADIENTS:
             found = list(zip(*found, strict=True))
         return _sum([_sum(inner) for inner in found])
 
@@ -214,14 +224,14 @@ def held_bytes(*roots: Any) -> int:
     return sum(storages.values())
 
 
-def measure_levels() -> dict[str, int]:
-    """Bytes held after two steps, by level and type of the weights."""
+def measure_zero_stages() -> dict[str, int]:
+    """Bytes held after two steps, by ZeRO stage and type of the weights."""
     found = {}
-    for level, dtype in product(LEVELS, (torch.bfloat16, torch.float32)):
+    for zero_stage, dtype in product(ZERO_STAGES, (torch.bfloat16, torch.float32)):
         model = Layers(dtype)
-        optimizer = build_optimizer(model, level, reduce_bucket_size=BUCKET)
+        optimizer = build_optimizer(model, zero_stage, reduce_bucket_size=BUCKET)
         for _ in range(2):
             take_step(model, optimizer, [torch.ones(3, WIDTH, dtype=dtype)] * 2)
-        optimizer.wait_for_weights()
-        found[f"{level} {dtype}"] = held_bytes(model, optimizer)
+        optimizer.finish_param_sync()
+        found[f"{zero_stage.name} {dtype}"] = held_bytes(model, optimizer)
     return found

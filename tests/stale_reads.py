@@ -21,7 +21,7 @@ class StaleReadError(AssertionError):
 class _Alarm(TorchDispatchMode):
     def __init__(self, optimizer: OverlappedDistributedOptimizer) -> None:
         super().__init__()
-        self._weights = optimizer.weights
+        self._weights = optimizer.param_buffer
         self._names = {id(parameter): name for name, parameter in optimizer._trained._trained}
         self._storage = self._weights.flat.untyped_storage().data_ptr()
 

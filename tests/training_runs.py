@@ -17,8 +17,7 @@ from patch.device import DeviceContext
 from patch.distributed.collectives import max_over_world
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model, initialize_weights
-from patch.training.offload import build_optimizer
-from patch.training.setup import Run
+from patch.training.setup import Run, build_run_optimizer
 from patch.training.step import StepResult, evaluate, train_step
 
 CPU = DeviceContext(torch.device("cpu"), "gloo")
@@ -68,7 +67,7 @@ def build_seeded_run(
         if is_frozen(module):
             module.requires_grad_(False)
     reader = SeededReader(config, groups.dp.rank())
-    optimizer = build_optimizer(stages, config, groups)
+    optimizer = build_run_optimizer(stages, config, groups)
     return Run(
         config=config, device=context.device, groups=groups, tokenizer=None, train_reader=reader,
         valid_reader=reader, stages=stages, optimizer=optimizer,
@@ -108,7 +107,7 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
 
 def digests(run: Run) -> tuple[str, str]:
     """Of all weights and of all optimizer states of this rank."""
-    run.optimizer.wait_for_weights()
+    run.optimizer.finish_param_sync()
     adam = run.optimizer.adam
     states = (
         state

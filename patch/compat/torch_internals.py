@@ -1,4 +1,6 @@
-"""What torch has no public name for: reads of parameters, the backward that runs, norms of many tensors.
+"""What torch has no public name for.
+
+Reads of parameters, which backward runs and when it ends, norms of many tensors.
 
 - torch/nn/modules/module.py:1954-1966, 2715: attribute access and `parameters()` read a module's dict
   `_parameters`; a dict that tells of it is met by eager code, functional_call and torch.compile, which traces
@@ -8,6 +10,8 @@
   backward inside a backward (reentrant checkpoints) from the outer one. Delete when it has a public one.
 - torch/nn/utils/clip_grad.py:95 takes the norms of many tensors in one call by a private name; the public
   `get_total_norm` has no argument for the type of the sums. Delete when it has.
+- torch/distributed/fsdp/_runtime_utils.py is called at the end of a backward by a private name. Delete when
+  there is a public one.
 """
 
 from __future__ import annotations
@@ -32,6 +36,11 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the backward that runs in this thread; -1: none."""
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
 """(tensors, order, dtype=) -> the norm of each tensor, summed in `dtype`."""
+
+
+def call_at_end_of_backward(callback: Callable[[], None]) -> None:
+    """Call `callback` when the backward that runs in this thread has ended without an error."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
 
 
 class _Parameters(dict[str, torch.nn.Parameter | None]):

@@ -37,9 +37,10 @@ TokenizerType = Literal["PretrainedFromHF"]
 
 
 class ZeroStage(IntEnum):
-    """What data-parallel replicas shard among each other, as DeepSpeed numbers it."""
+    """What data-parallel ranks share, by the numbers of ZeRO (Rajbhandari et al., arXiv:1910.02054)."""
 
     NONE = 0
+    """Nothing: every rank holds all gradients and all optimizer states."""
     OPTIMIZER = 1
     """Optimizer states."""
     GRADIENTS = 2

@@ -1,74 +1,85 @@
-"""What one micro-batch is to a bucket, and to the ranks that reduce it together."""
+"""Where a micro-batch begins, and that all ranks call the same one the last of the step."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from patch.compat.torch_internals import current_backward
+from patch.device import streams_of
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_reduce
 from patch.errors import TrainingError
-from patch.optimizer.layout import BucketRange, ParamRange
+
+NO_BACKWARD = -1
+"""What `current_backward` returns outside of any backward."""
 
 
-class Bucket:
-    """The state of one bucket within one micro-batch."""
+def follow_backward(
+    stage: torch.nn.Module, on_forward: Callable[[], None], on_backward: Callable[[int], None]
+) -> None:
+    """Tell when gradients come to a stage: from whatever tensors its forward returned.
 
-    def __init__(
-        self, index: int, bucket_range: BucketRange, shard: torch.Tensor, buffer: torch.Tensor | None
-    ) -> None:
-        self.index, self.range = index, bucket_range
-        self.shard = shard
-        """(n,) this rank's gradients; final after `GradientBuckets.finish`."""
-        self.buffer = buffer
-        """(shards * n,) where gradients are collected; None while no staging buffer is lent."""
-        self.staging: torch.Tensor | None = None
-        self.missing: set[ParamRange] = set()
-        """Parameters without a gradient in the micro-batch that is open."""
-        self.unknown = set(bucket_range.params)
-        """Parameters that had no gradient in any micro-batch that has ended."""
-        self.has_nested = self.has_repeats = False
-        """Whether a gradient came from a backward inside the backward; whether a parameter got several."""
-        self.is_open = self.is_due = self.is_over = self.has_left = self.is_last = False
-        """Of the stage's newest micro-batch: whether it is open, reduces, has ended, is the step's last; and
-        whether the bucket's reduction has started."""
-        self.unwritten: set[ParamRange] = set(bucket_range.params)
-        """Parameters that have given the buffer no gradient yet: their elements hold old values."""
-        self.is_shard_empty = True
-        self.pending: Pending | None = None
-        self.is_announced = True
-        """Whether nobody is to be told when the reduction under way has arrived: it is not the step's last,
-        or it was told before."""
-        self.round: Round | None = None
+    A stage that is called inside a backward (a reentrant checkpoint recomputes it) gets its gradients from a
+    backward of its own; the outer one is told, so that all parts of it are one.
 
-    def begin(self, is_last: bool, *, reduces: bool) -> None:
-        """A micro-batch of the stage begins its backward."""
-        self.missing = set(self.range.params)
-        self.is_open, self.is_due, self.is_over, self.has_left = True, reduces, False, False
-        self.is_last = is_last
+    Args:
+        stage: a pipeline stage, or a whole model.
+        on_forward: called after a forward that autograd records.
+        on_backward: called with the backward's id at the gradient of each of the output's tensors.
+    """
 
-    def end(self) -> None:
-        """It has ended."""
-        self.unknown &= self.missing
-        self.is_open, self.is_over = False, True
+    def after_forward(module: torch.nn.Module, inputs: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        on_forward()
+        outer = current_backward()
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether the micro-batch that reduces will give no further gradient."""
-        may_repeat = self.has_repeats or (self.has_nested and self.unknown)
-        return self.is_due and (self.is_over or not (self.missing or may_repeat))
+        def on_gradient(gradient: torch.Tensor) -> None:
+            on_backward(current_backward() if outer == NO_BACKWARD else outer)
+
+        for tensor in _tensors_in(output):
+            if tensor.grad_fn is not None:  # a leaf would keep its hook for all later forwards
+                tensor.register_hook(on_gradient)
+
+    stage.register_forward_hook(after_forward)
 
 
-class Round:
-    """One micro-batch's reductions of a stage at level `gradients`, which all ranks must make alike."""
+def _tensors_in(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a module's output: in tuples, lists, mappings (as Hugging Face's) and dataclasses."""
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
+    parts: Any = ()
+    if isinstance(output, Mapping):
+        parts = output.values()
+    elif isinstance(output, (tuple, list)):
+        parts = output
+    elif dataclasses.is_dataclass(output):
+        parts = [getattr(output, field.name) for field in dataclasses.fields(output)]
+    for part in parts:
+        yield from _tensors_in(part)
+
+
+class LastMicroBatchCheck:
+    """One micro-batch of a stage, which all data-parallel ranks must call the step's last, or none.
+
+    ZeRO stage `gradients` reduces in every micro-batch, so ranks need equally many.
+
+    Args:
+        stage: the pipeline stage. is_last: what this rank says.
+        group: data-parallel ranks. like: a tensor on the device.
+    """
 
     def __init__(self, stage: int, is_last: bool, group: dist.ProcessGroup, like: torch.Tensor) -> None:
         self._stage, self._group = stage, group
         self._sum = torch.full((), float(is_last), dtype=torch.float32, device=like.device)
         self._pending: Pending | None = start_all_reduce(self._sum, group)
 
-    def check(self, clock: WaitClock) -> None:
+    def wait(self, clock: WaitClock) -> None:
         """Wait for the other ranks' word.
 
         Raises:
@@ -77,7 +88,8 @@ class Round:
         if self._pending is None:
             return
         # On a stream of its own the host does not wait for what its GPU has yet to compute.
-        with torch.cuda.stream(torch.cuda.Stream()) if self._sum.is_cuda else nullcontext():
+        streams = streams_of(self._sum.device)
+        with streams.stream(streams.Stream(self._sum.device)):
             self._pending.wait(clock)
             self._pending = None
             number, size = int(self._sum.item()), self._group.size()

@@ -1,12 +1,14 @@
 """OverlappedDistributedOptimizer: communication that nobody waits for.
 
-One step has three phases:
+A step on a rank:
 
-    reduce   while backward runs, full buckets are reduced (grad_buffer.py); what spans tensor-parallel ranks
-             or pipeline stages is summed at the end, so that every gradient is final
-    update   the global norm decides clipping; each bucket's shard is updated, first-needed bucket first
-    gather   each updated bucket's weights travel at once, while later buckets are updated and the next
-             forward begins (param_buffer.py)
+    zero_grad            the gradients of the last step are forgotten
+    (forward, backward)  while backward runs, full buckets are reduced (grad_buffer.py)
+    start_grad_sync      the buckets that are left are reduced
+    finish_grad_sync     what spans tensor-parallel ranks or pipeline stages is summed: gradients are final
+    step                 the global norm decides clipping; each bucket's shard is updated, first-needed
+                         bucket first; each updated bucket's parameters travel at once, while later buckets
+                         are updated and the next forward begins (param_buffer.py)
 
 Design after Megatron-LLaMA's optimizer of this name (alibaba/Megatron-LLaMA,
 megatron/optimizer/overlapped_dist_optimizer.py) and ZeRO (Rajbhandari et al., arXiv:1910.02054).
@@ -14,10 +16,11 @@ megatron/optimizer/overlapped_dist_optimizer.py) and ZeRO (Rajbhandari et al., a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, groupby
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,13 +29,16 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.compat.torch_internals import foreach_norm
+from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
-from patch.distributed.async_collectives import WaitClock
-from patch.optimizer.grad_buffer import GradientBuckets
+from patch.distributed.async_collectives import Pending, WaitClock
+from patch.errors import TrainingError
+from patch.optimizer.bucket import Reduction
+from patch.optimizer.grad_buffer import GradBuffer
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.layout import BucketShard, ParamRange, ParamSpec, ShardRange, lay_out
 from patch.optimizer.loss_scale import LossScale
-from patch.optimizer.param_buffer import FlatWeights
+from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.placement import Move
 from patch.optimizer.refusals import TrainedParameters, check_parameters
 from patch.optimizer.sharded_state import sharded_ranges, zeros_of_frozen
@@ -43,14 +49,41 @@ _STATE = "optimizer.state"
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
+class StepOutcome(NamedTuple):
+    """What `step` did."""
+
+    grad_norm: float
+    """Global L2 norm of the gradients before clipping; not finite where the update was skipped."""
+    is_skipped: bool
+    """Whether fp16 gradients overflowed: nothing was updated, and the loss scale was halved."""
+
+
+class OptimizerReport(NamedTuple):
+    """Where optimizer states lie on this rank, and what that costs."""
+
+    num_chunks: int
+    chunk_numel: int
+    """Elements of a chunk."""
+    host_bytes: int
+    device_bytes: int
+    """Bytes of states in host memory, and on the device."""
+    offload_fraction: float
+    """Share of the elements whose states are in host memory."""
+    host_busy_s: float
+    host_wait_s: float
+    """Seconds since the start that the host updated chunks, and that somebody waited for it."""
+    largest_peak: int
+    """The most bytes of the device that `record_memory` ever saw."""
+
+
 class OverlappedDistributedOptimizer:
     """AdamW over the shards of a flat parameter buffer.
 
     Args:
         stages: the pipeline stages of this rank, in the order in which a batch passes them; their trainable
             parameters are re-pointed into the flat buffer.
-        optimizer: rates, decay, clipping, bucket size.
-        level: data-parallel sharding: none, optimizer (ZeRO-1) or gradients (ZeRO-2).
+        config: rates, decay, clipping, bucket size.
+        zero_stage: what data-parallel ranks share.
         groups: dp_cp, tp, mp and embd are used.
         offload: where states may go; None: all stay on the parameters' device.
     Raises:
@@ -60,82 +93,82 @@ class OverlappedDistributedOptimizer:
     def __init__(
         self,
         stages: Sequence[torch.nn.Module],
-        optimizer: OptimizerConfig,
-        level: str,
+        config: OptimizerConfig,
+        zero_stage: ZeroStage,
         groups: ProcessGroupCollection,
         offload: Offload | None = None,
     ) -> None:
-        # Backward completes gradients in about the reverse of the order of registration.
-        named, specs = [], []
-        for stage, model in reversed(list(enumerate(stages))):
-            trained = [n for n in reversed(list(model.named_parameters())) if n[1].requires_grad]
-            named += trained
-            specs += [_spec_of(parameter, stage) for _, parameter in trained]
+        named, specs = _trained_in(stages)
         check_parameters(stages, named)
         self.parameters = [parameter for _, parameter in named]
         like = _like(self.parameters, stages)
-        self.config, self.groups = optimizer, groups
-        self.loss_scale = LossScale(1.0, 0)
-        if like.dtype == torch.float16:
-            self.loss_scale = LossScale(optimizer.initial_loss_scale, optimizer.loss_scale_window)
-        self.is_sharded = level != "none" and groups.dp_cp.size() > 1
-        level = level if self.is_sharded else "none"
-        num_shards = groups.dp_cp.size() if self.is_sharded else 1
-        bucket_ranges = lay_out(specs, optimizer.reduce_bucket_size, num_shards)
-        self.clock = WaitClock(like.device)
-        self.weights = FlatWeights(
+        self.config, self.groups, self.device = config, groups, like.device
+        is_fp16 = like.dtype == torch.float16
+        self.loss_scale = (
+            LossScale(config.initial_loss_scale, config.loss_scale_window) if is_fp16 else LossScale(1.0, 0)
+        )
+        self.is_sharded = zero_stage is not ZeroStage.NONE and groups.dp_cp.size() > 1
+        reduction = Reduction(zero_stage if self.is_sharded else ZeroStage.NONE, groups.dp_cp)
+        bucket_ranges = lay_out(specs, config.reduce_bucket_size, reduction.num_shards)
+        self._clock = WaitClock(self.device)
+        self._lr: float | None = None
+        """The rate of the step that has begun; None: none has."""
+        self._is_grad_synced = False
+        self.param_buffer = ParamBuffer(
             stages,
             self.parameters,
             bucket_ranges,
             like=like,
-            num_shards=num_shards,
+            num_shards=reduction.num_shards,
             group=groups.dp_cp,
-            arrive=self._arrive,
-            clock=self.clock,
+            wait_for_update=self._wait_for_update,
+            clock=self._clock,
         )
         self._trained = TrainedParameters(stages, named)
-        self.gradients = GradientBuckets(
-            self.parameters,
-            [name for name, _ in named],
+        self.grad_buffer = GradBuffer(
+            stages,
+            named,
             bucket_ranges,
-            like=like,
-            level=level,
-            group=groups.dp_cp,
-            dtype=_DTYPES[optimizer.main_grads_dtype],
-            clock=self.clock,
+            like=torch.empty(0, dtype=_DTYPES[config.main_grads_dtype], device=self.device),
+            reduction=reduction,
+            clock=self._clock,
+            # Of modules that this step's forward did not use: an update on the host may still read gradients,
+            # and the next one of all is to write parameters that no other writes.
+            on_backward=self.finish_param_sync,
+            on_final=self._on_final_gradient,
         )
-        rank = groups.dp_cp.rank() if self.is_sharded else 0
-        self._own_params = [
-            bucket_range.params_within(*bucket_range.shard(rank, num_shards))
-            for bucket_range in bucket_ranges
-        ]
-        self._begins = [bucket_range.shard(rank, num_shards)[0] for bucket_range in bucket_ranges]
+        own = [bucket.shard(reduction.rank, reduction.num_shards) for bucket in bucket_ranges]
+        self._own_params = [r.params_within(*part) for r, part in zip(bucket_ranges, own, strict=True)]
+        self._begins = [begin for begin, _ in own]
         shards = [self._shard(index) for index in range(len(bucket_ranges))]
-        fixed_bytes = self.weights.flat.nbytes + self.gradients.num_bytes
-        self.adam = HybridAdam(shards, optimizer, offload, fixed_bytes)
-        self.gradients.on_final = self.adam.gradient_ready
-        # Of modules that this step's forward did not use: an update on the host may still read gradients, and
-        # the next one of all is to write weights that no other writes.
-        self.gradients.on_backward = self.wait_for_weights
+        fixed_bytes = self.param_buffer.flat.nbytes + self.grad_buffer.num_bytes
+        self.adam = HybridAdam(shards, config, offload, fixed_bytes)
 
     def _shard(self, index: int) -> BucketShard:
         begin = self._begins[index]
         ranges = [
-            ShardRange(run.begin - begin, run.end - begin, is_decayed, needs_extra_reduction)
-            for (is_decayed, needs_extra_reduction), run in _merged(self._own_params[index], self._treatment)
+            ShardRange(merged.begin - begin, merged.end - begin, is_decayed, needs_extra_reduction)
+            for (is_decayed, needs_extra_reduction), merged in _merge(
+                self._own_params[index], self._treatment
+            )
         ]
-        return BucketShard(self.gradients.buckets[index].shard, self.weights.shard(index), ranges)
+        return BucketShard(self.grad_buffer.buckets[index].shard, self.param_buffer.shard(index), ranges)
 
-    def _arrive(self, index: int, *, block: bool) -> bool:
+    def _wait_for_update(self, index: int, *, block: bool) -> bool:
         return self.adam.arrive(index, block=block)
 
-    def connect(self, upstream: ModelParallelConfig) -> None:
-        """Give megatron-core's schedules, which read it from the model's configuration, what they ask for."""
-        upstream.no_sync_func = self.no_sync
-        upstream.grad_scale_func = self.loss_scale.apply
+    def _on_final_gradient(self, index: int, after: Pending | None) -> None:
+        self.adam.gradient_ready(index, after)
 
-    def start_step(self, lr: float) -> None:
-        """Forget the last step's gradients; call before the first forward of a step.
+    def connect(self, model_config: ModelParallelConfig) -> None:
+        """Give megatron-core's schedules, which read it from the model's configuration, what they ask for."""
+        model_config.no_sync_func = self.no_sync
+        model_config.grad_scale_func = self.scale_loss
+
+    # The step.
+
+    def zero_grad(self, lr: float) -> None:
+        """Forget the last step's gradients; call before the first backward of a step.
 
         Args:
             lr: rate of this step.
@@ -143,15 +176,149 @@ class OverlappedDistributedOptimizer:
             TrainingError: the trainable parameters are not those of the construction.
         """
         self._trained.check()
-        self._lr = lr
-        self.gradients.start_step()
+        self._lr, self._is_grad_synced = lr, False
+        self.grad_buffer.reset()
         self.adam.start_step(lr, 1.0 / self.loss_scale.value)
 
-    def place(self) -> list[Move]:
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """What backward starts from: the loss, multiplied by the loss scale in fp16."""
+        return self.loss_scale.apply(loss)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Context of the backwards of all micro-batches but a step's last one, as in torch's DDP."""
+        return self.grad_buffer.no_sync()
+
+    def start_grad_sync(self) -> None:
+        """Start the reductions that are left; call when all backwards are done.
+
+        Messages that this rank sends afterwards travel behind them.
+        """
+        self.grad_buffer.start_grad_sync()
+
+    @torch.no_grad()
+    def finish_grad_sync(self) -> None:
+        """Make every gradient that of the global batch; `step` calls it where nobody did before."""
+        if self._is_grad_synced:
+            return
+        self.grad_buffer.finish_grad_sync()
+        if self.groups.tp.size() > 1:
+            self._sum_sequence_parallel()
+        for bucket in self.grad_buffer.buckets:
+            for param in bucket.range.params[:1]:  # a tied embedding is alone in its bucket
+                if getattr(self.parameters[param.parameter], "shared_embedding", False):
+                    with self._clock.waiting():
+                        dist.all_reduce(bucket.shard, group=self.groups.embd)
+        self._is_grad_synced = True
+
+    @torch.no_grad()
+    def step(self) -> StepOutcome:
+        """Update every shard by the final gradients, and send the new parameters on their way.
+
+        Gradients that are not finite are seen before anything is written.
+
+        Raises:
+            TrainingError: the gradient norm is not finite, and no smaller loss scale could cure it; or
+                `zero_grad` was not called.
+        """
+        if self._lr is None:
+            raise TrainingError("`step` without gradients, expected `zero_grad(lr)` and a backward before it")
+        self.finish_grad_sync()
+        grad_norm = self.get_grad_norm()
+        if math.isfinite(grad_norm):
+            self._update(grad_norm, self._lr)
+        elif self.loss_scale.can_shrink:
+            self.loss_scale.shrink()
+        else:
+            raise TrainingError(
+                f"optimizer step {self.adam.step_count + 1}: gradient norm {grad_norm}, expected a finite "
+                "number; the weights are those of the step before. Lower --lr, raise --lr-warmup-iters, or "
+                "look at this step's data"
+            )
+        self._lr = None
+        return StepOutcome(grad_norm, not math.isfinite(grad_norm))
+
+    @torch.no_grad()
+    def get_grad_norm(self) -> float:
+        """Global L2 norm of the unscaled gradients of the whole model, each weight counted once.
+
+        Sums are in float64. Infinity or NaN anywhere shows in it, on every rank.
+        """
+        counted = [
+            self._part(bucket.shard, index, merged)
+            for index, bucket in enumerate(self.grad_buffer.buckets)
+            for is_counted, merged in _merge(self._own_params[index], self._is_counted)
+            if is_counted
+        ]
+        # On a GPU vector_norm would first write a copy of the gradients in float64.
+        norms = foreach_norm(counted, 2, dtype=torch.float64) if counted else []
+        zero = torch.zeros((), dtype=torch.float64, device=self.device)
+        total = torch.stack([zero, *(norm**2 for norm in norms)]).sum()
+        # Shards differ on all ranks of the job; replicas only over the ranks that share a model.
+        dist.all_reduce(total, group=None if self.is_sharded else self.groups.mp)
+        return total.sqrt().item() / self.loss_scale.value
+
+    def _update(self, grad_norm: float, lr: float) -> None:
+        limit = self.config.clip_grad
+        scale = (min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0) / self.loss_scale.value
+        self.loss_scale.keep()
+        self.adam.start_update(lr, scale)
+        # The next forward needs the last bucket of backward first.
+        order = list(reversed(range(len(self._own_params))))
+        for indices in [[index] for index in order] if self.is_sharded else [order]:
+            self.adam.update(indices)
+            for index in indices:
+                self.param_buffer.start_param_sync(index)
+
+    def _sum_sequence_parallel(self) -> None:
+        """Sum over TP the gradients of which each TP rank saw a part of the tokens, in one message."""
+        parts = [
+            self._part(self.grad_buffer.buckets[index].shard, index, param)
+            for index, found in enumerate(self._own_params)
+            for param in found
+            if getattr(self.parameters[param.parameter], "sequence_parallel", False)
+        ]
+        if parts:
+            coalesced = torch.cat(parts)
+            with self._clock.waiting():
+                dist.all_reduce(coalesced, group=self.groups.tp)
+            for part, summed in zip(parts, coalesced.split([part.numel() for part in parts]), strict=True):
+                part.copy_(summed)
+
+    def abandon_backward(self, num_micro_batches: int) -> None:
+        """An error ended forward or backward of a step: send what the other ranks expect all the same.
+
+        The step is to be begun again, by all of them. For ranks that hold the whole model.
+
+        Args:
+            num_micro_batches: how many the step has on each rank.
+        """
+        self.finish_param_sync()
+        for parameter in self.parameters:
+            parameter.grad = None  # one that its bucket had no memory for
+        self.grad_buffer.abandon_backward(num_micro_batches)
+
+    # Parameters.
+
+    def start_param_sync(self) -> None:
+        """Wait for this rank's updates, and start the gathers that are left; wait for no other rank."""
+        self.param_buffer.start_all_gathers()
+
+    def finish_param_sync(self) -> None:
+        """Wait until every parameter has its new value; call before reading parameters raw."""
+        self.param_buffer.finish_param_sync()
+
+    def reload_model_params(self) -> None:
+        """Go on from the weights that the model has now; call after loading them in any way but a resume."""
+        self.finish_param_sync()
+        self.adam.refresh_masters()
+
+    # Where states lie.
+
+    def apply_placement(self) -> list[Move]:
         """Let the policy move states between host and device; call between two steps. What has moved."""
         return self._move(self.adam.wanted_moves())
 
-    def make_room(self, num_bytes: int) -> list[Move]:
+    def evict(self, num_bytes: int) -> list[Move]:
         """Out of memory: move states of at least `num_bytes` to the host, if the device has them.
 
         A step that has begun is not taken; it may be begun again.
@@ -162,105 +329,68 @@ class OverlappedDistributedOptimizer:
         if not moves:
             return []
         self.adam.cancel()
-        self.weights.send()
+        self.start_param_sync()
         return self.adam.move(moves)
 
-    def no_sync(self) -> AbstractContextManager[None]:
-        """What megatron-core's schedules put around all micro-batches but the last (`no_sync_func`)."""
-        return self.gradients.no_sync()
+    @property
+    def is_offloading(self) -> bool:
+        """Whether states may leave the device in this run."""
+        return self.adam.is_offloading
 
-    def watch(self, output: torch.Tensor, stage: int = 0) -> None:
-        """Tell which tensor a micro-batch's backward through a stage begins at; call in the forward step."""
-        self.gradients.watch(output, stage)
+    @property
+    def can_evict(self) -> bool:
+        """Whether there are states on the device that may leave it."""
+        return self.adam.can_evict
 
-    def give_up(self, num_micro_batches: int) -> None:
-        """An error ended forward or backward of a step: send what the other ranks expect all the same.
+    def activations(self) -> AbstractContextManager[None]:
+        """Context of forward and backward, so that a simulated device sees what they hold."""
+        return self.adam.activations()
 
-        The step is to be begun again, by all of them. For ranks that hold the whole model.
-        """
-        self.wait_for_weights()
-        for parameter in self.parameters:
-            parameter.grad = None  # one that its bucket had no memory for
-        self.gradients.give_up(num_micro_batches)
+    # Reports.
 
-    def flush_gradients(self) -> None:
-        """Start all reductions of the step, so that every rank's later messages come behind them."""
-        self.gradients.flush()
+    @property
+    def offload_fraction(self) -> float:
+        """Share of the elements whose states are in host memory."""
+        return self.adam.manager.offload_fraction
 
-    @torch.no_grad()
-    def finish_gradients(self) -> None:
-        """Make every gradient that of the global batch; call when all backwards are done."""
-        self.gradients.finish()
-        if self.groups.tp.size() > 1:
-            self._sum_sequence_parallel()
-        for bucket in self.gradients.buckets:
-            for param in bucket.range.params[:1]:  # a tied embedding is alone in its bucket
-                if getattr(self.parameters[param.parameter], "shared_embedding", False):
-                    with self.clock.waiting():
-                        dist.all_reduce(bucket.shard, group=self.groups.embd)
+    def report(self) -> OptimizerReport:
+        """Where states lie on this rank now, and what that costs."""
+        manager, (busy, waited) = self.adam.manager, self.adam.host_seconds
+        return OptimizerReport(
+            num_chunks=len(manager.chunks),
+            chunk_numel=manager.size,
+            host_bytes=manager.total_bytes(on_host=True),
+            device_bytes=manager.total_bytes(on_host=False),
+            offload_fraction=self.offload_fraction,
+            host_busy_s=busy,
+            host_wait_s=waited,
+            largest_peak=self.adam.largest_peak,
+        )
 
-    def _sum_sequence_parallel(self) -> None:
-        """Sum over TP the gradients of which each TP rank saw a part of the tokens, in one message."""
-        parts = [
-            self._part(self.gradients.buckets[index].shard, index, param)
-            for index, found in enumerate(self._own_params)
-            for param in found
-            if getattr(self.parameters[param.parameter], "sequence_parallel", False)
-        ]
-        if parts:
-            coalesced = torch.cat(parts)
-            with self.clock.waiting():
-                dist.all_reduce(coalesced, group=self.groups.tp)
-            for part, summed in zip(parts, coalesced.split([part.numel() for part in parts]), strict=True):
-                part.copy_(summed)
-
-    @torch.no_grad()
-    def gradient_norm(self) -> float:
-        """Global L2 norm of the unscaled gradients of the whole model, each weight counted once.
-
-        Sums are in float64.
-        It is the finite check too: infinity or NaN anywhere shows in it, on every rank.
-        """
-        counted = [
-            self._part(bucket.shard, index, run)
-            for index, bucket in enumerate(self.gradients.buckets)
-            for is_counted, run in _merged(self._own_params[index], self._is_counted)
-            if is_counted
-        ]
-        # On a GPU vector_norm would first write a copy of the gradients in float64.
-        norms = foreach_norm(counted, 2, dtype=torch.float64) if counted else []
-        zero = torch.zeros((), dtype=torch.float64, device=self.weights.flat.device)
-        total = torch.stack([zero, *(norm**2 for norm in norms)]).sum()
-        # Shards differ on all ranks of the job; replicas only over the ranks that share a model.
-        dist.all_reduce(total, group=None if self.is_sharded else self.groups.mp)
-        return total.sqrt().item() / self.loss_scale.value
-
-    @torch.no_grad()
-    def step(self, grad_norm: float) -> None:
-        """Update every shard and send the new weights on their way.
+    def record_memory(self, kind: str) -> None:
+        """Note for placement `auto` what the device held at most since the last call.
 
         Args:
-            grad_norm: what `gradient_norm` returned, finite.
+            kind: of what: "train" of a step, "evaluate", "save".
         """
-        limit = self.config.clip_grad
-        scale = (min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0) / self.loss_scale.value
-        self.loss_scale.keep()
-        self.adam.start_update(self._lr, scale)
-        # The next forward needs the last bucket of backward first.
-        order = list(reversed(range(len(self._own_params))))
-        for indices in [[index] for index in order] if self.is_sharded else [order]:
-            self.adam.update(indices)
-            for index in indices:
-                self.weights.renew(index)
+        self.adam.record_memory(kind)
 
-    def wait_for_weights(self) -> None:
-        """Wait until every parameter has its new value; call before reading parameters raw."""
-        self.weights.wait()
+    def exposed_communication_ms(self) -> float:
+        """Milliseconds that compute waited for gradients and parameters since the last call."""
+        return self._clock.read_ms()
 
-    def take_weights(self) -> None:
-        """Go on from the weights that the model has now; call after loading them in any way but a resume."""
-        self.wait_for_weights()
-        self.adam.refresh_masters()
+    # State.
+
+    def common_state_dict(self) -> dict[str, Any]:
+        """What is the same on all ranks: the number of steps and the loss scale."""
+        scale = {"value": self.loss_scale.value, "good_steps": self.loss_scale.good_steps}
+        return {"optimizer_steps": self.adam.step_count, "loss_scale": scale}
+
+    def load_common_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `common_state_dict` returned; other entries of `state` are not read."""
+        self.adam.step_count = state["optimizer_steps"]
+        self.loss_scale.value = state["loss_scale"]["value"]
+        self.loss_scale.good_steps = state["loss_scale"]["good_steps"]
 
     def sharded_state_dict(
         self, model_state: ShardedStateDict, *, is_loading: bool = False
@@ -277,19 +407,22 @@ class OverlappedDistributedOptimizer:
         dp_rank = 0 if self.is_sharded else self.groups.dp_cp.rank()
         sharded: ShardedStateDict = {}
         for name in self.adam.dtypes:
-            ranges = [
-                (self.parameters[param.parameter], param.offset + begin - first, state)
-                for index, found in enumerate(self._own_params)
-                for param in found
-                for first in [param.begin - self._begins[index]]
-                for begin, state in self.adam.state(name, index, first, first + param.end - param.begin)
-            ]
+            ranges = list(self._state_ranges(name))
             sharded |= sharded_ranges(model_state, ranges, f"{_STATE}.{name}", dp_rank)
         if not is_loading:
             trained = {id(parameter) for parameter in self.parameters}
             dp_rank = self.groups.dp_cp.rank()
             sharded |= zeros_of_frozen(model_state, trained, self.adam.dtypes, _STATE, dp_rank)
         return sharded
+
+    def _state_ranges(self, name: str) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
+        """Each part of a state: its parameter, the part's first element there, and a view of its values."""
+        for index, params in enumerate(self._own_params):
+            for param in params:
+                begin = param.begin - self._begins[index]
+                end = param.end - self._begins[index]
+                for first, state in self.adam.state(name, index, begin, end):
+                    yield self.parameters[param.parameter], param.offset + first - begin, state
 
     def _part(self, shard: torch.Tensor, index: int, param: ParamRange) -> torch.Tensor:
         """A parameter's elements within this rank's shard of bucket `index`."""
@@ -309,19 +442,28 @@ class OverlappedDistributedOptimizer:
         return not getattr(parameter, "shared", False) and (is_cut or self.groups.tp.rank() == 0)
 
 
-def _spec_of(parameter: torch.nn.Parameter, stage: int) -> ParamSpec:
-    """Matrices before norms in a bucket, a tied embedding of two stages alone in its own."""
-    is_tied = getattr(parameter, "shared_embedding", False)
-    return ParamSpec(parameter.numel(), int(parameter.ndim <= 1), is_tied, stage)
+def _trained_in(
+    stages: Sequence[torch.nn.Module],
+) -> tuple[list[tuple[str, torch.nn.Parameter]], list[ParamSpec]]:
+    """The trainable parameters with their names, in about the order in which backward completes them."""
+    named, specs = [], []
+    for stage, model in reversed(list(enumerate(stages))):
+        for name, parameter in reversed(list(model.named_parameters())):
+            if parameter.requires_grad:
+                named.append((name, parameter))
+                # Matrices before norms in a bucket, a tied embedding of two stages alone in its own.
+                is_tied = getattr(parameter, "shared_embedding", False)
+                specs.append(ParamSpec(parameter.numel(), int(parameter.ndim <= 1), is_tied, stage))
+    return named, specs
 
 
-def _merged(found: list[ParamRange], key: Callable[[ParamRange], _Key]) -> list[tuple[_Key, ParamRange]]:
-    """Neighbouring pieces with the same key as one."""
-    runs = []
-    for value, group in groupby(found, key):
+def _merge(params: list[ParamRange], key: Callable[[ParamRange], _Key]) -> list[tuple[_Key, ParamRange]]:
+    """Neighbouring ranges with the same key as one."""
+    merged = []
+    for value, group in groupby(params, key):
         members = list(group)
-        runs.append((value, members[0]._replace(end=members[-1].end)))
-    return runs
+        merged.append((value, members[0]._replace(end=members[-1].end)))
+    return merged
 
 
 def _like(parameters: list[torch.nn.Parameter], stages: Sequence[torch.nn.Module]) -> torch.Tensor:

@@ -1,13 +1,13 @@
-"""Weights in one flat buffer, gathered bucket by bucket while the next forward already runs.
+"""The parameters of a rank in one flat buffer, gathered bucket by bucket while the next forward already runs.
 
 The model's parameters are views of the buffer. After the update each rank holds new values in its shards;
-`renew` sends them, and a bucket is waited for by whoever first gets one of its parameters from a module by
-name (`module.weight`), by `state_dict` or `load_state_dict`, within a stage's forward also by `parameters()`;
-or, before anything else of its forward, by the module that owns it, which may hold it in another way
-(torch.nn.LSTM). A stage's forward ends with all its weights in place. Whoever got a parameter in another way
-(`parameters()` outside forward, which many call without reading) calls `wait` first. What autograd saved of
-one too early is an error in backward, as with torch's own optimizers: versions change when an update begins
-and when it ends.
+`start_param_sync` sends them, and a bucket is waited for by whoever first gets one of its parameters from a
+module by name (`module.weight`), by `state_dict` or `load_state_dict`, within a stage's forward also by
+`parameters()`; or, before anything else of its forward, by the module that owns it, which may hold it in
+another way (torch.nn.LSTM). A stage's forward ends with all its parameters in place. Whoever got a parameter
+in another way (`parameters()` outside forward, which many call without reading) calls `finish_param_sync`
+first. What autograd saved of one too early is an error in backward, as with torch's own optimizers: versions
+change when an update begins and when it ends.
 """
 
 from __future__ import annotations
@@ -29,15 +29,19 @@ from patch.distributed.async_collectives import Pending, WaitClock, start_all_ga
 from patch.optimizer.layout import BucketRange
 
 
-class Arrive(Protocol):
-    """HybridAdam.arrive."""
+class WaitForUpdate(Protocol):
+    """How the buffer asks for this rank's new part of a bucket."""
 
     def __call__(self, index: int, *, block: bool) -> bool:
-        """Let the current stream wait for new weights; False where they are not written and not `block`."""
+        """Let the current stream wait for the update of bucket `index`.
+
+        Returns:
+            False where the update is not done yet and `block` is False.
+        """
 
 
-class FlatWeights:
-    """The weights of a rank's pipeline stages.
+class ParamBuffer:
+    """The parameters of a rank's pipeline stages.
 
     Args:
         stages: whoever gets a parameter from a module of theirs waits for it.
@@ -45,8 +49,8 @@ class FlatWeights:
         like: of their type and device.
         bucket_ranges: buckets in the order of backward.
         num_shards: ranks that share a bucket: 1, or the size of `group`.
-        arrive: (bucket, block) -> whether this rank's new part of the bucket is there, see HybridAdam.arrive.
-        clock: gets the time that compute waits for weights.
+        wait_for_update: waits for this rank's new part of a bucket.
+        clock: gets the time that compute waits for parameters.
     """
 
     def __init__(
@@ -58,10 +62,11 @@ class FlatWeights:
         like: torch.Tensor,
         num_shards: int,
         group: dist.ProcessGroup,
-        arrive: Arrive,
+        wait_for_update: WaitForUpdate,
         clock: WaitClock,
     ) -> None:
-        self._bucket_ranges, self._group, self._arrive, self._clock = bucket_ranges, group, arrive, clock
+        self._bucket_ranges, self._group = bucket_ranges, group
+        self._wait_for_update, self._clock = wait_for_update, clock
         self._num_shards = num_shards
         self._rank = group.rank() if num_shards > 1 else 0
         self._updating: deque[int] = deque()
@@ -70,7 +75,7 @@ class FlatWeights:
         self.is_settled = True
         """Whether every parameter has its new value: nobody has to wait."""
         self._lock = threading.RLock()
-        """Threads that share a model may wait for the same weights."""
+        """Threads that share a model may wait for the same parameters."""
         self._num_forwards = 0
         """Of stages, under way."""
         self.flat = like.new_zeros(bucket_ranges[-1].end)
@@ -106,56 +111,67 @@ class FlatWeights:
         begin, end = self._bucket_ranges[index].shard(self._rank, self._num_shards)
         return self.flat[begin:end]
 
-    def renew(self, index: int) -> None:
-        """This rank's part of a bucket is being updated; once it is there, ranks exchange their parts.
+    def start_param_sync(self, index: int) -> None:
+        """Take note that this rank's part of a bucket is being updated; then ranks exchange their parts.
 
-        Returns at once. All ranks renew buckets in the same order.
+        Returns at once. All ranks call it for all buckets in the same order.
         """
         if self._aside is not None:
             self._aside.wait_stream(self._streams.current_stream())
         with self._lock:
             increment_version(self._members[index])
             self._updating.append(index)
-            self._send()
+            self._start_gathers()
             self._note_settled()
 
-    def send(self) -> None:
-        """Wait until this rank's parts are updated and start what gathers are left; not for other ranks.
+    def start_all_gathers(self) -> None:
+        """Wait until this rank's parts are updated, and start the gathers that are left.
 
-        A host that waited for them outside a step could do so for ever: they may wait for its forward.
+        No other rank is waited for. A host that did so outside a step could wait for ever: the others may
+        wait for its forward.
         """
         with self._lock:
             if self._updating:
                 with self._clock.waiting():
-                    self._send(self._updating[-1])
+                    self._start_gathers_to(self._updating[-1])
             self._note_settled()
 
-    def wait(self) -> None:
+    def finish_param_sync(self) -> None:
         """Wait until every parameter has its new value on this rank."""
         if not self.is_settled:
             self._wait_for([*self._pending, *self._updating])
 
-    def _send(self, until: int | None = None) -> None:
-        """Start the gathers whose turn has come; those up to bucket `until` are waited for."""
-        while self._updating:
-            index = self._updating[0]
-            with nullcontext() if self._aside is None else self._streams.stream(self._aside):
-                if not self._arrive(index, block=until in self._updating):
-                    return
-                self._updating.popleft()
-                if self._num_shards > 1:
-                    bucket_range = self._bucket_ranges[index]
-                    buffer = self.flat[bucket_range.begin : bucket_range.end]
-                    self._pending[index] = start_all_gather(buffer, self.shard(index), self._group)
-                else:
-                    increment_version(self._members[index])
+    def _start_gathers(self) -> None:
+        """Start the gathers whose turn has come, as far as this rank's updates are done."""
+        while self._updating and self._start_next_gather(block=False):
+            pass
+
+    def _start_gathers_to(self, index: int) -> None:
+        """Start the gathers up to that of bucket `index`, and those whose turn has come by then."""
+        while index in self._updating:
+            self._start_next_gather(block=True)
+        self._start_gathers()
+
+    def _start_next_gather(self, *, block: bool) -> bool:
+        """Start the gather whose turn it is; False where its update is not done yet and `block` is False."""
+        index = self._updating[0]
+        with nullcontext() if self._aside is None else self._streams.stream(self._aside):
+            if not self._wait_for_update(index, block=block):
+                return False
+            self._updating.popleft()
+            if self._num_shards > 1:
+                buffer = self.flat[self._bucket_ranges[index].begin : self._bucket_ranges[index].end]
+                self._pending[index] = start_all_gather(buffer, self.shard(index), self._group)
+            else:
+                increment_version(self._members[index])
+        return True
 
     def _wait_for(self, indices: Iterable[int]) -> None:
         with self._lock:
             for index in indices:
                 if self._updating:
                     with self._clock.waiting():
-                        self._send(index)
+                        self._start_gathers_to(index)
                 pending = self._pending.pop(index, None)
                 if pending is not None:
                     pending.wait(self._clock)
@@ -178,7 +194,7 @@ class FlatWeights:
         if self.is_settled:
             return
         if torch.compiler.is_compiling():  # traced: one break of the graph, not one for each bucket
-            self.wait()
+            self.finish_param_sync()
             return
         self._wait_for(sorted({self._bucket_of[p] for p in parameters if p in self._bucket_of}))
 
@@ -189,7 +205,7 @@ class FlatWeights:
         return wait
 
     def _follow(self, stage: torch.nn.Module, needed: list[int]) -> None:
-        """Know when a stage's forward is under way, and let it end with its weights (buckets `needed`)."""
+        """Know when a stage's forward is under way, and let it end with its parameters (buckets `needed`)."""
 
         def begin(module: torch.nn.Module, *arguments: Any) -> None:
             self._num_forwards += 1

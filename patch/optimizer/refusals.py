@@ -89,5 +89,5 @@ class TrainedParameters:
 def _changed(name: str, what: str) -> TrainingError:
     return TrainingError(
         f"{name} was {what} after the optimizer was built, expected the parameters of then: "
-        "change the model before, and load weights by load_state_dict and `take_weights`"
+        "change the model before, and load weights by load_state_dict and `reload_model_params`"
     )

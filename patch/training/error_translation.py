@@ -64,7 +64,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def explained(config: RunConfig) -> Iterator[None]:
+def translate_errors(config: RunConfig) -> Iterator[None]:
     """Out of memory, a collective that timed out and a lost rank leave the block as errors of ours.
 
     Raises:
@@ -75,13 +75,13 @@ def explained(config: RunConfig) -> Iterator[None]:
     except PatchError:
         raise
     except (RuntimeError, MemoryError, OSError) as error:
-        explanation = _explain(error, config)
-        if explanation is None:
+        translated = _translate(error, config)
+        if translated is None:
             raise
-        raise explanation from error
+        raise translated from error
 
 
-def _explain(error: RuntimeError | MemoryError | OSError, config: RunConfig) -> TrainingError | None:
+def _translate(error: RuntimeError | MemoryError | OSError, config: RunConfig) -> TrainingError | None:
     message = str(error)
     reason = (message.strip().splitlines() or [type(error).__name__])[0]
     if is_out_of_memory(error):

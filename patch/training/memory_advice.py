@@ -18,12 +18,12 @@ def memory_advice(error: Exception, config: RunConfig, machine: MachineFacts) ->
     Args:
         error: what says that memory ran out; a GPU's or a simulated one's has a class of its own in torch.
     """
-    if is_of_the_device(error):
+    if is_device_error(error):
         return _on_device(config, machine)
     return _on_host(config, machine)
 
 
-def is_of_the_device(error: Exception) -> bool:
+def is_device_error(error: Exception) -> bool:
     """Whether an error that says that memory ran out means a GPU's, or a simulated one's."""
     libraries = ("CUDA", "CUDNN", "NCCL")  # cuBLAS and NCCL name CUDA too
     return isinstance(error, torch.OutOfMemoryError) or any(name in str(error) for name in libraries)

@@ -33,13 +33,14 @@ def measure(run: Run, result: StepResult, step_time_ms: float) -> dict[str, floa
 
     Memory is the GPU's, on the CPU the process's. The loss is known on the last stage, 0 elsewhere.
     """
+    report = run.optimizer.report()
     return {
         "loss": result.loss,
         "step_time_ms": step_time_ms,
         "comm_exposed_ms": result.comm_exposed_ms,
-        "peak_memory_gib": max(_peak_memory(run.device), run.optimizer.adam.largest_peak) / _GIB,
+        "peak_memory_gib": max(_peak_memory(run.device), report.largest_peak) / _GIB,
         "host_memory_gib": psutil.Process().memory_info().rss / _GIB,
-        "offload_fraction": run.optimizer.adam.manager.offload_fraction,
+        "offload_fraction": report.offload_fraction,
     }
 
 
@@ -74,7 +75,7 @@ def make_record(
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Bytes since the start, or since `HybridAdam.record_memory` last read them."""
+    """Bytes since the start, or since the optimizer's `record_memory` last read them."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -46,14 +46,8 @@ def save(
     config_yaml: str,
 ) -> None:
     """Write everything that a resumed run needs to go on with the same bits."""
-    optimizer.wait_for_weights()
-    scale = optimizer.loss_scale
-    common = {
-        "iteration": iteration,
-        "optimizer_steps": optimizer.adam.step_count,
-        "loss_scale": {"value": scale.value, "good_steps": scale.good_steps},
-        "config": config_yaml,
-    }
+    optimizer.finish_param_sync()
+    common = {"iteration": iteration, **optimizer.common_state_dict(), "config": config_yaml}
     save_checkpoint(root, iteration, _sharded_state(stages, optimizer, is_loading=False), common)
 
 
@@ -64,9 +58,7 @@ def resume(root: Path, stages: list[LlamaModel], optimizer: OverlappedDistribute
         return None
     state = _sharded_state(stages, optimizer, is_loading=True)
     loaded = load_checkpoint(root, iteration, state, CURES)
-    optimizer.adam.step_count = loaded["optimizer_steps"]
-    optimizer.loss_scale.value = loaded["loss_scale"]["value"]
-    optimizer.loss_scale.good_steps = loaded["loss_scale"]["good_steps"]
+    optimizer.load_common_state_dict(loaded)
     set_random_state({name: shard.data for name, shard in state["random"].items()})
     return iteration
 

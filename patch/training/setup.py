@@ -15,14 +15,14 @@ from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import Batch, BatchReader, build_datasets, load_tokenizer
 from patch.data.batches import SampleSource
-from patch.device import DeviceContext
+from patch.device import DeviceContext, usable_memory
 from patch.distributed.collectives import all_or_none
 from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
-from patch.optimizer import OverlappedDistributedOptimizer
+from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
 from patch.storage.names import CHECKPOINT_FOLDER
-from patch.training.offload import build_optimizer
 from patch.training.run_state import load_weights, resume
+from patch.training.state_placement import log_placement
 
 _log = get_logger(__name__)
 
@@ -85,7 +85,27 @@ def build_model(
     """The stages of this rank and the optimizer whose flat buffer is their weights, which are not set yet."""
     stages = build_llama_model(config.model, groups, device, config.execution)
     forget_weights(stages)  # or they would be there twice while the buffer is made
-    return stages, build_optimizer(stages, config, groups)
+    return stages, build_run_optimizer(stages, config, groups)
+
+
+def build_run_optimizer(
+    stages: list[LlamaModel], config: RunConfig, groups: ProcessGroupCollection
+) -> OverlappedDistributedOptimizer:
+    """The optimizer of a run, known to megatron-core's schedules.
+
+    Raises:
+        torch.OutOfMemoryError: --simulated-device-memory holds no more than a part of what must be there.
+    """
+    optimizer = build_optimizer(
+        stages,
+        config.optimizer,
+        config.zero_stage,
+        groups,
+        host_bytes=usable_memory() // config.parallel.nproc_per_node,
+    )
+    optimizer.connect(stages[0].config)
+    log_placement(optimizer)
+    return optimizer
 
 
 def checkpoint_root(config: RunConfig) -> Path:
@@ -124,5 +144,5 @@ def _load(run: Run) -> None:
         import_hf(run.stages, Path(load), run.config.model, run.groups)
     else:
         load_weights(Path(load), run.stages, run.config)
-    run.optimizer.take_weights()
+    run.optimizer.reload_model_params()
     _log.info("weights from %s", load)

@@ -7,7 +7,6 @@ change neither loss nor gradient beyond the order of summation, and a reduced gr
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,16 +14,16 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from patch.config.schema import RunConfig
 from patch.data import Batch
 from patch.device import send
-from patch.distributed.async_collectives import start_all_reduce
+from patch.distributed.async_collectives import Pending, start_all_reduce
 from patch.distributed.collectives import sum_over
-from patch.errors import TrainingError
 from patch.model import LlamaModel, sum_learned
 from patch.optimizer import learning_rate
-from patch.training.offload import place
-from patch.training.oom_retry import Attempts
+from patch.training.oom_retry import OomRetry, read_sums
 from patch.training.setup import Run, StepWork
+from patch.training.state_placement import apply_placement
 
 
 class StepResult(NamedTuple):
@@ -48,64 +47,63 @@ def train_step(run: Run, iteration: int) -> StepResult:
     Raises:
         TrainingError: the gradient norm is not finite; nothing has been updated.
     """
-    train_iters = run.config.training.train_iters
-    work = run.upcoming
-    if work is None or work.iteration != iteration:
-        batches = run.train_reader.step(iteration)
-        work = StepWork(iteration, batches, sum_over(run.groups.dp_cp, [_learned(batches)], run.device)[0])
-    lr = learning_rate(iteration + 1, train_iters, run.config.optimizer)
-    place(run.optimizer)
-    attempts = Attempts(run.optimizer, f"step {iteration + 1}")
-    while (reduced := _reduce(run, work, lr, attempts)) is None:
-        pass
-    loss, grad_norm = reduced
-    is_finite = math.isfinite(grad_norm)
-    if is_finite:
-        run.optimizer.step(grad_norm)
-    elif run.optimizer.loss_scale.can_shrink:
-        run.optimizer.loss_scale.shrink()
-    else:
-        raise TrainingError(
-            f"step {iteration + 1}: gradient norm {grad_norm}, expected a finite number; the weights are "
-            "those of the step before. Lower --lr, raise --lr-warmup-iters, or look at this step's data"
-        )
-    run.optimizer.adam.record_memory("train")
-    return StepResult(loss, grad_norm, lr, int(not is_finite), run.optimizer.clock.read_ms())
+    optimizer = run.optimizer
+    work, lr = _work_of(run, iteration), _rate_of(run.config, iteration)
+    apply_placement(optimizer)
+    retry = OomRetry(optimizer, f"step {iteration + 1}")
+    is_done = False
+    while not is_done:
+        losses = retry.attempt(partial(_accumulate, run, work, lr), partial(_abandon, run, work))
+        optimizer.start_grad_sync()
+        # The next batch is read while gradients travel. Small sums travel behind them: behind the parameters
+        # they would wait for the last gather.
+        following = _read(run, iteration + 1)
+        sums, pending = _start_sums(run, losses, following)
+        retry.start_agreement()
+        optimizer.finish_grad_sync()
+        is_done = retry.is_done()
+    outcome = optimizer.step()
+    loss, tokens = read_sums(sums, pending)
+    run.upcoming = StepWork(iteration + 1, following, tokens)
+    optimizer.record_memory("train")
+    waited_ms = optimizer.exposed_communication_ms()
+    return StepResult(loss, outcome.grad_norm, lr, int(outcome.is_skipped), waited_ms)
 
 
-def _reduce(run: Run, work: StepWork, lr: float, attempts: Attempts) -> tuple[float, float] | None:
-    """Forward, backward and reduction of a step, and what the next one trains on.
+def _work_of(run: Run, iteration: int) -> StepWork:
+    """What a step trains on: read while the step before it ended, or now."""
+    if run.upcoming is not None and run.upcoming.iteration == iteration:
+        return run.upcoming
+    batches = _read(run, iteration)
+    return StepWork(iteration, batches, sum_over(run.groups.dp_cp, [_learned(batches)], run.device)[0])
 
-    Returns:
-        loss and gradient norm; None where a rank ran out of memory, and all are to do it again.
-    """
-    losses = attempts.run(partial(_accumulate, run, work, lr), partial(_give_up, run, work))
-    run.optimizer.flush_gradients()
-    iteration = work.iteration + 1
-    following = run.train_reader.step(iteration) if iteration < run.config.training.train_iters else []
-    # Small sums travel behind the gradients; behind the weights they would wait for the last gather.
+
+def _rate_of(config: RunConfig, iteration: int) -> float:
+    return learning_rate(iteration + 1, config.training.train_iters, config.optimizer)
+
+
+def _read(run: Run, iteration: int) -> list[Batch]:
+    """This rank's micro-batches of a step; none behind the last step."""
+    return run.train_reader.step(iteration) if iteration < run.config.training.train_iters else []
+
+
+def _start_sums(run: Run, losses: list[torch.Tensor], following: list[Batch]) -> tuple[torch.Tensor, Pending]:
+    """Start to sum, over data-parallel ranks, the losses and the learned tokens of the next batch."""
     sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # from a list it would wait for backward
     sums[0] = torch.stack(losses).double().sum() if losses else 0.0
     sums[1] = _learned(following)
-    pending = start_all_reduce(sums, run.groups.dp_cp)
-    attempts.ask()
-    run.optimizer.finish_gradients()
-    grad_norm = run.optimizer.gradient_norm()
-    pending.wait(run.optimizer.clock)
-    loss, tokens = sums.tolist()
-    run.upcoming = StepWork(iteration, following, tokens)
-    return (loss, grad_norm) if attempts.are_over() else None
+    return sums, start_all_reduce(sums, run.groups.dp_cp)
 
 
 def _accumulate(run: Run, work: StepWork, lr: float) -> list[torch.Tensor]:
     """Forward and backward of a step, from its beginning."""
-    run.optimizer.start_step(lr)
+    run.optimizer.zero_grad(lr)
     return _run_schedule(run, work.batches, work.tokens, forward_only=False)
 
 
-def _give_up(run: Run, work: StepWork) -> list[torch.Tensor]:
+def _abandon(run: Run, work: StepWork) -> list[torch.Tensor]:
     """This rank's part in the messages of a step whose forward or backward ran out of memory; no losses."""
-    run.optimizer.give_up(len(work.batches))
+    run.optimizer.abandon_backward(len(work.batches))
     return []
 
 
@@ -120,23 +118,23 @@ def evaluate(run: Run) -> float:
     for stage in run.stages:
         stage.eval()
     # Ranks start their gathers when their hosts have updated: never beside other messages of the same group.
-    run.optimizer.wait_for_weights()
+    run.optimizer.finish_param_sync()
     total, tokens = 0.0, 0.0
     for index in range(min(run.config.data.eval_iters, len(run.valid_reader))):
         batches = run.valid_reader.step(index)
         (learned,) = sum_over(run.groups.dp_cp, [_learned(batches)], run.device)
         forward = partial(_run_schedule, run, batches, 1.0, forward_only=True)
-        attempts = Attempts(run.optimizer, "the evaluation")
-        is_over = False
-        while not is_over:
-            losses = attempts.run(forward, list[torch.Tensor])
-            attempts.ask()
-            is_over = attempts.are_over()
+        retry = OomRetry(run.optimizer, "the evaluation")
+        is_done = False
+        while not is_done:
+            losses = retry.attempt(forward, list[torch.Tensor])
+            retry.start_agreement()
+            is_done = retry.is_done()
         total += sum_over(run.groups.dp_cp, [_total(losses)], run.device)[0]
         tokens += learned
     for stage in run.stages:
         stage.train()
-    run.optimizer.adam.record_memory("evaluate")
+    run.optimizer.record_memory("evaluate")
     return total / max(tokens, 1.0)
 
 
@@ -171,7 +169,6 @@ def _forward_step(
     tokens, labels, mask = (send(tensor, run.device) for tensor in batch)
     # RoPE needs no position ids, causal attention no mask.
     output = model(tokens, None, None, labels=labels)
-    run.optimizer.watch(output, model.vp_stage)
     is_aligned = run.config.model.precision_align is not None
     return output, partial(_masked_loss, mask=mask, divisor=divisor, is_aligned=is_aligned)
 

@@ -88,7 +88,7 @@ class Trainer:
     def _save(self, done: int) -> None:
         run = self.run
         save(checkpoint_root(run.config), done, run.stages, run.optimizer, to_yaml(run.config))
-        run.optimizer.adam.record_memory("save")
+        run.optimizer.record_memory("save")
         for hook in self._hooks:
             hook.on_save(done)
         barrier(run.device)  # or the other ranks' next step would seem to last as long as rank 0's drawing

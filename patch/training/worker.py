@@ -25,13 +25,13 @@ from patch.logger import configure_logging, get_logger
 from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run
 from patch.storage.names import CONFIG_FILE, HF_FOLDER
-from patch.training.error_translation import explained
+from patch.training.error_translation import translate_errors
 from patch.training.hooks import TrainerHook
 from patch.training.loss_plot import LossPlot
 from patch.training.metrics import MetricsLog
 from patch.training.progress import ProgressDisplay
 from patch.training.setup import Run, build_run
-from patch.training.step_time_hook import StepTimeHook
+from patch.training.step_time_forecast import StepTimeHook
 from patch.training.trainer import Trainer
 
 _logger = get_logger(__name__)
@@ -48,7 +48,7 @@ def run(config: RunConfig) -> None:
     """
     configure_logging()
     try:
-        with explained(config):
+        with translate_errors(config):
             stopped_by = _train(config)
     except Exception as error:
         announce_end(error.exit_code if isinstance(error, PatchError) else 1)
@@ -119,7 +119,7 @@ def _export(this_run: Run) -> None:
     config = this_run.config
     target = Path(config.checkpoint.output_path) / HF_FOLDER
     load = config.checkpoint.load
-    this_run.optimizer.wait_for_weights()
+    this_run.optimizer.finish_param_sync()
     export_hf(
         this_run.stages,
         target,

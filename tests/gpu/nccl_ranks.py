@@ -45,7 +45,7 @@ def train(context: DeviceContext, **changes: Any) -> list:
         context=context,
     )  # fmt: skip
     losses = [max_over_world([train_step(run, step).loss], context.device)[0] for step in range(STEPS)]
-    run.optimizer.wait_for_weights()
+    run.optimizer.finish_param_sync()
     digest = hashlib.sha256()
     for stage in run.stages:
         for parameter in stage.parameters():

@@ -15,7 +15,7 @@ from patch.config.schema import RunConfig
 from patch.device import DeviceContext
 from patch.model import initialize_weights
 from patch.optimizer import learning_rate
-from patch.training.oom_retry import Attempts
+from patch.training.oom_retry import OomRetry
 from patch.training.run_state import resume, save
 from patch.training.setup import Run
 from patch.training.step import evaluate, train_step
@@ -48,7 +48,7 @@ def build(job: DeviceContext, folder: Path | None = None, **changes: Any) -> Run
 
 
 def close(run: Run) -> None:
-    run.optimizer.wait_for_weights()
+    run.optimizer.finish_param_sync()
     parallel_state.destroy_model_parallel()
 
 
@@ -57,7 +57,7 @@ def train(run: Run, first: int = 0, last: int = STEPS) -> list:
     results = [train_step(run, iteration) for iteration in range(first, last)]
     steps = [(result.loss, result.grad_norm, result.skipped) for result in results]
     valid = evaluate(run)
-    run.optimizer.wait_for_weights()
+    run.optimizer.finish_param_sync()
     digest = hashlib.sha256()
     for parameter in run.stages[0].parameters():
         digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy())
@@ -164,12 +164,12 @@ def test_a_step_waits_for_the_device_only_to_read_norm_and_loss(job: DeviceConte
 def test_a_norm_is_exact_and_copies_no_gradients(job: DeviceContext) -> None:
     run = build(job, hidden_size=1024, ffn_hidden_size=4096, kv_channels=256, clip_grad=0.0)
     train_step(run, 0)
-    run.optimizer.wait_for_weights()
-    shards = [bucket.shard for bucket in run.optimizer.gradients.buckets]  # their padding is zero
+    run.optimizer.finish_param_sync()
+    shards = [bucket.shard for bucket in run.optimizer.grad_buffer.buckets]  # their padding is zero
     expected = torch.cat(shards).double().norm().item()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    assert run.optimizer.gradient_norm() == pytest.approx(expected, rel=1e-12)
+    assert run.optimizer.get_grad_norm() == pytest.approx(expected, rel=1e-12)
     assert torch.cuda.max_memory_allocated() - before < sum(shard.nbytes for shard in shards) / 100
     close(run)
 
@@ -186,17 +186,17 @@ def test_out_of_memory_moves_states_and_repeats_the_work(job: DeviceContext, det
     del run
     run = build(job, precision="bf16", **large, **static)
     train_step(run, 0)
-    run.optimizer.wait_for_weights()
+    run.optimizer.finish_param_sync()
     torch.cuda.empty_cache()
     room = torch.cuda.memory_reserved() + (64 << 20)
     torch.cuda.set_per_process_memory_fraction(room / torch.cuda.get_device_properties(0).total_memory)
     try:
-        attempts = Attempts(run.optimizer, "the test")
-        is_over = False
-        while not is_over:
-            attempts.run(lambda: torch.empty(200 << 20, dtype=torch.uint8, device="cuda"), lambda: None)
-            attempts.ask()
-            is_over = attempts.are_over()
+        retry = OomRetry(run.optimizer, "the test")
+        is_done = False
+        while not is_done:
+            retry.attempt(lambda: torch.empty(200 << 20, dtype=torch.uint8, device="cuda"), lambda: None)
+            retry.start_agreement()
+            is_done = retry.is_done()
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     assert 0 < run.optimizer.adam.manager.offload_fraction < 1

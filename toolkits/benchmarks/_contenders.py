@@ -17,8 +17,7 @@ from patch.distributed.async_collectives import WaitClock, start_all_gather, sta
 from patch.model import build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.plan.sharding import with_sharding
-from patch.training.offload import build_optimizer
-from patch.training.setup import Run
+from patch.training.setup import Run, build_run_optimizer
 from patch.training.step import train_step
 from toolkits.benchmarks._overlap_figures import ALL_TO_ALL, COMMUNICATION, COMPUTE
 from toolkits.benchmarks._upstream import Overlap, UpstreamTrainer
@@ -70,7 +69,7 @@ class OurTrainer:
     ) -> None:
         stages = build_llama_model(config.model, groups, device, config.execution)
         initialize_weights(stages, config.model, config.training.seed)
-        optimizer = build_optimizer(stages, config, groups)
+        optimizer = build_run_optimizer(stages, config, groups)
         self.run = Run(
             config=config,
             device=device,
@@ -92,7 +91,7 @@ class OurTrainer:
 
     def settle(self) -> None:
         """Wait for the weights."""
-        self.run.optimizer.wait_for_weights()
+        self.run.optimizer.finish_param_sync()
 
 
 class ComputeAlone(OurTrainer):
@@ -110,14 +109,14 @@ class ComputeAlone(OurTrainer):
         super().__init__(config, alone, device, reader)
         self._num_shards = groups.dp_cp.size()
         self._update_s = 0.0
-        update = self.run.optimizer.step
+        update = self.run.optimizer._update
 
-        def timed_update(grad_norm: float) -> None:
+        def timed_update(grad_norm: float, lr: float) -> None:
             begin = now(device)
-            update(grad_norm)
+            update(grad_norm, lr)
             self._update_s += now(device) - begin
 
-        self.run.optimizer.step = timed_update  # type: ignore[method-assign]
+        self.run.optimizer._update = timed_update  # type: ignore[method-assign]
 
     def take_surplus(self) -> float:
         """Seconds of updates that belong to other ranks' shards, since the last call."""
@@ -131,11 +130,11 @@ class CommunicationAlone:
     def __init__(self, like: OverlappedDistributedOptimizer) -> None:
         self._group = like.groups.dp_cp
         self._rank, self._num_ranks = self._group.rank(), self._group.size()
-        self._clock = WaitClock(like.weights.flat.device)
-        numels = [bucket.range.numel for bucket in like.gradients.buckets]
-        total, device = sum(numels), like.weights.flat.device
+        self._clock = WaitClock(like.device)
+        numels = [bucket.range.numel for bucket in like.grad_buffer.buckets]
+        total, device = sum(numels), like.device
         self._gradients = torch.zeros(total, dtype=torch.float32, device=device).split(numels)
-        self._weights = torch.zeros(total, dtype=like.weights.flat.dtype, device=device).split(numels)
+        self._weights = torch.zeros(total, dtype=like.param_buffer.flat.dtype, device=device).split(numels)
 
     @property
     def num_bytes(self) -> int:

@@ -116,10 +116,10 @@ def measure(config: RunConfig, contender: str, steps: int) -> dict[str, float]:
     if context.is_cuda:
         found["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if isinstance(trainer, OurTrainer):
-        adam = trainer.run.optimizer.adam
-        found["fraction"] = adam.manager.offload_fraction
+        report = trainer.run.optimizer.report()
+        found["fraction"] = report.offload_fraction
         # `auto` starts torch's count anew in each step.
-        found["gpu_gib"] = max(found.get("gpu_gib", 0.0), adam.largest_peak / 2**30)
+        found["gpu_gib"] = max(found.get("gpu_gib", 0.0), report.largest_peak / 2**30)
     return found
 
 

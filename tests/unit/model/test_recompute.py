@@ -52,9 +52,9 @@ def bits(config: RunConfig) -> list[Any]:
     found: list[Any] = []
     for iteration in range(2):
         result = train_step(run, iteration)
-        shards = (bucket.shard for bucket in run.optimizer.gradients.buckets)
+        shards = (bucket.shard for bucket in run.optimizer.grad_buffer.buckets)
         found.append((result.loss, result.grad_norm, digest_of(shards)))
-    run.optimizer.wait_for_weights()
+    run.optimizer.finish_param_sync()
     found.append(digest_of(p for stage in run.stages for p in stage.parameters()))
     new_job()
     return found
@@ -89,11 +89,10 @@ def measure(changes: dict[str, Any]) -> dict[str, Any]:
                 with saved_for_backward(saved):
                     loss = model(batch.tokens, None, None, labels=batch.labels).sum()
                 held = sum(s.nbytes() for key, s in saved.items() if key not in weights)
-                run.optimizer.start_step(1e-3)
-                run.optimizer.watch(loss)
+                run.optimizer.zero_grad(1e-3)
                 loss.backward()
             per_depth.append((held, flops.get_total_flops()))
-            run.optimizer.finish_gradients()
+            run.optimizer.finish_grad_sync()
             new_job()
         (held_by_1, flops_of_1), (held_by_2, flops_of_2) = per_depth
         planned = activation_bytes(

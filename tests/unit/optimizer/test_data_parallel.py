@@ -1,11 +1,11 @@
 """Twenty steps against autograd on one process and AdamW in NumPy, and the bytes held, at DP 1 to 4.
 
-DP 1 to 4, buckets of one parameter up to the whole model, accumulation 1 and 4, every level, with and
+DP 1 to 4, buckets of one parameter up to the whole model, accumulation 1 and 4, every ZeRO stage, with and
 without decay, clipping in every step, a parameter of 7 elements over 4 ranks; bf16 weights with their fp32
 masters, of which the optimizer holds no more than the low half.
 
-Equal to the bit, but for level `none` at DP 3 and 4, where gloo's all-reduce adds ranks up in an order of
-its own: bound ALL_REDUCE_BOUND on weights near 0.1 that moved by up to 20 x 3e-3.
+Equal to the bit, but for ZeRO stage `none` at DP 3 and 4, where gloo's all-reduce adds ranks up in an order
+of its own: bound ALL_REDUCE_BOUND on weights near 0.1 that moved by up to 20 x 3e-3.
 
 Memory is counted storage by storage. Bytes per parameter with bf16 weights and P ranks: 2 for weights,
 10 for moments and the low half of masters, 4 for fp32 gradients:
@@ -24,21 +24,22 @@ import torch
 from distributed_runner import run_distributed
 from optimizer_runs import (
     BUCKET,
-    LEVELS,
     LR,
     NUMEL,
+    ZERO_STAGES,
     OddModel,
     Oracle,
     Step,
     build_optimizer,
     make_steps,
-    measure_levels,
+    measure_zero_stages,
     take_step,
     weights_of,
 )
 
+from patch.config.choices import ZeroStage
 from patch.optimizer import OverlappedDistributedOptimizer
-from patch.optimizer.grad_buffer import NUM_STAGING, GradientBuckets
+from patch.optimizer.grad_buffer import NUM_STAGING
 
 NUM_STEPS = 20
 BUCKET_SIZES = (1, 300, 10**9)
@@ -48,7 +49,7 @@ ALL_REDUCE_BOUND = 1e-5
 
 
 class Case(NamedTuple):
-    level: str
+    zero_stage: ZeroStage
     bucket_size: int
     accumulation: int
     dtype: torch.dtype = torch.float32
@@ -61,9 +62,9 @@ class Case(NamedTuple):
 
 
 CASES = [
-    *(Case(*values) for values in product(LEVELS, BUCKET_SIZES, ACCUMULATIONS)),
-    *(Case(level, 300, 4, torch.bfloat16) for level in ("optimizer", "gradients")),
-    Case("optimizer", 300, 1, is_decoupled=False),
+    *(Case(*values) for values in product(ZERO_STAGES, BUCKET_SIZES, ACCUMULATIONS)),
+    *(Case(zero_stage, 300, 4, torch.bfloat16) for zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)),
+    Case(ZeroStage.OPTIMIZER, 300, 1, is_decoupled=False),
 ]
 
 
@@ -72,38 +73,38 @@ class Outcome(NamedTuple):
     weights: dict[str, np.ndarray]
 
 
-class WaitingBuckets(GradientBuckets):
-    """No overlap: a reduction is waited for where it starts."""
+def wait_everywhere(optimizer: OverlappedDistributedOptimizer) -> None:
+    """No overlap: a reduction is waited for where it starts, parameters where their gather starts."""
+    grads, params = optimizer.grad_buffer, optimizer.param_buffer
+    launch, start_param_sync = grads._launch, params.start_param_sync
 
-    def _launch(self) -> None:
-        super()._launch()
-        while self._travelling:
-            self._arrive(self._travelling.popleft())
+    def launch_and_wait() -> None:
+        launch()
+        while grads._travelling:
+            grads._finish_next()
 
+    def sync(index: int) -> None:
+        start_param_sync(index)
+        params.finish_param_sync()
 
-class WaitingOptimizer(OverlappedDistributedOptimizer):
-    """No overlap: weights are waited for in the step."""
-
-    def step(self, grad_norm: float) -> None:
-        super().step(grad_norm)
-        self.wait_for_weights()
+    grads._launch, params.start_param_sync = launch_and_wait, sync  # type: ignore[method-assign]
 
 
 def train(case: Case, rank: int, dp_size: int, *, overlaps: bool) -> Outcome:
     model = OddModel(dtype=case.dtype)
     optimizer = build_optimizer(
-        model, case.level, reduce_bucket_size=case.bucket_size, decoupled_weight_decay=case.is_decoupled
+        model, case.zero_stage, reduce_bucket_size=case.bucket_size, decoupled_weight_decay=case.is_decoupled
     )
     if not overlaps:
-        optimizer.__class__, optimizer.gradients.__class__ = WaitingOptimizer, WaitingBuckets
+        wait_everywhere(optimizer)
     norms = [take_step(model, optimizer, step[rank]) for step in case.steps(dp_size)]
-    optimizer.wait_for_weights()
+    optimizer.finish_param_sync()
     return Outcome(norms, weights_of(model))
 
 
 def run_cases(rank: int, world_size: int) -> dict[str, Any]:
     return {
-        "bytes": measure_levels(),
+        "bytes": measure_zero_stages(),
         "overlapped": {case: train(case, rank, world_size, overlaps=True) for case in CASES},
         "waiting": {
             case: train(case, rank, world_size, overlaps=False)
@@ -114,7 +115,7 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def oracle(case: Case, dp_size: int) -> Outcome:
-    reference = Oracle(OddModel(dtype=case.dtype), case.level, is_decoupled=case.is_decoupled)
+    reference = Oracle(OddModel(dtype=case.dtype), case.zero_stage, is_decoupled=case.is_decoupled)
     norms = [reference.take_step(step) for step in case.steps(dp_size)]
     return Outcome(norms, weights_of(reference.model))
 
@@ -128,7 +129,7 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_weights_after_twenty_steps_are_those_of_the_oracle(ranks: list, case: Case) -> None:
     expected = oracle(case, len(ranks))
-    bound = ALL_REDUCE_BOUND if case.level == "none" and len(ranks) > 2 else 0.0
+    bound = ALL_REDUCE_BOUND if case.zero_stage is ZeroStage.NONE and len(ranks) > 2 else 0.0
     for found in ranks:
         assert found["overlapped"][case].norms == pytest.approx(expected.norms, rel=1e-5 if bound else 1e-14)
         for name, weight in found["overlapped"][case].weights.items():
@@ -146,24 +147,26 @@ def test_overlap_changes_no_bit(ranks: list) -> None:
                 assert np.array_equal(weight, found["overlapped"][case].weights[name]), (case, name)
 
 
-def formula(level: str, weights: int, states: int, num_ranks: int) -> float:
+def formula(zero_stage: ZeroStage, weights: int, states: int, num_ranks: int) -> float:
     """Bytes per parameter, staging aside."""
     return (
         weights
-        + states / (1 if level == "none" else num_ranks)
-        + 4 / (num_ranks if level == "gradients" else 1)
+        + states / (1 if zero_stage is ZeroStage.NONE else num_ranks)
+        + 4 / (num_ranks if zero_stage is ZeroStage.GRADIENTS else 1)
     )
 
 
 @pytest.mark.parametrize("dtype,weights,states", [("bfloat16", 2, 10), ("float32", 4, 8)])
-@pytest.mark.parametrize("level", LEVELS)
-def test_bytes_per_parameter(ranks: list, level: str, dtype: str, weights: int, states: int) -> None:
+@pytest.mark.parametrize("zero_stage", ZERO_STAGES)
+def test_bytes_per_parameter(
+    ranks: list, zero_stage: ZeroStage, dtype: str, weights: int, states: int
+) -> None:
     if NUMEL % (len(ranks) * BUCKET):
         pytest.skip("buckets are padded at DP 3")
-    wanted = NUMEL * formula(level, weights, states, len(ranks))
-    is_staged = level == "gradients" and len(ranks) > 1
+    wanted = NUMEL * formula(zero_stage, weights, states, len(ranks))
+    is_staged = zero_stage is ZeroStage.GRADIENTS and len(ranks) > 1
     for found in ranks:
-        staging = found["bytes"][f"{level} torch.{dtype}"] - wanted
+        staging = found["bytes"][f"{zero_stage.name} torch.{dtype}"] - wanted
         if is_staged:
             assert 4 * BUCKET <= staging <= NUM_STAGING * 4 * BUCKET and staging % (4 * BUCKET) == 0
         else:

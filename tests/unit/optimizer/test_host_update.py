@@ -14,6 +14,7 @@ import torch
 from distributed_runner import run_distributed
 from optimizer_runs import LR, OddModel, accumulate, data_parallel_groups, make_steps, take_step, weights_of
 
+from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, host_update
@@ -43,7 +44,9 @@ def build(
     if fraction is not None:
         policy = StaticPlacementPolicy(fraction)
         offload = Offload(SimulatedDevice(1 << 40), policy, chunk_size, host_bytes)
-    return model, OverlappedDistributedOptimizer([model], config, "none", data_parallel_groups(), offload)
+    return model, OverlappedDistributedOptimizer(
+        [model], config, ZeroStage.NONE, data_parallel_groups(), offload
+    )
 
 
 def batches_of(step: Sequence, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -55,7 +58,7 @@ def train(
 ) -> dict[str, Any]:
     model, optimizer = build(dtype, clip_grad, fraction, chunk_size)
     norms = [take_step(model, optimizer, batches_of(step, dtype)) for step in make_steps(NUM_STEPS, 1, 2)]
-    optimizer.wait_for_weights()
+    optimizer.finish_param_sync()
     return {
         "norms": norms,
         "weights": weights_of(model.float()),
@@ -112,8 +115,8 @@ def count_updates(clip_grad: float) -> list[tuple[int, int]]:
         kernel.plain = kernel.speculated = 0
         accumulate(model, optimizer, step[0])
         await_worker(optimizer)
-        optimizer.step(optimizer.gradient_norm())
-        optimizer.wait_for_weights()
+        optimizer.step()
+        optimizer.finish_param_sync()
         counts.append((kernel.plain, kernel.speculated))
     assert {name.split("_")[0] for name in kernel.threads} == {"host-adam"}
     return counts
@@ -153,7 +156,7 @@ def fail_in_worker() -> str:
     kernel.failure = RuntimeError("a worker's own trouble")
     try:
         take_step(model, optimizer, steps[1][0])
-        optimizer.wait_for_weights()
+        optimizer.finish_param_sync()
     except RuntimeError as error:
         return str(error)
     return ""
@@ -168,7 +171,7 @@ def skip_a_step() -> bool:
             if is_interrupted and index == 2:
                 accumulate(model, optimizer, batches_of(make_steps(1, 1, 1, seed=9)[0], torch.bfloat16))
             take_step(model, optimizer, batches_of(step, torch.bfloat16))
-        optimizer.wait_for_weights()
+        optimizer.finish_param_sync()
         outcomes.append(weights_of(model.float()))
     return all(np.array_equal(outcomes[0][name], outcomes[1][name]) for name in outcomes[0])
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from distributed_runner import run_distributed
 from optimizer_runs import (
-    LEVELS,
     LR,
+    ZERO_STAGES,
     OddModel,
     accumulate,
     data_parallel_groups,
@@ -23,6 +23,7 @@ from optimizer_runs import (
     weights_of,
 )
 
+from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, host_update
@@ -32,7 +33,11 @@ from patch.optimizer.placement import Memory, Move, Placed
 
 NUM_STEPS = 20
 CLIPPED, FREE = 0.3, 0.0
-CASES = [(level, *case) for level in LEVELS for case in ((torch.bfloat16, FREE), (torch.float16, CLIPPED))]
+CASES = [
+    (zero_stage, *case)
+    for zero_stage in ZERO_STAGES
+    for case in ((torch.bfloat16, FREE), (torch.float16, CLIPPED))
+]
 """Without clipping all that was speculated is committed, with it all is updated after backward."""
 
 
@@ -73,26 +78,26 @@ class Shortened(OddModel):
 
 
 def train(
-    rank: int, level: str, dtype: torch.dtype, clip_grad: float, policy: RandomPolicy | None
+    rank: int, zero_stage: ZeroStage, dtype: torch.dtype, clip_grad: float, policy: RandomPolicy | None
 ) -> dict[str, Any]:
     """Norms and weights; every fourth step is not taken, step 10 begins with loaded weights."""
     model = Shortened(dtype=dtype)
     offload = None if policy is None else Offload(SimulatedDevice(UNLIMITED), policy, 60)  # type: ignore[arg-type]
     config = OptimizerConfig(lr=LR, clip_grad=clip_grad, reduce_bucket_size=200, initial_loss_scale=1024.0)
-    optimizer = OverlappedDistributedOptimizer([model], config, level, data_parallel_groups(), offload)
+    optimizer = OverlappedDistributedOptimizer([model], config, zero_stage, data_parallel_groups(), offload)
     norms = []
     for index, step in enumerate(make_steps(NUM_STEPS, 2, 2)):
         batches = [batch.to(dtype) for batch in step[rank]]
         model.is_short = index % 3 == 1
-        optimizer.place()
+        optimizer.apply_placement()
         if index == 10:
             model.load_state_dict(OddModel(seed=7, dtype=dtype).state_dict())
-            optimizer.take_weights()
+            optimizer.reload_model_params()
         if index % 4 == 3:
             accumulate(model, optimizer, batches)
         else:
             norms.append(take_step(model, optimizer, batches))
-    optimizer.wait_for_weights()
+    optimizer.finish_param_sync()
     return {"norms": norms, "weights": weights_of(model), "moves": policy.num_moves if policy else 0}
 
 

@@ -17,6 +17,7 @@ from fake_device import AT_ONCE, COMPUTE_FIRST, COPIES_FIRST, LATE, FakeDevice, 
 from fake_offload import FakeOffloadDevice, collectives_of, on
 from optimizer_runs import LR, OddModel, accumulate, data_parallel_groups, make_steps, weights_of
 
+from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED
 from patch.optimizer import OverlappedDistributedOptimizer
@@ -27,9 +28,9 @@ NUM_STEPS, CHUNK = 10, 90
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2)
 CLIPPED, FREE = 0.3, 0.0
 CASES = [
-    ("none", torch.bfloat16, FREE),
-    ("optimizer", torch.float16, CLIPPED),
-    ("gradients", torch.float32, FREE),
+    (ZeroStage.NONE, torch.bfloat16, FREE),
+    (ZeroStage.OPTIMIZER, torch.float16, CLIPPED),
+    (ZeroStage.GRADIENTS, torch.float32, FREE),
 ]
 TIGHT = 20 * CHUNK * 12
 """Host memory for the states, and hardly more: the buffers that updates share go round."""
@@ -58,14 +59,14 @@ class Shortened(OddModel):
 
 
 def build(
-    model: torch.nn.Module, level: str, clip_grad: float, offload: Offload | None
+    model: torch.nn.Module, zero_stage: ZeroStage, clip_grad: float, offload: Offload | None
 ) -> OverlappedDistributedOptimizer:
     groups = data_parallel_groups()
-    if level != "none":
+    if zero_stage is not ZeroStage.NONE:
         groups.dp_cp = dist.ProcessGroup(1, 2)
     config = OptimizerConfig(lr=LR, clip_grad=clip_grad, reduce_bucket_size=200, initial_loss_scale=1024.0)
-    optimizer = OverlappedDistributedOptimizer([model], config, level, groups, offload)
-    optimizer.gradients._can_wait_elsewhere = True
+    optimizer = OverlappedDistributedOptimizer([model], config, zero_stage, groups, offload)
+    optimizer.grad_buffer._can_wait_elsewhere = True
     return optimizer
 
 
@@ -92,7 +93,7 @@ def late_sums(optimizer: OverlappedDistributedOptimizer) -> None:
 
 
 def train(
-    level: str, dtype: torch.dtype, clip_grad: float, offload: Offload | None, fake: FakeDevice
+    zero_stage: ZeroStage, dtype: torch.dtype, clip_grad: float, offload: Offload | None, fake: FakeDevice
 ) -> dict[str, Any]:
     """Norms, losses and weights of steps of all kinds."""
     with fake.executing():
@@ -100,14 +101,14 @@ def train(
         steps = [[batch.to(dtype) for batch in step[0]] for step in make_steps(NUM_STEPS, 1, 2)]
     model.last.bias.shared_embedding = True
     fake.adopt(list(model.parameters()))
-    optimizer = build(model, level, clip_grad, offload)
+    optimizer = build(model, zero_stage, clip_grad, offload)
     norms, losses = [], []
     for index, step in enumerate(steps):
-        optimizer.place()
+        optimizer.apply_placement()
         model.is_short = index % 3 == 1
         if index == 5:
             model.first.load_state_dict(other.first.state_dict())
-            optimizer.take_weights()
+            optimizer.reload_model_params()
         if index == 3:
             fail_midway(model, optimizer, step)
         accumulate(model, optimizer, [] if index == 8 else step)  # 8: without backward
@@ -115,16 +116,15 @@ def train(
             late_sums(optimizer)
         if index % 4 == 2:  # a step that is not taken
             continue
-        norms.append(optimizer.gradient_norm())
-        optimizer.step(norms[-1])
+        norms.append(optimizer.step().grad_norm)
         if index == 7:
             with torch.no_grad():
                 losses.append(model(step[0]))
         if index == 3:
             saved = {name: weight.clone() for name, weight in model.state_dict().items()}
-    optimizer.place()
+    optimizer.apply_placement()
     states = states_of(optimizer)
-    optimizer.wait_for_weights()
+    optimizer.finish_param_sync()
     fake.compute.synchronize()
     with fake.executing():
         found = {f"saved {name}": weight.float().numpy() for name, weight in saved.items()}
@@ -134,7 +134,7 @@ def train(
 
 def states_of(optimizer: OverlappedDistributedOptimizer) -> list[torch.Tensor]:
     """Copies of all states, shard by shard."""
-    optimizer.wait_for_weights()
+    optimizer.finish_param_sync()
     return [
         torch.cat([state.clone() for _, state in optimizer.adam.state(name, index, part.begin, part.end)])
         for name in optimizer.adam.dtypes
@@ -169,12 +169,12 @@ def move_after_a_step_not_taken() -> tuple[int, int]:
         model, (step, *_) = OddModel(), make_steps(1, 1, 1)
     with on(fake) as kernel:
         fake.adopt(list(model.parameters()))
-        optimizer = build(model, "none", FREE, Offload(FakeOffloadDevice(fake), ToTheDevice(), CHUNK))  # type: ignore[arg-type]
+        optimizer = build(model, ZeroStage.NONE, FREE, Offload(FakeOffloadDevice(fake), ToTheDevice(), CHUNK))  # type: ignore[arg-type]
         accumulate(model, optimizer, step[0])
         worker = optimizer.adam.host_updates._worker
         worker.run_next()
         worker.jobs[0][0].set_running_or_notify_cancel()  # begun, and not yet at the states
-        optimizer.place()
+        optimizer.apply_placement()
         before = len(kernel.numels)
         while worker.jobs:
             worker.run_next()

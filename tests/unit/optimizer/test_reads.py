@@ -22,6 +22,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
+from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, host_update
@@ -180,7 +181,9 @@ def offloaded(model: torch.nn.Module) -> OverlappedDistributedOptimizer:
     original = host_update.adam_kernel
     host_update.adam_kernel = lambda device: SlowKernel()  # type: ignore[assignment]
     try:
-        return OverlappedDistributedOptimizer([model], config, "none", data_parallel_groups(), offload)
+        return OverlappedDistributedOptimizer(
+            [model], config, ZeroStage.NONE, data_parallel_groups(), offload
+        )
     finally:
         host_update.adam_kernel = original
 
@@ -188,10 +191,10 @@ def offloaded(model: torch.nn.Module) -> OverlappedDistributedOptimizer:
 def begin_step(model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer) -> None:
     """A step whose weights are still on their way; with several ranks the last one sends late."""
     accumulate(model, optimizer, [INPUTS])
-    norm = optimizer.gradient_norm()
+    norm = optimizer.get_grad_norm()
     if dist.get_world_size() > 1 and dist.get_rank() == dist.get_world_size() - 1:
         time.sleep(LATE_S)
-    optimizer.step(norm)
+    optimizer._update(norm, LR)
 
 
 def with_weights_of(model: Reader) -> Reader:
@@ -206,7 +209,7 @@ def check_read(read: Read, build: Callable[[torch.nn.Module], OverlappedDistribu
     optimizer = build(model)
     begin_step(model, optimizer)
     found = read(model)
-    optimizer.wait_for_weights()
+    optimizer.finish_param_sync()
     assert torch.equal(found, read(with_weights_of(model)))
     assert not torch.equal(found, read(Reader())), "the step changed nothing that is read"
 
@@ -227,7 +230,7 @@ def check_compiled(way: str) -> None:
         with torch.no_grad():
             found = call(INPUTS)
             again = call(INPUTS)
-        optimizer.wait_for_weights()
+        optimizer.finish_param_sync()
         expected = with_weights_of(model)(INPUTS)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
         torch.testing.assert_close(again, expected, rtol=1e-6, atol=0)
@@ -242,7 +245,7 @@ def check_compiled_reader() -> None:
     for _ in range(2):
         begin_step(model, optimizer)
         found = call(INPUTS)
-        optimizer.wait_for_weights()
+        optimizer.finish_param_sync()
         torch.testing.assert_close(found, INPUTS @ with_weights_of(model).raw.weight)
 
 
@@ -252,7 +255,7 @@ def check_kept_reference_is_loud() -> None:
     optimizer = offloaded(model)
     begin_step(model, optimizer)
     loss = (INPUTS.clone().requires_grad_() @ model.aside[0]).sum()
-    optimizer.wait_for_weights()
+    optimizer.finish_param_sync()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
 
@@ -260,10 +263,10 @@ def check_kept_reference_is_loud() -> None:
 def check_graph_of_before_the_step_is_loud() -> None:
     """As with torch's own optimizers."""
     model = Reader()
-    optimizer = build_optimizer(model, "none")
+    optimizer = build_optimizer(model, ZeroStage.NONE)
     kept = (INPUTS.clone().requires_grad_() @ model.raw.weight).sum()
     begin_step(model, optimizer)
-    optimizer.wait_for_weights()
+    optimizer.finish_param_sync()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         kept.backward()
 
@@ -288,10 +291,10 @@ CHECKS: dict[str, Callable[[], None]] = {
     "debug mode": check_debug_mode_tells,
 }
 SHARDED_CHECKS: dict[str, Callable[[], None]] = {
-    f"{name} {level}": partial(
-        check_read, READS[name], partial(build_optimizer, level=level, reduce_bucket_size=1)
+    f"{name} {zero_stage.name}": partial(
+        check_read, READS[name], partial(build_optimizer, zero_stage=zero_stage, reduce_bucket_size=1)
     )
-    for level in ("optimizer", "gradients")
+    for zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
     for name in ("forward", "fast_path_of_an_encoder_in_eval", "a_deep_copy")
 }
 

@@ -9,6 +9,7 @@ import torch
 from distributed_runner import run_distributed
 from optimizer_runs import LR, OddModel, build_optimizer, data_parallel_groups, make_steps, take_step
 
+from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.errors import ConfigError, TrainingError
 from patch.optimizer import OverlappedDistributedOptimizer
@@ -87,33 +88,33 @@ def run_all(rank: int, world_size: int) -> None:
         model = OddModel()
         change(model)
         with pytest.raises(ConfigError, match=message):
-            build_optimizer(model, "none")
+            build_optimizer(model, ZeroStage.NONE)
     _refuse_another_optimizer()
     _refuse_a_parameter_in_two_stages()
     for change, message in BETWEEN_STEPS.items():
         model = OddModel()
         model.first.bias.requires_grad_(False)
-        optimizer = build_optimizer(model, "none")
+        optimizer = build_optimizer(model, ZeroStage.NONE)
         (step,) = make_steps(1, 1, 1)
         take_step(model, optimizer, step[0])
-        optimizer.start_step(LR)
+        optimizer.zero_grad(LR)
         change(model)
         with pytest.raises(TrainingError, match=message):
-            optimizer.start_step(LR)
+            optimizer.zero_grad(LR)
     _train_what_is_not_contiguous()
 
 
 def _refuse_another_optimizer() -> None:
     model = OddModel()
-    optimizer = build_optimizer(model, "none")
+    optimizer = build_optimizer(model, ZeroStage.NONE)
     before = model.gain.data_ptr()
     with pytest.raises(ConfigError, match="another optimizer trains its parameters"):
-        build_optimizer(model, "none")
+        build_optimizer(model, ZeroStage.NONE)
     assert model.gain.data_ptr() == before
     (step,) = make_steps(1, 1, 1)
     take_step(model, optimizer, step[0])
-    optimizer.wait_for_weights()
-    build_optimizer(copy.deepcopy(model), "none")  # a copy is nobody's
+    optimizer.finish_param_sync()
+    build_optimizer(copy.deepcopy(model), ZeroStage.NONE)  # a copy is nobody's
 
 
 def _refuse_a_parameter_in_two_stages() -> None:
@@ -121,7 +122,7 @@ def _refuse_a_parameter_in_two_stages() -> None:
     stages[1].gain = stages[0].gain
     config = OptimizerConfig(lr=LR)
     with pytest.raises(ConfigError, match="gain is in several stages"):
-        OverlappedDistributedOptimizer(stages, config, "none", data_parallel_groups())
+        OverlappedDistributedOptimizer(stages, config, ZeroStage.NONE, data_parallel_groups())
 
 
 def _train_what_is_not_contiguous() -> None:
@@ -130,7 +131,7 @@ def _train_what_is_not_contiguous() -> None:
     turned.first.weight.data = turned.first.weight.data.t().contiguous().t()
     assert not turned.first.weight.is_contiguous()
     for model in (plain, turned):
-        optimizer = build_optimizer(model, "none")
+        optimizer = build_optimizer(model, ZeroStage.NONE)
         for step in make_steps(3, 1, 1):
             take_step(model, optimizer, step[0])
     assert torch.equal(plain.first.weight, turned.first.weight)

@@ -86,7 +86,7 @@ def build(config: RunConfig) -> Run:
             if isinstance(shard, ShardedTensor) and shard.data.ndim == 1:  # norms, ones until now
                 torch.manual_seed(zlib.crc32(f"{shard.key}{shard.global_offset}".encode()))
                 shard.data.uniform_(0.5, 1.5)
-    run.optimizer.take_weights()
+    run.optimizer.reload_model_params()
     return run
 
 
@@ -111,9 +111,9 @@ def check_loaded(root: Path, iteration: int, run: Run) -> None:
     wanted = wanted_states(run)
     for state in (state for name in wanted for state, _ in states_of(run.optimizer, name)):
         state.fill_(math.pi)
-    weights = run.optimizer.weights.flat.clone()
+    weights = run.optimizer.param_buffer.flat.clone()
     load_checkpoint(root, iteration, sharded_state(run))
-    assert torch.equal(run.optimizer.weights.flat, weights), "weights of another layout"
+    assert torch.equal(run.optimizer.param_buffer.flat, weights), "weights of another layout"
     for name, expected in wanted.items():
         for (ours, _), values in zip(states_of(run.optimizer, name), expected, strict=True):
             is_padding = values == 0  # no weight is, but for padded rows of the vocabulary

@@ -22,8 +22,8 @@ from patch.config import Rendezvous
 from patch.device import MachineFacts
 from patch.distributed.launch import LOST_RANK_CODE, launch
 from patch.errors import DataError, TrainingError
-from patch.training.error_translation import LostRankError, explained, is_out_of_memory
-from patch.training.memory_advice import is_of_the_device, memory_advice
+from patch.training.error_translation import LostRankError, is_out_of_memory, translate_errors
+from patch.training.memory_advice import is_device_error, memory_advice
 
 CONFIG = small_run()
 MACHINE = MachineFacts(cuda_devices=0, cpu_cores=2)
@@ -47,7 +47,7 @@ def out_of_memory_in_a_file() -> None:
 
 @pytest.mark.parametrize("fail", [out_of_memory_on_the_cpu, out_of_memory_in_python, out_of_memory_in_a_file])
 def test_out_of_memory_on_the_host_names_its_cures(fail) -> None:
-    with pytest.raises(TrainingError) as caught, explained(small_run(dp=2)):
+    with pytest.raises(TrainingError) as caught, translate_errors(small_run(dp=2)):
         fail()
     assert all(name in str(caught.value) for name in ("BATCH_SIZE", "17 AC", "14 DO"))
     assert "OFFLOAD" not in str(caught.value), "states in host memory are no help there"
@@ -69,8 +69,8 @@ def test_out_of_memory_on_the_host_names_its_cures(fail) -> None:
 def test_out_of_memory_of_a_library_on_a_gpu_names_the_cures_of_the_gpu(message: str) -> None:
     """The libraries' own words, as torch passes them on: a RuntimeError, of NCCL a DistBackendError."""
     kind = dist.DistBackendError if message.startswith("NCCL") else RuntimeError
-    assert is_out_of_memory(kind(message)) and is_of_the_device(kind(message))
-    with pytest.raises(TrainingError, match="ran out of memory") as caught, explained(CONFIG):
+    assert is_out_of_memory(kind(message)) and is_device_error(kind(message))
+    with pytest.raises(TrainingError, match="ran out of memory") as caught, translate_errors(CONFIG):
         raise kind(message)
     assert POLICY in str(caught.value)
 
@@ -94,7 +94,7 @@ def test_out_of_memory_on_the_host_is_not_the_devices() -> None:
     for fail in (out_of_memory_on_the_cpu, out_of_memory_in_python, out_of_memory_in_a_file):
         with pytest.raises((RuntimeError, MemoryError, OSError)) as raised:
             fail()
-        assert is_out_of_memory(raised.value) and not is_of_the_device(raised.value)
+        assert is_out_of_memory(raised.value) and not is_device_error(raised.value)
 
 
 BATCH, PAD, AC = "3 BATCH_SIZE", "8 PAD_LEN", "17 AC"
@@ -160,7 +160,7 @@ def test_out_of_memory_of_a_gpus_host_asks_for_less_there() -> None:
     ids=repr,
 )
 def test_other_errors_pass_as_they_are(error: Exception) -> None:
-    with pytest.raises(type(error)) as caught, explained(CONFIG):
+    with pytest.raises(type(error)) as caught, translate_errors(CONFIG):
         raise error
     assert caught.value is error
 
@@ -170,7 +170,7 @@ def wait_for_a_rank_that_hangs(rank: int, world_size: int) -> str:
     if rank == 1:
         time.sleep(3)
         return ""
-    with pytest.raises(TrainingError) as caught, explained(CONFIG):
+    with pytest.raises(TrainingError) as caught, translate_errors(CONFIG):
         dist.all_reduce(torch.ones(1), group=hasty)
     assert not isinstance(caught.value, LostRankError)
     return str(caught.value)
@@ -189,13 +189,13 @@ def test_rank_that_ended_gives_the_exit_code(code: int) -> None:
 
 
 def lose_rank_1(code: int) -> None:
-    """Rank 1 ends with `code`; rank 0 waits for it and ends with the code of what `explained` raises."""
+    """Rank 1 ends with `code`; rank 0 waits for it and ends with what `translate_errors` makes of it."""
     dist.init_process_group("gloo")
     dist.barrier()
     if dist.get_rank() == 1:
         os._exit(code)
     try:
-        with explained(CONFIG):
+        with translate_errors(CONFIG):
             dist.all_reduce(torch.ones(1))
     except LostRankError as error:
         assert error.exit_code == LOST_RANK_CODE

@@ -24,10 +24,10 @@ def _overflowing_steps(config: object) -> list[tuple]:
     run = build_seeded_run(config)
     history = []
     for iteration in range(20):
-        run.optimizer.wait_for_weights()
+        run.optimizer.finish_param_sync()
         before = [weight.detach().clone() for weight in run.stages[0].parameters()]
         result = train_step(run, iteration)
-        run.optimizer.wait_for_weights()
+        run.optimizer.finish_param_sync()
         same = all(torch.equal(a, b) for a, b in zip(before, run.stages[0].parameters(), strict=True))
         scale = run.optimizer.loss_scale.value
         history.append((result.skipped, result.grad_norm, same, scale, run.optimizer.adam.step_count))

@@ -16,7 +16,6 @@ from optimizer_runs import held_bytes
 from small_runs import small_run
 from training_runs import build_seeded_run, digests
 
-from patch.training.offload import StepTimes
 from patch.training.run_state import resume, save
 from patch.training.setup import Run
 from patch.training.step import evaluate, train_step
@@ -70,7 +69,7 @@ def half_of_the_states(changes: dict[str, Any]) -> int:
 
 
 def close(run: Run) -> None:
-    run.optimizer.wait_for_weights()
+    run.optimizer.finish_param_sync()
     new_job()
 
 
@@ -134,18 +133,17 @@ def out_of_memory(fails: bool) -> dict[str, Any]:
     run = build(
         "static 0", precision="bf16", train_iters=6, global_batch_size=2, simulated_device_memory=10**12
     )
-    adam, watch = run.optimizer.adam, run.optimizer.watch
+    adam = run.optimizer.adam
     device = adam._offload.device
     steps, forwards, fractions = [], [0], []
 
-    def count(output: torch.Tensor, stage: int | None = None) -> None:
+    def count(*arguments: Any) -> None:
         torch.rand(3)
         forwards[0] += 1
         if fails and len(steps) == 3 and device.budget == 10**12:
             device.budget = device.allocated_bytes  # another process takes what is left
-        watch(output, stage)
 
-    run.optimizer.watch = count
+    run.stages[0].register_forward_hook(count)
     for iteration in range(6):
         result = train_step(run, iteration)
         fractions.append(adam.manager.offload_fraction)
@@ -166,7 +164,7 @@ def loaded_later(policy: str) -> list:
     with torch.no_grad():
         for parameter in run.stages[0].parameters():
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.02)
-    run.optimizer.take_weights()
+    run.optimizer.reload_model_params()
     bits = train(run, last=3)["bits"]
     close(run)
     return bits
@@ -177,7 +175,7 @@ def said_at_the_start() -> list[str]:
     found: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
-    log = logging.getLogger("patch.training.offload")
+    log = logging.getLogger("patch.training.state_placement")
     log.setLevel("INFO")
     log.addHandler(handler)
     for policy in ("none", "static 0.3", "auto"):
@@ -327,36 +325,3 @@ def test_auto_decides_for_each_rank_and_changes_no_bit(layout: str) -> None:
 def test_parts_of_a_model_do_not_try_again() -> None:
     """The others wait for activations; error_translation.py makes exit code 5 of it, with what to change."""
     assert [rank["moved when short"] for rank in together()] == [0.0, 0.0]
-
-
-class Clock:
-    """What StepTimes reads of a HybridAdam."""
-
-    def __init__(self) -> None:
-        self.manager = self
-        self.offload_fraction, self.host_seconds = 1.0, (0.0, 0.0)
-
-    def step(self, busy: float, waited: float) -> None:
-        self.host_seconds = self.host_seconds[0] + busy, self.host_seconds[1] + waited
-
-
-def test_predicted_and_measured_step_times_are_logged(caplog: pytest.LogCaptureFixture) -> None:
-    adam = Clock()
-    times = StepTimes(adam)
-    with caplog.at_level("INFO"):
-        for seconds, fraction, busy, waited in [
-            (1.0, 1.0, 0.8, 0.5),  # 0.3 s are hidden
-            (1.0, 1.0, 0.8, 0.5),
-            (9.9, 0.5, 0.4, 0.1),  # holds the move
-            (0.63, 0.5, 0.4, 0.1),
-            (0.6, 0.5, 0.4, 0.1),
-            (0.7, 0.25, 0.2, 0.0),
-            (0.51, 0.25, 0.2, 0.0),
-        ]:
-            adam.offload_fraction = fraction
-            adam.step(busy, waited)
-            times.note(seconds)
-    assert caplog.messages == [
-        "optimizer offload: fraction 0.500: 600.0 ms predicted, 630.0 ms measured, 1000.0 ms before",
-        "optimizer offload: fraction 0.250: 500.0 ms predicted, 510.0 ms measured, 600.0 ms before",
-    ]

@@ -12,6 +12,7 @@ from small_runs import small_run
 from training_runs import build_seeded_run, digests
 
 from patch.memory import SimulatedDevice
+from patch.optimizer.bucket import Bucket
 from patch.training.error_translation import LostRankError
 from patch.training.setup import Run
 from patch.training.step import evaluate, train_step
@@ -48,10 +49,10 @@ class Fault:
         self.device, self.place, self.is_armed, self.turns = device_of(run), place, False, 0
         batches = run.config.num_micro_batches
         self.after = {"last forward": batches, "backward": batches, "hook": 6}.get(place, 1)
-        self.watch, self.lend = run.optimizer.watch, run.optimizer.gradients._lend
-        run.optimizer.watch = self.on_forward
+        self.provide_buffer = run.optimizer.grad_buffer._provide_buffer
+        run.stages[0].register_forward_hook(self.on_forward)
         if place == "hook":
-            run.optimizer.gradients._lend = lambda bucket: (self.strike(), self.lend(bucket))[1]
+            run.optimizer.grad_buffer._provide_buffer = self.on_bucket
         if place == "backward":
             weight = run.stages[0].decoder.layers[0].mlp.linear_fc1.weight
             weight.register_hook(lambda gradient: self.strike())
@@ -63,7 +64,10 @@ class Fault:
             self.device.budget = self.device.allocated_bytes
         elif self.place in ("first forward", "last forward", "evaluation"):
             self.strike()
-        self.watch(*arguments)
+
+    def on_bucket(self, bucket: Bucket) -> None:
+        self.strike()
+        self.provide_buffer(bucket)
 
     def strike(self) -> None:
         self.turns += self.is_armed
@@ -107,7 +111,7 @@ def collective_without_memory() -> float:
     def fail(*arguments: Any) -> None:
         raise dist.DistBackendError("NCCL error: ncclUnhandledCudaError, Failed to CUDA calloc 608 bytes")
 
-    run.optimizer.watch = fail
+    run.stages[0].register_forward_hook(fail)
     with pytest.raises(dist.DistBackendError):
         train_step(run, 0)
     fraction = run.optimizer.adam.manager.offload_fraction

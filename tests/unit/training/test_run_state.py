@@ -16,7 +16,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def _weights(run) -> dict[str, torch.Tensor]:
-    run.optimizer.wait_for_weights()
+    run.optimizer.finish_param_sync()
     return {
         name: parameter.detach().clone()
         for stage in run.stages
@@ -39,7 +39,7 @@ def exchange(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], 
         for ours, dtype in DTYPES.items():
             run = build_seeded_run(small_run(precision=ours, seed=99, initial_loss_scale=1.0))
             load_weights(folder / theirs, run.stages, run.config)
-            run.optimizer.take_weights()
+            run.optimizer.reload_model_params()
             loaded = _weights(run)
             differing = [
                 name for name, weight in stored[theirs].items() if not loaded[name].equal(weight.to(dtype))

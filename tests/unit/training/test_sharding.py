@@ -14,6 +14,7 @@ from small_runs import small_run
 from training_runs import build_seeded_run, run_training
 
 from patch.config.schema import RunConfig
+from patch.optimizer.bucket import Bucket
 from patch.training.step import train_step
 
 LEVELS = ("none", "optimizer", "gradients")
@@ -51,17 +52,26 @@ RUNS = {
 }
 
 
+def note_launches(bucket: Bucket, events: list[str]) -> None:
+    """Add an event where a bucket's reduction starts."""
+    start = bucket.start_grad_sync
+
+    def start_grad_sync() -> None:
+        events.append(f"launch {bucket.index}")
+        start()
+
+    bucket.start_grad_sync = start_grad_sync  # type: ignore[method-assign]
+
+
 def trace(config: RunConfig) -> dict[str, Any]:
     """Launches and gradients of each of this rank's stages, in its last micro-batch of the first step; and
     the gathers under way at each module of the next step's forwards."""
     run = build_seeded_run(config)
-    buckets = run.optimizer.gradients.buckets
+    buckets = run.optimizer.grad_buffer.buckets
     events: list[list[str]] = [[] for _ in run.stages]
 
-    def note_launch(index: int) -> None:
-        events[buckets[index].range.stage].append(f"launch {index}")
-
-    run.optimizer.gradients.on_launch = note_launch
+    for bucket in buckets:
+        note_launches(bucket, events[bucket.range.stage])
     for stage, noted in zip(run.stages, events, strict=True):
         for parameter in stage.parameters():
             # A tensor hook sees the gradient before it is accumulated, so before the optimizer does.
@@ -74,11 +84,12 @@ def trace(config: RunConfig) -> dict[str, Any]:
         own = [bucket.index for bucket in buckets if bucket.range.stage == stage.vp_stage]
         stages.append((noted[first:], [f"launch {index}" for index in own]))
     pending: list[int] = []
+    params = run.optimizer.param_buffer
     for module in itertools.chain.from_iterable(stage.modules() for stage in run.stages):
         if next(module.parameters(recurse=False), None) is not None:
-            module.register_forward_pre_hook(lambda *_: pending.append(len(run.optimizer.weights._pending)))
+            module.register_forward_pre_hook(lambda *_: pending.append(len(params._pending)))
     train_step(run, 1)
-    run.optimizer.wait_for_weights()
+    run.optimizer.finish_param_sync()
     new_job()
     return {"stages": stages, "pending": pending, "num_buckets": len(buckets)}
 

@@ -36,7 +36,7 @@ def run_building(rank: int, world_size: int) -> dict[str, Any]:
     compat.apply(cuda=False)
     groups = initialize(config, CPU)
     sizes, (stages, optimizer) = allocations(lambda: build_model(config, groups, CPU.device))
-    before_gradients = sizes[: sizes.index(optimizer.gradients.num_bytes)]
+    before_gradients = sizes[: sizes.index(optimizer.grad_buffer.num_bytes)]
     initialize_weights(stages, config.model, config.training.seed)
     plain = build_llama_model(config.model, groups, CPU.device, config.execution)
     initialize_weights(plain, config.model, config.training.seed)

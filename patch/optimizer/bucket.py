@@ -1,0 +1,168 @@
+"""One bucket of gradients: it collects them, reduces them, and knows when it is full."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from patch.config.choices import ZeroStage
+from patch.distributed.async_collectives import Pending, WaitClock, start_all_reduce, start_reduce_scatter
+from patch.optimizer.layout import BucketRange, ParamRange
+from patch.optimizer.micro_batch import LastMicroBatchCheck
+
+
+class Reduction(NamedTuple):
+    """How the buckets of one buffer are reduced."""
+
+    zero_stage: ZeroStage
+    group: dist.ProcessGroup
+    """Data-parallel ranks (with context parallelism)."""
+
+    @property
+    def num_shards(self) -> int:
+        """Ranks that share the sum; 1 where every rank gets all of it."""
+        return 1 if self.zero_stage is ZeroStage.NONE else self.group.size()
+
+    @property
+    def rank(self) -> int:
+        """This rank's shard."""
+        return 0 if self.zero_stage is ZeroStage.NONE else self.group.rank()
+
+
+class Bucket:
+    """The gradients of the parameters of one bucket.
+
+    Of each micro-batch: `begin_micro_batch`; `collect` for every gradient; `end_micro_batch`. Once it is
+    ready: `start_grad_sync`, `finish_grad_sync`. Between two steps: `reset`.
+
+    Args:
+        index: its place in the order of backward.
+        bucket_range: its parameters.
+        shard: (n,) this rank's reduced gradients; final when the buffer's `finish_grad_sync` returns.
+        buffer: (shards * n,) where gradients are collected; None: in a staging buffer, see `use_staging`.
+        reduction: how it is reduced.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        bucket_range: BucketRange,
+        shard: torch.Tensor,
+        buffer: torch.Tensor | None,
+        reduction: Reduction,
+    ) -> None:
+        self.index, self.range, self.shard, self.buffer = index, bucket_range, shard, buffer
+        self._reduction = reduction
+        self._staging: torch.Tensor | None = None
+        self.is_open = False
+        """Whether a micro-batch of its stage has begun backward and has not ended."""
+        self.is_last = False
+        """Whether the stage's newest micro-batch is the last one of the step."""
+        self.has_left = False
+        """Whether the reduction of the stage's newest micro-batch has started."""
+        self.pending: Pending | None = None
+        """The reduction that is under way."""
+        self.check: LastMicroBatchCheck | None = None
+        """What ranks tell each other about the micro-batch that is being reduced (stage `gradients`)."""
+        self.notify_when_done = False
+        """Whether the optimizer is to be told when the reduction that is under way has arrived."""
+        self._is_due = self._is_over = False
+        """Of the newest micro-batch: whether it is reduced, and whether it has ended."""
+        self._missing: set[ParamRange] = set()
+        """Parameters without a gradient in the micro-batch that is open."""
+        self._unused = set(bucket_range.params)
+        """Parameters that had no gradient in any micro-batch that has ended."""
+        self._has_nested = self._has_repeats = False
+        """Whether a gradient ever came from a backward inside the backward; whether a parameter ever got
+        several gradients in one micro-batch."""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the gradients of the step before."""
+        self.is_open = self._is_due = False
+        self._is_shard_empty = True
+        self._unwritten = set(self.range.params)
+        """Parameters that have given the buffer no gradient yet: their elements hold old values."""
+
+    def begin_micro_batch(self, *, is_last: bool) -> None:
+        """A micro-batch of the stage begins its backward."""
+        self._missing = set(self.range.params)
+        self.is_open, self._is_over, self.has_left = True, False, False
+        self.is_last = is_last
+        self._is_due = is_last or self._reduction.zero_stage is ZeroStage.GRADIENTS
+
+    def end_micro_batch(self) -> None:
+        """The micro-batch will give no further gradient."""
+        self._unused &= self._missing
+        self.is_open, self._is_over = False, True
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the micro-batch is to be reduced and will give no further gradient."""
+        may_repeat = self._has_repeats or (self._has_nested and self._unused)
+        return self._is_due and (self._is_over or not (self._missing or may_repeat))
+
+    def use_staging(self, staging: torch.Tensor) -> None:
+        """Collect the next gradients in `staging`, which `finish_grad_sync` gives back."""
+        self._staging, self.buffer = staging, staging[: self.range.numel]
+        self._unwritten = set(self.range.params)
+
+    def collect(self, param: ParamRange, gradient: torch.Tensor, *, is_nested: bool) -> None:
+        """Add one parameter's gradient to the buffer.
+
+        Args:
+            is_nested: it comes from a backward inside the backward (a reentrant checkpoint).
+        """
+        assert self.buffer is not None, "use_staging comes first"
+        begin = param.begin - self.range.begin
+        place = self.buffer[begin : begin + gradient.numel()].view(gradient.shape)
+        # Without its graph, where backward keeps one (create_graph).
+        if param in self._unwritten:
+            place.copy_(gradient.detach())
+            self._unwritten.remove(param)
+        else:
+            place.add_(gradient.detach())
+        self._has_repeats |= param not in self._missing
+        # Stage `gradients` cannot wait for repeats: it has no memory for all buckets.
+        self._has_nested |= is_nested and self._reduction.zero_stage is not ZeroStage.GRADIENTS
+        self._missing.discard(param)
+
+    @property
+    def is_shard_final(self) -> bool:
+        """Whether the reduction writes the final sum into the shard, with nothing to be added afterwards."""
+        return self._reduction.zero_stage is not ZeroStage.GRADIENTS or self._is_shard_empty
+
+    def start_grad_sync(self) -> None:
+        """Start the reduction of what was collected; a parameter without a gradient counts as zeros."""
+        assert self.buffer is not None, "use_staging comes first"
+        for param in self._unwritten:
+            self.buffer[param.begin - self.range.begin : param.end - self.range.begin].zero_()
+        if self._reduction.zero_stage is ZeroStage.NONE:
+            self.pending = start_all_reduce(self.buffer, self._reduction.group)
+        else:
+            # In place; only the first reduction of a ZeRO-2 step can write where the sum is kept.
+            is_direct = self._reduction.zero_stage is ZeroStage.GRADIENTS and self._is_shard_empty
+            out = self.shard if is_direct else self._own_part()
+            self.pending = start_reduce_scatter(self.buffer, out, self._reduction.group)
+        self.has_left = True
+
+    def finish_grad_sync(self, clock: WaitClock) -> torch.Tensor | None:
+        """Wait for the reduction; the staging buffer, if it had one, which is free again."""
+        assert self.pending is not None, "start_grad_sync comes first"
+        self.pending.wait(clock)
+        self.pending = None
+        if not self.is_shard_final:
+            self.shard.add_(self._own_part())
+        self._is_shard_empty = False
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            self.buffer = None
+        return staging
+
+    def _own_part(self) -> torch.Tensor:
+        """(n,) the part of the buffer that belongs to this rank."""
+        assert self.buffer is not None
+        size = self.range.numel // self._reduction.num_shards
+        return self.buffer[self._reduction.rank * size : (self._reduction.rank + 1) * size]

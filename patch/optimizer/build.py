@@ -1,0 +1,69 @@
+"""The optimizer from its configuration: where states may go, and who decides."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from patch.config.choices import ZeroStage
+from patch.config.schema import OptimizerConfig
+from patch.memory import UNLIMITED, CudaDevice, OffloadDevice, SimulatedDevice
+from patch.optimizer.hybrid_adam import Offload
+from patch.optimizer.overlapped_optimizer import OverlappedDistributedOptimizer
+from patch.optimizer.placement import AutoPlacementPolicy, StaticPlacementPolicy
+
+
+def build_optimizer(
+    stages: Sequence[torch.nn.Module],
+    config: OptimizerConfig,
+    zero_stage: ZeroStage,
+    groups: ProcessGroupCollection | None = None,
+    *,
+    host_bytes: int = UNLIMITED,
+) -> OverlappedDistributedOptimizer:
+    """Build the optimizer of some modules, with its states where the configuration says.
+
+    Args:
+        stages: the pipeline stages of this rank, or one whole model.
+        config: rates, decay, clipping, bucket size, offload.
+        zero_stage: what data-parallel ranks share.
+        groups: megatron-core's process groups; None: all ranks of the job are data-parallel.
+        host_bytes: host memory of this process, for offloaded states.
+    Raises:
+        ConfigError: parameters that cannot be trained.
+        torch.OutOfMemoryError: --simulated-device-memory holds no more than a part of what must be there.
+    """
+    device = next(chain.from_iterable(stage.parameters() for stage in stages), torch.empty(0)).device
+    offload = _build_offload(config, device, host_bytes)
+    optimizer = OverlappedDistributedOptimizer(
+        stages, config, zero_stage, groups or _data_parallel_groups(), offload
+    )
+    if offload is not None and isinstance(offload.device, SimulatedDevice):
+        offload.device.reserve(optimizer.adam.fixed_bytes)
+    return optimizer
+
+
+def _data_parallel_groups() -> ProcessGroupCollection:
+    """Groups of a job in which each rank holds the whole model."""
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    return ProcessGroupCollection(dp_cp=dist.group.WORLD, tp=alone, mp=alone, embd=alone)
+
+
+def _build_offload(config: OptimizerConfig, device: torch.device, host_bytes: int) -> Offload | None:
+    if config.optimizer_offload_policy is None:
+        return None
+    offload_device: OffloadDevice
+    if device.type == "cuda":
+        offload_device = CudaDevice(device)
+    else:
+        offload_device = SimulatedDevice(config.simulated_device_memory or UNLIMITED)
+    policy: StaticPlacementPolicy | AutoPlacementPolicy
+    if config.optimizer_offload_policy == "static":
+        policy = StaticPlacementPolicy(config.optimizer_offload_fraction)
+    else:
+        policy = AutoPlacementPolicy(config.optimizer_offload_auto_threshold)
+    return Offload(offload_device, policy, config.optimizer_offload_chunk_size or 0, host_bytes)

@@ -1,0 +1,224 @@
+"""Where backward begins is seen, whatever a model returns and however it is called; nobody has to tell.
+
+Every case is trained on two ranks with accumulation, at every ZeRO stage, and equals autograd on one process
+to the bit.
+"""
+
+import traceback
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_runner import run_distributed
+from optimizer_runs import (
+    LR,
+    ZERO_STAGES,
+    Oracle,
+    data_parallel_groups,
+    make_steps,
+    weights_of,
+)
+from torch.utils.checkpoint import checkpoint
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from patch.config.choices import ZeroStage
+from patch.config.schema import OptimizerConfig
+from patch.optimizer import build_optimizer
+
+# The oracle adds up what a backward gives first, the optimizer (as torch) every gradient as it comes.
+REPEATS_BOUND = 1e-7
+Loss = Callable[[torch.nn.Module, torch.Tensor], torch.Tensor]
+
+
+@dataclass
+class Pair:
+    first: torch.Tensor
+    second: list[torch.Tensor]
+
+
+class Opaque:
+    """An output that nobody can look into."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class Model(torch.nn.Module):
+    """Returns what `wrap` makes of two tensors; `head` is for the loss."""
+
+    def __init__(self, wrap: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self._wrap = wrap
+        self.body = torch.nn.Linear(23, 11)
+        self.left = torch.nn.Linear(11, 5)
+        self.right = torch.nn.Linear(11, 5)
+        self.head = torch.nn.Linear(5, 3)
+
+    def forward(self, batch: torch.Tensor) -> Any:
+        hidden = torch.tanh(self.body(batch))
+        return self._wrap(self.left(hidden), self.right(hidden))
+
+
+def loss_of(first: torch.Tensor, second: torch.Tensor | None = None) -> torch.Tensor:
+    return first.square().mean() if second is None else first.square().mean() + second.sin().sum()
+
+
+class Case:
+    """One way to build a model and to get a loss from it."""
+
+    def __init__(self, loss: Loss, wrap: Callable = lambda a, b: a + b, bound: float = 0.0) -> None:
+        self.loss, self.wrap, self.bound = loss, wrap, bound
+
+    def build(self) -> torch.nn.Module:
+        return Model(self.wrap)
+
+
+class HuggingFace(Case):
+    def build(self) -> torch.nn.Module:
+        torch.manual_seed(6)
+        sizes = {"vocab_size": 29, "hidden_size": 16, "intermediate_size": 24}
+        return LlamaForCausalLM(LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2))
+
+
+class Compiled(Case):
+    def build(self) -> torch.nn.Module:
+        model = super().build()
+        model.compile(backend="eager")
+        return model
+
+
+def hugging_face(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    tokens = (batch * 100).long() % 29
+    found = model(input_ids=tokens, labels=tokens, output_hidden_states=True)
+    return found.loss + found.hidden_states[1].square().mean()
+
+
+def after_a_forward_without_gradient(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        expected = model.eval()(batch)
+    return loss_of(model.train()(batch) * 2 - expected)
+
+
+def in_checkpoints(model: torch.nn.Module, batch: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
+    """Two forwards in one backward, each in a checkpoint."""
+    parts = [part.clone().requires_grad_() for part in batch.chunk(2)]
+    return loss_of(*(checkpoint(model, part, use_reentrant=use_reentrant) for part in parts))
+
+
+CASES = {
+    "a tensor": Case(lambda model, x: loss_of(model(x))),
+    "a tuple": Case(lambda model, x: loss_of(model(x)[0], model(x)[1][0]), lambda a, b: (a, [b])),
+    "half of a tuple": Case(lambda model, x: loss_of(model(x)[1]), lambda a, b: (a, b)),
+    "a dict": Case(lambda model, x: loss_of(model(x)["a"]), lambda a, b: {"a": a + b, "of": None}),
+    "a dataclass": Case(lambda model, x: loss_of(model(x).second[0]), lambda a, b: Pair(a, [a * b])),
+    "Hugging Face": HuggingFace(hugging_face),
+    "an object": Case(lambda model, x: loss_of(model(x).value), lambda a, b: Opaque(a * b)),
+    "an output used twice": Case(lambda model, x: (lambda y: loss_of(y, y))(model(x))),
+    "a head outside of forward": Case(lambda model, x: loss_of(model(x) @ model.head.weight.t())),
+    "a weight in the loss": Case(lambda model, x: loss_of(model(x), model.body.weight)),
+    "two forwards": Case(lambda model, x: loss_of(model(x[:2]), model(x[2:]))),
+    "a forward without gradient": Case(after_a_forward_without_gradient),
+    "reentrant checkpoint": Case(
+        lambda model, x: loss_of(checkpoint(model, x.clone().requires_grad_(), use_reentrant=True))
+    ),
+    "other checkpoint": Case(lambda model, x: loss_of(checkpoint(model, x, use_reentrant=False))),
+    "two reentrant checkpoints": Case(lambda m, x: in_checkpoints(m, x, True), bound=REPEATS_BOUND),
+    "two other checkpoints": Case(lambda m, x: in_checkpoints(m, x, False)),
+    "torch.compile": Compiled(lambda model, x: loss_of(model(x))),
+}
+
+
+class WithLoss(torch.nn.Module):
+    """What an oracle takes: a module that returns its loss."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.model, self._loss = case.build(), case.loss
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return self._loss(self.model, batch)
+
+
+def check(case: Case, zero_stage: ZeroStage, rank: int) -> None:
+    """Three steps of two micro-batches."""
+    model, oracle = case.build(), Oracle(WithLoss(case), zero_stage)
+    config = OptimizerConfig(lr=LR, clip_grad=0.5, reduce_bucket_size=100)
+    optimizer = build_optimizer([model], config, zero_stage)
+    for step in make_steps(3, 2, 2):
+        optimizer.zero_grad(LR)
+        for index, batch in enumerate(step[rank]):
+            with nullcontext() if index else optimizer.no_sync():
+                case.loss(model, batch).backward()
+        norm = oracle.take_step(step)
+        assert optimizer.step().grad_norm == pytest.approx(norm, rel=1e-6)
+    optimizer.finish_param_sync()
+    expected = weights_of(oracle.model.model)
+    for name, weight in weights_of(model).items():
+        assert abs(weight - expected[name]).max() <= case.bound, name
+
+
+def check_stages_in_one_backward(zero_stage: ZeroStage, rank: int) -> None:
+    """Two stages of one rank, passed twice by one backward."""
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(8)
+        return torch.nn.Sequential(torch.nn.Linear(23, 9), torch.nn.Linear(9, 4))
+
+    stages, whole = build(), build()
+    oracle = Oracle(WithLoss(_Twice(whole)), zero_stage)
+    config = OptimizerConfig(lr=LR, clip_grad=0.5, reduce_bucket_size=1)
+    optimizer = build_optimizer(list(stages), config, zero_stage, data_parallel_groups())
+    for step in make_steps(3, 2, 1):
+        optimizer.zero_grad(LR)
+        _Twice(stages).loss(stages, step[rank][0]).backward()
+        optimizer.step()
+        oracle.take_step(step)
+    optimizer.finish_param_sync()
+    expected = weights_of(whole)
+    for name, weight in weights_of(stages).items():
+        assert (weight == expected[name]).all(), name
+
+
+class _Twice(Case):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__(lambda model, x: loss_of(model[1](model[0](x[:2])), model[1](model[0](x[2:]))))
+        self._model = model
+
+    def build(self) -> torch.nn.Module:
+        return self._model
+
+
+def run_all(rank: int, world_size: int) -> dict[tuple[str, ZeroStage], str]:
+    """The failure of each case at each ZeRO stage on this rank, or an empty string."""
+    found = {}
+    data_parallel_groups()
+    for name, zero_stage in product([*CASES, "stages in one backward"], ZERO_STAGES):
+        if (name, zero_stage) == ("two reentrant checkpoints", ZeroStage.GRADIENTS):
+            continue  # it has no memory to wait for the second gradient: an error, see test_micro_batches.py
+        try:
+            if name in CASES:
+                check(CASES[name], zero_stage, rank)
+            else:
+                check_stages_in_one_backward(zero_stage, rank)
+            found[name, zero_stage] = ""
+        except Exception:  # noqa: BLE001 - reported by the case's own test; the others go on
+            found[name, zero_stage] = traceback.format_exc()
+        dist.barrier()
+    return found
+
+
+@pytest.fixture(scope="module")
+def failures() -> list[dict[tuple[str, ZeroStage], str]]:
+    return run_distributed(run_all, 2)
+
+
+@pytest.mark.parametrize("name", [*CASES, "stages in one backward"])
+def test_gradients_are_those_of_autograd(failures: list, name: str) -> None:
+    found = [error for rank in failures for (case, _), error in rank.items() if case == name]
+    assert len(found) >= 4 and set(found) == {""}
