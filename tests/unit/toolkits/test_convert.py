@@ -333,7 +333,7 @@ def test_killed_conversion_is_not_taken_for_done_and_starts_over(root, way, capf
         run_distributed(_killed, 1, root, way)
     assert not (root / "new").exists() and (root / ".new.partial").is_dir()
     assert main(_arguments(way, root)) == 0
-    assert "left by a process that ended while it wrote there" in capfd.readouterr().err
+    assert "left by a process that was stopped while it wrote there" in capfd.readouterr().err
     expected = root / ("mcore" if way == "hf2mcore" else "hf")
     assert _snapshot(root / "new") == _snapshot(expected)
     assert not list(root.glob(".*"))
