@@ -7,7 +7,6 @@ and what each fast kernel adds. Exit code 0: normal, 4: not, 2: wrong arguments.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
@@ -15,8 +14,7 @@ from pathlib import Path
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code: 0, 4 beyond the bound, or that of an error."""
     options = _parse(argv)
-    from patch.alignment.report import measure
-    from patch.alignment.verdict import as_json, judge, plot, table
+    from patch.alignment import verify
     from patch.errors import ConfigError, PatchError
     from patch.logger import configure_logging
 
@@ -24,16 +22,16 @@ def main(argv: list[str]) -> int:
     try:
         if options.json is not None and not options.json.absolute().parent.is_dir():
             raise ConfigError(f"--json {options.json}: expected a file in a folder that exists")
-        found = measure(options.hf, options.mcore, options.params_dtype, options.attention)
+        report = verify(
+            options.hf, options.mcore, precision=options.params_dtype, attention=options.attention
+        )
     except PatchError as error:
         print(f"ERROR {error}", file=sys.stderr)
         return error.exit_code
-    verdict = judge(found)
-    print("\n".join([*table(found), verdict.text]))
+    print("\n".join([*report.table(), report.verdict.text]))
     if options.json is not None:
-        options.json.write_text(json.dumps(as_json(found, verdict), indent=1) + "\n", encoding="utf-8")
-        plot(found, options.json.with_suffix(".png"))
-    return 0 if verdict.is_normal else 4
+        report.write(options.json)
+    return 0 if report.verdict.is_normal else 4
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

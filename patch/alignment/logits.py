@@ -58,14 +58,16 @@ def _text_ids(folder: Path) -> list[int]:
 
 
 @torch.no_grad()
-def logits_of(model: torch.nn.Module, prompts: Sequence[torch.Tensor], vocab_size: int) -> list[torch.Tensor]:
+def compute_logits(
+    model: torch.nn.Module, prompts: Sequence[torch.Tensor], vocab_size: int
+) -> list[torch.Tensor]:
     """Float32 logits [S, V] on the CPU for each prompt, of a model of ours."""
     device = next(model.parameters()).device
     return [model(prompt.to(device), None, None)[0, :, :vocab_size].float().cpu() for prompt in prompts]
 
 
 @torch.no_grad()
-def hf_logits_of(model: torch.nn.Module, prompts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def compute_hf_logits(model: torch.nn.Module, prompts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The same of a transformers model."""
     device = next(model.parameters()).device
     return [model(prompt.to(device), use_cache=False).logits[0].float().cpu() for prompt in prompts]

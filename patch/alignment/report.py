@@ -1,125 +1,101 @@
-"""Is the difference between a checkpoint and its Hugging Face folder normal? Measured on what lies on disk.
-
-find_stored, load_ours, load_hf   both models, in one process          stored.py
-compare_weights                   every weight, bit by bit             weights.py
-compare_logits                    several prompts, both forms of ours  logits.py
-first_difference                  the operation where they part        trace.py
-sources                           what each fast form adds             here
-judge                             the verdict                          verdict.py
-"""
+"""The whole comparison of a checkpoint with its Hugging Face folder, and its report: JSON, table, plot."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-
-from patch import compat
-from patch.alignment.logits import (
-    LogitStats,
-    compare_logits,
-    hf_logits_of,
-    logits_of,
-    make_prompts,
-)
-from patch.alignment.stored import (
-    Disagreement,
-    find_stored,
-    in_form,
-    load_hf,
-    load_ours,
-    run_config,
-)
-from patch.alignment.trace import FirstDifference, first_difference
-from patch.alignment.weights import WeightDifference, compare_weights
-from patch.config.schema import ModelConfig
-from patch.device import DeviceContext
-from patch.distributed.groups import alone
-from patch.families import weight_rows
-from patch.model import SOURCES, LlamaModel
-
-ONE_FORM = ("rope",)
-"""Sources whose fast form is the aligned one: nothing to switch."""
+from patch.alignment.measure import SINGLE_FORM, Measurement, measure
+from patch.alignment.verdict import Verdict, judge
+from patch.config.choices import HfAttention, Precision
 
 
-class Measured(NamedTuple):
-    """Everything that was found; the verdict follows from it."""
+class Report(NamedTuple):
+    """What was measured, and whether it is normal."""
 
-    hf: str
-    mcore: str
-    device: str
-    """cpu or cuda."""
-    precision: str
-    """In which both models computed: fp32, fp16 or bf16."""
-    attention: str
-    """transformers' attention: eager or sdpa."""
-    prompts: list[int]
-    """Their lengths."""
-    num_weights: int
-    rounded: bool
-    """Whether the folder's weights were rounded to the type of the checkpoint."""
-    weights: list[WeightDifference]
-    disagreements: list[Disagreement]
-    fast: LogitStats
-    """Ours as it trains by default, against transformers."""
-    aligned: LogitStats
-    """Ours with --precision-align, against transformers."""
-    first: FirstDifference | None
-    """Of the aligned form if its logits differ, else of the fast form."""
-    sources: dict[str, float]
-    """Largest change of a logit when one source alone takes its fast form."""
+    measurement: Measurement
+    verdict: Verdict
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as plain values; its keys are a contract of `toolkits.verify_alignment`."""
+        found, verdict = self
+        first = found.logits.first
+        return {
+            "hf": found.hf,
+            "mcore": found.mcore,
+            "device": found.device,
+            "params_dtype": found.precision,
+            "attention": found.attention,
+            "prompt_lengths": found.prompt_lengths,
+            "weights_equal": not found.weights.differences,
+            "weight_differences": [difference._asdict() for difference in found.weights.differences],
+            "config_differences": [difference._asdict() for difference in found.config_differences],
+            "logits": found.logits.fast._asdict(),
+            "logits_aligned": found.logits.aligned._asdict(),
+            "first_difference": first._asdict() if first else None,
+            "sources": found.logits.sources,
+            "normal": verdict.is_normal,
+            "verdict": verdict.text,
+        }
+
+    def table(self) -> list[str]:
+        """Lines for people: what each fast form adds, and both forms beside transformers."""
+        found, logits = self.measurement, self.measurement.logits
+        lines = [f"max |logit difference|, {found.precision} on {found.device}, attention {found.attention}"]
+        for name, added in logits.sources.items():
+            note = "fast and aligned are the same operations" if name in SINGLE_FORM else ""
+            lines.append(f"  {name + ' fast':<18}{added:>12.3g}  {note}".rstrip())
+        for name, stats in (("all fast", logits.fast), ("all aligned", logits.aligned)):
+            lines.append(
+                f"  {name:<18}{stats.max:>12.3g}  mean {stats.mean:.3g}, KL {stats.kl:.3g}, "
+                f"cosine {stats.cosine:.6f}, top-1 equal in {stats.top1:.1%}"
+            )
+        return lines
+
+    def write(self, file: Path) -> None:
+        """Write the report as JSON, and a plot beside it (.png)."""
+        file.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
+        _plot(self.measurement, file.with_suffix(".png"))
 
 
-def measure(hf: Path, mcore: Path, precision: str | None, attention: str) -> Measured:
-    """Compare the checkpoint at `mcore` with the folder `hf`; joins a job of one process and leaves it.
+def verify(
+    hf: Path, mcore: Path, *, precision: Precision | None = None, attention: HfAttention = "sdpa"
+) -> Report:
+    """Compare a checkpoint with the Hugging Face folder that should hold the same weights.
+
+    Both models are loaded into this process, which joins a job of one process and leaves it.
 
     Args:
-        precision: in which both compute; None: that of the checkpoint's weights.
-        attention: of transformers, eager or sdpa.
+        hf: the Hugging Face folder.
+        mcore: a converted checkpoint, a run's folder, its checkpoint/, or one checkpoint in it.
+        precision: in which both models compute; None: the type of the checkpoint's weights.
+        attention: transformers' implementation to compare with.
     Raises:
-        ConfigError: one of the folders is not what it should be. CheckpointError, ConversionError: it is
-            damaged, or they are not of the same model.
+        ConfigError: one of the folders is not what it should be.
+        CheckpointError: the checkpoint is damaged, or of another model.
+        ConversionError: the Hugging Face folder is damaged, or of another model.
     """
-    context = DeviceContext.select(0)
-    compat.apply(context.is_cuda)
-    stored = find_stored(mcore, hf)
-    precision = precision or stored.precision
-    config = run_config(stored, precision, attention)
-    with alone(config, context) as groups:
-        ours = load_ours(stored, config, groups, context)
-        is_tied = not stored.theirs["untie_embeddings_and_output_weights"]
-        num_weights, rounded, weights = compare_weights(ours, config.model, hf, is_tied=is_tied)
-        theirs = load_hf(hf, stored.precision, precision, attention, context.device)
-        prompts = make_prompts(hf, config.model.vocab_size, config.model.max_position_embeddings)
-        form = partial(in_form, ours, config, groups, context)
-        logits = _measure_logits(form, theirs, prompts, config.model)
-    return Measured(
-        str(hf), str(mcore), context.device.type, precision, attention,
-        [prompt.shape[1] for prompt in prompts], num_weights, rounded, weights, stored.disagreements,
-        *logits,
-    )  # fmt: skip
+    measurement = measure(hf, mcore, precision, attention)
+    return Report(measurement, judge(measurement))
 
 
-def _measure_logits(
-    form: Callable[[frozenset[str]], LlamaModel],
-    theirs: torch.nn.Module,
-    prompts: list[torch.Tensor],
-    model: ModelConfig,
-) -> tuple[LogitStats, LogitStats, FirstDifference | None, dict[str, float]]:
-    """The last four of Measured; `form` makes our model with these sources aligned."""
+def _plot(found: Measurement, file: Path) -> None:
+    """A bar for each source and for all of them, on a logarithmic scale; zeros have no bar."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import NullFormatter
 
-    def logits(aligned: frozenset[str]) -> list[torch.Tensor]:
-        return logits_of(form(aligned), prompts, model.vocab_size)
-
-    every, none = frozenset(SOURCES), frozenset[str]()
-    expected, base = hf_logits_of(theirs, prompts), logits(every)
-    is_clean = all(torch.equal(*pair) for pair in zip(base, expected, strict=True))
-    first = first_difference(form(none if is_clean else every), theirs, prompts[-1], weight_rows(model))
-    sources = {
-        name: 0.0 if name in ONE_FORM else compare_logits(logits(every - {name}), base).max
-        for name in SOURCES
-    }
-    return compare_logits(logits(none), expected), compare_logits(base, expected), first, sources
+    logits = found.logits
+    values = {**logits.sources, "all fast": logits.fast.max, "all aligned": logits.aligned.max}
+    figure = Figure(figsize=(7, 3.5), layout="constrained")
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    least = min((value for value in values.values() if value > 0), default=1e-7) / 10
+    bars = axes.barh(list(values), [max(value, least) for value in values.values()], left=0)
+    axes.bar_label(bars, [f"{value:.2g}" for value in values.values()], padding=3)
+    axes.set(xscale="log", xlim=(least, max(values.values()) * 10 or 1), xlabel="max |logit difference|")
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.invert_yaxis()
+    axes.set_title(f"What each fast form adds: {found.precision}, {found.device}, {found.attention}")
+    canvas.print_png(str(file))

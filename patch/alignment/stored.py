@@ -1,12 +1,11 @@
 """The two models that are compared, as they lie on disk: a checkpoint of ours, and its Hugging Face folder.
 
-Our model is shaped by what was written: fields from the config.yaml of the checkpoint's run or the
-config.json that was converted with it, padding and tying from the stored tensors themselves.
+The shape of our model is the one that was stored: its fields come from the config.yaml of the checkpoint's
+run or from the config.json that was converted with it, padding and tying from the stored tensors themselves.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,10 +16,9 @@ from transformers import AutoModelForCausalLM
 
 from patch.checkpoint import load_only_weights, weights_folder
 from patch.compat.unpickle import read_metadata
-from patch.config.choices import Precision
-from patch.config.fields import assemble
+from patch.config.choices import HfAttention, Precision
 from patch.config.hf_config import is_hf_folder, read_hf_config
-from patch.config.schema import RunConfig
+from patch.config.schema import Execution, ModelConfig
 from patch.config.stored_shape import shape_at
 from patch.device import FLOAT_TYPES, DeviceContext, torch_dtype
 from patch.errors import CheckpointError, ConfigError
@@ -42,31 +40,33 @@ _HARMLESS = ("max_position_embeddings",)
 """Fields that change nothing that is computed."""
 
 
-class Disagreement(NamedTuple):
-    """A field that changes what is computed, in our words and in config.json's."""
+class ConfigDifference(NamedTuple):
+    """A field of ModelConfig that changes what is computed and whose two values differ."""
 
     field: str
     ours: Any
+    """Value in the checkpoint's configuration."""
     theirs: Any
+    """Value in the Hugging Face folder's config.json."""
 
 
-class Stored(NamedTuple):
+class StoredCheckpoint(NamedTuple):
     """A checkpoint, before its weights are read."""
 
     folder: Path
-    """Of the checkpoint itself."""
-    fields: dict[str, Any]
-    """Of ModelConfig."""
+    """Folder of the checkpoint itself (`iter_*`, `release`)."""
+    model: ModelConfig
+    """Shape of the stored model."""
     precision: Precision
-    """fp32, fp16 or bf16: the type the weights are stored in."""
-    theirs: dict[str, Any]
-    """Fields of ModelConfig by the Hugging Face folder's config.json."""
-    disagreements: list[Disagreement]
-    """Between the two, less those that keep models from being compared."""
+    """The type in which the weights are stored."""
+    is_hf_tied: bool
+    """Whether the Hugging Face folder's config.json ties the output layer to the embedding."""
+    config_differences: list[ConfigDifference]
+    """Between the two configurations; those that keep models from being compared are refused."""
 
 
-def find_stored(load: Path, hf_folder: Path) -> Stored:
-    """What lies at `load`: a run's folder, its checkpoint/, a converted model, or one checkpoint itself.
+def find_checkpoint(load: Path, hf_folder: Path) -> StoredCheckpoint:
+    """The checkpoint at `load`: a run's folder, its checkpoint/, a converted model, or one checkpoint itself.
 
     Raises:
         ConfigError: no checkpoint there, or no Hugging Face model there.
@@ -88,14 +88,19 @@ def find_stored(load: Path, hf_folder: Path) -> Stored:
     dtype = embedding.properties.dtype
     if dtype not in dtypes:
         raise CheckpointError(f"{folder} stores weights as {dtype}, expected {', '.join(map(str, dtypes))}")
-    disagreements = _disagreements(ours, theirs, found.file if found else folder, hf_folder)
-    return Stored(folder, ours, dtypes[dtype], theirs, disagreements)
+    return StoredCheckpoint(
+        folder,
+        ModelConfig(**ours, seq_length=ours["max_position_embeddings"]),
+        dtypes[dtype],
+        not theirs[_TIED],
+        _config_differences(ours, theirs, found.file if found else folder, hf_folder),
+    )
 
 
-def _disagreements(
+def _config_differences(
     ours: dict[str, Any], theirs: dict[str, Any], file: Path, hf_folder: Path
-) -> list[Disagreement]:
-    differing = [Disagreement(name, ours[name], theirs[name]) for name in theirs]
+) -> list[ConfigDifference]:
+    differing = [ConfigDifference(name, ours[name], theirs[name]) for name in theirs]
     differing = [found for found in differing if found.ours != found.theirs and found.field not in _HARMLESS]
     for field, our, their in differing:
         if field in _STRUCTURE:
@@ -114,45 +119,27 @@ def _check_is_checkpoint(load: Path) -> None:
         )
 
 
-def run_config(stored: Stored, precision: str, attention: str) -> RunConfig:
-    """A run of one process with this model; what only training needs is filled with anything legal."""
-    length = stored.fields["max_position_embeddings"]
-    return assemble(
-        {
-            **stored.fields,
-            "seq_length": length,
-            "max_padding_length": length,
-            "nproc_per_node": 1,
-            "micro_batch_size": 1,
-            "global_batch_size": 1,
-            "train_iters": 1,
-            "lr": 0.0,
-            "train_data_path": "none",
-            "output_path": "none",
-            "precision": precision,
-            "precision_align": attention,
-        }  # fmt: skip
-    )
-
-
-def load_ours(
-    stored: Stored, config: RunConfig, groups: ProcessGroupCollection, context: DeviceContext
-) -> LlamaModel:
-    """The stored weights, in the type they are stored in."""
-    as_stored = dataclasses.replace(config.execution, precision=stored.precision)
-    (model,) = build_llama_model(config.model, groups, context.device, as_stored)
+def load_ours(stored: StoredCheckpoint, groups: ProcessGroupCollection, context: DeviceContext) -> LlamaModel:
+    """The stored model with its weights, in the type they are stored in."""
+    execution = Execution(precision=stored.precision)
+    (model,) = build_llama_model(stored.model, groups, context.device, execution)
     state = {"model": sharded_weights([model])}
-    load_only_weights(stored.folder, state, prefixes=WEIGHT_PREFIXES, vocab_size=config.model.vocab_size)
+    load_only_weights(stored.folder, state, prefixes=WEIGHT_PREFIXES, vocab_size=stored.model.vocab_size)
     return model.eval()
 
 
 def load_hf(
-    folder: Path, stored: str, precision: str, attention: str, device: torch.device
+    folder: Path, stored: Precision, precision: Precision, attention: HfAttention, device: torch.device
 ) -> torch.nn.Module:
-    """transformers' model with this attention: rounded as the checkpoint's weights were, then to `precision`.
+    """transformers' model of a folder.
 
     Weights leave the file that transformers maps: for a single token, MKL's bits depend on where in 64
     bytes a weight begins. Only weights are converted: RoPE's frequencies stay float32.
+
+    Args:
+        stored: the type to which the checkpoint's weights were rounded; these are rounded to it first.
+        precision: in which the model computes.
+        attention: transformers' implementation.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch_dtype(stored), attn_implementation=attention, local_files_only=True
@@ -162,15 +149,24 @@ def load_hf(
     return model.to(device).eval()
 
 
-def in_form(
+def rebuild(
     weights: LlamaModel,
-    config: RunConfig,
+    model: ModelConfig,
+    precision: Precision,
     groups: ProcessGroupCollection,
     context: DeviceContext,
     aligned: frozenset[str],
 ) -> LlamaModel:
-    """A model of these weights (shared where the type is the same) with `aligned` in Hugging Face's order."""
-    (model,) = build_llama_model(config.model, groups, context.device, config.execution, aligned=aligned)
-    for parameter, weight in zip(model.parameters(), weights.parameters(), strict=True):
+    """A model with the weights of another, which it shares where the type is the same.
+
+    Args:
+        weights: the model that holds them.
+        model: its shape; `precision_align` names the attention of the aligned form.
+        precision: in which the new model computes.
+        aligned: the sources that take Hugging Face's order of operations.
+    """
+    execution = Execution(precision=precision)
+    (rebuilt,) = build_llama_model(model, groups, context.device, execution, aligned=aligned)
+    for parameter, weight in zip(rebuilt.parameters(), weights.parameters(), strict=True):
         parameter.data = weight.data.to(parameter.dtype)
-    return model.eval()
+    return rebuilt.eval()

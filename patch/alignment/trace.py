@@ -29,12 +29,17 @@ _INPUTS = {
 """Modules whose input is compared too, by their weight, and what it is called."""
 
 
-class Place(NamedTuple):
-    """One operation of one model."""
+class Operation(NamedTuple):
+    """An operation that both models have."""
 
     layer: int | None
-    """None outside of layers."""
-    operation: str
+    """Counted from 0; None outside of layers."""
+    name: str
+    """As transformers names it."""
+
+
+Listener = Callable[[Operation, torch.Tensor], None]
+"""Gets the value of an operation, [S, features]."""
 
 
 class FirstDifference(NamedTuple):
@@ -45,7 +50,9 @@ class FirstDifference(NamedTuple):
     max: float
 
 
-class _Point(NamedTuple):
+class _TracedModule(NamedTuple):
+    """A module whose inputs and outputs are read, and how."""
+
     layer: int | None
     module: torch.nn.Module
     read: Reading
@@ -63,34 +70,34 @@ def first_difference(
         rows: the weight table, which says which modules of the two models belong together.
     """
     device = next(ours.parameters()).device
-    expected: dict[Place, torch.Tensor] = {}
-    with _watched(_hf_points(theirs, rows, len(ours.decoder.layers)), expected.__setitem__):
+    expected: dict[Operation, torch.Tensor] = {}
+    with _hooks_on(_hf_modules(theirs, rows, len(ours.decoder.layers)), expected.__setitem__):
         theirs(prompt.to(device), use_cache=False)
-    differing: dict[Place, float] = {}
+    differing: dict[Operation, float] = {}
 
-    def compare(place: Place, value: torch.Tensor) -> None:
-        if not torch.equal(value, expected[place]):
-            differing[place] = (value.double() - expected[place].double()).abs().max().item()
+    def compare(operation: Operation, value: torch.Tensor) -> None:
+        if not torch.equal(value, expected[operation]):
+            differing[operation] = (value.double() - expected[operation].double()).abs().max().item()
 
-    with _watched(_our_points(ours, rows), compare):
+    with _hooks_on(_our_modules(ours, rows), compare):
         ours(prompt.to(device), None, None)
-    first = next((place for place in expected if place in differing), None)
+    first = next((operation for operation in expected if operation in differing), None)
     return None if first is None else FirstDifference(*first, differing[first])
 
 
 @contextmanager
-def _watched(points: Iterator[_Point], tell: Callable[[Place, torch.Tensor], None]) -> Iterator[None]:
+def _hooks_on(modules: Iterator[_TracedModule], tell: Listener) -> Iterator[None]:
     with ExitStack() as stack:
-        for point in points:
-            handle = point.module.register_forward_hook(_hook(point, tell))
+        for traced in modules:
+            handle = traced.module.register_forward_hook(_hook(traced, tell))
             stack.callback(handle.remove)
         yield
 
 
-def _hook(point: _Point, tell: Callable[[Place, torch.Tensor], None]) -> Callable[..., None]:
+def _hook(traced: _TracedModule, tell: Listener) -> Callable[..., None]:
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        for operation, value in point.read(inputs, output).items():
-            tell(Place(point.layer, operation), value)
+        for name, value in traced.read(inputs, output).items():
+            tell(Operation(traced.layer, name), value)
 
     return hook
 
@@ -117,7 +124,7 @@ def _modules(rows: Sequence[WeightRow], num_layers: int) -> Iterator[tuple[Weigh
                 yield row, layer
 
 
-def _hf_points(model: Any, rows: Sequence[WeightRow], num_layers: int) -> Iterator[_Point]:
+def _hf_modules(model: Any, rows: Sequence[WeightRow], num_layers: int) -> Iterator[_TracedModule]:
     """Every operation of transformers' model that ours has too."""
 
     def reading(after: str, before: str | None = None) -> Reading:
@@ -127,30 +134,34 @@ def _hf_points(model: Any, rows: Sequence[WeightRow], num_layers: int) -> Iterat
 
         return read
 
-    yield _Point(None, model.get_input_embeddings(), reading("embed_tokens"))
-    yield _Point(None, model.model.rotary_emb, lambda inputs, output: {"rope": torch.cat(output, -1)[0]})
+    yield _TracedModule(None, model.get_input_embeddings(), reading("embed_tokens"))
+    yield _TracedModule(
+        None, model.model.rotary_emb, lambda inputs, output: {"rope": torch.cat(output, -1)[0]}
+    )
     for row, layer in _modules(rows, num_layers):
         for tensor in row.hf:
             module = model.get_submodule(_path(tensor, layer))
-            yield _Point(layer, module, reading(_operation(tensor), _INPUTS.get(row.name)))
+            yield _TracedModule(layer, module, reading(_operation(tensor), _INPUTS.get(row.name)))
     first = next(tensor for row in rows if row.is_per_layer for tensor in row.hf)
     layers = model.get_submodule(first.partition(".*")[0])
     for layer in range(num_layers):
-        yield _Point(layer, layers[layer], reading("mlp residual"))
-    yield _Point(None, model.get_output_embeddings(), reading("lm_head"))
+        yield _TracedModule(layer, layers[layer], reading("mlp residual"))
+    yield _TracedModule(None, model.get_output_embeddings(), reading("lm_head"))
 
 
-def _our_points(model: LlamaModel, rows: Sequence[WeightRow]) -> Iterator[_Point]:
+def _our_modules(model: LlamaModel, rows: Sequence[WeightRow]) -> Iterator[_TracedModule]:
     """The same operations of ours; hidden states are [S, 1, H]."""
     layers, dtype = model.decoder.layers, next(model.parameters()).dtype
     embedding, num_vocab_rows = model.embedding.word_embeddings, model.num_vocab_rows
-    yield _Point(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
-    yield _Point(None, model.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)})
+    yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
+    yield _TracedModule(None, model.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)})
     for row, layer in _modules(rows, len(layers)):
-        yield _Point(layer, model.get_submodule(_path(row.name, layer)), _our_reading(row, model.config))
+        yield _TracedModule(
+            layer, model.get_submodule(_path(row.name, layer)), _our_reading(row, model.config)
+        )
     for layer, module in enumerate(layers):
-        yield _Point(layer, module, lambda inputs, output: {"mlp residual": _first(output)[:, 0]})
-    yield _Point(
+        yield _TracedModule(layer, module, lambda inputs, output: {"mlp residual": _first(output)[:, 0]})
+    yield _TracedModule(
         None, model.output_layer, lambda inputs, output: {"lm_head": output[0][:, 0, :num_vocab_rows]}
     )
 

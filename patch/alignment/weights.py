@@ -23,19 +23,27 @@ class WeightDifference(NamedTuple):
 
     name: str
     what: str
+    """What is wrong with it, in words that follow the name."""
 
 
-def compare_weights(
-    stage: GPTModel, model: ModelConfig, folder: Path, *, is_tied: bool
-) -> tuple[int, bool, list[WeightDifference]]:
+class WeightComparison(NamedTuple):
+    """All weights of a checkpoint against those of a Hugging Face folder."""
+
+    num_tensors: int
+    """Tensors that the folder's model has."""
+    is_rounded: bool
+    """Whether the folder's weights had to be rounded to the type of the checkpoint."""
+    differences: list[WeightDifference]
+    """Of the tensors that are not bit-equal."""
+
+
+def compare_weights(stage: GPTModel, model: ModelConfig, folder: Path, *, is_tied: bool) -> WeightComparison:
     """Compare after the round trip from Hugging Face to the checkpoint and back.
 
     Args:
         stage: the whole model, in the type its weights are stored in; the folder's are rounded to it.
         model: its shape, with its own tying.
         is_tied: whether config.json ties the output layer to the embedding.
-    Returns:
-        how many tensors the folder's model has; whether some had to be rounded; those that are not bit-equal.
     Raises:
         ConversionError: the folder cannot be read, or lacks a tensor of its model.
     """
@@ -57,7 +65,7 @@ def compare_weights(
         found += _differences(ours, {name: tensor.to(dtype) for name, tensor in theirs.items()})
         lost -= set(ours)
     found += [WeightDifference(name, "is not in the checkpoint") for name in sorted(lost)]
-    return len(expected), rounded, found
+    return WeightComparison(len(expected), rounded, found)
 
 
 def _differences(

@@ -17,7 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from patch.config.schema import RunConfig
+from patch.config.schema import ParallelConfig, RunConfig
 from patch.device import DeviceContext
 from patch.distributed.job import join
 from patch.distributed.launch import DETERMINISTIC
@@ -44,16 +44,20 @@ def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollect
             f"this job has {dist.get_world_size()} processes, the configuration expects {config.world_size} "
             "(--nnodes x --nproc-per-node): give the number that torchrun starts"
         )
+    return _build_groups(config.parallel, config.training.seed)
+
+
+def _build_groups(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=config.parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=config.parallel.pipeline_model_parallel_size,
-        context_parallel_size=config.parallel.context_parallel_size,
-        distributed_timeout_minutes=config.parallel.distributed_timeout_minutes,
+        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+        context_parallel_size=parallel.context_parallel_size,
+        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         create_gloo_process_groups=False,  # second ones, for upstream's optimizer
     )
-    torch.manual_seed(config.training.seed)
+    torch.manual_seed(seed)
     # The tracker's generators differ between TP ranks; sequence parallelism and recomputation ask for them.
-    model_parallel_cuda_manual_seed(config.training.seed)
+    model_parallel_cuda_manual_seed(seed)
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
@@ -64,13 +68,21 @@ def _be_deterministic() -> None:
 
 
 @contextmanager
-def alone(config: RunConfig, context: DeviceContext) -> Iterator[ProcessGroupCollection]:
-    """`initialize` for a program of one process that nobody launched; a job that was there before stays."""
+def alone(context: DeviceContext) -> Iterator[ProcessGroupCollection]:
+    """The groups of a program of one process that nobody launched; a job that was there before stays.
+
+    Raises:
+        ConfigError: that job has several processes.
+    """
     is_own = not dist.is_initialized()
     if is_own:
         dist.init_process_group(context.backend, store=dist.HashStore(), rank=0, world_size=1)
+    if dist.get_world_size() != 1:
+        raise ConfigError(
+            f"this job has {dist.get_world_size()} processes, expected one: start it without torchrun"
+        )
     try:
-        yield initialize(config, context)
+        yield _build_groups(ParallelConfig(nproc_per_node=1), seed=0)
     finally:
         parallel_state.destroy_model_parallel()
         if is_own:

@@ -82,7 +82,7 @@ def _save(folder: Path, hf: Path, case: Case) -> None:
     folder.mkdir()
     compat.apply(cuda=False)
     config = family_run(hf, **fields)
-    with alone(config, DeviceContext(torch.device("cpu"), "gloo")) as groups:
+    with alone(DeviceContext(torch.device("cpu"), "gloo")) as groups:
         stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
         if fields.get(TIED) is None:
             import_hf(stages, hf, config.model, groups)
@@ -112,8 +112,7 @@ def _import_with_other_tying(model: Any, hf: Path, config: Any, groups: Any) -> 
 
 def run_cases(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, dict]]:
     """Exit code and report by case; the whole command line for two of them, whose output is a file."""
-    from patch.alignment.report import measure
-    from patch.alignment.verdict import as_json, judge
+    from patch.alignment import verify
 
     found = {}
     for name, (family, *_, options) in CASES.items():
@@ -122,9 +121,9 @@ def run_cases(rank: int, world_size: int, root: Path) -> dict[str, tuple[int, di
         if name in WHOLE:
             found[name] = _run_main(hf, folder, options)
         else:
-            measured = measure(hf, folder, options.get("params-dtype"), options.get("attention", "sdpa"))
-            verdict = judge(measured)
-            found[name] = (0 if verdict.is_normal else 4, as_json(measured, verdict))
+            attention = options.get("attention", "sdpa")
+            report = verify(hf, folder, precision=options.get("params-dtype"), attention=attention)
+            found[name] = (0 if report.verdict.is_normal else 4, report.as_json())
     return found
 
 

@@ -1,0 +1,138 @@
+"""Everything that tells how far a checkpoint is from its Hugging Face folder, measured in one process.
+
+find_checkpoint, load_ours, load_hf   both models                            stored.py
+compare_weights                       every weight, bit by bit               weights.py
+compare_logits                        several prompts, fast and aligned      logits.py
+first_difference                      the first operation that differs       trace.py
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from patch import compat
+from patch.alignment.logits import (
+    LogitStats,
+    compare_logits,
+    compute_hf_logits,
+    compute_logits,
+    make_prompts,
+)
+from patch.alignment.stored import ConfigDifference, find_checkpoint, load_hf, load_ours, rebuild
+from patch.alignment.trace import FirstDifference, first_difference
+from patch.alignment.weights import WeightComparison, compare_weights
+from patch.config.choices import HfAttention, Precision
+from patch.config.schema import ModelConfig
+from patch.device import DeviceContext
+from patch.distributed.groups import alone
+from patch.families import weight_rows
+from patch.model import SOURCES, LlamaModel
+
+SINGLE_FORM = ("rope",)
+"""Sources whose fast form is the aligned one: there is nothing to switch."""
+
+
+class Measurement(NamedTuple):
+    """All that was measured; the verdict follows from it."""
+
+    hf: str
+    """The Hugging Face folder."""
+    mcore: str
+    """The checkpoint."""
+    device: str
+    """cpu or cuda."""
+    precision: Precision
+    """In which both models computed."""
+    attention: HfAttention
+    """transformers' attention."""
+    prompt_lengths: list[int]
+    """In tokens."""
+    weights: WeightComparison
+    config_differences: list[ConfigDifference]
+    logits: LogitComparison
+
+
+class LogitComparison(NamedTuple):
+    """Logits of our model in two forms against those of transformers' model."""
+
+    fast: LogitStats
+    """Ours as it trains by default, against transformers."""
+    aligned: LogitStats
+    """Ours with --precision-align, against transformers."""
+    first: FirstDifference | None
+    """Of the aligned form if its logits differ, else of the fast form."""
+    sources: dict[str, float]
+    """Largest change of a logit when one source alone takes its fast form."""
+
+
+def measure(hf: Path, mcore: Path, precision: Precision | None, attention: HfAttention) -> Measurement:
+    """Compare the checkpoint at `mcore` with the folder `hf`; joins a job of one process and leaves it.
+
+    Args:
+        precision: in which both compute; None: the type of the checkpoint's weights.
+        attention: transformers' implementation.
+    Raises:
+        ConfigError: one of the folders is not what it should be.
+        CheckpointError: the checkpoint is damaged, or of another model.
+        ConversionError: the Hugging Face folder is damaged, or of another model.
+    """
+    context = DeviceContext.select(0)
+    compat.apply(context.is_cuda)
+    stored = find_checkpoint(mcore, hf)
+    precision = precision or stored.precision
+    model = dataclasses.replace(stored.model, precision_align=attention)
+    with alone(context) as groups:
+        ours = load_ours(stored, groups, context)
+        weights = compare_weights(ours, model, hf, is_tied=stored.is_hf_tied)
+        theirs = load_hf(hf, stored.precision, precision, attention, context.device)
+        prompts = make_prompts(hf, model.vocab_size, model.max_position_embeddings)
+        with_aligned = partial(rebuild, ours, model, precision, groups, context)
+        logits = _compare_forms(with_aligned, theirs, prompts, model)
+    return Measurement(
+        hf=str(hf),
+        mcore=str(mcore),
+        device=context.device.type,
+        precision=precision,
+        attention=attention,
+        prompt_lengths=[prompt.shape[1] for prompt in prompts],
+        weights=weights,
+        config_differences=stored.config_differences,
+        logits=logits,
+    )
+
+
+def _compare_forms(
+    with_aligned: Callable[[frozenset[str]], LlamaModel],
+    theirs: torch.nn.Module,
+    prompts: list[torch.Tensor],
+    model: ModelConfig,
+) -> LogitComparison:
+    """Compare our model's forms with transformers'.
+
+    Args:
+        with_aligned: makes our model with these sources in Hugging Face's order of operations.
+        theirs: transformers' model.
+        prompts: token ids [1, S].
+        model: the shape of both.
+    """
+
+    def logits(aligned: frozenset[str]) -> list[torch.Tensor]:
+        return compute_logits(with_aligned(aligned), prompts, model.vocab_size)
+
+    every, none = frozenset(SOURCES), frozenset[str]()
+    expected, base = compute_hf_logits(theirs, prompts), logits(every)
+    is_equal = all(torch.equal(*pair) for pair in zip(base, expected, strict=True))
+    differing = with_aligned(none if is_equal else every)
+    first = first_difference(differing, theirs, prompts[-1], weight_rows(model))
+    sources = {
+        name: 0.0 if name in SINGLE_FORM else compare_logits(logits(every - {name}), base).max
+        for name in SOURCES
+    }
+    fast, aligned = compare_logits(logits(none), expected), compare_logits(base, expected)
+    return LogitComparison(fast, aligned, first, sources)

@@ -1,0 +1,67 @@
+"""The first operation that differs; the oracle is the weight of transformers' model that was changed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_runner import run_distributed
+from hf_families import family_model, family_run
+
+CHANGED = {
+    "model.embed_tokens": (None, "embed_tokens"),
+    "model.layers.0.self_attn.k_proj": (0, "k_proj"),
+    "model.layers.0.self_attn.q_norm": (0, "q_norm"),
+    "model.layers.1.self_attn.o_proj": (1, "o_proj"),
+    "model.layers.1.post_attention_layernorm": (1, "post_attention_layernorm"),
+    "model.layers.1.mlp.up_proj": (1, "up_proj"),
+    "model.layers.1.mlp.down_proj": (1, "down_proj"),
+    "model.norm": (None, "norm"),
+}
+"""Module of transformers whose weight is changed -> layer and operation that must be named."""
+
+
+@torch.no_grad()
+def _trace(rank: int, world_size: int, folder: Path) -> dict[str, tuple | None]:
+    from transformers import AutoModelForCausalLM
+
+    from patch import compat
+    from patch.alignment.trace import first_difference
+    from patch.convert import import_hf
+    from patch.device import DeviceContext
+    from patch.distributed.groups import alone
+    from patch.families import weight_rows
+    from patch.model import build_llama_model
+
+    compat.apply(cuda=False)
+    run = family_run(folder, precision="fp32", precision_align="sdpa")
+    found: dict[str, tuple | None] = {}
+    with alone(DeviceContext(torch.device("cpu"), "gloo")) as groups:
+        (ours,) = build_llama_model(run.model, groups, torch.device("cpu"), run.execution)
+        import_hf([ours], folder, run.model, groups)
+        theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa").eval()
+        prompt, rows = torch.arange(3, 12)[None], weight_rows(run.model)
+        found["nothing"] = first_difference(ours.eval(), theirs, prompt, rows)
+        for name in CHANGED:
+            weight = theirs.get_submodule(name).weight
+            before = weight.clone()
+            weight += 0.5
+            found[name] = first_difference(ours, theirs, prompt, rows)
+            weight.copy_(before)
+    return found
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple | None]:
+    folder = tmp_path_factory.mktemp("trace")
+    family_model("qwen-3", folder, tie_word_embeddings=False)
+    return run_distributed(_trace, 1, folder)[0]
+
+
+def test_equal_models_have_no_first_difference(found: dict[str, tuple | None]) -> None:
+    assert found["nothing"] is None
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_changed_operation_is_named(found: dict[str, tuple | None], name: str) -> None:
+    layer, operation, largest = found[name] or (None, None, 0)
+    assert (layer, operation) == CHANGED[name] and largest > 0
