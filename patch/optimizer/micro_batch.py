@@ -33,7 +33,7 @@ def follow_backward(
     """
 
     def after_forward(module: torch.nn.Module, inputs: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
+        if module is not stage or not torch.is_grad_enabled():  # a deep copy has the same hook
             return
         on_forward()
         outer = current_backward()

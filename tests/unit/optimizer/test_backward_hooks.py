@@ -4,6 +4,7 @@ Every case is trained on two ranks with accumulation, at every ZeRO stage, and e
 to the bit.
 """
 
+import copy
 import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -110,6 +111,12 @@ def after_a_forward_without_gradient(model: torch.nn.Module, batch: torch.Tensor
     return loss_of(model.train()(batch) * 2 - expected)
 
 
+def beside_a_copy(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+    """A deep copy has a backward of its own, which is no micro-batch of the model."""
+    loss_of(copy.deepcopy(model)(batch)).backward()
+    return loss_of(model(batch))
+
+
 def in_checkpoints(model: torch.nn.Module, batch: torch.Tensor, use_reentrant: bool) -> torch.Tensor:
     """Two forwards in one backward, each in a checkpoint."""
     parts = [part.clone().requires_grad_() for part in batch.chunk(2)]
@@ -129,6 +136,7 @@ CASES = {
     "a weight in the loss": Case(lambda model, x: loss_of(model(x), model.body.weight)),
     "two forwards": Case(lambda model, x: loss_of(model(x[:2]), model(x[2:]))),
     "a forward without gradient": Case(after_a_forward_without_gradient),
+    "a deep copy": Case(beside_a_copy),
     "reentrant checkpoint": Case(
         lambda model, x: loss_of(checkpoint(model, x.clone().requires_grad_(), use_reentrant=True))
     ),
