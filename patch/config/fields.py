@@ -164,7 +164,8 @@ def coerce(field: Field, scalar: object, origin: str) -> Any:
         ConfigError: another type, or none of the field's choices.
     """
     convert, expected = _CONVERSIONS[field.kind]
-    converted = field.none if field.kind is tuple and scalar == field.none else convert(scalar)
+    is_none = field.kind in (tuple, float) and scalar == field.none
+    converted = field.none if is_none else convert(scalar)
     if converted is None:
         raise ConfigError(f"{origin}: got {scalar!r}, expected {expected}")
     if field.words:

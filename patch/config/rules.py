@@ -54,8 +54,8 @@ def sft_reads_raw_rows(config: RunConfig, machine: MachineFacts) -> None:
 def numbers_are_in_range(config: RunConfig, machine: MachineFacts) -> None:
     """Every number is within the bounds that its field states."""
     for field in FIELDS.values():
-        value = scalar_of(config, field.name)
-        if field.kind in (int, float) and not field.bounds.hold(float(value)):
+        value = value_of(config, field.name)
+        if field.kind in (int, float) and value is not None and not field.bounds.hold(float(value)):
             refuse(field.name, value, str(field.bounds), field.help)
 
 
@@ -223,6 +223,13 @@ def schedule_fits(config: RunConfig, machine: MachineFacts) -> None:
         refuse("lr_warmup_iters", got, f"less than the run's {expected}", "the warm-up is part of the run")
     if optimizer.min_lr > optimizer.lr:
         refuse("min_lr", optimizer.min_lr, f"at most LR {optimizer.lr}", "the cosine ends below its top")
+    decoupled, decoupled_min = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    if decoupled is None:
+        if decoupled_min is not None:
+            refuse("decoupled_min_lr", decoupled_min, "none", "it goes with --decoupled-lr, which is none")
+    elif decoupled < (optimizer.min_lr if decoupled_min is None else decoupled_min):
+        expected = "at least --decoupled-min-lr, or without it --min-lr"
+        refuse("decoupled_lr", decoupled, expected, "the cosine ends below its top")
 
 
 def evaluation_is_possible(config: RunConfig, machine: MachineFacts) -> None:

@@ -201,6 +201,12 @@ class OptimizerConfig:
 
     lr: float = flag("highest learning rate", above=0)
     min_lr: float = flag("learning rate at the end of the cosine", 0.0, at_least=0)
+    decoupled_lr: float | None = flag(
+        "highest learning rate of embedding and output layer; none: as --lr", None, none="none", above=0
+    )
+    decoupled_min_lr: float | None = flag(
+        "their learning rate at the end of the cosine; none: as --min-lr", None, none="none", at_least=0
+    )
     lr_warmup_iters: int = flag("steps of linear warm-up from 0", 0, at_least=0)
     weight_decay: float = flag("weight decay; never on norms and biases", 0.1, at_least=0)
     decoupled_weight_decay: bool = flag("decay weights (AdamW), not their gradients (Adam)", True)

@@ -7,13 +7,16 @@ from patch.optimizer.overlapped_optimizer import (
     OverlappedDistributedOptimizer,
     StepOutcome,
 )
+from patch.optimizer.param_groups import ParamGroup, default_param_groups
 from patch.optimizer.schedule import learning_rate
 
 __all__ = [
     "OptimizerReport",
     "OverlappedDistributedOptimizer",
     "StepOutcome",
+    "ParamGroup",
     "ZeroStage",
     "build_optimizer",
+    "default_param_groups",
     "learning_rate",
 ]

@@ -14,6 +14,7 @@ from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED, CudaDevice, OffloadDevice, SimulatedDevice
 from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.overlapped_optimizer import OverlappedDistributedOptimizer
+from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import AutoPlacementPolicy, StaticPlacementPolicy
 
 
@@ -23,6 +24,7 @@ def build_optimizer(
     zero_stage: ZeroStage,
     groups: ProcessGroupCollection | None = None,
     *,
+    param_groups: Sequence[ParamGroup] | None = None,
     host_bytes: int = UNLIMITED,
 ) -> OverlappedDistributedOptimizer:
     """Build the optimizer of some modules, with its states where the configuration says.
@@ -32,15 +34,16 @@ def build_optimizer(
         config: rates, decay, clipping, bucket size, offload.
         zero_stage: what data-parallel ranks share.
         groups: megatron-core's process groups; None: all ranks of the job are data-parallel.
+        param_groups: parameters with their weight decay and learning rates; None: `default_param_groups`.
         host_bytes: host memory of this process, for offloaded states.
     Raises:
-        ConfigError: parameters that cannot be trained.
+        ConfigError: parameters that cannot be trained, or that are in no parameter group or in several.
         torch.OutOfMemoryError: --simulated-device-memory holds no more than a part of what must be there.
     """
     device = next(chain.from_iterable(stage.parameters() for stage in stages), torch.empty(0)).device
     offload = _build_offload(config, device, host_bytes)
     optimizer = OverlappedDistributedOptimizer(
-        stages, config, zero_stage, groups or _data_parallel_groups(), offload
+        stages, config, zero_stage, groups or _data_parallel_groups(), offload, param_groups
     )
     if offload is not None and isinstance(offload.device, SimulatedDevice):
         offload.device.reserve(optimizer.adam.fixed_bytes)

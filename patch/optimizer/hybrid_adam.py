@@ -26,7 +26,7 @@ from patch.optimizer.host_update import HostUpdates, adam_states
 from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 from patch.optimizer.layout import BucketShard
-from patch.optimizer.param_groups import GroupOptions
+from patch.optimizer.param_groups import ParamGroup, group_rates
 from patch.optimizer.placement import AutoPlacementPolicy, DeviceMemory, Move, StaticPlacementPolicy
 
 _MASTERS = {
@@ -65,7 +65,7 @@ class HybridAdam:
         self,
         shards: Sequence[BucketShard],
         config: OptimizerConfig,
-        groups: Sequence[GroupOptions],
+        groups: Sequence[ParamGroup],
         offload: Offload | None = None,
         fixed_bytes: int = 0,
     ) -> None:
@@ -91,7 +91,7 @@ class HybridAdam:
             for move in self.wanted_moves():
                 self.manager.chunks[move.chunk.index].is_on_host = move.to_host
         self.manager.allocate(self.dtypes)
-        self._scalars: list[AdamScalars] = []
+        self._scalars: list[AdamScalars] | None = None
         """Of each parameter group, in the step under way."""
         self._shards_awaited: dict[StateChunk, set[int]] = {}
         """Of chunks on the host: the shards whose gradients are not final yet in the step under way."""
@@ -200,11 +200,11 @@ class HybridAdam:
         """Since the start: how long the host has updated chunks, and how long others have waited for it."""
         return (self.host_updates.busy_s, self.host_updates.waited_s) if self.host_updates else (0.0, 0.0)
 
-    def start_step(self, lr: float, grad_scale: float) -> None:
+    def start_step(self, lr: float | Sequence[float], grad_scale: float) -> None:
         """Begin a step, before its backward.
 
         Args:
-            lr: learning rate of the step.
+            lr: learning rate of the step, for all parameter groups or one for each.
             grad_scale: the factor on gradients if they are not clipped.
         """
         self.cancel_step()
@@ -239,11 +239,11 @@ class HybridAdam:
         if self.host_updates is not None:
             self.host_updates.cancel_step()
 
-    def start_update(self, lr: float, grad_scale: float) -> None:
+    def start_update(self, lr: float | Sequence[float], grad_scale: float) -> None:
         """Take the step: all gradients are final. The update of chunks on the host starts in the background.
 
         Args:
-            lr: learning rate of the step.
+            lr: learning rate of the step, for all parameter groups or one for each.
             grad_scale: factor on the gradients (clipping, and fp16's loss scale undone).
         """
         self.step_count += 1
@@ -255,7 +255,7 @@ class HybridAdam:
     @torch.no_grad()
     def update(self, indices: Sequence[int]) -> None:
         """Update the elements of some shards whose states are on the device; call `start_update` before."""
-        assert self._scalars, "start_update comes first"
+        assert self._scalars is not None, "start_update comes first"
         wanted = set(indices)
         chunks = {chunk: None for index in indices for chunk in self._chunks_of[index]}
         items = []
@@ -288,11 +288,11 @@ class HybridAdam:
         for chunk in self._chunks_of[index]:
             yield from chunk.views(name, index, begin, end)
 
-    def _scalars_of(self, lr: float, grad_scale: float, step: int) -> list[AdamScalars]:
+    def _scalars_of(self, lr: float | Sequence[float], grad_scale: float, step: int) -> list[AdamScalars]:
         """The scalars of each parameter group in one step."""
         return [
             AdamScalars(
-                lr=lr * group.lr_multiplier,
+                lr=rate,
                 beta1=self._config.adam_beta1,
                 beta2=self._config.adam_beta2,
                 eps=self._config.adam_eps,
@@ -301,7 +301,7 @@ class HybridAdam:
                 grad_scale=grad_scale,
                 decoupled_weight_decay=self._config.decoupled_weight_decay,
             )
-            for group in self._groups
+            for rate, group in zip(group_rates(lr, self._groups), self._groups, strict=True)
         ]
 
 

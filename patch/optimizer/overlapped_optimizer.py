@@ -40,9 +40,9 @@ from patch.optimizer.layout import ParamSpec, lay_out
 from patch.optimizer.loss_scale import LossScale
 from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
-from patch.optimizer.param_groups import group_of, group_options
+from patch.optimizer.param_groups import ParamGroup, assign_groups, default_param_groups
 from patch.optimizer.placement import Move
-from patch.optimizer.refusals import TrainedParameters, check_parameters
+from patch.optimizer.refusals import Named, TrainedParameters, check_parameters
 from patch.optimizer.sharded_state import sharded_ranges, zeros_of_frozen
 
 _STATE = "optimizer.state"
@@ -86,8 +86,10 @@ class OverlappedDistributedOptimizer:
         zero_stage: what data-parallel ranks share.
         groups: dp_cp, tp, mp and embd are used.
         offload: where states may go; None: all stay on the parameters' device.
+        param_groups: every trainable parameter is in one of them; None: `default_param_groups`.
     Raises:
-        ConfigError: parameters that it cannot train, see `check_parameters`.
+        ConfigError: parameters that it cannot train, see `check_parameters`, or a parameter in no group or in
+            several.
     """
 
     def __init__(
@@ -97,22 +99,22 @@ class OverlappedDistributedOptimizer:
         zero_stage: ZeroStage,
         groups: ProcessGroupCollection,
         offload: Offload | None = None,
+        param_groups: Sequence[ParamGroup] | None = None,
     ) -> None:
-        named, specs = _trained_in(stages)
+        named, stage_indices = _trained_in(stages)
         check_parameters(stages, named)
+        self.param_groups = default_param_groups(stages, config) if param_groups is None else param_groups
+        specs = _specs_of(named, stage_indices, assign_groups(named, self.param_groups))
         self.parameters = [parameter for _, parameter in named]
         like = _like(self.parameters, stages)
         self.config, self.groups, self.device = config, groups, like.device
-        is_fp16 = like.dtype == torch.float16
-        self.loss_scale = (
-            LossScale(config.initial_loss_scale, config.loss_scale_window) if is_fp16 else LossScale(1.0, 0)
-        )
+        self.loss_scale = _loss_scale(config, like.dtype)
         self.is_sharded = zero_stage is not ZeroStage.NONE and groups.dp_cp.size() > 1
         reduction = Reduction(zero_stage if self.is_sharded else ZeroStage.NONE, groups.dp_cp)
         bucket_ranges = lay_out(specs, config.reduce_bucket_size, reduction.num_shards)
         self._clock = WaitClock(self.device)
-        self._lr: float | None = None
-        """The rate of the step that has begun; None: none has."""
+        self._lr: float | Sequence[float] | None = None
+        """The rates of the step that has begun; None: none has."""
         self._is_grad_synced = False
         self.param_buffer = ParamBuffer(
             stages,
@@ -139,6 +141,7 @@ class OverlappedDistributedOptimizer:
         )
         self._own = OwnShards(
             self.parameters,
+            specs,
             self.grad_buffer.buckets,
             self.param_buffer,
             rank=reduction.rank,
@@ -146,7 +149,7 @@ class OverlappedDistributedOptimizer:
             groups=groups,
         )
         fixed_bytes = self.param_buffer.flat.nbytes + self.grad_buffer.num_bytes
-        self.adam = HybridAdam(self._own.shards, config, group_options(config), offload, fixed_bytes)
+        self.adam = HybridAdam(self._own.shards, config, self.param_groups, offload, fixed_bytes)
 
     def _wait_for_update(self, index: int, *, block: bool) -> bool:
         return self.adam.wait_for_update(index, block=block)
@@ -161,13 +164,14 @@ class OverlappedDistributedOptimizer:
 
     # The step.
 
-    def zero_grad(self, lr: float) -> None:
+    def zero_grad(self, lr: float | Sequence[float]) -> None:
         """Forget the last step's gradients; call before the first backward of a step.
 
         Args:
-            lr: rate of this step.
+            lr: rate of this step; for all parameter groups, or one for each of `param_groups`.
         Raises:
-            TrainingError: the trainable parameters are not those of the construction.
+            TrainingError: the trainable parameters are not those of the construction, or the rates are not as
+                many as the groups.
         """
         self._trained.check()
         self._lr, self._is_grad_synced = lr, False
@@ -235,7 +239,7 @@ class OverlappedDistributedOptimizer:
         group = None if self.is_sharded else self.groups.mp
         return self._own.grad_norm(group) / self.loss_scale.value
 
-    def _update(self, grad_norm: float, lr: float) -> None:
+    def _update(self, grad_norm: float, lr: float | Sequence[float]) -> None:
         limit = self.config.clip_grad
         scale = (min(1.0, limit / (grad_norm + 1e-6)) if limit > 0 else 1.0) / self.loss_scale.value
         self.loss_scale.keep()
@@ -381,17 +385,33 @@ class OverlappedDistributedOptimizer:
 
 def _trained_in(
     stages: Sequence[torch.nn.Module],
-) -> tuple[list[tuple[str, torch.nn.Parameter]], list[ParamSpec]]:
-    """The trainable parameters with their names, in about the order in which backward completes them."""
-    named, specs = [], []
+) -> tuple[list[tuple[str, torch.nn.Parameter]], list[int]]:
+    """The trainable parameters with their names, in about the order in which backward completes them.
+
+    And the index of each one's stage.
+    """
+    named, stage_indices = [], []
     for stage, model in reversed(list(enumerate(stages))):
         for name, parameter in reversed(list(model.named_parameters())):
             if parameter.requires_grad:
                 named.append((name, parameter))
-                # Matrices before norms in a bucket, a tied embedding of two stages alone in its own.
-                is_tied = getattr(parameter, "shared_embedding", False)
-                specs.append(ParamSpec(parameter.numel(), group_of(parameter), is_tied, stage))
-    return named, specs
+                stage_indices.append(stage)
+    return named, stage_indices
+
+
+def _specs_of(named: Named, stage_indices: list[int], group_indices: list[int]) -> list[ParamSpec]:
+    """What the layout needs to know; a tied embedding, which two pipeline stages must cut alike, is alone."""
+    return [
+        ParamSpec(parameter.numel(), group, getattr(parameter, "shared_embedding", False), stage)
+        for (_, parameter), stage, group in zip(named, stage_indices, group_indices, strict=True)
+    ]
+
+
+def _loss_scale(config: OptimizerConfig, dtype: torch.dtype) -> LossScale:
+    """Dynamic for fp16 weights, 1 for others."""
+    if dtype == torch.float16:
+        return LossScale(config.initial_loss_scale, config.loss_scale_window)
+    return LossScale(1.0, 0)
 
 
 def _like(parameters: list[torch.nn.Parameter], stages: Sequence[torch.nn.Module]) -> torch.Tensor:

@@ -18,9 +18,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from patch.compat.torch_internals import foreach_norm
 from patch.distributed.async_collectives import WaitClock
 from patch.optimizer.bucket import Bucket
-from patch.optimizer.layout import BucketShard, ParamRange, ShardRange
+from patch.optimizer.layout import BucketShard, ParamRange, ParamSpec, ShardRange
 from patch.optimizer.param_buffer import ParamBuffer
-from patch.optimizer.param_groups import group_of
 
 _Key = TypeVar("_Key")
 
@@ -29,7 +28,7 @@ class OwnShards:
     """The parts of the trainable parameters that this rank updates.
 
     Args:
-        parameters: all trainable ones; buckets refer to them by index.
+        parameters: all trainable ones; buckets refer to them by index. specs: what the layout knows of them.
         buckets: their gradients. param_buffer: their values.
         rank: this rank's shard. num_shards: ranks that share a bucket.
         groups: tp, mp and embd are used.
@@ -38,6 +37,7 @@ class OwnShards:
     def __init__(
         self,
         parameters: Sequence[torch.nn.Parameter],
+        specs: Sequence[ParamSpec],
         buckets: Sequence[Bucket],
         param_buffer: ParamBuffer,
         *,
@@ -45,7 +45,7 @@ class OwnShards:
         num_shards: int,
         groups: ProcessGroupCollection,
     ) -> None:
-        self._parameters, self._buckets, self._groups = parameters, buckets, groups
+        self._parameters, self._specs, self._buckets, self._groups = parameters, specs, buckets, groups
         parts = [bucket.range.shard(rank, num_shards) for bucket in buckets]
         self._begins = [begin for begin, _ in parts]
         self._params = [b.range.params_within(*part) for b, part in zip(buckets, parts, strict=True)]
@@ -136,7 +136,7 @@ class OwnShards:
         """The group of a parameter, and whether its gradient is summed over more ranks than the bucket."""
         parameter = self._parameters[param.parameter]
         is_summed_over_tp = self._groups.tp.size() > 1 and _is_sequence_parallel(parameter)
-        return group_of(parameter), is_summed_over_tp or _is_tied(parameter)
+        return self._specs[param.parameter].group, is_summed_over_tp or _is_tied(parameter)
 
     def _is_counted(self, param: ParamRange) -> bool:
         """Whether this rank counts a parameter in the norm, of those that hold a copy."""

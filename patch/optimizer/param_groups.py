@@ -2,25 +2,97 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
 from patch.config.schema import OptimizerConfig
+from patch.errors import ConfigError, TrainingError
 
 
-class GroupOptions(NamedTuple):
-    """What distinguishes a parameter group."""
+@dataclass(frozen=True, eq=False)
+class ParamGroup:
+    """Parameters that are updated alike, as a dict of `param_groups` of torch's optimizers."""
 
+    params: Sequence[torch.nn.Parameter]
     weight_decay: float
     lr_multiplier: float = 1.0
+    """Factor on the rate that `zero_grad` gets for the group."""
+    max_lr: float | None = None
+    min_lr: float | None = None
+    """The group's own ends of the schedule, see `learning_rate`; None: those of the configuration."""
 
 
-def group_of(parameter: torch.nn.Parameter) -> int:
-    """Index of a parameter's group: matrices decay, vectors (norms, biases) do not."""
-    return int(parameter.ndim <= 1)
+def default_param_groups(stages: Sequence[torch.nn.Module], config: OptimizerConfig) -> list[ParamGroup]:
+    """Megatron-core's rules: matrices decay; vectors (norms, biases) and everything named "bias" do not.
+
+    With a decoupled rate (--decoupled-lr) the weights that megatron-core marks as those of the embedding and
+    the output layer form groups of their own.
+
+    Source: megatron/core/optimizer/__init__.py, `get_standard_config_overrides`; there a parameter
+    without any dimension decays, here it does not.
+    """
+    members: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}
+    for is_decoupled in (False, True) if config.decoupled_lr is not None else (False,):
+        members |= {(is_decoupled, True): [], (is_decoupled, False): []}
+    for stage in stages:
+        for name, parameter in stage.named_parameters():
+            if parameter.requires_grad:
+                is_marked = getattr(parameter, "is_embedding_or_output_parameter", False)
+                decays = parameter.ndim > 1 and not name.endswith(".bias")
+                members[is_marked and config.decoupled_lr is not None, decays].append(parameter)
+    return [
+        ParamGroup(
+            params,
+            config.weight_decay if decays else 0.0,
+            max_lr=config.decoupled_lr if is_decoupled else None,
+            min_lr=config.decoupled_min_lr if is_decoupled else None,
+        )
+        for (is_decoupled, decays), params in members.items()
+    ]
 
 
-def group_options(config: OptimizerConfig) -> list[GroupOptions]:
-    """The groups that `group_of` tells apart."""
-    return [GroupOptions(config.weight_decay), GroupOptions(weight_decay=0.0)]
+def assign_groups(
+    trained: Sequence[tuple[str, torch.nn.Parameter]], groups: Sequence[ParamGroup]
+) -> list[int]:
+    """Index of each trainable parameter's group.
+
+    Args:
+        trained: the parameters with their names. groups: may hold frozen parameters too.
+    Raises:
+        ConfigError: a parameter is in no group or in several; a group holds one that the stages do not have.
+    """
+    found: dict[int, list[int]] = {}
+    for index, group in enumerate(groups):
+        for parameter in group.params:
+            found.setdefault(id(parameter), []).append(index)
+    for name, parameter in trained:
+        if (number := len(found.get(id(parameter), []))) != 1:
+            raise ConfigError(f"{name} is in {number} parameter groups, expected one: change `param_groups`")
+    known = {id(parameter) for _, parameter in trained}
+    for index, group in enumerate(groups):
+        for parameter in group.params:
+            if parameter.requires_grad and id(parameter) not in known:
+                raise ConfigError(
+                    f"parameter group {index} holds a parameter of shape {tuple(parameter.shape)} that is in "
+                    "no stage, expected parameters of the model that the optimizer is built with"
+                )
+    return [found[id(parameter)][0] for _, parameter in trained]
+
+
+def group_rates(lr: float | Sequence[float], groups: Sequence[ParamGroup]) -> list[float]:
+    """The learning rate of each group in one step, multipliers included.
+
+    Args:
+        lr: one rate for all groups, or one for each.
+    Raises:
+        TrainingError: another number of rates than of groups.
+    """
+    rates = [lr] * len(groups) if isinstance(lr, (int, float)) else lr
+    if len(rates) != len(groups):
+        raise TrainingError(
+            f"got {len(rates)} learning rates for {len(groups)} parameter groups, expected one rate for all "
+            "groups, or one for each"
+        )
+    return [rate * group.lr_multiplier for rate, group in zip(rates, groups, strict=True)]

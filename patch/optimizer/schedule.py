@@ -3,20 +3,26 @@
 import math
 
 from patch.config.schema import OptimizerConfig
+from patch.optimizer.param_groups import ParamGroup
 
 
-def learning_rate(step: int, train_iters: int, optimizer: OptimizerConfig) -> float:
+def learning_rate(
+    step: int, train_iters: int, optimizer: OptimizerConfig, group: ParamGroup | None = None
+) -> float:
     """The rate of one step.
 
     Args:
         step: counted from 1. The first step already has lr / warm-up (Megatron-LM's has 0 and moves
             nothing); the last one has exactly min_lr.
         train_iters: steps of the whole run; the cosine ends there.
+        group: a parameter group, whose rate goes between ends of its own where it has them; None: the run's.
     Source: Loshchilov & Hutter, arXiv:1608.03983, without restarts.
     """
+    max_lr = optimizer.lr if group is None or group.max_lr is None else group.max_lr
+    min_lr = optimizer.min_lr if group is None or group.min_lr is None else group.min_lr
     warmup = optimizer.lr_warmup_iters
     if step <= warmup:
-        return optimizer.lr * step / warmup
+        return max_lr * step / warmup
     progress = (step - warmup) / max(1, train_iters - warmup)
     cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
-    return optimizer.min_lr + (optimizer.lr - optimizer.min_lr) * cosine
+    return min_lr + (max_lr - min_lr) * cosine

@@ -21,7 +21,7 @@ from patch.device import send
 from patch.distributed.async_collectives import Pending, start_all_reduce
 from patch.distributed.collectives import sum_over
 from patch.model import LlamaModel, sum_learned
-from patch.optimizer import learning_rate
+from patch.optimizer import ParamGroup, learning_rate
 from patch.training.oom_retry import OomRetry, read_sums
 from patch.training.setup import Run
 from patch.training.state_placement import apply_placement
@@ -34,6 +34,7 @@ class StepResult(NamedTuple):
     """Mean over the learned tokens of the global batch; 0 on stages before the last."""
     grad_norm: float
     lr: float
+    """The run's; a parameter group with a decoupled rate has another."""
     skipped: int
     """1 when fp16 gradients overflowed and nothing was updated."""
     comm_exposed_ms: float
@@ -50,11 +51,12 @@ def train_step(run: Run, iteration: int) -> StepResult:
     """
     optimizer = run.optimizer
     work, lr = _work_of(run, iteration), _rate_of(run.config, iteration)
+    group_lrs = [_rate_of(run.config, iteration, group) for group in optimizer.param_groups]
     apply_placement(optimizer)
     retry = OomRetry(optimizer, f"step {iteration + 1}")
     is_done = False
     while not is_done:
-        losses = retry.attempt(partial(_accumulate, run, work, lr), partial(_abandon, run, work))
+        losses = retry.attempt(partial(_accumulate, run, work, group_lrs), partial(_abandon, run, work))
         optimizer.start_grad_sync()
         # The next batch is read while gradients travel. Small sums travel behind them: behind the parameters
         # they would wait for the last gather.
@@ -79,8 +81,8 @@ def _work_of(run: Run, iteration: int) -> StepWork:
     return StepWork(iteration, batches, sum_over(run.groups.dp_cp, [learned_tokens(batches)], run.device)[0])
 
 
-def _rate_of(config: RunConfig, iteration: int) -> float:
-    return learning_rate(iteration + 1, config.training.train_iters, config.optimizer)
+def _rate_of(config: RunConfig, iteration: int, group: ParamGroup | None = None) -> float:
+    return learning_rate(iteration + 1, config.training.train_iters, config.optimizer, group)
 
 
 def _read(run: Run, iteration: int) -> list[Batch]:
@@ -96,9 +98,9 @@ def _start_sums(run: Run, losses: list[torch.Tensor], following: list[Batch]) ->
     return sums, start_all_reduce(sums, run.groups.dp_cp)
 
 
-def _accumulate(run: Run, work: StepWork, lr: float) -> list[torch.Tensor]:
+def _accumulate(run: Run, work: StepWork, group_lrs: list[float]) -> list[torch.Tensor]:
     """Forward and backward of a step, from its beginning."""
-    run.optimizer.zero_grad(lr)
+    run.optimizer.zero_grad(group_lrs)
     return _run_schedule(run, work.batches, work.tokens, forward_only=False)
 
 

@@ -9,7 +9,7 @@ from patch.config.schema import OptimizerConfig
 from patch.memory import CudaDevice
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.layout import BucketShard, ShardRange
-from patch.optimizer.param_groups import GroupOptions
+from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import StaticPlacementPolicy
 
 pytestmark = [
@@ -90,7 +90,7 @@ def test_a_chunk_is_updated_while_later_gradients_are_computed(device: CudaDevic
     adam = HybridAdam(
         shards,
         OptimizerConfig(lr=1e-3),
-        [GroupOptions(0.1)],
+        [ParamGroup([], 0.1)],
         Offload(device, StaticPlacementPolicy(1.0), numel),
     )
     assert adam.host_updates is not None

@@ -116,7 +116,7 @@ class ComputeAlone(OurTrainer):
             update(grad_norm, lr)
             self._update_s += now(device) - begin
 
-        self.run.optimizer._update = timed_update  # type: ignore[method-assign]
+        self.run.optimizer._update = timed_update  # type: ignore[method-assign, assignment]
 
     def take_surplus(self) -> float:
         """Seconds of updates that belong to other ranks' shards, since the last call."""

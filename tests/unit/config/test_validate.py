@@ -60,6 +60,18 @@ REFUSED = [
     (dict(TP="0"), ["--nproc-per-node=1"], ["position 10 TP): got 0, expected at least 1"]),
     (dict(SAVE_INTERVAL="-5"), [], ["position 19 SAVE_INTERVAL): got -5, expected at least 1"]),
     (dict(LR="0"), [], ["position 5 LR): got 0.0, expected more than 0"]),
+    ({}, ["--decoupled-lr=0"], ["--decoupled-lr: got 0.0, expected more than 0"]),
+    ({}, ["--decoupled-lr=1e-9"], ["--decoupled-lr: got 1e-09, expected at least --decoupled-min-lr"]),
+    (
+        {},
+        ["--decoupled-lr=1e-3", "--decoupled-min-lr=1e-2"],
+        ["--decoupled-lr: got 0.001, expected at"],
+    ),
+    (
+        {},
+        ["--decoupled-min-lr=0"],
+        ["--decoupled-min-lr: got 0.0, expected none: it goes with"],
+    ),
     (dict(MIN_LR="-1"), [], ["position 6 MIN_LR): got -1.0, expected at least 0"]),
     ({}, ["--adam-beta2=1"], ["--adam-beta2: got 1.0, expected at least 0 and below 1"]),
     ({}, ["--num-query-groups=3"], ["--num-query-groups: got 3, expected one of 1, 2, 4", "4 heads"]),

@@ -18,7 +18,7 @@ from patch.memory import UNLIMITED
 from patch.optimizer import host_buffers
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.layout import BucketShard, ShardRange
-from patch.optimizer.param_groups import GroupOptions
+from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import StaticPlacementPolicy
 
 NUM_CHUNKS, SIZE, LR = 8, 100, 1e-3
@@ -44,7 +44,7 @@ class Job:
             for place in places
         ]
         offload = Offload(FakeOffloadDevice(fake), StaticPlacementPolicy(1.0), SIZE, host_bytes)
-        self.adam = HybridAdam(shards, OptimizerConfig(lr=LR), [GroupOptions(0.1)], offload)
+        self.adam = HybridAdam(shards, OptimizerConfig(lr=LR), [ParamGroup([], 0.1)], offload)
         self.down = offload.device._d2h_stream
 
     def backward(self, *, is_reduced: bool) -> list[Event]:

@@ -10,11 +10,11 @@ from patch.optimizer.hybrid_adam import HybridAdam, Offload
 from patch.optimizer.kernels import AdamScalars
 from patch.optimizer.kernels.numpy_adam import adam
 from patch.optimizer.layout import BucketShard, ShardRange
-from patch.optimizer.param_groups import GroupOptions
+from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import StaticPlacementPolicy
 
 LR, NUM_STEPS = 1e-2, 20
-GROUPS = [GroupOptions(0.1), GroupOptions(0.0), GroupOptions(0.3, lr_multiplier=0.25)]
+GROUPS = [ParamGroup([], 0.1), ParamGroup([], 0.0), ParamGroup([], 0.3, lr_multiplier=0.25)]
 RANGES = [ShardRange(0, 500, 0, False), ShardRange(500, 600, 1, False), ShardRange(600, 1000, 2, True)]
 PLACES = [None, 0.0, 0.5, 1.0]
 """Fractions of the states on the host; None: without offload."""

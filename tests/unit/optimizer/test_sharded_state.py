@@ -45,11 +45,11 @@ def layout(level: str, bucket_size: int, **changes: Any) -> RunConfig:
 CHAINS = {
     "bf16": [
         layout("gradients", 9000, dp=4),
-        layout("optimizer", 1, tp=2, dp=2, sequence_parallel=True),
+        layout("optimizer", 1, tp=2, dp=2, sequence_parallel=True, decoupled_lr=1e-2),
         layout("gradients", 10**9, pp=2, dp=2),
         layout("none", 5000, tp=2, pp=2, stage=1),
         layout("none", 20_000, dp=4),
-        layout("optimizer", 777, dp=4),
+        layout("optimizer", 20_000, dp=4, decoupled_lr=1e-2),  # other places in the buckets
     ],
     "tied": [
         layout("gradients", 9000, pp=2, dp=2, **TIED),

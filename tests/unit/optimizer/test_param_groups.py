@@ -1,0 +1,188 @@
+"""Parameter groups: megatron-core's own say who is in which, torch's AdamW what they do."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from distributed_runner import new_job, run_distributed
+from megatron.core.optimizer import _get_param_groups
+from megatron.core.optimizer.optimizer_config import OptimizerConfig as UpstreamConfig
+from optimizer_runs import LR, OddModel, data_parallel_groups, make_steps
+from small_runs import small_run
+from training_runs import build_seeded_run
+
+from patch.config.choices import ZeroStage
+from patch.config.schema import OptimizerConfig
+from patch.errors import ConfigError, TrainingError
+from patch.optimizer import OverlappedDistributedOptimizer, ParamGroup, default_param_groups
+from patch.training.step import train_step
+
+# Two orders of rounding in Adam, over ten steps.
+BOUND = 1e-6
+RATES = {"lr": 2e-3, "min_lr": 1e-4, "weight_decay": 0.3}
+DECOUPLED = [
+    {"decoupled_lr": None, "decoupled_min_lr": None},
+    {"decoupled_lr": 1e-2, "decoupled_min_lr": None},
+    {"decoupled_lr": 1e-2, "decoupled_min_lr": 1e-3},
+]
+WARMUP_ITERS = 4
+
+Members = dict[tuple[float, float, float], set[int]]
+"""Ids of the parameters by weight decay, and highest and lowest learning rate."""
+
+
+def ours(stages: Sequence[torch.nn.Module], rates: dict[str, Any]) -> Members:
+    config = OptimizerConfig(**RATES, **rates)
+    return {
+        (
+            group.weight_decay,
+            config.lr if group.max_lr is None else group.max_lr,
+            config.min_lr if group.min_lr is None else group.min_lr,
+        ): {id(parameter) for parameter in group.params}
+        for group in default_param_groups(stages, config)
+        if group.params
+    }
+
+
+def upstreams(stages: Sequence[torch.nn.Module], rates: dict[str, Any]) -> Members:
+    return {
+        (group["wd_mult"] * RATES["weight_decay"], group["max_lr"], group["min_lr"]): {
+            id(parameter) for parameter in group["params"]
+        }
+        for group in _get_param_groups(stages, UpstreamConfig(**RATES, **rates), None)
+        if group["params"]
+    }
+
+
+class WideBias(torch.nn.Module):
+    """A bias of two dimensions, as stacked experts have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = torch.nn.Module()
+        self.experts.weight = torch.nn.Parameter(torch.ones(2, 3, 4))
+        self.experts.bias = torch.nn.Parameter(torch.ones(2, 4))
+
+
+def compare_members(rank: int, world_size: int) -> None:
+    found = []
+    for changes in ({"add_qkv_bias": True}, {"untie_embeddings_and_output_weights": False}):
+        stages = build_seeded_run(small_run(pp=2, **changes)).stages
+        for rates in DECOUPLED:
+            assert ours(stages, rates) == upstreams(stages, rates)
+            found.append(len(ours(stages, rates)))
+        new_job()
+    assert set(found) == {2, 3}
+    model = [WideBias()]
+    assert ours(model, DECOUPLED[0]) == upstreams(model, DECOUPLED[0])
+
+
+def test_every_parameter_is_in_the_group_that_megatron_core_puts_it_in() -> None:
+    run_distributed(compare_members, 2)
+
+
+def groups_of(model: OddModel) -> list[ParamGroup]:
+    """Matrices and vectors mixed, in another order than that of the model."""
+    return [
+        ParamGroup([model.gain, model.first.weight], weight_decay=0.0),
+        ParamGroup([model.last.bias, model.last.weight], weight_decay=0.3, lr_multiplier=0.25),
+        ParamGroup([model.first.bias], weight_decay=0.05),
+    ]
+
+
+def train_groups(rank: int, world_size: int) -> dict[str, float]:
+    """How far the weights are from AdamW's after ten steps at rates that change, by ZeRO stage."""
+    config = OptimizerConfig(lr=LR, clip_grad=0.5, reduce_bucket_size=300)
+    found = {}
+    for zero_stage in ZeroStage:
+        model, plain = OddModel(), OddModel()
+        optimizer = OverlappedDistributedOptimizer(
+            [model], config, zero_stage, data_parallel_groups(), param_groups=groups_of(model)
+        )
+        adamw = torch.optim.AdamW(
+            [
+                {"params": list(group.params), "weight_decay": group.weight_decay}
+                for group in groups_of(plain)
+            ],
+            lr=LR,
+            betas=(0.9, 0.95),
+        )
+        for number, step in enumerate(make_steps(10, world_size, 1)):
+            rates = [LR, LR / (1 + number), 2 * LR]
+            optimizer.zero_grad(rates)
+            model(step[rank][0]).backward()
+            optimizer.step()
+            adamw.zero_grad()
+            sum(plain(batches[0]) for batches in step).backward()
+            torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+            for group, rate, multiplier in zip(adamw.param_groups, rates, (1.0, 0.25, 1.0), strict=True):
+                group["lr"] = rate * multiplier
+            adamw.step()
+        optimizer.finish_param_sync()
+        found[zero_stage.name] = max(
+            (a - b).abs().max().item() for a, b in zip(model.parameters(), plain.parameters(), strict=True)
+        )
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_groups_train_as_those_of_torchs_adamw(world_size: int) -> None:
+    for found in run_distributed(train_groups, world_size):
+        assert max(found.values()) < BOUND, found
+
+
+def refuse_all(rank: int, world_size: int) -> None:
+    model = OddModel()
+    whole = groups_of(model)
+    other = ParamGroup([OddModel().gain], weight_decay=0.0)
+    for groups, message in (
+        (whole[:2], r"first.bias is in 0 parameter groups, expected one"),
+        ([*whole, whole[2]], r"first.bias is in 2 parameter groups, expected one"),
+        ([*whole, other], r"group 3 holds a parameter of shape \(7,\) that is in no stage"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            build(model, groups)
+    model.gain.requires_grad_(False)  # frozen ones may be there
+    optimizer = build(model, whole)
+    with pytest.raises(TrainingError, match="got 2 learning rates for 3 parameter groups"):
+        optimizer.zero_grad([LR, LR])
+    model.requires_grad_(False)
+    frozen = build(OddModel().requires_grad_(False), [])
+    frozen.zero_grad(LR)
+    assert frozen.step().grad_norm == 0.0
+
+
+def build(model: OddModel, groups: list[ParamGroup]) -> OverlappedDistributedOptimizer:
+    config = OptimizerConfig(lr=LR)
+    return OverlappedDistributedOptimizer(
+        [model], config, ZeroStage.NONE, data_parallel_groups(), param_groups=groups
+    )
+
+
+def test_each_trainable_parameter_belongs_to_one_group() -> None:
+    run_distributed(refuse_all, 1)
+
+
+def first_moves(rank: int, world_size: int) -> dict[str, float]:
+    """By how much the first step moves each weight at most, decay aside: Adam's rate."""
+    config = small_run(pp=2, decoupled_lr=1e-2, lr_warmup_iters=WARMUP_ITERS, weight_decay=0.0, clip_grad=0.0)
+    run = build_seeded_run(config)
+    before = [{name: p.detach().clone() for name, p in stage.named_parameters()} for stage in run.stages]
+    result = train_step(run, 0)
+    assert result.lr == pytest.approx(config.optimizer.lr / WARMUP_ITERS)
+    run.optimizer.finish_param_sync()
+    return {
+        name: (parameter - old[name]).abs().max().item()
+        for stage, old in zip(run.stages, before, strict=True)
+        for name, parameter in stage.named_parameters()
+    }
+
+
+def test_embedding_and_output_layer_train_at_the_decoupled_rate() -> None:
+    first, last = run_distributed(first_moves, 2)
+    decoupled = {name for name in {**first, **last} if "embedding" in name or "output_layer" in name}
+    assert len(decoupled) == 2
+    for name, move in {**first, **last}.items():
+        rate = 1e-2 if name in decoupled else 2e-3
+        assert move == pytest.approx(rate / WARMUP_ITERS, rel=1e-3), name
