@@ -23,7 +23,7 @@ from patch.checkpoint.compatibility import NO_CURES, Cure, check_files, check_fi
 from patch.checkpoint.failures import checkpoint_failures
 from patch.checkpoint.folder import iteration_folder
 from patch.checkpoint.sharded_tensors import copied, index_key, shards_of
-from patch.compat.unpickle import load_plain, read_metadata
+from patch.compat.unpickle import load_plain, plain_readers, read_metadata
 from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
@@ -62,9 +62,8 @@ def load_checkpoint(
     requested = set().union(*all_gather_object({index_key(shard) for shard in shards}))
     with checkpoint_failures(f"checkpoint {folder} was not loaded"):
         check_fit(folder, index, shards, requested, cures)
-    with checkpoint_failures(
-        f"checkpoint {folder} failed while it was read, the model in memory is unusable"
-    ):
+    failure = f"checkpoint {folder} failed while it was read, the model in memory is unusable"
+    with checkpoint_failures(failure), plain_readers():
         # Shards that overlap or leave holes are no error of a load; upstream would say so on rank 0 only.
         loaded = dist_checkpointing.load(
             copied(_without_absent_extra_state(sharded_state, index)),
@@ -106,7 +105,8 @@ def load_only_weights(
     with checkpoint_failures(f"weights of {folder} were not loaded"):
         check_weights(folder, index, shards, requested, prefixes=prefixes, vocab_size=vocab_size, cures=cures)
     _tell_rounding(folder, index, shards)
-    with checkpoint_failures(f"{folder} failed while it was read, the model in memory is unusable"):
+    failure = f"{folder} failed while it was read, the model in memory is unusable"
+    with checkpoint_failures(failure), plain_readers():
         dist_checkpointing.load(
             copied(_without_absent_extra_state(sharded_state, index)),
             str(folder),

@@ -37,7 +37,6 @@ from megatron.core.dist_checkpointing.strategies import common, filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
 from torch.distributed.checkpoint.utils import _DistWrapper
 
-from patch.compat import unpickle
 from patch.compat.cpu import replace_torch
 from patch.errors import CheckpointError
 
@@ -119,14 +118,13 @@ def _save_config(config: CheckpointingConfig, checkpoint_dir: str) -> None:
 
 
 def apply(cuda: bool) -> None:
-    """Mend saving, and let loading unpickle nothing but plain data.
+    """Mend saving.
 
     Raises:
         CheckpointError: psutil is missing, which upstream's writer needs and does not declare.
     """
     if not filesystem_async.HAVE_PSUTIL:
         raise CheckpointError("saving a checkpoint needs psutil, which is not installed: pip install psutil")
-    unpickle.apply()
     filesystem_async._get_write_results_queue = queue.SimpleQueue
     filesystem_async.FileSystemWriterAsync.write_preloaded_data_multiproc = staticmethod(_write_in_threads)
     torch_strategies.save_state_dict_async_finalize = _finalize

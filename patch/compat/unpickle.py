@@ -1,5 +1,7 @@
 """No file of a checkpoint may run code: a restricted unpickler before everything upstream unpickles.
 
+`plain_readers` is around a load, so that nothing changes for other readers of this process.
+
 - torch/distributed/checkpoint/filesystem.py:930 (`FileSystemReader.read_metadata`, also behind
   megatron-core's CachedMetadataFileSystemReader): `pickle.load` of `.metadata`. A planted payload ran there.
 - torch/distributed/checkpoint/default_planner.py:387-391 (`DefaultLoadPlanner.load_bytes`): sharded objects
@@ -224,8 +226,24 @@ class _PlainTorch:
         return getattr(torch, name)
 
 
-def apply() -> None:
-    """Put the restricted readers in place of upstream's."""
-    filesystem.FileSystemReader.read_metadata = _read_metadata  # type: ignore[method-assign, assignment]
-    DefaultLoadPlanner.load_bytes = _load_bytes  # type: ignore[method-assign, assignment]
-    common.torch = _PlainTorch()
+_RESTRICTED = (
+    (filesystem.FileSystemReader, "read_metadata", _read_metadata),
+    (DefaultLoadPlanner, "load_bytes", _load_bytes),
+    (common, "torch", _PlainTorch()),
+)
+
+
+@contextmanager
+def plain_readers() -> Iterator[None]:
+    """Context of a load by upstream: it unpickles nothing but plain data; afterwards its readers are back.
+
+    For the whole process as long as it is open, so only one thread at a time may open it.
+    """
+    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _RESTRICTED]
+    try:
+        for owner, name, reader in _RESTRICTED:
+            setattr(owner, name, reader)
+        yield
+    finally:
+        for owner, name, reader in before:
+            setattr(owner, name, reader)

@@ -5,6 +5,7 @@ import os
 import pickle
 import tracemalloc
 import zipfile
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +23,6 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
-from patch import compat
 from patch.compat import unpickle
 from patch.errors import CheckpointError
 
@@ -38,8 +38,9 @@ class Payload:
 
 
 @pytest.fixture(autouse=True)
-def applied() -> None:
-    compat.apply(cuda=False)
+def restricted() -> Iterator[None]:
+    with unpickle.plain_readers():
+        yield
 
 
 @pytest.fixture
