@@ -2,7 +2,7 @@
 
 `MachineFacts` is probed once, by the launcher, and decides how many processes a run gets.
 `DeviceContext` belongs to one process: CUDA with NCCL where there is a GPU, the CPU with gloo otherwise.
-torch is imported only when asked, so that the rows below can use the facts without it.
+torch is imported only inside functions, so that packages without torch can use this module.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ class MachineFacts:
 
     cuda_devices: int
     cpu_cores: int
-    """Cores' worth of time this process may use: affinity and cgroup quota, not what the box holds."""
+    """Cores that this process may use, by its affinity and its cgroups' quotas."""
 
     cuda_memory_bytes: int = 0
-    """Memory of one GPU; 0 without any."""
+    """Memory of the first GPU; 0 without a GPU."""
 
     host_memory_bytes: int = 0
-    """Host memory that all processes of this machine may use; 0: not known."""
+    """Host memory that all processes of this machine may use; 0 if not known."""
 
     compute_capability: int = 0
-    """Major number of the first GPU's; 0 without any."""
+    """Major compute capability of the first GPU; 0 without a GPU."""
 
     gpu_nodes: tuple[int, ...] = ()
-    """The NUMA node of each GPU; -1: not known."""
+    """The NUMA node of each GPU; -1 if not known."""
 
     @staticmethod
     def probe() -> MachineFacts:
-        """Look at this machine; imports torch to count the GPUs, where there can be any."""
+        """Look at this machine; imports torch to count the GPUs, if there is a CUDA driver."""
         cores, host = usable_cores(), usable_memory()
         if not _has_cuda_driver():
             return MachineFacts(cuda_devices=0, cpu_cores=cores, host_memory_bytes=host)
@@ -63,10 +63,11 @@ _CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 
 
 def usable_cores(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
-    """Cores that this process may keep busy: those of its affinity, or fewer where a cgroup has a quota.
+    """Cores that this process may keep busy: those of its affinity, or fewer if a cgroup has a quota.
 
     Args:
-        cgroups: where cgroups are mounted, version 2 or 1. own: the file that names this process's.
+        cgroups: the folder where cgroups of version 2 or 1 are mounted.
+        own: the file that names the cgroups of this process.
     """
     folders = _own_cgroups(cgroups, own, "cpu")
     quotas = [quota for folder in folders if (quota := _quota(folder)) is not None]
@@ -74,24 +75,29 @@ def usable_cores(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
 
 
 def usable_memory(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:
-    """Bytes of host memory: what the machine has, or less where a cgroup has a limit.
+    """Bytes of host memory: all of the machine, or less if a cgroup has a limit.
 
     Args:
-        as for `usable_cores`.
+        cgroups: see `usable_cores`.
+        own: see `usable_cores`.
     """
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for folder in _own_cgroups(cgroups, own, "memory"):
         for name in ("memory.max", "memory.limit_in_bytes"):  # version 2, 1
             text = (folder / name).read_text().strip() if (folder / name).is_file() else "max"
-            limits += [int(text)] if text != "max" else []
+            if text != "max":
+                limits.append(int(text))
     return min(limits)
 
 
 def numa_node(domain: int, bus: int, device: int, pci: Path = Path("/sys/bus/pci/devices")) -> int:
-    """The NUMA node that a PCI device is at; -1: not known.
+    """The NUMA node of a PCI device; -1 if not known.
 
     Args:
-        pci: the folder where Linux describes them.
+        domain: the device's PCI domain.
+        bus: its PCI bus.
+        device: its number on the bus.
+        pci: the folder where Linux describes PCI devices.
     """
     try:
         return int((pci / f"{domain:04x}:{bus:02x}:{device:02x}.0" / "numa_node").read_text())
@@ -100,8 +106,8 @@ def numa_node(domain: int, bus: int, device: int, pci: Path = Path("/sys/bus/pci
 
 
 def _own_cgroups(cgroups: Path, own: Path, controller: str) -> list[Path]:
-    """This process's cgroups that `controller` may limit, each with all above it; the mount itself too."""
-    # The mount itself: inside a container the path may name what is not mounted there.
+    """This process's cgroups that `controller` may limit, all their parents, and the mount point."""
+    # The mount point, because the path of a container's cgroup may not be mounted inside the container.
     folders = [cgroups, cgroups / controller]
     for line in own.read_text().splitlines() if own.exists() else []:
         _, controllers, path = line.split(":", 2)
@@ -113,7 +119,7 @@ def _own_cgroups(cgroups: Path, own: Path, controller: str) -> list[Path]:
 
 
 def _quota(cgroup: Path) -> float | None:
-    """Cores' worth of time a cgroup may take; None where it has no limit.
+    """Cores that a cgroup may use, as a fraction of time; None if it has no limit.
 
     Source: Linux's Documentation/admin-guide/cgroup-v2.rst (cpu.max), scheduler/sched-bwc.rst (cfs).
     """
@@ -130,7 +136,7 @@ def _quota(cgroup: Path) -> float | None:
 
 
 def _has_cuda_driver() -> bool:
-    """Whether the library is there through which torch reaches GPUs; a launcher without it needs no torch."""
+    """Whether torch can find NVIDIA's driver library; without it the launcher need not import torch."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -153,7 +159,7 @@ class DeviceContext:
 
     @staticmethod
     def select(local_rank: int) -> DeviceContext:
-        """The GPU of this local rank, made current, or the CPU where there is none."""
+        """The GPU of this local rank, which becomes the current one; the CPU on a machine without GPUs."""
         import torch
 
         if not torch.cuda.is_available():
@@ -168,19 +174,19 @@ FLOAT_TYPES: tuple[FloatType, ...] = get_args(FloatType)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """torch's type of this name, which is one of FLOAT_TYPES."""
+    """The torch type of a name, one of FLOAT_TYPES."""
     import torch
 
     return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
 
 
 def streams_of(device: torch.device) -> Any:
-    """`torch.cuda`, or for the CPU `torch.cpu`, whose streams do nothing: all is done at the call there."""
+    """torch's module with the streams of a device: `torch.cuda`, or `torch.cpu`, whose streams do nothing."""
     import torch
 
     return torch.get_device_module(device)
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A CPU tensor on `device`, from pinned memory: else the host would wait for all that is queued there."""
+    """A copy of a CPU tensor on `device`; through pinned memory, so that the host does not wait for it."""
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)

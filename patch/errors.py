@@ -1,7 +1,7 @@
-"""The error family: every failure that a user can cure, and the exit code the launcher ends with.
+"""Errors that a user can cure, each with the exit code of the launcher.
 
 A message says what failed, what was got and what was expected; `field` names the value that cures it.
-`assert` is kept for our own invariants; whatever a user can cause raises one of these.
+`assert` is for our own invariants only: whatever a user can cause raises one of these errors.
 """
 
 import difflib
@@ -12,8 +12,8 @@ class PatchError(Exception):
 
     Args:
         message: what failed, what was got, what was expected.
-        field: the field of the configuration that cures it, such as `output_path`; None where there is not
-            one. The entry point turns it into a flag and a position (`patch.config.user_message`).
+        field: the field of the configuration that cures it, such as `output_path`; None if there is none.
+            The entry point turns it into a flag and a position (`patch.config.user_message`).
     """
 
     exit_code = 1
@@ -36,26 +36,26 @@ class DataError(PatchError, ValueError):
 
 
 class CheckpointError(PatchError, RuntimeError):
-    """A checkpoint that cannot be written, read, or does not fit the model."""
+    """A checkpoint that cannot be written or read, or that does not fit the model."""
 
     exit_code = 4
 
 
 class ConversionError(PatchError, ValueError):
-    """A Hugging Face folder that cannot be read, written, or does not fit the model."""
+    """A Hugging Face folder that cannot be read or written, or that does not fit the model."""
 
     exit_code = 4
 
 
 class TrainingError(PatchError, RuntimeError):
-    """Training stopped itself: non-finite loss, a hang, out of memory."""
+    """Training stopped itself: non-finite gradients, a hang, out of memory."""
 
     exit_code = 5
 
 
 def nearest(name: str, known: list[str]) -> str:
-    """A hint ", did you mean X?" for a misspelled name, or "" when nothing known is close."""
-    if len(name) > 3 * max(map(len, known), default=0):  # nothing is close, and the search would be long
+    """A hint ", did you mean X?" for a misspelled name, or "" when no known name is close."""
+    if len(name) > 3 * max(map(len, known), default=0):  # no name is close, and the search would be slow
         return ""
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     return f", did you mean {match[0]}?" if match else ""

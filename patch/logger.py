@@ -1,7 +1,7 @@
-"""Rank-aware logging: rank 0 speaks, the other ranks only when something is wrong.
+"""Rank-aware logging: rank 0 shows messages from INFO on, the other ranks only errors.
 
-Every module asks `get_logger(__name__)`; nothing prints. Output goes to stderr, so that stdout
-stays free for results (`--dry-run` writes YAML there).
+Every module uses `get_logger(__name__)` and never `print`. Messages go to stderr, because stdout is for
+results (`--dry-run` writes YAML there).
 """
 
 import logging
@@ -13,10 +13,11 @@ _EVERY_RANK = f"{_ROOT}.every_rank"
 
 
 def get_logger(name: str, *, every_rank: bool = False) -> logging.Logger:
-    """A logger below the project's own root logger; configured by `configure_logging`.
+    """A logger below the project's root logger, which `configure_logging` configures.
 
     Args:
-        every_rank: whether its messages from INFO on are shown on all ranks.
+        name: the module's `__name__`.
+        every_rank: show messages from INFO on for all ranks.
     """
     if every_rank:
         return logging.getLogger(f"{_EVERY_RANK}.{name}")
@@ -27,7 +28,7 @@ def configure_logging(rank: int | None = None) -> None:
     """Send the project's messages to stderr: from INFO on rank 0, from ERROR on the others.
 
     Args:
-        rank: global rank of this process; read from RANK when None (0 outside a job).
+        rank: global rank of this process; None: the variable RANK, or 0 outside of a job.
     """
     rank = int(os.environ.get("RANK", "0")) if rank is None else rank
     handler = logging.StreamHandler(sys.stderr)

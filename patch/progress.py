@@ -1,4 +1,4 @@
-"""How far a piece of work is: a bar on a terminal, a line in the log every ten seconds anywhere else."""
+"""Progress of long work: a bar on a terminal, a line in the log every ten seconds anywhere else."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LINE_EVERY_S = 10.0
 
 
 class LineTimer:
-    """Tells when the next line is due, and how long the work takes.
+    """Decides when the next progress line is due, and measures how long the work takes.
 
     Args:
         due_at_once: the first line is due now, not ten seconds from now.
@@ -27,7 +27,7 @@ class LineTimer:
         self._last_line = float("-inf") if due_at_once else self._began
 
     def is_due(self) -> bool:
-        """Whether ten seconds have passed since this was last true; the next ten begin then."""
+        """Whether ten seconds have passed since this last returned True."""
         now = time.monotonic()
         if now - self._last_line < LINE_EVERY_S:
             return False
@@ -39,19 +39,19 @@ class LineTimer:
         return time.monotonic() - self._began
 
     def seconds_left(self, done: float, total: float) -> float:
-        """Seconds for the rest of `total`, when `done` (above 0) took the time until now."""
+        """Estimated seconds until `total` is done, when `done` (above 0) took the time so far."""
         return self.elapsed_s() / done * (total - done)
 
 
 class ProgressBar:
-    """A bar on stderr with the project's log lines above it; `close` gives the terminal back.
+    """A bar on stderr, with the project's log lines above it, until `close`.
 
     Args:
-        title: stands before the bar.
+        title: text before the bar.
         total: the amount of work.
-        columns: what stands between the bar and the time left.
+        columns: shown between the bar and the time left.
         completed: the part of `total` that is done already.
-        fields: the first values of the fields that columns show.
+        fields: initial values of the fields that columns show.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class ProgressBar:
         _log_to_stderr()
 
     def update(self, completed: int, **fields: Any) -> None:
-        """Show how much of the total is done, and new values of the columns' fields."""
+        """Show how much of the total is done, and new values of the fields."""
         self._bar.update(self._task, completed=completed, **fields)
 
     def print(self, message: str) -> None:
@@ -72,7 +72,7 @@ class ProgressBar:
         self._bar.console.print(message)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Stop drawing the bar."""
         self._bar.stop()
         _log_to_stderr()
 
@@ -83,7 +83,7 @@ def is_terminal() -> bool:
 
 
 def _log_to_stderr() -> None:
-    """Let the project's log follow sys.stderr, which a live bar replaces to keep lines above itself."""
+    """Send the project's log to the current sys.stderr, which a bar replaces to keep lines above itself."""
     for handler in get_logger("patch").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.setStream(sys.stderr)

@@ -1,7 +1,7 @@
-"""The one door to private megatron-core names and to what 0.16.1 gets wrong; see README.md.
+"""The only package that uses private names, and corrects what megatron-core 0.16.1 gets wrong; see README.md.
 
-Nothing happens at import, of megatron-core either, which `quick_start` has to come before. `apply` is
-called once by whoever starts a process.
+Importing it changes nothing and does not import megatron-core, because `quick_start` must come before that.
+Each process calls `apply` once, when it starts.
 """
 
 from patch.compat.fast_import import quick_start
@@ -10,10 +10,10 @@ __all__ = ["apply", "quick_start"]
 
 
 def apply(cuda: bool) -> None:
-    """Mend megatron-core 0.16.1 in this process; a second call changes nothing more.
+    """Apply the corrections of megatron-core 0.16.1 in this process; a second call changes nothing.
 
     Args:
-        cuda: whether this process computes on a GPU; the CPU stand-ins are left out then.
+        cuda: whether this process computes on a GPU, which needs no CPU stand-ins.
     """
     from patch.compat import cpu, dist_checkpointing, recompute, tp_reduce
 

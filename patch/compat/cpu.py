@@ -1,10 +1,10 @@
 """Lets megatron-core 0.16.1 run on a machine without CUDA.
 
-Upstream asks `torch.cuda` for the current device and writes `device="cuda"` in places that a CPU run
-passes through. Patching torch.cuda itself would be seen by transformers and everybody else, so only
-the *name* `torch` inside the listed upstream modules is replaced, by a stand-in that answers "cpu".
+A CPU run uses code of megatron-core that gets the current device from `torch.cuda` or writes
+`device="cuda"`. A patch of torch.cuda itself would affect transformers and all other libraries, so only the
+*name* `torch` inside the listed modules is replaced, by a stand-in that returns the CPU.
 
-Never applied where CUDA is there. Delete an entry when upstream asks for the device of its inputs.
+Never applied in a process with CUDA. Delete an entry when megatron-core uses the device of its inputs there.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import random
 
-# Upstream module -> why (line numbers of 0.16.1).
+# Module of megatron-core -> reason (line numbers of 0.16.1).
 MODULES = {
     "megatron.core.tensor_parallel.mappings": "torch.cuda.current_device() at 91-181, 442",
     "megatron.core.tensor_parallel.layers": "torch.cuda.current_device() at 261, 552, 597-607, 873-899",
@@ -32,7 +32,7 @@ _CPU = torch.device("cpu")
 
 
 class CudaOnCpu:
-    """What upstream asks of torch.cuda, answered for the CPU; anything else is torch.cuda's own."""
+    """Stands in for torch.cuda: what megatron-core calls there works on the CPU; the rest is unchanged."""
 
     manual_seed = staticmethod(torch.manual_seed)
     get_rng_state = staticmethod(lambda *unused: torch.get_rng_state())
@@ -42,14 +42,14 @@ class CudaOnCpu:
         return _CPU
 
     def synchronize(self, *unused: Any) -> None:
-        """Nothing to wait for: CPU operations are synchronous."""
+        """Do nothing: CPU operations are synchronous."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cuda, name)
 
 
 class TorchOnCpu:
-    """Stands in for the name `torch` in an upstream module: `device="cuda"` becomes the CPU."""
+    """Stands in for the name `torch` in a module of megatron-core: `device="cuda"` becomes the CPU."""
 
     cuda = CudaOnCpu()
 
@@ -58,6 +58,8 @@ class TorchOnCpu:
 
 
 def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """The function `factory` of torch, with `device="cuda"` replaced by the CPU."""
+
     def create(*args: Any, **kwargs: Any) -> torch.Tensor:
         if kwargs.get("device") == "cuda":
             kwargs["device"] = _CPU
@@ -71,7 +73,7 @@ for _name in ("tensor", "zeros", "ones", "empty"):
 
 
 def replace_torch(module_name: str) -> None:
-    """Give one upstream module the stand-in instead of torch."""
+    """Replace `torch` in one module of megatron-core by the stand-in."""
     vars(importlib.import_module(module_name))["torch"] = TorchOnCpu()
 
 
@@ -84,10 +86,10 @@ def _set_rng_state(new_state: torch.Tensor, device: int = -1, graph_safe: bool =
 
 
 def apply() -> None:
-    """Replace `torch` in MODULES and the CUDA generator's state by the CPU generator's.
+    """Replace `torch` in MODULES, and the state of the CUDA generator by that of the CPU generator.
 
-    The latter: tensor_parallel/random.py:40-106 reads torch.cuda.default_generators, which the RNG
-    tracker (sequence parallelism) and activation recomputation need.
+    tensor_parallel/random.py:40-106 reads that state from torch.cuda.default_generators, for the RNG tracker
+    (sequence parallelism) and for activation recomputation.
     """
     for module_name in MODULES:
         replace_torch(module_name)

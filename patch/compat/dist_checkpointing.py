@@ -5,20 +5,20 @@ Upstream 0.16.1, all below megatron/core/dist_checkpointing/:
 - strategies/filesystem_async.py:49-56 keeps the results of a save in a queue served by a manager process.
   Spawning it imports the main script again: 4 to 12 s at the first save, and a hang where that script
   has no `__main__` guard. A synchronous save reads the queue in the process that filled it.
-- strategies/filesystem_async.py:232-321 forks one process for each file and waits without a limit: a child
-  that is killed, or that lacks psutil (:366), never answers. Threads write no slower
+- strategies/filesystem_async.py:232-321 forks one process for each file and waits without a time limit: a
+  child that is killed, or that lacks psutil (:366), never answers. Threads are not slower
   (512 MB to memory: 0.6 s against 1.2 s).
-- strategies/state_dict_saver.py:212-258 asks for a CUDA device and lets an error of rank 0, while it
-  writes `.metadata`, leave the other ranks waiting.
-- strategies/common.py:41, validation.py:422: fail on one rank only, with the same end.
-- serialization.py:427 writes the small metadata.json on rank 0, then all ranks meet in a barrier, of which
-  torch warns where no group is bound to a GPU: it takes the current one, which is the right one.
+- strategies/state_dict_saver.py:212-258 needs a CUDA device; and when rank 0 fails to write `.metadata`, the
+  other ranks wait forever.
+- strategies/common.py:41, validation.py:422: an error on one rank only, with the same result.
+- serialization.py:427 writes the small metadata.json on rank 0; then all ranks enter a barrier, for which
+  torch warns that no group is bound to a GPU. It uses the current GPU, which is the right one.
 - strategies/filesystem_async.py:230 calls torch.cuda.synchronize.
-- strategies/torch.py:799 and :138 use torch's deprecated load_state_dict and ShardedTensor, of which every
-  load would warn the user; tensor_parallel/mappings.py uses collectives that torch 2.13 renamed.
+- strategies/torch.py:799 and :138 use torch's deprecated load_state_dict and ShardedTensor, which would warn
+  the user at every load; tensor_parallel/mappings.py uses collectives that torch 2.13 renamed.
 
-Delete an entry when upstream reports that failure on all ranks, or saves without CUDA. Saving in the
-background (`async_sharded_save` with a forked caller) needs a queue between processes and is not covered.
+Delete an entry when megatron-core reports that failure on all ranks, or saves without CUDA. Saving in the
+background (`async_sharded_save` with a forked caller) needs a queue between processes and does not work.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from patch.compat.cpu import replace_torch
 from patch.errors import CheckpointError
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 _save_common = common.TorchCommonSaveStrategy.save_common
 _validate_sharding_integrity = state_dict_utils.validate_sharding_integrity
 
-# Beginnings of torch's warnings about names that upstream uses and a user cannot change.
+# The beginnings of torch's warnings about names that megatron-core uses and a user cannot change.
 _OLD_NAMES = (
     "`load_state_dict` is deprecated",
     "Please use DTensor instead",
@@ -55,19 +55,22 @@ _OLD_NAMES = (
 def _write_in_threads(
     transforms: list, use_msc: bool, rank: int, write_buckets: list, results: queue.SimpleQueue
 ) -> None:
-    """Write this rank's files and put {file's index: write results}, or the first error, into `results`."""
+    """Write this rank's files and put {index of a file: its write results}, or an error, into `results`.
+
+    The arguments are those of `write_preloaded_data_multiproc`, which this function replaces.
+    """
     try:
         with ThreadPoolExecutor(max(1, len(write_buckets))) as pool:
             outcomes = pool.map(
                 partial(_write_file, transforms, use_msc), range(len(write_buckets)), write_buckets
             )
             results.put(dict(outcomes))
-    except Exception as error:  # noqa: BLE001 - it is raised on all ranks by _finalize
+    except Exception as error:  # noqa: BLE001 - `_finalize` raises it on all ranks
         results.put(error)
 
 
 def _write_file(transforms: list, use_msc: bool, index: int, bucket: Any) -> tuple[int, list]:
-    """One file through upstream's own writer, which reports through queues."""
+    """Write one file with megatron-core's own writer, which returns its results in queues."""
     pending: queue.Queue = queue.Queue()
     pending.put(index)
     written: queue.SimpleQueue = queue.SimpleQueue()
@@ -81,14 +84,14 @@ def _write_file(transforms: list, use_msc: bool, index: int, bucket: Any) -> tup
 
 
 def _operating_system_error(error: BaseException | None) -> OSError | None:
-    """The full disk behind torch's "unexpected pos 704 vs 598", which is all its zip writer says of it."""
+    """The OSError, such as a full disk, behind the "unexpected pos 704 vs 598" of torch's zip writer."""
     while error is not None and not isinstance(error, OSError):
         error = error.__context__
     return error
 
 
 def _on_all_ranks(step: str, function: Callable[[], None]) -> None:
-    """Call `function` on every rank; an error on any of them is raised on all (CheckpointException)."""
+    """Call `function` on every rank; an error on one of them is raised on all (CheckpointException)."""
     _DistWrapper(None, True, 0).all_reduce(step, function, lambda outcomes: None)
 
 
@@ -103,25 +106,27 @@ def _validate_together(global_metadata: Any, common_state_dict: Any = None) -> N
 
 
 def _finalize(storage_writer: Any, global_metadata: Any, dist_wrapper: _DistWrapper) -> None:
-    """Gather the ranks' write results and write `.metadata`; whatever failed is raised on all ranks."""
+    """Gather the ranks' write results and write `.metadata`; any error is raised on all ranks."""
     dist_wrapper.all_reduce(
         "write", storage_writer.retrieve_write_results, partial(storage_writer.finish, global_metadata)
     )
 
 
 def _save_config(config: CheckpointingConfig, checkpoint_dir: str) -> None:
-    """Without a metadata.json the folder is no checkpoint, which the caller of `save` looks at."""
+    """Write metadata.json, or log why not: without it the folder is not complete, as the caller checks."""
     try:
         save_config(config, checkpoint_dir)
     except OSError as error:
-        _log.error("%s/metadata.json could not be written: %s", checkpoint_dir, error)
+        _logger.error("%s/metadata.json could not be written: %s", checkpoint_dir, error)
 
 
 def apply(cuda: bool) -> None:
-    """Mend saving.
+    """Correct saving.
 
+    Args:
+        cuda: whether this process computes on a GPU.
     Raises:
-        CheckpointError: psutil is missing, which upstream's writer needs and does not declare.
+        CheckpointError: psutil is not installed; megatron-core's writer needs it and does not declare it.
     """
     if not filesystem_async.HAVE_PSUTIL:
         raise CheckpointError("saving a checkpoint needs psutil, which is not installed: pip install psutil")

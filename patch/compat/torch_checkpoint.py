@@ -1,10 +1,11 @@
-"""What torch's checkpoint format is made of and has no public name for.
+"""Parts of torch's checkpoint format that have no public name.
 
-- torch/distributed/checkpoint/filesystem.py:75 `_StorageInfo`: where a record lies in a .distcp file. The
-  pickled `.metadata` holds objects of this class, so whoever writes the format piece by piece needs it.
-- torch/distributed/checkpoint/utils.py:427 `_create_file_view`: a window of a file that reads like a file.
+- torch/distributed/checkpoint/filesystem.py:75 `_StorageInfo`: the position of a record in a .distcp file.
+  The pickled `.metadata` contains objects of this class, in checkpoints of torch and of megatron-core, so
+  code that writes the format itself needs it.
+- torch/distributed/checkpoint/utils.py:427 `_create_file_view`: a part of a file as a file object.
 
-Delete when torch gives them public names. Megatron-core's `.metadata` holds the same class.
+Delete when torch gives them public names.
 """
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo

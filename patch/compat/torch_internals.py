@@ -1,17 +1,19 @@
-"""What torch has no public name for.
+"""Functions of torch that have no public name.
 
-Reads of parameters, which backward runs and when it ends, norms of many tensors.
+They observe reads of parameters, identify the running backward, call back at its end, and compute norms of
+many tensors.
 
-- torch/nn/modules/module.py:1954-1966, 2715: attribute access and `parameters()` read a module's dict
-  `_parameters`; a dict that tells of it is met by eager code, functional_call and torch.compile, which traces
-  into it. (DeepSpeed's ZeRO-3 has one: ZeROOrderedDict in deepspeed/runtime/zero/parameter_offload.py.)
-  Delete when torch has a hook for reads.
-- torch/utils/checkpoint.py:1170 asks for the id of the running backward by a private name, which tells a
-  backward inside a backward (reentrant checkpoints) from the outer one. Delete when it has a public one.
-- torch/nn/utils/clip_grad.py:95 takes the norms of many tensors in one call by a private name; the public
-  `get_total_norm` has no argument for the type of the sums. Delete when it has.
-- torch/distributed/fsdp/_runtime_utils.py is called at the end of a backward by a private name. Delete when
-  there is a public one.
+- torch/nn/modules/module.py:1954-1966, 2715: attribute access and `parameters()` read the dict `_parameters`
+  of a module. A dict that reports reads works in eager code, in functional_call and in torch.compile, which
+  traces into it. (DeepSpeed's ZeRO-3 has one, too: ZeROOrderedDict in
+  deepspeed/runtime/zero/parameter_offload.py.) Delete when torch has a hook for reads.
+- torch/utils/checkpoint.py:1170 gets the id of the running backward from a private function. The id
+  distinguishes a backward inside a backward (reentrant checkpoints) from the outer one. Delete when there is
+  a public function.
+- torch/nn/utils/clip_grad.py:95 computes the norms of many tensors with a private function; the public
+  `get_total_norm` has no argument for the type of the sums. Delete when it has one.
+- torch/distributed/fsdp/_runtime_utils.py registers a callback for the end of backward with a private
+  function. Delete when there is a public one.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ import torch
 
 
 class Reader(Protocol):
-    """Who is told of reads, before they happen."""
+    """An object that is called before parameters are read."""
 
     def on_read(self, parameter: torch.nn.Parameter | None) -> None:
-        """Somebody gets a parameter by its name."""
+        """A parameter is about to be read by its name."""
 
     def on_iteration(self, parameters: Iterable[torch.nn.Parameter | None]) -> None:
-        """Somebody gets all parameters of a module; perhaps only to count them."""
+        """All parameters of a module are about to be read, perhaps only to count them."""
 
 
 current_backward: Callable[[], int] = torch._C._current_graph_task_id
-"""The id of the backward that runs in this thread; -1: none."""
+"""The id of the backward that runs in this thread; -1 if none runs."""
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
-"""(tensors, order, dtype=) -> the norm of each tensor, summed in `dtype`."""
+"""foreach_norm(tensors, order, dtype=): the norm of each tensor, summed in `dtype`."""
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:
@@ -44,7 +46,7 @@ def call_at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 class _Parameters(dict[str, torch.nn.Parameter | None]):
-    """A module's parameters."""
+    """A module's parameters, which calls a Reader before each read."""
 
     def __init__(self, parameters: dict[str, torch.nn.Parameter | None], reader: Reader) -> None:
         super().__init__(parameters)
@@ -67,26 +69,26 @@ class _Parameters(dict[str, torch.nn.Parameter | None]):
         return super().values()
 
     def __reduce__(self) -> tuple:
-        """Copies are plain: they have parameters of their own."""
+        """Copies are plain dicts, because a copied module has other parameters."""
         return dict, ({name: self[name] for name in self},)
 
 
 def watch_reads(module: torch.nn.Module, reader: Reader) -> None:
-    """Tell `reader` before somebody gets parameters that `module` itself owns.
+    """Call `reader` before each read of a parameter that `module` itself owns.
 
-    Scripted modules, which have no such dict, are left alone.
+    Scripted modules, which have no such dict, are not changed.
     """
     if type(module._parameters) is dict:
         module.__dict__["_parameters"] = _Parameters(module._parameters, reader)
 
 
 def is_watched(module: torch.nn.Module) -> bool:
-    """Whether somebody has called `watch_reads`."""
+    """Whether `watch_reads` was called for the module."""
     return isinstance(module._parameters, _Parameters)
 
 
 def own_parameters(module: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that `module` itself owns, by name, without telling anybody."""
-    found = module._parameters
-    items = dict.items(found) if isinstance(found, dict) else found.items()
+    """The parameters that `module` itself owns, by name, without a call of its Reader."""
+    parameters = module._parameters
+    items = dict.items(parameters) if isinstance(parameters, dict) else parameters.items()
     return {name: parameter for name, parameter in items if parameter is not None}

@@ -1,9 +1,9 @@
-"""Upstream defect on every device: an all-reduce whose result is dropped.
+"""Defect of megatron-core on every device: an all-reduce whose result is lost.
 
 megatron/core/tensor_parallel/mappings.py:20-33 (`_reduce`) all-reduces `input_.contiguous()` but
 returns `input_`. For a non-contiguous tensor, such as the gradient of a transposed view when the
 micro-batch is larger than one, the copy is reduced and the unreduced original is returned.
-Delete when upstream returns the tensor it reduced.
+Delete when megatron-core returns the tensor that it reduced.
 """
 
 import torch
@@ -19,5 +19,5 @@ def _reduce(input_: torch.Tensor, group: torch.distributed.ProcessGroup) -> torc
 
 
 def apply() -> None:
-    """Let `_reduce` return what it reduced."""
+    """Let `_reduce` return the tensor that it reduced."""
     mappings._reduce = _reduce

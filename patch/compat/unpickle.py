@@ -1,16 +1,17 @@
-"""No file of a checkpoint may run code: a restricted unpickler before everything upstream unpickles.
+"""Restricted unpicklers for all files of a checkpoint, so that no file can run code.
 
-`plain_readers` is around a load, so that nothing changes for other readers of this process.
+`plain_readers` is open around a load, so that nothing changes for other readers of this process.
 
-- torch/distributed/checkpoint/filesystem.py:930 (`FileSystemReader.read_metadata`, also behind
-  megatron-core's CachedMetadataFileSystemReader): `pickle.load` of `.metadata`. A planted payload ran there.
-- torch/distributed/checkpoint/default_planner.py:387-391 (`DefaultLoadPlanner.load_bytes`): sharded objects
-  with `torch.load(weights_only=False)`.
-- Megatron-LM's old checkpoints hold argparse.Namespace and enums beside their tensors; only we read those.
-- megatron/core/dist_checkpointing/strategies/common.py:89, 123, 133: common.pt and object files with a
-  torch.load whose default TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment turns off.
+- torch/distributed/checkpoint/filesystem.py:930 (`FileSystemReader.read_metadata`, which megatron-core's
+  CachedMetadataFileSystemReader uses too): `pickle.load` of `.metadata` would run code in that file.
+- torch/distributed/checkpoint/default_planner.py:387-391 (`DefaultLoadPlanner.load_bytes`) reads sharded
+  objects with `torch.load(weights_only=False)`.
+- Old checkpoints of Megatron-LM contain argparse.Namespace and enums besides tensors; only our code reads
+  them.
+- megatron/core/dist_checkpointing/strategies/common.py:89, 123, 133 reads common.pt and object files with
+  torch.load, whose safe default TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment switches off.
 
-Delete an entry when upstream reads that file without pickle, or with `weights_only=True` spelled out.
+Delete an entry when that file is read without pickle, or with an explicit `weights_only=True`.
 """
 
 from __future__ import annotations
@@ -62,17 +63,17 @@ ALLOWED = frozenset(
     }
     | {("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 )
-"""The globals that torch_dist `.metadata` files of torch 2.11 to 2.13 hold: data classes, enums, dtypes.
-The folder's own path is recorded as a Path by torch's writer (Python 3.13 moved that class)."""
+"""The globals in `.metadata` files of torch 2.11 to 2.13: data classes, enums, dtypes, and the folder's path,
+which torch's writer records as a Path (Python 3.13 moved that class)."""
 
 
-def _contained(stream: IO[bytes]) -> io.BytesIO:
-    """The rest of a stream, once nothing in its pickle reaches beyond it.
+def _check_memo_size(stream: IO[bytes]) -> io.BytesIO:
+    """The rest of a stream, after a check that its pickle needs no more memo entries than it has bytes.
 
-    The unpickler in C makes room for what a pickle announces: 64 GB for a memo of 2**32 places.
+    The unpickler in C allocates the memo that a pickle asks for: 64 GB for 2**32 entries.
 
     Raises:
-        ValueError: it is cut short, or announces more than it holds.
+        ValueError: the pickle is truncated, or its memo is larger than that.
     """
     contents = stream.read()
     for opcode, argument, _ in pickletools.genops(contents):
@@ -82,8 +83,8 @@ def _contained(stream: IO[bytes]) -> io.BytesIO:
 
 
 @contextmanager
-def _well_formed() -> Iterator[None]:
-    """What a malformed pickle makes the unpickler raise becomes a ValueError, but for what names a cause."""
+def _translate_errors() -> Iterator[None]:
+    """A context that turns errors of the unpickler into ValueErrors, except those with a clear message."""
     try:
         yield
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError):
@@ -93,6 +94,8 @@ def _well_formed() -> Iterator[None]:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
+    """Loads nothing but the classes in ALLOWED and members of enums."""
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
@@ -102,24 +105,24 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 
 def _enum_member(kind: Any, name: Any) -> enum.Enum:
-    """Stands for `getattr`, as which early Python 3.11 pickles the members of enums, and does no more."""
+    """A replacement of `getattr` that finds only members of enums; early Python 3.11 pickles them so."""
     if not (isinstance(kind, enum.EnumMeta) and name in kind.__members__):
         raise pickle.UnpicklingError("it asks for builtins.getattr on something other than an enum's member")
     return kind.__members__[name]
 
 
 def read_metadata(path: Path) -> metadata.Metadata:
-    """The index of a torch_dist checkpoint: every tensor's shape and dtype, and where its pieces lie.
+    """The index of a torch_dist checkpoint: shape and dtype of each tensor, and the files of its pieces.
 
     Args:
         path: the checkpoint's `.metadata` file.
 
     Raises:
-        CheckpointError: it is missing, truncated, or holds anything that is not an index.
+        CheckpointError: it is missing, truncated, or contains anything that is not an index.
     """
     try:
         with path.open("rb") as stream:
-            index = _MetadataUnpickler(_contained(stream)).load()
+            index = _MetadataUnpickler(_check_memo_size(stream)).load()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: the checkpoint is not complete") from error
     except Exception as error:  # noqa: BLE001 - hostile bytes can make the unpickler raise anything
@@ -130,16 +133,18 @@ def read_metadata(path: Path) -> metadata.Metadata:
 
 
 def load_plain(source: Path | str | IO[bytes], map_location: str | None = None, mmap: bool = False) -> Any:
-    """torch.load of tensors and plain types only, whatever the environment says.
+    """torch.load of tensors and plain types only, whatever the environment variables say.
 
     Args:
+        source: the file.
+        map_location: the device of the tensors; None: the device they were saved from.
         mmap: tensors are views of the mapped file, read when they are used.
 
     Raises:
-        pickle.UnpicklingError: the file asks for anything else.
+        pickle.UnpicklingError: the file contains other types.
         OSError, RuntimeError, EOFError, ValueError: it is missing or damaged.
     """
-    with _well_formed():
+    with _translate_errors():
         return torch.load(source, map_location=map_location, weights_only=True, mmap=mmap)
 
 
@@ -153,11 +158,11 @@ _TENSORS = frozenset(
     }
     | {("torch", name) for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
 )
-"""The globals that tensors in a pickle need; torch.load itself knows the storages."""
+"""The globals that pickled tensors need; torch.load itself provides the storages."""
 
 
 class _Inert:
-    """Stands for an object of any other class: takes everything, does nothing."""
+    """Stands in for an object of any other class: accepts every call and does nothing."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> _Inert:
         return object.__new__(cls)
@@ -175,10 +180,10 @@ class _Inert:
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """torch gives it the record of a zip archive that holds one pickle."""
+    """Loads tensors, and _Inert for other objects. torch.load passes it the pickle of a zip file."""
 
     def __init__(self, stream: IO[bytes], **options: Any) -> None:
-        super().__init__(_contained(stream), **options)
+        super().__init__(_check_memo_size(stream), **options)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _TENSORS:
@@ -187,18 +192,18 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def load_tensors(path: Path) -> Any:
-    """torch.load of a file that holds objects beside its tensors; those become lifeless stand-ins.
+    """torch.load of a file that contains other objects besides tensors; these become empty stand-ins.
 
     Nothing is imported and no code of the file is run. Tensors are views of the mapped file.
 
     Raises:
         OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError: it is missing or damaged, or is a
-            TorchScript archive, which torch.load would hand to torch.jit.load, and that runs its code.
+            TorchScript archive, which torch.load would pass to torch.jit.load, and that runs its code.
     """
     if torch.serialization._is_torchscript_zip(torch._C.PyTorchFileReader(str(path))):
         raise pickle.UnpicklingError("it is a TorchScript archive, expected a torch.save file")
     reader = SimpleNamespace(__name__=__name__, Unpickler=_InertUnpickler)
-    with _well_formed():
+    with _translate_errors():
         return torch.load(path, map_location="cpu", pickle_module=reader, weights_only=False, mmap=True)
 
 
@@ -218,7 +223,7 @@ def _load_bytes(planner: DefaultLoadPlanner, read_item: ReadItem, value: io.Byte
 
 
 class _PlainTorch:
-    """Stands in for the name `torch` in upstream's reader of common.pt."""
+    """Stands in for the name `torch` in megatron-core's reader of common.pt."""
 
     load = staticmethod(load_plain)
 

@@ -1,5 +1,5 @@
 """Process groups, collectives and the launcher of local workers; see README.md.
 
-Names are imported from the modules: `launch` must not pay for torch and megatron-core, which the
-others import.
+Import names from the modules: `launch` must not wait for the import of torch and megatron-core, which the
+other modules need.
 """

@@ -1,7 +1,7 @@
 """Asynchronous collectives on slices of flat buffers, the same calls over NCCL and gloo.
 
-Each `start_*` returns at once; `Pending.wait` makes the result visible to what follows on this rank's
-compute stream (CUDA) or in this thread (CPU), and adds the time that compute stood still to a clock.
+Each `start_*` returns at once. `Pending.wait` makes this rank's compute stream (CUDA) or this thread (CPU)
+wait for the result, and measures how long compute waited.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 import torch.distributed as dist
 
-# torch 2.13 renamed the collectives on one tensor; the old names, which 2.11 has, warn there.
+# torch 2.13 renamed the collectives on one tensor, and warns of the old names, which 2.11 still needs.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -28,13 +28,13 @@ class WaitClock:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """A stretch in which compute does nothing but wait."""
+        """A context in which compute only waits; its duration is added."""
         begin = self._mark()
         yield
         self._marks.append((begin, self._mark()))
 
     def read_ms(self) -> float:
-        """Milliseconds waited since the last call; on CUDA the host waits for the last mark."""
+        """Milliseconds that compute waited since the last call; on CUDA the host waits for the last mark."""
         marks, self._marks = self._marks, []
         if not self._is_cuda:
             return sum(end - begin for begin, end in marks) * 1e3
@@ -51,29 +51,33 @@ class WaitClock:
 
 
 class Pending:
-    """A collective under way.
+    """A collective that was started.
 
-    It lives until somebody has waited for it, also when its owner is gone: gloo cannot do without the memory
-    of a message under way.
+    The class keeps a reference to it until `wait` is called, even if the caller drops it: gloo needs the
+    memory of a message until the message has arrived.
+
+    Args:
+        works: what torch returned for each part of the collective.
+        finish: called by `wait` when all parts have ended.
     """
 
-    _under_way: ClassVar[set[Pending]] = set()
+    _unfinished: ClassVar[set[Pending]] = set()
 
     def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None) -> None:
         self._works, self._finish = works, finish
         if self._works:
-            self._under_way.add(self)
+            self._unfinished.add(self)
 
     def join(self) -> None:
-        """Let the current CUDA stream, or this thread, go on only with what arrived."""
+        """Make the current CUDA stream, or on a CPU this thread, wait for the collective."""
         for work in self._works:
             work.wait()
 
     def wait(self, clock: WaitClock) -> None:
-        """Let compute go on only with the result."""
+        """Make compute wait for the result, and add the time to `clock`."""
         with clock.waiting():
             self.join()
-        self._under_way.discard(self)
+        self._unfinished.discard(self)
         if self._finish is not None:
             self._finish()
 
@@ -86,14 +90,15 @@ def start_all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
 
 
 def start_reduce_scatter(buffer: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Sum `buffer` over the group and leave this rank's shard in `out`.
+    """Sum `buffer` over the group and write this rank's shard of the sum to `out`.
 
-    Over gloo the parts are exchanged and summed here in the order of ranks: gloo's own reduce-scatter
-    moves as many bytes as its all-reduce.
+    Over gloo the ranks exchange their parts and sum them in the order of ranks, because gloo's own
+    reduce-scatter moves as many bytes as its all-reduce.
 
     Args:
-        buffer: (P * n,), not changed except where `out` is its own part of it.
-        out: (n,), this rank's part of `buffer` or memory of its own.
+        buffer: (group size * n,); not changed, unless `out` is a part of it.
+        out: (n,), this rank's part of `buffer`, or other memory.
+        group: the ranks that take part.
     """
     if dist.get_backend(group) == "nccl":
         return Pending([_reduce_scatter(out, buffer, group=group, async_op=True)])
@@ -104,7 +109,7 @@ def start_reduce_scatter(buffer: torch.Tensor, out: torch.Tensor, group: dist.Pr
         *parts, last = received
         total = parts[0]
         for part in parts[1:]:
-            # Into received memory: `out` may be a part that is still to be added.
+            # The sum goes to received memory, because `out` may be a part that has not been added yet.
             total = torch.add(total, part, out=received[1] if group.rank() == 0 else received[0])
         torch.add(total, last, out=out)
 
@@ -112,7 +117,13 @@ def start_reduce_scatter(buffer: torch.Tensor, out: torch.Tensor, group: dist.Pr
 
 
 def start_all_gather(buffer: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Fill `buffer` with the shards of all ranks; `shard` is this rank's part of `buffer` itself."""
+    """Fill `buffer` with the shards of all ranks.
+
+    Args:
+        buffer: (group size * n,).
+        shard: (n,), this rank's part of `buffer` itself.
+        group: the ranks that take part.
+    """
     if dist.get_backend(group) == "nccl":
         return Pending([_all_gather(buffer, shard, group=group, async_op=True)])
     return Pending(_exchange([shard] * group.size(), buffer.chunk(group.size()), group))
@@ -123,7 +134,7 @@ def _exchange(
 ) -> list[dist.Work]:
     """Send `sent[r]` to, and receive `received[r]` from, every other rank r.
 
-    Point to point, because gloo's all-to-all and all-gather copy through memory of their own.
+    Point to point, because gloo's all-to-all and all-gather copy through additional buffers.
     """
     works = []
     for step in range(1, group.size()):

@@ -1,4 +1,4 @@
-"""Collectives on small host values: agreement on failure, what rank 0 knows, sums of counters, a barrier."""
+"""Collectives on small host values: agreement on failure, values of rank 0, sums and maxima, a barrier."""
 
 from __future__ import annotations
 
@@ -20,18 +20,20 @@ def agree(error: Exception | None) -> None:
     """Fail on all ranks or on none: a collective over the whole job.
 
     Every rank calls it after work that can fail on one rank alone (reading, writing), before the next
-    collective that a failed rank would never reach.
+    collective, which a failed rank would never reach.
 
+    Args:
+        error: the error of this rank; None if its work succeeded.
     Raises:
-        Exception: this rank's own `error`; on ranks that had none, the lowest failed rank's error, as
-            the same class when it is one of ours, with that rank named.
+        Exception: this rank's own `error`. On ranks without an error: that of the lowest rank that failed,
+            named in the message, as a PatchError of the same class or, for other errors, as PatchError.
     """
     if not dist.is_initialized():
         if error is not None:
             raise error
         return
-    # Of ours, which every rank can import: pickle refuses classes that a library makes while it runs, and
-    # this rank alone would leave before the collective.
+    # Only our own classes are sent, because every rank can import them. pickle refuses a class that a library
+    # creates while it runs: this rank would then fail before the collective, and the others would wait.
     kind = type(error) if isinstance(error, PatchError) else PatchError
     field = getattr(error, "field", None)
     reports = all_gather_object(None if error is None else (kind, str(error), field))
@@ -45,7 +47,7 @@ def agree(error: Exception | None) -> None:
 
 @contextmanager
 def all_or_none() -> Iterator[None]:
-    """A block of this rank's own work; after it every rank raises when any has failed. Collective.
+    """A context for work that can fail on one rank alone: at its end all ranks raise, or none. Collective.
 
     Raises:
         Exception: as `agree`.
@@ -53,18 +55,18 @@ def all_or_none() -> Iterator[None]:
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must hear of it
+    except Exception as error:  # noqa: BLE001 - the other ranks must learn of any error
         failure = error
     agree(failure)
 
 
 @contextmanager
 def fail_together(what: str, error_type: type[PatchError]) -> Iterator[None]:
-    """As `all_or_none`, and an error of another type becomes one of this type.
+    """As `all_or_none`, but errors of other types are raised as `error_type`.
 
     Args:
-        what: begins the message, such as "checkpoint X was not written".
-        error_type: what the ranks raise.
+        what: the beginning of the message, such as "checkpoint X was not written".
+        error_type: the type of error that the ranks raise.
 
     Raises:
         PatchError: of `error_type`, on every rank, when the block raised on any.
@@ -81,40 +83,46 @@ def fail_together(what: str, error_type: type[PatchError]) -> Iterator[None]:
 
 
 def from_rank_0(find: Callable[[], _Value]) -> _Value:
-    """What `find` returns on rank 0, on every rank: a collective in a job; outside of one just `find`.
+    """The value that `find` returns on rank 0, on every rank. Collective; without a job just calls `find`.
 
     Raises:
         Exception: what `find` raises, on all ranks (see `agree`).
     """
     if not dist.is_initialized():
         return find()
-    found: list = [None]
+    values: list = [None]
     with all_or_none():
         if dist.get_rank() == 0:
-            found = [find()]
-    dist.broadcast_object_list(found, src=0)
-    return found[0]
+            values = [find()]
+    dist.broadcast_object_list(values, src=0)
+    return values[0]
 
 
 def all_gather_object(value: _Value) -> list[_Value]:
-    """Every rank's value, by rank: torch's collective of this name over the whole job."""
+    """The values of all ranks, in the order of ranks: torch's collective of this name, over the whole job."""
     per_rank = [value] * dist.get_world_size()
     dist.all_gather_object(per_rank, value)
     return per_rank
 
 
 def barrier(device: torch.device) -> None:
-    """Wait for all ranks; on a GPU it is this one that meets the others'."""
+    """Wait for all ranks; over NCCL on this GPU, which torch would otherwise have to guess."""
     dist.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def sum_over(group: dist.ProcessGroup, values: list[float], device: torch.device) -> list[float]:
-    """The sums of `values` over a group, added up in float64, on every rank of it."""
+    """The sum of each value over a group, in float64, on every rank of the group.
+
+    Args:
+        group: the ranks that take part.
+        values: this rank's summands.
+        device: the device that the group communicates with.
+    """
     return _reduce(values, device, dist.ReduceOp.SUM, group)
 
 
 def max_over_world(values: list[float], device: torch.device) -> list[float]:
-    """The largest of each value over all ranks; NaN where a rank has it, which a maximum may lose."""
+    """The maximum of each value over all ranks; NaN if any rank has NaN, which a plain maximum may lose."""
     flags = [float(math.isnan(value)) for value in values]
     reduced = _reduce([*values, *flags], device, dist.ReduceOp.MAX, None)
     largest, is_nan = reduced[: len(values)], reduced[len(values) :]
@@ -127,7 +135,7 @@ def _reduce(
     operation: dist.ReduceOp.RedOpType,
     group: dist.ProcessGroup | None,
 ) -> list[float]:
-    # On a stream of its own: the host waits for the other ranks, not for what its GPU has yet to compute.
+    # On a separate stream, so that the host waits for the other ranks but not for work queued on its GPU.
     with torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext():
         reduced = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(reduced, operation, group)

@@ -1,7 +1,7 @@
-"""Process groups of a run: which ranks share a layer (TP), follow as stages (PP), hold replicas (DP).
+"""Process groups of a run: ranks that share a layer (TP), are stages of a pipeline (PP), are replicas (DP).
 
-Built once by megatron-core's parallel_state and passed on explicitly as a ProcessGroupCollection.
-The rank order is upstream's default: TP fastest, then CP, DP, PP.
+megatron-core's parallel_state builds them once; they are passed on explicitly as a ProcessGroupCollection.
+The rank order is megatron-core's default: TP fastest, then CP, DP, PP.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from patch.errors import ConfigError
 
 
 def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollection:
-    """Join the job (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), build its groups and seed its generators.
+    """Join the job (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), build its groups, seed the generators.
 
-    Deterministic mode is switched on before: NCCL reads its algorithms once, when it starts.
-
-    A process group that exists already (a test's, an embedding program's) is used as it is.
+    Deterministic mode is switched on first, because NCCL reads NCCL_ALGO only once, when it starts. If
+    torch.distributed is initialized already (by a test, or by a program that embeds this one), that job is
+    used.
 
     Raises:
         ConfigError: the number of processes differs from the one the configuration was resolved for.
         TrainingError: the job could not be joined.
     """
     if config.training.deterministic_mode:
-        _be_deterministic()
+        _use_deterministic_algorithms()
     if not dist.is_initialized():
         join(context.backend, timedelta(minutes=config.parallel.distributed_timeout_minutes))
     if dist.get_world_size() != config.world_size:
@@ -53,15 +53,15 @@ def _build_groups(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection
         pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
         context_parallel_size=parallel.context_parallel_size,
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
-        create_gloo_process_groups=False,  # second ones, for upstream's optimizer
+        create_gloo_process_groups=False,  # additional groups, which only megatron-core's optimizer uses
     )
     torch.manual_seed(seed)
-    # The tracker's generators differ between TP ranks; sequence parallelism and recomputation ask for them.
+    # The tracker's generators differ between TP ranks; sequence parallelism and recomputation use them.
     model_parallel_cuda_manual_seed(seed)
     return ProcessGroupCollection.use_mpu_process_groups()
 
 
-def _be_deterministic() -> None:
+def _use_deterministic_algorithms() -> None:
     for name, value in DETERMINISTIC.items():
         os.environ.setdefault(name, value)
     torch.use_deterministic_algorithms(True)
@@ -69,10 +69,12 @@ def _be_deterministic() -> None:
 
 @contextmanager
 def alone(context: DeviceContext) -> Iterator[ProcessGroupCollection]:
-    """The groups of a program of one process that nobody launched; a job that was there before stays.
+    """A context with the process groups of a program that runs as one process, without a launcher.
+
+    A job that exists already is used, and not destroyed at the end.
 
     Raises:
-        ConfigError: that job has several processes.
+        ConfigError: a job exists already and has several processes.
     """
     is_own = not dist.is_initialized()
     if is_own:

@@ -1,4 +1,4 @@
-"""Joining the job of all processes, within a time whatever listens at its address."""
+"""Joins the job of all processes, or fails after a time limit, whatever program listens at its address."""
 
 from __future__ import annotations
 
@@ -13,35 +13,36 @@ import torch.distributed as dist
 from patch.errors import TrainingError
 
 _GRACE_S = 5.0
-"""torch's own time-out comes first where it has one: it knows more."""
+"""We wait this much longer than torch, because the error of torch's own time limit says more."""
 
 
 def join(backend: str, timeout: timedelta) -> None:
-    """Meet the other processes at MASTER_ADDR and MASTER_PORT, as RANK of WORLD_SIZE.
+    """Join the other processes at MASTER_ADDR:MASTER_PORT, as rank RANK of WORLD_SIZE.
 
-    Groups are not bound to a GPU (`device_id`). A bound group has one NCCL communicator, and sends each of a
-    pipeline's messages on it, behind everything else the group does; an unbound one makes a communicator of
-    its own for each pair of neighbours. What a bound one has besides, the current device gives: where objects
-    and barriers go. Communicators are made at their first use.
+    Groups are not bound to a GPU (`device_id`). A bound group has a single NCCL communicator, on which each
+    message of a pipeline waits for everything else that the group does. An unbound group creates a separate
+    communicator for each pair of neighbours, at its first use. The device for objects and barriers, which
+    a bound group knows, is then the current device.
 
     Args:
+        backend: nccl or gloo.
         timeout: of this call, and of every later collective.
     Raises:
-        TrainingError: nobody answers there as rank 0 of a job, or another program has rank 0's port.
+        TrainingError: no rank 0 of a job answers there, or another program uses rank 0's port.
 
     Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, pointToPoint and barrier.
     """
-    store, rank, world_size = _meet(timeout)
+    store, rank, world_size = _connect(timeout)
     dist.init_process_group(
         backend, store=dist.PrefixStore("job", store), rank=rank, world_size=world_size, timeout=timeout
     )
 
 
-def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """The store that rank 0 keeps, this process's rank and their number."""
+def _connect(timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """Connect to the store of rank 0; returns the store, this process's rank, the number of processes."""
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # In a thread: torch bounds every step but the answer to its first message, for which it waits for ever.
-    threading.Thread(target=_ask, args=(timeout, answers), daemon=True).start()
+    # In a thread, because torch waits without a time limit for the answer to its first message.
+    threading.Thread(target=_rendezvous, args=(timeout, answers), daemon=True).start()
     seconds = timeout.total_seconds()
     try:
         answer = answers.get(timeout=seconds + _GRACE_S)
@@ -56,10 +57,11 @@ def _meet(timeout: timedelta) -> tuple[dist.Store, int, int]:
     return store, rank, world_size
 
 
-def _ask(timeout: timedelta, answers: queue.SimpleQueue[Any]) -> None:
+def _rendezvous(timeout: timedelta, answers: queue.SimpleQueue[Any]) -> None:
+    """Put torch's (store, rank, world size), or the error, into `answers`."""
     try:
         answers.put(next(iter(dist.rendezvous("env://", timeout=timeout))))
-    except Exception as error:  # noqa: BLE001 - the thread that waits for it raises it
+    except Exception as error:  # noqa: BLE001 - `_connect` raises it in the caller's thread
         answers.put(error)
 
 

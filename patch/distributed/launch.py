@@ -1,8 +1,8 @@
-"""Start the local worker processes of a run and answer for them: one exit code, no orphans.
+"""Starts the local worker processes of a run and supervises them: one exit code, no orphans.
 
 Not torchrun: its agent kills workers 30 s after SIGTERM, before a large checkpoint is saved, and returns 1
 for every failure. Workers read only RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, so they also
-run under a torchrun or srun of the user's own.
+run under torchrun or srun.
 """
 
 from __future__ import annotations
@@ -31,33 +31,34 @@ from patch.storage.lock import refuse_held_run
 _logger = get_logger(__name__)
 
 POLL_S = 0.1
-# After a failure the other ranks get this long to report the true cause of their own, then this long to end.
+# After a failure the other ranks have SETTLE_S to report a cause of their own, then GRACE_S to end.
 SETTLE_S = 2.0
 GRACE_S = 10.0
 END_S = 120.0
-"""How long a worker that is done may take to leave its groups and end."""
-# A signal that comes again after this long is meant: the workers are ended without a checkpoint.
+"""How long a worker may take to leave its groups and end, after its work is done."""
+# Another signal at least this long after the first one kills the workers without a checkpoint.
 INSISTENCE_S = 3.0
 PATCH_ERROR_CODES = range(2, 6)
 LOST_RANK_CODE = 6
-"""What a worker returns that only saw another rank end: the launcher looks for that rank's code instead."""
-# What a worker returns when it is done, or when it obeyed a signal and saved a checkpoint.
+"""The exit code of a worker that failed because another rank ended; the launcher prefers that rank's code."""
+# Exit codes of a worker that finished its work, or that saved a checkpoint after a signal.
 ORDERLY_CODES = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
 BLACKWELL = 10
-"""Major compute capability."""
+"""Major compute capability of Blackwell GPUs."""
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch refuses deterministic matmuls without it
-    "NCCL_ALGO": "^NVLS",  # sums in the switch come in any order
+    "NCCL_ALGO": "^NVLS",  # NVLS sums in the switch, in no fixed order
 }
-"""What --deterministic-mode wants in a process's environment before it uses a GPU."""
-# Signals that end training as an error of class 5 does, and what usually sends them.
+"""Environment variables that --deterministic-mode needs before a process uses a GPU."""
+# Signals after which the exit code is 5, as for a TrainingError, and their usual reason.
 _KILLERS: dict[int, str] = {
     signal.SIGKILL: "that the machine ran out of memory",
     signal.SIGABRT: "a collective that waited longer than --distributed-timeout-minutes (NCCL's watchdog)",
 }
 _FOLDER = "PATCH_LAUNCH_FOLDER"
-"""Variable with the folder of files through which workers tell each other and the launcher."""
-_EPHEMERAL_PORTS, _LOWEST_PORT = Path("/proc/sys/net/ipv4/ip_local_port_range"), 10_000
+"""The variable with the folder in which workers leave files for each other and for the launcher."""
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_LOWEST_PORT = 10_000
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None)
 
@@ -67,30 +68,36 @@ def launch(
 ) -> int:
     """Run `script` with `flags` once per local rank and wait for all of them.
 
-    SIGINT and SIGTERM are forwarded once; the workers then have all the time they need to save a checkpoint,
-    unless another signal comes INSISTENCE_S or more after the first. The first worker that fails ends the
-    others.
+    SIGINT and SIGTERM are forwarded once. The workers then have all the time they need to save a checkpoint,
+    unless another signal comes INSISTENCE_S or more after the first. If a worker fails, the others are ended.
 
+    Args:
+        script: the Python file that each worker runs.
+        flags: its command line.
+        config: the run that the flags describe.
+        rendezvous: where the processes of all machines meet.
+        machine: this machine, whose cores the workers share.
     Returns:
-        0; or the code of a PatchError (2 to 5) that any worker ended with; or 130 or 143 after a signal; or
-        what the first failed worker returned (5 when it was killed, as by the kernel for want of memory or by
-        NCCL's watchdog, and when all that is known here is that a rank of another machine ended).
+        0 if all workers succeeded; the code of a PatchError (2 to 5) that any worker ended with; 130 or 143
+        after a signal; otherwise the code of the first worker that failed. That is 5 if it was killed by the
+        kernel, because memory ran out, or by NCCL's watchdog; and if all that is known on this machine is
+        that a rank of another machine ended.
 
     Raises:
-        ConfigError: another run writes this one's folder. Of several machines' ranks, rank 0 finds that out.
+        ConfigError: another run writes to this run's folder. With several machines, rank 0 checks this.
     """
     if config.parallel.nnodes == 1:
         refuse_held_run(Path(config.checkpoint.output_path))
     environments = worker_environments(config, rendezvous, machine, os.environ)
-    _logger.info("%s", _threads(environments[0]["OMP_NUM_THREADS"], config, machine))
+    _logger.info("%s", _describe_threads(environments[0]["OMP_NUM_THREADS"], config, machine))
     cores = cores_of_workers(machine, len(environments))
     if cores:
         _logger.info(
-            "each process is bound to its NUMA node: %d core(s) and the memory beside", len(cores[0])
+            "each process is bound to its NUMA node: %d core(s) and the node's memory", len(cores[0])
         )
     with tempfile.TemporaryDirectory(prefix="patch-launch-") as folder:
         supervisor = Supervisor(Path(folder))
-        with _telling(supervisor.note_signal):
+        with _handle_signals(supervisor.note_signal):
             return _run_all(supervisor, [sys.executable, str(script), *flags], environments, cores)
 
 
@@ -109,7 +116,7 @@ def _run_all(
 
 
 def claim_error_report() -> bool:
-    """Whether this worker is the first on its machine to show an error, which all workers tend to share."""
+    """Whether this worker is the first on its machine to report an error; usually all have the same one."""
     folder = os.environ.get(_FOLDER)
     if folder is None:  # not started by `launch`
         return True
@@ -121,16 +128,16 @@ def claim_error_report() -> bool:
 
 
 def announce_end(code: int) -> None:
-    """This worker is done, all files are written: it will end with `code`, within END_S.
+    """Announce that this worker has done its work and will end with `code`, within END_S.
 
-    What is left can wait for ever, with the interpreter's lock: groups and their store join threads when they
-    are destroyed, the interpreter joins its own. Where it takes longer, a thread without Python shows where
-    every thread stands and ends the process. The launcher takes `code` then, too. Nothing of it happens in a
-    process that `launch` has not started: it may live on.
+    The remaining steps can block forever while they hold the GIL: groups and their store join threads when
+    they are destroyed, and the interpreter joins its own. If they take longer than END_S, faulthandler's
+    thread, which needs no GIL, prints the stack of every thread and ends the process; the launcher uses
+    `code` then, too. In a process that `launch` did not start, which may go on, this does nothing.
     """
     folder = os.environ.get(_FOLDER)
     if folder is not None:
-        with suppress(OSError):  # a full disk hides no error, and spoils no run that is done
+        with suppress(OSError):  # a full disk must neither hide an error nor fail a run that is done
             Path(folder, f"code_{os.environ['LOCAL_RANK']}").write_text(str(code))
         faulthandler.dump_traceback_later(END_S, exit=True)
 
@@ -138,18 +145,26 @@ def announce_end(code: int) -> None:
 def worker_environments(
     config: RunConfig, rendezvous: Rendezvous, machine: MachineFacts, environ: Mapping[str, str]
 ) -> list[dict[str, str]]:
-    """The environment of each local rank; thread and connection counts yield to the user's own."""
+    """The environment of each local rank. Numbers of threads and connections that a user has set are kept.
+
+    Args:
+        config: the run.
+        rendezvous: where the processes of all machines meet.
+        machine: this machine, whose cores the workers share.
+        environ: the environment of the launcher.
+    """
     num_local = config.parallel.nproc_per_node
     share_of_cores = str(max(1, machine.cpu_cores // num_local))
     defaults = {
         "OMP_NUM_THREADS": share_of_cores,
         "RAYON_NUM_THREADS": share_of_cores,
-        "TOKENIZERS_PARALLELISM": "true",  # what a worker forks does not tokenize: threads do not survive
+        # Safe, because no forked child of a worker tokenizes: its threads would not survive the fork.
+        "TOKENIZERS_PARALLELISM": "true",
         **allocator_environment(environ),
     }
     if config.parallel.tensor_model_parallel_size > 1 and machine.compute_capability < BLACKWELL:
-        # megatron-core's tensor-parallel layers rely on one queue for the order of their kernels; without
-        # them it would keep gradient reductions from running beside backward. Blackwell needs no such help
+        # megatron-core's tensor-parallel layers rely on a single queue for the order of their kernels. At
+        # TP=1 it would keep gradient reductions from overlapping with backward. Blackwell does not need it
         # (Megatron-LM's megatron/training/arguments.py, validate_args).
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.training.deterministic_mode:
@@ -168,26 +183,26 @@ def worker_environments(
 
 
 def allocator_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """What torch's CUDA allocator is told where a user tells it nothing, before a process imports torch.
+    """The setting of torch's CUDA allocator, if the user has none; it must be set before torch is imported.
 
-    Segments that grow leave hardly any fragments, so that what is free can be filled with optimizer states.
-    torch reads the second name too and does not agree with itself on which comes first
-    (c10/core/AllocatorConfig.h, c10/cuda/CUDAAllocatorConfig.h of 2.13): with either given, nothing is added.
+    Expandable segments leave hardly any fragments, so that optimizer states can fill the free memory.
+    torch reads both names, and its sources differ in which of them wins (c10/core/AllocatorConfig.h,
+    c10/cuda/CUDAAllocatorConfig.h of 2.13): if either is set, nothing is added.
     """
-    name = "PYTORCH_ALLOC_CONF"
-    is_told = any(known in environ for known in (name, "PYTORCH_CUDA_ALLOC_CONF"))
-    return {} if is_told else {name: "expandable_segments:True"}
+    if "PYTORCH_ALLOC_CONF" in environ or "PYTORCH_CUDA_ALLOC_CONF" in environ:
+        return {}
+    return {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
 
 
-def _threads(count: str, config: RunConfig, machine: MachineFacts) -> str:
-    """One line about the threads of each worker, and whose choice they are."""
+def _describe_threads(count: str, config: RunConfig, machine: MachineFacts) -> str:
+    """A log line: the number of threads of each worker, and where the number comes from."""
     origin = "the environment's OMP_NUM_THREADS," if "OMP_NUM_THREADS" in os.environ else "its share"
     workers, cores = config.parallel.nproc_per_node, machine.cpu_cores
     return f"{count} thread(s) for each of {workers} process(es): {origin} of {cores} usable core(s)"
 
 
 def _free_port(address: str) -> int:
-    """A free port below those that the kernel gives to whoever asks for any: rank 0 listens seconds later."""
+    """A free port below the kernel's ephemeral ports, which others could get before rank 0 listens."""
     lowest = int(_EPHEMERAL_PORTS.read_text().split()[0]) if _EPHEMERAL_PORTS.exists() else 0
     candidates = range(_LOWEST_PORT, max(lowest, _LOWEST_PORT))
     for port in [*random.sample(candidates, min(len(candidates), 100)), 0]:
@@ -201,35 +216,42 @@ def _free_port(address: str) -> int:
 
 
 class Supervisor:
-    """The worker processes of this machine. Signals are only recorded when they come; `wait` acts on them."""
+    """The worker processes of this machine. Signals are only recorded when they come; `wait` acts on them.
+
+    Args:
+        folder: where workers leave files for each other and for the launcher.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._signals: list[tuple[int, float]] = []
-        """Number and time of each signal."""
+        """Number and time of each signal that came."""
         self._workers: list[subprocess.Popen[bytes]] = []
         self._codes: dict[int, int] = {}
-        """Local rank to exit code, of those that have ended."""
+        """Exit code by local rank, of the workers that have ended."""
         self._failures: dict[int, int] = {}
-        """Local rank to return code, in the order of failing."""
+        """Exit code by local rank, of the workers that failed, in the order in which they failed."""
         self._failed_at = 0.0
         self._forwarded = False
         self._terminated = False
         self._given_up = False
 
     def note_signal(self, number: int) -> None:
-        """Remember a signal; safe inside a signal handler."""
+        """Record a signal; safe inside a signal handler."""
         self._signals.append((number, time.monotonic()))
 
     def start(
         self, command: Sequence[str], environment: dict[str, str], cores: set[int] | None = None
     ) -> None:
-        """Start the next local rank. Rank 0 has the terminal; of the others only stderr is shown.
+        """Start the worker of the next local rank. All write to stderr, only local rank 0 to stdout.
 
-        A session of its own keeps Ctrl-C from reaching a worker twice: from the terminal and from us.
+        Each worker has its own session, so that Ctrl-C does not reach it twice: from the terminal and from
+        the launcher.
 
         Args:
-            cores: where it and its threads may run; None: wherever the launcher may.
+            command: the worker's command line.
+            environment: the worker's environment variables.
+            cores: cores that its threads may use; None: those of the launcher.
         """
         launcher = os.getpid()
         self._workers.append(
@@ -244,37 +266,38 @@ class Supervisor:
         )
 
     def wait(self) -> int:
-        """Wait for the last worker; the exit code of them all, as `launch` explains it."""
-        while self._note_ends():
+        """Wait until all workers have ended; returns the exit code of the run, see `launch`."""
+        while self._record_failures():
             self._obey_signals()
             self._end_followers()
             time.sleep(POLL_S)
         return self._exit_code()
 
     def kill(self) -> None:
-        """End whatever still runs, at once; nothing to do after `wait`."""
+        """Kill all workers that still run; after `wait` there are none."""
         self._send(signal.SIGKILL)
         for worker in self._workers:
             worker.wait()
 
-    def _note_ends(self) -> bool:
-        """Record workers that failed since the last look; whether any still runs."""
+    def _record_failures(self) -> bool:
+        """Record workers that failed since the last call; returns whether any worker still runs."""
         for local_rank in range(len(self._workers)):
             code = self._code_of(local_rank)
             if code is None or code in ORDERLY_CODES or local_rank in self._failures:
                 continue
             if not self._failures:
                 self._failed_at = time.monotonic()
-                obeyed = -code in (number for number, _ in self._signals)  # before it could save anything
-                if not (obeyed or self._given_up):
+                # A worker that has not set its signal handlers yet ends by a forwarded signal itself.
+                ended_by_signal = -code in (number for number, _ in self._signals)
+                if not (ended_by_signal or self._given_up):
                     _logger.error("local rank %d ended: %s", local_rank, _describe(code))
             self._failures[local_rank] = code
         return len(self._codes) < len(self._workers)
 
     def _code_of(self, local_rank: int) -> int | None:
-        """The exit code of a worker: the one that it announced, where it did; None while it runs.
+        """The exit code of a worker, the announced one if there is one; None while it runs.
 
-        One that has announced a failure and does not end has failed all the same: others wait for it.
+        A worker that announced a failure but does not end counts as failed, because the others wait for it.
         """
         if local_rank in self._codes:
             return self._codes[local_rank]
@@ -289,7 +312,7 @@ class Supervisor:
         self._codes[local_rank] = int(text or code)
         if self._codes[local_rank] != code:
             _logger.warning(
-                "local rank %d was done and did not end by itself: %s", local_rank, _describe(code)
+                "local rank %d had done its work but did not end by itself: %s", local_rank, _describe(code)
             )
         return self._codes[local_rank]
 
@@ -301,7 +324,7 @@ class Supervisor:
         if not self._forwarded:
             self._forwarded = True
             _logger.info(
-                "%s: waiting for the workers to save; again after %.0f s ends them without",
+                "%s: waiting for the workers to save a checkpoint; a signal after %.0f s or more kills them",
                 name,
                 INSISTENCE_S,
             )
@@ -333,7 +356,9 @@ class Supervisor:
         if self._given_up:
             return 128 + self._signals[0][0]
         causes = [code for code in failures if code != LOST_RANK_CODE]
-        code = next((code for code in causes if code in PATCH_ERROR_CODES), causes[0] if causes else 5)
+        if not causes:
+            return 5
+        code = next((code for code in causes if code in PATCH_ERROR_CODES), causes[0])
         if -code in _KILLERS:
             return 5
         return code if code > 0 else 128 - code
@@ -349,17 +374,17 @@ def _describe(code: int) -> str:
 
 
 def _begin(launcher: int, cores: set[int] | None) -> None:
-    """In the new process: have the kernel kill it when the launcher dies in whatever way; bind it."""
+    """Runs in the new process: the kernel shall kill it when the launcher dies; bind it to its cores."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != launcher:  # it died before the kernel was asked
+    if os.getppid() != launcher:  # the launcher died before this call
         os._exit(1)
     if cores:
         os.sched_setaffinity(0, cores)
 
 
 @contextmanager
-def _telling(listener: Callable[[int], None]) -> Iterator[None]:
-    """Tell `listener` of SIGINT and SIGTERM instead of obeying them."""
+def _handle_signals(listener: Callable[[int], None]) -> Iterator[None]:
+    """A context in which SIGINT and SIGTERM call `listener` instead of their usual handlers."""
     handled = (signal.SIGINT, signal.SIGTERM)
     before = {signum: signal.signal(signum, lambda number, _: listener(number)) for signum in handled}
     try:

@@ -1,4 +1,4 @@
-"""Memory of an offload device, of the host beside it, and copies between both; see README.md."""
+"""Memory of an offload device and of the host, and copies between them; see README.md."""
 
 from patch.memory.allocators import HOST, Allocator, HostAllocator, TorchAllocator
 from patch.memory.cuda_device import CudaDevice

@@ -9,13 +9,13 @@ import torch
 
 
 class Allocator(Protocol):
-    """Allocates flat buffers, and is told when one is given up."""
+    """Allocates flat buffers, and is told when a caller gives one up."""
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Allocate a buffer of (numel,) zeros."""
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Take note that the caller drops a buffer; its memory goes with the last reference."""
+        """Record that the caller gives up a buffer; its memory is freed with the last reference."""
 
 
 class TorchAllocator:
@@ -29,11 +29,11 @@ class TorchAllocator:
         return torch.zeros(numel, dtype=dtype, device=self._device)
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Nothing to note: torch counts references."""
+        """Do nothing: torch counts references."""
 
 
 class HostAllocator:
-    """Pageable host memory of exactly the bytes asked for, in huge pages where the system has them."""
+    """Pageable host memory of exactly the requested size, in huge pages if the system has them."""
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Allocate a buffer of (numel,) zeros."""
@@ -47,7 +47,7 @@ class HostAllocator:
         return torch.frombuffer(pages, dtype=dtype, count=numel)
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Nothing to note: the pages are unmapped with the buffer."""
+        """Do nothing: the pages are unmapped with the buffer."""
 
 
 HOST = HostAllocator()

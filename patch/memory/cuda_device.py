@@ -1,4 +1,4 @@
-"""A GPU as an offload device: copies on streams of their own, from and to pinned memory."""
+"""A GPU as an offload device: copies between it and pinned memory run on separate streams."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ class CudaDevice:
         )
 
     def set_device(self) -> None:
-        """Without it, the end of a stream context would make GPU 0 current and create a context there."""
+        """Make the GPU the current one of this thread.
+
+        Otherwise the end of a stream context would make GPU 0 current and create a CUDA context there.
+        """
         self._streams.set_device(self.device)
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -34,15 +37,15 @@ class CudaDevice:
         return buffer
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Take note that torch's allocator keeps the buffer's memory, see Fragmentation."""
+        """Record that torch's allocator keeps the buffer's memory; see Fragmentation."""
         self._fragmentation.invalidate()
 
     def allocate_pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate exactly that much pinned memory."""
+        """Allocate a (numel,) buffer of pinned memory, without rounding its size up."""
         return allocate_pinned(numel, dtype)
 
     def record_event(self, after: Joinable | None = None) -> Event:
-        """Record on the current stream; with `after`, on a stream of its own, so that compute goes on."""
+        """Record on the current stream, or with `after` on a separate one, so that compute does not wait."""
         compute = self._streams.current_stream(self.device)
         if after is None:
             return compute.record_event()
@@ -52,7 +55,7 @@ class CudaDevice:
         return self._join_stream.record_event()
 
     def copy_to_host(self, copies: Copies, after: Event) -> Event:
-        """Copy on the device-to-host stream, a queue: give copies in the order of their events."""
+        """Copy on the device-to-host stream. It is a queue: start copies in the order of their events."""
         with self._streams.stream(self._d2h_stream):
             after.wait()
         return self._copy(copies, self._d2h_stream)
@@ -67,7 +70,7 @@ class CudaDevice:
         return free + torch.cuda.memory_reserved(self.device) - self._fragmentation.num_bytes
 
     def pop_peak_bytes(self) -> int:
-        """The peak of what torch has allocated."""
+        """The most bytes that torch had allocated since the last call."""
         peak = torch.cuda.max_memory_allocated(self.device)
         if self._fragmentation.update(peak, torch.cuda.max_memory_reserved(self.device)):
             torch.cuda.empty_cache()
@@ -75,12 +78,12 @@ class CudaDevice:
         return peak
 
     def count_activations(self) -> AbstractContextManager[None]:
-        """Nothing to do: torch's allocator counts them."""
+        """Do nothing: torch's allocator counts activations."""
         return nullcontext()
 
     def _copy(self, copies: Copies, stream: torch.cuda.Stream) -> Event:
         with self._streams.stream(stream):
             for source, target in copies:
                 target.copy_(source, non_blocking=True)
-        # A thread that waits for a blocking event sleeps, and leaves its core to the Adam kernel's threads.
+        # A thread that waits for a blocking event sleeps and leaves its core to the Adam kernel's threads.
         return stream.record_event(self._streams.Event(blocking=True))

@@ -13,18 +13,23 @@ class Fragmentation:
     def __init__(self) -> None:
         self.num_bytes = 0
         """Bytes lost in the last step that could be measured."""
-        self._holds_freed_memory = True
+        self._has_freed_memory = True
+        """Whether the allocator keeps memory that was freed, so that the next step cannot be measured."""
 
     def invalidate(self) -> None:
-        """Take note that memory was freed which the allocator keeps."""
-        self._holds_freed_memory = True
+        """Record that memory was freed, which the allocator keeps."""
+        self._has_freed_memory = True
 
     def update(self, max_allocated: int, max_reserved: int) -> bool:
-        """Take in the peak statistics of a step, in bytes.
+        """Update the estimate after a step.
 
+        Args:
+            max_allocated: the most bytes that were allocated in the step.
+            max_reserved: the most bytes that torch had reserved in the step.
         Returns:
             whether the caller should empty the allocator's cache, so that the next step can be measured.
         """
-        held_freed_memory, self._holds_freed_memory = self._holds_freed_memory, False
-        self.num_bytes = 0 if held_freed_memory else max_reserved - max_allocated
-        return held_freed_memory
+        had_freed_memory = self._has_freed_memory
+        self._has_freed_memory = False
+        self.num_bytes = 0 if had_freed_memory else max_reserved - max_allocated
+        return had_freed_memory

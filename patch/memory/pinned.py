@@ -1,4 +1,4 @@
-"""Pinned host memory of exactly the bytes asked for; torch's own rounds sizes up to a power of two."""
+"""Pinned host memory of exactly the requested size; torch's own allocator rounds up to a power of two."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class _PinnedPages(mmap.mmap):
         Raises:
             MemoryError: the system cannot pin that much memory.
         """
-        failed = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
-        if failed:
+        error_code = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
+        if error_code:
             raise MemoryError(
-                f"{len(self)} bytes of host memory could not be pinned (cudaError {failed}); "
+                f"{len(self)} bytes of host memory could not be pinned (cudaError {error_code}); "
                 "leave more of it free, or lower --optimizer-offload-chunk-size"
             )
         self.address = address
@@ -38,7 +38,7 @@ class _PinnedPages(mmap.mmap):
 
 
 def allocate_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Allocate a (numel,) buffer of pinned host memory, not initialised.
+    """Allocate an uninitialised (numel,) buffer of pinned host memory.
 
     Raises:
         MemoryError: the system cannot pin that much memory.

@@ -12,7 +12,7 @@ import torch
 from patch.memory.offload_device import Copies, Event, Joinable
 
 UNLIMITED = sys.maxsize
-"""The budget of a simulated device that may hold everything."""
+"""The budget of a simulated device that never runs out of memory."""
 
 
 class SimulatedOutOfMemory(torch.OutOfMemoryError):
@@ -20,7 +20,7 @@ class SimulatedOutOfMemory(torch.OutOfMemoryError):
 
 
 class _FinishedEvent:
-    """The event of work that was done at the call."""
+    """The event of work that has ended already."""
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
@@ -30,7 +30,7 @@ class _FinishedEvent:
 
 
 class SimulatedDevice:
-    """CPU memory with a budget; see OffloadDevice for the methods. Copies are done at the call.
+    """CPU memory with a budget; see OffloadDevice for the methods. Copies end before the call returns.
 
     Args:
         budget: bytes, or UNLIMITED. It is checked when a buffer is allocated and, inside
@@ -40,11 +40,11 @@ class SimulatedDevice:
     def __init__(self, budget: int) -> None:
         self.budget = budget
         self.allocated_bytes = 0
-        """Bytes of buffers and activations, and of what `reserve` was told."""
+        """Bytes of buffers and activations, and those that `reserve` counted."""
         self._peak_bytes = 0
 
     def set_device(self) -> None:
-        """Nothing to do: there is one."""
+        """Do nothing: the CPU is always current."""
 
     def reserve(self, num_bytes: int) -> None:
         """Count bytes that are allocated elsewhere, for example weights and gradients.
@@ -61,7 +61,7 @@ class SimulatedDevice:
         self._peak_bytes = max(self._peak_bytes, self.allocated_bytes)
 
     def release(self, num_bytes: int) -> None:
-        """Count bytes no more."""
+        """Stop counting bytes that `reserve` counted."""
         self.allocated_bytes -= num_bytes
 
     def allocate(self, numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -74,15 +74,15 @@ class SimulatedDevice:
         return torch.zeros(numel, dtype=dtype)
 
     def free(self, buffer: torch.Tensor) -> None:
-        """Count a buffer no more."""
+        """Stop counting a buffer."""
         self.release(buffer.nbytes)
 
     def allocate_pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Allocate host memory; without a GPU there is nothing to pin it for."""
+        """Allocate pageable host memory: without a GPU, pinning it is of no use."""
         return torch.empty(numel, dtype=dtype)
 
     def record_event(self, after: Joinable | None = None) -> Event:
-        """Wait for `after` at once; this thread's own work is done."""
+        """Wait for `after` at once; all other work of this thread has ended."""
         if after is not None:
             after.join()
         return _FinishedEvent()
@@ -110,7 +110,7 @@ class SimulatedDevice:
     def count_activations(self) -> Iterator[None]:
         """A context for forward and backward: tensors saved for backward count until autograd drops them.
 
-        At its end nothing of them counts any more, also where an error keeps the autograd graph alive.
+        When the context ends, none of them is counted any more, even if an error keeps the graph alive.
 
         Raises:
             SimulatedOutOfMemory: at the tensor that exceeds the budget.
@@ -134,7 +134,7 @@ class _SavedTensor:
 
 
 class _SavedTensorCounter:
-    """Counts the tensors that autograd holds for backward, until it is closed."""
+    """Counts the bytes of tensors that autograd keeps for backward, until `close`."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
@@ -142,7 +142,7 @@ class _SavedTensorCounter:
         self._is_closed = False
 
     def pack(self, tensor: torch.Tensor) -> _SavedTensor:
-        """Autograd saves a tensor: count it until the result is garbage."""
+        """Count a tensor that autograd saves, until the returned object is deleted."""
         self._device.reserve(tensor.nbytes)
         self._num_bytes += tensor.nbytes
         saved = _SavedTensor(tensor)
@@ -150,7 +150,7 @@ class _SavedTensorCounter:
         return saved
 
     def unpack(self, saved: _SavedTensor) -> torch.Tensor:
-        """Backward takes the tensor."""
+        """Return the tensor, for backward."""
         return saved.tensor
 
     def _drop(self, num_bytes: int) -> None:
@@ -159,6 +159,6 @@ class _SavedTensorCounter:
             self._num_bytes -= num_bytes
 
     def close(self) -> None:
-        """Count nothing more; what autograd drops later has been released here."""
+        """Release all bytes that are still counted; tensors that autograd drops later change nothing."""
         self._device.release(self._num_bytes)
         self._is_closed = True

@@ -1,7 +1,7 @@
 """Copies of whole buffers between a device and pageable host memory, staged through two pinned buffers.
 
-While one staging buffer is being copied to or from the device, the host copies the other one from or to
-pageable memory. Without them the driver would stage such copies itself, slower, and block the host for each.
+While one staging buffer is copied to or from the device, the host copies the other one from or to pageable
+memory. Without these buffers the driver would stage such copies itself: more slowly, and blocking the host.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import torch
 
 from patch.memory.offload_device import Copies, Event, OffloadDevice
 
-# Bytes: long enough for full speed, short enough for the first and the last part, which nothing overlaps.
+# Large enough for full speed, but small, because nothing overlaps the first and the last part.
 _STAGING_BYTES = 32 << 20
 
 
 class _Part(NamedTuple):
-    """As many bytes of one copy as a staging buffer holds; (n,) uint8 each."""
+    """A part of one copy that fits into a staging buffer; (n,) uint8 each."""
 
     staging: torch.Tensor
     source: torch.Tensor
@@ -28,7 +28,7 @@ class _Part(NamedTuple):
 
 
 class StagedCopier:
-    """Copies buffers in the order of the calls: a call begins when the one before has ended."""
+    """Copies buffers in the order of the calls: a copy begins when the one before has ended."""
 
     def __init__(self, device: OffloadDevice) -> None:
         self._device = device
@@ -36,45 +36,45 @@ class StagedCopier:
         self._worker = ThreadPoolExecutor(1, "staged-copy", initializer=device.set_device)
 
     def copy_to_host(self, copies: Copies) -> None:
-        """Copy what the device holds when all work queued there has run; returns when the copies are done."""
-        self._worker.submit(lambda: None).result()  # a copy to the device uses the staging buffers until then
+        """Copy buffers behind all work that is queued on the device; returns when the copies have ended."""
+        self._worker.submit(lambda: None).result()  # a copy to the device may still use the staging buffers
         queued = self._device.record_event()
-        under_way: deque[tuple[Event, _Part]] = deque()
-        for part in self._cut(copies):
-            if len(under_way) == len(self._staging):
-                _copy_out(*under_way.popleft())
-            under_way.append((self._device.copy_to_host([(part.source, part.staging)], queued), part))
-        for event, part in under_way:
+        pending: deque[tuple[Event, _Part]] = deque()
+        for part in self._split(copies):
+            if len(pending) == len(self._staging):
+                _copy_out(*pending.popleft())
+            pending.append((self._device.copy_to_host([(part.source, part.staging)], queued), part))
+        for event, part in pending:
             _copy_out(event, part)
 
     def copy_to_device(self, copies: Copies) -> Future[None]:
         """Copy in the background.
 
         Returns:
-            done when the device holds the copies; work queued on the device after that sees them.
+            a future that is done when the copies have ended; work queued on the device after that sees them.
         """
         return self._worker.submit(self._copy_to_device, copies)
 
     def _copy_to_device(self, copies: Copies) -> None:
-        under_way: deque[Event] = deque()
-        for part in self._cut(copies):
-            if len(under_way) == len(self._staging):
-                under_way.popleft().synchronize()
+        pending: deque[Event] = deque()
+        for part in self._split(copies):
+            if len(pending) == len(self._staging):
+                pending.popleft().synchronize()
             part.staging.copy_(part.source)
-            under_way.append(self._device.copy_to_device([(part.staging, part.target)]))
-        for event in under_way:
+            pending.append(self._device.copy_to_device([(part.staging, part.target)]))
+        for event in pending:
             event.synchronize()
 
-    def _cut(self, copies: Copies) -> Iterator[_Part]:
-        """Cut copies in parts, which take the staging buffers in turn."""
-        number = 0
+    def _split(self, copies: Copies) -> Iterator[_Part]:
+        """Split copies into parts, which use the staging buffers in turn."""
+        num_parts = 0
         for pair in copies:
             source, target = (tensor.view(torch.uint8) for tensor in pair)
             for begin in range(0, source.numel(), _STAGING_BYTES):
-                cut = source[begin : begin + _STAGING_BYTES]
-                staging = self._staging[number % len(self._staging)][: cut.numel()]
-                yield _Part(staging, cut, target[begin : begin + _STAGING_BYTES])
-                number += 1
+                source_part = source[begin : begin + _STAGING_BYTES]
+                staging = self._staging[num_parts % len(self._staging)][: source_part.numel()]
+                yield _Part(staging, source_part, target[begin : begin + _STAGING_BYTES])
+                num_parts += 1
 
 
 def _copy_out(event: Event, part: _Part) -> None:

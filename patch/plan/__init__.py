@@ -1,4 +1,4 @@
-"""What a run costs, by arithmetic over its configuration: parameters, FLOPs, bytes. Imports no torch."""
+"""What a run needs, by arithmetic over its configuration: parameters, FLOPs, bytes. Imports no torch."""
 
 from patch.plan.activations import activation_bytes
 from patch.plan.describe import describe_plan

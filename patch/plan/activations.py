@@ -1,4 +1,4 @@
-"""Bytes that a layer's forward keeps for its backward, by how much is recomputed (AC)."""
+"""Bytes that a layer's forward keeps for its backward, for each setting of recomputation (AC)."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ _FP32 = 4
 def activation_bytes(
     model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, *, length: int, cuda: bool
 ) -> dict[Recompute | None, int]:
-    """Of one layer and one micro-batch on one rank, for each value of `recompute_granularity`.
+    """Bytes of one layer and one micro-batch on one rank, for each value of `recompute_granularity`.
 
-    Norms of heads, a window's masks and Hugging Face's order of operations (`--precision-align`) are left
-    out. What backward itself allocates comes on top, with `full` all of a block of layers.
+    Not included: norms of heads, masks of a sliding window, the order of operations of Hugging Face
+    (`--precision-align`), and what backward itself allocates (with `full`, all of a block of layers).
 
     Args:
-        model: the shape.
-        parallel: how a layer is cut.
-        training: precision and micro-batch.
+        model: the model's shape.
+        parallel: how a layer is split over ranks.
+        training: precision and micro-batch size.
         length: tokens of one sample.
-        cuda: on a CPU torch's norm is several operations in fp32, which keep two more values an element.
+        cuda: whether the layer runs on a GPU. On a CPU torch's norm consists of several operations in fp32,
+            which keep two more values for each element.
     """
     tp_size = parallel.tensor_model_parallel_size
     size = _FP32 if training.precision == "fp32" else _HALF
@@ -40,11 +41,11 @@ def activation_bytes(
         "full": hidden * size / training.recompute_num_layers,
     }
     num_tokens = training.micro_batch_size * length
-    return {setting: int(num_tokens * held) for setting, held in per_token.items()}
+    return {setting: int(num_tokens * num_bytes) for setting, num_bytes in per_token.items()}
 
 
 def _attention_bytes(model: ModelConfig, tp_size: int, micro_batch_size: int, size: int) -> int:
-    """For one token: q, k, v in one, q and k after RoPE, the result and its fp32 sum, RoPE's four factors."""
+    """Bytes of one token: merged qkv, q and k after RoPE, the result, its fp32 sum, RoPE's four factors."""
     heads, groups, channels = model.num_attention_heads, model.num_query_groups, model.kv_channels
-    cut = size * channels * (3 * heads + 3 * groups) + _FP32 * heads
-    return cut // tp_size + 4 * size * channels // micro_batch_size
+    split_over_tp = size * channels * (3 * heads + 3 * groups) + _FP32 * heads
+    return split_over_tp // tp_size + 4 * size * channels // micro_batch_size

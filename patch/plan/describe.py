@@ -1,4 +1,4 @@
-"""The plan in words: what `--dry-run` prints beside the YAML."""
+"""The plan as text: what `--dry-run` prints besides the YAML."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from patch.storage.sizes import size_text
 
 
 def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
-    """A few lines: processes, parameters, bytes of model state on a rank, work of a step, length, warnings.
+    """Lines about processes, parameters, bytes of model state per rank, a step, the whole run; and warnings.
 
     Args:
-        machine: whose memory is compared with what the run needs; other machines count as this one.
+        config: the run.
+        machine: the machine whose memory is compared with what the run needs; all are taken to be equal.
     """
     parallel, training = config.parallel, config.training
     stages = config.virtual_pipeline_size
@@ -48,7 +49,7 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
 
 
 def _split_layers(config: RunConfig) -> list[str]:
-    """A line where the pipeline stages have different numbers of layers."""
+    """A line about the pipeline stages, if they have different numbers of layers."""
     layers = config.stage_layers
     if len(set(layers)) == 1:
         return []
@@ -57,7 +58,7 @@ def _split_layers(config: RunConfig) -> list[str]:
 
 
 def _activations(config: RunConfig, machine: MachineFacts) -> list[str]:
-    """A line about what recomputation would save; Hugging Face's order of operations keeps more."""
+    """A line about what recomputation would save; none for `--precision-align`, which keeps more."""
     if config.model.precision_align is not None:
         return []
     words: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}
@@ -90,7 +91,7 @@ def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
 
 
 def _scaled(number: float) -> str:
-    """Three digits and a prefix: 8.03 G."""
+    """A number with three digits and a prefix, such as "8.03 G"."""
     for prefix, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if number >= scale:
             return f"{number / scale:.3g} {prefix}"

@@ -1,9 +1,9 @@
-"""Model FLOPs of training, and what a GPU could do: the two sides of MFU.
+"""Model FLOPs of training, and the peak FLOP/s of GPUs: numerator and denominator of MFU.
 
-Convention (Megatron-LM's `num_floating_point_operations`): a multiply-add is 2 FLOPs, the backward
-costs twice the forward, matrix multiplications only; causal attention counts the half of the scores
-that is not masked; the output layer counts the padded vocabulary; recomputation does not count.
-PaLM (arXiv 2204.02311, appendix B) counts the same but the whole square of attention.
+Convention (Megatron-LM's `num_floating_point_operations`): only matrix multiplications count; a multiply-add
+is 2 FLOPs; the backward costs twice the forward; causal attention counts the half of the scores that is not
+masked; the output layer counts the padded vocabulary; recomputation does not count. PaLM (arXiv 2204.02311,
+appendix B) differs only in that it counts all scores of attention.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("L40", 181.0),
     ("L4", 121.0),
 )
-"""Dense bf16 tensor-core peaks from NVIDIA's data sheets, special forms of a name before its plain one."""
+"""Dense bf16 tensor-core peaks from NVIDIA's data sheets; longer names come before their shorter forms."""
 
 
 def flops_per_token(model: ModelConfig, length: int, tp_size: int) -> float:
     """FLOPs of forward and backward for one token.
 
     Args:
-        model: the shape.
+        model: the model's shape.
         length: tokens of the sequence that the token is part of.
-        tp_size: tensor parallelism, which decides how far the vocabulary is padded.
+        tp_size: tensor parallel size, on which the padding of the vocabulary depends.
     """
     query = model.num_attention_heads * model.kv_channels
     scores_and_values = 2 * query * _attended(length, model.window_size)
@@ -48,22 +48,22 @@ def flops_per_token(model: ModelConfig, length: int, tp_size: int) -> float:
 
 
 def _attended(length: int, window: tuple[int, int] | None) -> float:
-    """Tokens that one attends to on average: half of the sequence, fewer with a sliding window."""
+    """Tokens that a token attends to on average: half of the sequence, fewer with a sliding window."""
     width = length if window is None else min(window[0] + 1, length)
     return width * (length - width / 2) / length
 
 
 def model_flops_per_step(config: RunConfig) -> float:
-    """FLOPs of one optimizer step over all ranks: every sample at its full, padded length."""
+    """FLOPs of one optimizer step over all ranks; every sample counts with its full, padded length."""
     length = config.sample_length
     per_token = flops_per_token(config.model, length, config.parallel.tensor_model_parallel_size)
     return per_token * config.training.global_batch_size * length
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by the name the driver reports; None where it is not known.
+    """Dense bf16 FLOP/s of a GPU by the name that the driver reports; None if it is not known.
 
-    Without the number MFU is null, never a guess.
+    MFU is null then: it is never a guess.
     """
     words = device_name.replace("-", " ").split()
     for name, tflops in _PEAK_TFLOPS:

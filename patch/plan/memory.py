@@ -1,4 +1,4 @@
-"""Bytes of model state on one rank. Activations are not in it: they depend on kernels and recomputation."""
+"""Bytes of model state on one rank: weights, gradients, optimizer states. activations.py has activations."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.plan.parameters import parameters_per_rank
 
-# Two fp32 moments; an fp32 master beside fp16 weights, the low half of one beside bf16 weights.
+# Two fp32 moments; in addition an fp32 master for fp16 weights, or the low half of one for bf16 weights.
 _STATE_BYTES = {"fp32": 8, "bf16": 10, "fp16": 12, "fp8": 10}
 
 
@@ -19,18 +19,18 @@ class RankBytes(NamedTuple):
     weights: int
     gradients: int
     optimizer: int
-    """The two moments and what masters need besides the weights, less what is offloaded."""
+    """Moments, and masters as far as they are not the weights themselves; without what is offloaded."""
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Bytes of weights, gradients and optimizer states."""
         return self.weights + self.gradients + self.optimizer
 
 
 def bytes_per_rank(config: RunConfig) -> RankBytes:
-    """Weights, main gradients and optimizer states of the heaviest rank, staging buffers aside.
+    """Weights, main gradients and optimizer states of the heaviest rank, without staging buffers.
 
-    Sharding divides the states over replicas (ZeRO-1), and the gradients too (ZeRO-2).
+    Sharding divides the states over replicas (ZeRO-1), or states and gradients (ZeRO-2).
     """
     parameters, replicas = max(parameters_per_rank(config.model, config.parallel)), config.data_parallel_size
     gradients = parameters * (4 if config.optimizer.main_grads_dtype == "fp32" else 2)
@@ -44,7 +44,7 @@ def bytes_per_rank(config: RunConfig) -> RankBytes:
 def offloaded_bytes(config: RunConfig) -> int:
     """Bytes of optimizer states that `static` offload keeps in host memory for the heaviest rank.
 
-    0 with `auto`, which knows what fits once it has seen the first steps.
+    0 with `auto`, which finds out during the first steps what fits on the device.
     """
     if config.optimizer.optimizer_offload_policy != "static":
         return 0
@@ -52,16 +52,16 @@ def offloaded_bytes(config: RunConfig) -> int:
 
 
 def device_memory(config: RunConfig, machine: MachineFacts) -> int:
-    """Bytes of the device that a process computes on, a GPU or a simulated one; 0: there is none."""
+    """Bytes of the device that a process computes on, a GPU or a simulated one; 0 if there is none."""
     optimizer = config.optimizer
     simulated = optimizer.simulated_device_memory if optimizer.optimizer_offload_policy else None
     return machine.cuda_memory_bytes if machine.cuda_devices else simulated or 0
 
 
 def needed_bytes(config: RunConfig, machine: MachineFacts) -> tuple[int, int]:
-    """Bytes of model state that must lie on the device of a process, and in the host memory of a machine.
+    """Bytes of model state on the device of one process, and in the host memory of one machine.
 
-    States that `auto` places count in neither: where they will lie is not known yet.
+    States that `auto` places are in neither number, because their place is not known yet.
     """
     state, is_auto = bytes_per_rank(config), config.optimizer.optimizer_offload_policy == "auto"
     on_device = state.total - (state.optimizer if is_auto else 0)

@@ -1,6 +1,6 @@
-"""How many parameters the model has, as a whole and on the ranks of each pipeline stage.
+"""Number of parameters of the whole model, and of one rank of each pipeline stage.
 
-They are counted by the rows of the weight table (`patch/families`), whichever the family.
+They are counted from the rows of the weight table (`patch/families`), in the same way for every family.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from patch.families.weights import TIED_OUTPUT
 
 
 def layer_matrices(model: ModelConfig) -> int:
-    """Elements of one layer's weight matrices; each token is multiplied with all of them."""
+    """Elements of one layer's weight matrices, with all of which each token is multiplied."""
     return sum(row.num_elements for row in weight_rows(model) if row.is_per_layer and row.is_matrix)
 
 
@@ -30,8 +30,8 @@ def total_parameters(model: ModelConfig) -> int:
 def parameters_per_rank(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     """Parameters on one rank of each pipeline stage, first to last, vocabulary padding included.
 
-    TP cuts matrices, their biases and the vocabulary; norms are whole on every rank. A tied embedding has a
-    copy on the last stage when there are several stages.
+    TP splits matrices, their biases and the vocabulary; every rank has whole norms. With several stages, a
+    tied embedding has a copy on the last one.
     """
     tp_size, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
     stage_layers = parallel.stage_layers(model.num_layers)

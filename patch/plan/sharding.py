@@ -1,4 +1,4 @@
-"""What data-parallel sharding moves and holds, and the choice of `--data-parallel-sharding auto`."""
+"""Communication and memory of data-parallel sharding, and the choice of `--data-parallel-sharding auto`."""
 
 from __future__ import annotations
 
@@ -13,18 +13,19 @@ from patch.plan.parameters import parameters_per_rank
 
 
 class StageCost(NamedTuple):
-    """One ZeRO stage on the heaviest rank."""
+    """Communication and memory of one ZeRO stage, on the heaviest rank."""
 
     moved: int
-    """Bytes a rank sends in one step: gradients out, weights back."""
+    """Bytes that a rank sends in one step: gradients and updated weights."""
     held: int
-    """Bytes of weights, gradients and states."""
+    """Bytes of weights, gradients and optimizer states in the rank's memory."""
 
 
 def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
-    """Bytes of one ZeRO stage by arithmetic: ring collectives send (P - 1) / P of what they work on.
+    """Communication and memory of one ZeRO stage.
 
-    ZeRO-2 reduces in every micro-batch, the others once a step; an all-reduce sends everything twice.
+    A ring collective over P ranks sends (P - 1) / P of its data, an all-reduce twice that. ZeRO-2 reduces in
+    every micro-batch, the other stages once a step.
     """
     parameters, replicas = max(parameters_per_rank(config.model, config.parallel)), config.data_parallel_size
     weights = parameters * (4 if config.training.precision == "fp32" else 2)
@@ -38,7 +39,7 @@ def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
 
 
 def with_sharding(config: RunConfig, sharding: Sharding) -> RunConfig:
-    """The same run at another ZeRO stage, or with the wish that one is chosen."""
+    """The same run with another ZeRO stage, or with `auto`."""
     return dataclasses.replace(
         config, parallel=dataclasses.replace(config.parallel, data_parallel_sharding=sharding)
     )
@@ -47,11 +48,11 @@ def with_sharding(config: RunConfig, sharding: Sharding) -> RunConfig:
 def resolve_sharding(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
     """Replace `auto` by the ZeRO stage that suits the run.
 
-    One micro-batch a step: gradients are sharded too, which moves as much as ZeRO-1 and holds less.
-    Several: ZeRO-1, which reduces once a step, unless only the higher stage fits the GPU.
+    With one micro-batch a step it is ZeRO-2, which sends as much as ZeRO-1 and needs less memory. With
+    several it is ZeRO-1, which reduces once a step, unless only ZeRO-2 fits the GPU.
 
     Returns:
-        the run with a stage in the place of auto, and one line for each stage: what it would move and hold.
+        the run with a stage instead of auto, and one line for each stage about its communication and memory.
     """
     if config.sharding != "auto":
         return config, []
@@ -59,7 +60,7 @@ def resolve_sharding(config: RunConfig, machine: MachineFacts) -> tuple[RunConfi
     chosen = ZeroStage.GRADIENTS if config.num_micro_batches == 1 else ZeroStage.OPTIMIZER
     if machine.cuda_memory_bytes and costs[chosen].held > machine.cuda_memory_bytes:
         chosen = ZeroStage.GRADIENTS
-    if config.data_parallel_size == 1:  # all stages are equal then, and DO=true refuses none
+    if config.data_parallel_size == 1:  # all stages need the same; take the one that DO allows
         chosen = ZeroStage.OPTIMIZER if config.parallel.use_distributed_optimizer else ZeroStage.NONE
     lines = [
         f"--data-parallel-sharding auto: {stage.name.lower()} moves {cost.moved / 2**20:.1f} MiB a step and "

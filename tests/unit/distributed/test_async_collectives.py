@@ -198,5 +198,5 @@ def test_who_only_joins_is_on_no_clock_and_the_result_waits_for_wait() -> None:
 
 def test_a_message_to_nobody_is_not_kept() -> None:
     """One is made in each step of a group of one."""
-    before = len(Pending._under_way)
-    assert Pending([]) not in Pending._under_way and len(Pending._under_way) == before
+    before = len(Pending._unfinished)
+    assert Pending([]) not in Pending._unfinished and len(Pending._unfinished) == before

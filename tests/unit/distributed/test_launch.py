@@ -276,7 +276,7 @@ def test_worker_that_is_done_and_does_not_end_is_ended_with_its_code_and_shows_w
     assert launch_workers(write_script(tmp_path, body), 2) == 3
     assert time.monotonic() - begin < 60
     assert "in wait_for_ever" in capfd.readouterr().err
-    assert "local rank 0 was done and did not end by itself" in caplog.text
+    assert "local rank 0 had done its work but did not end by itself" in caplog.text
 
 
 def test_worker_that_is_done_and_cannot_end_itself_is_ended_with_its_code(
