@@ -2,5 +2,5 @@
 
 import warnings
 
-# Upstream warns at import of Apex and Transformer Engine, which this project does without.
+# Upstream warns at import that Apex and Transformer Engine are missing; this project does not use them.
 warnings.filterwarnings("ignore", module=r"megatron\.")

@@ -1,4 +1,4 @@
-"""python -m toolkits.convert: Hugging Face folders to megatron-core checkpoints and back, piece by piece."""
+"""python -m toolkits.convert: converts Hugging Face folders to megatron-core checkpoints and back."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from patch.device import FLOAT_TYPES
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code: 0, or that of the error that was met."""
+    """Run the command line; returns 0, or the exit code of the error."""
     options = _parse(argv)
     from patch.convert import hf_to_mcore, mcore_to_hf
     from patch.device import torch_dtype
@@ -34,25 +34,33 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m toolkits.convert", description=__doc__, allow_abbrev=False
     )
-    ways = parser.add_subparsers(dest="direction", required=True)
-    there = ways.add_parser("hf2mcore", help="Hugging Face folder -> torch_dist checkpoint")
-    there.add_argument("--load", type=Path, required=True, metavar="HF_DIR", help="safetensors or .bin")
-    there.add_argument("--save", type=Path, required=True, metavar="DIR", help="any TP, PP, VPP loads it")
-    there.add_argument("--params-dtype", choices=FLOAT_TYPES, help="type of all weights (default: as stored)")
-    back = ways.add_parser("mcore2hf", help="checkpoint -> Hugging Face folder")
-    back.add_argument(
+    directions = parser.add_subparsers(dest="direction", required=True)
+    hf2mcore = directions.add_parser("hf2mcore", help="Hugging Face folder -> torch_dist checkpoint")
+    hf2mcore.add_argument("--load", type=Path, required=True, metavar="HF_DIR", help="safetensors or .bin")
+    hf2mcore.add_argument(
+        "--save",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="the folder to write; loads at any TP, PP, VPP",
+    )
+    hf2mcore.add_argument(
+        "--params-dtype", choices=FLOAT_TYPES, help="type of all weights (default: as stored)"
+    )
+    mcore2hf = directions.add_parser("mcore2hf", help="checkpoint -> Hugging Face folder")
+    mcore2hf.add_argument(
         "--load", type=Path, required=True, metavar="DIR",
-        help="what hf2mcore made, a run's folder or one iter_* of it, or a checkpoint of Megatron-LM "
+        help="a converted folder, a run's folder or one iter_* in it, or a checkpoint of Megatron-LM "
         "(torch_dist or mp_rank_*)",
     )  # fmt: skip
-    back.add_argument("--save", type=Path, required=True, metavar="HF_DIR", help="the folder to write")
-    back.add_argument(
+    mcore2hf.add_argument("--save", type=Path, required=True, metavar="HF_DIR", help="the folder to write")
+    mcore2hf.add_argument(
         "--hf-config", type=Path, metavar="HF_DIR",
-        help="describes the model where DIR does not: config.json, tokenizer, layout of the files",
+        help="describes the model, if DIR does not: config.json, tokenizer, layout of the files",
     )  # fmt: skip
-    for way in (there, back):
-        way.add_argument(
-            "--overwrite", action="store_true", help="replace what --save holds, if it is of its kind"
+    for direction in (hf2mcore, mcore2hf):
+        direction.add_argument(
+            "--overwrite", action="store_true", help="replace the folder at --save, if it is of the same kind"
         )
     return parser.parse_args(argv)
 

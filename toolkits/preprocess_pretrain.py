@@ -1,4 +1,4 @@
-"""python -m toolkits.preprocess_pretrain: JSON rows with a text become a pre-training set, .bin and .idx."""
+"""python -m toolkits.preprocess_pretrain: makes a pre-training set (.bin, .idx) from JSON rows."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code: 0, or that of the error that was met."""
+    """Run the command line; returns 0, or the exit code of the error."""
     options = _parse(argv)
-    # Before the tokenizer's thread pool starts, which reads it once.
+    # Set before the tokenizer's thread pool starts, which reads these variables once.
     os.environ.update(RAYON_NUM_THREADS=str(options.workers), TOKENIZERS_PARALLELISM="true")
     from patch.data.preprocess import write_indexed
     from patch.data.tokenizer import load_tokenizer
@@ -37,10 +37,12 @@ def main(argv: list[str]) -> int:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m toolkits.preprocess_pretrain", description=__doc__)
-    parser.add_argument("--input", type=Path, required=True, help="JSONL or a JSON list, one document a row")
+    parser.add_argument(
+        "--input", type=Path, required=True, help="JSONL or a JSON list, one document per row"
+    )
     parser.add_argument("--tokenizer", required=True, help="folder of a Hugging Face tokenizer")
     parser.add_argument("--output-prefix", required=True, help="PREFIX of PREFIX.bin and PREFIX.idx")
-    parser.add_argument("--json-key", default="text", help="the key that holds the text (default: text)")
+    parser.add_argument("--json-key", default="text", help="the key of the text (default: text)")
     parser.add_argument(
         "--append-eod",
         action=argparse.BooleanOptionalAction,

@@ -1,7 +1,7 @@
 """python -m toolkits.verify_alignment: is a checkpoint's difference from its Hugging Face folder normal?
 
-Compares every weight bit by bit and the logits of several prompts, names the first operation that differs
-and what each fast kernel adds. Exit code 0: normal, 4: not, 2: wrong arguments.
+Compares every weight bit by bit and the logits of several prompts; names the first operation that differs and
+the difference that each fast kernel adds. Exit code 0: normal; 4: not normal; 2: wrong arguments.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code: 0, 4 beyond the bound, or that of an error."""
+    """Run the command line; returns 0, 4 if the difference is not normal, or the exit code of an error."""
     options = _parse(argv)
     from patch.alignment import verify
     from patch.errors import ConfigError, PatchError
@@ -41,12 +41,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         "--mcore",
         type=Path,
         required=True,
-        help="the checkpoint: what toolkits.convert made, a run's folder, its checkpoint/, or an iter_*",
+        help="the checkpoint: a converted folder, a run's folder, its checkpoint/, or one iter_* in it",
     )
     parser.add_argument(
         "--params-dtype",
         choices=("fp32", "fp16", "bf16"),
-        help="type in which both models compute (default: that of the checkpoint's weights)",
+        help="type in which both models compute (default: the type of the checkpoint's weights)",
     )
     parser.add_argument(
         "--attention",
@@ -54,7 +54,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default="sdpa",
         help="transformers' attention to compare with (default: sdpa)",
     )
-    parser.add_argument("--json", type=Path, help="write the report there, and a plot beside it (.png)")
+    parser.add_argument("--json", type=Path, help="file for the report; a plot (.png) is written beside it")
     return parser.parse_args(argv)
 
 

@@ -1,8 +1,8 @@
-"""Train a LLaMA: the whole command line of a run, launcher and worker in one file.
+"""Trains a LLaMA: the command line of a run, launcher and worker in one file.
 
-`python pretrain_llama.py ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]` or flags alone (`--help`). Started by a
-person it checks the configuration and starts one worker for each local rank; with LOCAL_RANK in the
-environment (from our launcher, torchrun or a scheduler) it is a worker and trains.
+`python pretrain_llama.py ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]`, or flags alone (see `--help`). Without
+LOCAL_RANK in the environment it checks the configuration and starts one worker for each local rank. With
+LOCAL_RANK (set by our launcher, torchrun or a scheduler) it is a worker and trains.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; the process's exit code (0, 2 to 5, 130 or 143; the README explains them)."""
+    """Run the command line; returns the exit code (0, 2 to 5, 130 or 143; see the README)."""
     configure_logging()
     is_worker = "LOCAL_RANK" in os.environ
-    if is_worker:  # of a torchrun of the user's own too
+    if is_worker:  # also for workers that torchrun started
         os.environ.update(allocator_environment(os.environ))
     try:
         machine = MachineFacts.probe()
@@ -62,7 +62,7 @@ def main(argv: list[str]) -> int:
         config, notes = _check(invocation.config, machine)
         invocation = invocation._replace(config=config)
         if is_worker and not invocation.dry_run:
-            # Upstream warns at import of Apex and Transformer Engine, which this project does without.
+            # Upstream warns at import that Apex and Transformer Engine are missing; they are not used.
             warnings.filterwarnings("ignore", module=r"megatron\.")
             from patch.compat import quick_start
 
@@ -83,7 +83,7 @@ def main(argv: list[str]) -> int:
         if claim_error_report():
             _logger.error("%s", user_message(error))
         return error.exit_code
-    except KeyboardInterrupt:  # before training could save anything
+    except KeyboardInterrupt:  # training has not begun, so there is nothing to save
         return 130
 
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # bash run_mcore_llama.sh ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]: see README.md beside this file, or --help.
-# Nothing is decided here; PYTHON names another interpreter than the repository's own .venv.
+# It only finds Python: $PYTHON, else the repository's .venv, else python3.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 own="$here/../../.venv/bin/python"

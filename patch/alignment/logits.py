@@ -1,4 +1,4 @@
-"""Logits of two models on the same prompts: how far apart they are."""
+"""The logits of two models on the same prompts, and statistics of their difference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from patch.data import load_tokenizer
 from patch.storage.names import TOKENIZER_FILES
 
 PROMPT_LENGTHS = (5, 33, 129)
-"""Tokens; kernels change with length, at 64 for one."""
+"""In tokens; some kernels change with the length, for example at 64."""
 _TEXT = (
     "The harbour was quiet before sunrise. Two boats lay at the pier, and a man counted crates: 17, 18, 19. "
     "'How many are missing?' asked the captain; nobody knew. By noon the answer was on the wall, in chalk, "
@@ -24,7 +24,7 @@ _TEXT = (
 
 
 class LogitStats(NamedTuple):
-    """Differences over all prompts; keys of the JSON report."""
+    """Differences over all prompts; the fields are keys of the JSON report."""
 
     max: float
     """Largest absolute difference of a logit."""
@@ -39,10 +39,12 @@ class LogitStats(NamedTuple):
 
 
 def make_prompts(folder: Path, vocab_size: int, longest: int) -> list[torch.Tensor]:
-    """Token ids [1, S] of several lengths: a text in the folder's tokenizer, or else seeded ids.
+    """Token ids [1, S] of several lengths: a text in the folder's tokenizer, or seeded random ids.
 
     Args:
-        longest: what the model takes at most.
+        folder: the Hugging Face folder; without a tokenizer the ids are random.
+        vocab_size: every id is below it.
+        longest: the longest sequence that the model accepts.
     """
     ids = _text_ids(folder)
     if len(ids) < max(PROMPT_LENGTHS) or max(ids) >= vocab_size:
@@ -61,28 +63,34 @@ def _text_ids(folder: Path) -> list[int]:
 def compute_logits(
     model: torch.nn.Module, prompts: Sequence[torch.Tensor], vocab_size: int
 ) -> list[torch.Tensor]:
-    """Float32 logits [S, V] on the CPU for each prompt, of a model of ours."""
+    """Float32 logits [S, V] of our model on the CPU, for each prompt.
+
+    Args:
+        model: our model.
+        prompts: token ids [1, S].
+        vocab_size: V, without padding.
+    """
     device = next(model.parameters()).device
     return [model(prompt.to(device), None, None)[0, :, :vocab_size].float().cpu() for prompt in prompts]
 
 
 @torch.no_grad()
 def compute_hf_logits(model: torch.nn.Module, prompts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The same of a transformers model."""
+    """Float32 logits [S, V] of a transformers model on the CPU, for each prompt [1, S]."""
     device = next(model.parameters()).device
     return [model(prompt.to(device), use_cache=False).logits[0].float().cpu() for prompt in prompts]
 
 
 def compare_logits(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> LogitStats:
-    """Statistics in float64 over all positions of all prompts; not finite logits give not finite numbers."""
-    mine, expected = (torch.cat(list(logits)).double() for logits in (ours, theirs))
-    distance = (mine - expected).abs()
-    log_mine, log_expected = (logits.log_softmax(-1) for logits in (mine, expected))
-    kl = (log_expected.exp() * (log_expected - log_mine)).sum(-1).mean().item()
+    """Statistics in float64 over all positions of all prompts; not finite if a logit is not finite."""
+    got, expected = torch.cat(list(ours)).double(), torch.cat(list(theirs)).double()
+    distance = (got - expected).abs()
+    log_got, log_expected = got.log_softmax(-1), expected.log_softmax(-1)
+    kl = (log_expected.exp() * (log_expected - log_got)).sum(-1).mean().item()
     return LogitStats(
         max=distance.max().item(),
         mean=distance.mean().item(),
-        cosine=torch.nn.functional.cosine_similarity(mine, expected, dim=-1).mean().item(),
+        cosine=torch.nn.functional.cosine_similarity(got, expected, dim=-1).mean().item(),
         kl=kl if math.isnan(kl) else max(kl, 0.0),
-        top1=(mine.argmax(-1) == expected.argmax(-1)).double().mean().item(),
+        top1=(got.argmax(-1) == expected.argmax(-1)).double().mean().item(),
     )

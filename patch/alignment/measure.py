@@ -1,4 +1,4 @@
-"""Everything that tells how far a checkpoint is from its Hugging Face folder, measured in one process.
+"""All measurements that compare a checkpoint with its Hugging Face folder, in one process.
 
 find_checkpoint, load_ours, load_hf   both models                            stored.py
 compare_weights                       every weight, bit by bit               weights.py
@@ -35,11 +35,11 @@ from patch.families import weight_rows
 from patch.model import SOURCES, LlamaModel
 
 SINGLE_FORM = ("rope",)
-"""Sources whose fast form is the aligned one: there is nothing to switch."""
+"""Sources whose fast form and aligned form are the same, so there is nothing to switch."""
 
 
 class Measurement(NamedTuple):
-    """All that was measured; the verdict follows from it."""
+    """All that was measured; the verdict is derived from it."""
 
     hf: str
     """The Hugging Face folder."""
@@ -48,9 +48,9 @@ class Measurement(NamedTuple):
     device: str
     """cpu or cuda."""
     precision: Precision
-    """In which both models computed."""
+    """Type in which both models computed."""
     attention: HfAttention
-    """transformers' attention."""
+    """Attention implementation of transformers' model."""
     prompt_lengths: list[int]
     """In tokens."""
     weights: WeightComparison
@@ -66,19 +66,21 @@ class LogitComparison(NamedTuple):
     aligned: LogitStats
     """Ours with --precision-align, against transformers."""
     first: FirstDifference | None
-    """Of the aligned form if its logits differ, else of the fast form."""
+    """For the aligned form if its logits differ, otherwise for the fast form."""
     sources: dict[str, float]
     """Largest change of a logit when one source alone takes its fast form."""
 
 
 def measure(hf: Path, mcore: Path, precision: Precision | None, attention: HfAttention) -> Measurement:
-    """Compare the checkpoint at `mcore` with the folder `hf`; joins a job of one process and leaves it.
+    """Compare the checkpoint `mcore` with the folder `hf`; initializes torch.distributed and shuts it down.
 
     Args:
-        precision: in which both compute; None: the type of the checkpoint's weights.
-        attention: transformers' implementation.
+        hf: the Hugging Face folder.
+        mcore: a converted checkpoint, a run's folder, its checkpoint/, or one checkpoint in it.
+        precision: type in which both models compute; None: the type of the checkpoint's weights.
+        attention: attention implementation of transformers' model.
     Raises:
-        ConfigError: one of the folders is not what it should be.
+        ConfigError: one of the folders is not of the expected kind.
         CheckpointError: the checkpoint is damaged, or of another model.
         ConversionError: the Hugging Face folder is damaged, or of another model.
     """
@@ -92,8 +94,8 @@ def measure(hf: Path, mcore: Path, precision: Precision | None, attention: HfAtt
         weights = compare_weights(ours, model, hf, is_tied=stored.is_hf_tied)
         theirs = load_hf(hf, stored.precision, precision, attention, context.device)
         prompts = make_prompts(hf, model.vocab_size, model.max_position_embeddings)
-        with_aligned = partial(rebuild, ours, model, precision, groups, context)
-        logits = _compare_forms(with_aligned, theirs, prompts, model)
+        build_ours = partial(rebuild, ours, model, precision, groups, context)
+        logits = _compare_forms(build_ours, theirs, prompts, model)
     return Measurement(
         hf=str(hf),
         mcore=str(mcore),
@@ -108,27 +110,27 @@ def measure(hf: Path, mcore: Path, precision: Precision | None, attention: HfAtt
 
 
 def _compare_forms(
-    with_aligned: Callable[[frozenset[str]], LlamaModel],
+    build_ours: Callable[[frozenset[str]], LlamaModel],
     theirs: torch.nn.Module,
     prompts: list[torch.Tensor],
     model: ModelConfig,
 ) -> LogitComparison:
-    """Compare our model's forms with transformers'.
+    """Compare the fast and the aligned form of our model with transformers' model.
 
     Args:
-        with_aligned: makes our model with these sources in Hugging Face's order of operations.
+        build_ours: builds our model; the given sources follow Hugging Face's order of operations.
         theirs: transformers' model.
         prompts: token ids [1, S].
-        model: the shape of both.
+        model: the shape of both models.
     """
 
     def logits(aligned: frozenset[str]) -> list[torch.Tensor]:
-        return compute_logits(with_aligned(aligned), prompts, model.vocab_size)
+        return compute_logits(build_ours(aligned), prompts, model.vocab_size)
 
     every, none = frozenset(SOURCES), frozenset[str]()
     expected, base = compute_hf_logits(theirs, prompts), logits(every)
     is_equal = all(torch.equal(*pair) for pair in zip(base, expected, strict=True))
-    differing = with_aligned(none if is_equal else every)
+    differing = build_ours(none if is_equal else every)
     first = first_difference(differing, theirs, prompts[-1], weight_rows(model))
     sources = {
         name: 0.0 if name in SINGLE_FORM else compare_logits(logits(every - {name}), base).max

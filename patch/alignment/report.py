@@ -1,4 +1,4 @@
-"""The whole comparison of a checkpoint with its Hugging Face folder, and its report: JSON, table, plot."""
+"""Compares a checkpoint with its Hugging Face folder and reports the result as JSON, table and plot."""
 
 from __future__ import annotations
 
@@ -19,30 +19,31 @@ class Report(NamedTuple):
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain values; its keys are a contract of `toolkits.verify_alignment`."""
-        found, verdict = self
-        first = found.logits.first
+        measured, verdict = self
+        first = measured.logits.first
         return {
-            "hf": found.hf,
-            "mcore": found.mcore,
-            "device": found.device,
-            "params_dtype": found.precision,
-            "attention": found.attention,
-            "prompt_lengths": found.prompt_lengths,
-            "weights_equal": not found.weights.differences,
-            "weight_differences": [difference._asdict() for difference in found.weights.differences],
-            "config_differences": [difference._asdict() for difference in found.config_differences],
-            "logits": found.logits.fast._asdict(),
-            "logits_aligned": found.logits.aligned._asdict(),
+            "hf": measured.hf,
+            "mcore": measured.mcore,
+            "device": measured.device,
+            "params_dtype": measured.precision,
+            "attention": measured.attention,
+            "prompt_lengths": measured.prompt_lengths,
+            "weights_equal": not measured.weights.differences,
+            "weight_differences": [difference._asdict() for difference in measured.weights.differences],
+            "config_differences": [difference._asdict() for difference in measured.config_differences],
+            "logits": measured.logits.fast._asdict(),
+            "logits_aligned": measured.logits.aligned._asdict(),
             "first_difference": first._asdict() if first else None,
-            "sources": found.logits.sources,
+            "sources": measured.logits.sources,
             "normal": verdict.is_normal,
             "verdict": verdict.text,
         }
 
     def table(self) -> list[str]:
-        """Lines for people: what each fast form adds, and both forms beside transformers."""
-        found, logits = self.measurement, self.measurement.logits
-        lines = [f"max |logit difference|, {found.precision} on {found.device}, attention {found.attention}"]
+        """Lines for the terminal: what each fast form adds, and both forms compared with transformers."""
+        measured, logits = self.measurement, self.measurement.logits
+        setting = f"{measured.precision} on {measured.device}, attention {measured.attention}"
+        lines = [f"max |logit difference|, {setting}"]
         for name, added in logits.sources.items():
             note = "fast and aligned are the same operations" if name in SINGLE_FORM else ""
             lines.append(f"  {name + ' fast':<18}{added:>12.3g}  {note}".rstrip())
@@ -64,15 +65,16 @@ def verify(
 ) -> Report:
     """Compare a checkpoint with the Hugging Face folder that should hold the same weights.
 
-    Both models are loaded into this process, which joins a job of one process and leaves it.
+    Both models are loaded into this process, which initializes torch.distributed for one rank and shuts it
+    down.
 
     Args:
         hf: the Hugging Face folder.
         mcore: a converted checkpoint, a run's folder, its checkpoint/, or one checkpoint in it.
-        precision: in which both models compute; None: the type of the checkpoint's weights.
-        attention: transformers' implementation to compare with.
+        precision: type in which both models compute; None: the type of the checkpoint's weights.
+        attention: attention implementation of transformers' model.
     Raises:
-        ConfigError: one of the folders is not what it should be.
+        ConfigError: one of the folders is not of the expected kind.
         CheckpointError: the checkpoint is damaged, or of another model.
         ConversionError: the Hugging Face folder is damaged, or of another model.
     """
@@ -80,13 +82,13 @@ def verify(
     return Report(measurement, judge(measurement))
 
 
-def _plot(found: Measurement, file: Path) -> None:
-    """A bar for each source and for all of them, on a logarithmic scale; zeros have no bar."""
+def _plot(measured: Measurement, file: Path) -> None:
+    """Draw a bar for each source and for all of them, on a logarithmic scale; zeros have no bar."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import NullFormatter
 
-    logits = found.logits
+    logits = measured.logits
     values = {**logits.sources, "all fast": logits.fast.max, "all aligned": logits.aligned.max}
     figure = Figure(figsize=(7, 3.5), layout="constrained")
     canvas = FigureCanvasAgg(figure)
@@ -97,5 +99,5 @@ def _plot(found: Measurement, file: Path) -> None:
     axes.set(xscale="log", xlim=(least, max(values.values()) * 10 or 1), xlabel="max |logit difference|")
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.invert_yaxis()
-    axes.set_title(f"What each fast form adds: {found.precision}, {found.device}, {found.attention}")
+    axes.set_title(f"What each fast form adds: {measured.precision}, {measured.device}, {measured.attention}")
     canvas.print_png(str(file))

@@ -1,7 +1,7 @@
-"""The two models that are compared, as they lie on disk: a checkpoint of ours, and its Hugging Face folder.
+"""Loads the two models that are compared: a checkpoint of ours, and its Hugging Face folder.
 
-The shape of our model is the one that was stored: its fields come from the config.yaml of the checkpoint's
-run or from the config.json that was converted with it, padding and tying from the stored tensors themselves.
+The shape of our model is the stored one: its fields come from the config.yaml of the checkpoint's run or from
+the config.json beside a converted checkpoint; padding and tying come from the stored tensors.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from patch.storage.names import (
 
 _TIED = "untie_embeddings_and_output_weights"
 _STRUCTURE = WEIGHT_FIELDS - {_TIED}
-"""Fields without which two models cannot be compared tensor by tensor."""
+"""Fields that must be equal, or the models cannot be compared tensor by tensor."""
 _HARMLESS = ("max_position_embeddings",)
-"""Fields that change nothing that is computed."""
+"""Fields that have no effect on the results."""
 
 
 class ConfigDifference(NamedTuple):
-    """A field of ModelConfig that changes what is computed and whose two values differ."""
+    """A field of ModelConfig that affects the results and has different values in the two models."""
 
     field: str
     ours: Any
@@ -51,10 +51,10 @@ class ConfigDifference(NamedTuple):
 
 
 class StoredCheckpoint(NamedTuple):
-    """A checkpoint, before its weights are read."""
+    """A checkpoint whose weights are not read yet."""
 
     folder: Path
-    """Folder of the checkpoint itself (`iter_*`, `release`)."""
+    """The checkpoint itself (`iter_*`, `release`)."""
     model: ModelConfig
     """Shape of the stored model."""
     precision: Precision
@@ -62,14 +62,17 @@ class StoredCheckpoint(NamedTuple):
     is_hf_tied: bool
     """Whether the Hugging Face folder's config.json ties the output layer to the embedding."""
     config_differences: list[ConfigDifference]
-    """Between the two configurations; those that keep models from being compared are refused."""
+    """Differences between the two configurations that still allow a comparison."""
 
 
 def find_checkpoint(load: Path, hf_folder: Path) -> StoredCheckpoint:
-    """The checkpoint at `load`: a run's folder, its checkpoint/, a converted model, or one checkpoint itself.
+    """Find a checkpoint and read the shape of its model.
 
+    Args:
+        load: a run's folder, its checkpoint/, a converted checkpoint, or one checkpoint in it.
+        hf_folder: the Hugging Face folder to compare with.
     Raises:
-        ConfigError: no checkpoint there, or no Hugging Face model there.
+        ConfigError: there is no checkpoint at `load`, or no Hugging Face model at `hf_folder`.
         CheckpointError: the checkpoint is damaged, or of another model.
     """
     if not is_hf_folder(hf_folder):
@@ -81,8 +84,8 @@ def find_checkpoint(load: Path, hf_folder: Path) -> StoredCheckpoint:
     if not isinstance(embedding, TensorStorageMetadata):
         raise CheckpointError(f"{folder} holds no {EMBEDDING_PARAMETER}, expected a GPTModel's weights")
     theirs = read_hf_config(hf_folder)
-    found = shape_at(str(folder.parent if folder == load else load))
-    ours = {**theirs, **(found.fields if found else {})}
+    shape = shape_at(str(folder.parent if folder == load else load))
+    ours = {**theirs, **(shape.fields if shape else {})}
     ours |= {"make_vocab_size_divisible_by": embedding.size[0], _TIED: TIED_OUTPUT in tensors}
     dtypes = {torch_dtype(name): name for name in FLOAT_TYPES}
     dtype = embedding.properties.dtype
@@ -93,15 +96,18 @@ def find_checkpoint(load: Path, hf_folder: Path) -> StoredCheckpoint:
         ModelConfig(**ours, seq_length=ours["max_position_embeddings"]),
         dtypes[dtype],
         not theirs[_TIED],
-        _config_differences(ours, theirs, found.file if found else folder, hf_folder),
+        _config_differences(ours, theirs, shape.file if shape else folder, hf_folder),
     )
 
 
 def _config_differences(
     ours: dict[str, Any], theirs: dict[str, Any], file: Path, hf_folder: Path
 ) -> list[ConfigDifference]:
-    differing = [ConfigDifference(name, ours[name], theirs[name]) for name in theirs]
-    differing = [found for found in differing if found.ours != found.theirs and found.field not in _HARMLESS]
+    differing = [
+        ConfigDifference(name, ours[name], theirs[name])
+        for name in theirs
+        if ours[name] != theirs[name] and name not in _HARMLESS
+    ]
     for field, our, their in differing:
         if field in _STRUCTURE:
             raise CheckpointError(
@@ -120,7 +126,13 @@ def _check_is_checkpoint(load: Path) -> None:
 
 
 def load_ours(stored: StoredCheckpoint, groups: ProcessGroupCollection, context: DeviceContext) -> LlamaModel:
-    """The stored model with its weights, in the type they are stored in."""
+    """The stored model with its weights, in the stored type.
+
+    Args:
+        stored: the checkpoint.
+        groups: the process groups of this process.
+        context: the device.
+    """
     execution = Execution(precision=stored.precision)
     (model,) = build_llama_model(stored.model, groups, context.device, execution)
     state = {"model": sharded_weights([model])}
@@ -133,13 +145,16 @@ def load_hf(
 ) -> torch.nn.Module:
     """transformers' model of a folder.
 
-    Weights leave the file that transformers maps: for a single token, MKL's bits depend on where in 64
-    bytes a weight begins. Only weights are converted: RoPE's frequencies stay float32.
+    Weights are copied out of the memory-mapped file, because for a single token the bits of MKL's results
+    depend on the alignment of a weight to 64 bytes. Only weights are converted: RoPE's frequencies stay
+    float32.
 
     Args:
-        stored: the type to which the checkpoint's weights were rounded; these are rounded to it first.
-        precision: in which the model computes.
-        attention: transformers' implementation.
+        folder: the Hugging Face folder.
+        stored: the type of the checkpoint's weights; the folder's weights are rounded to it first.
+        precision: type in which the model computes.
+        attention: attention implementation of transformers' model.
+        device: the device of the model.
     """
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch_dtype(stored), attn_implementation=attention, local_files_only=True
@@ -157,13 +172,15 @@ def rebuild(
     context: DeviceContext,
     aligned: frozenset[str],
 ) -> LlamaModel:
-    """A model with the weights of another, which it shares where the type is the same.
+    """A new model with the weights of another; weights of the same type share memory.
 
     Args:
-        weights: the model that holds them.
+        weights: the model that has the weights.
         model: its shape; `precision_align` names the attention of the aligned form.
-        precision: in which the new model computes.
-        aligned: the sources that take Hugging Face's order of operations.
+        precision: type in which the new model computes.
+        groups: the process groups of this process.
+        context: the device.
+        aligned: the sources that follow Hugging Face's order of operations.
     """
     execution = Execution(precision=precision)
     (rebuilt,) = build_llama_model(model, groups, context.device, execution, aligned=aligned)

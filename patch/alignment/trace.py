@@ -1,7 +1,7 @@
-"""Where two models first part: hooks on every operation that both have, in the order in which they run.
+"""Finds the first operation whose results differ between two models, with hooks on their common operations.
 
-Operations have transformers' names; what our merged projections give is taken apart again. Values are
-compared as soon as they are there, before an addition in place can change them.
+Operations have transformers' names; the output of our merged projections is split accordingly. Values are
+compared inside the hooks, before an in-place addition can change them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from patch.model import LlamaModel
 Parts = dict[str, torch.Tensor]
 """Operation -> value [S, features] of a prompt."""
 Reading = Callable[[Any, Any], Parts]
-"""What a module's inputs and output say."""
+"""Gets the values of operations from a module's inputs and output."""
 
 _INPUTS = {
     "decoder.layers.*.self_attention.linear_proj.weight": "attention",
     "decoder.layers.*.pre_mlp_layernorm.weight": "attention residual",
     "decoder.layers.*.mlp.linear_fc2.weight": "swiglu",
 }
-"""Modules whose input is compared too, by their weight, and what it is called."""
+"""Weights of modules whose input is compared too -> name of the operation that makes this input."""
 
 
 class Operation(NamedTuple):
@@ -35,15 +35,15 @@ class Operation(NamedTuple):
     layer: int | None
     """Counted from 0; None outside of layers."""
     name: str
-    """As transformers names it."""
+    """The name of transformers' module."""
 
 
 Listener = Callable[[Operation, torch.Tensor], None]
-"""Gets the value of an operation, [S, features]."""
+"""Called with an operation and its value, [S, features]."""
 
 
 class FirstDifference(NamedTuple):
-    """The first operation whose results differ, and by how much at most."""
+    """The first operation whose results differ, and the largest difference."""
 
     layer: int | None
     operation: str
@@ -51,7 +51,7 @@ class FirstDifference(NamedTuple):
 
 
 class _TracedModule(NamedTuple):
-    """A module whose inputs and outputs are read, and how."""
+    """A module, and the function that reads its inputs and output."""
 
     layer: int | None
     module: torch.nn.Module
@@ -62,12 +62,13 @@ class _TracedModule(NamedTuple):
 def first_difference(
     ours: LlamaModel, theirs: torch.nn.Module, prompt: torch.Tensor, rows: Sequence[WeightRow]
 ) -> FirstDifference | None:
-    """Run both on a prompt [1, S]; None where every operation has the same bits.
-
-    Operations are ordered as transformers runs them.
+    """The first operation, in the order of transformers, whose results differ; None if all are bit-equal.
 
     Args:
-        rows: the weight table, which says which modules of the two models belong together.
+        ours: our model.
+        theirs: transformers' model.
+        prompt: token ids [1, S], on which both models run.
+        rows: the weight table, which relates the modules of the two models.
     """
     device = next(ours.parameters()).device
     expected: dict[Operation, torch.Tensor] = {}
@@ -86,38 +87,38 @@ def first_difference(
 
 
 @contextmanager
-def _hooks_on(modules: Iterator[_TracedModule], tell: Listener) -> Iterator[None]:
+def _hooks_on(modules: Iterator[_TracedModule], listener: Listener) -> Iterator[None]:
     with ExitStack() as stack:
         for traced in modules:
-            handle = traced.module.register_forward_hook(_hook(traced, tell))
+            handle = traced.module.register_forward_hook(_hook(traced, listener))
             stack.callback(handle.remove)
         yield
 
 
-def _hook(traced: _TracedModule, tell: Listener) -> Callable[..., None]:
+def _hook(traced: _TracedModule, listener: Listener) -> Callable[..., None]:
     def hook(module: torch.nn.Module, inputs: Any, output: Any) -> None:
         for name, value in traced.read(inputs, output).items():
-            tell(Operation(traced.layer, name), value)
+            listener(Operation(traced.layer, name), value)
 
     return hook
 
 
-def _first(output: Any) -> torch.Tensor:
+def _first_output(output: Any) -> torch.Tensor:
     return output[0] if isinstance(output, tuple) else output
 
 
 def _path(parameter: str, layer: int | None) -> str:
-    """The module that a weight table's name belongs to, in a layer where the name has one."""
+    """Path of the module of a weight; `*` in the name is replaced by the layer."""
     return parameter.removesuffix(".weight").replace("*", str(layer))
 
 
 def _operation(tensor: str) -> str:
-    """What an operation is called: the name of transformers' module."""
+    """Name of an operation: the last part of transformers' module name."""
     return tensor.removesuffix(".weight").rpartition(".")[2]
 
 
 def _modules(rows: Sequence[WeightRow], num_layers: int) -> Iterator[tuple[WeightRow, int | None]]:
-    """The rows whose modules both models have, layer by layer; both ends of the model aside."""
+    """The rows whose modules both models have, with their layers; without embedding and output layer."""
     for row in rows:
         if row.kind is not Kind.VOCAB_PARALLEL and row.name.endswith(".weight"):
             for layer in range(num_layers) if row.is_per_layer else (None,):
@@ -125,12 +126,12 @@ def _modules(rows: Sequence[WeightRow], num_layers: int) -> Iterator[tuple[Weigh
 
 
 def _hf_modules(model: Any, rows: Sequence[WeightRow], num_layers: int) -> Iterator[_TracedModule]:
-    """Every operation of transformers' model that ours has too."""
+    """Every operation of transformers' model that our model has too."""
 
     def reading(after: str, before: str | None = None) -> Reading:
         def read(inputs: Any, output: Any) -> Parts:
             given = {} if before is None else {before: inputs[0][0]}
-            return given | {after: _first(output)[0].flatten(1)}
+            return given | {after: _first_output(output)[0].flatten(1)}
 
         return read
 
@@ -150,7 +151,7 @@ def _hf_modules(model: Any, rows: Sequence[WeightRow], num_layers: int) -> Itera
 
 
 def _our_modules(model: LlamaModel, rows: Sequence[WeightRow]) -> Iterator[_TracedModule]:
-    """The same operations of ours; hidden states are [S, 1, H]."""
+    """The same operations of our model; its hidden states are [S, 1, H]."""
     layers, dtype = model.decoder.layers, next(model.parameters()).dtype
     embedding, num_vocab_rows = model.embedding.word_embeddings, model.num_vocab_rows
     yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
@@ -160,18 +161,20 @@ def _our_modules(model: LlamaModel, rows: Sequence[WeightRow]) -> Iterator[_Trac
             layer, model.get_submodule(_path(row.name, layer)), _our_reading(row, model.config)
         )
     for layer, module in enumerate(layers):
-        yield _TracedModule(layer, module, lambda inputs, output: {"mlp residual": _first(output)[:, 0]})
+        yield _TracedModule(
+            layer, module, lambda inputs, output: {"mlp residual": _first_output(output)[:, 0]}
+        )
     yield _TracedModule(
         None, model.output_layer, lambda inputs, output: {"lm_head": output[0][:, 0, :num_vocab_rows]}
     )
 
 
 def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
-    """Results [S, 1, ...] of a module, taken apart as its weight is made of Hugging Face tensors."""
+    """Splits the result [S, 1, ...] of a module in the same way as its weight into Hugging Face tensors."""
     names, before = [_operation(tensor) for tensor in row.hf], _INPUTS.get(row.name)
 
     def read(inputs: Any, output: Any) -> Parts:
-        value = _first(output)[:, 0]
+        value = _first_output(output)[:, 0]
         given = {} if before is None else {before: inputs[0][:, 0]}
         match row.kind:
             case Kind.QKV:
@@ -186,14 +189,14 @@ def _our_reading(row: WeightRow, config: TransformerConfig) -> Reading:
 
 
 def _split_qkv(value: torch.Tensor, config: TransformerConfig) -> list[torch.Tensor]:
-    """[S, Q + K + V], laid out group by group, to queries, keys and values."""
-    assert config.num_query_groups is not None, "ModelConfig always names it"
+    """Split [S, Q + K + V], which is ordered group by group, into queries, keys and values."""
+    assert config.num_query_groups is not None, "ModelConfig always sets it"
     queries = config.num_attention_heads // config.num_query_groups
     heads = value.unflatten(-1, (config.num_query_groups, queries + 2, config.kv_channels))
     return [part.flatten(1) for part in heads.split([queries, 1, 1], dim=2)]
 
 
 def _cos_sin(angles: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Upstream hands angles [S, 1, 1, D] to each layer, which takes cosine and sine in this type."""
+    """Cosine and sine as our layers compute them: upstream passes angles [S, 1, 1, D] to each layer."""
     flat = angles[:, 0, 0]
     return torch.cat((flat.cos(), flat.sin()), dim=-1).to(dtype)

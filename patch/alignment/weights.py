@@ -1,4 +1,4 @@
-"""Every weight of a checkpoint against the Hugging Face folder, bit by bit, and what is wrong with it."""
+"""Compares every weight of a checkpoint with the Hugging Face folder, bit by bit, in plain words."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _BITS = {2: torch.int16, 4: torch.int32}
 
 
 class WeightDifference(NamedTuple):
-    """A Hugging Face tensor that the checkpoint does not give back."""
+    """A Hugging Face tensor whose values in the checkpoint are not equal."""
 
     name: str
     what: str
@@ -27,51 +27,52 @@ class WeightDifference(NamedTuple):
 
 
 class WeightComparison(NamedTuple):
-    """All weights of a checkpoint against those of a Hugging Face folder."""
+    """The result of comparing all weights of a checkpoint with a Hugging Face folder."""
 
     num_tensors: int
-    """Tensors that the folder's model has."""
+    """Number of tensors of the folder's model."""
     is_rounded: bool
     """Whether the folder's weights had to be rounded to the type of the checkpoint."""
     differences: list[WeightDifference]
-    """Of the tensors that are not bit-equal."""
+    """The tensors that are not bit-equal."""
 
 
 def compare_weights(stage: GPTModel, model: ModelConfig, folder: Path, *, is_tied: bool) -> WeightComparison:
-    """Compare after the round trip from Hugging Face to the checkpoint and back.
+    """Convert the checkpoint's weights back to Hugging Face tensors and compare them with the folder's.
 
     Args:
-        stage: the whole model, in the type its weights are stored in; the folder's are rounded to it.
-        model: its shape, with its own tying.
+        stage: the whole model, in the stored type; the folder's weights are rounded to this type.
+        model: the shape of `stage`.
+        folder: the Hugging Face folder.
         is_tied: whether config.json ties the output layer to the embedding.
     Raises:
         ConversionError: the folder cannot be read, or lacks a tensor of its model.
     """
     expected = hf_tensors(dataclasses.replace(model, untie_embeddings_and_output_weights=not is_tied))
-    lost = {tensor.name for tensor in expected}
-    found: list[WeightDifference] = []
+    missing = {tensor.name for tensor in expected}
+    differences: list[WeightDifference] = []
     rounded = False
     source = HFFolder(folder)
     source.check(expected, unused=frozenset({OUTPUT} if is_tied else ()))
     for weight in mapped_parameters([stage], model, tp_size=1):
         parts = weight.mapping.megatron_to_hf([weight.parameter.cpu()])
         ours = {tensor.name: part for tensor, part in zip(weight.mapping.hf, parts, strict=True)}
-        if not lost.issuperset(ours):
-            found += [WeightDifference(name, "is stored, though config.json ties it") for name in ours]
+        if not missing.issuperset(ours):
+            differences += [WeightDifference(name, "is stored, though config.json ties it") for name in ours]
             continue
         theirs = {name: source[name][:] for name in ours}
         dtype = weight.parameter.dtype
         rounded |= dtype != torch.float32 and any(tensor.dtype != dtype for tensor in theirs.values())
-        found += _differences(ours, {name: tensor.to(dtype) for name, tensor in theirs.items()})
-        lost -= set(ours)
-    found += [WeightDifference(name, "is not in the checkpoint") for name in sorted(lost)]
-    return WeightComparison(len(expected), rounded, found)
+        differences += _differences(ours, {name: tensor.to(dtype) for name, tensor in theirs.items()})
+        missing -= set(ours)
+    differences += [WeightDifference(name, "is not in the checkpoint") for name in sorted(missing)]
+    return WeightComparison(len(expected), rounded, differences)
 
 
 def _differences(
     ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor]
 ) -> list[WeightDifference]:
-    """Of the tensors that make up one parameter."""
+    """The differences in the tensors that make up one parameter."""
     return [
         WeightDifference(name, _describe(ours[name], expected, theirs))
         for name, expected in theirs.items()
@@ -80,7 +81,13 @@ def _differences(
 
 
 def _describe(got: torch.Tensor, expected: torch.Tensor, siblings: Mapping[str, torch.Tensor]) -> str:
-    """In plain words, what stands where `expected` should."""
+    """Describe in plain words what the checkpoint has instead of `expected`.
+
+    Args:
+        got: the tensor in the checkpoint.
+        expected: the tensor in the folder.
+        siblings: the tensors of the folder that make up the same parameter.
+    """
     for name, other in siblings.items():
         if _is_same(got, other):
             return f"holds the values of {name}"
@@ -106,7 +113,7 @@ def _is_same(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def _row_hashes(tensor: torch.Tensor) -> torch.Tensor:
-    """One integer for the bits of each row (of each value, for a vector)."""
+    """One integer per row that depends on the row's bits (per value, for a vector)."""
     rows = _bits(tensor).long().view(len(tensor), -1)
     factors = torch.randint(2**62, (rows.shape[1],), generator=torch.Generator().manual_seed(0))
     return (rows * factors).sum(1)

@@ -1,6 +1,7 @@
-"""What lies beside the weights: config.json, generation_config.json and the tokenizer.
+"""Writes the files beside the weights: config.json, generation_config.json and the tokenizer.
 
-A source's files are kept byte for byte where nothing has changed; otherwise only the changed keys are.
+Where a source folder is given, its files are kept byte for byte; in a file whose contents have changed only
+the changed keys are rewritten.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from patch.families import TYPE_FIELDS, Family, family_of
 from patch.storage.json_edit import with_values
 from patch.storage.names import TRACKER
 
-# What describes the model and its tokenizer in a Hugging Face folder; several chat templates have a folder.
+# Suffixes of the files that describe the model and its tokenizer; additional chat templates have a folder.
 _DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _CHAT_TEMPLATES = "additional_chat_templates"
 
@@ -32,7 +33,7 @@ def model_of(folder: Path) -> ModelConfig:
     """The model that a folder's config.json describes.
 
     Raises:
-        ConversionError: there is none, or it is not supported.
+        ConversionError: there is no config.json, or its model is not supported.
     """
     try:
         fields = read_hf_config(folder)
@@ -42,9 +43,9 @@ def model_of(folder: Path) -> ModelConfig:
 
 
 def copy_descriptions(source: Path, target: Path) -> None:
-    """Copy configuration, tokenizer and chat templates, and no index of weights."""
+    """Copy configuration, tokenizer and chat templates, but not the index of the weights."""
     for path in source.iterdir():
-        # Mistral's own library asks for a tokenizer.model.v3
+        # Mistral's own library reads a tokenizer.model.v3.
         is_description = path.suffix in _DESCRIPTIONS or path.name.startswith("tokenizer.")
         is_other = path.name.endswith(".index.json") or path.name == TRACKER
         if path.is_file() and is_description and not is_other:
@@ -63,8 +64,11 @@ def write_descriptions(
     """Write config.json, generation_config.json and the tokenizer with its chat template.
 
     Args:
-        hf_source: the folder whose files are kept where nothing has changed; None: written anew.
-        dtype: of the weights.
+        folder: an existing folder to write to.
+        model: the shape of the exported model.
+        hf_source: the folder whose files are kept where nothing has changed; None: all files are new.
+        tokenizer: the tokenizer to save.
+        dtype: the type of the weights.
     Raises:
         ConversionError: a file of the source cannot be read.
     """
@@ -80,19 +84,30 @@ def write_config(
     dtype: torch.dtype,
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Write config.json; without a source it needs the tokenizer, for the ids of first and last token."""
+    """Write config.json.
+
+    Args:
+        folder: an existing folder to write to.
+        model: the shape of the exported model.
+        hf_source: the folder whose config.json is kept where nothing has changed; None: a new file.
+        dtype: the type of the weights.
+        tokenizer: gives the ids of the bos and eos tokens; required without a source.
+    """
     _write_json(folder, "config.json", hf_source, model_description(model, hf_source, tokenizer, dtype))
 
 
-def write_index(folder: Path, placed: dict[str, str], total_size: int, hf_source: Path | None) -> None:
-    """Write the index of several files; the source's own bytes where it says the same.
+def write_index(folder: Path, layout: dict[str, str], total_size: int, hf_source: Path | None) -> None:
+    """Write the index of a model in several files; the source's index is copied where it says the same.
 
     Args:
-        placed: file name by tensor. total_size: of all tensors, in bytes.
+        folder: an existing folder to write to.
+        layout: file name by tensor name.
+        total_size: bytes of all tensors.
+        hf_source: the folder whose index is kept where nothing has changed; None: a new file.
     """
     contents: dict[str, Any] = {
         "metadata": {"total_size": total_size},
-        "weight_map": dict(sorted(placed.items())),
+        "weight_map": dict(sorted(layout.items())),
     }
     if hf_source is not None and (hf_source / SAFE_WEIGHTS_INDEX_NAME).is_file():
         metadata = _read_json(hf_source / SAFE_WEIGHTS_INDEX_NAME).get("metadata") or {}
@@ -101,16 +116,16 @@ def write_index(folder: Path, placed: dict[str, str], total_size: int, hf_source
 
 
 def _write_tokenizer(folder: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Save the tokenizer under the class name that transformers 4 and 5 both know, and as it was described.
+    """Save the tokenizer under a class name that transformers 4 and 5 both know.
 
-    transformers 5 writes `TokenizersBackend`, which version 4 (and what is built on it) cannot load, and how
-    the tokenizer was loaded here.
+    transformers 5 writes `TokenizersBackend`, which version 4 and programs built on it cannot load. It also
+    writes how the tokenizer was loaded here; those keys are removed.
     """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     described = _read_json(path)
-    for how_loaded in ("is_local", "local_files_only"):
-        described.pop(how_loaded, None)
+    for key in ("is_local", "local_files_only"):
+        described.pop(key, None)
     if described.get("tokenizer_class") == "TokenizersBackend":
         described["tokenizer_class"] = "PreTrainedTokenizerFast"
     path.write_text(json.dumps(described, indent=2) + "\n")
@@ -121,9 +136,15 @@ def model_description(
 ) -> dict[str, Any]:
     """The contents of config.json.
 
-    It has the keys of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`), which every reader knows:
-    transformers 4 and 5, vLLM, llama.cpp's converter. Those of transformers 5 (`rope_parameters`, `dtype`),
-    which older ones pass over, stay beside them where the source has them.
+    It has the keys of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`), which transformers 4 and
+    5, vLLM and llama.cpp's converter all read. The keys of transformers 5 (`rope_parameters`, `dtype`), which
+    older readers ignore, are kept beside them where the source has them.
+
+    Args:
+        model: the shape of the exported model.
+        hf_source: the folder whose config.json is the start; None: a new description.
+        tokenizer: gives the ids of the bos and eos tokens; required without a source.
+        dtype: the type of the weights.
     """
     described: dict[str, Any] = {}
     changed = SHAPE_FIELDS
@@ -135,7 +156,7 @@ def model_description(
     if changed & TYPE_FIELDS:
         family.write_type(described, model)
     if hf_source is None:
-        assert tokenizer is not None, "without a source the tokenizer says which tokens begin and end a text"
+        assert tokenizer is not None, "without a source the tokenizer gives the bos and eos tokens"
         described |= {
             "hidden_act": family.traits.activation, "initializer_range": model.init_method_std,
             "bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id,
@@ -148,10 +169,14 @@ def model_description(
 
 
 def transformers_family(model: ModelConfig, model_type: str | None = None) -> Family:
-    """The family whose class in transformers computes this model; `model_type` where several do.
+    """The family whose class in transformers computes this model.
+
+    Args:
+        model: the shape of the model.
+        model_type: chooses between several such families.
 
     Raises:
-        ConversionError: transformers has none.
+        ConversionError: transformers has no such class.
     """
     family = family_of(model, model_type)
     if family is None:
@@ -165,18 +190,23 @@ def transformers_family(model: ModelConfig, model_type: str | None = None) -> Fa
 def generation_description(hf_source: Path | None, tokenizer: PreTrainedTokenizerBase) -> dict[str, Any]:
     """The contents of generation_config.json.
 
-    A chat model ends its turn with the token that its chat template puts there (LLaMA-3's <|eot_id|>,
-    ChatML's <|im_end|>), at which a base model's generation_config.json does not stop; so it is added.
+    A chat model ends its turn with the end-of-turn token of its chat template (LLaMA-3's <|eot_id|>, ChatML's
+    <|im_end|>). A base model's generation_config.json does not stop there, so this token is added.
     """
     if hf_source is not None and (hf_source / "generation_config.json").is_file():
         described = _read_json(hf_source / "generation_config.json")
     else:
         described = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    ends = described.get("eos_token_id")
-    ends = list(ends) if isinstance(ends, list) else [] if ends is None else [ends]
     end = end_of_turn(tokenizer)
-    if end is not None and end not in ends:
-        described["eos_token_id"] = [*ends, end] if ends else end
+    eos = described.get("eos_token_id")
+    if end is None:
+        return described
+    if eos is None or eos == []:
+        described["eos_token_id"] = end
+        return described
+    eos_ids = eos if isinstance(eos, list) else [eos]
+    if end not in eos_ids:
+        described["eos_token_id"] = [*eos_ids, end]
     return described
 
 
@@ -191,7 +221,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _write_json(folder: Path, name: str, hf_source: Path | None, contents: dict[str, Any]) -> None:
-    """Write `contents`; the source's own bytes but for the values that differ."""
+    """Write `contents`; of the source's file only the values that differ are changed."""
     source = hf_source / name if hf_source is not None else None
     if source is not None and source.is_file():
         text = with_values(source.read_bytes().decode(), contents)

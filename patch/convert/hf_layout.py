@@ -1,9 +1,9 @@
-"""Which safetensors file each tensor of a Hugging Face folder lies in.
+"""Which safetensors file of a Hugging Face folder contains each tensor.
 
-    known_layout     as an index that is there already says
-    divide           else in files of 5 GiB, tensors in the order in which they are given
-    name_files       under the names that transformers gives them
-    remember_layout  in a converted checkpoint, so that the way back makes the same files again
+    known_layout     the layout of an existing folder
+    divide           otherwise: files of up to 5 GiB, tensors in the given order
+    name_files       the file names that transformers uses
+    remember_layout  saves the layout in a converted checkpoint, so that converting back makes the same files
 
 A layout is a dict: tensor name -> file name.
 """
@@ -25,10 +25,11 @@ FILE_BYTES = 5 * 2**30
 
 
 def known_layout(folder: Path | None, names: Sequence[str]) -> dict[str, str] | None:
-    """The layout of the safetensors files in a folder; None where it has none.
+    """The layout of the safetensors files in a folder; None if it has no such files.
 
     Args:
-        names: the tensors that are asked for.
+        folder: a Hugging Face folder or a converted checkpoint; None: there is no such folder.
+        names: the tensors of the model.
     Raises:
         ConversionError: the folder's index cannot be read, or lacks a tensor.
     """
@@ -40,18 +41,19 @@ def known_layout(folder: Path | None, names: Sequence[str]) -> dict[str, str] | 
     if not index.is_file():
         return None
     known = read_index(index)
-    lacking = [name for name in names if name not in known]
-    if lacking:
-        raise ConversionError(f"{index} lacks {lacking[0]} ({len(lacking)} such tensors)")
+    missing = [name for name in names if name not in known]
+    if missing:
+        raise ConversionError(f"{index} lacks {missing[0]} ({len(missing)} such tensors)")
     layout = {name: known[name] for name in names}
     return layout if all(file.endswith(".safetensors") for file in layout.values()) else None
 
 
 def divide(sizes: Mapping[str, int], file_bytes: int = FILE_BYTES) -> list[list[str]]:
-    """Consecutive tensors, at most `file_bytes` together unless one alone is larger.
+    """Groups of consecutive tensors of at most `file_bytes`; a larger tensor is a group of its own.
 
     Args:
         sizes: bytes by tensor name.
+        file_bytes: largest size of a file.
     Returns:
         the tensor names of each file.
     """
@@ -76,7 +78,7 @@ def name_files(files: Sequence[Sequence[str]]) -> dict[str, str]:
 
 
 def remember_layout(source: HFFolder, checkpoint: Path) -> None:
-    """Write which file of a checked folder each tensor lies in, as an index in the checkpoint's folder."""
+    """Write the layout of a checked folder as an index into the checkpoint's folder."""
     index, copy = source.folder / SAFE_WEIGHTS_INDEX_NAME, checkpoint / SAFE_WEIGHTS_INDEX_NAME
     layout = {tensor.name: source.file_of(tensor.name).name for tensor in source.tensors}
     if SAFE_WEIGHTS_NAME not in layout.values() and index.is_file():

@@ -1,7 +1,7 @@
-"""Reads a Hugging Face folder lazily: headers at once, values only of the slices asked for.
+"""Reads a Hugging Face folder lazily: all headers at the start, values only of the requested slices.
 
-Each access maps the file anew and lets go of it afterwards, so that pages which were read do not stay in this
-process's memory.
+Each access maps the file again and unmaps it afterwards, so that pages that were read do not stay in the
+memory of this process.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
 SPELLINGS = {dtype: spelling for spelling, dtype in DTYPES.items()}
 _CURE = "model_size auto takes the shape from config.json"
 _ROWS = 4096
-"""Rows that are compared at once."""
+"""Rows that are compared at a time."""
 _DERIVED = "rotary_emb.inv_freq"
 """Old folders store these RoPE frequencies; they follow from config.json."""
 
@@ -56,7 +56,7 @@ class HFFolder:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.tensors: list[HFTensor] = []
-        """The tensors that a model needs; known once `check` has found them all."""
+        """The tensors that a model needs; set by `check` when it has found them all."""
         self._headers: dict[str, _TensorHeader] = {}
         for path in _weight_files(folder):
             self._headers |= _headers(path)
@@ -66,19 +66,20 @@ class HFFolder:
         """The type of each tensor that can be read."""
 
     def __getitem__(self, name: str) -> Any:
-        """The lazy slice of a tensor: indexing it reads."""
+        """A lazy slice of a tensor: indexing it reads the values."""
         file = _open(self._headers[name].path)
         return file[name] if isinstance(file, dict) else file.get_slice(name)
 
     def file_of(self, name: str) -> Path:
-        """The file that a tensor lies in."""
+        """The file that contains a tensor."""
         return self._headers[name].path
 
     def check(self, expected: list[HFTensor], *, unused: frozenset[str] = frozenset()) -> None:
         """Compare names, shapes and types with what a model needs; reads headers only.
 
         Args:
-            unused: names that may be there and are not needed.
+            expected: the tensors of the model.
+            unused: tensors that are allowed but not needed.
         Raises:
             ConversionError: a tensor is missing, unexpected, of another shape or of an unreadable type.
         """
@@ -87,9 +88,9 @@ class HFFolder:
         known = {tensor.name for tensor in expected} | unused
         extra = [name for name in self._headers if name not in known and not name.endswith(_DERIVED)]
         if extra:
-            found = self._headers[extra[0]]
+            header = self._headers[extra[0]]
             raise ConversionError(
-                f"{found.path} holds {extra[0]} (shape {found.shape}), which this "
+                f"{header.path} holds {extra[0]} (shape {header.shape}), which this "
                 f"model has no place for ({len(extra)} such tensors); expected a model of the "
                 f"configured family and layers: {_CURE}",
                 field="model_size",
@@ -97,10 +98,10 @@ class HFFolder:
         self.tensors = expected
 
     def check_copy(self, name: str, original: str) -> None:
-        """Compare a tensor that may be stored beside the one it is tied to; reads both, part by part.
+        """Compare a tensor with the one it is tied to, if both are stored; reads them part by part.
 
         Raises:
-            ConversionError: it is there and differs, or is of an unreadable type.
+            ConversionError: the stored copy differs, or its type cannot be read.
         """
         if name not in self._headers:
             return
@@ -115,7 +116,7 @@ class HFFolder:
                 )
 
     def _warn_of_rounding(self, dtype: torch.dtype, flag: str) -> None:
-        """Log once when this type cannot hold every value of the checked tensors; float32 holds them all."""
+        """Log once if converting the checked tensors to this type may round values; float32 never does."""
         inexact = {self._headers[tensor.name].dtype for tensor in self.tensors} - {SPELLINGS[dtype]}
         if dtype != torch.float32 and inexact:
             _logger.warning(
@@ -131,26 +132,28 @@ class HFFolder:
                 f"{len(self._headers)} tensors in {', '.join(files)} were "
                 f"searched{nearest(tensor.name, sorted(self._headers))}"
             )
-        found = self._headers[tensor.name]
-        if found.shape != tensor.shape:
+        header = self._headers[tensor.name]
+        if header.shape != tensor.shape:
             raise ConversionError(
-                f"{tensor.name} in {found.path} has shape {found.shape}, the model expects "
+                f"{tensor.name} in {header.path} has shape {header.shape}, the model expects "
                 f"{tensor.shape}: {_CURE}",
                 field="model_size",
             )
-        if found.dtype not in DTYPES:
+        if header.dtype not in DTYPES:
             raise ConversionError(
-                f"{tensor.name} in {found.path} is stored as {found.dtype}, expected one "
+                f"{tensor.name} in {header.path} is stored as {header.dtype}, expected one "
                 f"of {', '.join(DTYPES)}: use the folder of the model that is not quantised"
             )
 
 
 def open_checked(folder: Path, model: ModelConfig, dtype: torch.dtype | None, flag: str) -> HFFolder:
-    """Open a folder, compare what it holds with what the model needs, log it where values will be rounded.
+    """Open a folder, check that it has the tensors of the model, and log if values will be rounded.
 
     Args:
-        dtype: the type that all weights are to have; None: each keeps its own.
-        flag: where a user sets that type.
+        folder: the Hugging Face folder.
+        model: the shape of the model.
+        dtype: the type to which all weights are converted; None: each keeps its own.
+        flag: the flag that sets this type, for the message.
     Raises:
         ConversionError: the folder cannot be read, or does not fit the model.
     """
@@ -166,7 +169,7 @@ def open_checked(folder: Path, model: ModelConfig, dtype: torch.dtype | None, fl
 
 
 def _open(path: Path) -> Any:
-    """An open safetensors file, or the mapped tensors of a torch.save file by name."""
+    """An open safetensors file; for a torch.save file its memory-mapped tensors by name."""
     kind = "safetensors" if path.suffix == ".safetensors" else "a torch.save file"
     try:
         if path.suffix == ".safetensors":
@@ -198,7 +201,7 @@ def _headers(path: Path) -> dict[str, _TensorHeader]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The files that hold weights; as transformers does, the single file wins over an index."""
+    """The files with the weights; a single file is preferred over an index, as in transformers."""
     for single, index in ((SAFE_WEIGHTS_NAME, SAFE_WEIGHTS_INDEX_NAME), (WEIGHTS_NAME, WEIGHTS_INDEX_NAME)):
         if (folder / single).is_file():
             return [folder / single]
@@ -223,10 +226,10 @@ def _indexed_files(folder: Path, index: str) -> list[Path]:
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file name of each tensor, as an index of transformers says.
+    """The file name of each tensor, from an index in transformers' format.
 
     Raises:
-        ConversionError: it cannot be read, or names a file outside of its folder.
+        ConversionError: the index cannot be read, or names a file outside of its folder.
     """
     try:
         file_names: dict[str, str] = json.loads(path.read_bytes())["weight_map"]

@@ -1,4 +1,4 @@
-"""Running model -> Hugging Face folder: gathered tensor by tensor, written by every stage at once."""
+"""Running model -> Hugging Face folder: all pipeline stages write at the same time, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -36,36 +36,37 @@ def export_hf(
     tokenizer: PreTrainedTokenizerBase,
     file_bytes: int = FILE_BYTES,
 ) -> None:
-    """Write the model as a folder that transformers loads; collective over the job.
+    """Write the model as a folder that transformers loads; a collective over the whole job.
 
-    Everything goes into a temporary folder beside `folder`, which replaces it at the end; on failure the
-    target stays as it was. Weights keep the parameters' dtype.
+    All files are written to a temporary folder beside `folder`, which replaces `folder` at the end; on
+    failure `folder` stays as it was. Weights keep the dtype of the parameters.
 
     Args:
         stages: the pipeline stages of this rank: GPTModels without wrappers, ours or upstream's own.
-        folder: on a file system that every writing rank sees.
+        folder: the folder to write, on a file system that every writing rank can access.
         model: the shape of the whole model.
         groups: `tp`, `pp` and `dp_cp` are used.
-        hf_source: the folder that the weights came from; its config.json and generation_config.json are
-            kept but for what has changed.
-        tokenizer: is written beside the weights.
-        file_bytes: size at which a new safetensors file is begun.
+        hf_source: the folder that the weights came from; in its config.json and generation_config.json only
+            the changed values are replaced. None: there is no such folder.
+        tokenizer: the tokenizer to save beside the weights.
+        file_bytes: largest size of a safetensors file.
     Raises:
-        ConversionError: on every rank, when a rank cannot write or the target is something else's folder.
+        ConversionError: on every rank, if a rank cannot write or `folder` contains something else than a
+            Hugging Face model.
     """
     folder = folder.resolve()
     is_first = dist.get_rank() == 0
     partial = partial_folder(folder)
-    with ExitStack() as held:
+    with ExitStack() as stack:
         with all_or_none():
             dtypes = {
-                tensor: found.parameter.dtype
-                for found in exported_parameters(stages, model, groups.tp.size())
-                for tensor in found.mapping.hf
+                tensor: mapped.parameter.dtype
+                for mapped in exported_parameters(stages, model, groups.tp.size())
+                for tensor in mapped.mapping.hf
             }
             if is_first:
                 sources = [hf_source] if hf_source else []
-                held.enter_context(staging(folder, sources, overwrite=True))
+                stack.enter_context(staging(folder, sources, overwrite=True))
         layout, total_bytes = _lay_out(dtypes, groups.pp, file_bytes)
         with all_or_none():
             if groups.dp_cp.rank() == 0:
@@ -87,18 +88,20 @@ def export_hf(
 def _lay_out(
     dtypes: dict[HFTensor, torch.dtype], pp: dist.ProcessGroup, file_bytes: int
 ) -> tuple[dict[str, str], int]:
-    """The file name of every tensor, and the bytes of all; each pipeline rank begins files of its own.
+    """The file name of every tensor, and the bytes of all tensors; no file is shared between pipeline ranks.
 
-    Collective over the pipeline group.
+    A collective over the pipeline group.
 
     Args:
-        dtypes: of the tensors of this pipeline rank, in the order in which they are to be stored.
+        dtypes: types of the tensors of this pipeline rank, in the order of writing.
+        pp: the pipeline group.
+        file_bytes: largest size of a file.
     """
     own = {name: torch.Size(shape).numel() * dtype.itemsize for (name, shape), dtype in dtypes.items()}
     sizes: list[dict[str, int]] = [{} for _ in range(pp.size())]
     dist.all_gather_object(sizes, own, group=pp)
-    layout = name_files([file for of_rank in sizes for file in divide(of_rank, file_bytes)])
-    return layout, sum(sum(of_rank.values()) for of_rank in sizes)
+    layout = name_files([file for rank_sizes in sizes for file in divide(rank_sizes, file_bytes)])
+    return layout, sum(sum(rank_sizes.values()) for rank_sizes in sizes)
 
 
 def _write_weights(
@@ -109,10 +112,14 @@ def _write_weights(
 ) -> None:
     """Write the tensors that this rank receives.
 
-    After a failed write the iteration goes on, so that no rank waits for one that gave up.
+    After a failed write the iteration still runs to its end, because other ranks wait for this rank's shards.
 
     Args:
-        dtypes: of the tensors that `weights` gives to this rank; empty where it only sends shards.
+        weights: the iterator of `iter_hf_weights`.
+        partial: the folder to write to.
+        dtypes: types of the tensors that `weights` yields on this rank; empty on a rank that only sends
+            shards.
+        layout: file name by tensor name.
     """
     by_name = {tensor.name: dtype for tensor, dtype in dtypes.items()}
     try:

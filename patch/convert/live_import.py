@@ -19,18 +19,18 @@ from patch.errors import ConversionError
 def import_hf(
     stages: Sequence[GPTModel], folder: Path, model: ModelConfig, groups: ProcessGroupCollection
 ) -> None:
-    """Fill this rank's pipeline stages from a Hugging Face folder; collective over the job.
+    """Fill this rank's pipeline stages from a Hugging Face folder; a collective over the whole job.
 
-    Names, shapes and types of the whole folder are checked before the first byte is copied. Weights
-    stored in another type are rounded to that of the parameters, to nearest even, and a line says so.
+    Names, shapes and types of all tensors are checked before the first byte is copied. Weights stored in
+    another type are rounded to the type of the parameters (to nearest even), which is logged.
 
     Args:
         stages: the pipeline stages of this rank: GPTModels without wrappers, ours or upstream's own.
-        folder: holds config.json and the weights.
+        folder: a Hugging Face folder, with config.json and the weights.
         model: the shape of the whole model, as `model_of(folder)` reads it.
         groups: only `tp` is used.
     Raises:
-        ConversionError: on every rank, when the folder cannot be read or does not fit the model.
+        ConversionError: on every rank, if the folder cannot be read or does not fit the model.
     """
     shard = TPShard(groups.tp.rank(), groups.tp.size())
     with all_or_none():

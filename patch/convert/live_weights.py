@@ -1,4 +1,4 @@
-"""The weights of a running model: its parameters with their mappings, its Hugging Face tensors one by one."""
+"""The weights of a running model: parameters with their mappings, and an iterator of Hugging Face tensors."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from patch.errors import ConversionError, nearest
 from patch.families.weights import TIED_OUTPUT
 
 Receivers = Literal["all", "first", "stage"]
-"""Who gets the tensors of `iter_hf_weights`."""
+"""Which ranks receive the tensors of `iter_hf_weights`."""
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 
 
@@ -33,11 +33,11 @@ class MappedParameter(NamedTuple):
     parameter: torch.Tensor
     """The shard of this tensor-parallel rank, detached."""
     mapping: WeightMapping
-    """That of the table, with the layer filled in."""
+    """The mapping of the table for this layer."""
 
 
 class _Owner(NamedTuple):
-    """Which pipeline rank holds a parameter, and in which type."""
+    """The pipeline rank that has a parameter, and the parameter's type."""
 
     pp_rank: int
     dtype: torch.dtype
@@ -51,14 +51,13 @@ def iter_hf_weights(
     receivers: Receivers = "all",
     device: torch.device | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over the Hugging Face tensors of a running model that is cut over TP, PP and VPP.
+    """Iterate over the Hugging Face tensors of a running model that is sharded over TP, PP and VPP.
 
-    A collective over `groups.tp` and `groups.pp`: every rank of a replica has to iterate to the end, those
-    that get no tensor included (`for _ in weights: pass`). Replicas do not wait for each other. Tensors come
-    in the order embedding, layer after layer, last norm, output layer; within a layer in the order of the
-    weight table. At most the tensors of one parameter are in memory at a time; they are new tensors, which
-    the next training step does not change. Padding of the vocabulary is cut off. With tied embeddings there
-    is no `lm_head.weight`.
+    A collective over `groups.tp` and `groups.pp`: every rank of a replica must iterate to the end, also a
+    rank that receives no tensor (`for _ in weights: pass`). Replicas do not wait for each other. The order is
+    embedding, layer after layer, final norm, output layer; within a layer that of the weight table. At most
+    the tensors of one parameter are in memory at a time. They are new tensors, which the next training step
+    does not change. Padding of the vocabulary is removed. With tied embeddings there is no `lm_head.weight`.
 
     Args:
         stages: the pipeline stages of this rank in order: GPTModels without wrappers (DDP, Float16Module).
@@ -67,7 +66,7 @@ def iter_hf_weights(
         receivers: "all": every rank gets every tensor. "first": TP rank 0 of the first pipeline rank gets
             every tensor. "stage": TP rank 0 of each pipeline rank gets the tensors of its own stages, and
             nothing crosses the pipeline; with VPP its stages are not neighbours.
-        device: of the tensors; None: that of the parameters.
+        device: the device of the tensors; None: the device of the parameters.
     Yields:
         name and full tensor, in the type of the parameter.
     Raises:
@@ -75,7 +74,8 @@ def iter_hf_weights(
     """
     tp, pp = groups.tp, groups.pp
     own = {
-        (found.name, found.layer): found.parameter for found in mapped_parameters(stages, model, tp.size())
+        (mapped.name, mapped.layer): mapped.parameter
+        for mapped in mapped_parameters(stages, model, tp.size())
     }
     owners = {} if receivers == "stage" else _find_owners(own, pp)
     table = weights_table(model, stages[0].vocab_size)
@@ -100,12 +100,12 @@ def iter_hf_weights(
 def mapped_parameters(stages: Sequence[GPTModel], model: ModelConfig, tp_size: int) -> list[MappedParameter]:
     """The parameters of this rank's pipeline stages with their mappings, in the order of `iter_hf_weights`.
 
-    How far the vocabulary is padded is taken from the stages.
+    The padded size of the vocabulary is read from the stages.
 
     Args:
         stages: GPTModels without wrappers.
         model: the shape of the whole model.
-        tp_size: tensor-parallel ranks that the stages are cut for.
+        tp_size: number of tensor-parallel ranks.
     Raises:
         ConversionError: a parameter has no place in such a model, or has another shape.
     """
@@ -127,10 +127,16 @@ def mapped_parameters(stages: Sequence[GPTModel], model: ModelConfig, tp_size: i
 def exported_parameters(
     stages: Sequence[GPTModel], model: ModelConfig, tp_size: int
 ) -> list[MappedParameter]:
-    """As `mapped_parameters`, without the copy of a tied embedding that the last stage holds (PP > 1)."""
+    """`mapped_parameters` without the copy of a tied embedding on the last stage (PP > 1).
+
+    Args:
+        stages: GPTModels without wrappers.
+        model: the shape of the whole model.
+        tp_size: number of tensor-parallel ranks.
+    """
     tied = not model.untie_embeddings_and_output_weights
-    found = mapped_parameters(stages, model, tp_size)
-    return [parameter for parameter in found if not (tied and parameter.name == TIED_OUTPUT)]
+    mapped = mapped_parameters(stages, model, tp_size)
+    return [parameter for parameter in mapped if not (tied and parameter.name == TIED_OUTPUT)]
 
 
 def _check_parameter(name: str, parameter: torch.Tensor, key: str, table: Table, tp_size: int) -> None:
@@ -148,7 +154,7 @@ def _check_parameter(name: str, parameter: torch.Tensor, key: str, table: Table,
 
 
 def _in_order(table: Table, num_layers: int) -> Iterator[tuple[str, int]]:
-    """Name and layer of every parameter of a whole model: what precedes the layers, each layer, the rest."""
+    """Name and layer of every parameter of the whole model, in the order of `iter_hf_weights`."""
     for is_in_layer, group in groupby(table, key=lambda name: "*" in name):
         names = list(group)
         for layer in range(num_layers if is_in_layer else 1):
@@ -159,10 +165,14 @@ def _in_order(table: Table, num_layers: int) -> Iterator[tuple[str, int]]:
 def _find_owners(
     own: dict[tuple[str, int], torch.Tensor], pp: dist.ProcessGroup
 ) -> dict[tuple[str, int], _Owner]:
-    """The pipeline rank of every parameter, by name and layer; collective over the pipeline group."""
+    """The pipeline rank of every parameter, by name and layer; a collective over the pipeline group."""
     dtypes: list[dict[tuple[str, int], torch.dtype]] = [{} for _ in range(pp.size())]
     dist.all_gather_object(dtypes, {key: shard.dtype for key, shard in own.items()}, group=pp)
-    return {key: _Owner(rank, dtype) for rank, held in enumerate(dtypes) for key, dtype in held.items()}
+    return {
+        key: _Owner(rank, dtype)
+        for rank, rank_dtypes in enumerate(dtypes)
+        for key, dtype in rank_dtypes.items()
+    }
 
 
 def _cross_pipeline(
@@ -174,7 +184,7 @@ def _cross_pipeline(
     *,
     to_all: bool,
 ) -> torch.Tensor | None:
-    """Bring a shard from the pipeline rank that holds it to all of them, or to the first; None elsewhere."""
+    """Send a shard from its pipeline rank to all pipeline ranks or to the first; None on the others."""
     source, rank = owner.pp_rank, pp.rank()
     if pp.size() == 1:
         return shard
@@ -196,7 +206,7 @@ def _cross_pipeline(
 def _gather_shards(
     shard: torch.Tensor, mapping: WeightMapping, tp: dist.ProcessGroup, *, to_all: bool
 ) -> list[torch.Tensor]:
-    """The shards that make up a parameter, on every TP rank or on TP rank 0; empty elsewhere."""
+    """All shards of a parameter, on every TP rank or on TP rank 0 only; [] on the others."""
     is_receiver = to_all or tp.rank() == 0
     if tp.size() == 1 or mapping.replicated:
         return [shard] if is_receiver else []

@@ -1,8 +1,8 @@
-"""How one megatron-core parameter is made of Hugging Face tensors: one class a layout, both directions.
+"""How a megatron-core parameter is made of Hugging Face tensors: one class per layout, for both directions.
 
-A class answers one question: which slices of the Hugging Face tensors, in which order, make up the shard of
-a tensor-parallel rank (`hf_slices`)? Both directions of the conversion follow from that answer, so they
-cannot disagree. Values are copied, never computed with.
+Each class defines one method, `hf_slices`: which slices of the Hugging Face tensors, in which order, make up
+the shard of a tensor-parallel rank. Both directions of the conversion use it, so they cannot disagree. Values
+are only copied, never changed by arithmetic.
 
 In the drawings below a letter with a number is one row: q3 is row 3 of q_proj.weight.
 
@@ -31,7 +31,7 @@ class HFTensor(NamedTuple):
 
 
 class TPShard(NamedTuple):
-    """The part of a parameter that one tensor-parallel rank holds; TPShard(0, 1) is the whole parameter."""
+    """The part of a parameter on one tensor-parallel rank; TPShard(0, 1) is the whole parameter."""
 
     rank: int
     size: int
@@ -57,15 +57,15 @@ class HFBlock(NamedTuple):
 
     name: str
     row: int
-    """Row of its first element in the whole tensor."""
+    """Row of the first element in the whole tensor."""
     column: int
-    """Column of its first element; 0 for a vector."""
+    """Column of the first element; 0 for a vector."""
     values: torch.Tensor
 
 
 @dataclass(frozen=True)
 class WeightMapping(ABC):
-    """One parameter and the Hugging Face tensors that it is made of; subclasses define the layout.
+    """A parameter and the Hugging Face tensors that it is made of; subclasses define the layout.
 
     Args:
         hf: the Hugging Face tensors; their order is part of the layout.
@@ -74,9 +74,9 @@ class WeightMapping(ABC):
     hf: tuple[HFTensor, ...]
 
     axis: ClassVar[int] = 0
-    """The axis that tensor parallelism cuts, and along which the slices are concatenated."""
+    """The axis that tensor parallelism divides, and along which the slices are concatenated."""
     replicated: ClassVar[bool] = False
-    """Whether every tensor-parallel rank holds the whole parameter."""
+    """Whether every tensor-parallel rank has the whole parameter."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -85,14 +85,14 @@ class WeightMapping(ABC):
         return (rows, *self.hf[0].shape[1:])
 
     def shard_shape(self, tp_size: int) -> tuple[int, ...]:
-        """Shape of the shard that one of `tp_size` tensor-parallel ranks holds."""
+        """Shape of the shard on one of `tp_size` tensor-parallel ranks."""
         if self.replicated:
             return self.shape
         return tuple(size // tp_size if axis == self.axis else size for axis, size in enumerate(self.shape))
 
     @abstractmethod
     def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """The slices that this shard is made of, in order; what the shard holds beyond them is padding."""
+        """The slices that make up this shard, in order; the rest of the shard is padding."""
 
     def at_layer(self, layer: int) -> WeightMapping:
         """The same mapping for one layer, 0-based over the whole model."""
@@ -103,12 +103,12 @@ class WeightMapping(ABC):
         """Copy a shard of the parameter from Hugging Face tensors; padding becomes zero.
 
         Args:
-            target: the shard, [*shard_shape]; it keeps its dtype, values are rounded to nearest even.
-            sources: one for each of `hf`: whole tensors, or lazy safetensors slices, of which only the rows
-                or columns that this shard needs are read.
-            shard: which shard `target` is.
+            target: the shard, [*shard_shape]; values are rounded to its dtype, to nearest even.
+            sources: one for each tensor of `hf`: a whole tensor, or a lazy safetensors slice, of which only
+                the rows or columns of this shard are read.
+            shard: the rank and size of `target`.
         Raises:
-            ConversionError: float16 cannot hold a value.
+            ConversionError: a value is too large for float16.
         """
         position = 0
         for index, start, stop in self.hf_slices(shard):
@@ -120,7 +120,7 @@ class WeightMapping(ABC):
         self._check_range(target)
 
     def hf_to_megatron_rows(self, target: torch.Tensor, sources: Sequence[Any], start: int) -> None:
-        """Copy some rows of the whole (unsharded) parameter from Hugging Face tensors; padding becomes zero.
+        """Copy rows of the whole (unsharded) parameter from Hugging Face tensors; padding becomes zero.
 
         Args:
             target: the rows to fill; it keeps its dtype.
@@ -150,26 +150,28 @@ class WeightMapping(ABC):
     def megatron_to_hf_blocks(
         self, part: torch.Tensor, shard: TPShard, row: int = 0, column: int = 0
     ) -> Iterator[HFBlock]:
-        """Say where each value of a part of a shard belongs in the Hugging Face tensors; padding is left out.
+        """Divide a part of a shard into blocks of the Hugging Face tensors; padding is left out.
 
         Args:
             part: a rectangle of the shard.
-            shard: which shard it is.
-            row: row of its first element, counted in the shard.
-            column: column of its first element, counted in the shard.
+            shard: the rank and size of the shard.
+            row: row of the part's first element in the shard.
+            column: column of the part's first element in the shard.
+        Yields:
+            the blocks, which share memory with `part`.
         """
         begin = column if self.axis else row
         for index, first, offset, length in self._overlaps(shard, begin, part.shape[self.axis]):
             values = part.narrow(self.axis, offset, length)
-            place = (row, first) if self.axis else (first, column)
-            yield HFBlock(self.hf[index].name, *place, values)
+            block_row, block_column = (row, first) if self.axis else (first, column)
+            yield HFBlock(self.hf[index].name, block_row, block_column, values)
 
     def _overlaps(self, shard: TPShard, begin: int, length: int) -> Iterator[tuple[int, int, int, int]]:
-        """The intersections of the shard's slices with indices `begin` to `begin + length` of the shard.
+        """The intersections of the shard's slices with `length` indices of the shard from `begin` on.
 
         Yields:
-            index of the Hugging Face tensor, first index in that tensor, first index counted from `begin`,
-            and the length.
+            index of the Hugging Face tensor, first index in that tensor, first index relative to `begin`, and
+            length.
         """
         position = 0
         for index, start, stop in self.hf_slices(shard):
@@ -185,8 +187,8 @@ class WeightMapping(ABC):
         """Make new Hugging Face tensors, one for each of `hf`, from all shards of the parameter.
 
         Args:
-            shards: one for each tensor-parallel rank, in order; of a replicated parameter any one is enough.
-            device: of the result; None: that of the shards.
+            shards: one for each tensor-parallel rank, in order; for a replicated parameter one is enough.
+            device: the device of the result; None: the device of the shards.
         """
         dtype, device = shards[0].dtype, device or shards[0].device
         whole = [torch.empty(tensor.shape, dtype=dtype, device=device) for tensor in self.hf]
@@ -201,7 +203,7 @@ class WeightMapping(ABC):
 
 
 class ReplicatedMapping(WeightMapping):
-    """A tensor that every tensor-parallel rank holds whole: the weight of a norm.
+    """A tensor that every tensor-parallel rank has completely: the weight of a norm.
 
     Hugging Face       megatron-core, any TP
     w0 w1 w2 w3   ->   w0 w1 w2 w3 on every rank
@@ -210,12 +212,12 @@ class ReplicatedMapping(WeightMapping):
     replicated = True
 
     def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """The whole tensor, whichever the shard."""
+        """The whole tensor, for every shard."""
         return [HFSlice(0, 0, self.hf[0].shape[0])]
 
 
 class RowParallelMapping(WeightMapping):
-    """A row-parallel linear layer (o_proj, down_proj): tensor parallelism cuts its input, the columns.
+    """A row-parallel linear layer (o_proj, down_proj): tensor parallelism divides its input, the columns.
 
     Hugging Face [out, in]        megatron-core, TP 2
     a b | c d                     rank 0: a b      rank 1: c d
@@ -245,20 +247,20 @@ class VocabParallelMapping(WeightMapping):
         return (self.padded_vocab_size, *self.hf[0].shape[1:])
 
     def hf_slices(self, shard: TPShard) -> list[HFSlice]:
-        """The rows of this rank, without those that are padding."""
+        """The rows of this rank, without padding."""
         start, stop = shard.span(self.padded_vocab_size)
         rows = self.hf[0].shape[0]
         return [HFSlice(0, min(start, rows), min(stop, rows))]
 
 
 class GatedMLPMapping(WeightMapping):
-    """The first layer of a gated MLP (linear_fc1): each rank holds its rows of gate, then its rows of up.
+    """The first layer of a gated MLP (linear_fc1): each rank has its rows of gate, then its rows of up.
 
         Hugging Face            megatron-core, TP 1            megatron-core, TP 2
         gate_proj g0 g1 g2 g3   g0 g1 g2 g3 u0 u1 u2 u3   or   rank 0: g0 g1 u0 u1
         up_proj   u0 u1 u2 u3                                  rank 1: g2 g3 u2 u3
 
-    `hf` holds gate and up, both [ffn, H].
+    `hf` is (gate, up), both [ffn, H].
     """
 
     def hf_slices(self, shard: TPShard) -> list[HFSlice]:
@@ -268,7 +270,7 @@ class GatedMLPMapping(WeightMapping):
 
 @dataclass(frozen=True)
 class QKVMapping(WeightMapping):
-    """Merged q, k, v (linear_qkv): for each key/value group its query heads, its key head, its value head.
+    """Merged q, k, v (linear_qkv): for each key/value group its query heads, its key head and its value head.
 
         Hugging Face, 2 groups of 2 query heads, head size 1     megatron-core, TP 1
         q_proj q0 q1 q2 q3                                       q0 q1 k0 v0 q2 q3 k1 v1
@@ -276,7 +278,7 @@ class QKVMapping(WeightMapping):
         v_proj v0 v1                                             rank 0: q0 q1 k0 v0
                                                                  rank 1: q2 q3 k1 v1
 
-    `hf` holds q [groups * queries per group * head size, H], k and v [groups * head size, H].
+    `hf` is (q, k, v): q is [groups * queries per group * head size, H], k and v [groups * head size, H].
     """
 
     num_groups: int

@@ -1,11 +1,11 @@
-"""The weights of Megatron-LM's old format as blocks of Hugging Face tensors.
+"""The weights of a checkpoint in Megatron-LM's old format, as blocks of Hugging Face tensors.
 
-FOLDER/mp_rank_TT/model_optim_rng.pt        TP rank TT, or with pipeline stages
-FOLDER/mp_rank_TT_PPP/model_optim_rng.pt    TP rank TT of stage PPP
+FOLDER/mp_rank_TT/model_optim_rng.pt        TP rank TT, without pipeline stages
+FOLDER/mp_rank_TT_PPP/model_optim_rng.pt    TP rank TT of pipeline stage PPP
 
-Each file is one pickle with the rank's weights under `model` (`model0`, `model1`... with interleaved stages),
-layers counted within the stage. What Pai-Megatron-Patch writes is read as well: its last norm lies outside of
-the decoder. How many layers a stage holds is counted, so uneven stages are read too.
+Each file is one pickle. The rank's weights are under `model` (`model0`, `model1`... with interleaved stages);
+layer numbers start at 0 in each stage. The number of layers of a stage is counted, so uneven stages are read
+too. Checkpoints of Pai-Megatron-Patch, whose final norm is outside of the decoder, are read as well.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,11 +31,11 @@ _CHUNK = re.compile(r"model\d*")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _NOT_WEIGHTS = ("_extra_state", "inv_freq")
 _BYTES_AT_ONCE = 256 * 2**20
-"""After so many a file is mapped anew, so that pages which were read leave the memory."""
+"""After this many bytes a file is mapped again, so that pages that were read leave the memory."""
 
 
 class _RankTensor(NamedTuple):
-    """A stored tensor: where it lies and what it is."""
+    """A stored tensor: its file and key, and the parameter that it is a part of."""
 
     path: Path
     chunk: str
@@ -47,12 +48,13 @@ class _RankTensor(NamedTuple):
 
 
 class MpRankWeights:
-    """The weights of all ranks; only headers are read at first.
+    """The weights of all ranks; the constructor reads only headers.
 
     Args:
-        folder: holds the `mp_rank_*`.
+        folder: the folder that contains the `mp_rank_*` folders.
+        model: the shape of the model.
     Raises:
-        ConversionError: a file is missing or damaged, or they do not hold this model.
+        ConversionError: a file is missing or damaged, or the files are of another model.
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
@@ -65,7 +67,7 @@ class MpRankWeights:
         self._check()
 
     def _find(self, paths: Mapping[tuple[int, int], Path]) -> Iterator[_RankTensor]:
-        """All tensors, their layers counted over the whole model: interleaved stages take turns."""
+        """All tensors, with layers counted over the whole model; interleaved stages alternate."""
         first_layer = [0] * self._tp_size
         ranks = {rank: _chunks(path) for rank, path in paths.items()}
         names = sorted(next(iter(ranks.values())), key=lambda name: (len(name), name))
@@ -84,7 +86,7 @@ class MpRankWeights:
                         yield _RankTensor(path, chunk, key, name, layer, tp_rank, shape, dtype)
 
     def _check(self) -> None:
-        held = set()
+        seen = set()
         for part in self._parts:
             if part.name not in self._table or part.layer >= self._model.num_layers:
                 hint = nearest(part.name, list(self._table))
@@ -103,11 +105,11 @@ class MpRankWeights:
                     f"{part.key} in {part.path} has shape {part.shape}, config.json asks for {expected} at "
                     f"TP {self._tp_size}: give the folder of this model with --hf-config"
                 )
-            held.add((part.name, part.layer, part.tp_rank))
+            seen.add((part.name, part.layer, part.tp_rank))
         for name in self._table:
             for layer in range(self._model.num_layers if "*" in name else 1):
                 for tp_rank in range(self._tp_size):
-                    if (name, layer, tp_rank) not in held:
+                    if (name, layer, tp_rank) not in seen:
                         raise ConversionError(
                             f"{self.folder} lacks {name} of layer {layer} at TP rank {tp_rank}"
                         )
@@ -122,7 +124,7 @@ class MpRankWeights:
         }
 
     def blocks(self) -> Iterator[HFBlock]:
-        """All values, a rank's parameter at a time."""
+        """All values, one parameter of one rank at a time."""
         opened: dict[str, dict[str, torch.Tensor]] = {}
         read, path = 0, None
         for part in self._parts:
@@ -138,25 +140,25 @@ class MpRankWeights:
 
 
 def _rank_files(folder: Path) -> dict[tuple[int, int], Path]:
-    """The file of each (TP rank, stage)."""
-    found: dict[tuple[int, int], Path] = {}
+    """The file of each (TP rank, pipeline stage)."""
+    files: dict[tuple[int, int], Path] = {}
     for path in folder.glob("mp_rank_*"):
         if match := _FOLDER.fullmatch(path.name):
-            found[int(match[1]), int(match[2] or 0)] = path / "model_optim_rng.pt"
-    tp_size, pp_size = (1 + max((rank[axis] for rank in found), default=-1) for axis in (0, 1))
-    expected = {(tp, pp) for tp in range(tp_size) for pp in range(pp_size)}
-    for tp, pp in sorted(expected):
-        file = found.get((tp, pp))
+            files[int(match[1]), int(match[2] or 0)] = path / "model_optim_rng.pt"
+    tp_size = 1 + max((tp for tp, _ in files), default=-1)
+    pp_size = 1 + max((pp for _, pp in files), default=-1)
+    for tp, pp in product(range(tp_size), range(pp_size)):
+        file = files.get((tp, pp))
         if file is None or not file.is_file():
             raise ConversionError(
                 f"{folder} lacks model_optim_rng.pt of TP rank {tp}, stage {pp}; expected {tp_size} x "
                 f"{pp_size} folders mp_rank_*"
             )
-    return found
+    return files
 
 
 def _open(path: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of a file by chunk and key, mapped."""
+    """The tensors of a file by chunk and key, memory-mapped."""
     try:
         contents: Any = load_tensors(path)
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
@@ -178,7 +180,7 @@ def _open(path: Path) -> dict[str, dict[str, torch.Tensor]]:
 
 
 def _chunks(path: Path) -> dict[str, dict[str, tuple[tuple[int, ...], torch.dtype]]]:
-    """Shapes and types of what a file holds."""
+    """Shape and type of each tensor of a file, by chunk and key."""
     return {
         chunk: {key: (tuple(tensor.shape), tensor.dtype) for key, tensor in tensors.items()}
         for chunk, tensors in _open(path).items()

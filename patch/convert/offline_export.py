@@ -1,4 +1,4 @@
-"""megatron-core checkpoint -> Hugging Face folder, piece by piece, in one process without a model."""
+"""Checkpoint -> Hugging Face folder, piece by piece, in one process and without building the model."""
 
 from __future__ import annotations
 
@@ -37,30 +37,30 @@ _logger = get_logger(__name__)
 
 
 class _Description(NamedTuple):
-    """What the target is to say about itself."""
+    """The model of a checkpoint, and where its configuration and tokenizer come from."""
 
     model: ModelConfig
     folder: Path | None
-    """Holds config.json and usually the tokenizer."""
+    """A folder with config.json and usually the tokenizer; None: there is none."""
     tokenizer: PreTrainedTokenizerBase | None
-    """Of the run that trained it; None: its files lie in the folder."""
+    """The tokenizer of the run that trained the model; None: copy the tokenizer files of the folder."""
 
 
 def mcore_to_hf(
     source: Path, target: Path, hf_config: Path | None = None, *, overwrite: bool = False
 ) -> None:
-    """Convert a checkpoint; the target appears whole or stays as it was.
+    """Convert a checkpoint to a Hugging Face folder; on failure the target stays as it was.
 
     Args:
-        source: a converted folder, a run's folder, its checkpoint/ or one checkpoint in it, a checkpoint of
+        source: a converted folder, a run's folder, its checkpoint/, one checkpoint in it, or a checkpoint of
             Megatron-LM.
-        target: a folder that is not there, or is empty.
-        hf_config: a Hugging Face folder that describes the model; its configuration, tokenizer and division
-            into files are taken. None: `source` describes itself.
+        target: a folder that does not exist or is empty.
+        hf_config: a Hugging Face folder that describes the model; its configuration, tokenizer and layout of
+            files are used. None: those of `source` are used.
         overwrite: replace a Hugging Face model at `target`.
     Raises:
-        CheckpointError, ConversionError: the source cannot be read, or is not the model that is described,
-            or the target cannot be written.
+        CheckpointError: the checkpoint is damaged.
+        ConversionError: the source cannot be read or is of another model, or the target cannot be written.
     """
     source, target = source.resolve(), target.resolve()
     if not source.is_dir():
@@ -93,7 +93,8 @@ def _check_dtypes(weights: TorchDistWeights | MpRankWeights) -> None:
 
 def _describe(source: Path, hf_config: Path | None) -> _Description:
     """The model: from --hf-config, from config.json beside the weights, or from the run that wrote them."""
-    home = source.parent if is_complete(source) and not has_hf_config(source) else source
+    is_single_checkpoint = is_complete(source) and not has_hf_config(source)
+    home = source.parent if is_single_checkpoint else source
     if hf_config is not None or has_hf_config(home):
         folder = hf_config or home
         return _Description(model_of(folder), folder, None)
@@ -109,7 +110,7 @@ def _describe(source: Path, hf_config: Path | None) -> _Description:
 
 
 def _tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
-    """As it was trained with."""
+    """The tokenizer the run was trained with."""
     try:
         tokenizer = load_tokenizer(run.tokenizer_folder)
         if run.data.dataset_type == "raw":
@@ -122,7 +123,7 @@ def _tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
 
 
 def _write_weights(weights: TorchDistWeights | MpRankWeights, partial: Path, described: _Description) -> None:
-    """Write the weights and, of several files, their index, in the described folder's division into files."""
+    """Write the weights, and the index of several files; the layout is that of `described.folder`."""
     tensors, dtypes = hf_tensors(described.model), weights.dtypes
     sizes = {name: torch.Size(shape).numel() * dtypes[name].itemsize for name, shape in tensors}
     layout = known_layout(described.folder, list(sizes)) or name_files(divide(sizes))

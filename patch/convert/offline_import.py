@@ -1,8 +1,8 @@
-"""Hugging Face folder -> torch_dist checkpoint, window by window, in one process without a model.
+"""Hugging Face folder -> torch_dist checkpoint, in one process, without building the model.
 
-DIR/release/                            the checkpoint: any TP, PP, VPP and upstream's plain GPTModel load it
+DIR/release/                            the checkpoint; loads at any TP, PP, VPP, and in upstream's GPTModel
 DIR/latest_checkpointed_iteration.txt   "release": Megatron-LM's word for weights without a training state
-DIR/config.json, tokenizer, ...         copies; model.safetensors.index.json remembers the source's files
+DIR/config.json, tokenizer, ...         copies; model.safetensors.index.json records the layout of the source
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ from patch.storage.names import RELEASE, TRACKER, is_released
 
 _logger = get_logger(__name__)
 WINDOW_BYTES = 16 * 2**20
-"""Largest piece, unless one row is larger: what bounds the memory."""
+"""Largest piece, unless one row is larger; it bounds the memory that a conversion needs."""
 _EXTRA_STATES = (
     "self_attention.linear_qkv",
     "self_attention.linear_proj",
     "mlp.linear_fc1",
     "mlp.linear_fc2",
 )
-"""Layers whose (empty) extra state upstream's strict load asks for."""
+"""Layers whose (empty) extra state is required by upstream's strict load."""
 
 
 def hf_to_mcore(
     source: Path, target: Path, dtype: torch.dtype | None = None, *, overwrite: bool = False
 ) -> None:
-    """Convert a folder; the target appears whole or stays as it was.
+    """Convert a Hugging Face folder to a checkpoint; on failure the target stays as it was.
 
     Args:
         source: a Hugging Face folder (safetensors or .bin).
-        target: a folder that is not there, or is empty.
-        dtype: of all weights; None: each keeps its own.
-        overwrite: replace what this function has made at `target`.
+        target: a folder that does not exist or is empty.
+        dtype: the type of all weights; None: each keeps its own.
+        overwrite: replace a converted checkpoint at `target`.
     Raises:
-        ConversionError: the source cannot be read or is no supported model, or the target cannot be written.
+        ConversionError: the source cannot be read or its model is not supported, or the target cannot be
+            written.
     """
     source, target = source.resolve(), target.resolve()
     if is_released(source):
@@ -69,7 +70,7 @@ def hf_to_mcore(
 
 
 def _write_weights(source: HFFolder, target: Path, model: ModelConfig, dtype: torch.dtype | None) -> None:
-    """Write the checkpoint's own folder: the weights, and what makes it a checkpoint."""
+    """Write the folder of the checkpoint itself: weights, extra states, common.pt and index."""
     total_bytes = sum(
         torch.Size(shape).numel() * (dtype or source.dtypes[name]).itemsize for name, shape in source.tensors
     )
@@ -93,9 +94,10 @@ def _write_weights(source: HFFolder, target: Path, model: ModelConfig, dtype: to
 def _read_pieces(
     source: HFFolder, model: ModelConfig, dtype: torch.dtype | None
 ) -> Iterator[tuple[Piece, tuple[int, ...]]]:
-    """Every layer of every parameter in windows of rows, each with the shape of its whole stored tensor.
+    """All parameters, layer by layer, in windows of rows; each with the shape of the whole stored tensor.
 
-    Layers are stacked on a leading axis. A piece is valid until the next: one buffer holds them all.
+    Layers are stacked on a leading axis. All pieces use the same buffer, so a piece is valid only until the
+    next one.
     """
     buffer = np.empty(WINDOW_BYTES, np.uint8)
     for name, any_layer in weights_table(model, model.padded_vocab_size(1)).items():
@@ -115,7 +117,7 @@ def _read_pieces(
             step = max(1, buffer.nbytes // row_bytes)
             for start in range(0, num_rows, step):
                 count = min(step, num_rows - start)
-                # A tensor whose storage is no larger than itself: torch.save writes whole storages.
+                # The storage must be no larger than the tensor: torch.save writes whole storages.
                 window = torch.from_numpy(buffer[: count * row_bytes]).view(kind).view(count, *rest)
                 mapping.hf_to_megatron_rows(window, [source[name] for name in kinds], start)
                 piece = window.view(*[1] * len(lead), count, *rest)

@@ -1,4 +1,4 @@
-"""How far a conversion is: a bar with bytes and time left on a terminal, plain lines anywhere else."""
+"""Progress of a conversion: a bar with bytes and time left on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ _logger = get_logger(__name__)
 
 @contextmanager
 def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
-    """Show the progress of the block on stderr.
+    """Show the progress of the `with` block on stderr.
 
+    Args:
+        title: the name of the conversion.
+        total_bytes: the bytes of the whole conversion.
     Yields:
-        a function that the block calls with the bytes of each part that is done.
+        a function that the block calls with the number of bytes after each part.
     """
     columns = (DownloadColumn(binary_units=True), TransferSpeedColumn())
     bar = ProgressBar(title, total_bytes, *columns) if is_terminal() else None

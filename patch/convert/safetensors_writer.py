@@ -1,8 +1,8 @@
-"""safetensors files written in any order, block by block: headers first, then values where they belong.
+"""Writes safetensors files block by block, in any order: first the headers, then each block at its position.
 
-The safetensors library's own writer takes a file's tensors all at once. The bytes are the same as its own:
-tensors lie by the size of their type, larger first, then by name.
-Format: 8 bytes with the header's length, the header as JSON padded with spaces to 8 bytes, then the values.
+The safetensors library can only write all tensors of a file at once. The files are byte-equal to the
+library's: tensors are sorted by the size of their type, larger first, then by name. Format: 8 bytes with the
+header's length, the header as JSON padded with spaces to 8 bytes, then the values.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ _ORDER = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _TensorPlace(NamedTuple):
-    """Where a tensor's values lie in its file."""
+    """The position of a tensor's values in its file."""
 
     path: Path
     descriptor: int
     begin: int
-    """Byte of the file at which they begin."""
+    """Byte offset of the first value in the file."""
     columns: int
-    """Elements of a row; 1 for a vector."""
+    """Number of elements in a row; 1 for a vector."""
     dtype: torch.dtype
 
 
 class SafetensorsWriter:
-    """The files of a folder, each with a header and room for its tensors; a context manager that closes them.
+    """Creates files with headers and space for their tensors; a context manager that closes them.
 
     Args:
-        folder: exists.
+        folder: an existing folder.
         tensors: all tensors that will be written.
         layout: file name by tensor name.
         dtypes: type by tensor name.
     Raises:
-        ConversionError: a file cannot be made.
+        ConversionError: a file cannot be created.
     """
 
     def __init__(
@@ -59,15 +59,15 @@ class SafetensorsWriter:
         self._missing = {tensor.name: torch.Size(tensor.shape).numel() for tensor in tensors}
         self._descriptors: list[int] = []
         for name in sorted({layout[tensor.name] for tensor in tensors}):
-            held = [tensor for tensor in tensors if layout[tensor.name] == name]
-            held.sort(key=lambda tensor: (_ORDER.index(dtypes[tensor.name]), tensor.name))
+            of_file = [tensor for tensor in tensors if layout[tensor.name] == name]
+            of_file.sort(key=lambda tensor: (_ORDER.index(dtypes[tensor.name]), tensor.name))
             with writing(folder / name):
-                self._begin_file(folder / name, held, dtypes)
+                self._create_file(folder / name, of_file, dtypes)
 
-    def _begin_file(self, path: Path, held: list[HFTensor], dtypes: Mapping[str, torch.dtype]) -> None:
+    def _create_file(self, path: Path, tensors: list[HFTensor], dtypes: Mapping[str, torch.dtype]) -> None:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         ends = [0]
-        for name, shape in held:
+        for name, shape in tensors:
             ends.append(ends[-1] + torch.Size(shape).numel() * dtypes[name].itemsize)
             spelling = SPELLINGS[dtypes[name]]
             header[name] = {"dtype": spelling, "shape": list(shape), "data_offsets": ends[-2:]}
@@ -77,15 +77,15 @@ class SafetensorsWriter:
         self._descriptors.append(descriptor)
         _write(descriptor, memoryview(len(text).to_bytes(8, "little") + text), 0)
         os.truncate(descriptor, 8 + len(text) + ends[-1])
-        for (name, shape), begin in zip(held, ends[:-1], strict=True):
+        for (name, shape), begin in zip(tensors, ends[:-1], strict=True):
             columns = torch.Size(shape[1:]).numel()
             self._places[name] = _TensorPlace(path, descriptor, 8 + len(text) + begin, columns, dtypes[name])
 
     def write(self, block: HFBlock) -> None:
-        """Write a block where it belongs; whole rows at once, parts of rows one by one.
+        """Write a block at its position; complete rows in one write, parts of rows one by one.
 
         Raises:
-            ConversionError: it cannot be written; names the file.
+            ConversionError: the file cannot be written.
         """
         path, descriptor, begin, columns, dtype = self._places[block.name]
         assert block.values.dtype == dtype, f"{block.name} is {block.values.dtype}, expected {dtype}"
@@ -103,7 +103,7 @@ class SafetensorsWriter:
         """Check that every value of every tensor was written once.
 
         Raises:
-            ConversionError: values of a tensor, which it names, are missing or came twice.
+            ConversionError: values of a tensor are missing or were written twice.
         """
         wrong = [name for name, missing in self._missing.items() if missing]
         if wrong:
@@ -122,7 +122,7 @@ class SafetensorsWriter:
 
 
 def _write(descriptor: int, data: memoryview, position: int) -> None:
-    """Write all of `data`: the kernel may take less at once (2 GiB is its limit)."""
+    """Write all of `data`; one system call writes at most 2 GiB."""
     done = 0
     while done < len(data):
         done += os.pwrite(descriptor, data[done:], position + done)

@@ -1,4 +1,4 @@
-"""A target folder that appears whole or not at all."""
+"""The target folder of a conversion: it is replaced as a whole at the end, or stays as it was."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from patch.storage.names import RELEASE
 def staging(
     target: Path, sources: Sequence[Path], *, overwrite: bool, released: bool = False
 ) -> Iterator[Path]:
-    """An empty folder to write into, which `publish` puts in the target's place; no other conversion's.
+    """An empty folder to write to, which `publish` renames to `target`; locked against other conversions.
 
     Args:
         target: an absolute path.
-        sources: folders that are read; the target may be, or hold, none of them.
-        overwrite: a target of the same kind is to be replaced.
-        released: the target is to be a converted checkpoint, not a Hugging Face model; neither replaces the
+        sources: the folders that are read; the target must not be or contain one of them.
+        overwrite: replace an existing target of the same kind.
+        released: the target becomes a converted checkpoint; False: a Hugging Face model. Neither replaces the
             other.
+    Yields:
+        the folder to write to.
     Raises:
-        ConversionError: the target is or holds a source, is something that must not be replaced, or is being
-            written; or nothing can be written there.
+        ConversionError: the target is or contains a source, must not be replaced, is being written by another
+            process, or cannot be written.
     """
     _check_target(target, sources, overwrite, released)
     staged = _staged(target)
     with hold_target(target):
-        _check_target(target, sources, overwrite, released)  # what the last holder has made is there now
+        _check_target(target, sources, overwrite, released)  # another conversion may have written it
         try:
             with writing(staged.partial):
                 staged.open()
@@ -43,7 +45,7 @@ def staging(
 
 
 def partial_folder(target: Path) -> Path:
-    """Where `staging` writes."""
+    """The folder that `staging` yields."""
     return _staged(target).partial
 
 
@@ -83,9 +85,10 @@ def _is_replaceable(target: Path, released: bool) -> bool:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Whatever the libraries raise when a file cannot be written becomes a ConversionError.
+    """Turn the errors that libraries raise when a file cannot be written into a ConversionError.
 
-    `tokenizers` raises plain Exception for it; subclasses other than the named ones are bugs and pass.
+    `tokenizers` raises a plain Exception for this. Subclasses of Exception other than OSError and
+    SafetensorError are bugs and pass unchanged.
     """
     try:
         yield
@@ -99,9 +102,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def publish(target: Path) -> None:
-    """Put the finished folder in the target's place; a target that was there comes back on failure.
+    """Rename the finished folder to `target`; on failure the previous target is restored.
 
-    Its bytes are on the disk before it has its name: whatever ends the machine, a name means a whole folder.
+    All bytes are on the disk before the folder is renamed, so `target` is complete even after a power
+    failure.
     """
     try:
         _staged(target).publish()

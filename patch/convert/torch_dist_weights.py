@@ -1,8 +1,8 @@
-"""The weights of a torch_dist checkpoint as blocks of Hugging Face tensors, whoever wrote it.
+"""The weights of a torch_dist checkpoint, ours or Megatron-LM's, as blocks of Hugging Face tensors.
 
-Read are the keys of megatron-core in all its spellings: layers stacked on a leading axis (the default) or
-one key a layer (`non_homogeneous_layers`), gate and up as one tensor or two (`singleton_local_shards`), a
-prefix before all of them, the last norm outside of the decoder. Optimizer and random states are left alone.
+All spellings of megatron-core's keys are read: layers stacked on a leading axis (the default) or one key per
+layer (`non_homogeneous_layers`), gate and up as one tensor or two (`singleton_local_shards`), a prefix before
+all keys, the final norm outside of the decoder. Optimizer and random states are ignored.
 """
 
 from __future__ import annotations
@@ -31,24 +31,26 @@ _HALVES = {f"{GATE_AND_UP}_w": 0, f"{GATE_AND_UP}_v": 1}
 
 
 class _StoredTensor(NamedTuple):
-    """What a stored tensor is."""
+    """The parameter, or the part of one, that a stored tensor contains."""
 
     name: str
-    """In the table."""
+    """Name in the weight table."""
     layer: int | None
-    """None: the tensor stacks all layers, or belongs to none."""
+    """None: the tensor contains all layers, or is outside of layers."""
     first_row: int
-    """Of the parameter, where the tensor begins: not 0 for `up` alone."""
+    """Row of the parameter at which the tensor begins; above 0 only if it is `up` alone."""
     dtype: torch.dtype
 
 
 class TorchDistWeights:
-    """The model's part of a checkpoint; only its index is read at first.
+    """The model's part of a checkpoint; the constructor reads only the index.
 
     Args:
-        folder: of the checkpoint itself (`iter_*`, `release`).
+        folder: the checkpoint itself (`iter_*`, `release`).
+        model: the shape of the model.
     Raises:
-        CheckpointError: the checkpoint is damaged. ConversionError: it does not hold this model.
+        CheckpointError: the checkpoint is damaged.
+        ConversionError: the checkpoint is of another model.
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
@@ -56,26 +58,26 @@ class TorchDistWeights:
         self._index = read_metadata(folder / METADATA_FILE)
         check_files(folder, self._index)
         self._table = weights_table(model)
-        self._places: dict[str, _StoredTensor] = {}
+        self._stored: dict[str, _StoredTensor] = {}
         tensors = {
-            key: stored
-            for key, stored in self._index.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
+            key: tensor
+            for key, tensor in self._index.state_dict_metadata.items()
+            if isinstance(tensor, TensorStorageMetadata)
         }
         prefix = self._prefix(list(tensors))
-        for key, stored in tensors.items():
+        for key, tensor in tensors.items():
             name = key.removeprefix(prefix)
             if key.startswith(prefix) and name.startswith(_MODEL):
-                self._places[key] = self._locate(key, name, stored)
+                self._stored[key] = self._locate(key, name, tensor)
         self._check_complete()
 
     def _prefix(self, keys: list[str]) -> str:
-        found = [key for key in keys if key.endswith(EMBEDDING_PARAMETER) and "optimizer" not in key]
-        if not found:
+        embeddings = [key for key in keys if key.endswith(EMBEDDING_PARAMETER) and "optimizer" not in key]
+        if not embeddings:
             raise ConversionError(
                 f"{self.folder} holds no {EMBEDDING_PARAMETER}, expected a GPTModel's weights"
             )
-        return min(found, key=len).removesuffix(EMBEDDING_PARAMETER)
+        return min(embeddings, key=len).removesuffix(EMBEDDING_PARAMETER)
 
     def _locate(self, key: str, name: str, stored: TensorStorageMetadata) -> _StoredTensor:
         match = _LAYER.search(name)
@@ -97,7 +99,7 @@ class TorchDistWeights:
         return _StoredTensor(name, layer, first_row, stored.properties.dtype)
 
     def _check_shape(self, key: str, got: tuple[int, ...], expected: tuple[int, ...], name: str) -> None:
-        """The vocabulary may be padded; nothing else may differ."""
+        """Compare two shapes; only the padding of the vocabulary may differ."""
         is_padded = isinstance(self._table[name], VocabParallelMapping) and got[0] >= expected[0]
         if got != expected and not (is_padded and got[1:] == expected[1:]):
             raise ConversionError(
@@ -106,13 +108,13 @@ class TorchDistWeights:
             )
 
     def _check_complete(self) -> None:
-        """Every parameter of every layer is there; whether it is whole shows when its values are written."""
-        held = {(place.name, place.layer) for place in self._places.values()}
+        """Check that every parameter of every layer is stored; missing values show when they are written."""
+        names = {(stored.name, stored.layer) for stored in self._stored.values()}
         for name in self._table:
             layers = range(self._model.num_layers) if "*" in name else ()
-            lacking = [layer for layer in layers if (name, layer) not in held]
-            if (name, None) not in held and (lacking or not layers):
-                where = f" of layer {lacking[0]}" if lacking else ""
+            missing = [layer for layer in layers if (name, layer) not in names]
+            if (name, None) not in names and (missing or not layers):
+                where = f" of layer {missing[0]}" if missing else ""
                 raise ConversionError(
                     f"{self.folder} lacks {name}{where}; expected what config.json describes (--hf-config)"
                 )
@@ -120,33 +122,33 @@ class TorchDistWeights:
     @property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The type of each Hugging Face tensor."""
-        found: dict[str, torch.dtype] = {}
-        for place in self._places.values():
-            layers = range(self._model.num_layers) if place.layer is None else (place.layer,)
+        dtypes: dict[str, torch.dtype] = {}
+        for stored in self._stored.values():
+            layers = range(self._model.num_layers) if stored.layer is None else (stored.layer,)
             for layer in layers:
-                found |= {tensor.name: place.dtype for tensor in self._mapping(place, layer).hf}
-        return found
+                dtypes |= {tensor.name: stored.dtype for tensor in self._mapping(stored, layer).hf}
+        return dtypes
 
     def blocks(self) -> Iterator[HFBlock]:
-        """All values, a stored piece at a time.
+        """All values, one stored piece at a time.
 
         Raises:
-            CheckpointError: names the file and the tensor that cannot be read.
+            CheckpointError: a tensor cannot be read; the message names its file.
         """
-        for piece in read_pieces(self.folder, self._index, set(self._places)):
-            place, values, offsets = self._places[piece.key], piece.tensor, piece.offsets
-            if "*" in place.name and place.layer is None:
+        for piece in read_pieces(self.folder, self._index, set(self._stored)):
+            stored, values, offsets = self._stored[piece.key], piece.tensor, piece.offsets
+            if "*" in stored.name and stored.layer is None:
                 for index, layer_values in enumerate(values):
-                    yield from self._blocks(place, offsets[0] + index, layer_values, offsets[1:])
+                    yield from self._blocks(stored, offsets[0] + index, layer_values, offsets[1:])
             else:
-                yield from self._blocks(place, place.layer or 0, values, offsets)
+                yield from self._blocks(stored, stored.layer or 0, values, offsets)
 
     def _blocks(
-        self, place: _StoredTensor, layer: int, values: torch.Tensor, offsets: tuple[int, ...]
+        self, stored: _StoredTensor, layer: int, values: torch.Tensor, offsets: tuple[int, ...]
     ) -> Iterator[HFBlock]:
         column = offsets[1] if len(offsets) > 1 else 0
-        row = place.first_row + offsets[0]
-        return self._mapping(place, layer).megatron_to_hf_blocks(values, TPShard(0, 1), row, column)
+        row = stored.first_row + offsets[0]
+        return self._mapping(stored, layer).megatron_to_hf_blocks(values, TPShard(0, 1), row, column)
 
-    def _mapping(self, place: _StoredTensor, layer: int) -> WeightMapping:
-        return self._table[place.name].at_layer(layer)
+    def _mapping(self, stored: _StoredTensor, layer: int) -> WeightMapping:
+        return self._table[stored.name].at_layer(layer)

@@ -1,6 +1,6 @@
-"""The weight table of a family (patch/families) with the class that copies each of its rows.
+"""The weight table of a family (patch/families) with a mapping for each row.
 
-Building a table takes microseconds; one is enough for a conversion.
+Building a table takes microseconds, so it is not cached.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from patch.families import Kind, WeightRow, weight_rows
 from patch.families.weights import TIED_OUTPUT
 
 OUTPUT = "lm_head.weight"
-"""The output layer in transformers, which a folder with tied embeddings may hold too."""
+"""The output layer in transformers; a folder with tied embeddings may also contain it."""
 GATE_AND_UP = "decoder.layers.*.mlp.linear_fc1.weight"
 
 Table = dict[str, WeightMapping]
@@ -30,9 +30,10 @@ _OTHER_NAMES = {
     "decoder.layers.*.mlp.linear_fc1.layer_norm_weight": "decoder.layers.*.pre_mlp_layernorm.weight",
     "final_layernorm.weight": "decoder.final_layernorm.weight",
 }
-"""What is named otherwise elsewhere, and the table's own name.
+"""Other spelling -> name in the table.
 
-Norms that Transformer Engine fuses with the linear layer after them; Pai-Megatron-Patch's last norm.
+They are norms that Transformer Engine fuses with the following linear layer, and Pai-Megatron-Patch's final
+norm.
 """
 
 
@@ -42,7 +43,7 @@ def table_name(name: str) -> str:
 
 
 def checkpoint_key(name: str) -> str:
-    """The key of a table's name in a torch_dist checkpoint, where layers are stacked on a leading axis."""
+    """The key of a parameter in a torch_dist checkpoint, where layers are stacked on a leading axis."""
     fused = {plain: other for other, plain in _OTHER_NAMES.items() if "layers" in other}
     return fused.get(name, name).replace("layers.*.", "layers.")
 
@@ -53,10 +54,11 @@ def parameter_table(model: ModelConfig, padded_vocab_size: int) -> Table:
 
 
 def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> Table:
-    """The table of weights as they are stored: once, so a tied output layer is not among them.
+    """The table of the stored weights, without a tied output layer, which is not stored.
 
     Args:
-        padded_vocab_size: None: no padding.
+        model: the shape of the model.
+        padded_vocab_size: rows of the vocabulary with padding; None: no padding.
     """
     table = parameter_table(model, padded_vocab_size or model.vocab_size)
     if not model.untie_embeddings_and_output_weights:
@@ -65,7 +67,7 @@ def weights_table(model: ModelConfig, padded_vocab_size: int | None = None) -> T
 
 
 def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> WeightMapping:
-    """The class that copies a row of this kind."""
+    """The mapping for a row of the table."""
     hf = tuple(HFTensor(name, shape) for name, shape in row.hf.items())
     match row.kind:
         case Kind.REPLICATED:
@@ -81,7 +83,7 @@ def _mapping(row: WeightRow, model: ModelConfig, padded_vocab_size: int) -> Weig
 
 
 def hf_tensors(model: ModelConfig) -> list[HFTensor]:
-    """Every tensor that a Hugging Face folder of this model must hold."""
+    """Every tensor that a Hugging Face folder of this model must contain."""
     tensors: dict[str, HFTensor] = {}
     for mapping in parameter_table(model, model.vocab_size).values():
         per_layer = "*" in mapping.hf[0].name

@@ -1,4 +1,4 @@
-"""Where the islands meet: setup, step, loop, reports; see README.md."""
+"""The training run, built from the other packages: setup, step, loop, metrics; see README.md."""
 
 from patch.training.worker import run
 

@@ -1,7 +1,7 @@
-"""What torch raises when memory runs out or another rank does not answer, in words that name a cure.
+"""Translates torch's errors for lack of memory and for lost or silent ranks into messages that name a cure.
 
-torch has no class for most of it: gloo raises RuntimeError, NCCL's watchdog aborts the process (the launcher
-knows SIGABRT), the CPU allocator raises RuntimeError. So the first line of the message decides.
+torch has no own class for most of them: gloo and the CPU allocator raise RuntimeError, and NCCL's watchdog
+aborts the process (the launcher handles SIGABRT). So the error message is searched for known words.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OUT_OF_MEMORY = (
     "DefaultCPUAllocator",
     "out of memory",
     "Cannot allocate memory",
-    # Libraries that allocate beside torch's allocator, and raise a plain RuntimeError.
+    # Libraries that do not use torch's allocator and raise a plain RuntimeError.
     "CUBLAS_STATUS_ALLOC_FAILED",
     "CUDNN_STATUS_ALLOC_FAILED",
     "Failed to CUDA calloc",
@@ -44,15 +44,15 @@ _LOST = (
 
 
 class LostRankError(TrainingError):
-    """Another rank ended. It knows why: the launcher prefers that rank's exit code to this one."""
+    """Another rank ended. The launcher prefers the exit code of that rank, which knows the reason."""
 
     exit_code = LOST_RANK_CODE
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, of a GPU or of the host, in torch or in a library below it.
+    """Whether the GPU or the host ran out of memory, in torch or in a library that it uses.
 
-    An error of ours is none: it says by itself what it is.
+    A PatchError is never taken for one, even if its message contains such words.
     """
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
@@ -65,10 +65,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def translate_errors(config: RunConfig) -> Iterator[None]:
-    """Out of memory, a collective that timed out and a lost rank leave the block as errors of ours.
+    """Translate errors of the `with` block: out of memory, a collective that timed out, a lost rank.
 
     Raises:
-        TrainingError: with the cure; what torch raised is its __cause__. Anything else passes as it is.
+        TrainingError: names the cure; torch's error is its __cause__. Other errors pass unchanged.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What hangs on the training loop: metrics, plots, progress and whatever comes, each in a file of its own.
+"""The base class of hooks, which the training loop calls: metrics, plots, progress, each in its own file.
 
 A new hook is a subclass of `TrainerHook` and a line in `worker.build_hooks`.
 """
@@ -12,30 +12,30 @@ Record = dict[str, Any]
 
 
 class TrainerHook:
-    """Called by the trainer, on every rank that has it in its list; overrides the methods that it needs.
+    """A hook of the training loop; a subclass overrides the methods that it needs.
 
-    Hooks are called in the order of the list. All ranks call the same methods at the same steps, with the
-    same records. A hook that only writes is in the list of rank 0 alone; the other ranks wait for it after a
-    save, and otherwise go on. A hook that needs a collective is in the list of every rank, and two such hooks
-    have the same order there.
+    Hooks are called in the order of the trainer's list. All ranks call the same methods at the same steps,
+    with the same records. A hook that only writes files belongs in the list of rank 0 alone; the other ranks
+    wait for it after a save, but not at other times. A hook that uses collectives belongs in the list of
+    every rank, and several such hooks must have the same order on all ranks.
     """
 
     def on_step(self, iteration: int, seconds: float) -> None:
-        """After every step.
+        """Called after every step.
 
         Args:
-            iteration: steps that are done, counted from 1.
-            seconds: this rank's, from the end of the step before; evaluations and saves between are left out.
+            iteration: number of the step, counted from 1.
+            seconds: time of the step on this rank, without evaluations and saves.
         """
 
     def on_log(self, record: Record) -> None:
-        """After a step that `--log-interval` names, and the last: its metrics, of the worst rank each."""
+        """Called every `--log-interval` steps and after the last step; metrics are the largest over ranks."""
 
     def on_evaluate(self, record: Record) -> None:
-        """After an evaluation: `iteration`, `valid_loss` and `valid_ppl`."""
+        """Called after an evaluation, with `iteration`, `valid_loss` and `valid_ppl`."""
 
     def on_save(self, iteration: int) -> None:
-        """After a checkpoint was written and has its name; then all ranks wait for each other."""
+        """Called after a checkpoint is complete; all ranks wait for each other afterwards."""
 
     def close(self) -> None:
-        """After the last step, a signal or an error."""
+        """Called at the end of training: after the last step, a signal or an error."""

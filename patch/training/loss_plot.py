@@ -13,7 +13,7 @@ _logger = get_logger(__name__)
 
 
 class LossPlot(TrainerHook):
-    """Draws what metrics.jsonl holds.
+    """Draws the losses in metrics.jsonl.
 
     Args:
         output: the run's folder.
@@ -27,7 +27,7 @@ class LossPlot(TrainerHook):
         self._draw()
 
     def close(self) -> None:
-        """Draw all losses; a failure is logged, and hides no earlier error."""
+        """Draw all losses; a failure is only logged, so that it does not hide an earlier error."""
         try:
             self._draw()
         except OSError as error:
@@ -38,7 +38,7 @@ class LossPlot(TrainerHook):
 
 
 def plot_losses(records: list[Record], path: Path) -> None:
-    """A picture of training and validation loss over the steps."""
+    """Draw training and validation loss over the steps into a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What leaves more memory free in a run that ran out of it: only what this run has not done already."""
+"""Advice for a run that ran out of memory: settings that need less and that this run does not use yet."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from patch.storage.sizes import size_text
 
 
 def memory_advice(error: Exception, config: RunConfig, machine: MachineFacts) -> str:
-    """A sentence or two.
+    """One or two sentences that name the settings to change.
 
     Args:
-        error: what says that memory ran out; a GPU's or a simulated one's has a class of its own in torch.
+        error: the out-of-memory error.
+        config: the run.
+        machine: this machine.
     """
     if is_device_error(error):
         return _on_device(config, machine)
@@ -24,7 +26,7 @@ def memory_advice(error: Exception, config: RunConfig, machine: MachineFacts) ->
 
 
 def is_device_error(error: Exception) -> bool:
-    """Whether an error that says that memory ran out means a GPU's, or a simulated one's."""
+    """Whether an out-of-memory error is about a GPU or the simulated device, not about the host."""
     libraries = ("CUDA", "CUDNN", "NCCL")  # cuBLAS and NCCL name CUDA too
     return isinstance(error, torch.OutOfMemoryError) or any(name in str(error) for name in libraries)
 
@@ -75,7 +77,7 @@ def _fewer_activations(config: RunConfig) -> list[str]:
 
 
 def _shared_states(config: RunConfig) -> list[str]:
-    """What replicas could share besides; less memory on the host of several, too."""
+    """Which states replicas do not share yet; sharing them also saves host memory."""
     if config.data_parallel_size > 1 and config.zero_stage is ZeroStage.NONE:
         return [f"true at {where('use_distributed_optimizer')}"]
     return _shared_gradients(config)
@@ -88,11 +90,13 @@ def _shared_gradients(config: RunConfig) -> list[str]:
 
 
 def _more_offload(config: RunConfig, limit: int, fits: bool) -> list[str]:
-    """What keeps more optimizer states on the host, where any are left on the device.
+    """The flags that keep more optimizer states on the host; [] if all states are there already.
 
     Args:
-        fits: the device holds the model's state. Then a process that holds the whole model has begun to
-            train, and moved all states to the host before it gave up.
+        config: the run.
+        limit: bytes of the device's memory; 0: unknown.
+        fits: whether the model's state fits into the device's memory. Then a process that has the whole model
+            began to train, and moved all states to the host before it failed.
     """
     optimizer = config.optimizer
     policy = optimizer.optimizer_offload_policy
@@ -106,7 +110,7 @@ def _more_offload(config: RunConfig, limit: int, fits: bool) -> list[str]:
 
 
 def more_offload(config: OptimizerConfig) -> str:
-    """Which flags of optimizer offload leave more of a device's memory free."""
+    """The flags of optimizer offload that use less device memory."""
     policy = where("optimizer_offload_policy")
     if config.optimizer_offload_policy is None:
         return f"static or auto at {policy}"

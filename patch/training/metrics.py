@@ -1,7 +1,7 @@
-"""What a run reports: log/metrics.jsonl and TensorBoard, written by rank 0 alone.
+"""The metrics of a run: log/metrics.jsonl and TensorBoard, written by rank 0.
 
-One JSON object per logged iteration, one per evaluation; the keys are a contract (a test freezes them).
-On resume the file is cut back to the checkpoint, so that an iteration never appears twice.
+metrics.jsonl has one JSON object per logged iteration and one per evaluation; a test fixes the keys. On
+resume the lines after the checkpoint are removed, so that an iteration never appears twice.
 """
 
 from __future__ import annotations
@@ -29,9 +29,14 @@ _logger = get_logger(__name__)
 
 
 def measure(run: Run, result: StepResult, step_time_ms: float) -> dict[str, float]:
-    """What differs between ranks of one step; the record holds the largest of each.
+    """The metrics of a step that differ between ranks; the record contains the largest value of each.
 
-    Memory is the GPU's, on the CPU the process's. The loss is known on the last stage, 0 elsewhere.
+    Memory is that of the GPU, or on the CPU that of the process. The loss is 0 on stages before the last.
+
+    Args:
+        run: this rank's parts of the run.
+        result: the step's result on this rank.
+        step_time_ms: the step's time on this rank.
     """
     report = run.optimizer.report()
     return {
@@ -50,10 +55,14 @@ def make_record(
     """One object of metrics.jsonl.
 
     Args:
-        iteration: counted from 1. worst: `measure` of all ranks, the largest of each.
+        config: the run.
+        device: the device of this rank.
+        iteration: number of the step, counted from 1.
+        result: the step's result.
+        worst: the largest value of each metric of `measure` over all ranks.
     Returns:
-        the file's keys. Tokens are positions the model computed, padding included; `mfu` is None where
-        the device's peak is not known.
+        the object. Tokens are positions that the model computed, padding included; `mfu` is None if the peak
+        of the device is not known.
     """
     samples = config.training.global_batch_size
     tokens = samples * config.sample_length
@@ -75,18 +84,18 @@ def make_record(
 
 
 def _peak_memory(device: torch.device) -> int:
-    """Bytes since the start, or since the optimizer's `record_memory` last read them."""
+    """Peak memory in bytes since the start, or since the optimizer's last `record_memory`."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class MetricsLog(TrainerHook):
-    """The files of one run's log.
+    """Writes metrics.jsonl and the TensorBoard files.
 
     Args:
         output: the run's folder.
-        start_iteration: steps already done; later lines are cut away.
+        start_iteration: steps already done; lines of later steps are removed.
     """
 
     def __init__(self, output: Path, start_iteration: int) -> None:
@@ -103,7 +112,7 @@ class MetricsLog(TrainerHook):
         """Append a step's object and its TensorBoard scalars.
 
         Raises:
-            CheckpointError: the disk is full or gone.
+            CheckpointError: the file cannot be written, for example because the disk is full.
         """
         self._write(record)
 
@@ -111,7 +120,7 @@ class MetricsLog(TrainerHook):
         """Append an evaluation's object and its TensorBoard scalars.
 
         Raises:
-            CheckpointError: the disk is full or gone.
+            CheckpointError: the file cannot be written, for example because the disk is full.
         """
         self._write(record)
 
@@ -126,7 +135,7 @@ class MetricsLog(TrainerHook):
             raise CheckpointError(f"{self.path} could not be written: {error}; free space, resume") from error
 
     def close(self) -> None:
-        """Close the files; a failure is logged, and hides no earlier error."""
+        """Close the files; a failure is only logged, so that it does not hide an earlier error."""
         for finish in (self._file.close, self._board.close):
             try:
                 finish()
@@ -135,7 +144,7 @@ class MetricsLog(TrainerHook):
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """The objects of a metrics.jsonl; [] without the file. A line cut off by a crash is left out."""
+    """The objects of a metrics.jsonl, without incomplete lines of a crash; [] if there is no file."""
     if not path.exists():
         return []
     records = []

@@ -1,11 +1,10 @@
-"""Work that runs out of the device's memory on some ranks is done again by all, once states have left.
+"""Repeats a step on all ranks if some ranks ran out of device memory; these first move states to the host.
 
-A rank that fails in the midst of forward or backward leaves the others waiting for its part in their
-collectives. Where each rank holds the whole model (TP = PP = CP = 1) these are the reductions and gathers of
-our own optimizer: the rank goes on with them, whatever its buffers hold (`abandon_backward`), and all ranks
-learn in one more small message that the step does not count. Layers cut over TP, and stages of PP, wait for
-activations that the rank cannot give, and a collective that failed itself cannot be matched: there the error
-ends the run.
+If a rank fails in forward or backward, the other ranks still wait for it in their collectives. If each rank
+has the whole model (TP = PP = CP = 1), these are the reductions and gathers of our own optimizer. The failed
+rank takes part in them with whatever values its buffers contain (`abandon_backward`), and a small all-reduce
+then tells all ranks that the step does not count. With TP or PP the other ranks wait for activations that the
+failed rank cannot compute, and a collective that failed cannot be completed: then the error ends the run.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ _T = TypeVar("_T")
 
 
 class OomRetry:
-    """One step, or one batch of an evaluation: `attempt` and `start_agreement`, until `is_done`.
+    """The attempts of one step or one evaluation batch: call `attempt` and `start_agreement` until `is_done`.
 
     Args:
-        optimizer: whose states may leave the device.
-        what: names the work in the log.
+        optimizer: its states are moved to the host if memory runs out.
+        what: the name of the work in the log.
     """
 
     def __init__(self, optimizer: OverlappedDistributedOptimizer, what: str) -> None:
@@ -46,13 +45,13 @@ class OomRetry:
         self._flags, self._pending = torch.zeros(2), Pending([])
 
     def attempt(self, work: Callable[[], _T], otherwise: Callable[[], _T]) -> _T:
-        """Do `work`, or `otherwise` where it ran out of memory and the ranks can agree to do it again.
+        """Call `work`; if it runs out of device memory and can be repeated, call `otherwise`.
 
         Args:
-            work: updates nothing; its batches are in memory.
-            otherwise: this rank's part in the messages that the other ranks' work expects.
+            work: computes without updating weights or optimizer states, so it can be repeated.
+            otherwise: takes part in the collectives that the other ranks' `work` expects.
         Raises:
-            Exception: what `work` raised, where it is something else, or where nothing can be done.
+            Exception: the error of `work`, if it is another error or the work cannot be repeated.
         """
         try:
             with self._optimizer.count_activations():
@@ -61,7 +60,7 @@ class OomRetry:
             if not (is_out_of_memory(error) and is_device_error(error) and self._can_retry(error)):
                 raise
             self._error = error.with_traceback(None)
-        # Outside the handler: the error held the stack, and with it what the attempt had allocated.
+        # Outside the handler: there the exception still refers to the stack and the tensors in it.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return otherwise()
@@ -72,21 +71,22 @@ class OomRetry:
         return self._can_agree and not isinstance(error, dist.DistError)
 
     def start_agreement(self) -> None:
-        """Tell the other ranks how this one's attempt went; returns at once. All ranks of a job call it."""
+        """Start the all-reduce of this rank's outcome. All ranks of a job must call it."""
         if not self._can_agree:
             return
         device = torch.device("cpu") if self._group.size() == 1 else self._optimizer.device
         self._flags = torch.zeros(2, device=device)
-        if self._error is not None:  # from lists a tensor on a GPU would wait for what the GPU has to do
+        if self._error is not None:  # a GPU tensor made from a list would wait for the GPU's queued work
             self._flags[0] = 1.0
             self._flags[1] = float(not self._optimizer.can_evict)
         self._pending = start_all_reduce(self._flags, self._group)
 
     def is_done(self) -> bool:
-        """Whether all ranks have what they need; else those that ran out of memory have evicted states.
+        """Whether the attempt succeeded on all ranks; if not, ranks that ran out of memory evict states.
 
         Raises:
-            torch.OutOfMemoryError: this rank has no states left that could leave. LostRankError: another.
+            RuntimeError: this rank's out-of-memory error, if a rank has no states left to evict.
+            LostRankError: the same on ranks that did not run out of memory themselves.
         """
         if not self._can_agree:
             return True
@@ -104,7 +104,7 @@ class OomRetry:
 
 
 def read_sums(sums: torch.Tensor, pending: Pending) -> list[float]:
-    """The values of a small reduction that is under way; what a GPU has yet to compute is not waited for."""
+    """The values of a small pending reduction; does not wait for other work that is queued on the GPU."""
     streams = streams_of(sums.device)
     with streams.stream(streams.Stream(sums.device)):
         pending.wait(WaitClock(sums.device))

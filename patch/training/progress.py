@@ -1,4 +1,4 @@
-"""The run as a person sees it: a progress bar on a terminal, plain lines anywhere else."""
+"""Shows the progress of a run: a progress bar on a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _logger = get_logger(__name__)
 class ProgressDisplay(TrainerHook):
     """Shows steps and evaluations on stderr.
 
-    Plain lines come at the first and the last step, and at most every ten seconds in between.
+    Plain lines are written at the first and the last step, and at most every ten seconds between them.
 
     Args:
-        start_iteration: steps that are done already.
-        train_iters: steps of the whole run.
+        start_iteration: number of steps already done.
+        train_iters: number of steps of the whole run.
     """
 
     def __init__(self, start_iteration: int, train_iters: int) -> None:
@@ -54,6 +54,6 @@ class ProgressDisplay(TrainerHook):
             _logger.info(message)
 
     def close(self) -> None:
-        """Give the terminal back."""
+        """Remove the progress bar from the terminal."""
         if self._bar is not None:
             self._bar.close()

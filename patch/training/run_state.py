@@ -1,6 +1,6 @@
 """The state of a run as one sharded state dict: weights, optimizer, random generators, progress.
 
-Data position and schedule are functions of the iteration, so the iteration is all they need.
+Data order and learning rate are functions of the iteration, so only the iteration is saved for them.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _SAME_TYING = Cure(
     "the model shape that the checkpoint was trained with",
     "untie_embeddings_and_output_weights",
 )
-# A tied model has no output layer; which masters the optimizer holds follows from the weights' type.
+# A tied model has no output layer; the kind of master weights depends on the type of the weights.
 CURES = {
     "output_layer.weight": _SAME_TYING,
     "optimizer.state.master.": SAME_PRECISION,
     "optimizer.state.master_low.": SAME_PRECISION,
 }
-"""By how a tensor's name begins: what to do where only the run or only the checkpoint has it."""
+"""Prefix of a tensor's name -> what to do if only the run or only the checkpoint has the tensor."""
 
 
 def save(
@@ -46,14 +46,30 @@ def save(
     optimizer: OverlappedDistributedOptimizer,
     config_yaml: str,
 ) -> None:
-    """Write everything that a resumed run needs to go on with the same bits."""
+    """Write everything that a resumed run needs to continue with the same bits.
+
+    Args:
+        root: the run's checkpoint folder.
+        iteration: number of steps done.
+        stages: this rank's pipeline stages.
+        optimizer: the optimizer of these stages.
+        config_yaml: the run's configuration, which is stored with the state.
+    """
     optimizer.finish_param_sync()
     common = {"iteration": iteration, **optimizer.common_state_dict(), "config": config_yaml}
     save_checkpoint(root, iteration, _sharded_state(stages, optimizer, is_loading=False), common)
 
 
 def resume(root: Path, stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> int | None:
-    """Load the newest checkpoint below `root` in place; its iteration, or None where there is none."""
+    """Load the newest checkpoint in `root` into stages and optimizer.
+
+    Args:
+        root: the run's checkpoint folder.
+        stages: this rank's pipeline stages.
+        optimizer: the optimizer of these stages.
+    Returns:
+        the iteration of the checkpoint; None if there is no checkpoint.
+    """
     iteration = latest_iteration(root)
     if iteration is None:
         return None
@@ -65,7 +81,13 @@ def resume(root: Path, stages: list[LlamaModel], optimizer: OverlappedDistribute
 
 
 def load_weights(load: Path, stages: list[LlamaModel], config: RunConfig) -> None:
-    """Load only the weights of a checkpoint: of a run, converted, or of Megatron-LM."""
+    """Load only the weights of a checkpoint.
+
+    Args:
+        load: a run's folder, a converted checkpoint, or a checkpoint of Megatron-LM.
+        stages: this rank's pipeline stages.
+        config: the run.
+    """
     state = {"model": sharded_weights(stages)}
     load_only_weights(
         weights_folder(load),
@@ -92,7 +114,7 @@ def _sharded_state(
 
 
 def random_state() -> dict[str, torch.Tensor]:
-    """Bytes of this rank's generators: CPU, CUDA, and upstream's tracker of TP-dependent ones."""
+    """This rank's random states: CPU, CUDA, and upstream's tracker of TP-dependent generators."""
     states = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
@@ -100,7 +122,7 @@ def random_state() -> dict[str, torch.Tensor]:
 
 
 def set_random_state(states: dict[str, torch.Tensor]) -> None:
-    """Go back to what `random_state` returned."""
+    """Restore the states that `random_state` returned."""
     torch.set_rng_state(states["cpu"])
     if torch.cuda.is_available():
         torch.cuda.set_rng_state(states["cuda"])

@@ -1,4 +1,4 @@
-"""Everything a run needs, built in the order of the walk: data, model, optimizer, weights."""
+"""Builds all parts of a run, in this order: data, model, optimizer, weights."""
 
 from __future__ import annotations
 
@@ -42,11 +42,16 @@ class Run:
     start_iteration: int
     """Optimizer steps already done: 0, or those of the checkpoint that was resumed."""
     upcoming: StepWork | None = None
+    """The batches of the next step, read while the last step ended; None: not read yet."""
 
 
 def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCollection) -> Run:
     """Build the run on this rank and load its weights or its checkpoint.
 
+    Args:
+        config: the run.
+        context: the device of this rank.
+        groups: the process groups of this rank.
     Raises:
         ConfigError, DataError, CheckpointError, ConversionError: on all ranks or on none.
     """
@@ -79,19 +84,29 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
 def build_model(
     config: RunConfig, groups: ProcessGroupCollection, device: torch.device
 ) -> tuple[list[LlamaModel], OverlappedDistributedOptimizer]:
-    """The stages of this rank and the optimizer whose flat buffer is their weights, which are not set yet."""
+    """The stages of this rank with uninitialized weights, and their optimizer, whose buffer contains them.
+
+    Args:
+        config: the run.
+        groups: the process groups of this rank.
+        device: the device of this rank.
+    """
     stages = build_llama_model(config.model, groups, device, config.execution)
-    forget_weights(stages)  # or they would be there twice while the buffer is made
+    forget_weights(stages)  # otherwise they exist twice while the buffer is allocated
     return stages, build_run_optimizer(stages, config, groups)
 
 
 def build_run_optimizer(
     stages: list[LlamaModel], config: RunConfig, groups: ProcessGroupCollection
 ) -> OverlappedDistributedOptimizer:
-    """The optimizer of a run, known to megatron-core's schedules.
+    """The optimizer of a run, connected to megatron-core's schedules.
 
+    Args:
+        stages: this rank's pipeline stages.
+        config: the run.
+        groups: the process groups of this rank.
     Raises:
-        torch.OutOfMemoryError: --simulated-device-memory holds no more than a part of what must be there.
+        torch.OutOfMemoryError: --simulated-device-memory is too small for the buffers.
     """
     optimizer = build_optimizer(
         stages,
@@ -106,7 +121,7 @@ def build_run_optimizer(
 
 
 def checkpoint_root(config: RunConfig) -> Path:
-    """Where this run keeps its checkpoints."""
+    """The folder of this run's checkpoints."""
     return Path(config.checkpoint.output_path) / CHECKPOINT_FOLDER
 
 
@@ -130,9 +145,10 @@ def _load(run: Run) -> None:
     if resumed is not None:
         run.start_iteration = resumed
         _logger.info("resumed after step %d from %s", resumed, checkpoint_root(run.config))
-        if resumed >= (wanted := run.config.training.train_iters):
+        train_iters = run.config.training.train_iters
+        if resumed >= train_iters:
             _logger.info(
-                "nothing is left to train of %d steps, %d are done; config.yaml stays", wanted, resumed
+                "nothing is left to train of %d steps, %d are done; config.yaml stays", train_iters, resumed
             )
         return
     load = run.config.checkpoint.load

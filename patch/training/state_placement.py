@@ -1,7 +1,8 @@
-"""Optimizer states move between host and device, before steps and out of memory; every move is logged."""
+"""Moves optimizer states between host and device, before steps and after an OOM error, and logs each move."""
 
 from __future__ import annotations
 
+import math
 from itertools import groupby
 
 from patch.logger import get_logger
@@ -11,14 +12,14 @@ from patch.storage.sizes import size_text
 from patch.training.memory_advice import more_offload
 
 _logger = get_logger(__name__)
-_moves = get_logger(f"{__name__}.moves", every_rank=True)
-"""Each rank decides for itself."""
+_moves_logger = get_logger(f"{__name__}.moves", every_rank=True)
+"""Logs on every rank, because each rank moves its own states."""
 _EVICTIONS = 4
-"""By how much memory is short, nobody says: this part of all states leaves, and again if it is too little."""
+"""An OOM error does not say how much memory is missing, so 1/4 of all states is evicted per attempt."""
 
 
 def log_placement(optimizer: OverlappedDistributedOptimizer) -> None:
-    """Log where states begin, in a run that may offload them."""
+    """Log the first placement of optimizer states, in a run with offload."""
     if not optimizer.is_offloading:
         return
     report = optimizer.report()
@@ -35,26 +36,32 @@ def apply_placement(optimizer: OverlappedDistributedOptimizer) -> None:
     before = optimizer.offload_fraction
     moves = optimizer.apply_placement()
     if moves:
-        _moves.info("%s", _describe(moves, before, optimizer))
+        _moves_logger.info("%s", _describe(moves, before, optimizer))
 
 
 def evict(optimizer: OverlappedDistributedOptimizer, what: str, reason: str) -> None:
-    """Move a part of all states to the host, because `what` ran out of memory and is to be done again."""
+    """Move a part of all states to the host after an OOM error, and log it.
+
+    Args:
+        optimizer: the optimizer whose states move.
+        what: the work that ran out of memory and is repeated, for the log.
+        reason: the first line of the error, for the log.
+    """
     report = optimizer.report()
-    moves = optimizer.evict(-(-(report.host_bytes + report.device_bytes) // _EVICTIONS))
-    _moves.warning(
+    moves = optimizer.evict(math.ceil((report.host_bytes + report.device_bytes) / _EVICTIONS))
+    _moves_logger.warning(
         "%s ran out of memory (%s) and is done again; %s. To avoid it: %s",
         what, reason, _describe(moves, report.offload_fraction, optimizer), more_offload(optimizer.config),
     )  # fmt: skip
 
 
 def _describe(moves: list[Move], before: float, optimizer: OverlappedDistributedOptimizer) -> str:
-    """3 chunks (1.20 GiB) to the host (0.40 GiB short of the largest peak); offload fraction 0.25 -> 0.50."""
+    """Such as: 3 chunks (1.20 GiB) to the host (REASON); offload fraction 0.250 -> 0.500."""
     parts = []
     for (to_host, reason), group in groupby(moves, key=lambda move: (move.to_host, move.reason)):
         chunks = [move.chunk for move in group]
         size = size_text(sum(chunk.num_bytes for chunk in chunks))
-        place = "host" if to_host else "device"
-        parts.append(f"{len(chunks)} chunks ({size}) to the {place} ({reason})")
+        target = "host" if to_host else "device"
+        parts.append(f"{len(chunks)} chunks ({size}) to the {target} ({reason})")
     after = optimizer.offload_fraction
     return f"optimizer offload: {', '.join(parts)}; offload fraction {before:.3f} -> {after:.3f}"

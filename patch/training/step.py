@@ -1,8 +1,8 @@
 """One optimizer step and one evaluation pass on megatron-core's schedules.
 
-The loss of a step is sum(loss * mask) / tokens, with `tokens` the learned tokens of the global batch,
-counted over data-parallel ranks before the first forward. So micro-batch size, DP, PP and padding
-change neither loss nor gradient beyond the order of summation, and a reduced gradient is final.
+The loss of a step is sum(loss * mask) / tokens, where `tokens` is the number of learned tokens in the global
+batch, summed over data-parallel ranks before the first forward. So micro-batch size, DP, PP and padding
+change loss and gradient only by the order of summation, and a reduced gradient needs no rescaling.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from patch.training.state_placement import apply_placement
 
 
 class StepResult(NamedTuple):
-    """What one optimizer step did; equal on all ranks of the last stage's data-parallel group."""
+    """The result of one optimizer step; equal on all ranks of the last stage's data-parallel group."""
 
     loss: float
     """Mean over the learned tokens of the global batch; 0 on stages before the last."""
@@ -38,14 +38,15 @@ class StepResult(NamedTuple):
     skipped: int
     """1 when fp16 gradients overflowed and nothing was updated."""
     comm_exposed_ms: float
-    """How long this rank's compute waited for gradients, and for the weights of the step before."""
+    """Time that this rank waited for gradients and for the updated weights of the previous step."""
 
 
 def train_step(run: Run, iteration: int) -> StepResult:
     """Forward, backward, reduction and update of one global batch.
 
     Args:
-        iteration: counted from 0; it alone selects the samples.
+        run: this rank's parts of the run.
+        iteration: counted from 0; selects the samples.
     Raises:
         TrainingError: the gradient norm is not finite; nothing has been updated.
     """
@@ -58,8 +59,8 @@ def train_step(run: Run, iteration: int) -> StepResult:
     while not is_done:
         losses = retry.attempt(partial(_accumulate, run, work, group_lrs), partial(_abandon, run, work))
         optimizer.start_grad_sync()
-        # The next batch is read while gradients travel. Small sums travel behind them: behind the parameters
-        # they would wait for the last gather.
+        # The next batch is read while gradients are reduced. The small sums follow the gradients; after the
+        # parameters they would wait for the last all-gather.
         following = _read(run, iteration + 1)
         sums, pending = _start_sums(run, losses, following)
         retry.start_agreement()
@@ -74,7 +75,7 @@ def train_step(run: Run, iteration: int) -> StepResult:
 
 
 def _work_of(run: Run, iteration: int) -> StepWork:
-    """What a step trains on: read while the step before it ended, or now."""
+    """The batches of a step, from `run.upcoming` if they were read before, otherwise read now."""
     if run.upcoming is not None and run.upcoming.iteration == iteration:
         return run.upcoming
     batches = _read(run, iteration)
@@ -86,26 +87,27 @@ def _rate_of(config: RunConfig, iteration: int, group: ParamGroup | None = None)
 
 
 def _read(run: Run, iteration: int) -> list[Batch]:
-    """This rank's micro-batches of a step; none behind the last step."""
+    """This rank's micro-batches of a step; [] after the last step."""
     return run.train_reader.step(iteration) if iteration < run.config.training.train_iters else []
 
 
 def _start_sums(run: Run, losses: list[torch.Tensor], following: list[Batch]) -> tuple[torch.Tensor, Pending]:
-    """Start to sum, over data-parallel ranks, the losses and the learned tokens of the next batch."""
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)  # from a list it would wait for backward
+    """Start the sum over data-parallel ranks of the losses and of the next batch's learned tokens."""
+    # On a GPU torch.tensor([...]) would wait for backward.
+    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
     sums[0] = torch.stack(losses).double().sum() if losses else 0.0
     sums[1] = learned_tokens(following)
     return sums, start_all_reduce(sums, run.groups.dp_cp)
 
 
 def _accumulate(run: Run, work: StepWork, group_lrs: list[float]) -> list[torch.Tensor]:
-    """Forward and backward of a step, from its beginning."""
+    """Forward and backward of a whole step; the losses of the micro-batches."""
     run.optimizer.zero_grad(group_lrs)
     return _run_schedule(run, work.batches, work.tokens, forward_only=False)
 
 
 def _abandon(run: Run, work: StepWork) -> list[torch.Tensor]:
-    """This rank's part in the messages of a step whose forward or backward ran out of memory; no losses."""
+    """Take part in the collectives of a step that ran out of memory on this rank; there are no losses."""
     run.optimizer.abandon_backward(len(work.batches))
     return []
 
@@ -115,7 +117,7 @@ def evaluate(run: Run) -> float:
     """Token-weighted mean loss over the validation set, at most `--eval-iters` global batches.
 
     Returns:
-        the loss on the last stage, 0 on the others.
+        the loss on the last stage, 0 on other stages.
     """
     assert run.valid_reader is not None
     for stage in run.stages:
@@ -146,7 +148,7 @@ def _total(losses: list[torch.Tensor]) -> float:
 
 
 def _run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only: bool) -> list[torch.Tensor]:
-    """Run all micro-batches; on the last stage each one's summed loss over `tokens`, [] on the others."""
+    """Run all micro-batches; the last stage returns the summed loss of each over `tokens`, the others []."""
     pp_size, vp_size = run.groups.pp.size(), run.stages[0].config.virtual_pipeline_model_parallel_size
     return get_forward_backward_func(pp_size, vp_size)(
         forward_step_func=partial(_forward_step, run=run, divisor=max(tokens, 1.0)),
@@ -162,7 +164,7 @@ def _run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only
 def _forward_step(
     batches: Iterator[Batch], model: LlamaModel, *, run: Run, divisor: float
 ) -> tuple[torch.Tensor, Any]:
-    """Upstream's forward_step_func: the stage's output and how to make it a loss."""
+    """Upstream's forward_step_func: the stage's output and the function that computes the loss from it."""
     batch = next(batches)
     tokens, labels, mask = (send(tensor, run.device) for tensor in batch)
     # RoPE needs no position ids, causal attention no mask.

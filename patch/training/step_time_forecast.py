@@ -1,4 +1,4 @@
-"""How long steps will take at another offloaded fraction, beside how long they take."""
+"""Predicts the step time after a change of the offload fraction and logs it beside the measured time."""
 
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ _logger = get_logger(__name__)
 
 
 class _Step(NamedTuple):
-    """What one step took."""
+    """Times of one step."""
 
     seconds: float
     host_wait_s: float
-    """Seconds that somebody waited for the host's updates."""
+    """Seconds that the step waited for updates on the host."""
     host_busy_s: float
-    """Seconds that the host updated chunks."""
+    """Seconds that the host spent on updating chunks."""
 
 
 class StepTimeForecast:
-    """Logs how long steps were to take at another offloaded fraction, and how long they take.
+    """Predicts the step time when the offload fraction changes, and logs it with the measured time.
 
-    The host hid part of its work behind the device's, and will hide as much of any other amount; what is
-    beyond that is waited for. The update on the device is left out: it is short.
+    Model: the part of the host's work that overlapped with the device's work stays the same in seconds; the
+        rest
+    of the host's work at the new fraction adds to the step. The update on the device is short and ignored.
 
     Args:
         start: the optimizer's report before the first step.
@@ -38,16 +39,17 @@ class StepTimeForecast:
         self._predicted: float | None = None
 
     def note(self, seconds: float, report: OptimizerReport) -> None:
-        """Take in a step.
+        """Record a step.
 
         Args:
-            seconds: how long it lasted. report: the optimizer's report after it.
+            seconds: the time of the step.
+            report: the optimizer's report after the step.
         """
         waited = report.host_wait_s - self._last.host_wait_s
         step = _Step(seconds, waited, report.host_busy_s - self._last.host_busy_s)
         fraction, last_fraction = report.offload_fraction, self._last.offload_fraction
         self._last = report
-        if fraction != last_fraction:  # this step holds the move itself: the next one counts
+        if fraction != last_fraction:  # this step contains the move itself; measure the next one
             self._predicted = self._predict(fraction, last_fraction)
             return
         if self._predicted is not None and self._before is not None:
@@ -67,12 +69,12 @@ class StepTimeForecast:
 
 
 class StepTimeHook(TrainerHook):
-    """Gives the forecast what each step took. Every rank has one: each moves its own states."""
+    """Passes the time of each step to the forecast. Every rank has one, because each moves its own states."""
 
     def __init__(self, optimizer: OverlappedDistributedOptimizer) -> None:
         self._optimizer = optimizer
         self._forecast = StepTimeForecast(optimizer.report())
 
     def on_step(self, iteration: int, seconds: float) -> None:
-        """Take in the time of a step."""
+        """Record the time of a step."""
         self._forecast.note(seconds, self._optimizer.report())

@@ -1,4 +1,4 @@
-"""The loop: step, report, evaluate, save, and stop in good order when a signal asks for it."""
+"""The training loop: step, log, evaluate, save; after SIGINT or SIGTERM it saves a checkpoint and stops."""
 
 from __future__ import annotations
 
@@ -18,28 +18,31 @@ from patch.training.step import evaluate, train_step
 
 
 class Trainer:
-    """Runs the steps that are left of a run.
+    """Runs the remaining steps of a run.
 
     Args:
         run: this rank's parts of the run.
-        hooks: what this rank calls after a step, an evaluation and a save, in this order; closed at the end.
+        hooks: this rank's hooks, called in this order; closed at the end.
     """
 
     def __init__(self, run: Run, hooks: Sequence[TrainerHook]) -> None:
         self.run, self._hooks = run, hooks
-        self._noted_signal = 0
+        self._received_signal = 0
         self._stopping_signal = 0
-        """The signal all ranks agreed to stop for; 0: none. One rank may note it a step earlier."""
-        self._begin = 0.0
-        """When the step under way began."""
+        """The signal for which all ranks agreed to stop; 0: none. A rank may receive it a step earlier."""
+        self._step_begin = 0.0
+        """Start time of the current step."""
 
     def train(self) -> int:
-        """Train to the last step or to a signal; the signal's number, or 0.
+        """Train until the last step or a signal.
 
+        Returns:
+            the number of the signal that stopped the run, or 0.
         Raises:
-            TrainingError: the gradients are not finite. CheckpointError: a checkpoint was not written.
+            TrainingError: the gradients are not finite.
+            CheckpointError: a checkpoint cannot be written.
         """
-        self._begin = time.perf_counter()
+        self._step_begin = time.perf_counter()
         try:
             with self._listening():
                 for iteration in range(self.run.start_iteration, self.run.config.training.train_iters):
@@ -55,9 +58,9 @@ class Trainer:
         config, done = self.run.config, iteration + 1
         is_last = done == config.training.train_iters
         result = train_step(self.run, iteration)
-        # From norm to norm: a GPU is still at this step's update, and was at the last one's when it began.
+        # A step is timed from gradient norm to gradient norm: the GPU may still be busy with the update.
         now = time.perf_counter()
-        seconds, self._begin = now - self._begin, now
+        seconds, self._step_begin = now - self._step_begin, now
         for hook in self._hooks:
             hook.on_step(done, seconds)
         worst = self._share(measure(self.run, result, seconds * 1e3))
@@ -68,15 +71,15 @@ class Trainer:
         interval = config.data.eval_interval
         if self.run.valid_reader is not None and interval and (done % interval == 0 or is_last):
             self._evaluate(done)
-            self._begin = time.perf_counter()
+            self._step_begin = time.perf_counter()
         if done % config.checkpoint.save_interval == 0 or is_last or self._stopping_signal:
             self._save(done)
-            self._begin = time.perf_counter()
+            self._step_begin = time.perf_counter()
 
     def _share(self, measured: dict[str, float]) -> dict[str, float]:
-        """The worst rank's measures, and the wish to stop, the same on all ranks, in one collective."""
-        *worst, number = max_over_world([*measured.values(), self._noted_signal], self.run.device)
-        self._stopping_signal = int(number)
+        """The largest value of each metric over ranks; the same collective agrees on a signal to stop for."""
+        *worst, signal_number = max_over_world([*measured.values(), self._received_signal], self.run.device)
+        self._stopping_signal = int(signal_number)
         return dict(zip(measured, worst, strict=True))
 
     def _evaluate(self, done: int) -> None:
@@ -91,14 +94,14 @@ class Trainer:
         run.optimizer.record_memory("save")
         for hook in self._hooks:
             hook.on_save(done)
-        barrier(run.device)  # or the other ranks' next step would seem to last as long as rank 0's drawing
+        barrier(run.device)  # otherwise the other ranks' next step would include the time of rank 0's hooks
 
     @contextmanager
     def _listening(self) -> Iterator[None]:
-        """While training, SIGINT and SIGTERM are noted and obeyed after the step."""
+        """Within the block SIGINT and SIGTERM are only recorded; training stops after the current step."""
 
         def note(number: int, frame: object) -> None:
-            self._noted_signal = number
+            self._received_signal = number
 
         previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
         try:

@@ -37,13 +37,13 @@ _logger = get_logger(__name__)
 
 
 def run(config: RunConfig) -> None:
-    """Train as `config` says, in the process that RANK, LOCAL_RANK and WORLD_SIZE describe.
+    """Run the worker of the rank that RANK, LOCAL_RANK and WORLD_SIZE describe.
 
-    A process that `launch` has started is to end then, which it has END_S for.
+    A worker that `launch` has started must end within END_S seconds after this function.
 
     Raises:
-        PatchError: what the user can cure; its exit_code is the worker's.
-        SystemExit: 128 + the signal's number, after a checkpoint was saved.
+        PatchError: an error that the user can cure; its exit_code is the exit code of the worker.
+        SystemExit: 128 + the number of a signal, after a checkpoint was saved.
     """
     configure_logging()
     try:
@@ -58,11 +58,11 @@ def run(config: RunConfig) -> None:
 
 
 def _train(config: RunConfig) -> int:
-    """The whole run; the number of the signal that stopped it, or 0."""
+    """Run from joining the job to leaving it; the number of the signal that stopped training, or 0."""
     context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
-    with _holding_folder(config):
+    with _locked_folder(config):
         this_run = build_run(config, context, groups)
         if this_run.start_iteration < config.training.train_iters:
             _write_config(config)
@@ -72,13 +72,13 @@ def _train(config: RunConfig) -> int:
     announce_end(128 + stopped_by if stopped_by else 0)
     try:
         shutdown()
-    except RuntimeError as error:  # a rank that has left already is nothing to a run that is done
+    except RuntimeError as error:  # the run is done, so a rank that has left already does no harm
         _logger.warning("leaving the job: %s", error)
     return stopped_by
 
 
 def build_hooks(run: Run) -> list[TrainerHook]:
-    """What hangs on the training loop of this rank, in the order in which it is called."""
+    """The hooks of this rank, in the order in which they are called."""
     hooks: list[TrainerHook] = [StepTimeHook(run.optimizer)]
     if dist.get_rank() == 0:
         output = Path(run.config.checkpoint.output_path)
@@ -91,12 +91,12 @@ def build_hooks(run: Run) -> list[TrainerHook]:
 
 
 @contextmanager
-def _holding_folder(config: RunConfig) -> Iterator[None]:
-    """Rank 0 keeps other runs out of this run's folder and notes what its data is like, or no rank enters."""
-    with ExitStack() as held:
+def _locked_folder(config: RunConfig) -> Iterator[None]:
+    """Rank 0 locks the run's folder and records the data's fingerprint; a failure is raised on all ranks."""
+    with ExitStack() as stack:
         with all_or_none():
             if os.environ["RANK"] == "0":
-                held.enter_context(hold_run(Path(config.checkpoint.output_path)))
+                stack.enter_context(hold_run(Path(config.checkpoint.output_path)))
                 remember_data(config)
         yield
 

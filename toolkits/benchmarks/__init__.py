@@ -1,1 +1,1 @@
-"""Benchmarks: each module without a leading underscore is one, run by `make bench`; see README.md."""
+"""Benchmarks: each module without a leading underscore is one, `make bench` runs all; see README.md."""

@@ -1,4 +1,4 @@
-"""Who takes part in `adam_cpu`: one update of the same flat states by each, ready to be called and timed."""
+"""The contenders of `adam_cpu`: functions that each update the same flat states once."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import low_bits, round_to_bf16
 
 SCALARS = AdamScalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)
-# Elements that a peer casts, updates and casts back before it goes on: the casts then stay in a shared cache.
+# Elements that a peer casts, updates and casts back at a time, so that the casts stay in a shared cache.
 _CHUNK = 1 << 22
 
 
@@ -24,13 +24,12 @@ class Contender(NamedTuple):
     case: str
     name: str
     num_bytes: int
-    """That one update has to read and write for each parameter, whatever it moves besides."""
-
+    """Bytes that one update must read and write per parameter; additional traffic is not counted."""
     update: Callable[[], object]
 
 
 class Tensors:
-    """What all contenders share: (numel,) each, so that 100 M parameters fit in 3 GB."""
+    """The tensors that all contenders share, each (numel,), so that 100 M parameters fit in 3 GB."""
 
     def __init__(self, numel: int) -> None:
         torch.manual_seed(0)
@@ -44,7 +43,7 @@ class Tensors:
 
 
 def contenders(tensors: Tensors) -> tuple[list[Contender], str]:
-    """All that can run here, and why one is missing, if so."""
+    """All contenders that can run here, and a message if one is missing."""
     found = [Contender("copy", "copy", 8, lambda: tensors.grad.copy_(tensors.master)), *_ours(tensors)]
     found += _peer("torch fused", _torch_fused, tensors)
     try:
@@ -71,7 +70,7 @@ _Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], obj
 
 
 def _peer(name: str, update: _Update, t: Tensors) -> list[Contender]:
-    """A kernel that knows one type only: in bf16 it needs a cast before and one after, flat or in chunks."""
+    """A kernel for one type only: in bf16 it needs casts before and after, of everything or in chunks."""
     states = (t.master, t.exp_avg, t.exp_avg_sq)
     chunks = list(zip(*(x.split(_CHUNK) for x in (*states, t.grad_bf16, t.weight)), strict=True))
     scratch = torch.empty(_CHUNK)
@@ -96,7 +95,7 @@ def _peer(name: str, update: _Update, t: Tensors) -> list[Contender]:
 def _torch_fused(
     param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
 ) -> None:
-    step = torch.tensor(SCALARS.step - 1.0)  # of the update before: it is counted up
+    step = torch.tensor(SCALARS.step - 1.0)  # of the previous update; adamw increments it
     adamw(
         [param], [grad], [exp_avg], [exp_avg_sq], [], [step], fused=True, amsgrad=False,
         beta1=SCALARS.beta1, beta2=SCALARS.beta2, lr=SCALARS.lr, weight_decay=SCALARS.weight_decay,
@@ -116,5 +115,6 @@ def _deepspeed() -> _Update:
             index, s.step, s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, True, param, *others
         )
 
-    update.optimizer = optimizer  # type: ignore[attr-defined]  # its end would free the kernel's state
+    # Keeps the optimizer alive, whose destructor frees the kernel's state.
+    update.optimizer = optimizer  # type: ignore[attr-defined]
     return update

@@ -1,4 +1,4 @@
-"""Who takes part in `overlap`: ours at each sharding level, upstream, compute alone, communication alone."""
+"""The contenders of `overlap`: ours at each sharding level, upstream, compute alone, communication alone."""
 
 from __future__ import annotations
 
@@ -32,17 +32,17 @@ UPSTREAM = {
 
 
 class Contender(Protocol):
-    """What a round needs of a participant."""
+    """The interface of a contender."""
 
     def step(self) -> float:
-        """One optimizer step; the loss, or what stands for it."""
+        """One optimizer step; returns the loss, or 0 without a model."""
 
     def settle(self) -> None:
-        """Finish what the last step left under way."""
+        """Wait for communication that the last step has started."""
 
 
 class SameBatches:
-    """A reader that gives the same micro-batches in every step, all of whose tokens are learned."""
+    """A reader that returns the same micro-batches in every step; all tokens are learned."""
 
     def __init__(self, config: RunConfig, rank: int) -> None:
         generator = torch.Generator().manual_seed(rank)
@@ -62,7 +62,14 @@ class SameBatches:
 
 
 class OurTrainer:
-    """patch.training's step, as every run of ours takes it."""
+    """The step of patch.training, as in every run.
+
+    Args:
+        config: the run.
+        groups: the process groups of the job.
+        device: the device of this rank.
+        reader: gives the micro-batches.
+    """
 
     def __init__(
         self, config: RunConfig, groups: ProcessGroupCollection, device: torch.device, reader: SameBatches
@@ -84,21 +91,21 @@ class OurTrainer:
         self._iteration = 0
 
     def step(self) -> float:
-        """One optimizer step, which counts the next one's tokens as it ends."""
+        """One optimizer step, including the count of the next step's tokens."""
         loss = train_step(self.run, self._iteration).loss
         self._iteration += 1
         return loss
 
     def settle(self) -> None:
-        """Wait for the weights."""
+        """Wait for the updated weights."""
         self.run.optimizer.finish_param_sync()
 
 
 class ComputeAlone(OurTrainer):
-    """A job of this rank alone: nothing travels.
+    """A job of one rank, without communication.
 
-    It updates all parameters, where a rank of the others updates its shard; `surplus` is the time of the
-    part that it should not do, since the last call.
+    It updates all parameters, while a rank of the other contenders updates only its shard; `take_surplus` is
+    the time of the part that belongs to other ranks.
     """
 
     def __init__(
@@ -138,7 +145,7 @@ class CommunicationAlone:
 
     @property
     def num_bytes(self) -> int:
-        """What a rank sends in a step."""
+        """Bytes that a rank sends in a step."""
         whole = sum(part.numel() * part.element_size() for part in (*self._gradients, *self._weights))
         return whole * (self._num_ranks - 1) // self._num_ranks
 
@@ -153,7 +160,7 @@ class CommunicationAlone:
         return 0.0
 
     def settle(self) -> None:
-        """Every step waits for its end itself."""
+        """Nothing to do: every step waits for its own communication."""
 
     def _own(self, part: torch.Tensor) -> torch.Tensor:
         return part.chunk(self._num_ranks)[self._rank]
@@ -162,7 +169,13 @@ class CommunicationAlone:
 def build_contenders(
     config: RunConfig, groups: ProcessGroupCollection, device: torch.device
 ) -> dict[str, Contender]:
-    """All of them, by name, on this rank; each has a model of its own with the same first weights."""
+    """All contenders by name, on this rank; each has its own model with the same first weights.
+
+    Args:
+        config: the run that all contenders train.
+        groups: the process groups of the job.
+        device: the device of this rank.
+    """
     reader = SameBatches(config, groups.dp_cp.rank())
     contenders: dict[str, Contender] = {COMPUTE: ComputeAlone(config, groups, device, reader)}
     for name, stage in OURS.items():
@@ -176,10 +189,17 @@ def build_contenders(
 
 
 def time_round(contender: Contender, steps: int, device: torch.device) -> tuple[float, float]:
-    """Seconds of one step, over `steps` steps after one untimed, and the last loss.
+    """Time one round: an untimed step, then `steps` timed ones.
 
-    The untimed step brings the steady state: each timed forward meets the weights of the step before on
-    their way, and the last step's are left on theirs.
+    After the untimed step the timing is steady: each timed forward begins while the weights of the previous
+    step are still being gathered, and the gather of the last step is not timed.
+
+    Args:
+        contender: the contender to time.
+        steps: number of timed steps.
+        device: the device of this rank.
+    Returns:
+        seconds per step, and the last loss.
     """
     contender.step()
     if isinstance(contender, ComputeAlone):
@@ -196,7 +216,7 @@ def time_round(contender: Contender, steps: int, device: torch.device) -> tuple[
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock that has waited for the GPU."""
+    """The time in seconds, after waiting for the GPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -1,7 +1,7 @@
-"""Two network namespaces joined by a cable of a chosen speed, for two ranks on one machine.
+"""Two network namespaces connected by a virtual cable of a chosen speed, for two ranks on one machine.
 
-Nothing of the host's network changes: both ends of the cable are made inside the namespaces, which have no
-other interface than their loopback. Needs root, and `ip` and `tc` of iproute2.
+The host's network does not change: both ends of the cable are created inside the namespaces, which have no
+other interface than their loopback. It needs root, and `ip` and `tc` of iproute2.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import subprocess
 from types import TracebackType
 
 INTERFACE = "cable"
-"""Name of the cable's end, the same in both namespaces."""
+"""Name of the cable's interface in both namespaces."""
 
-# Room for the largest packet the stack hands over at once, and a queue that TCP fills without losses.
+# Space for the largest packet that the network stack sends, and a queue that TCP fills without losses.
 _BURST, _QUEUE = "256kb", "4mb"
 
 
 class LinkError(Exception):
-    """This machine or this user cannot make namespaces; the message says why."""
+    """Namespaces cannot be created on this machine or by this user; the message says why."""
 
 
 class Link:
-    """A context in which the two namespaces exist; they are gone after it, however it ends."""
+    """A context manager that creates the two namespaces and always removes them at the end."""
 
     def __init__(self) -> None:
         self.namespaces = [f"overlap-{os.getpid()}-{end}" for end in range(2)]
 
     def __enter__(self) -> Link:
-        """Make the namespaces and the cable.
+        """Create the namespaces and the cable.
 
         Raises:
-            LinkError: no root, no iproute2, or a kernel that refuses.
+            LinkError: this user is not root, iproute2 is missing, or the kernel refuses.
         """
         if os.geteuid() != 0:
             raise LinkError("network namespaces need root")
@@ -69,7 +69,7 @@ class Link:
                 _run("ip", "-n", name, "link", "set", device, "up")
 
     def _remove(self) -> None:
-        """The cable goes with the namespaces. Ctrl-C waits until they are gone."""
+        """Remove the namespaces and with them the cable; Ctrl-C is ignored meanwhile."""
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         for name in self.namespaces:
             if os.path.exists(f"/run/netns/{name}"):
@@ -78,7 +78,7 @@ class Link:
 
 
 def limit_speed(mbit: float) -> None:
-    """Limit what this process's namespace sends to `mbit` Mbit/s, headers included."""
+    """Limit the sending speed of this process's namespace to `mbit` Mbit/s, headers included."""
     rate = ["tbf", "rate", f"{mbit:.1f}mbit", "burst", _BURST, "limit", _QUEUE]
     _run("tc", "qdisc", "replace", "dev", INTERFACE, "root", *rate)
 

@@ -1,4 +1,4 @@
-"""One contender of `offload` in a process of its own: peaks of memory are its own, and nothing stays pinned.
+"""Runs one contender of `offload` in its own process, so that memory peaks and pinned memory are its own.
 
 python -m toolkits.benchmarks._offload_run '{"contender": "ours: auto", ...}'    the fields of Task, as JSON
 """
@@ -29,28 +29,28 @@ CONTENDERS = (
     *(f"{side}: {fraction:g}" for fraction in FRACTIONS for side in ("ours", "upstream")),
     "ours: auto",
 )
-"""A number is the share of states on the host: ours `static`, upstream's HybridDeviceOptimizer."""
+"""A number is the share of states on the host, with our `static` or upstream's HybridDeviceOptimizer."""
 _WARM_UP_STEPS = 5
-"""Untimed: kernels are built, and `auto` has filled the device."""
+"""Untimed steps, in which kernels are built and `auto` fills the device."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What the process has to do."""
+    """The work of the process."""
 
     contender: str
     layers: int
     sequence: int
     steps: int
-    """Timed ones."""
+    """Number of timed steps."""
 
     def to_json(self) -> str:
-        """What `main` takes."""
+        """The argument of the process."""
         return json.dumps(asdict(self))
 
 
 def run_config(layers: int, sequence: int) -> RunConfig:
-    """LLaMA-3.1 8B's layers, fewer of them: bf16 weights, fp32 gradients, one sequence a step."""
+    """A model with some of LLaMA-3.1 8B's layers: bf16 weights, fp32 gradients, one sequence per step."""
     model = ModelConfig(
         num_layers=layers, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
         num_query_groups=8, kv_channels=128, vocab_size=128256, seq_length=sequence,
@@ -68,7 +68,7 @@ def run_config(layers: int, sequence: int) -> RunConfig:
 
 
 def with_offload(config: RunConfig, contender: str) -> RunConfig:
-    """The run with the flags of one of our contenders."""
+    """The run with the offload flags of one of our contenders."""
     share = contender.split(": ")[1]
     if share == NO_OFFLOAD:
         return config
@@ -79,9 +79,16 @@ def with_offload(config: RunConfig, contender: str) -> RunConfig:
 
 
 def measure(config: RunConfig, contender: str, steps: int) -> dict[str, float]:
-    """Seconds a step, peaks of memory in GiB, and the last loss, in a job of this process alone.
+    """Measure one contender in a job of one process.
 
-    The update of the step before ends within a timed step, and the last one's is left on its way.
+    A timed step includes the end of the previous update, but not the end of its own.
+
+    Args:
+        config: the run without offload.
+        contender: one of CONTENDERS.
+        steps: number of timed steps.
+    Returns:
+        seconds per step, memory peaks in GiB, and the last loss.
     """
     import torch
     import torch.distributed as dist
@@ -112,19 +119,19 @@ def measure(config: RunConfig, contender: str, steps: int) -> dict[str, float]:
         loss = trainer.step()
     seconds = (now(context.device) - begin) / steps
     trainer.settle()
-    found = {"seconds": seconds, "loss": loss, "host_gib": _host_peak()}
+    measured = {"seconds": seconds, "loss": loss, "host_gib": _host_peak()}
     if context.is_cuda:
-        found["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        measured["gpu_gib"] = torch.cuda.max_memory_allocated() / 2**30
     if isinstance(trainer, OurTrainer):
         report = trainer.run.optimizer.report()
-        found["fraction"] = report.offload_fraction
-        # `auto` starts torch's count anew in each step.
-        found["gpu_gib"] = max(found.get("gpu_gib", 0.0), report.largest_peak / 2**30)
-    return found
+        measured["fraction"] = report.offload_fraction
+        # `auto` resets torch's peak counter in each step.
+        measured["gpu_gib"] = max(measured.get("gpu_gib", 0.0), report.largest_peak / 2**30)
+    return measured
 
 
 def _host_peak() -> float:
-    """The most resident memory that this process ever had, in GiB."""
+    """The peak of this process's resident memory, in GiB."""
     for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) / 2**20

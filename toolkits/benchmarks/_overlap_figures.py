@@ -1,4 +1,4 @@
-"""From the rounds of `overlap` to medians, ratios, a table and a plot."""
+"""Medians, ratios, table and plot of the rounds of `overlap`."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ ALL_TO_ALL = "upstream: both, all-to-all"
 
 
 class Figures:
-    """The rounds of one accumulation count.
+    """The rounds with one number of accumulated micro-batches.
+
+    Ratios are medians over rounds of the ratio within a round, because other work on the machine changes from
+    minute to minute and affects all contenders of a round equally.
 
     Args:
-        rounds: name -> one record a round, whose "seconds" are those of a step on the slower rank.
-
-    Ratios are medians over rounds of the ratio within a round: what else runs on the machine changes from
-    minute to minute and hits neighbours in a round alike.
+        rounds: name -> one record per round, whose "seconds" are the time of a step on the slower rank.
     """
 
     def __init__(self, rounds: dict[str, list[dict[str, float]]]) -> None:
@@ -26,11 +26,11 @@ class Figures:
         self.best_plain_upstream = self._best("upstream", besides=ALL_TO_ALL)
 
     def ratio(self, name: str, other: str) -> float:
-        """How many times `other`'s step a step of `name` takes."""
+        """The step time of `name` divided by the step time of `other`."""
         return _ratio(self.seconds[name], self.seconds[other])
 
     def over_bound(self, name: str) -> float:
-        """A step over max(compute, communication), the time that perfect overlap would take."""
+        """The step time divided by max(compute, communication), the time with perfect overlap."""
         return _ratio(self.seconds[name], list(map(max, self.seconds[COMPUTE], self.seconds[COMMUNICATION])))
 
     def spread(self, name: str) -> tuple[float, float, float]:
@@ -48,7 +48,7 @@ def _ratio(these: list[float], those: list[float]) -> float:
 
 
 def table(accumulation: int, figures: Figures) -> str:
-    """Contenders by median step time."""
+    """A text table of the contenders, sorted by median step time."""
     bound = "/ max(compute, comm.)"
     lines = [f"accumulation {accumulation:<16}{'median s':>10}{'quartiles':>18}{bound:>24}{'/ upstream':>12}"]
     for name in sorted(figures.seconds, key=lambda name: median(figures.seconds[name])):
@@ -61,7 +61,7 @@ def table(accumulation: int, figures: Figures) -> str:
 
 
 def plot(file: Path, figures: dict[str, Figures]) -> None:
-    """Bars of step times with quartiles; lines for compute and communication alone."""
+    """Draw bars of step times with quartiles, and lines for compute and communication alone."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""One rank of `overlap`: a process that builds all contenders and times them in turns.
+"""One rank of `overlap`: a process that builds all contenders and times them alternately.
 
 python -m toolkits.benchmarks._overlap_rank '{"rank": 0, ...}'        the fields of Task, as JSON
 """
@@ -24,8 +24,8 @@ from toolkits.benchmarks._overlap_figures import COMMUNICATION, COMPUTE
 
 NUM_RANKS = 2
 
-# A small vocabulary: the embedding is the last gradient and the first weight, so nothing can hide it. It is
-# 2 % of this model's parameters, as of a large LLaMA's.
+# The vocabulary is small, because the embedding has the last gradient and the first weight, so no compute can
+# overlap with its communication. It has 2 % of the parameters, as in a large LLaMA.
 _ON_CPU = ModelConfig(
     num_layers=16, hidden_size=192, ffn_hidden_size=512, num_attention_heads=6, num_query_groups=2,
     kv_channels=32, vocab_size=512, seq_length=384, max_position_embeddings=384, rotary_base=500000.0,
@@ -37,26 +37,26 @@ _ON_CUDA = ModelConfig(
     untie_embeddings_and_output_weights=True,
 )  # fmt: skip
 _BUCKETS = 20
-"""About how many buckets the model is cut in."""
+"""Approximate number of buckets of the model."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What one rank has to do."""
+    """The work of one rank."""
 
     rank: int
     store: str
-    """File by which the ranks find each other."""
+    """File of the FileStore through which the ranks find each other."""
     output: str
     """File for the results."""
     cuda: bool
     mbit: float
-    """Speed of the cable; 0: so that communication takes as long as compute. Not used with CUDA."""
+    """Speed of the cable; 0: communication takes as long as compute. Not used with CUDA."""
     schedule: dict[str, list[int]]
-    """Accumulation -> rounds, and timed steps in each."""
+    """Number of accumulated micro-batches -> number of rounds, timed steps per round."""
 
     def to_json(self) -> str:
-        """What `main` takes."""
+        """The argument of the process."""
         return json.dumps(asdict(self))
 
 
@@ -78,14 +78,14 @@ def run_config(cuda: bool, accumulation: int) -> RunConfig:
 
 
 def _num_parameters(model: ModelConfig) -> int:
-    """Of the matrices."""
+    """Number of parameters in matrices."""
     attention = (2 * model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels
     layer = model.hidden_size * (attention + 3 * model.ffn_hidden_size)
     return model.num_layers * layer + 2 * model.vocab_size * model.hidden_size
 
 
 def run_rank(task: Task) -> dict[str, Any]:
-    """Join the other rank, set the cable's speed, and time all contenders; equal on both ranks."""
+    """Connect to the other rank, set the cable's speed, time all contenders; equal on both ranks."""
     import torch
     import torch.distributed as dist
 
@@ -106,53 +106,53 @@ def run_rank(task: Task) -> dict[str, Any]:
     groups = initialize(run_config(task.cuda, 1), context)
     result: dict[str, Any] = {"mbit": None, "rounds": {}}
     for accumulation, (rounds, steps) in task.schedule.items():
-        field = contenders.build_contenders(run_config(task.cuda, int(accumulation)), groups, device)
+        by_name = contenders.build_contenders(run_config(task.cuda, int(accumulation)), groups, device)
         if result["mbit"] is None and not context.is_cuda:
-            result["mbit"] = _set_speed(task.mbit, field, device)
-        result["rounds"][accumulation] = _time_all(field, rounds, steps, device)
-        result["bytes"] = field[COMMUNICATION].num_bytes  # type: ignore[attr-defined]
+            result["mbit"] = _set_speed(task.mbit, by_name, device)
+        result["rounds"][accumulation] = _time_all(by_name, rounds, steps, device)
+        result["bytes"] = by_name[COMMUNICATION].num_bytes  # type: ignore[attr-defined]
     shutdown()
     return result
 
 
-def _set_speed(mbit: float, field: dict[str, Any], device: Any) -> float:
-    """Limit the cable to `mbit`, or to what makes communication take as long as compute."""
+def _set_speed(mbit: float, by_name: dict[str, Any], device: Any) -> float:
+    """Limit the cable to `mbit`, or to the speed at which communication takes as long as compute."""
     from toolkits.benchmarks._link import limit_speed
 
     if mbit:
         limit_speed(mbit)
         return mbit
-    compute = _undisturbed(field[COMPUTE], device)
-    mbit = field[COMMUNICATION].num_bytes * 8e-6 / compute
+    compute = _undisturbed(by_name[COMPUTE], device)
+    mbit = by_name[COMMUNICATION].num_bytes * 8e-6 / compute
     limit_speed(mbit)
-    # Headers and waits make it slower than that: corrected once by what was measured.
-    mbit *= _undisturbed(field[COMMUNICATION], device) / compute
+    # Headers and waits make it slower, so the speed is corrected once by a measurement.
+    mbit *= _undisturbed(by_name[COMMUNICATION], device) / compute
     limit_speed(mbit)
     return mbit
 
 
 def _undisturbed(contender: Any, device: Any) -> float:
-    """Seconds of the fastest of a few steps: what it takes while nothing else runs on the machine."""
+    """Seconds of the fastest of a few steps, which other work on the machine disturbs least."""
     from toolkits.benchmarks._contenders import time_round
 
     return min(_slowest(time_round(contender, 1, device)[0]) for _ in range(4))
 
 
-def _time_all(field: dict[str, Any], rounds: int, steps: int, device: Any) -> dict[str, list[dict]]:
-    """Rounds of every contender, in turns; each begins where the one before began a place later."""
+def _time_all(by_name: dict[str, Any], rounds: int, steps: int, device: Any) -> dict[str, list[dict]]:
+    """Time every contender in each round; each round begins with another contender."""
     from toolkits.benchmarks._contenders import time_round
 
-    names = list(field)
+    names = list(by_name)
     for name in names:
-        field[name].step()  # upstream does not overlap in its first
-        field[name].settle()
-    found: dict[str, list[dict]] = {name: [] for name in names}
+        by_name[name].step()  # upstream does not overlap in its first step
+        by_name[name].settle()
+    measured: dict[str, list[dict]] = {name: [] for name in names}
     for index in range(rounds):
         first = index * 3 % len(names)
         for name in names[first:] + names[:first]:
-            seconds, loss = time_round(field[name], steps, device)
-            found[name].append({"seconds": _slowest(seconds), "loss": loss})
-    return found
+            seconds, loss = time_round(by_name[name], steps, device)
+            measured[name].append({"seconds": _slowest(seconds), "loss": loss})
+    return measured
 
 
 def _slowest(seconds: float) -> float:

@@ -1,4 +1,4 @@
-"""What every benchmark says about itself: aims, machine, versions; as JSON and on the screen."""
+"""The parts that all benchmarks share: options, aims, machine and versions, as JSON and text."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "deepspeed")
 
 
 class Aim(NamedTuple):
-    """One threshold of the issue; smaller is better."""
+    """A measured value and the largest value that is acceptable."""
 
     name: str
     measured: float
@@ -32,8 +32,9 @@ def argument_parser(name: str, description: str | None, quick: str) -> argparse.
     """The options that every benchmark has.
 
     Args:
-        name: of the benchmark. description: its module's docstring, of which the first line is shown.
-        quick: what --quick spares.
+        name: the name of the benchmark.
+        description: the docstring of its module; the first line is shown.
+        quick: the help text of --quick.
     """
     parser = argparse.ArgumentParser(prog=name, description=(description or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help=quick)
@@ -43,14 +44,20 @@ def argument_parser(name: str, description: str | None, quick: str) -> argparse.
 
 
 def write_json(file: Path, aims: Sequence[Aim], **content: Any) -> None:
-    """Write the aims, the machine, the versions and whatever else the benchmark measured."""
+    """Write a JSON report.
+
+    Args:
+        file: the file to write.
+        aims: the aims with the measured values.
+        content: more keys of the report, such as the raw rounds.
+    """
     listed = [{"name": aim.name, "measured": aim.measured, "aim": aim.aim, "met": aim.is_met} for aim in aims]
     report = {"aims": listed, "machine": machine(), "versions": versions(), **content}
     file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 
 def aim_lines(aims: Sequence[Aim]) -> list[str]:
-    """One line an aim, for people."""
+    """One line of text per aim."""
     return [
         f"{'met   ' if aim.is_met else 'MISSED'}  {aim.name}: {aim.measured:.3f} (aim: at most {aim.aim:.2f})"
         for aim in aims
@@ -58,7 +65,7 @@ def aim_lines(aims: Sequence[Aim]) -> list[str]:
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores this process may use, load before the run, kernel."""
+    """Processor, cores that this process may use, current load, kernel."""
     return {
         "cpu": _cpu_name(),
         "cores": len(os.sched_getaffinity(0)),
@@ -68,7 +75,7 @@ def machine() -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, of this repository and of the packages that matter; "missing" where one is not there."""
+    """Versions of Python, this repository and relevant packages; "missing" if not installed."""
     found = {"python": platform.python_version(), "commit": _commit()}
     for package in _PACKAGES:
         try:

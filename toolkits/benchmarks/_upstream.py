@@ -1,9 +1,9 @@
-"""The rival: megatron-core's DistributedDataParallel with its DistributedOptimizer.
+"""The contender of megatron-core: its DistributedDataParallel and DistributedOptimizer.
 
-It trains the same model on the same batches, wired as Megatron-LM's training loop does it. It gets what
-helps it: our bucket size (its default of 40 million parameters would make one bucket of the small model),
-torch's fused Adam (on a CPU the loop it would take is several times slower), and as one more contender its
-own reduce-scatter by all-to-all, because gloo's reduce-scatter moves as much as an all-reduce.
+It trains the same model on the same batches, set up as in Megatron-LM's training loop. It gets favourable
+settings: our bucket size (with its default of 40 million parameters the small model would be one bucket),
+torch's fused Adam (its own loop is several times slower on a CPU), and as one more contender its
+reduce-scatter by all-to-all, because gloo's reduce-scatter moves as much as an all-reduce.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from patch.config.schema import RunConfig
 from patch.data import Batch
 from patch.model import build_llama_model, initialize_weights
 
-# What DDP and its optimizer need on a CPU beyond patch.compat: production never runs them.
+# Modules that DDP and its optimizer need on a CPU in addition to patch.compat; training runs do not use them.
 _CUDA_MODULES = (
     "megatron.core.distributed.param_and_grad_buffer",
     "megatron.core.distributed.distributed_data_parallel",
@@ -42,26 +42,26 @@ _REDUCE_SCATTER = param_and_grad_buffer.dist_reduce_scatter_func
 
 
 class Overlap(NamedTuple):
-    """What upstream is told to overlap."""
+    """Settings of upstream."""
 
     gradients: bool = False
     weights: bool = False
     all_to_all: bool = False
-    """Reduce-scatter by all-to-all and a local sum."""
+    """Whether reduce-scatter is done by all-to-all and a local sum."""
     offload: float = 0.0
     """Share of the optimizer's states on the CPU (HybridDeviceOptimizer, its copies overlapped)."""
 
 
 def prepare_cpu() -> None:
-    """Let upstream's DDP and optimizer run without CUDA, in this process; after patch.compat.apply."""
+    """Let upstream's DDP and optimizer run without CUDA in this process; call it after patch.compat.apply."""
     for module in _CUDA_MODULES:
         replace_torch(module)
     get_type = torch.Tensor.type
 
     def type_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         """Upstream compares type names with "torch.cuda.FloatTensor" (distrib_optimizer.py:361, 420, 582)."""
-        found = get_type(tensor, *args, **kwargs)
-        return found.replace("torch.", "torch.cuda.") if isinstance(found, str) else found
+        result = get_type(tensor, *args, **kwargs)
+        return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
 
     vars(torch)["Tensor"].type = type_as_on_cuda
 
@@ -70,8 +70,11 @@ class UpstreamTrainer:
     """Upstream's training loop around one of our models.
 
     Args:
-        config: of the run; its optimizer and bucket settings are given to upstream.
+        config: the run, whose optimizer and bucket settings are given to upstream.
+        groups: the process groups of the job.
+        device: the device of this rank.
         batches: this rank's micro-batches, the same in each step.
+        overlap: settings of upstream.
     """
 
     def __init__(
@@ -96,7 +99,7 @@ class UpstreamTrainer:
         self._optimizer = get_megatron_optimizer(
             _optimizer_config(config, overlap.offload), [self._model], use_gloo_process_groups=False
         )
-        if not overlap.offload:  # or it has set that by itself
+        if not overlap.offload:  # with offload upstream sets it itself
             for group in self._optimizer.param_groups:
                 group["fused"] = True
         model.config.no_sync_func = self._model.no_sync
@@ -104,8 +107,8 @@ class UpstreamTrainer:
         model.config.finalize_model_grads_func = finalize_model_grads
 
     def step(self) -> float:
-        """One optimizer step; the mean loss over ranks, which upstream's loop reduces each step too."""
-        # Upstream chooses its reduce-scatter for the whole process, when the last DDP is built.
+        """One optimizer step; returns the mean loss over ranks, which upstream's loop reduces too."""
+        # Upstream sets its reduce-scatter for the whole process whenever a DDP is built.
         param_and_grad_buffer.dist_reduce_scatter_func = self._reduce_scatter
         self._model.zero_grad_buffer()
         self._optimizer.zero_grad()
@@ -124,7 +127,7 @@ class UpstreamTrainer:
         return loss.item() / self._groups.dp_cp.size()
 
     def settle(self) -> None:
-        """Wait for all weights: those on their way, and those the next forward would have asked for."""
+        """Wait for all weights, also for those that the next forward would gather."""
         if self._overlaps_weights:
             self._model.disable_forward_pre_hook(param_sync=True)
             self._model.enable_forward_pre_hook()
@@ -155,7 +158,7 @@ def _optimizer_config(config: RunConfig, offload: float) -> OptimizerConfig:
         bf16=config.training.precision == "bf16",
         params_dtype=torch.bfloat16 if config.training.precision == "bf16" else torch.float32,
         use_distributed_optimizer=True,
-        # With it no fp32 masters stay on the GPU; upstream refuses it without Transformer Engine.
+        # With it no fp32 masters stay on the GPU; without Transformer Engine upstream does not support it.
         use_precision_aware_optimizer=offload > 0 and find_spec("transformer_engine") is not None,
         optimizer_cpu_offload=offload > 0,
         optimizer_offload_fraction=offload,

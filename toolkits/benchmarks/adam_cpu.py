@@ -1,4 +1,4 @@
-"""The Adam update on CPU: ours against torch's fused kernel and DeepSpeed's CPUAdam.
+"""Compares the Adam update on a CPU: ours, torch's fused kernel and DeepSpeed's CPUAdam.
 
     python -m toolkits.benchmarks.adam_cpu [--quick] [--json FILE] [--plot FILE]
 
@@ -27,7 +27,7 @@ Seconds = dict[tuple[str, str], list[float]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report; exit code 0 also without a compiler or the optional peer."""
+    """Run the benchmark and report; returns 0 also without a compiler or without DeepSpeed."""
     arguments = _parse(argv)
     try:
         found, missing = contenders(Tensors(_NUMEL))
@@ -54,7 +54,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _measure(found: Sequence[Contender], rounds: int) -> Seconds:
-    """Seconds of one update, by contender; a round has everybody once, in a new order."""
+    """Seconds of one update by contender; each round runs every contender once, in a new order."""
     seconds: Seconds = {(one.case, one.name): [] for one in found}
     order = list(found)
     for contender in order:

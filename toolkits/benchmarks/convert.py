@@ -1,7 +1,7 @@
-"""How fast and in how much memory the converter works, both ways, beside `cp` of the same files.
+"""Measures speed and memory of the converter in both directions, compared with `cp` of the same files.
 
-The converter has its bytes on the disk (fsync) before the target gets its name, `cp` leaves that to the
-kernel. So each is timed twice: without fsync, which is what the aims compare, and with it, also after `cp`.
+The converter calls fsync before it renames the target; `cp` leaves this to the kernel. So each is timed
+twice: without fsync, which the aims compare, and with fsync, which is then also called after `cp`.
 
 python -m toolkits.benchmarks.convert [--quick] [--json FILE] [--plot FILE] [--folder FOLDER]
 """
@@ -60,13 +60,13 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argument_parser("convert", __doc__, "a quarter of the layers, fewer rounds")
-    parser.add_argument("--folder", type=Path, help="where the files lie meanwhile: 8 GiB (default: TMPDIR)")
+    parser.add_argument("--folder", type=Path, help="folder for 8 GiB of temporary files (default: TMPDIR)")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 
 
 def _run_worker(folder: str, rounds: int, layers: int) -> dict[str, Any]:
-    """A process of its own, so that its peak of memory is the converter's."""
+    """Measure in a new process, whose memory peak is that of the converter."""
     _write_model(Path(folder) / "source", layers)
     command = [sys.executable, "-m", "toolkits.benchmarks.convert", "--worker", folder, str(rounds), "result"]
     subprocess.run(command, check=True)
@@ -84,18 +84,18 @@ def _write_model(folder: Path, layers: int) -> None:
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(_SHAPE | {"num_hidden_layers": layers}))
     tensors = hf_tensors(model_of(folder))
-    placed: dict[str, str] = {}
+    layout: dict[str, str] = {}
     for number in range(_FILES):
         name = f"model-{number + 1:05d}-of-{_FILES:05d}.safetensors"
-        held = tensors[number::_FILES]
-        bits = {t.name: torch.randint(-(2**15), 2**15, t.shape, dtype=torch.int16) for t in held}
+        of_file = tensors[number::_FILES]
+        bits = {t.name: torch.randint(-(2**15), 2**15, t.shape, dtype=torch.int16) for t in of_file}
         save_file({key: value.view(torch.bfloat16) for key, value in bits.items()}, folder / name)
-        placed |= dict.fromkeys(bits, name)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+        layout |= dict.fromkeys(bits, name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": layout}))
 
 
 def _work(folder_name: str, rounds: str, result: str) -> int:
-    """Take turns; write times in seconds and the highest resident memory."""
+    """Time all ways in each round; write the times in seconds and the peak of resident memory."""
     from patch.convert import hf_to_mcore, mcore_to_hf
     from patch.storage.atomic import sync
 
@@ -121,9 +121,10 @@ def _work(folder_name: str, rounds: str, result: str) -> int:
 
 
 def _seconds(action: Callable[[], Any], target: Path) -> dict[str, float]:
-    """Of one action that begins with a clean disk cache: without and with its calls of fsync.
+    """Seconds of one action, without and with its calls of fsync.
 
-    Its target of the round before is removed just before, so that each way finds as much memory as it needs.
+    Before it starts, the disk cache is written out and the target of the previous round is removed, so that
+    each way has the memory that it needs.
     """
     fsync, waited = os.fsync, 0.0
 
@@ -146,7 +147,7 @@ def _seconds(action: Callable[[], Any], target: Path) -> dict[str, float]:
 
 
 def _fastest(measured: dict[str, Any], way: str, until: str) -> float:
-    """What is in the way of a copy (other work, a virtual machine's host fetching memory) only adds."""
+    """Seconds of the fastest round: disturbances (other work, a virtual machine's host) only add time."""
     return min(times[way][until] for times in measured["rounds"])
 
 
@@ -155,7 +156,7 @@ def _ratio(measured: dict[str, Any], way: str, until: str) -> float:
 
 
 def _aims(measured: dict[str, Any]) -> list[Aim]:
-    """Half of `cp`'s bytes a second is twice its time."""
+    """The aims: at most twice the time of `cp`, and 1.5 GiB of memory."""
     return [
         Aim("hf2mcore: time / cp's", _ratio(measured, "hf2mcore", "written"), 2.0),
         Aim("mcore2hf: time / cp's", _ratio(measured, "mcore2hf", "written"), 2.0),

@@ -1,8 +1,8 @@
-"""What optimizer offload costs on a GPU: LLaMA-3.1 8B's layers, ours against none and against upstream's.
+"""Measures what optimizer offload costs on a GPU, ours and upstream's, with layers of LLaMA-3.1 8B.
 
     python -m toolkits.benchmarks.offload [--quick] [--json FILE] [--plot FILE] [--layers N] [--sequence N]
 
-Needs a GPU. Each round runs every contender in a process of its own, one after the other.
+It needs a GPU. Each round runs every contender in its own process, one after the other.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from toolkits.benchmarks._offload_run import CONTENDERS, NO_OFFLOAD, Task
 from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
 
 _LIMITS = {4096: 1.03, 8192: 1.01}
-"""Sequence -> what the issue allows a step at 0.25 to take, without offload being 1."""
+"""Sequence length -> largest acceptable ratio of the step time at 0.25 to that without offload."""
 _ROUNDS, _QUICK_ROUNDS = 3, 1
 _STEPS, _QUICK_STEPS = 8, 4
 _TIMEOUT_S = 600
 _LAYER, _EMBEDDINGS = 218_112_000, 1_050_677_248
-"""Parameters of a layer, and of everything else."""
+"""Number of parameters in a layer, and outside of layers."""
 _STATE_BYTES = 18
-"""Of a parameter, with gradient, weight and the whole master that upstream keeps; ours take 16."""
+"""Bytes per parameter of weight, gradient and states with upstream's full fp32 master; ours take 16."""
 _STATE_SHARE = 0.5
-"""Of the GPU's memory, for weights, gradients and states without offload."""
+"""Share of the GPU's memory for weights, gradients and states without offload."""
 Rounds = dict[str, list[dict[str, float]]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report; exit code 0 also without a GPU."""
+    """Run the benchmark and report; returns 0 also without a GPU."""
     arguments = _parse(argv)
     machine = MachineFacts.probe()
     if not machine.cuda_devices:
@@ -63,14 +63,14 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argument_parser("offload", __doc__, "one round of fewer steps")
     parser.add_argument(
         "--layers", type=int, default=0,
-        help="layers of the model, 32 being the whole; default: what fills half of the GPU without offload",
+        help="layers of the model, at most 32 (default: as many as fill half of the GPU without offload)",
     )  # fmt: skip
-    parser.add_argument("--sequence", type=int, choices=list(_LIMITS), help="this one alone; default: both")
+    parser.add_argument("--sequence", type=int, choices=list(_LIMITS), help="sequence length (default: both)")
     return parser.parse_args(argv)
 
 
 def default_layers(gpu_bytes: int) -> int:
-    """As many layers as leave room for activations without offload, up to all 32."""
+    """The number of layers, up to 32, that leaves space for activations without offload."""
     parameters = gpu_bytes * _STATE_SHARE / _STATE_BYTES
     return min(32, max(1, int((parameters - _EMBEDDINGS) / _LAYER)))
 
@@ -86,11 +86,11 @@ def _measure(layers: int, sequence: int, rounds: int, steps: int) -> Rounds:
 
 
 def _run(task: Task) -> list[dict[str, float]]:
-    """What the contender measured; [] where it failed, with its last words on stderr."""
+    """The measurement of a contender; [] if it failed, with the last line of its error on stderr."""
     command = [sys.executable, "-W", "ignore", "-m", "toolkits.benchmarks._offload_run", task.to_json()]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        last = (done.stderr.strip().splitlines() or ["no words"])[-1]
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
     except subprocess.TimeoutExpired:
         done, last = None, f"took over {_TIMEOUT_S} s"
     if done is None or done.returncode:
@@ -100,14 +100,14 @@ def _run(task: Task) -> list[dict[str, float]]:
 
 
 def _ratio(found: Rounds, name: str) -> float:
-    """Median over rounds of the step over that of the same round without offload; NaN where it failed."""
+    """Median over rounds of the ratio to the step without offload in the same round; NaN if it failed."""
     baseline = found[f"ours: {NO_OFFLOAD}"]
     ratios = [one["seconds"] / base["seconds"] for one, base in zip(found[name], baseline, strict=False)]
     return median(ratios) if ratios else float("nan")
 
 
 def aims_of(measured: dict[str, Rounds]) -> list[Aim]:
-    """The thresholds of the issue; 0.25 is about what 8B with full states needs on one H200."""
+    """The aims; a fraction of 0.25 is about what the whole 8B model needs on one H200."""
     aims = []
     for length, found in measured.items():
         ours, upstream = (_ratio(found, f"{side}: 0.25") for side in ("ours", "upstream"))
@@ -117,7 +117,7 @@ def aims_of(measured: dict[str, Rounds]) -> list[Aim]:
 
 
 def table(length: str, found: Rounds) -> str:
-    """Contenders with their medians; a dash for what was not measured."""
+    """A text table of the contenders with their medians; a dash means not measured."""
     heads = ("s a step", "/ no offload", "GPU GiB", "host GiB", "fraction")
     lines = [f"sequence {length:<16}" + "".join(f"{head:>14}" for head in heads)]
     for name, rounds in found.items():
@@ -133,7 +133,7 @@ def _cell(rounds: list[dict[str, float]], key: str) -> str:
 
 
 def _plot(file: Path, measured: dict[str, Any]) -> None:
-    """Bars of step times."""
+    """Draw bars of step times."""
     import matplotlib
 
     matplotlib.use("Agg")

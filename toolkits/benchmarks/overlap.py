@@ -1,9 +1,10 @@
-"""How well data-parallel traffic hides behind compute: ours against megatron-core's overlapped DDP.
+"""Measures how well data-parallel communication overlaps with compute, ours and megatron-core's DDP.
 
     python -m toolkits.benchmarks.overlap [--quick] [--json FILE] [--plot FILE] [--mbit SPEED]
 
-Without two GPUs: two ranks on one core each, in two network namespaces joined by a cable of limited speed
-(root and iproute2). With two: two NCCL ranks. All contenders live in the same two processes and take turns.
+Without two GPUs: two ranks on one core each, in two network namespaces connected by a cable of limited speed
+(needs root and iproute2). With two GPUs: two NCCL ranks. All contenders run alternately in the same two
+processes.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from toolkits.benchmarks._overlap_figures import Figures, plot, table
 from toolkits.benchmarks._overlap_rank import NUM_RANKS, Task, run_config
 from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
 
-# Accumulation -> rounds, and timed steps in each.
+# Number of accumulated micro-batches -> number of rounds, timed steps per round.
 _FULL = {"1": [7, 2], "4": [4, 1]}
 _QUICK = {"1": [3, 2], "4": [2, 1]}
 _TIMEOUT_S = 900
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report; exit code 0 also where it cannot run, 130 after Ctrl-C."""
+    """Run the benchmark and report; returns 0 also if it cannot run here, 130 after Ctrl-C."""
     arguments = _parse(argv)
-    signal.signal(signal.SIGTERM, _interrupt)  # so that namespaces are removed then too
+    signal.signal(signal.SIGTERM, _interrupt)  # so that the namespaces are removed on SIGTERM too
     machine = MachineFacts.probe()
     cuda = machine.cuda_devices >= NUM_RANKS
     if not cuda and machine.cpu_cores < NUM_RANKS:
@@ -73,7 +74,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argument_parser("overlap", __doc__, "fewer rounds: about half the time")
     parser.add_argument(
         "--mbit", type=float, default=0.0,
-        help="speed of the cable; default: communication then takes as long as compute",
+        help="speed of the cable in Mbit/s (default: communication takes as long as compute)",
     )  # fmt: skip
     return parser.parse_args(argv)
 
@@ -83,10 +84,10 @@ def _interrupt(*unused: Any) -> None:
 
 
 def _measure(schedule: dict[str, list[int]], mbit: float, cuda: bool) -> dict[str, Any]:
-    """Run both ranks; what rank 0 measured.
+    """Run both ranks and return the measurements of rank 0.
 
     Raises:
-        LinkError: no namespaces here. RuntimeError: a rank failed; its own words are on stderr.
+        LinkError: namespaces cannot be created. RuntimeError: a rank failed; its message is on stderr.
     """
     with tempfile.TemporaryDirectory() as folder, nullcontext() if cuda else Link() as link:
         store, output = f"{folder}/store", f"{folder}/output.json"
@@ -126,13 +127,13 @@ def _wait(ranks: list[subprocess.Popen]) -> None:
 
 
 def _auto_level(cuda: bool, accumulation: int, machine: MachineFacts) -> str:
-    """What `--data-parallel-sharding auto` chooses for the benchmark's run."""
-    asked = with_sharding(run_config(cuda, accumulation), "auto")
-    return resolve_sharding(asked, machine)[0].zero_stage.name.lower()
+    """The level that `--data-parallel-sharding auto` chooses for the benchmark's run."""
+    config = with_sharding(run_config(cuda, accumulation), "auto")
+    return resolve_sharding(config, machine)[0].zero_stage.name.lower()
 
 
 def _aims(figures: dict[str, Figures], auto: str) -> list[Aim]:
-    """The thresholds of the issue, against the settings that it names and against all."""
+    """The aims against the three plain settings of upstream, and against all of its settings."""
     one, four = figures["1"], figures["4"]
     ours, beside = one.best_ours, "upstream's best, all-to-all included"
     return [

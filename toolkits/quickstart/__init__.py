@@ -1,1 +1,1 @@
-"""From nothing to a fine-tuned LLaMA that answers held-out questions: `python -m toolkits.quickstart`."""
+"""Trains a small LLaMA that answers held-out questions: `python -m toolkits.quickstart`."""

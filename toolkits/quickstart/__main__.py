@@ -1,10 +1,10 @@
-"""Fine-tune a small LLaMA on JSON over two processes, then question the exported model.
+"""Fine-tunes a small LLaMA on JSON with two processes, then tests the exported model with questions.
 
     python -m toolkits.quickstart [--output DIR]
 
-Everything it needs it writes itself; it runs on the CPU, GPUs are left alone. The training is the ordinary
-launcher's, with all 25 positions; the command is printed, so that it can be repeated with data of your own.
-Exit code 0 from 90 % right answers up, 1 below; the launcher's own code when it fails.
+It writes its own model and data and runs on the CPU; GPUs are not used. It trains with the ordinary launcher
+and all 25 positions, and prints this command, so that you can repeat it with your own data. Exit code: 0 if
+at least 90 % of the answers are right, otherwise 1; the launcher's exit code if training fails.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_SHOWN = 8
 
 
 def launcher_command(space: Workspace) -> list[str]:
-    """The launcher with its 25 positions, in their order, and the flags of this run."""
+    """The command of the launcher: its 25 positions in order, then the flags of this run."""
     positions = {
         "ENV": "dsw",
         "MODEL_SIZE": "auto",
@@ -65,7 +65,7 @@ def launcher_command(space: Workspace) -> list[str]:
 
 
 def train(space: Workspace) -> int:
-    """Run the launcher over two CPU processes; its exit code."""
+    """Run the launcher with two CPU processes; returns its exit code."""
     settings = {"MP_DATASET_TYPE": "raw", "NPROC_PER_NODE": str(NUM_PROCESSES)}
     command = launcher_command(space)
     shown = [f"{name}={value}" for name, value in settings.items()] + [shlex.join(command)]
@@ -74,22 +74,28 @@ def train(space: Workspace) -> int:
     with subprocess.Popen(command, env=environment) as launcher:
         try:
             return launcher.wait()
-        except KeyboardInterrupt:  # the launcher has the same signal, and saves a checkpoint
+        except KeyboardInterrupt:  # the launcher got the same signal and saves a checkpoint
             return launcher.wait()
 
 
 def losses(space: Workspace) -> list[float]:
-    """The training losses of log/metrics.jsonl, in order; evaluation lines are left out."""
+    """The training losses in log/metrics.jsonl, in order, without evaluations."""
     lines = (space.run / "log" / "metrics.jsonl").read_text().splitlines()
     return [record["loss"] for record in map(json.loads, lines) if "loss" in record]
 
 
 def report(space: Workspace, answered: list[Answered], seconds: float) -> None:
-    """Print what a person wants to know at the end."""
+    """Print some answers, the losses, the share of right answers, and the paths of plot and model.
+
+    Args:
+        space: the folders of the quickstart.
+        answered: the held-out questions with the model's answers.
+        seconds: time of the whole quickstart.
+    """
     first, *_, last = losses(space)
-    for example, said in answered[:NUM_SHOWN]:
-        verdict = "right" if said == example.answer else f"wrong, expected {example.answer}"
-        print(f"  {example.instruction} {example.input} -> {said}  ({verdict})")
+    for example, output in answered[:NUM_SHOWN]:
+        verdict = "right" if output == example.answer else f"wrong, expected {example.answer}"
+        print(f"  {example.instruction} {example.input} -> {output}  ({verdict})")
     print(f"loss: {first:.4f} -> {last:.4f}")
     print(f"exact match: {exact_match_percent(answered):.1f} % of {len(answered)} held-out questions")
     print(f"loss plot:   {space.run / 'log' / 'loss.png'}")
@@ -98,7 +104,7 @@ def report(space: Workspace, answered: list[Answered], seconds: float) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Prepare, train, export, question; the exit code."""
+    """Prepare, train, export and test the model; returns the exit code."""
     parser = argparse.ArgumentParser(
         prog="python -m toolkits.quickstart",
         description=__doc__,
@@ -115,9 +121,10 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     print(f"[2/3] training over {NUM_PROCESSES} processes", flush=True)
-    if code := train(space):
+    code = train(space)
+    if code != 0:
         return code
-    print("[3/3] questioning the exported model", flush=True)
+    print("[3/3] asking the exported model questions", flush=True)
     answered = answer(space.run / "hf", held_out)
     report(space, answered, time.monotonic() - begin)
     return 0 if exact_match_percent(answered) >= PASS_PERCENT else 1

@@ -1,4 +1,4 @@
-"""Ask the exported model held-out questions, with transformers alone, and mark its answers."""
+"""Asks the exported model held-out questions with transformers, and counts the right answers."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ MAX_ANSWER_TOKENS = 24
 
 
 class Answered(NamedTuple):
-    """A held-out question and what the model said."""
+    """A held-out question and the model's answer."""
 
     example: Example
-    said: str
+    output: str
 
     @property
     def is_right(self) -> bool:
-        """Exact match; nothing is stripped or lower-cased."""
-        return self.said == self.example.answer
+        """Whether the answer matches exactly, including case and white space."""
+        return self.output == self.example.answer
 
 
 def answer(folder: Path, examples: list[Example]) -> list[Answered]:
@@ -34,8 +34,8 @@ def answer(folder: Path, examples: list[Example]) -> list[Answered]:
     texts = tokenizer.apply_chat_template(conversations, tokenize=False, add_generation_prompt=True)
     prompts = tokenizer(texts, padding=True, add_special_tokens=False, return_tensors="pt")
     tokens = model.generate(**prompts, do_sample=False, max_new_tokens=MAX_ANSWER_TOKENS)
-    said = tokenizer.batch_decode(tokens[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
-    return [Answered(example, text) for example, text in zip(examples, said, strict=True)]
+    outputs = tokenizer.batch_decode(tokens[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [Answered(example, text) for example, text in zip(examples, outputs, strict=True)]
 
 
 def exact_match_percent(answered: list[Answered]) -> float:

@@ -1,4 +1,4 @@
-"""What a person would download: a tokenizer and a model (here with random weights), in Hugging Face form."""
+"""Writes a small tokenizer and model (random weights), in the form of a downloaded Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ LLAMA3_PATTERN = (
 
 
 def write_tokenizer(folder: Path, texts: Iterable[str]) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE on the texts, dress it as LLaMA-3's, and save it.
+    """Train a byte-level BPE on the texts, with LLaMA-3's special tokens and chat template, and save it.
 
-    Digits are taken out of the training texts, so no merge of digits is learned: the split pattern groups
-    up to three of them, yet each stays a token of its own, which a tiny model needs to count places.
+    Digits are removed from the training texts, so no merge of digits is learned. The split pattern groups up
+    to three digits, but each digit stays a token of its own, which a tiny model needs to count places.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -58,7 +58,13 @@ def write_tokenizer(folder: Path, texts: Iterable[str]) -> PreTrainedTokenizerFa
 
 
 def write_model(folder: Path, tokenizer: PreTrainedTokenizerFast, *, seed: int) -> None:
-    """Save a LLaMA-3.1 in miniature: GQA, llama3 RoPE scaling, untied embeddings, 0.16 M parameters."""
+    """Save a very small LLaMA-3.1: GQA, llama3 RoPE scaling, untied embeddings, 0.16 M parameters.
+
+    Args:
+        folder: the folder to write.
+        tokenizer: gives the size of the vocabulary and the ids of the special tokens.
+        seed: seed of the random weights.
+    """
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(tokenizer),

@@ -1,7 +1,8 @@
-"""The office helper's questions: four small tasks that a model of 0.16 M parameters really learns.
+"""Questions of four small tasks, which a model of 0.16 M parameters can learn.
 
-Number words to digits, dates to ISO, amounts to currency, and a field read from a JSON record. Every
-answer follows from the question, so a held-out question can only be answered by having learned the rule.
+The tasks: number words to digits, dates to ISO, amounts to currency, and a field of a JSON record. Every
+answer follows from the question by a rule, so only a model that has learned the rule can answer a held-out
+question.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Example(NamedTuple):
 
     @property
     def question(self) -> str:
-        """What the user says: the alpaca reader joins instruction and input in the same way."""
+        """The user's message; the alpaca reader joins instruction and input in the same way."""
         return f"{self.instruction}\n{self.input}"
 
 
@@ -67,7 +68,7 @@ def _date(rng: random.Random) -> Example:
 def _currency(rng: random.Random) -> Example:
     unit = rng.choice(list(_CURRENCIES))
     cents = rng.randrange(1, 10 ** rng.randint(3, 7))
-    # Whole amounts and tenths are spelled short, as people do.
+    # Whole amounts and tenths may be written short, as people do.
     spelled = rng.choice((f"{cents // 100}", f"{cents // 10 / 10:.1f}", f"{cents / 100:.2f}"))
     answer = f"{_CURRENCIES[unit]}{float(spelled):,.2f}"
     return Example("currency", "Write as currency:", f"{spelled} {unit}", answer)
@@ -90,10 +91,15 @@ TASKS: tuple[Callable[[random.Random], Example], ...] = (_number, _date, _curren
 
 
 def make_examples(*, num_train: int, num_held_out: int, seed: int) -> tuple[list[Example], list[Example]]:
-    """Training and held-out examples, all four tasks in equal parts.
+    """Training and held-out examples, with equal numbers of all four tasks.
 
-    No held-out question occurs in training; nor does a held-out answer in another phrasing, except for
-    fields, whose answers are few and shared by many records.
+    No held-out question occurs in training. Nor does a held-out answer with another question, except for
+    fields, which have only few different answers.
+
+    Args:
+        num_train: number of training examples.
+        num_held_out: number of held-out examples.
+        seed: seed of the random generator.
     """
     rng = random.Random(seed)
     held_out: dict[str, Example] = {}
@@ -110,7 +116,7 @@ def make_examples(*, num_train: int, num_held_out: int, seed: int) -> tuple[list
 
 
 def to_row(example: Example, index: int) -> dict[str, Any]:
-    """The example as a raw JSON row: alpaca keys and OpenAI messages by turns, so that both are read."""
+    """The example as a raw JSON row, alternately with alpaca keys and with OpenAI messages."""
     if index // len(TASKS) % 2 == 0:
         return {"instruction": example.instruction, "input": example.input, "output": example.answer}
     turns = (("user", example.question), ("assistant", example.answer))

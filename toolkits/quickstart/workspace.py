@@ -1,4 +1,4 @@
-"""The quickstart's own folder: emptied for a new run, then filled with a model, a tokenizer and data."""
+"""The quickstart's folder, which is emptied and then filled with a model, a tokenizer and data."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Workspace(NamedTuple):
 
     @property
     def train_data(self) -> Path:
-        """Training rows, one JSON object a line."""
+        """Training rows, one JSON object per line."""
         return self.root / "data" / "train.jsonl"
 
     @property
@@ -45,10 +45,10 @@ class Workspace(NamedTuple):
 
 
 def prepare(root: Path) -> tuple[Workspace, list[Example]]:
-    """Make the workspace anew; the held-out examples.
+    """Empty the folder and write model, tokenizer and data; returns its paths and the held-out examples.
 
     Raises:
-        ConfigError: `root` holds something that no quickstart put there, so nothing is deleted.
+        ConfigError: `root` contains files that no quickstart wrote; nothing is deleted.
     """
     _empty(root)
     space = Workspace(root)
@@ -69,12 +69,12 @@ def _rows(examples: list[Example]) -> list[dict[str, Any]]:
 def _empty(root: Path) -> None:
     if root.exists() and any(root.iterdir()) and not (root / _MARKER).exists():
         raise ConfigError(
-            f"--output {root} holds files that no quickstart wrote, and a quickstart starts from an empty "
-            "folder; expected a new, an empty or an earlier quickstart's folder"
+            f"--output {root} contains files that no quickstart wrote, so it is not used; expected a new or "
+            "empty folder, or the folder of an earlier quickstart"
         )
     root.mkdir(parents=True, exist_ok=True)
     if (root / _MARKER).exists():
-        print(f"starting over: what an earlier quickstart left in {root} is removed", flush=True)
+        print(f"starting over: the files of an earlier quickstart in {root} are removed", flush=True)
     (root / _MARKER).touch()
-    for made in ("model", "data", "run"):
-        shutil.rmtree(root / made, ignore_errors=True)
+    for name in ("model", "data", "run"):
+        shutil.rmtree(root / name, ignore_errors=True)

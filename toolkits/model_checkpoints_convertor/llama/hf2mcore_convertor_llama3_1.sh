@@ -1,11 +1,11 @@
 #!/bin/bash
-# The positions of Pai-Megatron-Patch's LLaMA-3.1 converter, for people who move over; the work is toolkits.convert's.
+# Takes the positions of Pai-Megatron-Patch's LLaMA-3.1 converter, for users who migrate, and calls toolkits.convert.
 #
 #   bash hf2mcore_convertor_llama3_1.sh SIZE SOURCE TARGET TP PP MG2HF CHECK CHECK_ONLY PR [HF_CKPT_PATH]
 #
-# SIZE, TP, PP: anything, not needed. MG2HF: true converts back, SOURCE being the checkpoint. CHECK: true verifies the
-# result. CHECK_ONLY: true verifies what was converted before. PR: fp32, bf16 or fp16, the type to convert to and to
-# verify in. HF_CKPT_PATH: with MG2HF=true, the Hugging Face folder that describes the model.
+# SIZE, TP, PP: not used. MG2HF: true converts back; SOURCE is then the checkpoint. CHECK: true verifies the result.
+# CHECK_ONLY: true only verifies an earlier conversion. PR: fp32, bf16 or fp16, the type to convert to and to verify
+# in. HF_CKPT_PATH: with MG2HF=true, the Hugging Face folder that describes the model.
 set -euo pipefail
 
 if [[ $# -lt 9 || $# -gt 10 ]]; then
@@ -23,7 +23,7 @@ if [[ $mg2hf == true && -z $hf_folder ]]; then
     echo "ERROR HF_CKPT_PATH (position 10) is missing: with MG2HF=true it describes the model" >&2
     exit 2
 fi
-echo "SIZE, TP and PP are not needed: config.json tells the shape, and any TP and PP loads the checkpoint" >&2
+echo "SIZE, TP and PP are not needed: config.json has the shape, and the checkpoint loads at any TP and PP" >&2
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
