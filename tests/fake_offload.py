@@ -19,6 +19,7 @@ import torch
 from fake_device import FakeDevice
 from torch.utils._pytree import tree_leaves
 
+from patch.distributed import async_collectives
 from patch.memory import CudaDevice, cuda_device, staged_copy
 from patch.optimizer import bucket, host_update, hybrid_adam, micro_batch, param_buffer
 from patch.optimizer.kernels import UpdateItem
@@ -31,7 +32,7 @@ def on(fake: FakeDevice) -> Iterator[HostKernel]:
     """The optimizer built and used inside works on the fake device."""
     kernel = HostKernel(fake)
     with ExitStack() as stack:
-        for module in (cuda_device, micro_batch, param_buffer):
+        for module in (async_collectives, cuda_device, param_buffer):
             stack.enter_context(mock.patch.object(module, "streams_of", lambda device: fake))
         for module in (host_update, staged_copy):
             stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", Workers(fake)))

@@ -9,10 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+
+from patch.device import streams_of
 
 # torch 2.13 renamed the collectives on one tensor, and warns of the old names, which 2.11 still needs.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -87,6 +89,22 @@ def start_all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     if group.size() == 1:
         return Pending([])
     return Pending([dist.all_reduce(buffer, group=group, async_op=True)])
+
+
+def read_values(reduced: torch.Tensor, pending: Pending, clock: WaitClock) -> Any:
+    """The values of a small reduction that is under way, as `tolist` gives them.
+
+    It is read on a stream of its own, so the host does not wait for other work that is queued on the GPU.
+
+    Args:
+        reduced: what `start_all_reduce` was given.
+        pending: what it returned.
+        clock: gets the time that this thread waits for the other ranks.
+    """
+    streams = streams_of(reduced.device)
+    with streams.stream(streams.Stream(reduced.device)):
+        pending.wait(clock)
+        return reduced.tolist()
 
 
 def start_reduce_scatter(buffer: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> Pending:

@@ -10,8 +10,7 @@ import torch
 import torch.distributed as dist
 
 from patch.compat.torch_internals import current_backward
-from patch.device import streams_of
-from patch.distributed.async_collectives import Pending, WaitClock, start_all_reduce
+from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
 from patch.errors import TrainingError
 
 NO_BACKWARD = -1
@@ -87,12 +86,8 @@ class LastMicroBatchCheck:
         """
         if self._pending is None:
             return
-        # On a stream of its own the host does not wait for what its GPU has yet to compute.
-        streams = streams_of(self._sum.device)
-        with streams.stream(streams.Stream(self._sum.device)):
-            self._pending.wait(clock)
-            self._pending = None
-            number, size = int(self._sum.item()), self._group.size()
+        pending, self._pending = self._pending, None
+        number, size = int(read_values(self._sum, pending, clock)), self._group.size()
         if number not in (0, size):
             raise TrainingError(
                 f"a micro-batch of stage {self._stage} is the step's last on {number} of {size} ranks, "

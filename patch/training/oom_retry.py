@@ -15,8 +15,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from patch.device import streams_of
-from patch.distributed.async_collectives import Pending, WaitClock, start_all_reduce
+from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
 from patch.logger import get_logger
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.training.error_translation import LostRankError, is_out_of_memory
@@ -90,7 +89,7 @@ class OomRetry:
         """
         if not self._can_agree:
             return True
-        num_short, num_hopeless = read_sums(self._flags, self._pending)
+        num_short, num_hopeless = read_values(self._flags, self._pending, WaitClock(self._flags.device))
         if not num_short:
             return True
         if num_hopeless:
@@ -101,11 +100,3 @@ class OomRetry:
         self._error = None
         set_random_state(self._random)
         return False
-
-
-def read_sums(sums: torch.Tensor, pending: Pending) -> list[float]:
-    """The values of a small pending reduction; does not wait for other work that is queued on the GPU."""
-    streams = streams_of(sums.device)
-    with streams.stream(streams.Stream(sums.device)):
-        pending.wait(WaitClock(sums.device))
-        return sums.tolist()

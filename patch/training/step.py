@@ -18,11 +18,11 @@ from patch.config.schema import RunConfig
 from patch.data import Batch
 from patch.data.batches import StepWork, learned_tokens
 from patch.device import send
-from patch.distributed.async_collectives import Pending, start_all_reduce
+from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
 from patch.distributed.collectives import sum_over
 from patch.model import LlamaModel, sum_learned
 from patch.optimizer import ParamGroup, learning_rate
-from patch.training.oom_retry import OomRetry, read_sums
+from patch.training.oom_retry import OomRetry
 from patch.training.setup import Run
 from patch.training.state_placement import apply_placement
 
@@ -67,7 +67,7 @@ def train_step(run: Run, iteration: int) -> StepResult:
         optimizer.finish_grad_sync()
         is_done = retry.is_done()
     outcome = optimizer.step()
-    loss, tokens = read_sums(sums, pending)
+    loss, tokens = read_values(sums, pending, WaitClock(run.device))
     run.upcoming = StepWork(iteration + 1, following, tokens)
     optimizer.record_memory("train")
     waited_ms = optimizer.exposed_communication_ms()

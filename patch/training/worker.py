@@ -66,7 +66,9 @@ def _train(config: RunConfig) -> int:
         this_run = build_run(config, context, groups)
         if this_run.start_iteration < config.training.train_iters:
             _write_config(config)
-        stopped_by = Trainer(this_run, build_hooks(this_run)).train()
+        with all_or_none():
+            hooks = build_hooks(this_run)
+        stopped_by = Trainer(this_run, hooks).train()
         if not stopped_by and config.checkpoint.export_hf:
             _export(this_run)
     announce_end(128 + stopped_by if stopped_by else 0)
