@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -91,8 +91,8 @@ def start_all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
     return Pending([dist.all_reduce(buffer, group=group, async_op=True)])
 
 
-def read_values(reduced: torch.Tensor, pending: Pending, clock: WaitClock) -> Any:
-    """The values of a small reduction that is under way, as `tolist` gives them.
+def read_values(reduced: torch.Tensor, pending: Pending, clock: WaitClock) -> list[float]:
+    """The few values of a small reduction that is under way.
 
     It is read on a stream of its own, so the host does not wait for other work that is queued on the GPU.
 
@@ -104,7 +104,7 @@ def read_values(reduced: torch.Tensor, pending: Pending, clock: WaitClock) -> An
     streams = streams_of(reduced.device)
     with streams.stream(streams.Stream(reduced.device)):
         pending.wait(clock)
-        return reduced.tolist()
+        return [value.item() for value in reduced.flatten()]
 
 
 def start_reduce_scatter(buffer: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> Pending:

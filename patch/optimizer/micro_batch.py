@@ -87,7 +87,8 @@ class LastMicroBatchCheck:
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
-        number, size = int(read_values(self._sum, pending, clock)), self._group.size()
+        (number,) = map(int, read_values(self._sum, pending, clock))
+        size = self._group.size()
         if number not in (0, size):
             raise TrainingError(
                 f"a micro-batch of stage {self._stage} is the step's last on {number} of {size} ranks, "
