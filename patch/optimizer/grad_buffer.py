@@ -195,8 +195,10 @@ class GradBuffer:
         if stage in self._ended:
             raise TrainingError(
                 f"a backward of stage {stage} began after the step's last, expected one micro-batch outside "
-                "`no_sync`, the last: put the others, and all but the last backward of a retained graph, "
-                "inside `with optimizer.no_sync()`; between steps call `zero_grad`"
+                "`no_sync`, the last: put the others, `torch.autograd.grad` through the model, and all but "
+                "the last backward of a retained graph, inside `with optimizer.no_sync()`; between steps "
+                "call `zero_grad`; a reentrant checkpoint outside of the forward is a backward of its own: "
+                "use_reentrant=False"
             )
         if backward != self._backward:
             self._end_backward()

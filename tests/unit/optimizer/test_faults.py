@@ -2,7 +2,7 @@
 
 All run on two ranks. Where a fault is a race, one rank is late, so that the other still waits for it.
 Tied embeddings on two stages, and states on another DP or bucket size, are tested in
-tests/unit/training/test_sharding.py and test_resharding.py.
+tests/unit/training/test_sharding.py and test_sharded_state.py.
 """
 
 import gc

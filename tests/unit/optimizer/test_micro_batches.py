@@ -127,6 +127,45 @@ def a_retained_graph_inside_no_sync(rank: int, zero_stage: ZeroStage) -> None:
     assert_same_weights(model, oracle)
 
 
+def a_gradient_penalty(rank: int, zero_stage: ZeroStage) -> None:
+    """`torch.autograd.grad` through the model is a backward: inside `no_sync`, or an error that says so."""
+
+    def penalty(loss: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+        return torch.autograd.grad(loss, batch, create_graph=True)[0].square().sum()
+
+    class Penalized(OddModel):
+        def forward(self, batch: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(batch.requires_grad_())
+            return loss + penalty(loss, batch)
+
+    model, oracle = OddModel(), Oracle(Penalized(), zero_stage)
+    optimizer = build_optimizer(model, zero_stage)
+    (step,) = make_steps(1, 2, 1)
+    oracle.take_step(step)
+    batch = step[rank][0].requires_grad_()
+    for context in (nullcontext(), optimizer.no_sync()):
+        optimizer.zero_grad(LR)
+        loss = model(batch)
+        with context:
+            loss = loss + penalty(loss, batch)
+        is_wrong = isinstance(context, nullcontext)
+        with pytest.raises(TrainingError, match=r"autograd\.grad.*no_sync") if is_wrong else nullcontext():
+            loss.backward()
+    optimizer.step()
+    optimizer.finish_param_sync()
+    assert_same_weights(model, oracle)
+
+
+def a_reentrant_checkpoint_outside_of_the_forward(rank: int, zero_stage: ZeroStage) -> None:
+    model = OddModel()
+    optimizer = build_optimizer(model, zero_stage)
+    optimizer.zero_grad(LR)
+    hidden = model(torch.ones(4, 23)) * torch.ones(7)
+    loss = checkpoint(lambda x: (x * model.gain).sum(), hidden, use_reentrant=True)
+    with pytest.raises(TrainingError, match="use_reentrant=False"):
+        loss.backward()
+
+
 def accumulation_without_no_sync(rank: int, zero_stage: ZeroStage) -> None:
     model = OddModel()
     optimizer = build_optimizer(model, zero_stage)
@@ -287,6 +326,8 @@ CHECKS = [
     a_second_gradient_of_a_reduced_bucket,
     a_second_backward_of_a_retained_graph,
     a_retained_graph_inside_no_sync,
+    a_gradient_penalty,
+    a_reentrant_checkpoint_outside_of_the_forward,
     accumulation_without_no_sync,
     a_backward_without_a_forward_of_the_model,
     a_backward_between_two_steps,
