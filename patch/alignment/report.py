@@ -64,7 +64,8 @@ def verify(
 ) -> Report:
     """Compare a checkpoint with the Hugging Face folder that should hold the same weights.
 
-    Both models are loaded into this process, which joins a job of one process and leaves it.
+    Both models are loaded into this process, which joins a job of one process and leaves it. On a machine
+    without a GPU call `patch.compat.apply(cuda=False)` before: megatron-core asks for one.
 
     Args:
         hf: the Hugging Face folder.
@@ -72,7 +73,7 @@ def verify(
         precision: in which both models compute; None: the type of the checkpoint's weights.
         attention: transformers' implementation to compare with.
     Raises:
-        ConfigError: one of the folders is not what it should be.
+        ConfigError: one of the folders is not what it should be, or `compat.apply` is missing on a CPU.
         CheckpointError: the checkpoint is damaged, or of another model.
         ConversionError: the Hugging Face folder is damaged, or of another model.
     """
