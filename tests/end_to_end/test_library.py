@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "examples/llama3_1/library"
 EXAMPLES = sorted(LIBRARY.glob("*.py"))
-# Ten steps of both: sums in another order, and AdamW's root where a moment is small.
-BOUND = 1e-6
+# Ten steps move a weight by up to 0.1; another order of sums shows most where Adam's moments are small.
+BOUND = 1e-5
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>' }}"
