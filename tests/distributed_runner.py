@@ -60,7 +60,7 @@ def _child(
     os.environ[_FOLDER] = folder
     torch.set_num_threads(1)
     try:
-        _join()
+        rejoin()
         results.put((rank, None, body(rank, world_size, *args)))
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
@@ -68,8 +68,8 @@ def _child(
         results.put((rank, traceback.format_exc(), None))
 
 
-def _join() -> None:
-    """Join the body's next job."""
+def rejoin() -> None:
+    """Join the body's next job; for a body that has left its job by itself."""
     import torch.distributed
 
     torch.distributed.init_process_group(
@@ -92,7 +92,7 @@ def new_job() -> None:
     torch.distributed.barrier()  # nobody leaves while another still expects its data
     parallel_state.destroy_model_parallel()
     torch.distributed.destroy_process_group()
-    _join()
+    rejoin()
 
 
 def run_distributed(

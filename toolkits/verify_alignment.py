@@ -14,12 +14,16 @@ from pathlib import Path
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, 4 if the difference is not normal, or the exit code of an error."""
     options = _parse(argv)
+    import torch
+
+    from patch import compat
     from patch.alignment import verify
     from patch.errors import ConfigError, PatchError
     from patch.logger import configure_logging
 
     configure_logging()
     try:
+        compat.apply(torch.cuda.is_available())
         if options.json is not None and not options.json.absolute().parent.is_dir():
             raise ConfigError(f"--json {options.json}: expected a file in a folder that exists")
         report = verify(

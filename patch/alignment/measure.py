@@ -31,6 +31,7 @@ from patch.config.choices import HfAttention, Precision
 from patch.config.schema import ModelConfig
 from patch.device import DeviceContext
 from patch.distributed.groups import alone
+from patch.errors import ConfigError
 from patch.families import weight_rows
 from patch.model import SOURCES, LlamaModel
 
@@ -80,12 +81,15 @@ def measure(hf: Path, mcore: Path, precision: Precision | None, attention: HfAtt
         precision: type in which both models compute; None: the type of the checkpoint's weights.
         attention: attention implementation of transformers' model.
     Raises:
-        ConfigError: one of the folders is not of the expected kind.
+        ConfigError: a folder is not of the expected kind, or `compat.apply` was not called on a CPU.
         CheckpointError: the checkpoint is damaged, or of another model.
         ConversionError: the Hugging Face folder is damaged, or of another model.
     """
     context = DeviceContext.select(0)
-    compat.apply(context.is_cuda)
+    if not (context.is_cuda or compat.is_applied_on_cpu()):
+        raise ConfigError(
+            "megatron-core asks for a GPU, this machine has none: call patch.compat.apply(cuda=False) first"
+        )
     stored = find_checkpoint(mcore, hf)
     precision = precision or stored.precision
     model = dataclasses.replace(stored.model, precision_align=attention)

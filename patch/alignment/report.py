@@ -66,7 +66,7 @@ def verify(
     """Compare a checkpoint with the Hugging Face folder that should hold the same weights.
 
     Both models are loaded into this process, which initializes torch.distributed for one rank and shuts it
-    down.
+    down. On a machine without a GPU call `patch.compat.apply(cuda=False)` before: megatron-core needs it.
 
     Args:
         hf: the Hugging Face folder.
@@ -74,7 +74,7 @@ def verify(
         precision: type in which both models compute; None: the type of the checkpoint's weights.
         attention: attention implementation of transformers' model.
     Raises:
-        ConfigError: one of the folders is not of the expected kind.
+        ConfigError: a folder is not of the expected kind, or `compat.apply` was not called on a CPU.
         CheckpointError: the checkpoint is damaged, or of another model.
         ConversionError: the Hugging Face folder is damaged, or of another model.
     """

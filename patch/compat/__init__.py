@@ -1,12 +1,13 @@
 """The only package that uses private names, and corrects what megatron-core 0.16.1 gets wrong; see README.md.
 
 Importing it changes nothing and does not import megatron-core, because `quick_start` must come before that.
-Each process calls `apply` once, when it starts.
+`apply` changes functions of megatron-core for the whole process, so the program that starts a process calls
+it: the worker of a run, a command line, a host program. No other package does.
 """
 
 from patch.compat.fast_import import quick_start
 
-__all__ = ["apply", "quick_start"]
+__all__ = ["apply", "is_applied_on_cpu", "quick_start"]
 
 
 def apply(cuda: bool) -> None:
@@ -22,3 +23,10 @@ def apply(cuda: bool) -> None:
     if not cuda:
         cpu.apply()
     dist_checkpointing.apply(cuda)
+
+
+def is_applied_on_cpu() -> bool:
+    """Whether `apply(cuda=False)` was called, without which megatron-core's models need a GPU."""
+    from patch.compat import cpu
+
+    return cpu.is_applied()

@@ -94,3 +94,8 @@ def apply() -> None:
     for module_name in MODULES:
         replace_torch(module_name)
     vars(random).update(_get_cuda_rng_state=_get_rng_state, _set_cuda_rng_state=_set_rng_state)
+
+
+def is_applied() -> bool:
+    """Whether upstream's modules have the stand-in."""
+    return isinstance(vars(random)["torch"], TorchOnCpu)

@@ -1,5 +1,9 @@
 """Data: tokenizer, JSON readers, chat rendering and masks, pre-training sets, batches; see README.md.
 
+`load_sft` reads chat rows with the tokenizer of `load_tokenizer`; what it returns is a torch Dataset of
+`Sample`s, for a DataLoader or for `BatchReader`, which gives each data-parallel rank its `Batch`es. A
+`SampleSource` is anything with samples by index; `build_datasets` makes the `DataSets` of a run.
+
 Nothing here imports megatron-core. The pre-training sets do, so they are imported from their own modules:
 `patch.data.pretrain.load_pretrain` reads one, `patch.data.preprocess.write_indexed` makes one.
 """

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from patch.data.batches import Sample
@@ -30,7 +31,7 @@ _SPARE_TOKENS = 256
 """Tokens behind the last one that is used, so that the cut through the text changes none of those."""
 
 
-class SftSource:
+class SftSource(Dataset[Sample]):
     """Tokenized conversations in three flat arrays, 5 bytes a token; padded when they are read.
 
     Args:

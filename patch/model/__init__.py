@@ -1,5 +1,6 @@
 """The LLaMA model on megatron-core's GPTModel; see README.md."""
 
+from patch.config.schema import Execution
 from patch.model.hf_order import SOURCES
 from patch.model.llama import WEIGHT_PREFIXES, LlamaModel, build_llama_model, sharded_weights
 from patch.model.loss import sum_learned
@@ -8,6 +9,7 @@ from patch.model.weight_init import forget_weights, initialize_weights
 __all__ = [
     "SOURCES",
     "WEIGHT_PREFIXES",
+    "Execution",
     "LlamaModel",
     "build_llama_model",
     "forget_weights",

@@ -32,7 +32,7 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.device import torch_dtype
 from patch.distributed.async_collectives import Pending, WaitClock
-from patch.errors import TrainingError
+from patch.errors import CheckpointError, TrainingError
 from patch.optimizer.bucket import Reduction
 from patch.optimizer.grad_buffer import GradBuffer
 from patch.optimizer.hybrid_adam import HybridAdam, Offload
@@ -347,6 +347,46 @@ class OverlappedDistributedOptimizer:
         return self._clock.read_ms()
 
     # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs to go on, beside the model's state_dict; call it on all ranks.
+
+        It fits the same model, bucket size, number of ranks and ZeRO stage; `sharded_state_dict` fits any.
+
+        Returns:
+            `common_state_dict()` and "states": each state of this rank's shards, flat, on the CPU.
+        """
+        self.finish_param_sync()
+        states = {
+            name: torch.cat([torch.empty(0, dtype=dtype), *(values.cpu() for values in self._views(name))])
+            for name, dtype in self.adam.dtypes.items()
+        }
+        return {**self.common_state_dict(), "states": states}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` returned on this rank; the model loads its weights by itself.
+
+        Raises:
+            CheckpointError: the states are those of other shards.
+        """
+        self.finish_param_sync()
+        views = {name: self._views(name) for name in self.adam.dtypes}
+        expected = {name: sum(values.numel() for values in found) for name, found in views.items()}
+        got = {name: values.numel() for name, values in state["states"].items()}
+        if got != expected:
+            raise CheckpointError(
+                f"optimizer states have {got} elements on this rank, expected {expected}: load them with the "
+                "model, bucket size, number of ranks and ZeRO stage that they were saved with"
+            )
+        for name, found in views.items():
+            parts = state["states"][name].split([values.numel() for values in found])
+            for values, part in zip(found, parts, strict=True):
+                values.copy_(part)
+        self.load_common_state_dict(state)
+
+    def _views(self, name: str) -> list[torch.Tensor]:
+        """A state of this rank's shards, parameter after parameter."""
+        return [values for _, _, values in self._own.state_ranges(partial(self.adam.state, name))]
 
     def common_state_dict(self) -> dict[str, Any]:
         """What is the same on all ranks: the number of steps and the loss scale."""

@@ -1,0 +1,213 @@
+"""The programs in examples/llama3_1/library, as another program uses the packages: what they give is right.
+
+They run in processes of the test's runner, as torchrun would start them.
+"""
+
+import json
+import os
+import runpy
+import socket
+import subprocess
+import sys
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from distributed_runner import rejoin, run_distributed
+from llama3_tokenizer import tiny_tokenizer
+from safetensors.torch import load_file
+from small_runs import hf_llama, small_run
+from torch.nn.parallel import DistributedDataParallel
+
+ROOT = Path(__file__).parents[2]
+LIBRARY = ROOT / "examples/llama3_1/library"
+EXAMPLES = sorted(LIBRARY.glob("*.py"))
+# Ten steps move a weight by up to 0.1; another order of sums shows most where Adam's moments are small.
+BOUND = 1e-5
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>' }}"
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    "{{ message['content'] + '<|eot_id|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] + '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>' }}{% endif %}"
+)
+
+
+def test_there_are_four_of_at_most_30_lines() -> None:
+    assert len(EXAMPLES) == 4
+    assert all(len(example.read_text().splitlines()) <= 30 for example in EXAMPLES)
+
+
+def _run_example(name: str, port: int, *arguments: object) -> list[tuple]:
+    """Run a program as a rank of torchrun does; the arguments of its calls of `print`."""
+    torch.distributed.destroy_process_group()
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    printed: list[tuple] = []
+    sys.argv = [name, *map(str, arguments)]
+    runpy.run_path(str(LIBRARY / name), {"print": lambda *values: printed.append(values)}, "__main__")
+    rejoin()
+    return printed
+
+
+@pytest.fixture
+def port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _train_both(rank: int, world_size: int, folder: Path, port: int) -> dict[str, float]:
+    """The largest difference of each parameter between the program's and torch's training."""
+    os.chdir(folder)
+    _run_example("overlapped_optimizer.py", port)
+    torch.manual_seed(0)
+    model = torch.nn.Bilinear(16, 16, 4)
+    replicas = DistributedDataParallel(model)
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.95), eps=1e-8)
+    for first, last in torch.randn(10, 2, 8, 16, generator=torch.manual_seed(1 + rank)):
+        optimizer.zero_grad()
+        for batch, context in ((first, replicas.no_sync()), (last, nullcontext())):
+            with context:
+                (replicas(batch, batch).square().mean() / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    saved = torch.load(f"rank{rank}.pt")
+    assert saved["optimizer"]["optimizer_steps"] == 10
+    return {
+        name: (value - saved["model"][name]).abs().max().item() for name, value in model.state_dict().items()
+    }
+
+
+def test_optimizer_trains_any_module_as_ddp_and_adamw_do(tmp_path: Path, port: int) -> None:
+    for differences in run_distributed(_train_both, 2, tmp_path, port):
+        assert max(differences.values()) < BOUND
+
+
+def _receive(rank: int, world_size: int, folder: Path, port: int) -> dict[str, bool]:
+    """The tensors that this rank received, and whether they are those of the folder to the bit."""
+    stored = load_file(folder / "model.safetensors")
+    received = _run_example("stream_weights.py", port, folder)
+    return {
+        name: tensor.dtype == stored[name].dtype and torch.equal(tensor, stored[name])
+        for name, tensor in received
+    }
+
+
+def test_weights_of_a_model_over_two_processes_are_those_of_the_folder(tmp_path: Path, port: int) -> None:
+    hf_llama(small_run()).to(torch.bfloat16).save_pretrained(tmp_path)
+    received, nothing = run_distributed(_receive, 2, tmp_path, port)
+    assert received.keys() == load_file(tmp_path / "model.safetensors").keys() and not nothing
+    assert all(received.values()), received
+
+
+ALONE = """
+import json, os, runpy, sys
+from pathlib import Path
+from types import FunctionType, MethodType, ModuleType
+import warnings
+import torch.distributed.checkpoint, torch.distributed.fsdp, torch.nn.parallel, torch.optim, torch.utils.data
+import transformers
+import megatron.core.dist_checkpointing.strategies.torch
+import megatron.core.models.gpt.gpt_model, megatron.core.pipeline_parallel.schedules
+KINDS = FunctionType, MethodType, ModuleType, type
+METHODS = FunctionType, staticmethod, classmethod, property
+
+def seen():
+    found = {"filters": list(warnings.filters), "compile": torch.compile}
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] not in ("torch", "megatron", "warnings", "pickle"):
+            continue
+        for key, value in list(vars(module).items()):
+            if isinstance(value, KINDS):
+                found[name, key] = value
+            if isinstance(value, type) and value.__module__ == name:
+                found |= {(name, key, own): v for own, v in vars(value).items() if isinstance(v, METHODS)}
+    return found
+
+def changed(before):
+    after = seen()
+    return [key for key, value in before.items() if after.get(key) is not value and after.get(key) != value]
+
+before = seen()
+library, folder = map(Path, sys.argv[1:3])
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[3])
+os.chdir(folder)
+for name, *arguments in (
+    ("chat_dataset.py", "rows.jsonl", "hf"),
+    ("convert_weights.py", "hf", "mcore", "new"),
+    ("overlapped_optimizer.py",),
+):
+    sys.argv = [name, *arguments]
+    runpy.run_path(str(library / name), run_name="__main__")
+from patch import compat
+from patch.alignment import verify
+try:
+    verify(Path("hf"), Path("mcore"))
+except ValueError as error:
+    print(error, file=sys.stderr)
+print("CHANGED", changed(before))
+compat.apply(cuda=False)
+print("APPLIED", changed(before))
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder with what the programs made there, and the process in which they ran one after the other."""
+    folder = tmp_path_factory.mktemp("library")
+    hf_llama(small_run(), folder / "hf")
+    tiny_tokenizer(template=TEMPLATE).save_pretrained(folder / "hf")
+    (folder / "rows.jsonl").write_text(json.dumps({"messages": MESSAGES}) + "\n")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-c", ALONE, str(LIBRARY), str(folder), str(port)]
+    return folder, subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+
+
+MESSAGES = [
+    {"role": "user", "content": "what is two plus two?"},
+    {"role": "assistant", "content": "four"},
+    {"role": "user", "content": "hello world"},
+    {"role": "assistant", "content": "yes and no"},
+]
+
+
+def test_programs_change_nothing_of_torch_and_megatron(alone: tuple[Path, Any]) -> None:
+    assert alone[1].returncode == 0, alone[1].stderr
+    changed, applied = alone[1].stdout.splitlines()[-2:]
+    assert changed == "CHANGED []"
+    assert "_reduce" in applied and "filters" in applied and "save_state_dict_async_finalize" in applied
+
+
+def test_verify_on_a_cpu_says_which_call_is_missing(alone: tuple[Path, Any]) -> None:
+    assert "call patch.compat.apply(cuda=False) first" in alone[1].stderr
+
+
+def test_a_folder_comes_back_to_the_bit(alone: tuple[Path, Any]) -> None:
+    """config.json gets transformers 4's keys beside its own."""
+    source, target = alone[0] / "hf", alone[0] / "new"
+    names = {path.name for path in source.iterdir()}
+    assert names == {path.name for path in target.iterdir()}
+    for name in names - {"config.json"}:
+        assert (source / name).read_bytes() == (target / name).read_bytes(), name
+
+
+def test_tokens_and_mask_are_those_of_the_chat_template(alone: tuple[Path, Any]) -> None:
+    tokenizer = tiny_tokenizer(template=TEMPLATE)
+    expected = tokenizer.apply_chat_template(
+        MESSAGES, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    lines = [line.split(maxsplit=2) for line in alone[1].stdout.splitlines()]
+    printed = [line for line in lines if line[-2:-1] in (["learned"], ["-"])]
+    assert [int(line[0]) for line in printed] == expected["input_ids"][1:]
+    assert [line[1] == "learned" for line in printed] == [
+        bool(mask) for mask in expected["assistant_masks"][1:]
+    ]
