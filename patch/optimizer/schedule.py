@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step: linear warm-up, then cosine."""
+"""Learning rate as a pure function of the step: linear warm-up, then cosine decay."""
 
 import math
 
@@ -6,12 +6,13 @@ from patch.config.schema import OptimizerConfig
 
 
 def learning_rate(step: int, train_iters: int, optimizer: OptimizerConfig) -> float:
-    """The rate of one step.
+    """The learning rate of one step.
 
     Args:
-        step: counted from 1. The first step already has lr / warm-up (Megatron-LM's has 0 and moves
+        step: counted from 1. The first step has lr / warm-up steps (in Megatron-LM it has 0 and changes
             nothing); the last one has exactly min_lr.
-        train_iters: steps of the whole run; the cosine ends there.
+        train_iters: steps of the whole run, where the cosine ends.
+        optimizer: lr, min_lr and the number of warm-up steps.
     Source: Loshchilov & Hutter, arXiv:1608.03983, without restarts.
     """
     warmup = optimizer.lr_warmup_iters

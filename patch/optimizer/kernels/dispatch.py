@@ -1,4 +1,4 @@
-"""Which implementation of the update a device gets."""
+"""Chooses the implementation of the update for a device."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from patch.optimizer.kernels.spec import AdamKernel
 
 @cache
 def adam_kernel(device: torch.device) -> AdamKernel:
-    """Triton for CUDA tensors, C++ for CPU tensors, NumPy without a compiler."""
+    """The kernel for a device: Triton for CUDA, C++ for the CPU, NumPy for a CPU without a compiler."""
     if device.type == "cuda":
-        # Comes with torch's CUDA builds only.
+        # Imported here, because only torch's CUDA builds come with Triton.
         from patch.optimizer.kernels.triton_adam import TritonAdam
 
         return TritonAdam()
