@@ -258,11 +258,15 @@ class HybridAdam:
         """Update those elements of some shards whose states are on the device; call `start_update` before."""
         assert self._scalars, "call start_update first"
         wanted = set(indices)
-        chunks = {chunk: None for index in indices for chunk in self._chunks_of[index]}
+        chunks = dict.fromkeys(chunk for index in indices for chunk in self._chunks_of[index])
         items = []
-        for chunk in (chunk for chunk in chunks if not chunk.is_on_host):
+        for chunk in chunks:
+            if chunk.is_on_host:
+                continue
             chunk.wait_for_transfer()
-            for r in (range_ for range_ in chunk.ranges if range_.shard in wanted):
+            for r in chunk.ranges:
+                if r.shard not in wanted:
+                    continue
                 grad, param, _ = self.shards[r.shard]
                 states = adam_states(chunk.states, r.in_chunk, param[r.in_shard])
                 items.append(UpdateItem(grad[r.in_shard], states, self._scalars[r.group]))

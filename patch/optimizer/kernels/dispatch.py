@@ -12,6 +12,8 @@ from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 from patch.optimizer.kernels.spec import AdamKernel
 
+_logger = get_logger(__name__)
+
 
 @cache
 def adam_kernel(device: torch.device) -> AdamKernel:
@@ -24,7 +26,7 @@ def adam_kernel(device: torch.device) -> AdamKernel:
     try:
         return CppAdam()
     except BuildError as reason:
-        get_logger(__name__).warning(
+        _logger.warning(
             "the optimizer runs in NumPy, about 10 times slower than in C++: %s. "
             "Install g++ or clang++, or name a C++17 compiler in CXX",
             reason,
