@@ -23,7 +23,6 @@ background (`async_sharded_save` with a forked caller) needs a queue between pro
 
 from __future__ import annotations
 
-import logging
 import queue
 import warnings
 from collections.abc import Callable
@@ -39,8 +38,9 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 
 from patch.compat.cpu import replace_torch
 from patch.errors import CheckpointError
+from patch.logger import get_logger
 
-_logger = logging.getLogger(__name__)
+_logger = get_logger(__name__)
 _save_common = common.TorchCommonSaveStrategy.save_common
 _validate_sharding_integrity = state_dict_utils.validate_sharding_integrity
 

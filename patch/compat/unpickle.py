@@ -78,7 +78,7 @@ def _check_memo_size(stream: IO[bytes]) -> io.BytesIO:
     contents = stream.read()
     for opcode, argument, _ in pickletools.genops(contents):
         if opcode.name in _MEMO_PUTS and cast(int, argument) > len(contents):
-            raise ValueError(f"its memo has place {argument}, it has {len(contents)} bytes")
+            raise ValueError(f"it uses memo entry {argument}, but has only {len(contents)} bytes")
     return io.BytesIO(contents)
 
 

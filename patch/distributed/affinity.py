@@ -41,6 +41,7 @@ def cores_of_workers(machine: MachineFacts, num_local: int, nodes: Path = _NODES
         return None
     shares = [set().union(*(cores[node] for node in home)) for home in homes]
     threads = max(1, machine.cpu_cores // num_local)
+    # All workers of a node share its cores; a share of all cores would bind to nothing.
     fits = all(share < own and len(share) // shares.count(share) >= threads for share in shares)
     return shares if fits else None
 

@@ -124,12 +124,12 @@ def start_reduce_scatter(buffer: torch.Tensor, out: torch.Tensor, group: dist.Pr
     received = [part if rank == group.rank() else torch.empty_like(part) for rank, part in enumerate(own)]
 
     def add_up() -> None:
-        *parts, last = received
-        total = parts[0]
-        for part in parts[1:]:
-            # The sum goes to received memory, because `out` may be a part that has not been added yet.
-            total = torch.add(total, part, out=received[1] if group.rank() == 0 else received[0])
-        torch.add(total, last, out=out)
+        # Partial sums go to a received part, because `out` may be a part that has not been added yet.
+        partial_sum = received[1] if group.rank() == 0 else received[0]
+        total = received[0]
+        for part in received[1:-1]:
+            total = torch.add(total, part, out=partial_sum)
+        torch.add(total, received[-1], out=out)
 
     return Pending(_exchange(own, received, group), add_up)
 

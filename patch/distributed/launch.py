@@ -287,7 +287,7 @@ class Supervisor:
                 continue
             if not self._failures:
                 self._failed_at = time.monotonic()
-                # A worker that has not set its signal handlers yet ends by a forwarded signal itself.
+                # A forwarded signal ends a worker that has no handlers yet: that needs no error message.
                 ended_by_signal = -code in (number for number, _ in self._signals)
                 if not (ended_by_signal or self._given_up):
                     _logger.error("local rank %d ended: %s", local_rank, _describe(code))
@@ -374,7 +374,7 @@ def _describe(code: int) -> str:
 
 
 def _begin(launcher: int, cores: set[int] | None) -> None:
-    """Runs in the new process: the kernel shall kill it when the launcher dies; bind it to its cores."""
+    """Run in the new process: let the kernel kill it when the launcher dies, and bind it to its cores."""
     _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher:  # the launcher died before this call
         os._exit(1)

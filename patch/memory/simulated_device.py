@@ -54,8 +54,8 @@ class SimulatedDevice:
         """
         if self.allocated_bytes + num_bytes > self.budget:
             raise SimulatedOutOfMemory(
-                f"{self.allocated_bytes} bytes in use and {num_bytes} more, expected at most {self.budget} "
-                "(--simulated-device-memory)"
+                f"{num_bytes} bytes do not fit on the simulated device: {self.allocated_bytes} are in use, "
+                f"expected at most {self.budget} together (--simulated-device-memory)"
             )
         self.allocated_bytes += num_bytes
         self._peak_bytes = max(self._peak_bytes, self.allocated_bytes)

@@ -1,10 +1,10 @@
 """Optimizer states in chunks: the unit in which they are placed, moved, updated and counted.
 
-Ranges of elements of bucket shards are registered Next-Fit: behind the range before, or in a new chunk when
-they do not fit; ranges longer than a chunk are cut. All chunks have one size, in elements, so that buffers
-can be exchanged instead of copied. A chunk's states travel together. Ranges whose gradients need an extra
-reduction have chunks of their own, behind the others; their buffers are only as long as what they hold,
-because they are never exchanged.
+Ranges of elements of bucket shards are registered Next-Fit: after the previous range, or in a new chunk if
+they do not fit; ranges longer than a chunk are split. All chunks have one size, in elements, so that buffers
+can be exchanged instead of copied. The states of a chunk move together. Ranges whose gradients need an extra
+reduction are in separate chunks, after the others; the buffers of these chunks are only as long as their
+ranges, because they are never exchanged.
 
 Source: Chunk and ChunkManager of Pai-Megatron-Patch (megatron/core/optimizer/chunk), which took them from
 ColossalAI's Gemini.
@@ -21,20 +21,21 @@ import torch
 from patch.memory import HOST, Allocator, StagedCopier
 from patch.optimizer.layout import ShardRange
 
-# The search tries this many multiples of a unit: 8 Mi elements, or a 64th of a small model.
+# The search for a chunk size tries this many multiples of a unit: 8 Mi elements, or 1/64 of a small model.
 _CANDIDATES, _UNIT, _UNITS_OF_SMALL = 16, 8 << 20, 64
 
 
 class ChunkFullError(Exception):
-    """A tensor does not fit behind those that a chunk holds."""
+    """A tensor does not fit into the unused part of a chunk."""
 
 
 class Chunk:
     """A flat buffer of one state.
 
     Args:
-        size: elements.
+        size: elements of the buffer.
         memory: where the buffer is allocated.
+        dtype: the type of its elements.
     """
 
     def __init__(self, size: int, memory: Allocator, dtype: torch.dtype = torch.float32) -> None:
@@ -43,10 +44,10 @@ class Chunk:
         self.data = memory.allocate(size, dtype)
 
     def alloc_tensor(self, numel: int) -> torch.Tensor:
-        """Take the next `numel` elements, zeros; the view is valid until the chunk moves.
+        """A view of the next `numel` unused elements, which are zeros; valid until the chunk moves.
 
         Raises:
-            ChunkFullError: fewer are left.
+            ChunkFullError: fewer elements are unused.
         """
         if self.used + numel > self.size:
             raise ChunkFullError(f"{numel} elements do not fit behind {self.used} in a chunk of {self.size}")
@@ -54,7 +55,7 @@ class Chunk:
         return self.data[self.used - numel : self.used]
 
     def append_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy a tensor behind those that are there, and return its flat view.
+        """Copy a tensor into the next unused elements, and return a flat view of the copy.
 
         Raises:
             ChunkFullError: it does not fit.
@@ -69,13 +70,14 @@ class Chunk:
 
 
 class ChunkRange(NamedTuple):
-    """Neighbouring elements of one bucket shard that lie in one chunk."""
+    """Neighbouring elements of one bucket shard whose states are in one chunk."""
 
     shard: int
     """Index of the bucket shard."""
     begin: int
     """First element, counted in the shard."""
     end: int
+    """Element after the last one, counted in the shard."""
     group: int
     """Index of the parameter group."""
     offset: int
@@ -93,12 +95,12 @@ class ChunkRange(NamedTuple):
 
 
 class StateChunk:
-    """The states of up to `size` elements, one `Chunk` for each; without buffers until `allocate`."""
+    """The states of up to `size` elements, one `Chunk` for each state; without buffers until `allocate`."""
 
     def __init__(self, size: int, needs_extra_reduction: bool) -> None:
         self.size, self.needs_extra_reduction = size, needs_extra_reduction
         self.index = 0
-        """In the order of backward: the gradients of chunk 0 come first, its parameters are needed last."""
+        """Order of backward: chunk 0 has the first gradients, and its parameters are needed last."""
         self.ranges: list[ChunkRange] = []
         self.is_on_host = False
         self.states: dict[str, Chunk] = {}
@@ -115,7 +117,14 @@ class StateChunk:
         return sum(chunk.data.nbytes for chunk in self.states.values())
 
     def views(self, name: str, shard: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Views of a state of elements [begin, end) of a shard, each with its first element in the shard."""
+        """Views of a state of elements [begin, end) of a shard, as (first element in the shard, view).
+
+        Args:
+            name: the state.
+            shard: index of the bucket shard.
+            begin: first element, counted in the shard.
+            end: element after the last one.
+        """
         self.wait_for_transfer()
         for range_ in self.ranges:
             first, last = max(begin, range_.begin), min(end, range_.end)
@@ -124,7 +133,7 @@ class StateChunk:
                 yield first, self.states[name].data[offset : offset + last - first]
 
     def allocate(self, dtypes: Mapping[str, torch.dtype], memory: Allocator) -> None:
-        """Allocate a buffer of zeros for each state."""
+        """Allocate a buffer of zeros in `memory` for each state."""
         size = self.numel if self.needs_extra_reduction else self.size
         self.states = {name: Chunk(size, memory, dtype) for name, dtype in dtypes.items()}
         for chunk in self.states.values():
@@ -133,11 +142,15 @@ class StateChunk:
     def reset_device(self, memory: Allocator, copier: StagedCopier, *, is_host: bool) -> None:
         """Move all states to other memory; views of them become invalid.
 
-        States that move to the host have left the device when this returns, because their memory is wanted
-        there. States that move to the device may still be on their way, see `wait_for_transfer`.
+        A move to the host is complete when this returns, because its purpose is to free memory of the device.
+        A move to the device may still go on, see `wait_for_transfer`.
 
+        Args:
+            memory: where the new buffers are allocated.
+            copier: copies the states.
+            is_host: whether `memory` is host memory.
         Raises:
-            OutOfMemoryError: the device has no room; all states are where they were.
+            OutOfMemoryError: the device has too little free memory; no state was moved.
         """
         self.wait_for_transfer()
         twins: dict[str, Chunk] = {}
@@ -158,7 +171,7 @@ class StateChunk:
         self.states, self.is_on_host = twins, is_host
 
     def wait_for_transfer(self) -> None:
-        """Wait until all states are where they were moved to; call it before they are used."""
+        """Wait until the last move is complete; call it before the states are used."""
         if self._transfer is not None:
             self._transfer.result()
             self._transfer = None
@@ -170,7 +183,7 @@ class ChunkManager:
     Args:
         size: elements of a chunk.
         device: the memory of chunks that are not on the host.
-        copier: copies chunks that move; None where chunks never move.
+        copier: copies chunks that move; None if chunks never move.
     """
 
     def __init__(self, size: int, device: Allocator, copier: StagedCopier | None = None) -> None:
@@ -183,7 +196,7 @@ class ChunkManager:
 
         Args:
             shard: index of the bucket shard.
-            elements: the range; one whose gradient needs an extra reduction goes to chunks of its own.
+            elements: the range; ranges whose gradients need an extra reduction go to separate chunks.
         """
         begin, end, group, needs_extra_reduction = elements
         while begin < end:
@@ -207,10 +220,10 @@ class ChunkManager:
             chunk.allocate(dtypes, HOST if chunk.is_on_host else self._device)
 
     def move(self, chunk: StateChunk, *, to_host: bool) -> None:
-        """Move a chunk that is not being updated.
+        """Move a chunk that is not being updated to the host or to the device.
 
         Raises:
-            OutOfMemoryError: the device has no room; nothing moved.
+            OutOfMemoryError: the device has too little free memory; nothing was moved.
         """
         if to_host != chunk.is_on_host:
             assert self._copier is not None, "these chunks never move"
@@ -223,7 +236,7 @@ class ChunkManager:
 
     @property
     def offload_fraction(self) -> float:
-        """The share of these elements whose states are on the host."""
+        """The share of elements whose states are on the host."""
         on_host = sum(chunk.numel for chunk in self.chunks if chunk.is_on_host)
         return on_host / max(1, self.num_elements)
 
@@ -233,9 +246,9 @@ class ChunkManager:
 
 
 def find_best_chunk_size(numels: Sequence[int]) -> int:
-    """The chunk size, in elements, that leaves the fewest elements of chunks unused.
+    """The chunk size, in elements, with the fewest unused elements in chunks.
 
-    The smallest of equally good sizes is taken: with small chunks the offloaded fraction is more exact.
+    Of equally good sizes the smallest is returned: small chunks make the offloaded fraction more exact.
 
     Args:
         numels: lengths of the ranges, in the order of registration.

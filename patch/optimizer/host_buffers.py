@@ -1,4 +1,4 @@
-"""Host memory that the updates of chunks on the host use beside the chunks' states."""
+"""Buffers in host memory that updates of chunks on the host need in addition to the chunks' states."""
 
 from __future__ import annotations
 
@@ -11,45 +11,58 @@ from patch.memory import HOST, Event, OffloadDevice
 from patch.optimizer.chunk import Chunk
 from patch.optimizer.layout import BucketShard
 
-# Of the chunks on the host, at most this share is updated speculatively.
+# The largest share of the chunks on the host that is updated speculatively.
 _SPECULATIVE_SHARE = 0.5
-# Of the host memory beside the states: the shares that shadows and input buffers may take.
-_SHADOW_MEMORY_SHARE, _INPUT_MEMORY_SHARE = 0.5, 0.25
-# There are always so many input buffers and outputs in place: one in use while the other is copied.
+# The shares of the host memory without states that shadows and input buffers may take.
+_SHADOW_MEMORY_SHARE = 0.5
+_INPUT_MEMORY_SHARE = 0.25
+# The least number of input buffers, and the number of outputs in place: one is used, the other is copied.
 _NUM_ALWAYS = 2
 
 
 class InputBuffers:
-    """Pinned copies of what one chunk's update reads from the device."""
+    """Pinned copies of the gradients, and parameters, that the update of one chunk reads.
+
+    Args:
+        size: elements of a chunk.
+        like: a bucket shard with the types of gradients and parameters.
+        device: the device to copy from.
+    """
 
     def __init__(self, size: int, like: BucketShard, device: OffloadDevice) -> None:
         self.grad = device.allocate_pinned(size, like.grad.dtype)
         is_master = like.param.dtype != torch.float16
         self.param = device.allocate_pinned(size, like.param.dtype) if is_master else None
-        """Parameters that are masters (fp32) or their high bits (bf16)."""
+        """Parameters that are masters (fp32) or the high bits of masters (bf16); None for fp16."""
 
 
 class OutputBuffers:
-    """What one chunk's update writes."""
+    """Pinned buffers that the update of one chunk writes.
+
+    Args:
+        size: elements of a chunk.
+        like: a bucket shard with the type of parameters.
+        device: the device to copy to.
+    """
 
     def __init__(self, size: int, like: BucketShard, device: OffloadDevice) -> None:
         self.param = device.allocate_pinned(size, like.param.dtype)
         """The new parameters."""
         self.shadow: dict[str, Chunk] = {}
-        """The new states of a speculative update; empty where an update writes over the old ones."""
+        """The new states of a speculative update; empty if updates overwrite the old states."""
         self.copied: Event | None = None
-        """The end of the last copies from `param` to the device."""
+        """An event at the end of the last copies from `param` to the device."""
 
 
 class HostBuffers:
-    """All of these buffers, in pools.
+    """Pools of input and output buffers.
 
     Args:
         size: elements of a chunk.
-        dtypes: types of the states that a chunk holds.
-        like: a bucket shard; all have its types of gradients and parameters.
+        dtypes: types of the states of a chunk.
+        like: a bucket shard; all shards have the same types of gradients and parameters.
         device: the device that gradients come from and parameters go to.
-        spare_bytes: host memory of this process beside the states.
+        spare_bytes: host memory of this process without the states.
     """
 
     def __init__(
@@ -69,7 +82,7 @@ class HostBuffers:
         self.inputs: deque[InputBuffers] = deque()
         """Input buffers that no update uses."""
         self.outputs: list[OutputBuffers] = []
-        """Outputs of updates in place, which take them in turn."""
+        """Outputs of updates in place, which use them in turn."""
         self.shadow_outputs: deque[OutputBuffers] = deque()
         """Outputs of speculative updates that no update of this step uses."""
 

@@ -3,11 +3,11 @@
     gradient final on the device -> copied to the host -> Adam kernel -> new parameters copied back
 
 Copies to the host start while backward runs, as soon as a chunk's gradients are known to be final: first for
-as many chunks as there are pinned input buffers, for the others when the worker thread, which runs the
+as many chunks as there are pinned input buffers, and for the others when the worker thread, which runs the
 kernel, has released buffers. While backward still runs, some of these chunks are updated *speculatively*:
-with the gradient scale that applies if nothing is clipped, and into a shadow, a second set of their states.
-If the gradient norm confirms that scale, the shadow is exchanged with the states; if not, it is ignored and
-the chunk is updated again from the untouched states. Either way the bits are those of an update after
+with the gradient scale that is right if nothing is clipped, and into a shadow, a second set of their states.
+If the gradient norm confirms that scale, the shadow is exchanged with the states. If not, it is ignored and
+the chunk is updated again from the unchanged states. Both ways give the same bits as an update after
 backward. Chunks that the worker has not begun when the norm is known are updated in the order in which their
 parameters are needed.
 
@@ -33,14 +33,14 @@ from patch.optimizer.host_buffers import HostBuffers, InputBuffers, OutputBuffer
 from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
 from patch.optimizer.layout import BucketShard
 
-# Speculation pauses while it failed in more than this share of recent steps.
+# Speculation pauses while it has failed in more than this share of recent steps.
 _MAX_FAILURE_RATE = 0.2
 # The failure rate is an exponential moving average: the weight of the past in each step.
 _FAILURE_RATE_DECAY = 0.9
 
 
 def adam_states(states: Mapping[str, Chunk], in_chunk: slice, param: torch.Tensor) -> AdamStates:
-    """What the Adam kernel reads or writes of some elements of a chunk.
+    """The states of some elements of a chunk, as the Adam kernel reads or writes them.
 
     Args:
         states: a chunk's buffers.
@@ -55,19 +55,24 @@ def adam_states(states: Mapping[str, Chunk], in_chunk: slice, param: torch.Tenso
 
 
 class _ChunkUpdate:
-    """One chunk's update in one step."""
+    """The update of one chunk in one step.
+
+    Args:
+        chunk: the chunk.
+        grads_final: the point at which its gradients are final on the device.
+    """
 
     def __init__(self, chunk: StateChunk, grads_final: Event) -> None:
         self.chunk = chunk
         self.grads_final = grads_final
-        """The point at which the chunk's gradients are final on the device."""
         self.inputs: InputBuffers | None = None
+        """The buffers with the update's inputs, from the start of the copies to the end of the update."""
         self.inputs_copied: Event | None = None
-        """The end of the copies to `inputs`."""
+        """An event at the end of the copies to `inputs`."""
 
 
 class _Speculation(NamedTuple):
-    """A speculative update that was given to the worker."""
+    """A speculative update that was submitted to the worker."""
 
     update: _ChunkUpdate
     outputs: OutputBuffers
@@ -78,11 +83,11 @@ class HostUpdates:
     """The updates of all chunks on the host.
 
     Args:
-        shards: the bucket shards, whose gradients and parameters lie on the device.
-        dtypes: types of the states that a chunk holds.
+        shards: the bucket shards, whose gradients and parameters are on the device.
+        dtypes: types of the states of a chunk.
         size: elements of a chunk.
         device: the device that gradients come from and parameters go to.
-        spare_bytes: host memory of this process beside the states.
+        spare_bytes: host memory of this process without the states.
     """
 
     def __init__(
@@ -100,18 +105,20 @@ class HostUpdates:
         self._lock = Lock()
         """Guards `_buffers.inputs` and `_queue`."""
         self._queue: deque[_ChunkUpdate] = deque()
-        """Updates that the worker has not begun, in the order in which it will, or may."""
+        """Updates that the worker has not begun, in order; during backward only some are submitted to it."""
         self._expected: Sequence[AdamScalars] | None = None
-        """What the step under way will update with if nothing is clipped."""
+        """The scalars of the current step's update if nothing is clipped; None outside of a step."""
         self._updates: dict[StateChunk, _ChunkUpdate] = {}
-        """Of the step under way: chunks whose gradients are known to be final."""
+        """The updates of the current step's chunks whose gradients are known to be final."""
         self._speculations: dict[StateChunk, _Speculation] = {}
         self._jobs: dict[StateChunk, Future[Event]] = {}
-        """Updates of the last step that nobody has waited for; each gives the end of the copies back."""
+        """Updates of the last step that nobody has waited for; each returns the end of the copies back."""
         self.failure_rate = 0.0
         """Recent share of steps in which the expected scalars were wrong."""
-        self.busy_s = self.waited_s = 0.0
-        """How long the worker has updated, and how long others have waited for it."""
+        self.busy_s = 0.0
+        """Seconds that the worker has updated chunks."""
+        self.waited_s = 0.0
+        """Seconds that other threads have waited for the worker."""
 
     def resize_buffers(self, num_chunks: int) -> None:
         """Allocate or drop buffers for `num_chunks` chunks on the host; call it between two steps."""
@@ -121,18 +128,18 @@ class HostUpdates:
         """Begin a step, before its backward.
 
         Args:
-            expected: what the step will update each parameter group with if nothing is clipped.
+            expected: the scalars of each parameter group in the step's update if nothing is clipped.
         """
         self._expected = expected
 
     def grads_ready(self, chunk: StateChunk, after: Joinable | None) -> None:
-        """Copy a chunk's gradients to the host, and update it speculatively where that is possible.
+        """Start to copy a chunk's gradients to the host, and perhaps a speculative update; returns at once.
 
-        It is possible where a shadow is free and speculation has not failed too often. Returns at once.
+        The update is speculative if a shadow is free and speculation has not failed too often.
 
         Args:
             chunk: a chunk on the host.
-            after: the gradients are final when this is done (None: in the current stream's order).
+            after: work at whose end the gradients are final; None: the end of the current stream's work.
         """
         assert self._expected is not None
         update = self._updates[chunk] = _ChunkUpdate(chunk, self._device.record_event(after))
@@ -147,14 +154,14 @@ class HostUpdates:
     def start_updates(self, chunks: Sequence[StateChunk], scalars: Sequence[AdamScalars]) -> None:
         """Update chunks in the background; returns at once.
 
-        The gradients of all chunks are final at the end of what the current stream has been given, and
-        the host knows that all readers of the old parameters have ended.
+        The caller makes sure that all gradients are final at the end of the current stream's work, and that
+        everything that reads the old parameters has ended.
 
         Args:
-            chunks: all chunks on the host, those first whose parameters are needed first.
-            scalars: what the step updates each parameter group with.
+            chunks: all chunks on the host, in the order in which their parameters are needed.
+            scalars: the scalars of each parameter group.
         """
-        assert not self._jobs, "the step before was not waited for"
+        assert not self._jobs, "updates of the last step were not waited for"
         is_wrong = scalars != self._expected
         if self._expected is not None:
             self.failure_rate = _FAILURE_RATE_DECAY * self.failure_rate + (1 - _FAILURE_RATE_DECAY) * is_wrong
@@ -179,7 +186,7 @@ class HostUpdates:
         self._updates, self._expected = {}, None
 
     def cancel_step(self) -> None:
-        """The step under way is not taken: wait for its speculative updates and ignore them."""
+        """Cancel the current step: wait for its speculative updates and ignore their results."""
         for speculation in self._end_speculation(is_wrong=False).values():
             speculation.job.exception()
         with self._lock:
@@ -192,16 +199,16 @@ class HostUpdates:
         """Cancel the speculative updates that the worker has not begun.
 
         Args:
-            is_wrong: the others are to be done again.
+            is_wrong: whether the others used wrong scalars, so that they must be done again.
         Returns:
-            those that are good, by chunk: done or under way.
+            the speculative updates with the right scalars, by chunk; they have ended or still run.
         """
         good = {}
         for chunk, speculation in self._speculations.items():
-            # The worker uses the outputs again only after all jobs that it has now.
+            # Free at once: the next job with these outputs runs after all jobs that the worker has now.
             self._buffers.shadow_outputs.append(speculation.outputs)
             if not speculation.job.cancel():
-                if is_wrong:  # another update may have its inputs by now
+                if is_wrong:  # with new inputs: another update may use the old buffers by now
                     self._updates[chunk] = _ChunkUpdate(chunk, speculation.update.grads_final)
                 else:
                     good[chunk] = speculation
@@ -212,12 +219,12 @@ class HostUpdates:
         """Make the current stream wait for a chunk's new parameters.
 
         Args:
-            chunk: any chunk; for one that is not being updated nothing is waited for.
+            chunk: any chunk; if it is not being updated, there is nothing to wait for.
             block: block this thread until the worker has updated the chunk.
         Returns:
-            False where the worker has not updated the chunk yet and `block` is false.
+            False if the worker has not updated the chunk yet and `block` is false.
         Raises:
-            Exception: what the worker raised.
+            Exception: the error that the worker raised.
         """
         job = self._jobs.get(chunk)
         if job is None:
@@ -231,7 +238,7 @@ class HostUpdates:
         return True
 
     def _prefetch_inputs(self) -> None:
-        """Start copies for as many updates of the queue as there are free input buffers; call it locked."""
+        """Start copies for as many queued updates as there are free input buffers; needs the lock."""
         for update in self._queue:
             if not self._buffers.inputs:
                 break
@@ -239,9 +246,9 @@ class HostUpdates:
                 self._copy_inputs(update)
 
     def _copy_inputs(self, update: _ChunkUpdate) -> None:
-        """Start to copy an update's inputs to the host; call it locked.
+        """Start to copy an update's inputs to the host; needs the lock.
 
-        Where no buffers are free, it takes those of the update that comes last.
+        If no buffers are free, it takes those of the last queued update that has some.
         """
         if not self._buffers.inputs:
             self._release_inputs(next(other for other in reversed(self._queue) if other.inputs is not None))
@@ -255,12 +262,12 @@ class HostUpdates:
         update.inputs_copied = self._device.copy_to_host(copies, update.grads_final)
 
     def _release_inputs(self, update: _ChunkUpdate) -> None:
-        """Free an update's input buffers; call it locked. Copies to them end before any later copy."""
+        """Free an update's input buffers; needs the lock. Copies to them end before any later copy begins."""
         if update.inputs is not None:
             self._buffers.inputs.append(update.inputs)
             update.inputs = None
 
-    # What follows runs in the worker.
+    # The methods below run in the worker thread.
 
     def _update_speculatively(
         self, update: _ChunkUpdate, outputs: OutputBuffers, scalars: Sequence[AdamScalars]
@@ -269,9 +276,9 @@ class HostUpdates:
             self._compute(update, scalars, outputs, outputs.shadow)
 
     def _commit(self, speculation: _Speculation) -> Event:
-        """Exchange the states of a chunk with those that its speculative update has made."""
+        """Replace the states of a chunk by those of its speculative update."""
         update, outputs, job = speculation
-        job.result()  # raises what the update raised
+        job.result()  # raises the error of the update, if it had one
         update.chunk.states, outputs.shadow = outputs.shadow, update.chunk.states
         return self._copy_params_back(update.chunk, outputs)
 
@@ -284,13 +291,13 @@ class HostUpdates:
 
     @contextmanager
     def _inputs_of(self, update: _ChunkUpdate) -> Iterator[None]:
-        """Inside, the copies of an update's inputs have been started, and those of the next update's too."""
+        """A context in which copies of the inputs of an update, and of the next one, have been started."""
         with self._lock:
-            if update in self._queue:  # not where `start_updates` made a new queue meanwhile
+            if update in self._queue:  # it is not if `start_updates` has made a new queue meanwhile
                 self._queue.remove(update)
-            for coming in (update, *islice(self._queue, 1)):
-                if coming.inputs is None:
-                    self._copy_inputs(coming)
+            for next_update in (update, *islice(self._queue, 1)):
+                if next_update.inputs is None:
+                    self._copy_inputs(next_update)
         try:
             yield
         finally:

@@ -1,7 +1,7 @@
 """HybridAdam: optimizer states in chunks on device and host, and their Adam update.
 
-It knows nothing of communication: it is told when the gradient of a bucket shard is final (`grad_ready`), and
-says when the shard has its new parameters (`wait_for_update`).
+It knows nothing of communication: the caller reports when the gradient of a bucket shard is final
+(`grad_ready`), and waits for the shard's new parameters (`wait_for_update`).
 """
 
 from __future__ import annotations
@@ -34,30 +34,31 @@ _MASTERS = {
     torch.bfloat16: {"master_low": torch.int16},
     torch.float16: {"master": torch.float32},
 }
-"""What the fp32 master of a parameter needs besides the parameter: an fp32 parameter is its own master, a
-bf16 parameter is the high bits of its master (see kernels/spec.py), an fp16 parameter has a whole one."""
+"""States that the fp32 master of a parameter needs besides the parameter, by the parameter's type: an fp32
+parameter is its own master, a bf16 parameter is the high bits of its master (see kernels/spec.py), an fp16
+parameter has a separate master."""
 
 
 @dataclass(frozen=True)
 class Offload:
-    """Where chunks may go, and who decides."""
+    """The device that chunks may leave, and the policy that decides which of them do."""
 
     device: OffloadDevice
     policy: StaticPlacementPolicy | AutoPlacementPolicy
     chunk_size: int = 0
-    """Elements of a chunk; 0: searched."""
+    """Elements of a chunk; 0: `find_best_chunk_size` decides."""
     host_bytes: int = UNLIMITED
-    """Host memory of this process."""
+    """Host memory that this process may use."""
 
 
 class HybridAdam:
     """Adam states of this rank's bucket shards.
 
     Args:
-        shards: in the order of backward; their tensors stay where they are.
+        shards: the bucket shards in the order of backward; their tensors are not moved.
         config: betas, eps, form of weight decay.
-        groups: the parameter groups, which the ranges of shards refer to by index.
-        offload: None: all states stay on the shards' device.
+        groups: the parameter groups, to which the ranges of shards refer by index.
+        offload: how states are offloaded; None: all states stay on the shards' device.
         fixed_bytes: bytes of parameters and gradients on the device.
     """
 
@@ -73,10 +74,10 @@ class HybridAdam:
         self.step_count = 0
         moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
         self.dtypes: dict[str, torch.dtype] = moments | _MASTERS[shards[0].param.dtype]
-        """The states and their types."""
+        """The type of each state, by its name."""
         self.fixed_bytes = fixed_bytes
         self.largest_peak = 0
-        """The most bytes that the device ever held, of peaks that this class has read and reset."""
+        """The largest of the device's peaks in bytes that this class has read and reset."""
         device = shards[0].param.device
         self._kernel = _device_kernel(device, offload)
         allocator = offload.device if offload else TorchAllocator(device)
@@ -91,20 +92,20 @@ class HybridAdam:
             for move in self.wanted_moves():
                 self.manager.chunks[move.chunk.index].is_on_host = move.to_host
         self.manager.allocate(self.dtypes)
-        self._scalars: list[AdamScalars] | None = None
-        """Of each parameter group, in the step under way."""
+        self._scalars: list[AdamScalars] = []
+        """The scalars of each parameter group in the current step."""
         self._shards_awaited: dict[StateChunk, set[int]] = {}
-        """Of chunks on the host: the shards whose gradients are not final yet in the step under way."""
+        """For each chunk on the host: its shards whose gradients are not final yet in the current step."""
         self._resize_host_buffers()
         self.copy_model_params_to_main_params()
 
     def _register(self, shards: Sequence[BucketShard]) -> list[list[StateChunk]]:
-        """Assign all ranges to chunks; the chunks of each shard."""
+        """Assign all ranges to chunks; returns the chunks of each shard."""
         for index, shard in enumerate(shards):
             for range_ in shard.ranges:
-                # Only updates before the end of backward tell the difference; else one chunk holds all.
-                is_later = range_.needs_extra_reduction and self.is_offloading
-                self.manager.register(index, range_._replace(needs_extra_reduction=is_later))
+                # Only updates during backward need separate chunks; without offload there is a single chunk.
+                needs_own_chunk = range_.needs_extra_reduction and self.is_offloading
+                self.manager.register(index, range_._replace(needs_extra_reduction=needs_own_chunk))
         self.manager.finish_registration()
         chunks_of: list[list[StateChunk]] = [[] for _ in shards]
         for chunk in self.manager.chunks:
@@ -119,7 +120,7 @@ class HybridAdam:
         return HostUpdates(self.shards, self.dtypes, size, offload.device, spare_bytes)
 
     def _resize_host_buffers(self) -> None:
-        """Make the host's buffers fit the chunks that are on the host now."""
+        """Resize the host's buffers for the chunks that are on the host now."""
         if self.host_updates is not None:
             self.host_updates.resize_buffers(len(self._chunks_on_host()))
 
@@ -127,7 +128,7 @@ class HybridAdam:
         return [chunk for chunk in self.manager.chunks if chunk.is_on_host]
 
     def copy_model_params_to_main_params(self) -> None:
-        """Make the model's parameters the masters; call it after parameters were loaded into the model."""
+        """Set the masters to the model's parameters; call it after parameters were loaded into the model."""
         for chunk in self.manager.chunks:
             chunk.wait_for_transfer()
             if "master_low" in chunk.states:
@@ -137,7 +138,7 @@ class HybridAdam:
                     chunk.states["master"].data[r.in_chunk].copy_(self.shards[r.shard].param[r.in_shard])
 
     def wanted_moves(self) -> list[Move]:
-        """What the policy would move now, between two steps."""
+        """The moves that the policy wants now, between two steps."""
         if self._offload is None:
             return []
         memory = DeviceMemory(self._offload.device.usable_bytes(), self.fixed_bytes)
@@ -154,19 +155,19 @@ class HybridAdam:
         return self._offload is not None and not all(chunk.is_on_host for chunk in self.manager.chunks)
 
     def evictions(self, num_bytes: int) -> list[Move]:
-        """Moves that free `num_bytes` or more on a device that is out of memory, or all that chunks hold."""
+        """Moves that free at least `num_bytes` on the device, or all chunks there if they have fewer."""
         return self._offload.policy.evict(self.manager.chunks, num_bytes) if self._offload else []
 
     def move(self, moves: Sequence[Move]) -> list[Move]:
-        """Move chunks while no update is under way; chunks to the device may still be on their way after.
+        """Move chunks while no update is running; moves to the device may still go on when this returns.
 
         Returns:
-            the moves that were made; a chunk for which the device has no room stays on the host.
+            the moves that were made; a chunk for which the device has too little memory stays on the host.
         """
         if self._offload is None:
             return []
         done = []
-        for move in sorted(moves, key=lambda move: not move.to_host):  # evictions first: they make room
+        for move in sorted(moves, key=lambda move: not move.to_host):  # evictions first: they free memory
             try:
                 self.manager.move(self.manager.chunks[move.chunk.index], to_host=move.to_host)
             except torch.OutOfMemoryError:  # enough bytes are free, but not in one piece
@@ -175,19 +176,19 @@ class HybridAdam:
                 break
             done.append(move)
         self._resize_host_buffers()
-        # The next step's peak is not to count chunks that have just left.
+        # Reset the peak, so that the next one does not include chunks that have just left.
         self.largest_peak = max(self.largest_peak, self._offload.device.pop_peak_bytes())
         return done
 
     def count_activations(self) -> AbstractContextManager[None]:
-        """A context for forward and backward, so that a simulated device counts what they hold."""
+        """A context for forward and backward, in which a simulated device counts saved tensors."""
         return self._offload.device.count_activations() if self._offload else nullcontext()
 
     def record_memory(self, kind: str) -> None:
-        """Tell the policy `auto` the device's peak since the last call.
+        """Record the device's peak since the last call, for the policy `auto`.
 
         Args:
-            kind: what was done meanwhile: "train", "evaluate" or "save".
+            kind: what the process did since then: "train", "evaluate" or "save".
         """
         if self._offload and isinstance(self._offload.policy, AutoPlacementPolicy):
             peak = self._offload.device.pop_peak_bytes()
@@ -197,7 +198,7 @@ class HybridAdam:
 
     @property
     def host_seconds(self) -> tuple[float, float]:
-        """Since the start: how long the host has updated chunks, and how long others have waited for it."""
+        """Since the start: seconds that the host updated chunks, and seconds that others waited for it."""
         return (self.host_updates.busy_s, self.host_updates.waited_s) if self.host_updates else (0.0, 0.0)
 
     def start_step(self, lr: float | Sequence[float], grad_scale: float) -> None:
@@ -205,7 +206,7 @@ class HybridAdam:
 
         Args:
             lr: learning rate of the step, for all parameter groups or one for each.
-            grad_scale: the factor on gradients if they are not clipped.
+            grad_scale: factor on the gradients if they are not clipped.
         """
         self.cancel_step()
         self._scalars = self._scalars_of(lr, grad_scale, self.step_count + 1)
@@ -218,13 +219,13 @@ class HybridAdam:
             }
 
     def grad_ready(self, index: int, after: Joinable | None = None) -> None:
-        """Take note that the gradient of shard `index` is final, except where it needs an extra reduction.
+        """Report that the gradient of shard `index` is final, except where it needs an extra reduction.
 
-        From now on it may be copied to the host, and be used there in a speculative update.
+        From now on it may be copied to the host and used in a speculative update.
 
         Args:
-            index: of the shard.
-            after: the gradient is final when this is done (None: in the current stream's order).
+            index: index of the shard.
+            after: work at whose end the gradient is final; None: the end of the current stream's work.
         """
         for chunk in self._chunks_of[index]:
             awaited = self._shards_awaited.get(chunk)
@@ -234,17 +235,17 @@ class HybridAdam:
                     self.host_updates.grads_ready(chunk, after)
 
     def cancel_step(self) -> None:
-        """The step that was begun is not taken."""
+        """Cancel the step that was begun: nothing is updated."""
         self._shards_awaited = {}
         if self.host_updates is not None:
             self.host_updates.cancel_step()
 
     def start_update(self, lr: float | Sequence[float], grad_scale: float) -> None:
-        """Take the step: all gradients are final. The update of chunks on the host starts in the background.
+        """Start the update, when all gradients are final. Chunks on the host are updated in the background.
 
         Args:
             lr: learning rate of the step, for all parameter groups or one for each.
-            grad_scale: factor on the gradients (clipping, and fp16's loss scale undone).
+            grad_scale: factor on the gradients: clipping, and the inverse of fp16's loss scale.
         """
         self.step_count += 1
         self._shards_awaited = {}
@@ -254,14 +255,18 @@ class HybridAdam:
 
     @torch.no_grad()
     def update(self, indices: Sequence[int]) -> None:
-        """Update the elements of some shards whose states are on the device; call `start_update` before."""
-        assert self._scalars is not None, "start_update comes first"
+        """Update those elements of some shards whose states are on the device; call `start_update` before."""
+        assert self._scalars, "call start_update first"
         wanted = set(indices)
-        chunks = {chunk: None for index in indices for chunk in self._chunks_of[index]}
+        chunks = dict.fromkeys(chunk for index in indices for chunk in self._chunks_of[index])
         items = []
-        for chunk in (chunk for chunk in chunks if not chunk.is_on_host):
+        for chunk in chunks:
+            if chunk.is_on_host:
+                continue
             chunk.wait_for_transfer()
-            for r in (range_ for range_ in chunk.ranges if range_.shard in wanted):
+            for r in chunk.ranges:
+                if r.shard not in wanted:
+                    continue
                 grad, param, _ = self.shards[r.shard]
                 states = adam_states(chunk.states, r.in_chunk, param[r.in_shard])
                 items.append(UpdateItem(grad[r.in_shard], states, self._scalars[r.group]))
@@ -271,19 +276,25 @@ class HybridAdam:
         """Make the current stream wait for the new parameters of shard `index`.
 
         Args:
-            index: of the shard.
+            index: index of the shard.
             block: block this thread until the host has updated them.
         Returns:
-            False where the host has not updated them yet and `block` is false.
+            False if the host has not updated them yet and `block` is false.
         """
         if self.host_updates is None:
             return True
         return all(self.host_updates.wait_for_update(chunk, block=block) for chunk in self._chunks_of[index])
 
     def state(self, name: str, index: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """Views of a state of elements [begin, end) of shard `index`, each with its first element.
+        """Views of a state of elements [begin, end) of a shard, as (first element in the shard, view).
 
         They are valid until the next step, or until chunks move.
+
+        Args:
+            name: the state, one of `dtypes`.
+            index: index of the shard.
+            begin: first element, counted in the shard.
+            end: element after the last one.
         """
         for chunk in self._chunks_of[index]:
             yield from chunk.views(name, index, begin, end)
@@ -313,10 +324,10 @@ def _chunk_size(shards: Sequence[BucketShard], offload: Offload | None) -> int:
 
 
 def _device_kernel(device: torch.device, offload: Offload | None) -> AdamKernel:
-    """The kernel of chunks on the device.
+    """The kernel for chunks on the device.
 
-    A simulated device gets another implementation than the host, so that tests which find equal parameters
-    for every placement compare two implementations.
+    A simulated device uses another implementation than the host, so that tests which compare placements
+    compare two implementations.
     """
     if offload is not None and isinstance(offload.device, SimulatedDevice):
         return NumpyAdam()

@@ -1,10 +1,10 @@
-"""Where chunks of optimizer states live, on host or device; each rank decides between two steps for itself.
+"""Policies that decide which chunks of optimizer states are on the host and which on the device.
 
-`static` keeps the user's fraction on the host. `auto` begins with all chunks there, watches how much memory
-the rest of a run takes at its peaks, and moves chunks to what stays free on the device. Both put low indices
-on the host first: their gradients come first in backward and their parameters are needed last in forward, so
-the host has the most time for them. This is pure logic: equal calls give equal moves, and nothing here
-allocates.
+Each rank decides for itself, between two steps. `static` keeps the user's fraction on the host. `auto` begins
+with all chunks there, tracks how much memory the rest of the run needs at its peaks, and moves chunks to the
+device as far as memory stays free. Both put low indices on the host first: their gradients come first in
+backward and their parameters are needed last in forward, so the host has the most time for them. Policies
+are pure logic: equal calls return equal moves, and nothing here allocates.
 
 Source: the idea of `auto` (track the largest non-model memory, keep it free, fill the rest) is that of
 PatrickStar (arXiv:2108.05818) and ColossalAI's Gemini; what keeps chunks from moving back and forth is ours.
@@ -20,14 +20,14 @@ from typing import NamedTuple, Protocol
 from patch.storage.sizes import size_text
 
 WINDOW = 64
-"""Peaks of each kind that are remembered; also the steps that memory must stay free after an eviction."""
+"""Number of peaks of each kind that are kept; also the steps that memory must stay free after an eviction."""
 WARM_UP = 2
 """Steps before the first chunk moves to the device, because memory still grows in a process's first steps."""
-_LONGEST_PATIENCE = 4096
+_MAX_PATIENCE = 4096
 
 
 class ChunkInfo(Protocol):
-    """What placement knows of a chunk."""
+    """What a policy reads of a chunk."""
 
     @property
     def index(self) -> int:
@@ -47,26 +47,27 @@ class ChunkInfo(Protocol):
 
 
 class Move(NamedTuple):
-    """One chunk that is to move to the host or to the device."""
+    """A move of one chunk, to the host or to the device."""
 
     chunk: ChunkInfo
     to_host: bool
     reason: str
+    """The reason, for the log."""
 
 
 class DeviceMemory(NamedTuple):
     """A device's memory between two steps."""
 
     usable_bytes: int
-    """Bytes that this process may hold in all: those it holds already and those that are free."""
+    """Bytes that this process may use: those it uses already, and those that are free."""
     fixed_bytes: int
-    """Bytes of these that never move: parameters and gradients."""
+    """The part of these bytes that never moves: parameters and gradients."""
 
 
 class MemStatsCollector:
     """Peaks of non-model memory: activations, workspaces, communication buffers.
 
-    Each kind of work has a window of its own, because evaluations and checkpoints are rare: in one window
+    Each kind of work has a separate window, because evaluations and checkpoints are rare: in a common window
     their peaks would be forgotten before the next one. A peak is forgotten after WINDOW more of its kind.
     """
 
@@ -78,8 +79,8 @@ class MemStatsCollector:
 
         Args:
             kind: "train", "evaluate" or "save".
-            peak_bytes: the most that was allocated meanwhile.
-            model_bytes: of that, parameters, gradients and chunks.
+            peak_bytes: the most bytes that were allocated during it.
+            model_bytes: the part of these bytes that are parameters, gradients and chunks.
         """
         peaks = self._peaks.setdefault(kind, deque(maxlen=WINDOW))
         peaks.append(max(0, peak_bytes - model_bytes))
@@ -93,10 +94,10 @@ class MemStatsCollector:
 
 
 class StaticPlacementPolicy:
-    """Keeps the user's fraction of this rank's states on the host, exact to one chunk; decides once.
+    """Keeps the user's fraction of this rank's states on the host, exact to one chunk; decides only once.
 
     Args:
-        fraction: 0 to 1.
+        fraction: share of the elements whose states are on the host, from 0 to 1.
     """
 
     def __init__(self, fraction: float) -> None:
@@ -104,7 +105,7 @@ class StaticPlacementPolicy:
         self._is_decided = False
 
     def moves(self, chunks: Sequence[ChunkInfo], memory: DeviceMemory) -> list[Move]:
-        """The moves that reach the fraction at the first call; none afterwards.
+        """At the first call the moves that reach the fraction, afterwards none.
 
         Args:
             chunks: all chunks of this rank, in the order of their indices.
@@ -122,26 +123,26 @@ class StaticPlacementPolicy:
         )
 
     def evict(self, chunks: Sequence[ChunkInfo], num_bytes: int) -> list[Move]:
-        """Moves that free memory on the device; as `AutoPlacementPolicy.evict`."""
+        """Moves that free memory on the device; see `AutoPlacementPolicy.evict`."""
         return _evictions(chunks, num_bytes, "out of memory")
 
     def _num_host(self, chunks: Sequence[ChunkInfo]) -> int:
-        """The number of first chunks that comes nearest to the fraction; the smaller of two equally near."""
+        """The number of first chunks whose elements are nearest to the fraction; the smaller one of a tie."""
         wanted = self._fraction * sum(chunk.numel for chunk in chunks)
-        held = accumulate((chunk.numel for chunk in chunks), initial=0)
-        missed = [abs(wanted - numel) for numel in held]
-        return missed.index(min(missed))
+        on_host = accumulate((chunk.numel for chunk in chunks), initial=0)
+        errors = [abs(wanted - numel) for numel in on_host]
+        return errors.index(min(errors))
 
 
 class AutoPlacementPolicy:
-    """Fills what the rest of the run leaves free on the device, and evicts at once when memory is short.
+    """Fills the device memory that the rest of the run leaves free, and evicts at once when memory is short.
 
     Chunks are promoted to the device after `WARM_UP` steps in a row in which no peak grew, and take no more
-    than was free in all of these steps. After each eviction the policy waits longer: WINDOW steps, then
-    twice as many each time, so that the number of moves grows with the logarithm of the run.
+    memory than was free in all of these steps. After each eviction the policy waits longer: WINDOW steps,
+    then twice as many each time, so that the number of moves grows with the logarithm of the run's length.
 
     Args:
-        threshold: bytes of the device that are kept free beside the largest peak.
+        threshold: bytes of the device that are kept free in addition to the largest peak.
     """
 
     def __init__(self, threshold: int) -> None:
@@ -149,11 +150,11 @@ class AutoPlacementPolicy:
         self._threshold = threshold
         self._patience = WARM_UP
         self._free: deque[int] = deque(maxlen=self._patience)
-        """Bytes free in each of the last steps since something moved or a peak grew."""
+        """Free bytes in each of the last steps, since a chunk moved or a peak grew."""
         self._largest_peak = -1
 
     def moves(self, chunks: Sequence[ChunkInfo], memory: DeviceMemory) -> list[Move]:
-        """Evictions when memory is short, promotions when it has been free for long enough.
+        """Evictions if memory is short, promotions if it has been free for long enough.
 
         Args:
             chunks: all chunks of this rank, in the order of their indices.
@@ -173,47 +174,48 @@ class AutoPlacementPolicy:
         self._free.append(free)
         if len(self._free) < self._patience:
             return []
-        lasting = min(self._free)
-        found = _promotions(chunks, lasting, f"{size_text(lasting)} free beside {size_text(peak)}")
-        if found:
+        min_free = min(self._free)
+        promotions = _promotions(chunks, min_free, f"{size_text(min_free)} free beside {size_text(peak)}")
+        if promotions:
             self._free.clear()
-        return found
+        return promotions
 
     def evict(self, chunks: Sequence[ChunkInfo], num_bytes: int) -> list[Move]:
-        """Moves that free at least `num_bytes` on the device, or all that chunks hold there if it is less."""
+        """Moves that free at least `num_bytes` on the device, or all chunks there if they have fewer."""
         return self._evict(chunks, num_bytes, "out of memory")
 
     def _evict(self, chunks: Sequence[ChunkInfo], num_bytes: int, reason: str) -> list[Move]:
-        found = _evictions(chunks, num_bytes, reason)
-        if found:
+        evictions = _evictions(chunks, num_bytes, reason)
+        if evictions:
             self.back_off()
         self._free.clear()
-        return found
+        return evictions
 
     def back_off(self) -> None:
-        """Wait longer before the next promotion; call it when the device had no room for a promotion."""
-        self._patience = min(max(WINDOW, 2 * self._patience), _LONGEST_PATIENCE)
+        """Wait longer before the next promotion; also called when a promotion failed for lack of memory."""
+        self._patience = min(max(WINDOW, 2 * self._patience), _MAX_PATIENCE)
         self._free = deque(maxlen=self._patience)
 
 
 def _evictions(chunks: Sequence[ChunkInfo], num_bytes: int, reason: str) -> list[Move]:
-    found, freed = [], 0
+    """Moves to the host in the order of indices, until they free `num_bytes`."""
+    moves, freed = [], 0
     for chunk in chunks:
         if freed >= num_bytes:
             break
         if not chunk.is_on_host:
-            found.append(Move(chunk, True, reason))
+            moves.append(Move(chunk, True, reason))
             freed += chunk.num_bytes
-    return found
+    return moves
 
 
 def _promotions(chunks: Sequence[ChunkInfo], free: int, reason: str) -> list[Move]:
-    """Moves to the device in the order of indices from the last, as far as `free` bytes go."""
-    found = []
+    """Moves to the device, from the last index down, that need no more than `free` bytes."""
+    moves = []
     for chunk in reversed(chunks):
         if chunk.is_on_host:
             free -= chunk.num_bytes
             if free < 0:
                 break
-            found.append(Move(chunk, False, reason))
-    return found
+            moves.append(Move(chunk, False, reason))
+    return moves

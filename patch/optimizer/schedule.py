@@ -1,4 +1,4 @@
-"""Learning rate as a pure function of the step: linear warm-up, then cosine."""
+"""Learning rate as a pure function of the step: linear warm-up, then cosine decay."""
 
 import math
 
@@ -9,13 +9,14 @@ from patch.optimizer.param_groups import ParamGroup
 def learning_rate(
     step: int, train_iters: int, optimizer: OptimizerConfig, group: ParamGroup | None = None
 ) -> float:
-    """The rate of one step.
+    """The learning rate of one step.
 
     Args:
-        step: counted from 1. The first step already has lr / warm-up (Megatron-LM's has 0 and moves
+        step: counted from 1. The first step has lr / warm-up steps (in Megatron-LM it has 0 and changes
             nothing); the last one has exactly min_lr.
-        train_iters: steps of the whole run; the cosine ends there.
-        group: a parameter group, whose rate goes between ends of its own where it has them; None: the run's.
+        train_iters: steps of the whole run, where the cosine ends.
+        optimizer: lr, min_lr and the number of warm-up steps.
+        group: a parameter group, whose own max_lr and min_lr replace the optimizer's; None: the optimizer's.
     Source: Loshchilov & Hutter, arXiv:1608.03983, without restarts.
     """
     max_lr = optimizer.lr if group is None or group.max_lr is None else group.max_lr

@@ -11,7 +11,7 @@ from patch.families.weights import TIED_OUTPUT
 
 
 def layer_matrices(model: ModelConfig) -> int:
-    """Elements of one layer's weight matrices, with all of which each token is multiplied."""
+    """Elements of one layer's weight matrices; each token is multiplied with all of these matrices."""
     return sum(row.num_elements for row in weight_rows(model) if row.is_per_layer and row.is_matrix)
 
 

@@ -1,4 +1,4 @@
-"""The Adam update, on whatever device the states lie; see README.md."""
+"""The Adam update, on the device where the states are; see README.md."""
 
 from patch.optimizer.kernels.dispatch import adam_kernel
 from patch.optimizer.kernels.spec import AdamKernel, AdamScalars, AdamStates, UpdateItem

@@ -1,9 +1,9 @@
-// One Adam update in one written order of float32 operations (see numpy_adam.py, the oracle), for CPUs.
+// The Adam update for CPUs, in a fixed order of float32 operations (spec.py; numpy_adam.py is the reference).
 //
-// The loop is written once and plainly; the compiler makes it in vectors for each instruction set, and the
-// machine it runs on chooses. No operation is fused or reordered (-ffp-contract=off, no -ffast-math), so all
-// of them give the same bits. The interface is C without torch's headers: called by ctypes, which releases
-// the GIL, and built in seconds by any C++17 compiler.
+// The loop is written once; the compiler vectorises it for each instruction set, and the best one of the CPU
+// is chosen at run time. No operation is fused or reordered (-ffp-contract=off, no -ffast-math), so all give
+// the same bits. The interface is plain C without torch's headers: ctypes calls it and releases the GIL, and
+// any C++17 compiler builds it in seconds.
 
 #include <pthread.h>
 #include <signal.h>
@@ -29,37 +29,37 @@
 #define INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
-// Made anew for each instruction set.
+// Inlined code is compiled again for each instruction set.
 #define INLINE inline __attribute__((always_inline))
 
 extern "C" {
 
-// cpp_adam.py has the same layout of both.
+// Both structs have the same layout in cpp_adam.py.
 
 struct Scalars {
     float grad_scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps, decay;
     int32_t is_decoupled;
 };
 
-// Inputs may be the outputs' own memory (an update in place).
+// Inputs and outputs may be the same memory (an update in place).
 struct UpdateItem {
     const void *grad;
     const void *master_in;  // float; with a split master int16, its low bits
     const float *exp_avg_in, *exp_avg_sq_in;
-    const uint16_t *param_in;  // bf16; read with a split master only
+    const uint16_t *param_in;  // bf16; read only if the master is split
     void *master_out;
     float *exp_avg_out, *exp_avg_sq_out;
     uint16_t *param_out;  // bf16, or null
     int64_t numel;
     int32_t has_bf16_grad, is_split;
-    Scalars scalars;  // of its parameter group
+    Scalars scalars;  // of the item's parameter group
 };
 
 }  // extern "C"
 
 namespace {
 
-constexpr int64_t kTile = 1 << 16;  // elements a thread takes at a time
+constexpr int64_t kTile = 1 << 16;  // elements that a thread updates at a time
 constexpr int64_t kBlock = 256;     // elements of results that are stored past the caches at a time
 
 enum Form { kMaster, kMasterAndParam, kSplit };
@@ -79,7 +79,7 @@ inline uint32_t as_bits(float value) {
 inline float widen(float value) { return value; }
 inline float widen(uint16_t bf16) { return as_float(static_cast<uint32_t>(bf16) << 16); }
 
-// To nearest, halves away from zero: what the low 16 bits, taken with a sign, can undo. Every NaN becomes one.
+// Rounds to nearest, ties away from zero, which the low 16 bits as a signed number can undo. All NaNs become one.
 inline uint32_t bits_to_split(float master) { return master != master ? 0x7fc00000u : as_bits(master); }
 inline uint16_t upper(uint32_t bits) { return static_cast<uint16_t>((bits + 0x8000u) >> 16); }
 inline float join_split(uint16_t param, int16_t low) {
@@ -103,7 +103,7 @@ Results results_from(const UpdateItem &item, int64_t begin) {
     };
 }
 
-// The update of n elements from `begin` on.
+// Updates n elements from `begin` on.
 template <class Grad, Form form, bool is_decoupled>
 INLINE void update_range(
     const UpdateItem &item, int64_t begin, int64_t n, const Results &results) {
@@ -140,7 +140,7 @@ INLINE void update_range(
     }
 }
 
-// Stores past the caches, which would read every line first only to overwrite it.
+// Stores past the caches, which would first read every line that is overwritten.
 inline void stream(void *to, const void *from, int64_t bytes) {
 #if defined(__x86_64__)
     if (reinterpret_cast<uintptr_t>(to) % sizeof(__m128i) == 0 && bytes % sizeof(__m128i) == 0) {
@@ -154,7 +154,7 @@ inline void stream(void *to, const void *from, int64_t bytes) {
     std::memcpy(to, from, bytes);
 }
 
-// Results that go beside the states, block by block.
+// Updates elements block by block, with results in other memory than the states.
 template <class Grad, Form form, bool is_decoupled>
 INLINE void update_beside(const UpdateItem &item, int64_t begin, int64_t end) {
     alignas(64) float master[kBlock], exp_avg[kBlock], exp_avg_sq[kBlock];
@@ -170,7 +170,7 @@ INLINE void update_beside(const UpdateItem &item, int64_t begin, int64_t end) {
         if (form != kMaster) stream(results.param, param, n * sizeof(uint16_t));
     }
 #if defined(__x86_64__)
-    _mm_sfence();  // before another thread is told
+    _mm_sfence();  // the stores must be visible before other threads learn that the tile is done
 #endif
 }
 
@@ -204,7 +204,7 @@ __attribute__((target("avx512f,avx512bw,avx512vl,prefer-vector-width=512"))) voi
 }
 #endif
 
-// Index of an instruction set, as cpp_adam.py counts them: default, avx2, avx512.
+// The index of an instruction set in INSTRUCTION_SETS of cpp_adam.py: default, avx2, avx512.
 int best_instruction_set() {
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
@@ -241,7 +241,7 @@ Update choose(const UpdateItem &item, int instruction_set) {
                         : choose<float, false>(item, instruction_set);
 }
 
-// Denormal numbers count: a caller may have told its thread to flush them, and new threads inherit that.
+// Keeps denormal numbers: the caller's thread may flush them to zero, and new threads inherit that setting.
 class Ieee {
 #if defined(__x86_64__)
     const unsigned saved_ = _mm_getcsr();
@@ -252,7 +252,7 @@ class Ieee {
 #endif
 };
 
-// All items of one call as one row of tiles; threads take the next tile until none is left.
+// All items of one call as one sequence of tiles; each thread takes the next tile until none is left.
 class Batch {
    public:
     Batch(const UpdateItem *items, int64_t num_items, int instruction_set)
@@ -279,11 +279,11 @@ class Batch {
    private:
     const UpdateItem *items_;
     const int instruction_set_;
-    std::vector<int64_t> ends_;  // tiles up to and with each item
+    std::vector<int64_t> ends_;  // number of tiles up to the end of each item
     std::atomic<int64_t> next_{0};
 };
 
-// Threads that sleep between batches. The caller works too; a helper that wakes too late is not waited for.
+// Threads that sleep between batches. The caller works too, and does not wait for helpers that wake too late.
 class Pool {
    public:
     void run(Batch &batch, int num_threads) {
@@ -303,17 +303,17 @@ class Pool {
     }
 
    private:
-    // Threads there are now, of those asked for; a machine that refuses more threads gets on with fewer.
-    int grow(int asked) {
+    // Starts helpers up to `wanted` and returns how many of these exist: fewer if the system refuses threads.
+    int grow(int wanted) {
         sigset_t all, before;
         sigfillset(&all);
-        pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for Python's threads
+        pthread_sigmask(SIG_SETMASK, &all, &before);  // helpers block signals: Python's threads handle them
         try {
-            for (; num_helpers_ < asked; ++num_helpers_) std::thread([this] { serve(); }).detach();
+            for (; num_helpers_ < wanted; ++num_helpers_) std::thread([this] { serve(); }).detach();
         } catch (const std::system_error &) {
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
-        return std::min(asked, num_helpers_);
+        return std::min(wanted, num_helpers_);
     }
 
     void serve() {
@@ -336,7 +336,7 @@ class Pool {
     int num_helpers_ = 0, open_places_ = 0, running_ = 0;
 };
 
-// Never deleted: helpers sleep in it until the process ends. A forked child has no helpers and gets a new one.
+// Never deleted: helpers sleep in it until the process ends. A forked child has no helpers and gets a new pool.
 Pool *pool = nullptr;
 
 void renew_pool() { pool = new Pool; }

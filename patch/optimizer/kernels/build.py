@@ -1,10 +1,10 @@
-"""Builds adam.cpp into a shared library, once for each text and machine, with whatever C++ compiler is there.
+"""Builds adam.cpp into a shared library with any C++ compiler, once for each source text and machine.
 
-    python patch/optimizer/kernels/build.py      ahead of the first run; `make` does it
+    python patch/optimizer/kernels/build.py      before the first run; `make` does it
 
-Only the standard library is used, so that building loads no torch. The library lies in `build/` beside this
-file, or in the user's cache folder where the package cannot be written. Several ranks may ask at once:
-one builds, the others wait. A file that another user could have written is never loaded.
+It imports only the standard library, not torch. The library is written to `build/` beside this file, or to
+the user's cache folder if the package is not writable. If several ranks call it at the same time, one builds
+and the others wait. A file that another user could have written is never loaded.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ _TIMEOUT_S = 120
 
 
 class BuildError(Exception):
-    """No library: no compiler, a compiler that fails, or no folder to write in."""
+    """The library was not built: no compiler, a compiler error, or no writable folder."""
 
 
 def find_or_build() -> Path:
-    """The library of this source, flags and machine; built if there is none yet.
+    """The library for this source, these flags and this machine; built if it does not exist.
 
     Raises:
-        BuildError: with every attempt's reason.
+        BuildError: no attempt succeeded; the message has the reason of each.
     """
     key = hashlib.sha256(SOURCE.read_bytes())
     key.update(" ".join([*FLAGS, platform.machine(), *platform.libc_ver()]).encode())
@@ -65,7 +65,7 @@ def _find_or_build(library: Path) -> Path:
         return library
     library.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     with _lock(library.with_suffix(".lock")):
-        if not _is_ours(library):  # nobody built it while we waited
+        if not _is_ours(library):  # no other process built it while this one waited
             _build(library)
     if not _is_ours(library):
         raise PermissionError(f"{library.parent} can be written by other users")
@@ -73,18 +73,18 @@ def _find_or_build(library: Path) -> Path:
 
 
 def _is_ours(library: Path) -> bool:
-    """Whether the library is there, and nobody but this user and root can write it or replace it."""
+    """Whether the library exists, and only this user and root can write or replace it."""
     try:
-        found = [library.stat(), library.parent.stat()]
+        stats = [library.stat(), library.parent.stat()]
     except FileNotFoundError:
         return False
     trusted = (0, os.getuid())
-    return all(s.st_uid in trusted and not s.st_mode & (stat.S_IWGRP | stat.S_IWOTH) for s in found)
+    return all(s.st_uid in trusted and not s.st_mode & (stat.S_IWGRP | stat.S_IWOTH) for s in stats)
 
 
 @contextmanager
 def _lock(file: Path) -> Iterator[None]:
-    """Held by one process at a time; where the file system knows no locks, by all: renaming is atomic."""
+    """A lock between processes. On a file system without locks it does nothing: renaming is atomic anyway."""
     with file.open("w") as handle:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX)
@@ -94,22 +94,22 @@ def _lock(file: Path) -> Iterator[None]:
 
 
 def _build(library: Path) -> None:
-    os.chmod(library.parent, 0o755)  # whatever the umask
+    os.chmod(library.parent, 0o755)  # the umask may have removed these rights, or added others
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
-        made = Path(folder) / library.name
-        _compile(made)
-        os.chmod(made, 0o755)
-        os.replace(made, library)
+        new_library = Path(folder) / library.name
+        _compile(new_library)
+        os.chmod(new_library, 0o755)
+        os.replace(new_library, library)
 
 
 def _compile(library: Path) -> None:
-    found = [
+    compilers = [
         name for name in (os.environ.get("CXX"), *_COMPILERS) if name and shutil.which(shlex.split(name)[0])
     ]
-    if not found:
+    if not compilers:
         raise BuildError(f"no C++ compiler: none of $CXX, {', '.join(_COMPILERS)}")
     reasons = []
-    for name in found:
+    for name in compilers:
         command = [*shlex.split(name), *FLAGS, str(SOURCE), "-o", str(library)]
         try:
             subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)

@@ -1,4 +1,4 @@
-"""The C++ kernel by ctypes: every CPU core this process has, and the GIL free while it runs."""
+"""Calls the C++ kernel through ctypes: on all cores of this process, and without the GIL."""
 
 from __future__ import annotations
 
@@ -23,22 +23,24 @@ INSTRUCTION_SETS = ("default", "avx2", "avx512")
 
 
 class _Scalars(ctypes.Structure):
-    """`Scalars` of adam.cpp."""
+    """The struct `Scalars` of adam.cpp."""
 
     _fields_ = [("constants", c_float * 9), ("is_decoupled", c_int32)]
 
 
 class _UpdateItem(ctypes.Structure):
-    """`UpdateItem` of adam.cpp."""
+    """The struct `UpdateItem` of adam.cpp."""
 
     _fields_ = [
-        *(
-            (name, c_void_p)
-            for name in (
-                *("grad", "master_in", "exp_avg_in", "exp_avg_sq_in", "param_in"),
-                *("master_out", "exp_avg_out", "exp_avg_sq_out", "param_out"),
-            )
-        ),
+        ("grad", c_void_p),
+        ("master_in", c_void_p),
+        ("exp_avg_in", c_void_p),
+        ("exp_avg_sq_in", c_void_p),
+        ("param_in", c_void_p),
+        ("master_out", c_void_p),
+        ("exp_avg_out", c_void_p),
+        ("exp_avg_sq_out", c_void_p),
+        ("param_out", c_void_p),
         ("numel", c_int64),
         ("has_bf16_grad", c_int32),
         ("is_split", c_int32),
@@ -48,7 +50,7 @@ class _UpdateItem(ctypes.Structure):
 
 @cache
 def load() -> ctypes.CDLL:
-    """The library, built where needed.
+    """The library, built if needed.
 
     Raises:
         BuildError: it cannot be built or loaded here.
@@ -67,11 +69,11 @@ class CppAdam:
     """The update in C++ on CPU tensors.
 
     Args:
-        num_threads: threads of one update, including the caller's; None: what the function `num_threads`
-            gives at each update.
-        instruction_set: one of INSTRUCTION_SETS, for tests; None: the best that this CPU has.
+        num_threads: threads of one update, including the caller's; None: each update calls the function
+            `num_threads`.
+        instruction_set: one of INSTRUCTION_SETS, for tests; None: the best one of this CPU.
     Raises:
-        BuildError: no compiler, or no folder to build in.
+        BuildError: there is no compiler, or no folder to build in.
     """
 
     def __init__(self, num_threads: int | None = None, instruction_set: str | None = None) -> None:
@@ -91,16 +93,17 @@ class CppAdam:
 
 
 def num_threads(*, beside_gpu: bool) -> int:
-    """Threads of an update: torch's number, at most the cores this process may use.
+    """Threads of an update: torch's number of threads, at most the cores that this process may use.
 
     Args:
-        beside_gpu: another thread launches kernels at the same time. A core is left to it, or the GPU waits.
+        beside_gpu: leave one core to the thread that launches GPU kernels, because otherwise the GPU waits.
     """
     usable = min(torch.get_num_threads(), len(os.sched_getaffinity(0)))
     return max(1, usable - 1 if beside_gpu else usable)
 
 
 def _row(item: UpdateItem) -> _UpdateItem:
+    """The C struct of an item."""
     has_bf16_grad = item.grad.dtype == torch.bfloat16
     numel = item.grad.numel()
     scalars = _Scalars(item.scalars.constants, item.scalars.decoupled_weight_decay)

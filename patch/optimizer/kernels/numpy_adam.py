@@ -1,4 +1,4 @@
-"""The update in NumPy: the oracle of the other kernels, and in tiles the kernel where no compiler is."""
+"""The update in NumPy: the reference of the other kernels in tests, and the kernel without a compiler."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from patch.optimizer.kernels.spec import (
     copy_other_params,
 )
 
-# Elements updated at a time: small enough that temporaries stay in a core's cache.
+# Elements that are updated at a time: few enough that temporaries stay in a core's cache.
 _TILE = 1 << 16
 
 
 class NumpyAdam:
-    """The update on CPU tensors, one thread."""
+    """The update on CPU tensors, in one thread."""
 
     def update(self, items: Sequence[UpdateItem]) -> None:
         """See AdamKernel."""
@@ -35,6 +35,7 @@ class NumpyAdam:
 
 
 def _update_part(item: UpdateItem, part: slice) -> None:
+    """Update some elements of an item."""
     states = _arrays(item.states, part)
     results = states if item.out is None else _arrays(item.out, part)
     is_split = states[0].dtype == np.uint16
@@ -54,7 +55,15 @@ def adam(
     exp_avg_sq: np.ndarray,
     scalars: AdamScalars,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The oracle: new master, exp_avg and exp_avg_sq of float32 arrays, as plainly as it can be written."""
+    """The reference: new master, exp_avg and exp_avg_sq, written as plainly as possible.
+
+    Args:
+        master: (n,) float32, as the arrays below.
+        grad: (n,) gradients, before `grad_scale`.
+        exp_avg: (n,) first moments.
+        exp_avg_sq: (n,) second moments.
+        scalars: the scalars of the parameter group.
+    """
     scale, beta1, rest1, beta2, rest2, step_size, root_bias2, eps, decay = map(np.float32, scalars.constants)
     is_decoupled = scalars.decoupled_weight_decay
     g = grad * scale if is_decoupled else grad * scale + decay * master
@@ -65,7 +74,7 @@ def adam(
 
 
 def round_to_bf16(master: np.ndarray) -> np.ndarray:
-    """The bits of float32 values as bf16: to nearest, halves away from zero; every NaN becomes one."""
+    """The bits of float32 values rounded to bf16: to nearest, ties away from zero; all NaNs become one."""
     high = ((master.view(np.uint32) + np.uint32(0x8000)) >> np.uint32(16)).astype(np.uint16)
     return np.where(np.isnan(master), np.uint16(0x7FC0), high)
 
@@ -77,13 +86,13 @@ def low_bits(master: np.ndarray) -> np.ndarray:
 
 
 def join_split(param: np.ndarray, low: np.ndarray) -> np.ndarray:
-    """The float32 masters whose bf16 bits and low bits these are: undoes the rounding."""
+    """The float32 masters with these bf16 bits and low bits: the inverse of the rounding."""
     high = param - (low >> np.uint16(15))
     return ((high.astype(np.uint32) << np.uint32(16)) | low).view(np.float32)
 
 
 def _arrays(states: AdamStates, part: slice) -> list[np.ndarray]:
-    """Views of a part of the states; bf16 parameters and split masters as their bits."""
+    """NumPy views of some elements of the states; bf16 parameters and low bits of masters as uint16."""
     tensors = [states.master[part], states.exp_avg[part], states.exp_avg_sq[part]]
     param = bf16_param(states)
     if param is not None:

@@ -1,4 +1,4 @@
-"""What every Adam kernel computes, in which order of operations, and what it takes.
+"""What every Adam kernel computes, in which order of operations, and its arguments.
 
     g = grad * scale
     p = p * (1 - lr * weight_decay)          AdamW; Adam instead: g = g + weight_decay * p
@@ -7,7 +7,7 @@
     p = p - (lr / bias1) * (m / (sqrt(v) / sqrt(bias2) + eps))        bias_i = 1 - beta_i ** step
 
 Every product, sum, quotient and root is one IEEE float32 operation, and none are fused; scalars are computed
-in float64 and rounded once. Kernels that follow this order give the same bits, wherever the states lie.
+in float64 and rounded once. All kernels follow this order, so they give the same bits on every device.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class AdamScalars:
-    """What the update of one parameter group needs in one step, besides tensors.
+    """The scalars of one parameter group's update in one step.
 
     Source: Loshchilov & Hutter, arXiv:1711.05101, algorithm 2: AdamW (`decoupled_weight_decay`) or Adam.
     """
@@ -34,16 +34,16 @@ class AdamScalars:
     eps: float
     weight_decay: float
     step: int
-    """Updates of these states, this one included: the first is 1."""
+    """Number of updates of these states, including this one: 1 at the first."""
     grad_scale: float = 1.0
-    """Factor on the gradient: clipping, and fp16's loss scale undone."""
+    """Factor on the gradient: clipping, and the inverse of fp16's loss scale."""
     decoupled_weight_decay: bool = True
 
     @cached_property
     def constants(self) -> tuple[float, ...]:
         """grad_scale, beta1, 1 - beta1, beta2, 1 - beta2, lr / bias1, sqrt(bias2), eps, decay; in float64.
 
-        decay is the factor on the masters (AdamW: 1 - lr * weight_decay), or on the L2 term (Adam).
+        decay is the factor on the masters (AdamW: 1 - lr * weight_decay), or of the L2 term (Adam).
         """
         bias1, bias2 = 1.0 - self.beta1**self.step, 1.0 - self.beta2**self.step
         moments = self.beta1, 1.0 - self.beta1, self.beta2, 1.0 - self.beta2
@@ -52,7 +52,7 @@ class AdamScalars:
 
 
 class AdamStates(NamedTuple):
-    """What an update reads and writes: contiguous (numel,) tensors of one device."""
+    """The states that an update reads and writes: contiguous (numel,) tensors on one device."""
 
     master: torch.Tensor
     """float32; or int16: the low bits of a split master, whose high bits are the bf16 parameter."""
@@ -60,30 +60,30 @@ class AdamStates(NamedTuple):
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
     param: torch.Tensor | None = None
-    """The model's bf16 or fp16 parameter, made from the master; None where the master is the parameter."""
+    """The model's bf16 or fp16 parameter, rounded from the master; None if the master is the parameter."""
 
 
 class UpdateItem(NamedTuple):
     """Neighbouring elements of one parameter group."""
 
     grad: torch.Tensor
-    """(numel,) float32 or bfloat16; read only."""
+    """(numel,) float32 or bfloat16; not changed."""
 
     states: AdamStates
     scalars: AdamScalars
     out: AdamStates | None = None
-    """Where the results are written, of the types of `states`, which then stay; None: over `states`."""
+    """Where the results are written, with the types of `states`; None: the results overwrite `states`."""
 
 
 class AdamKernel(Protocol):
     """An implementation of the update; all of them give the same bits."""
 
     def update(self, items: Sequence[UpdateItem]) -> None:
-        """Update all items, of which no two overlap, in one call."""
+        """Update all items, which must not overlap, in one call."""
 
 
 def check_item(item: UpdateItem) -> None:
-    """Assert that an item's tensors can be handed to a kernel as bare pointers."""
+    """Assert that a kernel can use an item's tensors as plain pointers."""
     states, results = item.states, item.out or item.states
     tensors = [tensor for tensor in (item.grad, *states, *results) if tensor is not None]
     assert all(tensor.is_contiguous() for tensor in tensors), "a kernel takes contiguous tensors"
@@ -98,27 +98,27 @@ def check_item(item: UpdateItem) -> None:
 
 
 def is_split(item: UpdateItem) -> bool:
-    """Whether the master is the bf16 parameter and 16 more bits."""
+    """Whether the master is split into the bf16 parameter and 16 low bits."""
     return item.states.master.dtype == torch.int16
 
 
 def bf16_param(states: AdamStates) -> torch.Tensor | None:
-    """The parameter that a kernel writes in the same pass as the states; None where there is no such one."""
+    """The bf16 parameter, which a kernel writes in the same pass as the states; None if there is none."""
     is_bf16 = states.param is not None and states.param.dtype == torch.bfloat16
     return states.param if is_bf16 else None
 
 
 def pointers(item: UpdateItem) -> list[int | None]:
-    """Addresses of the gradient; of master, moments and bf16 parameter to read; of the same to write."""
-    found: list[torch.Tensor | None] = [item.grad]
+    """Addresses of the gradient, then of master, moments and bf16 parameter: first to read, then to write."""
+    tensors: list[torch.Tensor | None] = [item.grad]
     for states in (item.states, item.out or item.states):
-        found += [states.master, states.exp_avg, states.exp_avg_sq, bf16_param(states)]
-    return [None if tensor is None else tensor.data_ptr() for tensor in found]
+        tensors += [states.master, states.exp_avg, states.exp_avg_sq, bf16_param(states)]
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 @torch.no_grad()
 def copy_other_params(items: Sequence[UpdateItem]) -> None:
-    """Make the parameters that no kernel writes (fp16: to nearest, halves to even) from their new masters."""
+    """Copy new masters to the parameters that kernels do not write (fp16: to nearest, ties to even)."""
     for item in items:
         results = item.out or item.states
         if results.param is not None and bf16_param(results) is None:

@@ -1,7 +1,7 @@
 """The update in Triton, for CUDA: all items of a call in one launch.
 
-Products and sums are kept apart (enable_fp_fusion=False), quotients and roots are rounded to nearest, so the
-bits are the oracle's. Triton's interpreter runs it on CPU tensors: TRITON_INTERPRET=1 before the import.
+Products and sums are not fused (enable_fp_fusion=False), quotients and roots are rounded to nearest, so the
+bits are those of NumPy. With TRITON_INTERPRET=1 before the import, Triton's interpreter runs it on the CPU.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from patch.optimizer.kernels.spec import (
     pointers,
 )
 
-_BLOCK = tl.constexpr(1024)  # twice as many need twice the registers, and spill where nothing is aligned
-_COLUMNS = tl.constexpr(20)  # of the table: nine pointers, elements, first block, nine scalars as their bits
+_BLOCK = tl.constexpr(1024)  # 2048 need twice the registers, and spill if pointers are not aligned
+_COLUMNS = tl.constexpr(20)  # of the table: 9 pointers, number of elements, first block, bits of 9 scalars
 
 
 class _Form(NamedTuple):
-    """What the kernel is compiled for."""
+    """The variant of the kernel, compiled for each combination."""
 
     has_bf16_grad: bool
     has_bf16_param: bool
@@ -40,7 +40,7 @@ class _Form(NamedTuple):
 
 
 class TritonAdam:
-    """The update on CUDA tensors, on the current stream; nothing is waited for."""
+    """The update on CUDA tensors, on the current stream; the host does not wait."""
 
     def update(self, items: Sequence[UpdateItem]) -> None:
         """See AdamKernel. One launch for each form of items: usually one."""
@@ -60,6 +60,7 @@ class TritonAdam:
 
 
 def _launch(form: _Form, items: list[UpdateItem]) -> None:
+    """Update items of one form, in one launch."""
     rows: list[list[int]] = []
     num_blocks = 0
     for item in items:
@@ -78,18 +79,18 @@ def _launch(form: _Form, items: list[UpdateItem]) -> None:
 
 
 def _bits(scalars: AdamScalars) -> list[int]:
-    """The bits of the constants as float32."""
+    """The constants as float32, as the integers with the same bits."""
     return np.array(scalars.constants, np.float32).view(np.int32).tolist()
 
 
 def _alignment(rows: list[list[int]]) -> int:
-    """A divisor of every pointer and number of elements: 16, which lets the compiler use wide loads, or 1."""
+    """16, for wide loads, if it divides all pointers and numbers of elements; otherwise 1."""
     return 1 if any(value % 16 for row in rows for value in row[:10]) else 16
 
 
 @triton.jit
 def _find_row(table: tl.tensor, num_items: tl.tensor, block: tl.tensor) -> tl.tensor:
-    """The item of a block: the last whose first block is not after it, found by halving."""
+    """The table row of a block's item, by binary search: the last item that begins at or before the block."""
     low = 0
     high = num_items
     while high - low > 1:
@@ -127,7 +128,7 @@ def _adam(
     p: tl.tensor, g: tl.tensor, m: tl.tensor, v: tl.tensor,
     row: tl.tensor, is_decoupled: tl.constexpr,
 ) -> tl.tensor:  # fmt: skip
-    """The written order of operations (spec.py)."""
+    """The update, in the order of operations of spec.py."""
     decay = _scalar(row, 8)
     g = g * _scalar(row, 0)
     if is_decoupled:

@@ -148,7 +148,7 @@ def test_malformed_index_takes_no_memory(tmp_path):
     (tmp_path / ".metadata").write_bytes(b"\x80\x02" + MALFORMED["memo of 1 GiB"])
     tracemalloc.start()
     try:
-        with pytest.raises(CheckpointError, match="its memo has place 67108864, it has 9 bytes"):
+        with pytest.raises(CheckpointError, match="it uses memo entry 67108864, but has only 9 bytes"):
             unpickle.read_metadata(tmp_path / ".metadata")
         assert tracemalloc.get_traced_memory()[1] < 2**20
     finally:
