@@ -41,7 +41,7 @@ from patch.compat import unpickle
 from patch.compat.cpu import replace_torch
 from patch.errors import CheckpointError
 
-_log = logging.getLogger(__name__)
+_logger = logging.getLogger(__name__)
 _save_common = common.TorchCommonSaveStrategy.save_common
 _validate_sharding_integrity = state_dict_utils.validate_sharding_integrity
 
@@ -115,7 +115,7 @@ def _save_config(config: CheckpointingConfig, checkpoint_dir: str) -> None:
     try:
         save_config(config, checkpoint_dir)
     except OSError as error:
-        _log.error("%s/metadata.json could not be written: %s", checkpoint_dir, error)
+        _logger.error("%s/metadata.json could not be written: %s", checkpoint_dir, error)
 
 
 def apply(cuda: bool) -> None:

@@ -127,7 +127,13 @@ def mapped_parameters(stages: Sequence[GPTModel], model: ModelConfig, tp_size: i
 def exported_parameters(
     stages: Sequence[GPTModel], model: ModelConfig, tp_size: int
 ) -> list[MappedParameter]:
-    """`mapped_parameters` without the copy of a tied embedding on the last stage (PP > 1)."""
+    """`mapped_parameters` without the copy of a tied embedding on the last stage (PP > 1).
+
+    Args:
+        stages: GPTModels without wrappers.
+        model: the shape of the whole model.
+        tp_size: number of tensor-parallel ranks.
+    """
     tied = not model.untie_embeddings_and_output_weights
     mapped = mapped_parameters(stages, model, tp_size)
     return [parameter for parameter in mapped if not (tied and parameter.name == TIED_OUTPUT)]
