@@ -86,8 +86,6 @@ def test_model_is_llama31_in_miniature(folder: Path) -> None:
 
 def test_foreign_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(
-        ConfigError, match="files that no quickstart wrote, so it is not used; expected a new or empty"
-    ):
+    with pytest.raises(ConfigError, match="no quickstart wrote, so it is not used; expected a new or empty"):
         prepare(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.txt"]
