@@ -35,7 +35,7 @@ def agree(error: Exception | None) -> None:
     # Only our own classes are sent, because every rank can import them. pickle refuses a class that a library
     # creates while it runs: this rank would then fail before the collective, and the others would wait.
     kind = type(error) if isinstance(error, PatchError) else PatchError
-    field = getattr(error, "field", None)
+    field = error.field if isinstance(error, PatchError) else None
     reports = all_gather_object(None if error is None else (kind, str(error), field))
     if error is not None:
         raise error
