@@ -1,12 +1,12 @@
-"""The resolved run as frozen dataclasses: the one list behind flags, `--help`, YAML and config.yaml.
+"""The resolved run as frozen dataclasses: the only list of fields; flags, `--help` and YAML are made from it.
 
 Each field is a flag: `hidden_size` is `--hidden-size`, `model.hidden_size` in YAML. The help text, the
-legal values (annotation and bounds) and the default live here and nowhere else. Fields without a default
-must be given or derived (from MODEL_SIZE, from a Hugging Face config.json, from the machine) before a
-RunConfig exists; nothing changes it afterwards. Rules that relate several fields are in `rules.py`.
+legal values (annotation and bounds) and the default are stated only here. A field without a default must be
+given or derived (from MODEL_SIZE, from a Hugging Face config.json, from the machine) before a RunConfig can
+be built. A RunConfig never changes. Rules that relate several fields are in `rules.py`.
 
-What is off or absent is None here. The words for it ("none", "false", 0) are those of flags, positions and
-YAML; `fields.py` translates.
+A value that is off or absent is None here. Flags, positions and YAML write words for it ("none", "false", 0);
+`fields.py` translates.
 
 Imports neither torch nor megatron.
 """
@@ -70,9 +70,9 @@ def flag(
     """A dataclass field that is also a command-line flag.
 
     Args:
-        help: what `--help` says.
-        default: the value where nothing else decides.
-        none: what flags, positions and YAML write for None; for fields annotated with `| None`.
+        help: the text in `--help`.
+        default: the value when nothing else sets the field.
+        none: the word or number that flags, positions and YAML write for None; needed for `| None` fields.
         bounds: the fields of `Bounds`.
     """
     metadata = {"help": help, "none": none, "bounds": Bounds(**bounds)}  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ class ModelConfig:
     )
 
     def padded_vocab_size(self, tp_size: int) -> int:
-        """Rows of the embedding at this TP."""
+        """Rows of the embedding, padded so that this TP size divides them."""
         multiple = self.make_vocab_size_divisible_by
         if multiple % tp_size:
             multiple *= tp_size
@@ -136,7 +136,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How the model and the batch are cut over processes, and how many processes there are."""
+    """How the model and the batch are split over processes, and how many processes there are."""
 
     tensor_model_parallel_size: int = flag("processes that share each layer (TP)", 1, at_least=1)
     pipeline_model_parallel_size: int = flag("stages that share the layers (PP)", 1, at_least=1)
@@ -177,7 +177,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Batch, precision, length and memory of training."""
+    """Batch size, precision, length of the run, and what is recomputed to save memory."""
 
     micro_batch_size: int = flag("samples of one forward on one data-parallel rank", at_least=1)
     global_batch_size: int = flag("samples of one optimizer step over all ranks", at_least=1)
@@ -257,7 +257,7 @@ class DataConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Where weights come from and where the run is kept."""
+    """Where the initial weights come from, and what the run writes where."""
 
     load: str | None = flag(
         "a Hugging Face folder, a checkpoint of ours, or none: random weights", None, none="none"
@@ -271,10 +271,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """How a model is computed: what building it takes beside its shape and its process groups.
+    """How a model is computed: the settings that building it needs besides its shape and process groups.
 
-    It is no section of config.yaml: `RunConfig.execution` gathers it, and a program without a RunConfig
-    makes its own.
+    This is not a section of config.yaml: `RunConfig.execution` collects it from other sections. A program
+    without a RunConfig creates its own.
     """
 
     precision: Precision = "bf16"
@@ -282,7 +282,7 @@ class Execution:
     virtual_pipeline_size: int = 1
     """Pipeline stages of one process."""
     num_micro_batches: int = 1
-    """Micro-batches of one replica in one step; read where a process has several stages."""
+    """Micro-batches of one replica in one step; used only when a process has several stages."""
     recompute_granularity: Recompute | None = None
     recompute_num_layers: int = 1
     deterministic_mode: bool = False
@@ -291,12 +291,12 @@ class Execution:
 def split_layers(num_layers: int, num_stages: int) -> list[int]:
     """Layers of each pipeline stage in the order in which a batch passes them.
 
-    Where they do not divide, the stages in the middle take one more first: the first stage has the
-    embedding beside its layers, the last one the output layer.
+    If the layers do not divide evenly, the middle stages get the remaining layers first, because the first
+    stage also has the embedding, and the last stage the output layer.
     """
-    fewest, more = divmod(num_layers, num_stages)
-    order = [*range(1, num_stages - 1), 0, num_stages - 1]
-    return [fewest + (stage in order[:more]) for stage in range(num_stages)]
+    fewest, num_remaining = divmod(num_layers, num_stages)
+    middle_first = [*range(1, num_stages - 1), 0, num_stages - 1]
+    return [fewest + (stage in middle_first[:num_remaining]) for stage in range(num_stages)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -324,7 +324,7 @@ class RunConfig:
 
     @property
     def virtual_pipeline_size(self) -> int:
-        """Pipeline stages of one process: one, or several of a few layers each that take turns (VPP)."""
+        """Pipeline stages of one process: one, or several with interleaved pipelining (VPP)."""
         return self.parallel.virtual_pipeline_size(self.model.num_layers)
 
     @property
@@ -334,7 +334,7 @@ class RunConfig:
 
     @property
     def execution(self) -> Execution:
-        """What building the model takes beside its shape."""
+        """The settings that building the model needs besides its shape."""
         training = self.training
         return Execution(
             precision=training.precision,
@@ -375,7 +375,7 @@ class RunConfig:
 
     @property
     def tokenizer_folder(self) -> str | None:
-        """Where the tokenizer is read: its own folder if one is named, else that of the weights."""
+        """The folder the tokenizer is read from: the one given for it, else that of the weights."""
         return self.data.tokenizer_name_or_path or self.checkpoint.load
 
     @property
