@@ -1,7 +1,7 @@
 """Data: tokenizer, JSON readers, chat rendering and masks, pre-training sets, batches; see README.md.
 
-Nothing here imports megatron-core. The pre-training sets do, so they are imported from their own modules:
-`patch.data.pretrain.load_pretrain` reads one, `patch.data.preprocess.write_indexed` makes one.
+The names exported here do not need megatron-core. Pre-training sets do, so they are imported from their own
+modules: `patch.data.pretrain.load_pretrain` reads a set, `patch.data.preprocess.write_indexed` writes one.
 """
 
 from patch.data.batches import Batch, BatchReader, Sample, SampleSource
