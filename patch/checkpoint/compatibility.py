@@ -140,7 +140,8 @@ def _check_names(folder: Path, stored: set[str], requested: set[str], cures: Map
     if unexpected:
         cure = _cure(unexpected, cures)
         raise CheckpointError(
-            f"{folder} holds {_listed(unexpected)}, which this run has not; {cure.advice}", field=cure.field
+            f"{folder} holds {_listed(unexpected)}, which this run does not have; {cure.advice}",
+            field=cure.field,
         )
 
 

@@ -100,7 +100,7 @@ def weights_folder(load: Path) -> Path:
     iteration = latest_iteration(root, takes_older=False)
     if iteration is None:
         raise CheckpointError(
-            f"{load} holds no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
+            f"{load} has no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
             "folder with .metadata"
         )
     _logger.info("weights are those of iteration %d in %s", iteration, root)
@@ -142,7 +142,7 @@ def _refuse_remains(root: Path) -> None:
     remains += [TRACKER] if (root / TRACKER).exists() else []
     if remains:
         raise CheckpointError(
-            f"{root} holds {', '.join(remains)} and no complete checkpoint (iter_* with .metadata, common.pt "
+            f"{root} has {', '.join(remains)} and no complete checkpoint (iter_* with .metadata, common.pt "
             f"and metadata.json; a folder *{_REPLACED} is a checkpoint under another name): {_CURE}",
             field="output_path",
         )

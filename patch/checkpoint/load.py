@@ -152,11 +152,11 @@ def read_common(root: Path, iteration: int) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: there is no complete checkpoint") from error
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} holds more than plain values and was not read") from error
+        raise CheckpointError(f"{path} contains more than plain values and was not read") from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}") from error
     if not isinstance(common, dict):
-        raise CheckpointError(f"{path} is damaged: it holds a {type(common).__name__}, expected a dict")
+        raise CheckpointError(f"{path} is damaged: it contains a {type(common).__name__}, expected a dict")
     return common
 
 

@@ -106,14 +106,14 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if load is not None and not Path(load).exists():
         raise ConfigError(
-            f"there is no {load!r}, expected a folder; models of the hub are not fetched, "
+            f"{load!r} does not exist, expected a folder; models are not downloaded from the hub, "
             "do that first: hf download NAME --local-dir FOLDER",
             field="load",
         )
     raise ConfigError(
-        f"auto reads the shape from what is at {where('load')}, which is "
-        f"{FIELDS['load'].to_scalar(load)!r} without a config.json, and no run's checkpoints with their "
-        f"config.yaml; expected one of the two there, one of {', '.join(PRESETS)}, or the shape by flags",
+        f"auto reads the shape from the folder at {where('load')}; got {FIELDS['load'].to_scalar(load)!r}, "
+        "which has neither a config.json nor a run's checkpoints with their config.yaml; expected one of the "
+        f"two there, one of {', '.join(PRESETS)}, or the shape by flags",
         field="model_size",
     )
 

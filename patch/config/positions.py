@@ -166,7 +166,7 @@ def _check_count(texts: Sequence[str]) -> None:
         try:
             _parse(index, position, text)
         except ConfigError as error:
-            raise ConfigError(f"{message}; the first that does not fit its place is {error}") from None
+            raise ConfigError(f"{message}; the first that does not fit its position is {error}") from None
     raise ConfigError(f"{message}; --help lists them all")
 
 

@@ -35,17 +35,17 @@ class _Reason(NamedTuple):
     instead: str
 
 
-_SHAPE = _Reason("holds a run of another model shape", _ANEW)
-_TOKENIZER = _Reason("holds a run of another tokenizer", _ANEW)
-_DATA = _Reason("holds a run on other data", _FROM_WEIGHTS)
+_SHAPE = _Reason("has a run with another model shape", _ANEW)
+_TOKENIZER = _Reason("has a run with another tokenizer", _ANEW)
+_DATA = _Reason("has a run on other data", _FROM_WEIGHTS)
 _ORDER = _Reason(
-    "holds a run that reads its data in another order, so its place there would be lost", _FROM_WEIGHTS
+    "has a run that reads its data in another order, so its position in the data would be lost", _FROM_WEIGHTS
 )
 _LENGTH = _Reason(
-    "holds a pre-training run of another length, which decides the order of its samples", _FROM_WEIGHTS
+    "has a pre-training run of another length, which decides the order of its samples", _FROM_WEIGHTS
 )
-_TYPE = _Reason("holds a run whose weights and states have another type", _ANEW)
-_LAYOUT = _Reason("holds a run of another layout; another layout on resume is not built yet", _FROM_WEIGHTS)
+_TYPE = _Reason("has a run whose weights and states have another type", _ANEW)
+_LAYOUT = _Reason("has a run with another layout; a resume cannot change the layout yet", _FROM_WEIGHTS)
 _FIXED: dict[str, _Reason] = {
     **dict.fromkeys([*STORED_SHAPE, "seq_length"], _SHAPE),
     **dict.fromkeys(["sft", "dataset_type", "train_data_path", "max_padding_length", "packing"], _DATA),

@@ -139,7 +139,7 @@ def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
             field,
             layers,
             f"0, or {where('pipeline_model_parallel_size')} above 1",
-            "one process holds all layers",
+            "one process has all layers",
         )
     layers_per_process, remainder = divmod(config.model.num_layers, pp_size)
     if layers and remainder:
@@ -183,12 +183,12 @@ def processes_fit(config: RunConfig, machine: MachineFacts) -> None:
     )
     replica = math.prod(sizes)
     if config.world_size % replica:
-        why = f"{parallel.nnodes} machines x {parallel.nproc_per_node} processes hold whole replicas"
+        why = f"{parallel.nnodes} machines x {parallel.nproc_per_node} processes must make up whole replicas"
         expected = f"processes in all a multiple of {replica} (TP x PP x CP = {' x '.join(map(str, sizes))})"
         refuse("nproc_per_node", parallel.nproc_per_node, expected, why)
     if 0 < machine.cuda_devices < parallel.nproc_per_node:
         expected = f"at most {machine.cuda_devices}"
-        refuse("nproc_per_node", parallel.nproc_per_node, expected, "each process has a GPU of its own")
+        refuse("nproc_per_node", parallel.nproc_per_node, expected, "each process needs its own GPU")
 
 
 def global_batch_divides(config: RunConfig, machine: MachineFacts) -> None:
@@ -216,7 +216,7 @@ def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
     """The flags that choose what replicas share do not contradict each other."""
     parallel = config.parallel
     if parallel.overlapped_distributed_optimizer and not parallel.use_distributed_optimizer:
-        why = "it shards gradients beside the optimizer's states"
+        why = "it shards gradients in addition to the optimizer's states"
         refuse("overlapped_distributed_optimizer", "true", f"{where('use_distributed_optimizer')} true", why)
     if parallel.use_distributed_optimizer and parallel.data_parallel_sharding is ZeroStage.NONE:
         expected = "optimizer, gradients, auto, or none with DO=false"
@@ -312,8 +312,8 @@ def _alignment_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     tp_size = config.parallel.tensor_model_parallel_size
     if tp_size > 1:
         yield (
-            f"{where('precision_align')}: equal to transformers to the bit at TP=1 only; TP={tp_size} adds "
-            "up in another order (logits: fp32 within 1e-5, bf16 cosine 0.999)"
+            f"{where('precision_align')}: equal to transformers to the bit at TP=1 only; TP={tp_size} sums "
+            "in another order (logits: fp32 within 1e-5, bf16 cosine 0.999)"
         )
     if config.model.attention_backend != "auto" and machine.cuda_devices:
         yield f"{where('attention_backend')} has no effect with {where('precision_align')}"

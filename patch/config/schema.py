@@ -114,7 +114,7 @@ class ModelConfig:
         None,
         none="none",
     )
-    untie_embeddings_and_output_weights: bool = flag("a weight of its own for the output layer", False)
+    untie_embeddings_and_output_weights: bool = flag("give the output layer its own weight", False)
     init_method_std: float = flag("standard deviation of random initial weights", 0.008, at_least=0)
     attention_backend: AttentionBackend = flag(
         "kernel that scaled_dot_product_attention prefers on CUDA; CPU has one",
@@ -141,7 +141,7 @@ class ParallelConfig:
     tensor_model_parallel_size: int = flag("processes that share each layer (TP)", 1, at_least=1)
     pipeline_model_parallel_size: int = flag("stages that share the layers (PP)", 1, at_least=1)
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        "PP: each process holds several stages of this many layers, which take turns (VPP); 0: one stage",
+        "PP: each process has several interleaved stages of this many layers (VPP); 0: one stage",
         None,
         none=0,
         at_least=0,
@@ -161,7 +161,7 @@ class ParallelConfig:
     nnodes: int = flag("machines", 1, at_least=1)
     nproc_per_node: int = flag("processes on this machine", at_least=1)
     distributed_timeout_minutes: int = flag(
-        "a collective, or a start, that waits longer ends the run", 30, at_least=1
+        "the run ends if a collective or its start waits longer than this", 30, at_least=1
     )
 
     def virtual_pipeline_size(self, num_layers: int) -> int:
@@ -206,11 +206,13 @@ class OptimizerConfig:
     decoupled_weight_decay: bool = flag("decay weights (AdamW), not their gradients (Adam)", True)
     adam_beta1: float = flag("decay of the first moment", 0.9, at_least=0, below=1)
     adam_beta2: float = flag("decay of the second moment", 0.95, at_least=0, below=1)
-    adam_eps: float = flag("epsilon beside the root of the second moment", 1e-8, above=0)
+    adam_eps: float = flag("epsilon added to the root of the second moment", 1e-8, above=0)
     initial_loss_scale: float = flag("fp16: first scale of the loss; halved on overflow", 2.0**16, above=0)
     loss_scale_window: int = flag("fp16: good steps after which the scale doubles", 1000, at_least=1)
     reduce_bucket_size: int = flag(
-        "elements of a bucket, the unit in which gradients and weights travel", 500_000_000, at_least=1
+        "elements of a bucket, the unit in which gradients are reduced and weights gathered",
+        500_000_000,
+        at_least=1,
     )
     main_grads_dtype: GradientType = flag("type in which gradients are added up and reduced", "fp32")
     clip_grad: float = flag("largest global gradient norm; 0: no clipping", 1.0, at_least=0)
@@ -223,7 +225,7 @@ class OptimizerConfig:
         "static: share of a process's states in host memory", 1.0, at_least=0, at_most=1
     )
     optimizer_offload_auto_threshold: int = flag(
-        "auto: bytes of the GPU kept free beside the largest peak seen", 2 * 2**30, at_least=0
+        "auto: bytes of the GPU kept free in addition to the largest peak seen", 2 * 2**30, at_least=0
     )
     optimizer_offload_chunk_size: int | None = flag(
         "elements of a chunk, the unit in which states are placed and moved; 0: searched",
@@ -232,7 +234,7 @@ class OptimizerConfig:
         at_least=0,
     )
     simulated_device_memory: int | None = flag(
-        "without a GPU: bytes that a process pretends to have on one; 0: no limit", None, none=0, at_least=0
+        "without a GPU: bytes of each process's simulated GPU; 0: no limit", None, none=0, at_least=0
     )
 
 
@@ -252,7 +254,7 @@ class DataConfig:
     )
     packing: bool = flag("several raw samples in one sequence", False)
     eval_interval: int | None = flag("steps between evaluations; 0: none", 100, none=0, at_least=0)
-    eval_iters: int = flag("global batches of one evaluation; never more than the set holds", 10, at_least=0)
+    eval_iters: int = flag("global batches of one evaluation; at most one pass over the set", 10, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -153,8 +153,8 @@ class ChatRenderer:
         answered = self._apply(messages, where, generate=False)
         if not prompt.startswith(text_before) or not answered.startswith(prompt):
             raise DataError(
-                f"{where}: message {number}: {self._name} writes what comes before the answer "
-                f"otherwise than the prompt for it, so the two cannot be told apart; {_CURE}"
+                f"{where}: message {number}: {self._name} writes the text before the answer differently "
+                f"from the prompt for it, so prompt and answer cannot be separated; {_CURE}"
             )
         content = messages[-1]["content"].strip()
         end = self._end_of_turn(answered, len(prompt), content, where)

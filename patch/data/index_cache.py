@@ -40,7 +40,7 @@ def kept_as_made(folder: Path, split: str) -> Iterator[None]:
         complaint = difference(path, known[path.name]) if path.name in known else f"{path} has no checksum"
         if complaint is not None:
             _logger.warning(
-                "%s: the index files are made anew from data and seed, in the same order", complaint
+                "%s: the index files are made again from data and seed, in the same order", complaint
             )
             path.unlink()
             known.pop(path.name, None)

@@ -53,7 +53,7 @@ def open_indexed(prefix: str) -> IndexedDataset:
     index = _read_index(idx_path)
     size = bin_path.stat().st_size
     if size == 0:
-        raise DataError(f"{bin_path}: holds no tokens")
+        raise DataError(f"{bin_path}: has no tokens")
     tokens = _check_index(idx_path, index)
     if size != tokens * index.itemsize:
         raise DataError(
@@ -86,7 +86,7 @@ def check_ids(name: str, smallest: int, largest: int, vocab_size: int) -> None:
     """
     if smallest < 0 or largest >= vocab_size:
         raise DataError(
-            f"{name}: holds token id {smallest if smallest < 0 else largest}, the model's vocabulary has "
+            f"{name}: has token id {smallest if smallest < 0 else largest}, the model's vocabulary has "
             f"{vocab_size} rows (--vocab-size); expected a set made with this model's tokenizer"
         )
 

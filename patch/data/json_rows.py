@@ -48,11 +48,11 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: cannot be read: {error.strerror}; expected a JSON or JSONL file") from error
     except MemoryError as error:
         raise DataError(
-            f"{path}: a JSON list is held in memory as a whole, and there is not enough; JSONL, one object a "
-            "line, is not"
+            f"{path}: there is not enough memory to load this JSON list as a whole; use JSONL, one object on "
+            "each line, which is read line by line"
         ) from error
     if empty:
-        raise DataError(f"{path}: holds no rows, expected at least one JSON object")
+        raise DataError(f"{path}: has no rows, expected at least one JSON object")
 
 
 def _holds_list(file: BinaryIO) -> bool:

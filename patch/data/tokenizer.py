@@ -46,9 +46,7 @@ def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
     if not path.is_dir():
         raise DataError(f"tokenizer: {folder} is not a folder; {cure}", field=field)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise DataError(
-            f"tokenizer: {folder} holds none of {', '.join(TOKENIZER_FILES)}; {cure}", field=field
-        )
+        raise DataError(f"tokenizer: {folder} has none of {', '.join(TOKENIZER_FILES)}; {cure}", field=field)
     _check_files(path)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
