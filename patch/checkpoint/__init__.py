@@ -1,4 +1,4 @@
-"""Checkpoints in megatron-core's torch_dist format, written whole or not at all; see README.md."""
+"""Checkpoints in megatron-core's torch_dist format, written completely or not at all; see README.md."""
 
 from patch.checkpoint.folder import latest_iteration, weights_folder
 from patch.checkpoint.load import load_checkpoint, load_only_weights, read_common

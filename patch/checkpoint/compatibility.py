@@ -1,4 +1,4 @@
-"""Whether a checkpoint is whole, and whether it fits the state that asks for it. Reads no tensor."""
+"""Checks that a checkpoint is complete and fits the state to load. Reads no tensor."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ _NAMED = 5
 
 
 class Cure(NamedTuple):
-    """What makes a run and a checkpoint fit each other."""
+    """What a user can do if a checkpoint does not fit the run."""
 
     advice: str
     field: str | None = None
-    """The field of the configuration that it changes."""
+    """The configuration field to change."""
 
 
 _SAME_LAYOUT = Cure("resume with the TP, PP and number of processes that the checkpoint was saved with")
@@ -35,10 +35,14 @@ NO_CURES: Mapping[str, Cure] = MappingProxyType({})
 
 
 def check_files(folder: Path, index: Metadata) -> None:
-    """The description can be read; every data file is there and as long as the index says.
+    """Check that metadata.json can be read, and that every data file exists and is as long as the index says.
+
+    Args:
+        folder: the checkpoint.
+        index: its parsed `.metadata`.
 
     Raises:
-        CheckpointError: names the file.
+        CheckpointError: a file is missing, damaged or truncated; the message names it.
     """
     _check_description(folder / "metadata.json")
     lengths: dict[str, int] = defaultdict(int)
@@ -58,7 +62,7 @@ def check_files(folder: Path, index: Metadata) -> None:
 
 
 def _check_description(path: Path) -> None:
-    """Upstream reads it in the middle of a load, and any format but this one by other code."""
+    """Check metadata.json before upstream reads it in the middle of a load; only torch_dist is accepted."""
     try:
         backend = json.loads(path.read_bytes())["sharded_backend"]
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
@@ -70,15 +74,20 @@ def _check_description(path: Path) -> None:
 def check_fit(
     folder: Path, index: Metadata, shards: list[ShardedBase], requested: set[str], cures: Mapping[str, Cure]
 ) -> None:
-    """The checkpoint holds what is asked for, in the same shape and dtype, and no more of those sections.
+    """Check that the checkpoint has exactly the requested keys, with the same shapes and dtypes.
+
+    Sections of which no rank requests a key are not compared.
 
     Args:
-        shards: what this rank asks for.
-        requested: keys that any rank asks for.
-        cures: by how a key begins: what to do where such a key is missing or left over.
+        folder: the checkpoint, for messages.
+        index: its parsed `.metadata`.
+        shards: the shards that this rank loads.
+        requested: the keys that all ranks together load.
+        cures: prefix of keys -> what to do if such a key is missing or unexpected.
 
     Raises:
-        CheckpointError: names tensors, both shapes or dtypes, and the nearest name of a missing one.
+        CheckpointError: it does not fit; the message names the tensors, both shapes or dtypes, and for a
+            missing tensor the nearest stored name.
     """
     stored = index.state_dict_metadata
     _check_names(folder, set(stored), requested, cures)
@@ -97,17 +106,20 @@ def check_weights(
     vocab_size: int,
     cures: Mapping[str, Cure],
 ) -> None:
-    """The checkpoint holds this model; types and the vocabulary's padding may be others.
+    """Check that the checkpoint has this model's weights; dtypes and vocabulary padding may differ.
 
     Args:
-        shards: what this rank asks for.
-        requested: keys that any rank asks for.
-        prefixes: how the keys of a model's tensors begin; the checkpoint may hold others.
-        vocab_size: rows of the vocabulary that are no padding.
-        cures: as `check_fit`.
+        folder: the checkpoint, for messages.
+        index: its parsed `.metadata`.
+        shards: the shards that this rank loads.
+        requested: the keys that all ranks together load.
+        prefixes: prefixes of the keys of a model's tensors; other keys of the checkpoint are ignored.
+        vocab_size: rows of the vocabulary without padding.
+        cures: see `check_fit`.
 
     Raises:
-        CheckpointError: names tensors, and both shapes or the nearest name of a missing one.
+        CheckpointError: it does not fit; the message names the tensors, and both shapes or, for a missing
+            tensor, the nearest stored name.
     """
     stored = index.state_dict_metadata
     _check_names(folder, {key for key in stored if key.startswith(prefixes)}, requested, cures)
@@ -128,7 +140,8 @@ def _check_names(folder: Path, stored: set[str], requested: set[str], cures: Map
     if unexpected:
         cure = _cure(unexpected, cures)
         raise CheckpointError(
-            f"{folder} holds {_listed(unexpected)}, which this run has not; {cure.advice}", field=cure.field
+            f"{folder} holds {_listed(unexpected)}, which this run does not have; {cure.advice}",
+            field=cure.field,
         )
 
 
@@ -159,7 +172,7 @@ def _check_tensor(folder: Path, shard: ShardedTensor, stored: object) -> None:
 
 
 def _cure(keys: list[str], cures: Mapping[str, Cure]) -> Cure:
-    """What makes run and checkpoint agree on these names."""
+    """What a user can do about keys that are missing or unexpected."""
     for prefix, cure in cures.items():
         if any(key.startswith(prefix) for key in keys):
             return cure
@@ -168,13 +181,13 @@ def _cure(keys: list[str], cures: Mapping[str, Cure]) -> Cure:
 
 
 def _section(key: str) -> str:
-    """The section a key belongs to: its first part, or "model", whose keys carry no prefix."""
+    """The section of a key: its first part, or "model", whose keys have no prefix."""
     first = key.split(".", 1)[0]
     return first if first in _SECTION_CURES else "model"
 
 
 def _is_extra_state(key: str) -> bool:
-    """Whether a layer's opaque object, which each layer implementation has or has not."""
+    """Whether the key is that of a layer's opaque object, which only some layer implementations have."""
     return "._extra_state/" in key
 
 

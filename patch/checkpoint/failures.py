@@ -1,4 +1,4 @@
-"""What fails while a checkpoint is written or read is a CheckpointError on all ranks."""
+"""Turns errors of one rank while a checkpoint is written or read into a CheckpointError on all ranks."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from patch.distributed.collectives import fail_together
 from patch.errors import CheckpointError
 
 _ZIP_WRITER = "inline_container"
-"""torch's source file that writes zip archives is named in its errors, which do not say the reason."""
+"""torch's source file that writes zip archives. Its errors contain this name, but not the reason."""
 
 
 @contextmanager
 def checkpoint_failures(what: str) -> Iterator[None]:
-    """A block that every rank enters and whose failure on one rank is raised on all: a collective.
+    """A context that every rank enters; if the block fails on one rank, all ranks raise. It is a collective.
 
     Args:
-        what: begins the message, such as "checkpoint X was not written".
+        what: the beginning of the message, such as "checkpoint X was not written".
 
     Raises:
-        CheckpointError: on every rank, when the block raised on any.
+        CheckpointError: on every rank, if the block raised on any rank.
     """
     with fail_together(what, CheckpointError):
         try:
             yield
-        except CheckpointException as error:  # no Exception, but a BaseException
+        except CheckpointException as error:  # torch derives it from BaseException, not from Exception
             rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
             raise CheckpointError(f"{what}: rank {rank}: {_reason(cause)}") from error
         except RuntimeError as error:
@@ -37,7 +37,7 @@ def checkpoint_failures(what: str) -> Iterator[None]:
 
 
 def _reason(error: BaseException) -> str:
-    """One line of what went wrong."""
+    """The error as one line."""
     first_line = (str(error).strip().splitlines() or [""])[0]
     if _ZIP_WRITER in first_line:
         return f"a file could not be written, the disk may be full ({first_line})"

@@ -1,4 +1,4 @@
-"""Where checkpoints lie, which one is the newest, and how one is published.
+"""The folders of checkpoints: finding the newest checkpoint, and publishing a written one.
 
 root/iter_0000100/         .metadata  __<rank>_<n>.distcp  common.pt  metadata.json  checksums.json
 root/iter_0000200.tmp/     being written; never read
@@ -40,23 +40,25 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 
 
 def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
-    """The newest whole checkpoint below `root`: the tracker's, or else the next one, with a warning.
+    """The newest undamaged checkpoint in `root`; None if nothing was ever saved there.
 
-    None where nothing was ever saved. Rank 0 looks and all ranks verify what it finds: a collective in a job.
+    That is the checkpoint named by the tracker, or else the next newest one, with a warning. A collective in
+    a job: rank 0 lists the checkpoints, and all ranks verify them.
 
     Args:
-        takes_older: return an older one where the newest is damaged, as a resume does, which trains the lost
-            steps again. A caller that only reads weights would get other weights than the user thinks.
+        root: the folder of a run's checkpoints.
+        takes_older: return an older checkpoint if the newest is damaged. A resume does so and trains the lost
+            steps again. A caller that only reads weights should not, since the user expects the newest ones.
     Raises:
-        CheckpointError: checkpoints were there and none is whole; training must not begin anew over them. Or
-            the newest is damaged, and no older one is to be taken.
+        CheckpointError: there are checkpoints, but none is undamaged, and training must not start over beside
+            them. Or the newest one is damaged and `takes_older` is false.
     """
     damaged: list[str] = []
     for iteration in from_rank_0(lambda: _candidates(root)):
         complaint = damage(iteration_folder(root, iteration))
         if complaint is None:
-            for each in damaged:
-                _logger.warning("DAMAGED CHECKPOINT: %s; iteration %d is taken instead", each, iteration)
+            for skipped in damaged:
+                _logger.warning("DAMAGED CHECKPOINT: %s; iteration %d is taken instead", skipped, iteration)
             return iteration
         damaged.append(complaint)
         if not takes_older:
@@ -72,17 +74,17 @@ def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
 
 
 def weights_folder(load: Path) -> Path:
-    """The folder of the checkpoint that weights are to be read from.
+    """The folder of the checkpoint from which weights are read; a collective in a job.
 
     Args:
-        load: that folder itself, one that holds checkpoints (of ours, of Megatron-LM's, converted), or a
-            run's folder. A collective in a job.
+        load: the folder of a checkpoint, a folder of checkpoints (ours, Megatron-LM's or converted), or a
+            run's folder.
 
     Returns:
-        a whole checkpoint, or the folder of a legacy one (`mp_rank_*`).
+        The folder of a complete checkpoint, or of a legacy one (`mp_rank_*`).
 
     Raises:
-        CheckpointError: none of them, or damaged.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     if is_complete(load) and (complaint := damage(load)):
         raise CheckpointError(f"{complaint}: it is not what was saved; take another checkpoint")
@@ -98,7 +100,7 @@ def weights_folder(load: Path) -> Path:
     iteration = latest_iteration(root, takes_older=False)
     if iteration is None:
         raise CheckpointError(
-            f"{load} holds no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
+            f"{load} has no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
             "folder with .metadata"
         )
     _logger.info("weights are those of iteration %d in %s", iteration, root)
@@ -106,19 +108,19 @@ def weights_folder(load: Path) -> Path:
 
 
 def _legacy_folder(root: Path) -> Path:
-    """The checkpoint that the tracker names; where it names none, the first one there is."""
+    """The legacy checkpoint that the tracker names; the first one if the tracker names none."""
     tracked = read_tracker(root) or ""
-    found = sorted({path.parent.name for path in root.glob("*/mp_rank_*")})
-    wanted = iteration_name(int(tracked)) if tracked.isdecimal() else tracked
+    names = sorted({path.parent.name for path in root.glob("*/mp_rank_*")})
+    tracked_name = iteration_name(int(tracked)) if tracked.isdecimal() else tracked
     if tracked.isdecimal() or tracked == RELEASE:
-        found = [name for name in found if name == wanted]
-    if found:
-        return root / found[0]
+        names = [name for name in names if name == tracked_name]
+    if names:
+        return root / names[0]
     raise CheckpointError(f"{root / TRACKER} names {tracked}, but there is no {tracked} with mp_rank_* in it")
 
 
 def _candidates(root: Path) -> list[int]:
-    """The iterations whose checkpoints are complete: the tracker's, then the others, the newest first."""
+    """The iterations with a complete checkpoint: the tracker's first, then the others from new to old."""
     tracked = _tracked_iteration(root)
     complete = sorted(complete_iterations(root), key=lambda iteration: (iteration == tracked, iteration))
     if not complete:
@@ -132,29 +134,32 @@ def _candidates(root: Path) -> list[int]:
 
 
 def _refuse_remains(root: Path) -> None:
-    """A tracker or a folder that once was a checkpoint; a first save that was killed leaves neither."""
+    """Refuse a folder with a tracker or an incomplete checkpoint in it.
+
+    A run that was killed during its first save leaves neither, so it may start again.
+    """
     remains = sorted(path.name for path in root.glob("iter_*") if not path.name.endswith(_PARTIAL))
     remains += [TRACKER] if (root / TRACKER).exists() else []
     if remains:
         raise CheckpointError(
-            f"{root} holds {', '.join(remains)} and no complete checkpoint (iter_* with .metadata, common.pt "
+            f"{root} has {', '.join(remains)} and no complete checkpoint (iter_* with .metadata, common.pt "
             f"and metadata.json; a folder *{_REPLACED} is a checkpoint under another name): {_CURE}",
             field="output_path",
         )
 
 
 def staged_checkpoint(target: Path) -> StagedFolder:
-    """The folder of one checkpoint and the names beside it that it has while it is written or replaced."""
+    """The folder of one checkpoint, with the temporary names used while it is written or replaced."""
     return StagedFolder(
         target, target.with_name(target.name + _PARTIAL), target.with_name(target.name + _REPLACED)
     )
 
 
 def open_staging(target: Path) -> Path:
-    """An empty folder beside `target` to write into; what killed runs left behind is removed.
+    """Create an empty temporary folder beside `target`; those that killed runs left are removed.
 
     Raises:
-        OSError: it cannot be made, or what is there cannot be removed.
+        OSError: the folder cannot be created, or an old one cannot be removed.
     """
     for suffix in (_PARTIAL, _REPLACED):
         for leftover in target.parent.glob(f"iter_*{suffix}"):
@@ -165,12 +170,12 @@ def open_staging(target: Path) -> Path:
 
 
 def publish(target: Path) -> None:
-    """Turn the written staging folder into `target`, in the place of an older one, and track it.
+    """Rename the written temporary folder to `target`, replacing an older one, and update the tracker.
 
-    Every step leaves the disk with a complete checkpoint: data first, then the name, then the tracker.
+    The order (data, name, tracker) leaves a complete checkpoint on the disk after every step.
 
     Raises:
-        OSError: something cannot be written or renamed.
+        OSError: a file cannot be written or a folder cannot be renamed.
     """
     staged_checkpoint(target).publish()
     iteration = int(target.name.removeprefix("iter_"))

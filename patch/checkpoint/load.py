@@ -1,7 +1,7 @@
-"""Load: everything is checked on all ranks before upstream touches the model.
+"""Loads checkpoints: everything is checked on all ranks before upstream writes into the model.
 
-A load that fails inside upstream leaves tensors zeroed or half read, so what can be known is known before:
-every name, shape, dtype and file size. Every layout (TP, PP, DP) of the loading run is welcome.
+A load that fails inside upstream leaves tensors zeroed or half read, so every name, shape, dtype and file
+size is checked before. The loading run may have any layout (TP, PP, DP).
 """
 
 from __future__ import annotations
@@ -35,22 +35,23 @@ _logger = get_logger(__name__)
 def load_checkpoint(
     root: Path, iteration: int, sharded_state: dict[str, Any], cures: Mapping[str, Cure] = NO_CURES
 ) -> dict[str, Any]:
-    """Load the sections that `sharded_state` names, in place, with all ranks.
+    """Load the sections in `sharded_state` in place; a collective over all ranks.
 
     Args:
-        root: folder of a run's checkpoints.
-        iteration: which one.
-        sharded_state: sections as they were given to save_checkpoint, in any layout. Sections left out
-            are not read: {"model": ...} loads only the weights.
-        cures: by how a tensor's name begins: what a user can do where such a tensor is missing, or is stored
-            and not asked for. The first that fits is said; the caller knows its tensors and its flags.
+        root: the folder of a run's checkpoints.
+        iteration: the iteration of the checkpoint.
+        sharded_state: sections as given to save_checkpoint, in any layout. Sections that are left out are not
+            read: {"model": ...} loads only the weights.
+        cures: prefix of tensor names -> what a user can do if such a tensor is missing or unexpected. The
+            first prefix that matches is used. The caller gives them, because it knows its tensors and flags.
 
     Returns:
-        The same nesting with tensors and objects in the place of shards, and the common state beside it.
+        The same nesting with tensors and objects instead of shards, and the common state added.
 
     Raises:
-        CheckpointError: on all ranks: the checkpoint is not there, damaged, holds code, or does not fit the
-            state (which tensor, both shapes). The state is untouched unless reading itself failed.
+        CheckpointError: on all ranks: the checkpoint is missing, damaged, contains code, or does not fit the
+            state (the message names the tensor and both shapes). The state is unchanged unless reading the
+            tensors failed.
     """
     folder = iteration_folder(root, iteration)
     with checkpoint_failures(f"checkpoint {folder} was not loaded"):
@@ -64,7 +65,7 @@ def load_checkpoint(
         check_fit(folder, index, shards, requested, cures)
     failure = f"checkpoint {folder} failed while it was read, the model in memory is unusable"
     with checkpoint_failures(failure), plain_readers():
-        # Shards that overlap or leave holes are no error of a load; upstream would say so on rank 0 only.
+        # Overlapping or incomplete shards are no error of a load, and upstream would raise on rank 0 only.
         loaded = dist_checkpointing.load(
             copied(_without_absent_extra_state(sharded_state, index)),
             str(folder),
@@ -81,20 +82,20 @@ def load_only_weights(
     vocab_size: int,
     cures: Mapping[str, Cure] = NO_CURES,
 ) -> None:
-    """Load the model of a checkpoint in place, with all ranks, whoever wrote it in megatron-core's keys.
+    """Load a model's weights in place, from any checkpoint with megatron-core's keys; a collective.
 
-    Unlike a resume this takes weights of another type (rounded to nearest even, which is said) and another
-    padding of the vocabulary, and does not look at what else the checkpoint holds.
+    Unlike a resume, this accepts weights of another dtype (they are rounded to nearest even, with a warning)
+    and another vocabulary padding, and ignores everything else in the checkpoint.
 
     Args:
-        folder: of the checkpoint itself (`weights_folder`).
+        folder: the folder of the checkpoint itself (see `weights_folder`).
         sharded_state: the model's section, in any layout.
-        prefixes: how the names of a model's tensors begin; other tensors of the checkpoint are left alone.
-        vocab_size: rows of the vocabulary that must be there; the others are padding.
-        cures: as `load_checkpoint`.
+        prefixes: prefixes of the names of a model's tensors; the checkpoint's other tensors are ignored.
+        vocab_size: rows of the vocabulary without padding; the checkpoint must have at least these.
+        cures: see `load_checkpoint`.
 
     Raises:
-        CheckpointError: as `load_checkpoint`.
+        CheckpointError: see `load_checkpoint`.
     """
     with checkpoint_failures(f"weights of {folder} were not loaded"):
         index = read_metadata(folder / METADATA_FILE)
@@ -104,7 +105,7 @@ def load_only_weights(
     requested = set().union(*all_gather_object({index_key(shard) for shard in shards}))
     with checkpoint_failures(f"weights of {folder} were not loaded"):
         check_weights(folder, index, shards, requested, prefixes=prefixes, vocab_size=vocab_size, cures=cures)
-    _tell_rounding(folder, index, shards)
+    _warn_of_rounding(folder, index, shards)
     failure = f"{folder} failed while it was read, the model in memory is unusable"
     with checkpoint_failures(failure), plain_readers():
         dist_checkpointing.load(
@@ -116,14 +117,15 @@ def load_only_weights(
 
 
 class _NoCommon(TorchCommonLoadStrategy):
-    """Leaves common.pt unread: Megatron-LM keeps objects of its own classes there."""
+    """Does not read common.pt, where Megatron-LM stores objects of its own classes."""
 
     def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """Nothing."""
+        """An empty common state."""
         return {}
 
 
-def _tell_rounding(folder: Path, index: Metadata, shards: list[ShardedBase]) -> None:
+def _warn_of_rounding(folder: Path, index: Metadata, shards: list[ShardedBase]) -> None:
+    """Log a warning if stored weights are rounded to the run's dtype."""
     wanted = {shard.key: shard.dtype for shard in shards if isinstance(shard, ShardedTensor)}
     stored = {
         metadata.properties.dtype
@@ -139,10 +141,10 @@ def _tell_rounding(folder: Path, index: Metadata, shards: list[ShardedBase]) -> 
 
 
 def read_common(root: Path, iteration: int) -> dict[str, Any]:
-    """The plain values saved beside the tensors; not a collective.
+    """The plain values that were saved with the tensors; not a collective.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds more than plain values.
+        CheckpointError: the file is missing, damaged, or contains more than plain values.
     """
     path = iteration_folder(root, iteration) / COMMON_FILE
     try:
@@ -150,16 +152,16 @@ def read_common(root: Path, iteration: int) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: there is no complete checkpoint") from error
     except pickle.UnpicklingError as error:
-        raise CheckpointError(f"{path} holds more than plain values and was not read") from error
+        raise CheckpointError(f"{path} contains more than plain values and was not read") from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}") from error
     if not isinstance(common, dict):
-        raise CheckpointError(f"{path} is damaged: it holds a {type(common).__name__}, expected a dict")
+        raise CheckpointError(f"{path} is damaged: it contains a {type(common).__name__}, expected a dict")
     return common
 
 
 def _without_absent_extra_state(sharded_state: dict[str, Any], index: Metadata) -> dict[str, Any]:
-    """A copy without the `_extra_state` objects (FP8 scales, None on CPU) that the checkpoint lacks."""
+    """A copy of the state without those `_extra_state` objects (FP8 scales) that the checkpoint lacks."""
     kept, _ = extract_matching_values(
         sharded_state,
         lambda value: not isinstance(value, ShardedObject) or value.unique_key in index.state_dict_metadata,

@@ -1,6 +1,6 @@
-"""checksums.json: what the files of a checkpoint held when they were saved, and which iteration that was.
+"""checksums.json: lengths and checksums of a checkpoint's files when they were saved, and its iteration.
 
-It is written last and published with them. Converted checkpoints and those of other programs have none.
+It is written last and published with the files. Converted checkpoints and those of other programs have none.
 """
 
 from __future__ import annotations
@@ -18,19 +18,21 @@ _PREFIX = "iter_"
 
 
 def contents_of_rank(folder: Path, rank: int) -> dict[str, Content]:
-    """What the data files hold that this rank has written.
+    """Lengths and checksums of the data files that a rank has written.
 
     Raises:
-        OSError: one cannot be read.
+        OSError: a file cannot be read.
     """
     return {path.name: content(path) for path in folder.glob(f"__{rank}_*")}
 
 
 def write_manifest(folder: Path, iteration: int, contents: dict[str, Content]) -> None:
-    """Write the manifest of a folder that is complete but for it.
+    """Write checksums.json, the last file of a checkpoint.
 
     Args:
-        contents: of all ranks' data files; those of the other files are read here.
+        folder: the checkpoint with all other files.
+        iteration: its iteration.
+        contents: lengths and checksums of all ranks' data files; those of the other files are computed here.
     Raises:
         OSError: a file cannot be read or written.
     """
@@ -40,22 +42,23 @@ def write_manifest(folder: Path, iteration: int, contents: dict[str, Content]) -
 
 
 def damage(folder: Path) -> str | None:
-    """What shows that the folder is not what was saved; None where nothing does, or there is no manifest.
+    """How the folder differs from what was saved, in words; None if it does not, or has no checksums.json.
 
-    In a job a collective that each rank reads a share of the files for; rank 0's manifest is the one.
+    In a job this is a collective: rank 0 reads checksums.json, and each rank checks a share of the files.
     """
     files = from_rank_0(lambda: _read(folder))
     if not isinstance(files, dict):
         return files
     is_job = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_job else (0, 1)
-    mine = sorted(files.items())[rank::world_size]
-    complaint = next(filter(None, (difference(folder / name, held) for name, held in mine)), None)
+    files_of_rank = sorted(files.items())[rank::world_size]
+    differences = (difference(folder / name, saved) for name, saved in files_of_rank)
+    complaint = next(filter(None, differences), None)
     return next(filter(None, all_gather_object(complaint) if is_job else [complaint]), None)
 
 
 def _read(folder: Path) -> dict[str, Content] | str | None:
-    """What the files held; or what is wrong with the manifest; or None without one."""
+    """The files' contents by name; or what is wrong with checksums.json, in words; None if it is missing."""
     path = folder / CHECKSUMS_FILE
     try:
         manifest = json.loads(path.read_text(encoding="ascii"))

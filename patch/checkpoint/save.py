@@ -1,4 +1,4 @@
-"""Save: beside the target, then renamed; an error leaves every earlier checkpoint as it was."""
+"""Saves checkpoints into a temporary folder, which is then renamed; errors leave earlier ones intact."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ _logger = get_logger(__name__)
 def save_checkpoint(
     root: Path, iteration: int, sharded_state: dict[str, Any], common: dict[str, Any]
 ) -> None:
-    """Write one checkpoint with all ranks; it exists under its name only once it is complete.
+    """Write one checkpoint with all ranks; its folder gets its name only when it is complete.
 
     Args:
-        root: folder of a run's checkpoints, seen by every rank; made when missing.
-        iteration: optimizer steps done. A checkpoint of the same iteration is replaced.
+        root: the folder of a run's checkpoints, shared by all ranks; created if missing.
+        iteration: the number of finished optimizer steps. A checkpoint of the same iteration is replaced.
         sharded_state: sections of sharded state dicts ("model", "optimizer", "random"); it is not changed.
-            The keys of the model's shards are upstream's own, the other sections' begin with their name.
-        common: the same on every rank, plain types only (what JSON holds); rank 0's is kept.
+            The model's keys are upstream's; the keys of another section begin with the section's name.
+        common: values of plain (JSON) types, the same on every rank; rank 0 writes them.
 
     Raises:
-        CheckpointError: on all ranks, when any could not write; nothing of the new checkpoint is left.
+        CheckpointError: on all ranks, if any rank could not write; the new checkpoint is removed.
     """
     assert not set(common) & set(sharded_state), "common keys and section names share one dict"
     target = iteration_folder(root, iteration)
@@ -46,8 +46,8 @@ def save_checkpoint(
     try:
         with checkpoint_failures(f"checkpoint {target} was not started"):
             json.dumps(common)
-            mine = bytes_to_write(shards_of(sharded_state))
-        needed = sum(all_gather_object(mine))
+            num_bytes = bytes_to_write(shards_of(sharded_state))
+        needed = sum(all_gather_object(num_bytes))
         with checkpoint_failures(f"checkpoint {target} was not started"):
             if dist.get_rank() == 0:
                 open_staging(target)

@@ -1,4 +1,4 @@
-"""What a sharded state dict asks to be stored: its tensors and objects, factories taken apart."""
+"""The tensors and objects of a sharded state dict, with factories expanded."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _OVERHEAD = 2048
 
 
 def shards_of(sharded_state: dict[str, Any]) -> list[ShardedBase]:
-    """This rank's ShardedTensors and ShardedObjects; a factory (fc1: gate and up) gives its pieces."""
+    """This rank's ShardedTensors and ShardedObjects. A factory (fc1: gate and up) is expanded to shards."""
     shards: list[ShardedBase] = []
     for value in nested_values(sharded_state):
         if isinstance(value, ShardedTensorFactory):
@@ -31,9 +31,10 @@ def shards_of(sharded_state: dict[str, Any]) -> list[ShardedBase]:
 
 
 def copied(sharded_state: dict[str, Any]) -> dict[str, Any]:
-    """The same tensors in a new nesting of new shards, for upstream to change.
+    """A copy of the nesting and the shards that shares the tensors.
 
-    It expands factories in place and gives the data of stacked layers a leading axis.
+    Upstream changes what it is given: it expands factories in place, and adds a leading axis to the data of
+    stacked layers.
     """
     return dict_list_map_outplace(
         lambda value: copy.copy(value) if isinstance(value, ShardedBase) else value, sharded_state
@@ -46,7 +47,7 @@ def index_key(shard: ShardedBase) -> str:
 
 
 def bytes_to_write(shards: list[ShardedBase]) -> int:
-    """Bytes of the tensors that this rank writes, each replica counted once; objects are small."""
+    """Bytes of the tensors that this rank writes. Replicas count once; objects are small and ignored."""
     written = [
         shard for shard in shards if isinstance(shard, ShardedTensor) and is_main_replica(shard.replica_id)
     ]

@@ -1,9 +1,9 @@
-"""A torch_dist checkpoint written and read piece by piece, by one process that never holds it whole.
+"""Writes and reads a torch_dist checkpoint piece by piece, in one process that never has all of it in memory.
 
-Upstream's writer takes the whole state at once (megatron/core/dist_checkpointing/serialization.py:278). The
-format itself asks for no more than a piece: `.distcp` is a row of torch.save records, and the pickled
-`.metadata` says for each tensor which piece of it lies where (torch/distributed/checkpoint/metadata.py).
-Any tiling of a tensor is legal; readers of another layout take from each piece what they need.
+Upstream's writer needs the whole state at once (megatron/core/dist_checkpointing/serialization.py:278). The
+format itself does not: a `.distcp` file is a sequence of torch.save records, and the pickled `.metadata`
+states where each piece of a tensor is stored (torch/distributed/checkpoint/metadata.py). A tensor may be
+tiled in any way; a reader with another layout takes what it needs from each piece.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from patch.storage.names import COMMON_FILE, METADATA_FILE
 
 _DATA = "__0_0.distcp"
 _WINDOW_BYTES = 2 * 2**20
-"""Read at once, unless one row is larger: it fits the processor's cache, so writing it on costs little."""
+"""Bytes read at once, unless one row is larger. They fit the processor's cache, so writing them is cheap."""
 
 
 class Piece(NamedTuple):
-    """A rectangle of a stored tensor."""
+    """A rectangular part of a stored tensor."""
 
     key: str
     offsets: tuple[int, ...]
-    """Of its first element in the whole tensor."""
+    """The index of its first element in the whole tensor."""
     tensor: torch.Tensor
 
 
 class PieceWriter:
-    """Writes the data file of a checkpoint piece by piece; `finish` makes it a checkpoint.
+    """Writes the data file of a checkpoint piece by piece; `finish` adds the other files.
 
     Args:
-        folder: exists and is empty.
+        folder: an existing, empty folder.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -60,12 +60,14 @@ class PieceWriter:
         self._index = Metadata(state_dict_metadata={}, storage_data={})
 
     def add(self, piece: Piece, shape: tuple[int, ...]) -> None:
-        """Append a piece of the tensor `piece.key`, which has this shape as a whole.
+        """Append a piece of a tensor. The pieces of one key must tile the tensor and have the same dtype.
 
-        The pieces of one key must tile it and share one dtype.
+        Args:
+            piece: the piece.
+            shape: the shape of the whole tensor.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         stored = self._index.state_dict_metadata.setdefault(
             piece.key,
@@ -79,7 +81,7 @@ class PieceWriter:
         self._append(index, piece.tensor)
 
     def add_object(self, key: str, value: Any) -> None:
-        """Append an opaque object in the form of megatron-core's ShardedObject."""
+        """Append an opaque object in the format of megatron-core's ShardedObject."""
         self._index.state_dict_metadata[key] = BytesStorageMetadata()
         self._append(MetadataIndex(key), [value])
 
@@ -88,18 +90,17 @@ class PieceWriter:
         try:
             with _no_checksum():
                 torch.save(value, self._stream)
-        except RuntimeError as error:  # with which torch's zip writer covers what the stream raised
+        except RuntimeError as error:  # torch's zip writer raises it instead of the stream's OSError
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from None
             raise
-        place = StorageInfo(_DATA, begin, self._stream.tell() - begin)
-        self._index.storage_data[index] = place
+        self._index.storage_data[index] = StorageInfo(_DATA, begin, self._stream.tell() - begin)
 
     def finish(self, common: dict[str, Any]) -> None:
-        """Close the data file and write what makes the folder a checkpoint.
+        """Close the data file and write the other files of the checkpoint.
 
         Args:
-            common: plain values, stored beside the tensors.
+            common: plain values, stored in common.pt.
         """
         self.close()
         with (self._folder / METADATA_FILE).open("wb") as stream:
@@ -114,7 +115,7 @@ class PieceWriter:
 
 @contextmanager
 def _no_checksum() -> Iterator[None]:
-    """torch.save without the CRC32 that no torch.load looks at; it costs as much as the writing."""
+    """Make torch.save skip its CRC-32, which takes as long as writing and which torch.load never checks."""
     before = torch.serialization.get_crc32_options()
     torch.serialization.set_crc32_options(False)
     try:
@@ -124,62 +125,75 @@ def _no_checksum() -> Iterator[None]:
 
 
 def read_pieces(folder: Path, index: Metadata, keys: set[str]) -> Iterator[Piece]:
-    """The stored pieces of these tensors in the order in which they lie, in windows of rows.
+    """Read the stored pieces of these tensors in the files' order, a window of rows at a time.
 
-    Each is valid until the next: one buffer holds them all.
+    A piece is valid until the next one is read, because all of them share one buffer.
 
     Args:
-        index: the checkpoint's (`compat.unpickle.read_metadata`).
+        folder: the checkpoint.
+        index: its parsed `.metadata` (`compat.unpickle.read_metadata`).
+        keys: the keys of the tensors to read.
 
     Raises:
-        CheckpointError: names the file and the tensor that cannot be read.
+        CheckpointError: a piece cannot be read; the message names the file and the tensor.
     """
-    places = [(where, place) for where, place in index.storage_data.items() if where.fqn in keys]
+    records = [(piece, record) for piece, record in index.storage_data.items() if piece.fqn in keys]
     buffer = np.empty(_WINDOW_BYTES, np.uint8)
-    for where, place in sorted(places, key=lambda item: (item[1].relative_path, item[1].offset)):
-        path = folder / place.relative_path
-        with path.open("rb") as stream, _reading(path, where.fqn, place):
-            told = _load(stream, place, "meta")
-            _check(path, where, told, index.state_dict_metadata[where.fqn])
-            if not told.is_contiguous():
-                yield Piece(where.fqn, tuple(where.offset or ()), _load(stream, place, "cpu"))
+    for piece, record in sorted(records, key=lambda item: (item[1].relative_path, item[1].offset)):
+        path = folder / record.relative_path
+        with path.open("rb") as stream, _reading_errors(path, piece.fqn, record):
+            header = _load(stream, record, "meta")
+            _check(path, piece, header, index.state_dict_metadata[piece.fqn])
+            if not header.is_contiguous():
+                yield Piece(piece.fqn, tuple(piece.offset or ()), _load(stream, record, "cpu"))
                 continue
-            for shift, values in _windows(stream, place, told, buffer):
-                offsets = tuple(map(sum, zip(where.offset or (), shift, strict=True)))
-                yield Piece(where.fqn, offsets, values)
+            for shift, values in _windows(stream, record, header, buffer):
+                offsets = tuple(map(sum, zip(piece.offset or (), shift, strict=True)))
+                yield Piece(piece.fqn, offsets, values)
 
 
 @contextmanager
-def _reading(path: Path, name: str, place: StorageInfo) -> Iterator[None]:
+def _reading_errors(path: Path, name: str, record: StorageInfo) -> Iterator[None]:
+    """Turn errors of the block into a CheckpointError that names the file and the tensor."""
     try:
         yield
     except CheckpointError:
         raise
     except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
         raise CheckpointError(
-            f"{path}: {name} (bytes {place.offset} to {place.offset + place.length}) cannot be read: "
+            f"{path}: {name} (bytes {record.offset} to {record.offset + record.length}) cannot be read: "
             f"{error or type(error).__name__}"
         ) from error
 
 
-def _load(stream: BufferedReader, place: StorageInfo, device: str) -> Any:
-    """A record's tensor; on the device `meta` without its values, but its storage knows where they lie.
+def _load(stream: BufferedReader, record: StorageInfo, device: str) -> Any:
+    """A record's tensor. On the device `meta` no values are read, but its storage has their file offset.
 
-    That `meta` reads none is so since torch 2.11 (pytorch pull request 170619).
+    That `meta` reads no values is true since torch 2.11 (pytorch pull request 170619).
     """
-    return load_plain(cast(IO[bytes], create_file_view(stream, place.offset, place.length)), device)
+    return load_plain(cast(IO[bytes], create_file_view(stream, record.offset, record.length)), device)
 
 
 def _windows(
-    stream: BufferedReader, place: StorageInfo, told: torch.Tensor, buffer: np.ndarray
+    stream: BufferedReader, record: StorageInfo, header: torch.Tensor, buffer: np.ndarray
 ) -> Iterator[tuple[tuple[int, ...], torch.Tensor]]:
-    """Rows of a record, read into the buffer: where they begin in its tensor, and the values."""
-    *lead, rows, columns = (1, *told.shape) if told.ndim == 1 else told.shape
-    storage: Any = told.untyped_storage()
-    begin = place.offset + storage._checkpoint_offset + told.storage_offset() * told.element_size()
-    if begin + told.nbytes > place.offset + place.length:
+    """Read a record's rows into the buffer, a window at a time.
+
+    Args:
+        stream: the data file.
+        record: where the record is in the file.
+        header: its tensor on the device `meta`.
+        buffer: the window; a larger one is used if a row does not fit.
+
+    Yields:
+        The index of the window's first element in the record's tensor, and the window's values.
+    """
+    *lead, rows, columns = (1, *header.shape) if header.ndim == 1 else header.shape
+    storage: Any = header.untyped_storage()
+    begin = record.offset + storage._checkpoint_offset + header.storage_offset() * header.element_size()
+    if begin + header.nbytes > record.offset + record.length:
         raise EOFError("its values go beyond it")
-    row_bytes = columns * told.element_size()
+    row_bytes = columns * header.element_size()
     step = max(1, buffer.nbytes // row_bytes)
     if row_bytes > buffer.nbytes:
         buffer = np.empty(row_bytes, np.uint8)
@@ -190,22 +204,29 @@ def _windows(
             if os.preadv(stream.fileno(), [window.data], begin) < window.nbytes:
                 raise EOFError
             begin += window.nbytes
-            values = torch.from_numpy(window).view(told.dtype)
-            if told.ndim == 1:
+            values = torch.from_numpy(window).view(header.dtype)
+            if header.ndim == 1:
                 yield (0,), values
             else:
                 yield (*outer, row, 0), values.view(*[1] * len(lead), count, columns)
 
 
-def _check(path: Path, where: MetadataIndex, told: object, stored: object) -> None:
-    """The record is what the index says of it."""
+def _check(path: Path, piece: MetadataIndex, header: object, stored: object) -> None:
+    """Check that a record has the dtype and the shape that the index states.
+
+    Args:
+        path: the data file, for messages.
+        piece: the piece's key and offsets.
+        header: what the record contains, on the device `meta`.
+        stored: what the index states about the tensor.
+    """
     assert isinstance(stored, TensorStorageMetadata), "objects are not read in pieces"
-    offsets = tuple(where.offset or ())
+    offsets = tuple(piece.offset or ())
     expected = {tuple(chunk.offsets): tuple(chunk.sizes) for chunk in stored.chunks}.get(offsets)
-    if not isinstance(told, torch.Tensor) or told.dtype != stored.properties.dtype:
-        found = getattr(told, "dtype", type(told).__name__)
-        raise CheckpointError(f"{path}: {where.fqn} is {found}, its index says {stored.properties.dtype}")
-    if tuple(told.shape) != expected:
+    if not isinstance(header, torch.Tensor) or header.dtype != stored.properties.dtype:
+        actual = getattr(header, "dtype", type(header).__name__)
+        raise CheckpointError(f"{path}: {piece.fqn} is {actual}, its index says {stored.properties.dtype}")
+    if tuple(header.shape) != expected:
         raise CheckpointError(
-            f"{path}: {where.fqn} at {offsets} has shape {tuple(told.shape)}, its index says {expected}"
+            f"{path}: {piece.fqn} at {offsets} has shape {tuple(header.shape)}, its index says {expected}"
         )

@@ -1,9 +1,8 @@
-"""The words that a configuration field may hold, as types.
+"""The legal words of configuration fields, as types.
 
 A field's annotation is the only list of its legal values: the parser, `--help` and YAML derive theirs from
-it (`fields.py`), and mypy refuses a comparison with a word that is not in it. Where a field may also be
-switched off it is annotated with `| None`, and `flag(none=...)` in schema.py gives the word for that on a
-command line.
+it (`fields.py`), and mypy refuses a comparison with a word that is not in it. A field that can be switched
+off is annotated with `| None`; `flag(none=...)` in schema.py gives the word for that on a command line.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class ZeroStage(IntEnum):
     """What data-parallel ranks share, by the numbers of ZeRO (Rajbhandari et al., arXiv:1910.02054)."""
 
     NONE = 0
-    """Nothing: every rank holds all gradients and all optimizer states."""
+    """Nothing: every rank keeps all gradients and all optimizer states."""
     OPTIMIZER = 1
     """Optimizer states."""
     GRADIENTS = 2
@@ -48,4 +47,4 @@ class ZeroStage(IntEnum):
 
 
 Sharding = ZeroStage | Literal["auto"]
-"""A stage, or the wish that one is chosen by the cost (`patch.plan.resolve_sharding`)."""
+"""A stage, or `auto`: `patch.plan.resolve_sharding` chooses the stage by its cost."""

@@ -1,8 +1,8 @@
-"""How many processes there are and where they meet: from ENV, the scheduler's variables and the machine.
+"""The number of processes and their rendezvous, from ENV, the scheduler's variables and the machine.
 
-Under torchrun (LOCAL_RANK is set) its variables decide. Otherwise `dlc` and `slurm` read their
-scheduler's, and `dsw` (also: no ENV at all) is this machine, or several with --nnodes and
-NODE_RANK, MASTER_ADDR and MASTER_PORT.
+Under torchrun (LOCAL_RANK is set) torchrun's variables decide. Otherwise `dlc` and `slurm` read the variables
+of their scheduler, and `dsw` (the default without ENV) means this machine alone, or several machines with
+--nnodes and NODE_RANK, MASTER_ADDR and MASTER_PORT.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from patch.parse_numbers import to_int
 
 
 class Rendezvous(NamedTuple):
-    """Where the workers of a job meet; the launcher picks a free port for 0."""
+    """Where the workers of a job connect to each other."""
 
     node_rank: int = 0
     master_addr: str = "127.0.0.1"
     master_port: int = 0
+    """0: the launcher picks a free port."""
 
 
 class Cluster(NamedTuple):
-    """What the environment says about the job."""
+    """The job as the environment describes it."""
 
     nnodes: int = 1
     nproc_per_node: int | None = None
-    """None where the environment is silent: `default_nproc_per_node` decides."""
+    """None if the environment does not say; then `default_nproc_per_node` decides."""
     rendezvous: Rendezvous = Rendezvous()
 
 
@@ -87,7 +88,7 @@ def _slurm(environ: Mapping[str, str]) -> Cluster:
     address = environ.get("MASTER_ADDR") or _first_host(
         _text(environ, "SLURM_JOB_NODELIST", "with ENV=slurm the names of the machines")
     )
-    # every machine must derive the same port without talking: from the job's number
+    # Every machine must derive the same port without communication, so it comes from the job's number.
     port = _optional(environ, "MASTER_PORT", "a free port of the first machine")
     port = port or 20000 + _number(environ, "SLURM_JOB_ID", "with ENV=slurm the job's number") % 10000
     node_rank = _number(environ, "SLURM_NODEID", "with ENV=slurm this machine's index")
@@ -99,13 +100,15 @@ _READERS = {"dlc": _dlc, "slurm": _slurm}
 
 
 def read_cluster(env: str, environ: Mapping[str, str], nnodes: int | None = None) -> Cluster:
-    """The job as ENV (`dsw`, `dlc`, `slurm`) and the environment describe it.
+    """The job as ENV and the environment variables describe it.
 
     Args:
-        nnodes: of --nnodes, which beats the environment; None where it was not given.
+        env: `dsw`, `dlc` or `slurm`.
+        environ: the environment variables.
+        nnodes: the value of --nnodes, which overrides the environment; None if it was not given.
 
     Raises:
-        ConfigError: a variable that is missing or no number.
+        ConfigError: a variable is missing or is not a number.
     """
     if "LOCAL_RANK" in environ:
         return _torchrun(environ)
@@ -115,8 +118,10 @@ def read_cluster(env: str, environ: Mapping[str, str], nnodes: int | None = None
         cluster = _by_hand(environ, nnodes)
     else:
         cluster = Cluster()
-    own = _optional(environ, "NPROC_PER_NODE", "processes on this machine")
-    return cluster._replace(nnodes=nnodes or cluster.nnodes, nproc_per_node=own or cluster.nproc_per_node)
+    nproc_per_node = _optional(environ, "NPROC_PER_NODE", "processes on this machine")
+    return cluster._replace(
+        nnodes=nnodes or cluster.nnodes, nproc_per_node=nproc_per_node or cluster.nproc_per_node
+    )
 
 
 def _by_hand(environ: Mapping[str, str], nnodes: int) -> Cluster:
@@ -129,13 +134,15 @@ def _by_hand(environ: Mapping[str, str], nnodes: int) -> Cluster:
 
 
 def default_nproc_per_node(cluster: Cluster, machine: MachineFacts, replica: int) -> int:
-    """Processes on this machine: as the environment says, else its GPUs, else one model replica on the CPU.
+    """Processes on this machine: the environment's number, else one for each GPU, else one model replica.
 
     Args:
-        replica: TP x PP x CP.
+        cluster: the job as the environment describes it.
+        machine: the GPUs of this machine.
+        replica: processes of one model replica: TP x PP x CP.
 
     Raises:
-        ConfigError: several machines without GPUs, where a replica may span them.
+        ConfigError: there are several machines without GPUs; a replica may then span machines.
     """
     if cluster.nproc_per_node or machine.cuda_devices:
         return cluster.nproc_per_node or machine.cuda_devices

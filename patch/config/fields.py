@@ -1,6 +1,6 @@
-"""The flat list of fields behind flags, YAML and positions, and the one conversion of a value to its type.
+"""The flat list of all fields, and the conversion between a value and its text in flags, YAML and positions.
 
-Field names are unique over the sections of RunConfig, so a name alone says which flag is meant.
+Field names are unique over the sections of RunConfig, so a name alone identifies a flag.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
 
 
 class Field(NamedTuple):
-    """One value of the run: what its flag, its YAML key and `--help` need to know.
+    """One field of a RunConfig, described for its flag, its YAML key and `--help`.
 
-    A value has two forms. In a RunConfig it is what the annotation says. A flag, a position and YAML write a
-    scalar (text, number or boolean): a word for a member of an enum, `none` for None.
+    A value has two forms. In a RunConfig it has the annotated type. Flags, positions and YAML write a scalar
+    (text, number or boolean): a word for an enum member, `none` for None.
     """
 
     section: str
     name: str
     kind: type
-    """Of the scalar: int, float, bool or str; tuple for a pair of numbers in one text."""
+    """The type of the scalar: int, float, bool or str; tuple for a pair of numbers in one text."""
     default: Any
-    """dataclasses.MISSING where the value must be given or derived."""
+    """dataclasses.MISSING if the value must be given or derived."""
     words: Mapping[str, Any]
-    """Each legal word and its value; empty where the values cannot be listed."""
+    """Each legal word and its value; empty if the values cannot be listed."""
     help: str
     none: str | int | None
-    """The scalar that stands for None; None where the field is never None."""
+    """The scalar that stands for None; None if the field is never None."""
     bounds: Bounds
 
     @property
@@ -49,16 +49,16 @@ class Field(NamedTuple):
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The legal words; () where the values cannot be listed."""
+        """The legal words; () if the values cannot be listed."""
         return tuple(self.words)
 
     @property
     def required(self) -> bool:
-        """Whether there is no default."""
+        """Whether the field has no default."""
         return self.default is dataclasses.MISSING
 
     def to_scalar(self, value: Any) -> str | int | float | bool:
-        """What flags and YAML write for a value of a RunConfig."""
+        """A RunConfig's value as flags and YAML write it."""
         if value is None:
             assert self.none is not None, f"{self.name} is never None"
             return self.none
@@ -67,25 +67,25 @@ class Field(NamedTuple):
         return value.name.lower() if isinstance(value, IntEnum) else value
 
     def from_scalar(self, scalar: Any) -> Any:
-        """The value of a RunConfig that a legal scalar of the right type stands for."""
+        """The RunConfig's value for a legal scalar of the right type."""
         if self.words:
             return self.words[scalar]
         return None if self.none is not None and scalar == self.none else scalar
 
 
 def _collect() -> dict[str, Field]:
-    found: dict[str, Field] = {}
+    fields: dict[str, Field] = {}
     for section, cls in SECTIONS.items():
         annotations = typing.get_type_hints(cls)
         for field in dataclasses.fields(cls):
-            assert field.name not in found, f"field names are unique over sections: {field.name}"
+            assert field.name not in fields, f"field names are unique over sections: {field.name}"
             kind, words = _kind_and_words(annotations[field.name], field.metadata["none"])
-            found[field.name] = Field(section, field.name, kind, field.default, words, **field.metadata)
-    return found
+            fields[field.name] = Field(section, field.name, kind, field.default, words, **field.metadata)
+    return fields
 
 
 def _kind_and_words(annotation: Any, none: str | int | None) -> tuple[type, dict[str, Any]]:
-    """The scalar type of an annotation, and the legal words where it lists them, that of None first."""
+    """The scalar type of an annotation, and its legal words if it lists them, beginning with that of None."""
     is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     parts = typing.get_args(annotation) if is_union else (annotation,)
     words: dict[str, Any] = {}
@@ -105,7 +105,7 @@ FIELDS: dict[str, Field] = _collect()
 
 
 def value_of(config: RunConfig, name: str) -> Any:
-    """The value of a field, whichever section it lies in."""
+    """The value of a field; its section is looked up."""
     return getattr(getattr(config, FIELDS[name].section), name)
 
 
@@ -115,7 +115,7 @@ def scalar_of(config: RunConfig, name: str) -> str | int | float | bool:
 
 
 def assemble(values: Mapping[str, Any]) -> RunConfig:
-    """The run of these values; those left out have their defaults, those without one must be there."""
+    """The RunConfig with these values. Missing fields get their defaults; a field without one is required."""
     sections = {
         section: cls(**{name: value for name, value in values.items() if FIELDS[name].section == section})
         for section, cls in SECTIONS.items()
@@ -133,7 +133,7 @@ def _to_bool(value: object) -> bool | None:
 
 
 def _to_str(value: object) -> str | None:
-    """Text; YAML's own reading of an unquoted `false` or `8` is turned back into text."""
+    """Text. YAML reads an unquoted `false` or `8` as another type, which is turned back into text."""
     if isinstance(value, bool):
         return str(value).lower()
     return str(value) if isinstance(value, (str, int, float)) and value != "" else None
@@ -155,13 +155,15 @@ _CONVERSIONS: Mapping[type, tuple[Callable[[object], Any], str]] = {
 
 
 def coerce(field: Field, scalar: object, origin: str) -> Any:
-    """The value of a RunConfig that text of a flag, or a scalar of YAML, stands for.
+    """Convert the text of a flag, or a scalar of YAML, to the RunConfig's value.
 
     Args:
-        origin: what the message calls the scalar, such as `--lr` or `run.yaml: optimizer.lr`.
+        field: the field that is set.
+        scalar: what was written.
+        origin: where it was written, for the message, such as `--lr` or `run.yaml: optimizer.lr`.
 
     Raises:
-        ConfigError: another type, or none of the field's choices.
+        ConfigError: the scalar has the wrong type or is none of the field's choices.
     """
     convert, expected = _CONVERSIONS[field.kind]
     is_none = field.kind in (tuple, float) and scalar == field.none
@@ -178,10 +180,16 @@ def coerce(field: Field, scalar: object, origin: str) -> Any:
 def check_choice(
     value: str, choices: tuple[str, ...], origin: str, offered: Sequence[str] | None = None
 ) -> None:
-    """Raise ConfigError with the legal values and the nearest one unless `value` is among them.
+    """Refuse a value that is not among the choices; the message lists them and the nearest one.
 
     Args:
-        offered: those that the message names, where they are not all.
+        value: what was given.
+        choices: the legal values.
+        origin: where the value was given, for the message.
+        offered: the choices that the message lists; None: all of them.
+
+    Raises:
+        ConfigError: the value is not among the choices.
     """
     if value not in choices:
         offered = list(choices if offered is None else offered)

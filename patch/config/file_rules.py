@@ -1,6 +1,6 @@
-"""The rules of a run that look at files: folders that make a configuration wrong, and data that is missing.
+"""The rules of a run that look at files: whether its folders are usable, and whether its data exists.
 
-Whether OUTPUT_BASEPATH can be written is asked of the nearest folder that exists; nothing is left there.
+Nothing is created: whether OUTPUT_BASEPATH can be written is tested on the nearest folder that exists.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from patch.storage.names import (
 )
 
 _STRUCTURE = WEIGHT_FIELDS | {"make_vocab_size_divisible_by"}
-"""Fields that decide the tensors' shapes; the rest of a shape only changes what is computed with them."""
+"""Fields that decide the tensors' shapes; the other fields only change what is computed with the tensors."""
 
 
 def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
-    """Position 22 is a Hugging Face folder, a converted one, a run's folder or its checkpoint/, or none."""
+    """Position 22 is none, a Hugging Face folder, a converted one, a run's folder, or its checkpoint/."""
     load = config.checkpoint.load
     if load is None or is_hf_folder(load):
         return
@@ -57,32 +57,32 @@ def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
-    """The weights at position 22 are of the run's shape."""
+    """The weights at position 22 have the run's shape."""
     for file, field, theirs, ours in _differences(config):
         if field in _STRUCTURE:
             refuse(field, ours, theirs, f"{file} says so (MODEL_SIZE=auto reads the shape from there)")
 
 
 def _differences(config: RunConfig) -> Iterator[tuple[Path, str, str, str]]:
-    """(file, field, theirs, ours) wherever the loaded model's description and the run disagree, as text."""
-    found = shape_at(config.checkpoint.load)
-    if found is None:
+    """Fields in which the loaded model differs from the run: (file, field, its value, the run's value)."""
+    stored = shape_at(config.checkpoint.load)
+    if stored is None:
         return
-    for field, theirs in found.fields.items():
+    for field, theirs in stored.fields.items():
         ours = getattr(config.model, field)
         if theirs != ours:
             to_text = FIELDS[field].to_scalar
-            yield found.file, field, str(to_text(theirs)), str(to_text(ours))
+            yield stored.file, field, str(to_text(theirs)), str(to_text(ours))
 
 
 def numerics_notes(config: RunConfig) -> Iterator[str]:
-    """One line for each value that differs from the loaded model's though its weights fit."""
+    """One line for each value that differs from the loaded model's although the weights fit."""
     for file, field, theirs, ours in _differences(config):
         yield f"{where(field)}: {ours} here, {theirs} in {file}"
 
 
 def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:
-    """A tokenizer is named, or lies beside the weights."""
+    """A tokenizer is given, or is in the folder of the weights."""
     folder = config.tokenizer_folder
     if folder is None:
         why = "without PRETRAIN_CHECKPOINT_PATH there is none to take it from"
@@ -94,7 +94,10 @@ def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def _differing_files(config: RunConfig) -> tuple[str, list[str]] | None:
-    """The tokenizer folder of position 22 where another is used, and the tokenizer files that differ."""
+    """The tokenizer folder of position 22, and the tokenizer files in which the one in use differs from it.
+
+    None if the run uses that folder itself, or there is nothing to compare.
+    """
     load, used = config.checkpoint.load, config.tokenizer_folder
     if load is None or used is None:
         return None
@@ -114,21 +117,25 @@ def _differing_files(config: RunConfig) -> tuple[str, list[str]] | None:
 
 
 def tokenizer_notes(config: RunConfig) -> Iterator[str]:
-    """One line where the tokenizer is not the one of position 22, but the same in another place."""
-    found = _differing_files(config)
-    if found and not found[1]:
-        yield f"{_other_tokenizer(config, found[0])}, which has the same files"
+    """One line if the tokenizer is read from another folder than position 22, but has the same files."""
+    comparison = _differing_files(config)
+    if comparison is None:
+        return
+    own, differing = comparison
+    if not differing:
+        yield f"{_other_tokenizer(config, own)}, which has the same files"
 
 
 def run_warnings(config: RunConfig) -> list[str]:
-    """One line where the tokenizer is another one than that of position 22."""
-    found = _differing_files(config)
-    if not found or not found[1]:
+    """One line if the tokenizer differs from that of position 22."""
+    comparison = _differing_files(config)
+    if comparison is None:
         return []
-    files = " and ".join(found[1])
-    return [
-        f"{_other_tokenizer(config, found[0])}, whose {files} differs: the weights were trained with that one"
-    ]
+    own, differing = comparison
+    if not differing:
+        return []
+    files = " and ".join(differing)
+    return [f"{_other_tokenizer(config, own)}, whose {files} differs: the weights were trained with that one"]
 
 
 def _other_tokenizer(config: RunConfig, own: str) -> str:
@@ -136,7 +143,7 @@ def _other_tokenizer(config: RunConfig, own: str) -> str:
 
 
 def output_is_writable(config: RunConfig, machine: MachineFacts) -> None:
-    """OUTPUT_BASEPATH is a folder that can be written, or can be made."""
+    """OUTPUT_BASEPATH is a folder that can be written or created."""
     path = Path(config.checkpoint.output_path).absolute()
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
     if not nearest.is_dir():
@@ -150,7 +157,9 @@ def _can_hold_files(folder: Path) -> bool:
         return False
     if os.statvfs(folder).f_blocks:
         return True
-    try:  # no size: /proc, where root may write by the mode and yet cannot, or one that does not tell it
+    # A file system without a size: either /proc, whose mode allows root to write although it cannot, or one
+    # that does not report its size.
+    try:
         with TemporaryDirectory(dir=folder):
             return True
     except OSError:
@@ -171,10 +180,10 @@ def data_files(data: DataConfig, path: str) -> list[str]:
 
 
 def check_data(config: RunConfig) -> None:
-    """The data set's files are there and readable.
+    """The files of both data sets exist and can be read.
 
     Raises:
-        DataError: names the file and the field.
+        DataError: a file is missing or cannot be read; the message names it.
     """
     data = config.data
     paths = {"train_data_path": data.train_data_path, "valid_data_path": data.valid_data_path}

@@ -1,7 +1,7 @@
 """The argparse flags generated from the fields, and `--help`.
 
-Only what the user wrote appears in the result, so that layers can be told apart. Booleans are bare,
-each with a `--no-NAME` that takes back what a position, a preset or the file says.
+The result contains only the flags that the user wrote, so that they can be merged over positions and files.
+A boolean flag takes no value; its `--no-NAME` overrides a true from a position, a preset or the file.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from patch.errors import ConfigError, nearest
 
 
 class Flags(NamedTuple):
-    """What the named flags said."""
+    """What the user set by named flags."""
 
     fields: dict[str, Any]
     config: str | None
@@ -57,7 +57,7 @@ def _positions_help() -> str:
 
 
 def _refused(values: str) -> str:
-    """The mark of values that are refused yet."""
+    """The note in `--help` about values that are not supported yet."""
     return f" (refused yet: {values})" if values else ""
 
 
@@ -72,7 +72,7 @@ def _help(field: Field) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all flags; its values are lists of what was written, absent where nothing was."""
+    """The parser of all flags. Each value is a list of everything written for that flag, or absent."""
     parser = _Parser(
         prog="run_mcore_llama.sh",
         usage="run_mcore_llama.sh ENV MODEL_SIZE ... OUTPUT_BASEPATH [FLAGS] | pretrain_llama.py FLAGS",
@@ -96,7 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _spellings(field: Field) -> list[str]:
-    """The flag, and for a boolean the one that takes it back."""
+    """The flag, and for a boolean also its `--no-` form."""
     return [field.flag, "--no-" + field.flag[2:]] if field.kind is bool else [field.flag]
 
 
@@ -135,7 +135,7 @@ def _refuse_unknown(name: str) -> NoReturn:
 
 
 def _single(name: str, values: Any) -> Any:
-    """The one value of a flag: writing it twice is a conflict unless both say the same."""
+    """The value of a flag. Writing it twice is a conflict unless both values are equal."""
     if not isinstance(values, list):
         return values
     if len(set(values)) > 1:
@@ -145,7 +145,7 @@ def _single(name: str, values: Any) -> Any:
 
 
 def to_flags(config: RunConfig) -> list[str]:
-    """The argv that reproduces `config`: every field is named, so nothing else decides."""
+    """The command line that reproduces `config`. It sets every field, so nothing else has an effect."""
     argv = []
     for field in FIELDS.values():
         value = scalar_of(config, field.name)

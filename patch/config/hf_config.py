@@ -1,4 +1,4 @@
-"""ModelConfig's fields from the config.json of a Hugging Face folder; what each key means says its family."""
+"""Reads ModelConfig's fields from a Hugging Face folder's config.json; the family interprets the keys."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ def _read_json(file: Path) -> Mapping[str, Any]:
 
 
 def read_hf_config(folder: str | Path) -> dict[str, Any]:
-    """ModelConfig's fields that `folder`/config.json decides.
+    """ModelConfig's fields that `folder`/config.json sets.
 
     Raises:
-        ConfigError: unreadable or malformed (names the file), or a model that is none of `families.FAMILIES`
-            or has what they do not support (names the key): biases of the attention's output or the MLP,
-            another activation, RoPE types other than default and llama3, windows in some layers only.
+        ConfigError: the file cannot be read or is malformed; the model is none of `families.FAMILIES`; or it
+            has something that is not supported (the message names the key): biases of the attention's output
+            or the MLP, another activation, RoPE types other than default and llama3, a sliding window in
+            only some layers.
     """
     file = Path(folder) / "config.json"
     return read_config(ConfigReader(file, _read_json(file)))

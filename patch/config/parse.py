@@ -1,11 +1,11 @@
-"""From argv, environment and machine to one RunConfig: layers, shape, and what can be derived.
+"""From argv, environment and machine to one RunConfig: merges the layers, reads the shape, derives the rest.
 
 Flags beat positions and environment variables, these beat the --config file, the file beats the
 shape that MODEL_SIZE names, and that beats the defaults. The layer that sets MODEL_SIZE replaces the
-whole shape of the layers below it, so a file's 8B never leaks into a position's 70B.
+whole shape of the layers below it, so nothing of a file's 8B remains in a position's 70B.
 
-Relative paths, those of a --config file too, are relative to the working directory. The result has none, so
-that config.yaml means the same anywhere.
+Relative paths, also those in a --config file, are relative to the working directory. The resulting RunConfig
+has absolute paths only, so that its config.yaml can be used from any directory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PATHS = ("train_data_path", "valid_data_path", "tokenizer_name_or_path", "load"
 
 
 class Invocation(NamedTuple):
-    """What one command line asks for."""
+    """A resolved command line."""
 
     config: RunConfig
     dry_run: bool
@@ -42,9 +42,14 @@ class Invocation(NamedTuple):
 def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: MachineFacts) -> Invocation:
     """Resolve a command line: 25 positions and then flags, or flags alone.
 
+    Args:
+        argv: the command line without the program's name.
+        environ: the environment variables.
+        machine: what this machine has; decides the default number of processes.
+
     Raises:
-        ConfigError: anything that cannot be read or is missing; rules that relate values come
-            with `validate_run`.
+        ConfigError: a value is missing or cannot be read. Rules that relate several values are checked
+            later, by `validate_run`.
         SystemExit: --help, after printing it.
     """
     if "--help" in argv or "-h" in argv:
@@ -70,7 +75,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Positions and flags: the flags begin at the first argument with a hyphen that is no number."""
+    """Positions and flags. The flags begin at the first argument with a hyphen that is not a number."""
     for index, text in enumerate(argv):
         if text.startswith("-") and to_float(text) is None:
             return list(argv[:index]), list(argv[index:])
@@ -78,7 +83,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One layer out of several, lowest first."""
+    """Merge layers into one; a later layer overrides an earlier one."""
     merged: dict[str, Any] = {}
     for layer in layers:
         if "model_size" in layer:
@@ -88,7 +93,7 @@ def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
-    """What MODEL_SIZE says about the shape; nothing where all of it is written out already."""
+    """The shape that MODEL_SIZE stands for; empty if all fields of the shape are given already."""
     size, load = merged.get("model_size", "auto"), merged.get("load")
     check_choice(size, MODEL_SIZES, where("model_size"))
     if merged.keys() >= SHAPE_FIELDS:
@@ -101,20 +106,20 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if load is not None and not Path(load).exists():
         raise ConfigError(
-            f"there is no {load!r}, expected a folder; models of the hub are not fetched, "
+            f"{load!r} does not exist, expected a folder; models are not downloaded from the hub, "
             "do that first: hf download NAME --local-dir FOLDER",
             field="load",
         )
     raise ConfigError(
-        f"auto reads the shape from what is at {where('load')}, which is "
-        f"{FIELDS['load'].to_scalar(load)!r} without a config.json, and no run's checkpoints with their "
-        f"config.yaml; expected one of the two there, one of {', '.join(PRESETS)}, or the shape by flags",
+        f"auto reads the shape from the folder at {where('load')}; got {FIELDS['load'].to_scalar(load)!r}, "
+        "which has neither a config.json nor a run's checkpoints with their config.yaml; expected one of the "
+        f"two there, one of {', '.join(PRESETS)}, or the shape by flags",
         field="model_size",
     )
 
 
 def _derive(merged: dict[str, Any]) -> None:
-    """Values that follow from others where they are not given; Megatron-LM's rules."""
+    """Add values that were not given and follow from others, by Megatron-LM's rules."""
     heads, hidden = merged.get("num_attention_heads", 0), merged.get("hidden_size", 0)
     if heads > 0:
         merged.setdefault("num_query_groups", heads)
@@ -126,7 +131,7 @@ def _derive(merged: dict[str, Any]) -> None:
 
 
 def _take_tokenizer(merged: dict[str, Any]) -> None:
-    """Weights of another run come with its tokenizer, which its folder names and does not hold."""
+    """Use the tokenizer of the run whose weights are loaded; its config.yaml names the tokenizer's folder."""
     load = merged.get("load")
     if load is None or merged.get("tokenizer_name_or_path") is not None or has_hf_config(load):
         return

@@ -1,7 +1,7 @@
 """The 25 positions of run_mcore_llama.sh: their names, legal values, and the fields they become.
 
-Source of the meaning: the public script of this family (Pai-Megatron-Patch, examples/llama3_1), less
-its faults. Tokens become iterations here; rules that relate several values are in `rules.py`.
+Source of their meaning: the public script of this family (Pai-Megatron-Patch, examples/llama3_1), without
+its faults. Tokens are converted to iterations here; rules that relate several values are in `rules.py`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Position(NamedTuple):
     kind: str | tuple[str, ...]
     """INT, FLOAT, PATH, or the legal words."""
     fields: tuple[str, ...]
-    """The fields it decides."""
+    """The fields it sets."""
     help: str
 
 
@@ -80,9 +80,9 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "MP_SFT_PACKING": ("packing", "true: several samples in one sequence"),
     "TOKENIZER_PATH": ("tokenizer_name_or_path", "tokenizer folder (default: position 22)"),
 }
-"""Environment variables read beside the positions: the field each sets, and its help."""
+"""Environment variables that also set fields: name -> (field, help)."""
 
-_PLACES: dict[str, str] = {
+_OTHER_NAMES: dict[str, str] = {
     **{field: f"position {i} {p.name}" for i, p in enumerate(POSITIONS, 1) for field in p.fields},
     **{field: variable for variable, (field, _) in VARIABLES.items()},
     "nproc_per_node": "NPROC_PER_NODE",
@@ -90,18 +90,18 @@ _PLACES: dict[str, str] = {
 
 
 def where(field: str) -> str:
-    """Where a user sets a field: `--global-batch-size (position 4 GLOBAL_BATCH_SIZE)`."""
-    place = _PLACES.get(field)
-    return FIELDS[field].flag + (f" ({place})" if place else "")
+    """How a user sets a field: `--global-batch-size (position 4 GLOBAL_BATCH_SIZE)`."""
+    other_name = _OTHER_NAMES.get(field)
+    return FIELDS[field].flag + (f" ({other_name})" if other_name else "")
 
 
 def user_message(error: PatchError) -> str:
-    """An error's message for a user of the command line, behind the flag and the position that cure it."""
+    """The error's message for a user of the command line, prefixed by the flag and position to change."""
     return str(error) if error.field is None else f"{where(error.field)}: {error}"
 
 
 def length_text(config: RunConfig, steps: int) -> str:
-    """A number of steps as positions 23 and 24 count them: tokens for pre-training, with the steps beside."""
+    """A number of steps as positions 23 and 24 count it: tokens (and steps) in pre-training, steps in SFT."""
     if config.training.sft:
         return str(steps)
     tokens = steps * config.training.global_batch_size * config.model.seq_length
@@ -111,25 +111,27 @@ def length_text(config: RunConfig, steps: int) -> str:
 def read_positions(
     texts: Sequence[str], environ: Mapping[str, str], flags: Mapping[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """ENV and the fields that the positions and their environment variables set.
+    """ENV, and the fields that the positions and environment variables set.
 
     Args:
-        flags: fields set by named flags, which beat positions: tokens become iterations with them.
+        texts: the 25 positions.
+        environ: the environment variables.
+        flags: fields set by named flags. They override positions, so tokens are converted with their values.
 
     Raises:
-        ConfigError: wrong number of positions, or an unknown value at one of them.
+        ConfigError: the number of positions is wrong, or one of them has an unknown value.
     """
     _check_count(texts)
     layer: dict[str, Any] = {}
     for index, (position, text) in enumerate(zip(POSITIONS, texts, strict=True), 1):
-        layer.update(_decided(position, _parse(index, position, text)))
+        layer.update(_fields_set_by(position, _parse(index, position, text)))
     layer.update(read_variables(environ))
     if not flags.get("sft", layer["sft"]):
         _tokens_to_iters(layer, flags)
     return texts[0], layer
 
 
-def _decided(position: Position, value: Any) -> dict[str, Any]:
+def _fields_set_by(position: Position, value: Any) -> dict[str, Any]:
     """The fields that this value of a position sets."""
     if position.name == "FL":
         return {"attention_backend": "flash" if value else "fused"}
@@ -140,15 +142,15 @@ def _decided(position: Position, value: Any) -> dict[str, Any]:
 
 
 def built_words(position: Position) -> list[str]:
-    """The legal words of a position without those that are refused yet."""
+    """The legal words of a position, except those that are not supported yet."""
     return [
         word
         for word in position.kind
-        if all(is_built(*pair) for pair in _decided(position, _meaning(position, word)).items())
+        if all(is_built(*pair) for pair in _fields_set_by(position, _word_or_bool(position, word)).items())
     ]
 
 
-def _meaning(position: Position, word: str) -> str | bool:
+def _word_or_bool(position: Position, word: str) -> str | bool:
     return word == "true" if position.kind == _BOOLS else word
 
 
@@ -164,16 +166,16 @@ def _check_count(texts: Sequence[str]) -> None:
         try:
             _parse(index, position, text)
         except ConfigError as error:
-            raise ConfigError(f"{message}; the first that does not fit its place is {error}") from None
+            raise ConfigError(f"{message}; the first that does not fit its position is {error}") from None
     raise ConfigError(f"{message}; --help lists them all")
 
 
 def _parse(index: int, position: Position, text: str) -> Any:
-    """The position's value: a number, the text of a path or word, or a bool."""
+    """The position's value: a number, a path or word as text, or a bool."""
     origin = f"position {index} {position.name}"
     if isinstance(position.kind, tuple):
         check_choice(text, position.kind, origin, built_words(position))
-        return _meaning(position, text)
+        return _word_or_bool(position, text)
     value = {INT: to_int, FLOAT: to_float, PATH: lambda path: path or None}[position.kind](text)
     if value is None:
         expected = {INT: "a whole number", FLOAT: "a finite number", PATH: "a path"}[position.kind]
@@ -182,10 +184,10 @@ def _parse(index: int, position: Position, text: str) -> Any:
 
 
 def read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
-    """The fields that environment variables set, with positions or without.
+    """The fields that environment variables set, whether positions are given or not.
 
     Raises:
-        ConfigError: a value that cannot be read.
+        ConfigError: a value cannot be read.
     """
     return {
         field: coerce(FIELDS[field], environ[variable], f"environment variable {variable}")
@@ -195,15 +197,15 @@ def read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
 
 
 def _tokens_to_iters(layer: dict[str, Any], flags: Mapping[str, Any]) -> None:
-    """Replace tokens by whole steps of GLOBAL_BATCH_SIZE x SEQ_LEN tokens."""
+    """Replace numbers of tokens by numbers of whole steps of GLOBAL_BATCH_SIZE x SEQ_LEN tokens."""
     batch, length = (flags.get(name, layer[name]) for name in ("global_batch_size", "seq_length"))
     tokens_per_step = max(batch * length, 1)  # sizes below 1 are refused by name in rules.py
-    for field, free in (("train_iters", False), ("lr_warmup_iters", True)):
+    for field, may_be_zero in (("train_iters", False), ("lr_warmup_iters", True)):
         tokens = layer[field]
         layer[field] = tokens // tokens_per_step
-        if layer[field] < 1 and field not in flags and not (free and tokens == 0):
-            zero = ", or 0" if free else ""
+        if layer[field] < 1 and field not in flags and not (may_be_zero and tokens == 0):
+            zero = ", or 0" if may_be_zero else ""
             raise ConfigError(
-                f"{_PLACES[field]}: got {tokens} tokens, expected at least {tokens_per_step}{zero}: "
+                f"{_OTHER_NAMES[field]}: got {tokens} tokens, expected at least {tokens_per_step}{zero}: "
                 f"one step is {batch} samples x {length} tokens (SFT=true counts iterations)"
             )

@@ -1,4 +1,4 @@
-"""The resume guard: what may change between two runs in one OUTPUT_BASEPATH."""
+"""The resume guard: refuses a resumed run whose configuration or data do not fit the run in its folder."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ _FROM_WEIGHTS = _ANEW + ", which may start from this one's weights (this folder 
 
 
 class _Reason(NamedTuple):
-    """Why a resumed run keeps a value, and what to do instead."""
+    """Why a resumed run must keep a value, and what to do instead."""
 
     why: str
     instead: str
 
 
-_SHAPE = _Reason("holds a run of another model shape", _ANEW)
-_TOKENIZER = _Reason("holds a run of another tokenizer", _ANEW)
-_DATA = _Reason("holds a run on other data", _FROM_WEIGHTS)
+_SHAPE = _Reason("has a run with another model shape", _ANEW)
+_TOKENIZER = _Reason("has a run with another tokenizer", _ANEW)
+_DATA = _Reason("has a run on other data", _FROM_WEIGHTS)
 _ORDER = _Reason(
-    "holds a run that reads its data in another order, so its place there would be lost", _FROM_WEIGHTS
+    "has a run that reads its data in another order, so its position in the data would be lost", _FROM_WEIGHTS
 )
 _LENGTH = _Reason(
-    "holds a pre-training run of another length, which decides the order of its samples", _FROM_WEIGHTS
+    "has a pre-training run of another length, which decides the order of its samples", _FROM_WEIGHTS
 )
-_TYPE = _Reason("holds a run whose weights and states have another type", _ANEW)
-_LAYOUT = _Reason("holds a run of another layout; another layout on resume is not built yet", _FROM_WEIGHTS)
+_TYPE = _Reason("has a run whose weights and states have another type", _ANEW)
+_LAYOUT = _Reason("has a run with another layout; a resume cannot change the layout yet", _FROM_WEIGHTS)
 _FIXED: dict[str, _Reason] = {
     **dict.fromkeys([*STORED_SHAPE, "seq_length"], _SHAPE),
     **dict.fromkeys(["sft", "dataset_type", "train_data_path", "max_padding_length", "packing"], _DATA),
@@ -55,18 +55,18 @@ _FIXED: dict[str, _Reason] = {
     "pipeline_model_parallel_size": _LAYOUT,
     "context_parallel_size": _LAYOUT,
 }
-"""Fields that a resumed run keeps; the others may change."""
+"""Fields that a resumed run must keep; all others may change."""
 
 
 def resume_notes(config: RunConfig) -> list[str]:
-    """Compare the run with the one that its folder already holds checkpoints of.
+    """Compare the run with the earlier run whose checkpoints are in its folder.
 
     Returns:
-        One line for each change that is taken; none where nothing will be resumed.
+        One line for each value that changes; no lines if nothing will be resumed.
 
     Raises:
-        ConfigError: a change that cannot be taken: model shape, tokenizer, data and its order, precision,
-            layout; or no config.yaml to compare with.
+        ConfigError: a value changes that must not: model shape, tokenizer, data and its order, precision,
+            layout; or there is no config.yaml to compare with.
     """
     output = Path(config.checkpoint.output_path)
     root = output / CHECKPOINT_FOLDER
@@ -101,7 +101,7 @@ def _check_fields(config: RunConfig, before: RunConfig) -> None:
 
 
 def _check_derived(config: RunConfig, before: RunConfig) -> None:
-    """What several fields decide together: the tokenizer, the number of processes, pre-training's order."""
+    """Check what depends on several fields: the tokenizer, the number of processes, the samples' order."""
     then, now = before.tokenizer_folder, config.tokenizer_folder
     if not _same(then, now):
         _refuse(config, "tokenizer_name_or_path", then, now, _TOKENIZER)
@@ -110,7 +110,7 @@ def _check_derived(config: RunConfig, before: RunConfig) -> None:
         _refuse(config, "nproc_per_node", then, now, _LAYOUT)
     then, now = (length_text(run, run.training.train_iters) for run in (before, config))
     if config.data.dataset_type == "idxmap" and then != now:
-        # megatron-core shuffles all epochs of a run together, so their number moves every sample
+        # megatron-core shuffles all epochs of a run together, so another number of epochs moves every sample.
         _refuse(config, "train_iters", then, now, _LENGTH)
 
 
@@ -130,12 +130,12 @@ def _refuse(config: RunConfig, field: str, before: Any, now: Any, reason: _Reaso
 
 
 def remember_data(config: RunConfig) -> None:
-    """Write what the training data looks like beside a run that has no checkpoint yet, for its resumption.
+    """Write a hash of the training data into the run's folder, so that a resume notices changed data.
 
-    Call in one process of the run, before training.
+    Does nothing if the folder already has checkpoints. Call it in one process of the run, before training.
 
     Raises:
-        CheckpointError: it cannot be written.
+        CheckpointError: the file cannot be written.
     """
     output = Path(config.checkpoint.output_path)
     if _was_begun(output / CHECKPOINT_FOLDER):
@@ -163,7 +163,10 @@ def _check_data(config: RunConfig) -> None:
 
 
 def _fingerprint(config: RunConfig) -> str:
-    """A hash of the training files' sizes and ends: cheap at any size, blind to a same-sized middle."""
+    """A hash of the training files' sizes, first and last MiB.
+
+    It is cheap for files of any size, but does not notice a change in the middle that keeps the size.
+    """
     digest = hashlib.sha256()
     for name in data_files(config.data, config.data.train_data_path):
         with open(name, "rb") as file:

@@ -1,7 +1,7 @@
-"""The rules of a run that need arithmetic only: each a small function that returns or raises.
+"""The rules of a run that need arithmetic only. Each is a small function that returns or raises.
 
-A refusal names the field, what was got, what is expected with the legal values, and why; `user_message`
-adds where the value is set.
+An error names the field, what was got, the legal values and the reason; `user_message` adds the flag and the
+position.
 """
 
 from __future__ import annotations
@@ -23,20 +23,27 @@ Rule = Callable[[RunConfig, MachineFacts], None]
 
 
 def refuse(field: str, got: object, expected: str, why: str) -> NoReturn:
-    """Raise the ConfigError of one field."""
+    """Raise the ConfigError of one field.
+
+    Args:
+        field: the field to change.
+        got: its value.
+        expected: the legal values, in words.
+        why: the reason for them.
+    """
     raise ConfigError(f"got {got}, expected {expected}: {why}", field=field)
 
 
 def _divisors(*numbers: int) -> str:
-    """The legal values where several numbers must be divided: their common divisors."""
+    """The common divisors of the numbers, as the legal values in a message."""
     common = math.gcd(*numbers)
-    # Beyond 1e10, a slip of the hand, some are left out rather than waited for.
+    # A number above 1e10 is a typing error; some of its divisors are left out, since finding all takes long.
     small = [n for n in range(1, math.isqrt(min(common, 10**10)) + 1) if common % n == 0]
     return ", ".join(map(str, sorted({*small, *(common // n for n in small)})))
 
 
 def only_what_is_built(config: RunConfig, machine: MachineFacts) -> None:
-    """Values of DESIGN's contract that no code stands behind yet."""
+    """No value needs a feature that is not built yet."""
     for row in NOT_BUILT:
         if row.asks(value_of(config, row.field)):
             got = str(scalar_of(config, row.field)).lower()
@@ -44,7 +51,7 @@ def only_what_is_built(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def sft_reads_raw_rows(config: RunConfig, machine: MachineFacts) -> None:
-    """SFT learns from raw rows, pre-training from .bin/.idx; the crossed pairs are not built."""
+    """SFT reads raw rows and pre-training reads .bin/.idx; the other two combinations are not built."""
     if config.training.sft and config.data.dataset_type == "idxmap":
         refuse("dataset_type", "idxmap", "raw", "fine-tuning (SFT=true) on .bin/.idx is not built yet")
     if not config.training.sft and config.data.dataset_type == "raw":
@@ -60,7 +67,7 @@ def numbers_are_in_range(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def offload_is_possible(config: RunConfig, machine: MachineFacts) -> None:
-    """The policy auto has a device whose memory it can watch."""
+    """The policy `auto` needs a device whose memory it can watch."""
     optimizer = config.optimizer
     is_auto = optimizer.optimizer_offload_policy == "auto"
     if is_auto and not machine.cuda_devices and not optimizer.simulated_device_memory:
@@ -69,7 +76,7 @@ def offload_is_possible(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def heads_fit(config: RunConfig, machine: MachineFacts) -> None:
-    """Every group has the same number of heads."""
+    """Every key/value group has the same number of query heads."""
     model = config.model
     if model.num_attention_heads % model.num_query_groups:
         legal = _divisors(model.num_attention_heads)
@@ -78,7 +85,7 @@ def heads_fit(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def window_is_causal(config: RunConfig, machine: MachineFacts) -> None:
-    """A sliding window names tokens to the left; to the right of a token is what it is to predict."""
+    """A sliding window has tokens to the left only; a token must not attend to those it has to predict."""
     window = config.model.window_size
     if window is not None and window[1] != 0:
         got = scalar_of(config, "window_size")
@@ -86,7 +93,7 @@ def window_is_causal(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:
-    """transformers has a class for the model that is to be exported."""
+    """A model can be exported only if transformers has a class for it."""
     if config.checkpoint.export_hf and family_of(config.model) is None:
         why = "no model of transformers has biases on q, k, v and norms of their heads"
         refuse("export_hf", "true", "one of --add-qkv-bias and --qk-layernorm left out, or no export", why)
@@ -103,7 +110,7 @@ def llama3_rope_is_ordered(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:
-    """TP cuts query heads, key/value groups and the MLP's width evenly."""
+    """TP divides the number of query heads, of key/value groups and of MLP channels."""
     model, tp_size = config.model, config.parallel.tensor_model_parallel_size
     cuts = {
         "heads": model.num_attention_heads,
@@ -117,14 +124,14 @@ def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def pipeline_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """Every stage has a layer."""
+    """Every pipeline stage has at least one layer."""
     layers, pp_size = config.model.num_layers, config.parallel.pipeline_model_parallel_size
     if layers < pp_size:
         refuse("pipeline_model_parallel_size", pp_size, f"at most {layers}", f"the model has {layers} layers")
 
 
 def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
-    """Several stages a process, all with the same number of layers; no layers over."""
+    """With interleaving every process has several stages, all with the same number of layers."""
     pp_size, field = config.parallel.pipeline_model_parallel_size, "num_layers_per_virtual_pipeline_stage"
     layers = config.parallel.num_layers_per_virtual_pipeline_stage
     if layers and pp_size == 1:
@@ -132,17 +139,18 @@ def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
             field,
             layers,
             f"0, or {where('pipeline_model_parallel_size')} above 1",
-            "one process holds all layers",
+            "one process has all layers",
         )
-    own, over = divmod(config.model.num_layers, pp_size)
-    if layers and over:
+    layers_per_process, remainder = divmod(config.model.num_layers, pp_size)
+    if layers and remainder:
         refuse(field, layers, "0", f"{config.model.num_layers} layers do not divide by PP={pp_size}")
-    if layers and own % layers:
-        refuse(field, layers, f"0 or one of {_divisors(own)}", f"a process has {own} layers")
+    if layers and layers_per_process % layers:
+        expected = f"0 or one of {_divisors(layers_per_process)}"
+        refuse(field, layers, expected, f"a process has {layers_per_process} layers")
 
 
 def recompute_divides(config: RunConfig, machine: MachineFacts) -> None:
-    """Full recompute cuts a stage's layers in equal blocks."""
+    """Full recomputation divides a stage's layers into equal blocks."""
     block, stages = config.training.recompute_num_layers, sorted(set(config.stage_layers))
     if config.training.recompute_granularity == "full" and any(layers % block for layers in stages):
         why = f"a stage has {' or '.join(map(str, stages))} layers"
@@ -150,7 +158,7 @@ def recompute_divides(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def sequence_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """PAD_LEN within SEQ_LEN within what the model claims; SP cuts the sequence evenly over TP."""
+    """PAD_LEN <= SEQ_LEN <= the model's longest sequence; with SP, TP divides the sequence."""
     model, padding = config.model, config.data.max_padding_length
     if padding > model.seq_length:
         expected = f"at most {model.seq_length}"
@@ -166,7 +174,7 @@ def sequence_fits(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def processes_fit(config: RunConfig, machine: MachineFacts) -> None:
-    """The processes hold whole replicas, and each has a GPU of its own where there are GPUs."""
+    """The processes make up whole replicas, and on a machine with GPUs each process has its own GPU."""
     parallel = config.parallel
     sizes = (
         parallel.tensor_model_parallel_size,
@@ -175,12 +183,12 @@ def processes_fit(config: RunConfig, machine: MachineFacts) -> None:
     )
     replica = math.prod(sizes)
     if config.world_size % replica:
-        why = f"{parallel.nnodes} machines x {parallel.nproc_per_node} processes hold whole replicas"
+        why = f"{parallel.nnodes} machines x {parallel.nproc_per_node} processes must make up whole replicas"
         expected = f"processes in all a multiple of {replica} (TP x PP x CP = {' x '.join(map(str, sizes))})"
         refuse("nproc_per_node", parallel.nproc_per_node, expected, why)
     if 0 < machine.cuda_devices < parallel.nproc_per_node:
         expected = f"at most {machine.cuda_devices}"
-        refuse("nproc_per_node", parallel.nproc_per_node, expected, "each process has a GPU of its own")
+        refuse("nproc_per_node", parallel.nproc_per_node, expected, "each process needs its own GPU")
 
 
 def global_batch_divides(config: RunConfig, machine: MachineFacts) -> None:
@@ -195,7 +203,7 @@ def global_batch_divides(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def interleaving_has_enough_batches(config: RunConfig, machine: MachineFacts) -> None:
-    """A group of at least PP micro-batches passes a stage before the process turns to its next stage."""
+    """Interleaving needs PP micro-batches or more: so many pass a stage before the process changes stages."""
     count, pp_size = config.num_micro_batches, config.parallel.pipeline_model_parallel_size
     if config.virtual_pipeline_size > 1 and count < pp_size:
         training = config.training
@@ -205,10 +213,10 @@ def interleaving_has_enough_batches(config: RunConfig, machine: MachineFacts) ->
 
 
 def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
-    """The flags that say what replicas share do not contradict each other."""
+    """The flags that choose what replicas share do not contradict each other."""
     parallel = config.parallel
     if parallel.overlapped_distributed_optimizer and not parallel.use_distributed_optimizer:
-        why = "it shards gradients beside the optimizer's states"
+        why = "it shards gradients in addition to the optimizer's states"
         refuse("overlapped_distributed_optimizer", "true", f"{where('use_distributed_optimizer')} true", why)
     if parallel.use_distributed_optimizer and parallel.data_parallel_sharding is ZeroStage.NONE:
         expected = "optimizer, gradients, auto, or none with DO=false"
@@ -216,7 +224,7 @@ def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def schedule_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """The learning rate rises before it falls, and falls to something lower."""
+    """The warm-up ends within the run, and the last learning rate is not above the highest one."""
     optimizer, iters = config.optimizer, config.training.train_iters
     if optimizer.lr_warmup_iters >= iters:
         got, expected = (length_text(config, steps) for steps in (optimizer.lr_warmup_iters, iters))
@@ -260,7 +268,7 @@ RULES: tuple[Rule, ...] = (
     schedule_fits,
     evaluation_is_possible,
 )
-"""In the order they are checked: later rules may rely on earlier ones."""
+"""All rules in the order in which they are checked; later rules may rely on earlier ones."""
 
 
 def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
@@ -281,15 +289,15 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
 
 
 def _offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """Flags of optimizer offload that the policy does not read; a threshold that leaves it no choice."""
+    """Flags of optimizer offload that have no effect with this policy, and a threshold above all memory."""
     policy = config.optimizer.optimizer_offload_policy
-    readers = {
+    policies_that_read = {
         "optimizer_offload_fraction": ("static",),
         "optimizer_offload_auto_threshold": ("auto",),
         "optimizer_offload_chunk_size": ("static", "auto"),
         "simulated_device_memory": () if machine.cuda_devices else ("static", "auto"),
     }
-    for field, policies in readers.items():
+    for field, policies in policies_that_read.items():
         if policy not in policies and value_of(config, field) != FIELDS[field].default:
             word = scalar_of(config, "optimizer_offload_policy")
             where_not = f"with {where('optimizer_offload_policy')} {word}" if policies else "beside a GPU"
@@ -307,12 +315,12 @@ def _offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
 
 
 def _alignment_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """What `--precision-align` cannot do in this run, and what it leaves without effect."""
+    """What `--precision-align` cannot do in this run, and which flag has no effect with it."""
     tp_size = config.parallel.tensor_model_parallel_size
     if tp_size > 1:
         yield (
-            f"{where('precision_align')}: equal to transformers to the bit at TP=1 only; TP={tp_size} adds "
-            "up in another order (logits: fp32 within 1e-5, bf16 cosine 0.999)"
+            f"{where('precision_align')}: equal to transformers to the bit at TP=1 only; TP={tp_size} sums "
+            "in another order (logits: fp32 within 1e-5, bf16 cosine 0.999)"
         )
     if config.model.attention_backend != "auto" and machine.cuda_devices:
         yield f"{where('attention_backend')} has no effect with {where('precision_align')}"

@@ -1,12 +1,12 @@
-"""The resolved run as frozen dataclasses: the one list behind flags, `--help`, YAML and config.yaml.
+"""The resolved run as frozen dataclasses: the only list of fields; flags, `--help` and YAML are made from it.
 
 Each field is a flag: `hidden_size` is `--hidden-size`, `model.hidden_size` in YAML. The help text, the
-legal values (annotation and bounds) and the default live here and nowhere else. Fields without a default
-must be given or derived (from MODEL_SIZE, from a Hugging Face config.json, from the machine) before a
-RunConfig exists; nothing changes it afterwards. Rules that relate several fields are in `rules.py`.
+legal values (annotation and bounds) and the default are stated only here. A field without a default must be
+given or derived (from MODEL_SIZE, from a Hugging Face config.json, from the machine) before a RunConfig can
+be built. A RunConfig never changes. Rules that relate several fields are in `rules.py`.
 
-What is off or absent is None here. The words for it ("none", "false", 0) are those of flags, positions and
-YAML; `fields.py` translates.
+A value that is off or absent is None here. Flags, positions and YAML write words for it ("none", "false", 0);
+`fields.py` translates.
 
 Imports neither torch nor megatron.
 """
@@ -70,9 +70,9 @@ def flag(
     """A dataclass field that is also a command-line flag.
 
     Args:
-        help: what `--help` says.
-        default: the value where nothing else decides.
-        none: what flags, positions and YAML write for None; for fields annotated with `| None`.
+        help: the text in `--help`.
+        default: the value when nothing else sets the field.
+        none: the word or number that flags, positions and YAML write for None; needed for `| None` fields.
         bounds: the fields of `Bounds`.
     """
     metadata = {"help": help, "none": none, "bounds": Bounds(**bounds)}  # type: ignore[arg-type]
@@ -114,7 +114,7 @@ class ModelConfig:
         None,
         none="none",
     )
-    untie_embeddings_and_output_weights: bool = flag("a weight of its own for the output layer", False)
+    untie_embeddings_and_output_weights: bool = flag("give the output layer its own weight", False)
     init_method_std: float = flag("standard deviation of random initial weights", 0.008, at_least=0)
     attention_backend: AttentionBackend = flag(
         "kernel that scaled_dot_product_attention prefers on CUDA; CPU has one",
@@ -127,7 +127,7 @@ class ModelConfig:
     )
 
     def padded_vocab_size(self, tp_size: int) -> int:
-        """Rows of the embedding at this TP."""
+        """Rows of the embedding, padded so that this TP size divides them."""
         multiple = self.make_vocab_size_divisible_by
         if multiple % tp_size:
             multiple *= tp_size
@@ -136,12 +136,12 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
-    """How the model and the batch are cut over processes, and how many processes there are."""
+    """How the model and the batch are split over processes, and how many processes there are."""
 
     tensor_model_parallel_size: int = flag("processes that share each layer (TP)", 1, at_least=1)
     pipeline_model_parallel_size: int = flag("stages that share the layers (PP)", 1, at_least=1)
     num_layers_per_virtual_pipeline_stage: int | None = flag(
-        "PP: each process holds several stages of this many layers, which take turns (VPP); 0: one stage",
+        "PP: each process has several interleaved stages of this many layers (VPP); 0: one stage",
         None,
         none=0,
         at_least=0,
@@ -161,7 +161,7 @@ class ParallelConfig:
     nnodes: int = flag("machines", 1, at_least=1)
     nproc_per_node: int = flag("processes on this machine", at_least=1)
     distributed_timeout_minutes: int = flag(
-        "a collective, or a start, that waits longer ends the run", 30, at_least=1
+        "the run ends if a collective or its start waits longer than this", 30, at_least=1
     )
 
     def virtual_pipeline_size(self, num_layers: int) -> int:
@@ -177,7 +177,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainingConfig:
-    """Batch, precision, length and memory of training."""
+    """Batch size, precision, length of the run, and what is recomputed to save memory."""
 
     micro_batch_size: int = flag("samples of one forward on one data-parallel rank", at_least=1)
     global_batch_size: int = flag("samples of one optimizer step over all ranks", at_least=1)
@@ -212,11 +212,13 @@ class OptimizerConfig:
     decoupled_weight_decay: bool = flag("decay weights (AdamW), not their gradients (Adam)", True)
     adam_beta1: float = flag("decay of the first moment", 0.9, at_least=0, below=1)
     adam_beta2: float = flag("decay of the second moment", 0.95, at_least=0, below=1)
-    adam_eps: float = flag("epsilon beside the root of the second moment", 1e-8, above=0)
+    adam_eps: float = flag("epsilon added to the root of the second moment", 1e-8, above=0)
     initial_loss_scale: float = flag("fp16: first scale of the loss; halved on overflow", 2.0**16, above=0)
     loss_scale_window: int = flag("fp16: good steps after which the scale doubles", 1000, at_least=1)
     reduce_bucket_size: int = flag(
-        "elements of a bucket, the unit in which gradients and weights travel", 500_000_000, at_least=1
+        "elements of a bucket, the unit in which gradients are reduced and weights gathered",
+        500_000_000,
+        at_least=1,
     )
     main_grads_dtype: GradientType = flag("type in which gradients are added up and reduced", "fp32")
     clip_grad: float = flag("largest global gradient norm; 0: no clipping", 1.0, at_least=0)
@@ -229,7 +231,7 @@ class OptimizerConfig:
         "static: share of a process's states in host memory", 1.0, at_least=0, at_most=1
     )
     optimizer_offload_auto_threshold: int = flag(
-        "auto: bytes of the GPU kept free beside the largest peak seen", 2 * 2**30, at_least=0
+        "auto: bytes of the GPU kept free in addition to the largest peak seen", 2 * 2**30, at_least=0
     )
     optimizer_offload_chunk_size: int | None = flag(
         "elements of a chunk, the unit in which states are placed and moved; 0: searched",
@@ -238,7 +240,7 @@ class OptimizerConfig:
         at_least=0,
     )
     simulated_device_memory: int | None = flag(
-        "without a GPU: bytes that a process pretends to have on one; 0: no limit", None, none=0, at_least=0
+        "without a GPU: bytes of each process's simulated GPU; 0: no limit", None, none=0, at_least=0
     )
 
 
@@ -258,12 +260,12 @@ class DataConfig:
     )
     packing: bool = flag("several raw samples in one sequence", False)
     eval_interval: int | None = flag("steps between evaluations; 0: none", 100, none=0, at_least=0)
-    eval_iters: int = flag("global batches of one evaluation; never more than the set holds", 10, at_least=0)
+    eval_iters: int = flag("global batches of one evaluation; at most one pass over the set", 10, at_least=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
-    """Where weights come from and where the run is kept."""
+    """Where the initial weights come from, and what the run writes where."""
 
     load: str | None = flag(
         "a Hugging Face folder, a checkpoint of ours, or none: random weights", None, none="none"
@@ -277,10 +279,10 @@ class CheckpointConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """How a model is computed: what building it takes beside its shape and its process groups.
+    """How a model is computed: the settings that building it needs besides its shape and process groups.
 
-    It is no section of config.yaml: `RunConfig.execution` gathers it, and a program without a RunConfig
-    makes its own.
+    This is not a section of config.yaml: `RunConfig.execution` collects it from other sections. A program
+    without a RunConfig creates its own.
     """
 
     precision: Precision = "bf16"
@@ -288,7 +290,7 @@ class Execution:
     virtual_pipeline_size: int = 1
     """Pipeline stages of one process."""
     num_micro_batches: int = 1
-    """Micro-batches of one replica in one step; read where a process has several stages."""
+    """Micro-batches of one replica in one step; used only when a process has several stages."""
     recompute_granularity: Recompute | None = None
     recompute_num_layers: int = 1
     deterministic_mode: bool = False
@@ -297,12 +299,12 @@ class Execution:
 def split_layers(num_layers: int, num_stages: int) -> list[int]:
     """Layers of each pipeline stage in the order in which a batch passes them.
 
-    Where they do not divide, the stages in the middle take one more first: the first stage has the
-    embedding beside its layers, the last one the output layer.
+    If the layers do not divide evenly, the middle stages get the remaining layers first, because the first
+    stage also has the embedding, and the last stage the output layer.
     """
-    fewest, more = divmod(num_layers, num_stages)
-    order = [*range(1, num_stages - 1), 0, num_stages - 1]
-    return [fewest + (stage in order[:more]) for stage in range(num_stages)]
+    fewest, num_remaining = divmod(num_layers, num_stages)
+    middle_first = [*range(1, num_stages - 1), 0, num_stages - 1]
+    return [fewest + (stage in middle_first[:num_remaining]) for stage in range(num_stages)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -330,7 +332,7 @@ class RunConfig:
 
     @property
     def virtual_pipeline_size(self) -> int:
-        """Pipeline stages of one process: one, or several of a few layers each that take turns (VPP)."""
+        """Pipeline stages of one process: one, or several with interleaved pipelining (VPP)."""
         return self.parallel.virtual_pipeline_size(self.model.num_layers)
 
     @property
@@ -340,7 +342,7 @@ class RunConfig:
 
     @property
     def execution(self) -> Execution:
-        """What building the model takes beside its shape."""
+        """The settings that building the model needs besides its shape."""
         training = self.training
         return Execution(
             precision=training.precision,
@@ -381,7 +383,7 @@ class RunConfig:
 
     @property
     def tokenizer_folder(self) -> str | None:
-        """Where the tokenizer is read: its own folder if one is named, else that of the weights."""
+        """The folder the tokenizer is read from: the one given for it, else that of the weights."""
         return self.data.tokenizer_name_or_path or self.checkpoint.load
 
     @property

@@ -1,4 +1,4 @@
-"""The model's shape as the folder at position 22 states it: config.json, or the config.yaml of a run."""
+"""The model's shape from the folder at position 22: from its config.json, or from a run's config.yaml."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ from patch.config.yaml_io import read_run
 from patch.storage.names import CONFIG_FILE, TRACKER, complete_iterations, find_checkpoint_root
 
 STORED_SHAPE = SHAPE_FIELDS | {"make_vocab_size_divisible_by"}
-"""A preset's fields, and the padding of the vocabulary that checkpoints are stored with."""
+"""The fields of a preset, and the field that decides how the stored vocabulary is padded."""
 
 
 class FoundShape(NamedTuple):
-    """Fields of ModelConfig, and the file that says so."""
+    """Fields of ModelConfig, and the file they were read from."""
 
     file: Path
     fields: dict[str, Any]
 
 
 def run_behind(load: str | Path) -> RunConfig | None:
-    """The run that wrote the checkpoints at `load`, its folder or the checkpoint/ in it.
+    """The run that wrote the checkpoints at `load`; None if there is no config.yaml beside them.
 
-    None where there is no config.yaml beside them.
+    Args:
+        load: the run's folder, or the checkpoint/ in it.
 
     Raises:
-        ConfigError: a config.yaml that cannot be read.
+        ConfigError: the config.yaml cannot be read.
     """
     root = find_checkpoint_root(load)
     file = root.absolute().parent / CONFIG_FILE
@@ -37,7 +38,7 @@ def run_behind(load: str | Path) -> RunConfig | None:
 
 
 def shape_at(load: str | Path | None) -> FoundShape | None:
-    """The shape of the weights at `load`; None where no file there tells it.
+    """The shape of the weights at `load`; None if no file there describes it.
 
     Raises:
         ConfigError: the file cannot be read, or its model is not supported.

@@ -1,6 +1,7 @@
-"""Values of DESIGN's contract that no code stands behind yet: refused by name, never ignored.
+"""Legal values whose feature is not built yet: they are refused by name, never ignored.
 
-The rules refuse them, `--help` marks them, messages do not offer them. Building a feature deletes its row.
+The rules refuse them, `--help` marks them, and messages do not offer them. Building a feature means to delete
+its row.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ class NotBuilt(NamedTuple):
 
     field: str
     asks: Callable[[Any], bool]
+    """Whether a value of the field needs the feature."""
     values: str
-    """Those that ask for it, in words."""
+    """Those values in words, for `--help`."""
     feature: str
     instead: str
+    """What to give instead, for the message."""
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
@@ -36,10 +39,10 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
 
 
 def is_built(field: str, value: Any) -> bool:
-    """Whether there is code behind this value of a field."""
+    """Whether the feature that this value of a field needs is built."""
     return not any(row.field == field and row.asks(value) for row in NOT_BUILT)
 
 
 def refused_yet(field: str) -> str:
-    """The values of a field that are refused yet, in words for `--help`; "" where there are none."""
+    """The values of a field that are not supported yet, in words for `--help`; "" if there are none."""
     return "; ".join(row.values for row in NOT_BUILT if row.field == field)

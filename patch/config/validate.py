@@ -12,15 +12,15 @@ from patch.device import MachineFacts
 
 
 def validate_run(config: RunConfig, machine: MachineFacts) -> list[str]:
-    """Check the whole configuration, then that the data is there.
+    """Check the whole configuration, then that the data files exist.
 
     Returns:
-        One line for each value that has no effect, or differs from the loaded model's; `run_warnings` has
-        the rest.
+        One line for each value that has no effect or differs from the loaded model's. `run_warnings` returns
+        what deserves a warning.
 
     Raises:
-        ConfigError: a value that cannot work: flag and position, got, expected, why.
-        DataError: a data file that is missing, after all of the configuration was found right.
+        ConfigError: a value cannot work; the message says got, expected and why.
+        DataError: a data file is missing; raised only if the configuration itself is right.
     """
     for rule in RULES + FILE_RULES:
         rule(config, machine)

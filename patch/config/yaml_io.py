@@ -1,4 +1,4 @@
-"""A run as YAML: what `--dry-run` prints, what config.yaml keeps, and what `--config` reads back."""
+"""A run as YAML: `--dry-run` prints it, config.yaml stores it, and `--config` reads it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ def read_yaml(file: str | Path) -> dict[str, Any]:
     """The fields that a file sets; sections and keys may be left out.
 
     Raises:
-        ConfigError: unreadable, malformed (with the line), or a section, key or value that is unknown.
+        ConfigError: the file cannot be read, is malformed (the message has the line), or has an unknown
+            section, key or value.
     """
     return _parse(_read(Path(file), f"--config {file}"), str(file))
 
 
 def read_run(file: Path) -> RunConfig:
-    """A whole run, as config.yaml keeps it.
+    """A whole run, as config.yaml stores it.
 
     Raises:
-        ConfigError: as `read_yaml`, or a value without a default is not there.
+        ConfigError: see `read_yaml`; or a field without a default is missing.
     """
     values = _parse(_read(file, str(file)), str(file))
     if lacking := missing(values):
@@ -55,8 +56,8 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
     try:
         sections = yaml.safe_load(text) or {}
     except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
-        # all but the first are what PyYAML lets through of a value with a wrong tag, a date such as
-        # 2026-99-99, and brackets in brackets
+        # PyYAML raises the other three itself: ValueError for a date such as 2026-99-99, AttributeError for
+        # a value with a wrong tag, RecursionError for deeply nested brackets.
         raise ConfigError(f"{origin}: malformed YAML: {error}") from error
     fields: dict[str, Any] = {}
     for section, values in _mapping(sections, origin).items():

@@ -1,8 +1,9 @@
-"""Which samples each rank sees at each step: a function of (seed, epoch, index) and of nothing else.
+"""Decides which samples each rank reads at each step, as a function of (seed, epoch, index) only.
 
-No state is kept, so a resumed run needs only its iteration, and skipping ahead costs nothing. Sample k
-of the run is the (k mod N)-th of epoch k // N's permutation; micro-batch m of data-parallel rank r is
-micro-batch m * DP + r of the global batch, so DP=1 and DP=N compute the same micro-batches.
+There is no state, so a resumed run needs only its iteration, and skipping ahead costs nothing. With N samples
+in the set, sample k of the run is number k mod N in the permutation of epoch k // N. Micro-batch m of
+data-parallel rank r is micro-batch m * DP + r of the global batch, so the global batch consists of the same
+micro-batches at every DP.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 
 class Sample(NamedTuple):
-    """One sequence of S tokens, labels already shifted."""
+    """One sequence of S tokens; the labels are already shifted."""
 
     tokens: torch.Tensor
     """int64 [S]."""
@@ -34,14 +35,14 @@ class Batch(NamedTuple):
 
 
 class StepWork(NamedTuple):
-    """What one step trains on: read and counted while the step before it ends."""
+    """The data of one step. It is read and counted while the previous step ends."""
 
     iteration: int
     """Counted from 0."""
     batches: list[Batch]
     """This rank's micro-batches."""
     tokens: float
-    """Learned tokens of the global batch, on all ranks together."""
+    """Learned tokens of the global batch: the sum over all ranks."""
 
 
 def learned_tokens(batches: list[Batch]) -> float:
@@ -50,11 +51,11 @@ def learned_tokens(batches: list[Batch]) -> float:
 
 
 class SampleSource(Protocol):
-    """A data set: samples of one length by index."""
+    """A data set: samples of equal length, read by index."""
 
     @property
     def is_shuffled(self) -> bool:
-        """Whether its own order is random already, so that training takes samples in that order."""
+        """Whether the source's own order is already random, so that training does not shuffle it again."""
 
     def __len__(self) -> int: ...  # noqa: D105
 
@@ -65,10 +66,15 @@ class BatchReader:
     """The micro-batches of one data-parallel rank, by iteration.
 
     Args:
-        dp_rank, dp_size: this rank's place among the replicas of the model.
-        shuffle: True goes round the source for ever, in a new order each epoch; False takes it once and
-            in its own order, and fills the last global batch with samples that have nothing to learn, so
-            that evaluation counts each sample once.
+        source: the data set.
+        micro_batch_size: samples of one forward pass.
+        global_batch_size: samples of one step over all ranks.
+        dp_rank: this rank's index among the replicas of the model.
+        dp_size: number of replicas.
+        seed: decides the order of the samples if `shuffle` is set.
+        shuffle: True repeats the source without end, in a new order each epoch. False reads it once in its
+            own order, and fills the last global batch with samples that have no learned tokens, so that
+            evaluation counts each sample once.
     """
 
     def __init__(
@@ -98,7 +104,7 @@ class BatchReader:
         """This rank's micro-batches of one global batch.
 
         Args:
-            iteration: counted from 0; without shuffle below `len(self)`.
+            iteration: counted from 0; without shuffle it must be below `len(self)`.
         """
         assert self._shuffle or iteration < len(self), "one pass does not wrap around"
         start = iteration * self._global_batch_size
@@ -113,8 +119,8 @@ class BatchReader:
     def _sample(self, index: int) -> Sample:
         size = len(self._source)
         if self._shuffle:
-            epoch, place = divmod(index, size)
-            return self._source[int(_epoch_order(size, self._seed, epoch)[place])]
+            epoch, position = divmod(index, size)
+            return self._source[int(_epoch_order(size, self._seed, epoch)[position])]
         if index < size:
             return self._source[index]
         filler = self._source[0]
@@ -125,7 +131,7 @@ class BatchReader:
 def _epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
     """The permutation of one epoch.
 
-    RandomState, because its streams are frozen: a run resumed under a later NumPy goes on in the same order.
+    It uses RandomState, whose streams are frozen: a run that is resumed with a later NumPy keeps its order.
     """
     bits = np.random.MT19937(np.random.SeedSequence((seed, epoch)))
     return np.random.RandomState(bits).permutation(size)

@@ -1,7 +1,8 @@
-"""Foreign code, such as a chat template, in a process of its own with bounded CPU time and memory.
+"""Runs foreign code, such as a chat template, in its own process with bounded CPU time and memory.
 
-Jinja's sandbox bounds neither, and no signal handler interrupts what does not come back to the interpreter
-(10 ** 10 ** 10); the kernel bounds both. CPU time is counted, so a busy machine refuses nothing.
+Jinja's sandbox bounds neither, and a signal handler cannot interrupt an operation that does not return to the
+interpreter (10 ** 10 ** 10). The kernel's limits bound both. CPU time is limited, not elapsed time, so a busy
+machine causes no refusal.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ import psutil
 from patch.errors import TrainingError
 
 SECONDS = 60
-"""CPU time for one item; what a legitimate one takes is milliseconds."""
+"""CPU time for one item; a normal item takes milliseconds."""
 BYTES = 2 << 30
-"""Memory beyond what the parent has when it forks."""
+"""Memory in addition to what the parent has when it forks."""
 _INDEX_BYTES = 8
 
 Item = TypeVar("Item")
@@ -41,19 +42,22 @@ class ChildEndedError(Exception):
 
 
 class BoundedMap(Generic[Item, Result]):
-    """A function that is applied to lists of items in one forked child, which lives as long as this object.
+    """Applies a function to lists of items in one forked child, which lives as long as this object.
 
-    After an error it is of no more use. The child runs Python alone: what does not survive a fork (CUDA,
-    tokenizers' threads) it must not touch.
+    The object cannot be used again after an error. The function must be plain Python: it must not use what
+    does not survive a fork (CUDA, the threads of tokenizers).
+
+    Args:
+        function: applied to each item, in the child.
 
     Raises:
-        TrainingError: no process can be started.
+        TrainingError: the process cannot be started.
     """
 
     def __init__(self, function: Callable[[Item], Result]) -> None:
-        self._connection, theirs = Pipe()
-        self._noted = mmap.mmap(-1, _INDEX_BYTES)
-        """Shared with the child, which notes the item it works on."""
+        self._connection, child_connection = Pipe()
+        self._shared_index = mmap.mmap(-1, _INDEX_BYTES)
+        """The index of the item that the child works on; written by the child."""
         try:
             pid = os.fork()
         except OSError as error:
@@ -62,27 +66,28 @@ class BoundedMap(Generic[Item, Result]):
                 "free, or raise the limit of processes (ulimit -u)"
             ) from error
         if pid == 0:
-            self._connection.close()  # so that the child hears when the parent ends
-            _serve(function, theirs, self._noted)
-        theirs.close()
+            self._connection.close()  # so that the child's `recv` fails when the parent ends
+            _serve(function, child_connection, self._shared_index)
+        child_connection.close()
         self._end = weakref.finalize(self, _end, pid, self._connection)
 
     def __call__(self, lists: Iterable[list[Item]]) -> Iterator[tuple[list[Item], list[Result]]]:
-        """Each list with its results, in order; the child works on the next one while the caller has these.
+        """Each list with its results, in order. The child works on the next list while the caller uses these.
 
         Raises:
             ChildEndedError: an item took too much time or memory, or crashed the interpreter.
-            Exception: what the function raised.
+            Exception: the function raised it.
         """
-        before: list[Item] | None = None
+        previous: list[Item] | None = None
         for items in lists:
-            results = None if before is None else self._receive(before)
-            self._send(items)  # the child waits for it, so neither side fills a pipe that the other one fills
-            if before is not None and results is not None:
-                yield before, results
-            before = items
-        if before is not None:
-            yield before, self._receive(before)
+            results = None if previous is None else self._receive(previous)
+            # The child waits for this list, so the two sides never both block on a full pipe.
+            self._send(items)
+            if previous is not None and results is not None:
+                yield previous, results
+            previous = items
+        if previous is not None:
+            yield previous, self._receive(previous)
 
     def _send(self, items: list[Item]) -> None:
         try:
@@ -108,36 +113,44 @@ class BoundedMap(Generic[Item, Result]):
         return f"has ended its process ({code})"
 
     def _index(self) -> int:
-        return int.from_bytes(self._noted[:], "little")
+        return int.from_bytes(self._shared_index[:], "little")
 
 
 def _end(pid: int, connection: Connection) -> int:
-    """End and reap the child; how it ended, as `os.waitstatus_to_exitcode` says it."""
+    """Kill and reap the child; its exit code, as `os.waitstatus_to_exitcode` returns it."""
     connection.close()
     os.kill(pid, signal.SIGKILL)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def _serve(function: Callable[[Any], Any], connection: Connection, noted: mmap.mmap) -> NoReturn:
-    """The child's life: lists of items in, lists of results or an exception out, until the parent closes."""
+def _serve(function: Callable[[Any], Any], connection: Connection, shared_index: mmap.mmap) -> NoReturn:
+    """Run the child: receive lists of items, send lists of results or an exception, until the parent closes.
+
+    Args:
+        function: applied to each item.
+        connection: to the parent.
+        shared_index: where the index of the current item is written.
+    """
     try:
-        # A lock or a port of the parent's would outlive it, as long as the item under way takes.
+        # Close the parent's files: if it dies, its locks and ports must not stay open until the item is done.
         os.closerange(3, connection.fileno())
         os.closerange(connection.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
-        gc.freeze()  # no collection writes to, and so copies, the parent's pages
+        gc.freeze()  # a collection would write to the parent's memory pages, and thereby copy them
         signal.signal(signal.SIGXCPU, signal.SIG_DFL)
         _limit(resource.RLIMIT_CORE, 0)
         _limit(resource.RLIMIT_AS, psutil.Process().memory_info().vms + BYTES)
         while True:
-            connection.send(_results(function, connection.recv(), noted))
+            connection.send(_results(function, connection.recv(), shared_index))
     finally:
-        os._exit(1)  # no handler, no buffer and no thread of the parent's is this process's to end
+        os._exit(1)  # run none of the parent's exit handlers, and flush none of its buffers
 
 
-def _results(function: Callable[[Any], Any], items: list[Any], noted: mmap.mmap) -> list[Any] | Exception:
+def _results(
+    function: Callable[[Any], Any], items: list[Any], shared_index: mmap.mmap
+) -> list[Any] | Exception:
     results = []
-    for number, item in enumerate(items):
-        noted[:] = number.to_bytes(_INDEX_BYTES, "little")
+    for index, item in enumerate(items):
+        shared_index[:] = index.to_bytes(_INDEX_BYTES, "little")
         _limit(resource.RLIMIT_CPU, int(time.process_time()) + SECONDS)
         try:
             results.append(function(item))
@@ -147,6 +160,7 @@ def _results(function: Callable[[Any], Any], items: list[Any], noted: mmap.mmap)
 
 
 def _limit(kind: int, amount: int) -> None:
-    """Set a limit of this process, which the user's own may have made lower already."""
+    """Set a resource limit of this process, at most the user's own hard limit."""
     _, hard = resource.getrlimit(kind)
-    resource.setrlimit(kind, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
+    soft = amount if hard == resource.RLIM_INFINITY else min(amount, hard)
+    resource.setrlimit(kind, (soft, hard))

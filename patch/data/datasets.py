@@ -16,7 +16,7 @@ from patch.distributed.collectives import all_or_none
 
 
 class DataSets(NamedTuple):
-    """What a run learns from and is evaluated on."""
+    """The training set and the validation set; the latter may be missing."""
 
     train: SampleSource
     valid: SampleSource | None
@@ -33,18 +33,18 @@ def build_datasets(
 ) -> DataSets:
     """Read both sets; a collective over the job.
 
-    A raw set may give the tokenizer a chat template (see `ensure_chat_template`).
+    For raw rows, a tokenizer without a chat template may be given one (see `ensure_chat_template`).
 
     Args:
-        data: which files, of which kind.
+        data: the files and their kind.
         model: vocabulary and sequence length.
-        tokenizer: of a raw set; of a pre-training set only its end-of-document id is read.
+        tokenizer: encodes raw rows; for a pre-training set only its end-of-document id is used.
         num_train_samples: how many samples the run takes from a pre-training set.
         seed: decides the order of a pre-training set's samples.
-        index_folder: for the index files of a pre-training set; all ranks see it.
+        index_folder: the folder of a pre-training set's index files; all ranks must share it.
 
     Raises:
-        DataError: on all ranks, when either set or the tokenizer cannot be used.
+        DataError: on all ranks, if either set or the tokenizer cannot be used.
     """
     check_vocabulary(tokenizer, model.vocab_size)
     train_path, valid_path = data.train_data_path, data.valid_data_path
@@ -52,7 +52,7 @@ def build_datasets(
         load_raw = partial(load_sft, tokenizer=tokenizer, sequence_length=data.max_padding_length)
         with all_or_none():
             return DataSets(load_raw(Path(train_path)), load_raw(Path(valid_path)) if valid_path else None)
-    from patch.data.pretrain import load_pretrain  # imports megatron-core, which raw rows do without
+    from patch.data.pretrain import load_pretrain  # it imports megatron-core, which raw rows do not need
 
     load_indexed = partial(
         load_pretrain,

@@ -1,10 +1,10 @@
-"""From a row to a conversation: alpaca keys, Pai's names for them, and OpenAI messages.
+"""Converts a row to a conversation: alpaca keys, Pai's names for them, and OpenAI messages.
 
     {"instruction": ..., "input": ..., "output": ..., "system": ...}     input and system may be absent
     {"query": ..., "response": ...}       query is instruction; response or content is output
     {"messages": [{"role": "system" | "user" | "assistant", "content": ...}, ...]}
 
-What would change a conversation's meaning and cannot be read yet is refused by name; other keys are ignored.
+Keys that would change the conversation's meaning and are not supported yet are refused; others are ignored.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ _ABSENT: tuple = (None, "", [], {})
 
 
 def to_messages(row: dict[str, Any], where: str) -> list[Message]:
-    """The conversation of one row, as chat templates take it.
+    """The conversation of one row, in the form that chat templates take.
 
     An alpaca input is joined to its instruction by a newline.
 
     Args:
-        where: file and row, for messages.
+        row: one object of the file.
+        where: file and row, for error messages.
     Raises:
-        DataError: keys that are missing (what was found, what is expected, the nearest), not text, or of a
-            format that is not supported yet.
+        DataError: keys are missing (the message says what was found and expected, and the nearest key), are
+            not text, or belong to a format that is not supported yet.
     """
     _refuse(row, _NOT_YET, where)
     if row.get("messages") is not None:
@@ -82,7 +83,13 @@ def _from_messages(messages: Any, where: str) -> list[Message]:
 
 
 def missing_keys(row: dict[str, Any], expected: str, known: list[str]) -> str:
-    """What was found in a row, what is expected, and what each unknown key may have been meant as."""
+    """A message with the keys of a row, the expected ones, and for each unknown key the nearest known one.
+
+    Args:
+        row: the row that lacks a key.
+        expected: the expected keys, in words.
+        known: the keys among which the nearest one is searched.
+    """
     keys = list(islice(row, _KEYS_SHOWN))
     hints = [f"; {key}{hint}" for key in keys if key not in known and (hint := nearest(key, known))]
     found = ", ".join(f"{key:.60}" for key in keys) + (", ..." if len(row) > len(keys) else "")

@@ -1,7 +1,8 @@
-"""The index files that upstream makes for a pre-training run, checked before they are read.
+"""Checks the index files that upstream writes for a pre-training run before upstream reads them again.
 
-They decide which document each sample comes from; upstream reads back whatever lies there. They follow from
-data and seed alone, so one that has changed, or was half written by a killed run, is made again, to the bit.
+They decide which document each sample comes from, and upstream reads them without a check. They depend only
+on data and seed, so a file that is damaged, or was half written by a killed run, is made again with the same
+contents.
 """
 
 from __future__ import annotations
@@ -21,9 +22,14 @@ _logger = get_logger(__name__)
 
 @contextmanager
 def kept_as_made(folder: Path, split: str) -> Iterator[None]:
-    """A block of one process in which upstream makes or reads the index files of one split (train, valid).
+    """A context in which upstream writes or reads the index files of one split; for one process only.
 
-    What differs from its checksum, or has none, is removed before, so that upstream makes it again.
+    On entry, files that have no checksum or differ from it are removed, so that upstream writes them again.
+    On exit, the checksums of new files are stored.
+
+    Args:
+        folder: the folder of the index files.
+        split: "train" or "valid", as in the files' names.
 
     Raises:
         OSError: a file cannot be removed, read or written.
@@ -34,7 +40,7 @@ def kept_as_made(folder: Path, split: str) -> Iterator[None]:
         complaint = difference(path, known[path.name]) if path.name in known else f"{path} has no checksum"
         if complaint is not None:
             _logger.warning(
-                "%s: the index files are made anew from data and seed, in the same order", complaint
+                "%s: the index files are made again from data and seed, in the same order", complaint
             )
             path.unlink()
             known.pop(path.name, None)
@@ -44,7 +50,7 @@ def kept_as_made(folder: Path, split: str) -> Iterator[None]:
 
 
 def _read(path: Path) -> dict[str, Content]:
-    """The checksums by file name; none where they cannot be read: then all files are made again."""
+    """The checksums by file name; empty if they cannot be read, so that all files are made again."""
     try:
         return from_json(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):

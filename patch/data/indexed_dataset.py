@@ -1,6 +1,6 @@
-"""Opens megatron-core's IndexedDataset (.bin, .idx) after checks that upstream makes with `assert` or not.
+"""Opens megatron-core's IndexedDataset (.bin, .idx) after checks that upstream lacks or does by `assert`.
 
-The `assert`s of a library tell a user neither the file nor the cure, and are gone under `python -O`.
+An `assert` of a library names neither the file nor the cure, and `python -O` removes it.
 """
 
 from __future__ import annotations
@@ -17,30 +17,31 @@ from patch.errors import DataError
 # Magic, version, code of the token type, sequences, documents. Source: indexed_dataset.py, _IndexWriter.
 _HEADER = struct.Struct("<9sQBQQ")
 _INTEGERS = {kind.value: DType.size(kind.value) for kind in DType if not kind.name.startswith("float")}
-"""Codes of the types that a token id can have, and their bytes."""
+"""The codes of integer types, which a token id can have -> bytes of a token."""
 _SEQUENCES_AT_ONCE = 1 << 22
 
 
 class _Index(NamedTuple):
-    """The .idx file, mapped."""
+    """The memory-mapped .idx file, with N sequences in D documents."""
 
     itemsize: int
     """Bytes of a token."""
     lengths: np.ndarray
-    """int32 [N], tokens of each sequence."""
+    """int32 [N]: tokens of each sequence."""
     pointers: np.ndarray
-    """int64 [N], where each sequence begins in the .bin, in bytes."""
+    """int64 [N]: where each sequence begins in the .bin, in bytes."""
     documents: np.ndarray
-    """int64 [D + 1], the sequence that each document begins with, and N."""
+    """int64 [D + 1]: the index of each document's first sequence, and N at the end."""
 
 
 def open_indexed(prefix: str) -> IndexedDataset:
-    """Upstream's reader of `prefix`.bin and .idx, after a check that both are whole.
+    """Upstream's reader of `prefix`.bin and `prefix`.idx, after a check that both are complete.
 
-    Token ids are not looked at: see `check_ids`.
+    Token ids are not checked here; see `check_ids`.
 
     Raises:
-        DataError: a missing, foreign, cut, damaged or empty file, or two that do not belong together.
+        DataError: a file is missing, of another format, truncated, damaged or empty, or the two do not belong
+            together.
     """
     bin_path, idx_path = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     for path in (bin_path, idx_path):
@@ -52,7 +53,7 @@ def open_indexed(prefix: str) -> IndexedDataset:
     index = _read_index(idx_path)
     size = bin_path.stat().st_size
     if size == 0:
-        raise DataError(f"{bin_path}: holds no tokens")
+        raise DataError(f"{bin_path}: has no tokens")
     tokens = _check_index(idx_path, index)
     if size != tokens * index.itemsize:
         raise DataError(
@@ -65,19 +66,27 @@ def open_indexed(prefix: str) -> IndexedDataset:
 
 
 def total_tokens(indexed: IndexedDataset) -> int:
-    """Tokens of all its documents."""
+    """Tokens of all documents in the set."""
     return int(indexed.sequence_lengths.sum(dtype=np.int64))
 
 
 def check_ids(name: str, smallest: int, largest: int, vocab_size: int) -> None:
-    """Refuse ids without an embedding: an index error on one layout, and silently zero on another.
+    """Refuse token ids for which the model has no embedding.
+
+    Without this check they cause an index error in one layout and silently an embedding of zeros in another.
+
+    Args:
+        name: the data set, for the message.
+        smallest: the smallest id in it.
+        largest: the largest id in it.
+        vocab_size: rows of the model's vocabulary.
 
     Raises:
-        DataError: naming the id and the vocabulary's size.
+        DataError: an id is negative or not below `vocab_size`; the message names both.
     """
     if smallest < 0 or largest >= vocab_size:
         raise DataError(
-            f"{name}: holds token id {smallest if smallest < 0 else largest}, the model's vocabulary has "
+            f"{name}: has token id {smallest if smallest < 0 else largest}, the model's vocabulary has "
             f"{vocab_size} rows (--vocab-size); expected a set made with this model's tokenizer"
         )
 
@@ -95,7 +104,7 @@ def _read_index(path: Path) -> _Index:
             f"{path}: type {code} of its tokens, expected one of {', '.join(map(str, _INTEGERS))} (whole "
             "numbers): damaged, or of something else than tokens; copy or make it again"
         )
-    # A length (4 bytes) and a pointer (8) a sequence, 8 bytes a document.
+    # Each sequence has a length (4 bytes) and a pointer (8 bytes), each document 8 bytes.
     expected = _HEADER.size + 12 * sequences + 8 * documents
     if path.stat().st_size != expected:
         raise DataError(f"{path}: {path.stat().st_size} bytes, expected {expected} by its header: cut short?")
@@ -108,7 +117,7 @@ def _read_index(path: Path) -> _Index:
 
 
 def _check_index(path: Path, index: _Index) -> int:
-    """What a writer of this format always writes; the number of tokens."""
+    """Check what is true of every index that was written correctly; returns the number of tokens."""
     documents, sequences = index.documents, len(index.lengths)
     if documents[0] != 0 or documents[-1] != sequences:
         _refuse(path, f"documents that do not begin at 0 or end at its {sequences} sequences")

@@ -1,4 +1,7 @@
-"""Rows of a JSON file: one list of objects, or one object a line; told apart by content, not by name."""
+"""Reads the rows of a JSON file: one list of objects, or one object on each line (JSONL).
+
+The file's content decides which of the two it is, not its name.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +23,18 @@ class Row(NamedTuple):
     """One object of the file."""
 
     place: str
-    """Where it is, for messages: "line 7" of JSONL, "row 7" of a list; counted from 1."""
+    """Its position, for messages: "line 7" of JSONL, "row 7" of a list; counted from 1."""
     value: dict[str, Any]
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a JSON list or of a JSONL file; the latter is never held in memory as a whole.
+    """The rows of a JSON list or of a JSONL file. A list is loaded into memory, JSONL is read line by line.
 
     A UTF-8 byte-order mark and blank lines are skipped.
 
     Raises:
-        DataError: unreadable file, malformed JSON (file and line), a line over 256 MiB, a row that is no
-            object, no rows at all, a list that memory does not hold.
+        DataError: the file cannot be read, has malformed JSON (the message names the line), a line over
+            256 MiB, a row that is not an object, or no rows; or there is not enough memory for a list.
     """
     empty = True
     if path.exists() and not (path.is_file() or path.is_dir()):
@@ -45,11 +48,11 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: cannot be read: {error.strerror}; expected a JSON or JSONL file") from error
     except MemoryError as error:
         raise DataError(
-            f"{path}: a JSON list is held in memory as a whole, and there is not enough; JSONL, one object a "
-            "line, is not"
+            f"{path}: there is not enough memory to load this JSON list as a whole; use JSONL, one object on "
+            "each line, which is read line by line"
         ) from error
     if empty:
-        raise DataError(f"{path}: holds no rows, expected at least one JSON object")
+        raise DataError(f"{path}: has no rows, expected at least one JSON object")
 
 
 def _holds_list(file: BinaryIO) -> bool:
@@ -80,7 +83,7 @@ def _line_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
 
 
 def _refuse_binary(path: Path, file: BinaryIO) -> None:
-    """Before all of the file is held: no JSON has a zero byte, and a sparse file has little else."""
+    """Refuse a file with a zero byte before it is read into memory: it is no JSON, perhaps a sparse file."""
     line = 1
     while piece := file.read(_PIECE_BYTES):
         if (place := piece.find(b"\0")) >= 0:
@@ -104,7 +107,7 @@ def _parse(path: Path, data: bytes, first_line: int) -> Any:
         try:
             data.decode()
         except UnicodeDecodeError as undecodable:
-            # orjson places every encoding error at the file's first character.
+            # orjson reports every encoding error at the first character, so find the line here.
             message, line = "not UTF-8", first_line + data.count(b"\n", 0, undecodable.start)
         raise DataError(
             f"{path}: line {line}: malformed JSON: {message}; expected a list of objects or one object a line"

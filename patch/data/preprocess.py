@@ -1,4 +1,4 @@
-"""Preprocesses a pre-training set: JSON rows with a text become megatron-core's .bin and .idx."""
+"""Preprocesses a pre-training set: writes the texts of JSON rows as megatron-core's .bin and .idx."""
 
 from __future__ import annotations
 
@@ -26,14 +26,22 @@ _ROWS_AT_ONCE = 1000
 def write_indexed(
     source: Path, tokenizer: PreTrainedTokenizerBase, prefix: str, *, json_key: str, append_eod: bool
 ) -> int:
-    """Write `prefix`.bin and `prefix`.idx, one document a row; the files appear when they are whole.
+    """Write `prefix`.bin and `prefix`.idx, one document for each row.
 
-    No begin-of-text token is added. Rows with an empty text are left out and counted.
+    The files appear only when they are complete. No begin-of-text token is added. Rows with an empty text are
+    left out and counted.
 
+    Args:
+        source: a JSON list or a JSONL file.
+        tokenizer: encodes the texts.
+        prefix: path of the two files without their endings.
+        json_key: the key of the text in each row.
+        append_eod: end each document with the tokenizer's end-of-text token.
     Returns:
-        the number of tokens written.
+        The number of tokens written.
     Raises:
-        DataError: see `read_rows`; a row without the key; no end-of-text token; nothing or no place to write.
+        DataError: see `read_rows`; a row lacks the key; the tokenizer has no end-of-text token; all texts are
+            empty; or the files cannot be written.
     """
     eod = [tokenizer.eos_token_id] if append_eod else []
     if None in eod:
@@ -52,8 +60,8 @@ def read_texts(source: Path, json_key: str) -> Iterator[str]:
     """The text of every row.
 
     Raises:
-        DataError: see `read_rows`; a row without `json_key` (what was found, the nearest), or not text; all
-            texts empty.
+        DataError: see `read_rows`; a row lacks `json_key` (the message has the nearest key), or it is not a
+            text; or all texts are empty.
     """
     empty = True
     for row in read_rows(source):
@@ -70,7 +78,7 @@ def read_texts(source: Path, json_key: str) -> Iterator[str]:
 
 
 def _publish(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, prefix: str, eod: list[int]) -> int:
-    """Write under a name of its own, and rename: a set that is there is a whole one."""
+    """Write under a temporary name, then rename, so that a file with the final name is always complete."""
     partial = f"{prefix}.partial"
     try:
         tokens = _write(texts, tokenizer, partial, eod)

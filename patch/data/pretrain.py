@@ -1,7 +1,7 @@
-"""Pre-training on megatron-core's own .bin/.idx: its IndexedDataset read through its GPTDataset.
+"""Pre-training sets: reads .bin/.idx with megatron-core's IndexedDataset and GPTDataset.
 
-Upstream builds three index files for a run (documents, samples, their order) on rank 0; the other ranks
-read them from the run's folder.
+Upstream writes three index files for a run (documents, samples, their order) on rank 0. The other ranks read
+them from the run's folder.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ _TOKENS_CHECKED = 1 << 24
 
 
 class PretrainSource:
-    """GPTDataset's samples as ours: every token is learned but the padding of the last sample."""
+    """GPTDataset's samples as our Sample. All tokens are learned, except the padding of the last sample."""
 
     is_shuffled = True
 
     def __init__(self, dataset: GPTDataset, name: str, vocab_size: int) -> None:
-        # gpt_dataset.py:230-240 keeps the first sample's loss mask for all others, after having written that
-        # sample's own padding into it; without its cache each sample gets a mask of its own.
+        # With its cache, gpt_dataset.py:230-240 uses the first sample's loss mask, which includes that
+        # sample's padding, for all other samples. Without it each sample gets its own mask.
         dataset.masks_and_position_ids_are_cacheable = False
         self._dataset, self._name, self._vocab_size = dataset, name, vocab_size
         self.num_tokens = total_tokens(dataset.dataset)
-        """Of one pass."""
+        """Tokens of the whole set, which is one epoch."""
 
     def __len__(self) -> int:
         return len(self._dataset)
@@ -54,17 +54,16 @@ class PretrainSource:
 
 
 class _Vocabulary:
-    """What GPTDataset asks of a tokenizer."""
+    """The attributes of a tokenizer that GPTDataset reads."""
 
     pad = int(np.iinfo(np.int64).min)
-    """Beside all ids, so that upstream pads with it and takes no token of the set, wrong ones included, for
-    padding."""
+    """A value that no token id can have, so that upstream never takes a token of the set for padding."""
 
     def __init__(self, prefix: str, vocab_size: int, eod: int | None) -> None:
         self.vocab_size, self.eod = vocab_size, eod
         file = Path(f"{prefix}.bin").stat()
-        # Upstream names its index files by a hash of this and of the path, and would go on with old ones
-        # when the data behind the path has changed.
+        # Upstream names its index files by a hash of this and of the path. With size and time in it, it does
+        # not use old index files after the data at the path has changed.
         self.unique_identifiers = {"bytes": file.st_size, "modified_ns": file.st_mtime_ns}
 
 
@@ -78,19 +77,20 @@ def load_pretrain(
     cache: Path,
     num_samples: int | None = None,
 ) -> PretrainSource:
-    """The set at `prefix`.bin and .idx; a collective over the job, and nothing but itself outside of one.
+    """Open the set `prefix`.bin and `prefix`.idx; a collective in a job, and usable without a process group.
 
     Args:
+        prefix: path of the two files without their endings.
         sequence_length: tokens of one sample.
         vocab_size: rows of the model's vocabulary; larger ids are refused.
         eod: the tokenizer's end-of-document id.
         seed: decides the order of the samples.
-        cache: the folder of the index files that say where each sample lies; all ranks see it.
-        num_samples: how many the run takes, over as many epochs as they need; None: one pass, whose last
-            sample is padded.
+        cache: the folder of the index files, which state where each sample is; all ranks must share it.
+        num_samples: how many samples the run takes, over as many epochs as needed; None: one epoch, whose
+            last sample is padded.
 
     Raises:
-        DataError: on all ranks: missing or damaged files, or ids beyond the vocabulary.
+        DataError: on all ranks, if files are missing or damaged, or have ids beyond the vocabulary.
     """
 
     def build() -> PretrainSource:
@@ -99,19 +99,19 @@ def load_pretrain(
         return PretrainSource(_dataset(indexed, prefix, num_samples, upstream), prefix, vocab_size)
 
     source = _rank_zero_first(build)
-    held = source.num_tokens
+    num_tokens = source.num_tokens
     if num_samples is None:
         _logger.info("%s: %d samples of %d tokens", prefix, len(source), sequence_length)
         return source
     _logger.info(
         "%s: the run takes %d samples of %d tokens, %.1f passes over its %d tokens",
-        prefix, num_samples, sequence_length, num_samples * sequence_length / held, held,
+        prefix, num_samples, sequence_length, num_samples * sequence_length / num_tokens, num_tokens,
     )  # fmt: skip
     return source
 
 
 def _rank_zero_first(build: Callable[[], PretrainSource]) -> PretrainSource:
-    """Build on rank 0, which writes the index files, then on the others, which find them."""
+    """Build the source on rank 0, which writes the index files, then on the other ranks, which read them."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     built: list[PretrainSource] = []
     for is_my_turn in (rank == 0, rank != 0):
@@ -119,14 +119,14 @@ def _rank_zero_first(build: Callable[[], PretrainSource]) -> PretrainSource:
         if is_my_turn:
             try:
                 built.append(build())
-            except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must learn of it
+            except Exception as error:  # noqa: BLE001 - the other ranks must be told of any error
                 failed = error
         agree(failed)
     return built[0]
 
 
 def _open_checked(prefix: str, vocab_size: int) -> IndexedDataset:
-    """The set's files; the first ids are checked here, the others when they are read."""
+    """Open the set's files and check the first token ids; the others are checked when they are read."""
     indexed = open_indexed(prefix)
     head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, total_tokens(indexed)), 0)
     check_ids(prefix, int(head.min()), int(head.max()), vocab_size)
@@ -136,13 +136,13 @@ def _open_checked(prefix: str, vocab_size: int) -> IndexedDataset:
 def _dataset(
     indexed: IndexedDataset, prefix: str, num_samples: int | None, upstream: GPTDatasetConfig
 ) -> GPTDataset:
-    """Upstream's data set. Its index files for training and for an evaluation have different names."""
+    """Upstream's data set. Its index files have different names for training and for evaluation."""
     cache = Path(upstream.path_to_cache or "")
     split = Split.valid if num_samples is None else Split.train
     documents = np.arange(len(indexed), dtype=np.int32)
+    writes_index_files = not dist.is_initialized() or dist.get_rank() == 0
     try:
-        is_maker = not dist.is_initialized() or dist.get_rank() == 0
-        with kept_as_made(cache, split.name) if is_maker else nullcontext():
+        with kept_as_made(cache, split.name) if writes_index_files else nullcontext():
             return GPTDataset(indexed, prefix, documents, num_samples, split, upstream)
     except OSError as error:
         raise DataError(

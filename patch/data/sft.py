@@ -1,4 +1,4 @@
-"""Supervised fine-tuning on raw JSON: every row one padded sequence, learned where the assistant speaks."""
+"""Fine-tuning sets from raw JSON: each row becomes one padded sequence; the assistant's words are learned."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _logger = get_logger(__name__)
 
 _ROWS_AT_ONCE = 1000
 _CHARACTERS_AT_ONCE = 1 << 25
-"""The tokenizer encodes a list of texts in parallel; more rows gain nothing and hold more memory."""
+"""Limits of one batch. The tokenizer encodes a batch in parallel; larger ones only need more memory."""
 
 _LONG_TEXT = 1 << 20
-"""Characters; a text with more is encoded from its beginning only so far as a sample reaches."""
+"""Characters. Of a longer text only the beginning is encoded, as far as a sample needs it."""
 _SPARE_TOKENS = 256
-"""Tokens behind the last one that is used, so that the cut through the text changes none of those."""
+"""Tokens encoded beyond the last one needed, because cutting the text may change the tokens at its end."""
 
 
 class SftSource(Dataset[Sample]):
-    """Tokenized conversations in three flat arrays, 5 bytes a token; padded when they are read.
+    """Tokenized conversations in three flat arrays, 5 bytes for each token. A sample is padded when read.
 
     Args:
-        ids: int32 [T], all conversations one after the other.
-        learned: bool [T], the ids that the loss covers.
+        ids: int32 [T], the tokens of all conversations, concatenated.
+        learned: bool [T], whether the loss covers the token.
         ends: int64 [N], where each conversation ends in `ids`.
         length: tokens S of one sample.
-        padding: the id behind a conversation; told by position, so it may equal any token.
+        padding: the token id of padding. The loss mask excludes padding by position, so any id can be used.
     """
 
     is_shuffled = False
@@ -68,15 +68,15 @@ class SftSource(Dataset[Sample]):
 
 @dataclass
 class _Report:
-    """What became of the rows."""
+    """Counts and positions of rows that are reported in the log."""
 
     rows: int = 0
     dropped: list[str] = field(default_factory=list)
     truncated: list[str] = field(default_factory=list)
     unlearned: int = 0
-    """Of the truncated ones, those that lost something to learn."""
+    """Number of truncated rows that lost learned tokens."""
     longest: int = 0
-    """Tokens of the longest row that has something to learn."""
+    """Tokens of the longest row that has learned tokens."""
     special: list[str] = field(default_factory=list)
     long: list[str] = field(default_factory=list)
 
@@ -104,14 +104,14 @@ class _Report:
 def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> SftSource:
     """Read and tokenize a JSON or JSONL file of conversations.
 
-    A conversation longer than `sequence_length` tokens is cut at its end. One with nothing to learn (after
-    the cut, or because the assistant never speaks) is dropped, counted and named in the log. The time is
-    bounded for each row, however long it is.
+    A conversation longer than `sequence_length` tokens is truncated at its end. A conversation with nothing
+    to learn (after truncation, or because the assistant never speaks) is dropped, counted and named in the
+    log. The time for each row is bounded, however long the row is.
 
     Args:
-        path: rows with alpaca's keys or OpenAI's messages (see `to_messages`).
-        tokenizer: renders and encodes them; a LLaMA-3 one without a chat template is given a plain one.
-        sequence_length: tokens of one sample, labels being one position ahead.
+        path: a file of rows with alpaca's keys or OpenAI's messages (see `to_messages`).
+        tokenizer: renders and encodes the rows; a LLaMA-3 tokenizer without a chat template gets a plain one.
+        sequence_length: tokens of one sample; the labels are shifted by one token.
 
     Raises:
         DataError: see `read_rows`, `to_messages`, `ChatRenderer`; the tokenizer fails; or no row has anything
@@ -140,19 +140,19 @@ def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: in
 
 
 def _batches(path: Path, renderer: ChatRenderer, report: _Report) -> Iterator[list[Conversation]]:
-    """The rows' conversations, `_ROWS_AT_ONCE` at a time or fewer long ones."""
+    """The rows' conversations in batches of `_ROWS_AT_ONCE`, or fewer if they are long."""
     batch: list[Conversation] = []
-    held = 0
+    num_characters = 0
     for row in read_rows(path):
         messages = to_messages(row.value, f"{path}: {row.place}")
         report.rows += 1
         if renderer.holds_special_token(messages):
             report.special.append(row.place)
         batch.append(Conversation(messages, f"{path}: {row.place}"))
-        held += sum(len(message["content"]) for message in messages)
-        if len(batch) >= _ROWS_AT_ONCE or held >= _CHARACTERS_AT_ONCE:
+        num_characters += sum(len(message["content"]) for message in messages)
+        if len(batch) >= _ROWS_AT_ONCE or num_characters >= _CHARACTERS_AT_ONCE:
             yield batch
-            batch, held = [], 0
+            batch, num_characters = [], 0
     if batch:
         yield batch
 
@@ -164,7 +164,7 @@ def _has_long_text(spans: list[Span]) -> bool:
 def _encode(
     tokenizer: PreTrainedTokenizerBase, conversations: list[list[Span]], length: int, path: Path
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Ids and learned flags of each conversation, its spans encoded one by one."""
+    """Ids and learned flags of each conversation; each span is encoded on its own."""
     texts = [span.text for spans in conversations for span in spans]
     try:
         encoded = iter(_encode_texts(tokenizer, texts, length + 1 + _SPARE_TOKENS))
@@ -179,28 +179,28 @@ def _encode(
 
 
 def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str], needed: int) -> list[list[int]]:
-    """Ids of each text; of one over `_LONG_TEXT` characters only the first `needed` or more."""
+    """The ids of each text; for a text over `_LONG_TEXT` characters only the first `needed` ids or more."""
 
     def encode(texts: list[str]) -> list[list[int]]:
-        # The template has written the special tokens. An empty list is no batch to transformers.
+        # The template has already written the special tokens. transformers refuses an empty list.
         return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
 
     encoded = encode([text[:_LONG_TEXT] for text in texts])
-    for place, text in enumerate(texts):
+    for index, text in enumerate(texts):
         size = _LONG_TEXT
-        while size < len(text) and len(encoded[place]) < needed:
+        while size < len(text) and len(encoded[index]) < needed:
             size *= 2
-            encoded[place] = encode([text[:size]])[0]
+            encoded[index] = encode([text[:size]])[0]
     return encoded
 
 
 def _pack(
     places: list[str], encoded: Iterator[tuple[np.ndarray, np.ndarray]], length: int, report: _Report
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids, learned flags and sizes of the conversations that have something to learn, end to end."""
+    """Ids, learned flags and sizes of the conversations that have something to learn, concatenated."""
     kept_ids, kept_learned = [np.empty(0, np.int32)], [np.empty(0, bool)]
     for place, (ids, learned) in zip(places, encoded, strict=True):
-        # One id more than tokens, since the last one is only a label; the first one is no label.
+        # `length` tokens take one id more: the first id is only a token, the last one only a label.
         if learned[1:].any():
             report.longest = max(report.longest, len(ids) - 1)
         if not learned[1 : length + 1].any():

@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder, and what training needs of it: a chat template, ids that fit."""
+"""Loads the tokenizer of a Hugging Face folder; checks its ids and chat template for training."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from patch.storage.names import TOKENIZER_FILES
 _logger = get_logger(__name__)
 
 _LARGEST_FILE = 1 << 29
-"""Bytes; tokenizers of 256,000 ids have 40 MB."""
+"""Bytes of the largest file that is accepted; the file of a tokenizer with 256,000 ids has 40 MB."""
 
 LLAMA3_MARKS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-"""Special tokens that a LLaMA-3 tokenizer has even where it comes without a chat template."""
+"""Special tokens of every LLaMA-3 tokenizer, even one without a chat template."""
 
-# Meta's own ChatFormat, contents trimmed as in the templates that Meta publishes; no date and no system
-# message that the row does not hold.
+# Meta's own ChatFormat. Contents are trimmed as in the templates that Meta publishes, but no date and no
+# system message is added.
 LLAMA3_CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -31,13 +31,13 @@ LLAMA3_CHAT_TEMPLATE = (
 
 
 def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
-    """The tokenizer in `folder`; nothing is downloaded and no code of the folder's is run.
+    """Load the tokenizer in `folder`. Nothing is downloaded, and no code from the folder is run.
 
     Args:
-        folder: local; None: no folder was named, which is refused.
+        folder: a local folder; None is refused with a message that asks for one.
     Raises:
-        DataError: none is named, no such folder, no tokenizer in it, one that transformers cannot load, or
-            in it a pipe, a device or a file of more than 512 MiB that it would read.
+        DataError: no folder is given; it does not exist, has no tokenizer, or has one that transformers
+            cannot load; or one of the files that would be read is a pipe, a device or larger than 512 MiB.
     """
     cure, field = "expected the folder of a Hugging Face tokenizer", "tokenizer_name_or_path"
     if folder is None:
@@ -46,9 +46,7 @@ def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
     if not path.is_dir():
         raise DataError(f"tokenizer: {folder} is not a folder; {cure}", field=field)
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
-        raise DataError(
-            f"tokenizer: {folder} holds none of {', '.join(TOKENIZER_FILES)}; {cure}", field=field
-        )
+        raise DataError(f"tokenizer: {folder} has none of {', '.join(TOKENIZER_FILES)}; {cure}", field=field)
     _check_files(path)
     try:
         return AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
@@ -57,7 +55,7 @@ def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
 
 
 def _check_files(folder: Path) -> None:
-    """transformers would wait for a pipe, and read a file of any size."""
+    """Refuse pipes, devices and huge files: transformers waits for a pipe, and reads files of any size."""
     for file in folder.iterdir():
         if file.suffix not in (".json", ".jinja", ".model", ".txt") or file.is_dir() or not file.exists():
             continue
@@ -69,15 +67,15 @@ def _check_files(folder: Path) -> None:
 
 
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
-    """One more than the largest id; `len(tokenizer)` is less where ids have gaps."""
+    """The largest id plus one. `len(tokenizer)` is smaller if there are gaps between ids."""
     return max(tokenizer.get_vocab().values()) + 1
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> None:
-    """Refuse a tokenizer with ids that the model has no embedding for.
+    """Refuse a tokenizer with ids for which the model has no embedding.
 
     Raises:
-        DataError: naming both sizes.
+        DataError: the tokenizer has larger ids than the model has rows; the message names both sizes.
     """
     needed = vocabulary_size(tokenizer)
     if vocab_size > 2 * needed:
@@ -94,7 +92,7 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
 
 
 def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a LLaMA-3 tokenizer without a chat template a plain one; it is exported with the tokenizer.
+    """Give a LLaMA-3 tokenizer that has no chat template a plain one, which is exported with the tokenizer.
 
     Raises:
         DataError: there is no template and the tokenizer is not LLaMA-3's.
@@ -114,20 +112,20 @@ def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template as messages call it: with its file, where the tokenizer came from a folder."""
+    """The chat template's name in messages: with its file if the tokenizer came from a folder."""
     files = (Path(tokenizer.name_or_path) / name for name in ("chat_template.jinja", "tokenizer_config.json"))
     file = next((file for file in files if file.is_file()), None)
     return "the chat template" if file is None else f"the chat template in {file}"
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:
-    """Every token that text can only spell as a whole, such as <|eot_id|>."""
+    """The text of every special token, such as <|eot_id|>."""
     added = [token.content for token in tokenizer.added_tokens_decoder.values() if token.special]
     return sorted({*added, *tokenizer.all_special_tokens})
 
 
 def padding_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The id to fill sequences with; any will do, since the loss mask tells padding by position."""
+    """The id that fills sequences. Any id can be used, because the loss mask excludes padding by position."""
     for candidate in (tokenizer.pad_token_id, tokenizer.eos_token_id):
         if candidate is not None:
             return candidate

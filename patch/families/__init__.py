@@ -1,6 +1,6 @@
-"""The model families: what depends on a `model_type` of transformers, one file each; see README.md.
+"""The model families: all that depends on a `model_type` of transformers, one file each; see README.md.
 
-Imports neither torch nor megatron, nor the configuration, which reads config.json and presets through it.
+Imports neither torch nor megatron nor `patch.config`, which reads config.json and presets with this package.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from patch.families.shape import TYPE_FIELDS, WEIGHT_FIELDS, ModelShape, Traits,
 from patch.families.weights import Kind, WeightRow
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
-"""`model_type` -> family. Of several that compute the same model, the first is exported."""
+"""`model_type` -> family. If several families compute the same model, it is exported as the first of them."""
 
 
 def read_config(config: ConfigReader) -> dict[str, Any]:
-    """ModelConfig's fields by a config.json of any family.
+    """ModelConfig's fields from a config.json of any family.
 
     Raises:
-        ConfigError: its `model_type` is none of FAMILIES, or the model has what they do not support.
+        ConfigError: its `model_type` is none of FAMILIES, or the model has something they do not support.
     """
     model_type = config.values.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
@@ -33,21 +33,22 @@ def read_config(config: ConfigReader) -> dict[str, Any]:
 
 
 def family_of(model: ModelShape, model_type: str | None = None) -> Family | None:
-    """The family whose class in transformers computes this model; None: transformers has none.
+    """The family whose class in transformers computes this model; None if transformers has no such class.
 
     Args:
-        model_type: of the family to take where several do: LLaMA, and a Mistral without a window.
+        model: the model.
+        model_type: the preferred family if several compute the model: LLaMA, and Mistral without a window.
     """
-    found = [family for family in FAMILIES.values() if family.computes(model)]
-    named = (family for family in found if family.model_type == model_type)
-    return next(named, found[0] if found else None)
+    matching = [family for family in FAMILIES.values() if family.computes(model)]
+    preferred = (family for family in matching if family.model_type == model_type)
+    return next(preferred, matching[0] if matching else None)
 
 
 def weight_rows(model: ModelShape) -> tuple[WeightRow, ...]:
     """The weight table of a model.
 
-    A combination of traits that transformers has no class for can be trained, though not exported: biases on
-    q, k, v beside norms of their heads. Its weights have LLaMA's names.
+    A combination of traits for which transformers has no class (biases on q, k, v together with norms of
+    their heads) can be trained but not exported. Its weights have LLaMA's names.
     """
     return (family_of(model) or LLAMA).weights(model)
 

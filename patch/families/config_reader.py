@@ -1,4 +1,4 @@
-"""A parsed config.json whose every complaint names the file and the key."""
+"""Reads values from a parsed config.json; every error names the file and the key."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from patch.parse_numbers import to_float, to_int
 
 
 class ConfigReader:
-    """Reads numbers out of config.json, or out of an object in it.
+    """Reads numbers from config.json, or from an object in it.
 
     Args:
-        file: its path, for messages. values: the parsed object.
+        file: the path, for messages.
+        values: the parsed object.
     """
 
     def __init__(self, file: Path, values: Mapping[str, Any]) -> None:
@@ -26,18 +27,28 @@ class ConfigReader:
         return ConfigReader(self.file, {**defaults, **self.values})
 
     def refuse(self, key: str, got: object, expected: str) -> NoReturn:
-        """Raise the ConfigError of one key."""
+        """Raise the ConfigError of one key.
+
+        Args:
+            key: the key in config.json.
+            got: its value.
+            expected: the supported values, in words.
+        """
         raise ConfigError(f"{self.file}: {key}: got {got!r}, expected {expected}")
 
     def accept_only(self, supported: Mapping[str, Any]) -> None:
-        """Refuse every key that is there with another value than the supported one."""
+        """Refuse every key that is present with a value other than the supported one."""
         for key, only in supported.items():
             got = self.values.get(key, only)
             if got != only:
                 self.refuse(key, got, f"{only!r}: nothing else is supported")
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """A whole number; `default` where the key is absent or null, refused where that is None too."""
+        """A whole number; `default` if the key is absent or null.
+
+        Raises:
+            ConfigError: the value is not a whole number, or there is neither a value nor a default.
+        """
         value = self.values.get(key)
         number = to_int(default if value is None else value)
         if number is None:
@@ -45,7 +56,7 @@ class ConfigReader:
         return number
 
     def number(self, key: str, default: float | None = None) -> float:
-        """A finite number; `default` as for `integer`."""
+        """A finite number; `default` and errors as for `integer`."""
         value = self.values.get(key)
         number = to_float(default if value is None else value)
         if number is None:

@@ -1,4 +1,4 @@
-"""What a family is: everything that depends on a `model_type` of transformers."""
+"""The interface of a family: everything that depends on a `model_type` of transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Family(ABC):
 
     model_type: str
     architecture: str
-    """The class in transformers, as config.json's `architectures` spells it."""
+    """The name of the class in transformers, as in config.json's `architectures`."""
     traits: Traits
     presets: Mapping[str, Fields] = field(default_factory=dict)
     """MODEL_SIZE -> fields; a field that a size leaves out keeps its default."""
@@ -30,27 +30,38 @@ class Family(ABC):
 
     @abstractmethod
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
-        """ModelConfig's fields by a config.json of this family.
+        """ModelConfig's fields from a config.json of this family.
 
         Raises:
-            ConfigError: the model has something that is not supported (names the key).
+            ConfigError: the model has something that is not supported; the message names the key.
         """
 
     @abstractmethod
     def write_type(self, described: dict[str, Any], model: ModelShape) -> None:
-        """Set the keys of config.json that say which family it is and which traits it has."""
+        """Set the keys of config.json that state the family and the model's traits.
+
+        Args:
+            described: the contents of config.json, changed in place.
+            model: the model to describe.
+        """
 
     @abstractmethod
     def write_shape(self, described: dict[str, Any], model: ModelShape, fields: Set[str]) -> None:
-        """Set the keys of config.json that these fields of the model decide; the type's keys aside."""
+        """Set the keys of config.json that depend on some fields of the model, except those of `write_type`.
+
+        Args:
+            described: the contents of config.json, changed in place.
+            model: the model to describe.
+            fields: names of the fields whose keys are set.
+        """
 
     @abstractmethod
     def weights(self, model: ModelShape) -> tuple[WeightRow, ...]:
-        """Every parameter of such a model, in the order in which Hugging Face stores them.
+        """Every parameter of the model, in the order in which Hugging Face stores them.
 
-        The output layer is among them also where it is tied: with the embedding's Hugging Face name.
+        A tied output layer is included too, under the embedding's Hugging Face name.
         """
 
     def computes(self, model: ModelShape) -> bool:
-        """Whether its class in transformers computes this model."""
+        """Whether the family's class in transformers computes this model."""
         return self.traits == traits_of(model) and (self.has_window or model.window_size is None)

@@ -1,4 +1,4 @@
-"""LLaMA 1 to 3.3: the family itself, and its public sizes.
+"""LLaMA 1 to 3.3: the family and its public sizes.
 
 Sources of the sizes: the config.json that Meta publishes with each model on Hugging Face; for LLaMA 1 its
 paper (arXiv 2302.13971, table 2) and params.json, where the norm's epsilon is 1e-6 but 1e-5 at 65B.
@@ -38,7 +38,7 @@ def _shape(size: _Size, vocab_size: int, max_position: int, norm_epsilon: float)
 
 
 def _llama3(size: _Size, factor: float, tied: bool) -> dict[str, Any]:
-    """LLaMA 3.1 and 3.2: a context of 128 Ki by RoPE scaling; the small 3.2 models are tied."""
+    """LLaMA 3.1 and 3.2: RoPE scaling to 128 Ki tokens; the small 3.2 models have tied embeddings."""
     return {
         **_shape(size, vocab_size=128256, max_position=131072, norm_epsilon=1e-5),
         "rotary_base": 500000.0,

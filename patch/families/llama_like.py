@@ -1,6 +1,6 @@
-"""What LLaMA, Mistral and Qwen share: one config.json but for some defaults and keys, and one weight table.
+"""What LLaMA, Mistral and Qwen share: the weight table, and a config.json that differs in a few keys only.
 
-transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 one `rope_parameters` with both.
+transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes one `rope_parameters` with both.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SUPPORTED: dict[str, Any] = {
     "partial_rotary_factor": 1.0,
     "quantization_config": None,
 }
-"""Keys with the one value that is supported; all may be absent."""
+"""Keys with their only supported value; all of them may be absent."""
 
 _KEYS: dict[str, str] = {
     "vocab_size": "vocab_size",
@@ -36,7 +36,7 @@ _KEYS: dict[str, str] = {
     "max_position_embeddings": "max_position_embeddings",
     "norm_epsilon": "rms_norm_eps",
 }
-"""ModelConfig's field -> config.json's key, where the value is the same."""
+"""ModelConfig's field -> config.json's key, for fields with the same value in both."""
 
 _LLAMA3_ROPE: dict[str, str] = {
     "factor": "rope_scaling_factor",
@@ -51,14 +51,14 @@ _ROPE_FIELDS = {"rotary_base", "use_rope_scaling", *_LLAMA3_ROPE.values()}
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaLike(Family):
-    """A family whose models are LLaMA but for its traits and the keys that say them."""
+    """A family whose models differ from LLaMA only in their traits and in the keys that state them."""
 
     defaults: Mapping[str, Any]
-    """Values of absent keys, by the configuration class in transformers, where they are not LlamaConfig's."""
+    """Defaults of the family's configuration class in transformers, if they differ from LlamaConfig's."""
     slides: Callable[[ConfigReader], bool] | None
-    """Whether the layers have the window that `sliding_window` names; None: they never have one."""
+    """Whether the layers use the window given by `sliding_window`; None: they never have a window."""
     type_keys: Callable[[ModelShape], dict[str, Any]]
-    """Keys that only this family's config.json has for its traits."""
+    """The keys for traits that only this family's config.json has."""
 
     @property
     def has_window(self) -> bool:
@@ -66,7 +66,7 @@ class LlamaLike(Family):
         return self.slides is not None
 
     def read_config(self, config: ConfigReader) -> dict[str, Any]:
-        """ModelConfig's fields by a config.json of this family; see Family."""
+        """ModelConfig's fields from a config.json of this family; see Family."""
         config = config.with_defaults(self.defaults)
         config.accept_only(_SUPPORTED)
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
@@ -90,7 +90,7 @@ class LlamaLike(Family):
         }
 
     def _window(self, config: ConfigReader) -> Window:
-        """Of all layers; Hugging Face's window counts the token itself."""
+        """The window of all layers. Hugging Face's window length counts the token itself, ours does not."""
         window = config.values.get("sliding_window")
         if window is None or self.slides is None or not self.slides(config):
             return None
@@ -99,9 +99,9 @@ class LlamaLike(Family):
         return config.integer("sliding_window") - 1, 0
 
     def write_type(self, described: dict[str, Any], model: ModelShape) -> None:
-        """Set the keys that say which family it is; see Family."""
+        """Set the keys that state the family; see Family."""
         described |= {"architectures": [self.architecture], "model_type": self.model_type}
-        described.pop("layer_types", None)  # what transformers 5 derives from the window
+        described.pop("layer_types", None)  # transformers 5 derives it from the window
         described |= self.type_keys(model)
 
     def write_shape(self, described: dict[str, Any], model: ModelShape, fields: Set[str]) -> None:
@@ -126,12 +126,12 @@ class LlamaLike(Family):
 
 
 def window_length(model: ModelShape) -> int | None:
-    """config.json's `sliding_window`, which counts the token itself."""
+    """The value of config.json's `sliding_window`, which counts the token itself."""
     return None if model.window_size is None else model.window_size[0] + 1
 
 
 def _layer_weights(model: ModelShape) -> list[WeightRow]:
-    """The parameters of the layers, in the order of a layer; what the traits add comes last."""
+    """The parameters of a layer in the order of its computation; those that traits add come last."""
     hidden, ffn, head, traits = model.hidden_size, model.ffn_hidden_size, model.kv_channels, traits_of(model)
     query, key = model.num_attention_heads * head, model.num_query_groups * head
     qkv = {"q": query, "k": key, "v": key}
@@ -162,7 +162,10 @@ def _layer_weights(model: ModelShape) -> list[WeightRow]:
 
 
 def _read_rope(config: ConfigReader) -> dict[str, Any]:
-    """RoPE in either spelling, as transformers 5 where both disagree; `rope_type` was once called `type`."""
+    """RoPE's fields from the keys of transformers 4 or 5; if both are present, as transformers 5 reads them.
+
+    `rope_type` was called `type` in old files.
+    """
     rope = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
     if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
         config.refuse("rope_parameters", rope, "an object for all layers alike")
@@ -181,7 +184,7 @@ def _read_rope(config: ConfigReader) -> dict[str, Any]:
 
 
 def _write_rope(described: dict[str, Any], model: ModelShape) -> None:
-    """Set RoPE's keys of transformers 4, and that of transformers 5 where it is there."""
+    """Set RoPE's keys of transformers 4, and also that of transformers 5 if it is present."""
     scaling = None
     if model.use_rope_scaling:
         scaling = {"rope_type": "llama3"} | {key: getattr(model, name) for key, name in _LLAMA3_ROPE.items()}

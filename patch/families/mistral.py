@@ -1,4 +1,4 @@
-"""Mistral, dense: LLaMA's layers, all of which have a sliding window in version 0.1."""
+"""Mistral, dense models: LLaMA's layers; in version 0.1 all of them have a sliding window."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Qwen 2 and 2.5, dense: LLaMA's layers with biases on queries, keys and values."""
+"""Qwen 2 and 2.5, dense models: LLaMA's layers with biases on queries, keys and values."""
 
 from __future__ import annotations
 
@@ -10,16 +10,18 @@ from patch.families.shape import ModelShape, Traits
 
 
 def slides(config: ConfigReader) -> bool:
-    """Whether the layers have a sliding window: all of them or none, where `use_sliding_window` says so.
+    """Whether the layers have a sliding window; without `use_sliding_window` none has.
 
     Raises:
-        ConfigError: some layers have one and others do not.
+        ConfigError: some layers have a window and others do not.
     """
     if not config.values.get("use_sliding_window", False):
         return False
     layers = config.integer("num_hidden_layers")
-    full = min(config.integer("max_window_layers", 28), layers)
-    kinds = config.values.get("layer_types") or ["full"] * full + ["sliding_attention"] * (layers - full)
+    num_full = min(config.integer("max_window_layers", 28), layers)
+    kinds = config.values.get("layer_types")
+    if not kinds:
+        kinds = ["full"] * num_full + ["sliding_attention"] * (layers - num_full)
     if len(set(kinds)) > 1:
         key = "layer_types" if config.values.get("layer_types") else "max_window_layers"
         config.refuse(key, config.values.get(key), "the same attention in all layers")
@@ -27,7 +29,7 @@ def slides(config: ConfigReader) -> bool:
 
 
 def window_keys(model: ModelShape) -> dict[str, Any]:
-    """The window's keys: the layers from `max_window_layers` on have it."""
+    """The keys of the window; the layers from number `max_window_layers` on have it."""
     window = window_length(model)
     return {
         "sliding_window": window,

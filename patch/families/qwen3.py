@@ -1,4 +1,7 @@
-"""Qwen 3, dense: LLaMA's layers with an RMSNorm of each query and key head; config.json as Qwen 2's."""
+"""Qwen 3, dense models: LLaMA's layers with an RMSNorm of each query and key head.
+
+The other keys of config.json are those of Qwen 2.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a family may ask of a model: the fields of ModelConfig that it reads, and the traits of its layers."""
-# ruff: noqa: D102  what each field is says patch/config/schema.py
+"""What a family knows of a model: the fields of ModelConfig that it reads, and the traits of its layers."""
+# ruff: noqa: D102  the fields are explained in patch/config/schema.py
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ Fields = Mapping[str, Any]
 """ModelConfig's fields -> values. `window_size` is megatron-core's: (tokens to the left, 0), or None."""
 
 Window = tuple[int, int] | None
-"""Tokens to the left and to the right that a token attends to; None: all before it."""
+"""How many tokens to its left and to its right a token attends to; None: all tokens before it."""
 
 
 class ModelShape(Protocol):
-    """ModelConfig as a family sees it: this package is below `patch.config` and does not import it."""
+    """The part of ModelConfig that families read; this package must not import `patch.config`."""
 
     @property
     def num_layers(self) -> int: ...
@@ -59,17 +59,17 @@ class ModelShape(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Traits:
-    """What a model's layers are made of. Names and values are those of megatron-core's TransformerConfig.
+    """The components of a model's layers. Names and values are those of megatron-core's TransformerConfig.
 
-    A type with one value says what the model code can build; a family with another one widens the type, and
-    mypy shows the places in `patch/model` that have to know it.
+    A `Literal` with one value means that `patch/model` can build only that one. A family that needs another
+    value adds it to the type; mypy then shows the places in `patch/model` that have to handle it.
     """
 
     normalization: Literal["RMSNorm"] = "RMSNorm"
     activation: Literal["silu"] = "silu"
-    """In the MLP; as config.json's `hidden_act` spells it."""
+    """The MLP's activation, spelled as in config.json's `hidden_act`."""
     gated_linear_unit: bool = True
-    """Whether the MLP multiplies the activation with a second projection (`up`)."""
+    """Whether the MLP multiplies the activation by a second projection (`up`)."""
     add_bias_linear: bool = False
     """Biases on every linear layer."""
     add_qkv_bias: bool = False
@@ -80,7 +80,7 @@ class Traits:
 
 
 def traits_of(model: ModelShape) -> Traits:
-    """The traits that a model's fields ask for. A new trait has its field in ModelConfig and is read here."""
+    """The traits that a model's fields set. A new trait gets a field in ModelConfig and is read here."""
     return Traits(add_qkv_bias=model.add_qkv_bias, qk_layernorm=model.qk_layernorm)
 
 
@@ -98,7 +98,7 @@ WEIGHT_FIELDS: frozenset[str] = frozenset(
         "qk_layernorm",
     }
 )
-"""Fields that decide which weights a model has, and their shapes; the others change what is computed."""
+"""Fields that decide which weights a model has, and their shapes; the others only change what is computed."""
 
 TYPE_FIELDS: frozenset[str] = frozenset({"add_qkv_bias", "qk_layernorm", "window_size"})
-"""Fields that decide which family a model belongs to, and so config.json's `model_type`."""
+"""Fields that decide the family of a model, and thus config.json's `model_type`."""

@@ -1,6 +1,6 @@
-"""The weight table as data: which Hugging Face tensors make up a parameter, and how TP cuts it.
+"""The weight table as data: which Hugging Face tensors make up a parameter, and how TP splits it.
 
-`patch/convert` copies by these rows, `patch/plan` counts by them.
+`patch/convert` copies weights by this table, `patch/plan` counts parameters by it.
 """
 
 from __future__ import annotations
@@ -12,32 +12,32 @@ from typing import NamedTuple
 
 EMBEDDING_PARAMETER = "embedding.word_embeddings.weight"
 TIED_OUTPUT = "output_layer.weight"
-"""With tied embeddings this parameter (last stage, PP > 1) is a copy of the embedding."""
+"""With tied embeddings and PP > 1 this parameter of the last stage is a copy of the embedding."""
 
 
 class Kind(Enum):
-    """How a parameter is laid out, and how tensor parallelism (TP) cuts it."""
+    """How a parameter is laid out, and how tensor parallelism (TP) splits it."""
 
     REPLICATED = auto()
-    """One tensor, whole on every TP rank: a norm."""
+    """One tensor, complete on every TP rank, such as a norm's weight."""
     ROW_PARALLEL = auto()
-    """One tensor, its columns cut over TP: megatron-core's RowParallelLinear."""
+    """One tensor whose columns are split over TP, as in megatron-core's RowParallelLinear."""
     VOCAB_PARALLEL = auto()
-    """One tensor, its rows padded to the padded vocabulary and cut over TP."""
+    """One tensor whose rows are padded to the padded vocabulary and split over TP."""
     GATED_MLP = auto()
-    """Two tensors, gate and up; a TP rank holds its rows of the first, then its rows of the second."""
+    """Two tensors, gate and up. A TP rank stores its rows of gate, then its rows of up."""
     QKV = auto()
-    """Three tensors, queries, keys and values; for each key/value group its queries, its key, its value."""
+    """Three tensors. For each key/value group in turn: the rows of its queries, of its key, of its value."""
 
 
 class WeightRow(NamedTuple):
-    """One parameter of the model; for a parameter of the layers `*` stands for the layer's number."""
+    """One parameter of the model. In a layer's parameter, `*` stands for the layer's number."""
 
     name: str
-    """megatron-core's, counted over the whole model."""
+    """megatron-core's name, with layers numbered over the whole model."""
     kind: Kind
     hf: Mapping[str, tuple[int, ...]]
-    """The names of the Hugging Face tensors and their shapes, in the order that `kind` says."""
+    """The names and shapes of the Hugging Face tensors, in the order that `kind` states."""
 
     @property
     def is_per_layer(self) -> bool:
@@ -46,10 +46,10 @@ class WeightRow(NamedTuple):
 
     @property
     def is_matrix(self) -> bool:
-        """Whether it is multiplied with activations: neither a norm nor a bias."""
+        """Whether the parameter is a matrix, not the vector of a norm or a bias."""
         return all(len(shape) > 1 for shape in self.hf.values())
 
     @property
     def num_elements(self) -> int:
-        """Elements of the whole parameter, in one layer, without vocabulary padding."""
+        """Elements of the full (unsharded) parameter in one layer, without vocabulary padding."""
         return sum(math.prod(shape) for shape in self.hf.values())

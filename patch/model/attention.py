@@ -1,10 +1,10 @@
-"""Causal attention by torch's scaled_dot_product_attention: no S x S mask is ever built.
+"""Causal attention with torch's scaled_dot_product_attention, which needs no S x S mask.
 
-With a sliding window of W tokens queries are taken W at a time, so that a mask is W x 2W at most.
+With a sliding window of W tokens, W queries are computed at a time, so that a mask is at most W x 2W.
 
-Stands where upstream's DotProductAttention would (megatron/core/transformer/dot_product_attention.py),
-which materialises the scores and needs Transformer Engine for anything faster. torch picks
-FlashAttention or cuDNN on CUDA and a fused kernel on the CPU.
+It replaces upstream's DotProductAttention (megatron/core/transformer/dot_product_attention.py), which
+materialises the scores and needs Transformer Engine for anything faster. torch chooses FlashAttention or
+cuDNN on CUDA and a fused kernel on the CPU.
 
 Shapes: S sequence, B micro-batch, N query heads, G key/value heads of this TP rank, D head size.
 """
@@ -20,8 +20,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-# Preference order on CUDA. FlashAttention takes no mask (a window), cuDNN is not deterministic; the last ones
-# take fp32 and odd head sizes, but only the very last takes grouped heads too, and holds all scores.
+# Preference order on CUDA. FlashAttention supports no mask, which a window needs; cuDNN is not deterministic.
+# The last two support fp32 and odd head sizes; of them only MATH supports grouped heads, and it materialises
+# all scores.
 _LAST = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 _BACKENDS: dict[str, list[SDPBackend]] = {
     "auto": [],
@@ -35,7 +36,8 @@ class CausalAttention(torch.nn.Module):
 
     Args:
         config: upstream's; `kv_channels` sets the default scale 1/sqrt(D), `window_size` the window.
-        backend: auto, flash or fused (`--attention-backend`); heeded on CUDA only.
+        backend: auto, flash or fused (`--attention-backend`); has an effect on CUDA only.
+        softmax_scale: the scale of the scores instead of 1/sqrt(D).
         The other arguments are upstream's builder protocol.
     """
 
@@ -56,7 +58,7 @@ class CausalAttention(torch.nn.Module):
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
         self.backends = _BACKENDS[backend]
         self.window = None if config.window_size is None else config.window_size[0] + 1
-        """Tokens that one attends to, itself included; None: all before it."""
+        """How many tokens a token attends to, including itself; None: itself and all tokens before it."""
 
     def forward(
         self,
@@ -79,8 +81,8 @@ class CausalAttention(torch.nn.Module):
         """
         assert attention_mask is None and attention_bias is None and packed_seq_params is None
         query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
-        is_choice = bool(self.backends) and query.is_cuda
-        with sdpa_kernel(self.backends, set_priority=True) if is_choice else nullcontext():
+        chooses_backend = bool(self.backends) and query.is_cuda
+        with sdpa_kernel(self.backends, set_priority=True) if chooses_backend else nullcontext():
             if self.window is None or self.window >= query.shape[2]:
                 context = self._attend(query, key, value, None)
             else:
@@ -90,7 +92,7 @@ class CausalAttention(torch.nn.Module):
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """[B, N or G, S, D] in, [B, N, S, D] out; causal without a mask."""
+        """Attend with the given mask, or causally without one: [B, N or G, S, D] in, [B, N, S, D] out."""
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=mask is None, scale=self.scale,
             enable_gqa=key.shape[1] != query.shape[1],
@@ -99,13 +101,13 @@ class CausalAttention(torch.nn.Module):
     def _attend_in_window(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
     ) -> torch.Tensor:
-        """The same, each token attending to the last `window` ones; the work is S x 2W, not S x S."""
+        """Let each token attend to the last `window` tokens. The work is S x 2W instead of S x S."""
         first = slice(0, window)
-        parts = [self._attend(query[:, :, first], key[:, :, first], value[:, :, first], None)]
+        outputs = [self._attend(query[:, :, first], key[:, :, first], value[:, :, first], None)]
         for start in range(window, query.shape[2], window):
-            seen = slice(start - window + 1, start + window)
-            rows = query[:, :, start : start + window]
-            keys, values = key[:, :, seen], value[:, :, seen]
-            ones = torch.ones(rows.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
-            parts.append(self._attend(rows, keys, values, ones.triu().tril(window - 1)))
-        return torch.cat(parts, dim=2)
+            visible = slice(start - window + 1, start + window)
+            queries = query[:, :, start : start + window]
+            keys, values = key[:, :, visible], value[:, :, visible]
+            ones = torch.ones(queries.shape[2], keys.shape[2], dtype=torch.bool, device=query.device)
+            outputs.append(self._attend(queries, keys, values, ones.triu().tril(window - 1)))
+        return torch.cat(outputs, dim=2)

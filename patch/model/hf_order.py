@@ -1,12 +1,12 @@
-"""Hugging Face's order of operations, where the fast order gives other bits (`--precision-align`).
+"""Modules in Hugging Face's order of operations, where the fast order gives other bits (`--precision-align`).
 
-Each class stands where upstream's or ours would, with the same parameters, names and sharding. On the CPU
-at TP=1 they make logits, loss and every weight gradient equal to transformers' to the bit; how much each
-fast form differs is what `python -m toolkits.verify_alignment` measures. What the fast forms share with
-Hugging Face is left as it is: RoPE (unfused), residual, embedding.
+Each class replaces one of upstream's or ours, with the same parameters, names and sharding. On the CPU at
+TP=1 they make logits, loss and every weight gradient bitwise equal to transformers';
+`python -m toolkits.verify_alignment` measures how much each fast form differs. RoPE (unfused), residual and
+embedding need no such class, because their fast forms already have Hugging Face's order.
 
-Matrix products see batch-first memory as Hugging Face's do, because a weight's gradient is a sum over
-tokens in memory order. Shapes: S sequence, B micro-batch, H hidden, V vocabulary.
+Matrix products get batch-first memory as in Hugging Face, because a weight's gradient is a sum over tokens in
+memory order. Shapes: S sequence, B micro-batch, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from patch.model.attention import CausalAttention
 from patch.model.norm import HeadRMSNorm, RMSNorm
 
 SOURCES = ("rmsnorm", "rope", "swiglu", "qkv", "gate_up", "attention")
-"""Where a fast form may differ from Hugging Face's. RoPE has one form, in its order."""
+"""The operations whose fast form may differ from Hugging Face's. RoPE has only one form, in that order."""
 
 
 class AlignedRMSNorm(RMSNorm):
@@ -34,8 +34,8 @@ class AlignedRMSNorm(RMSNorm):
     def forward(self, hidden_sbh: torch.Tensor) -> torch.Tensor:
         """Normalise [S, B, ...] over the last dimension; same shape and dtype.
 
-        The input itself is used, not a copy: its three gradients (residual, product, square) are added in
-        the order in which they arrive. The weight's gradient is a sum over tokens, batch first.
+        The input itself is used, not a copy, so that autograd adds its three gradients (residual, product,
+        square) in Hugging Face's order. The weight's gradient is a sum over tokens, batch first.
         """
         wide = hidden_sbh.float()
         normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.eps)
@@ -44,10 +44,10 @@ class AlignedRMSNorm(RMSNorm):
 
 
 class AlignedHeadRMSNorm(AlignedRMSNorm, HeadRMSNorm):
-    """The same of each query or key head."""
+    """AlignedRMSNorm of each query or key head."""
 
     def forward(self, heads_sbnd: torch.Tensor) -> torch.Tensor:
-        """Normalise [S, B, N, D]. The weight's gradient is a sum over [B, N, S] in this order of memory."""
+        """Normalise [S, B, N, D]. The weight's gradient is a sum over [B, N, S] in this memory order."""
         heads_bnsd = super().forward(heads_sbnd).permute(1, 2, 0, 3)
         if heads_bnsd.requires_grad:
             heads_bnsd.register_hook(torch.Tensor.contiguous)
@@ -55,7 +55,7 @@ class AlignedHeadRMSNorm(AlignedRMSNorm, HeadRMSNorm):
 
 
 class _BatchFirst:
-    """Makes upstream's linear layers multiply batch-first memory; reductions over TP stay upstream's."""
+    """Makes upstream's linear layers multiply batch-first memory. Reductions over TP are still upstream's."""
 
     def _forward_impl(
         self,
@@ -80,30 +80,28 @@ class _BatchFirst:
     def multiply(
         self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """[B, S, inputs] in, [B, S, outputs] out."""
+        """The matrix product: [B, S, inputs] in, [B, S, outputs] out."""
         return F.linear(hidden_bsh, weight, bias)
 
 
 class BatchFirstColumn(_BatchFirst, ColumnParallelLinear):
-    """A column-parallel layer in one product."""
+    """A column-parallel layer with one product."""
 
 
 class BatchFirstRow(_BatchFirst, RowParallelLinear):
-    """A row-parallel layer; over TP > 1 its sum over inputs is in another order than Hugging Face's."""
+    """A row-parallel layer. With TP > 1 its sum over inputs has another order than Hugging Face's."""
 
 
 class SeparateQKV(BatchFirstColumn):
-    """One merged parameter, three products: the input's gradient is a sum of three rounded ones."""
+    """One merged parameter, but three products: the input's gradient is a sum of three rounded gradients."""
 
     def multiply(
         self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """[B, S, H] in; q.., k, v of each group in turn out."""
-        biases = self._split(bias) if bias is not None else [None] * 3
-        outputs = [
-            F.linear(hidden_bsh, rows.flatten(0, 2), part if part is None else part.flatten())
-            for rows, part in zip(self._split(weight), biases, strict=True)
-        ]
+        """[B, S, H] in; out for each group in turn its queries, its key and its value."""
+        weights = [rows.flatten(0, 2) for rows in self._split(weight)]
+        biases = [None] * 3 if bias is None else [rows.flatten() for rows in self._split(bias)]
+        outputs = [F.linear(hidden_bsh, *pair) for pair in zip(weights, biases, strict=True)]
         groups = self._num_groups
         merged = torch.cat([output.unflatten(-1, (groups, -1)) for output in outputs], dim=-1)
         return merged.flatten(-2)
@@ -114,33 +112,34 @@ class SeparateQKV(BatchFirstColumn):
         return self.config.num_query_groups * self.output_size_per_partition // self.output_size
 
     def _split(self, merged: torch.Tensor) -> list[torch.Tensor]:
-        """Rows of q, k and v, each [groups, heads, head size, ...]."""
+        """The rows of q, k and v, each [groups, heads, head size, ...]."""
         queries = self.config.num_attention_heads // self.config.num_query_groups
         heads = merged.unflatten(0, (self._num_groups, queries + 2, self.config.kv_channels))
         return list(heads.split([queries, 1, 1], dim=1))
 
 
 class SeparateGateUp(BatchFirstColumn):
-    """One merged parameter, two products, for the reason of SeparateQKV."""
+    """One merged parameter, but two products, for the same reason as in SeparateQKV."""
 
     def multiply(
         self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """[B, S, H] in, gate beside up out."""
+        """[B, S, H] in; gate and up out, concatenated."""
         assert bias is None, "no supported family has a bias in its MLP"
         return torch.cat([F.linear(hidden_bsh, half) for half in weight.chunk(2)], dim=-1)
 
 
 def batch_first_silu(gate_sbf: torch.Tensor) -> torch.Tensor:
-    """SiLU of [S, B, F] on batch-first memory of its own; same shape.
+    """SiLU of [S, B, F], computed on a contiguous batch-first copy; same shape.
 
-    On half of a merged row every row has an end, where torch's exp is the scalar one with other bits.
+    On the gate half of merged rows, torch's vectorised exp would process the end of every row with its scalar
+    version, which gives other bits.
     """
     return F.silu(gate_sbf.transpose(0, 1).contiguous()).transpose(0, 1)
 
 
 class AlignedOutput(BatchFirstColumn):
-    """The output layer without the padded vocabulary: a product's bits depend on how many rows it has."""
+    """The output layer without vocabulary padding, because a product's bits depend on its number of rows."""
 
     num_rows: int
     """Rows of the real vocabulary on this TP rank."""
@@ -148,31 +147,31 @@ class AlignedOutput(BatchFirstColumn):
     def multiply(
         self, hidden_bsh: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
     ) -> torch.Tensor:
-        """[B, S, H] in, [B, S, V / TP] out, zeros where the vocabulary is padded."""
+        """[B, S, H] in; [B, S, V / TP] out, with zeros in the padding of the vocabulary."""
         logits = F.linear(hidden_bsh, weight[: self.num_rows])
         return F.pad(logits, (0, weight.shape[0] - self.num_rows))
 
 
 class AlignedSdpa(CausalAttention):
-    """transformers' call of scaled_dot_product_attention: ours, but for a window, which is one S x S mask."""
+    """transformers' call of scaled_dot_product_attention; unlike ours it uses one S x S mask for a window."""
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        if query.shape[2] == self.window:  # masks nothing more, but is another kernel
+        if query.shape[2] == self.window:  # the mask is the causal one, but with a mask the kernel is another
             return self._attend_in_window(query, key, value, self.window)
         return super()._attend(query, key, value, mask)
 
     def _attend_in_window(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
     ) -> torch.Tensor:
-        seen = _seen(query, window)
+        visible = _visible(query, window)
         key, value = _repeat(query, key), _repeat(query, value)
-        return F.scaled_dot_product_attention(query, key, value, seen, scale=self.scale)
+        return F.scaled_dot_product_attention(query, key, value, visible, scale=self.scale)
 
 
 class EagerAttention(CausalAttention):
-    """transformers' eager attention: scores rounded before they are scaled, a mask added, float32 softmax."""
+    """transformers' eager attention: rounded scores are scaled, a mask is added, the softmax is float32."""
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -183,19 +182,20 @@ class EagerAttention(CausalAttention):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int
     ) -> torch.Tensor:
         key, value = _repeat(query, key), _repeat(query, value)
-        seen = _seen(query, window)
-        mask = torch.zeros_like(seen, dtype=query.dtype).masked_fill(~seen, torch.finfo(query.dtype).min)
+        visible = _visible(query, window)
+        lowest = torch.finfo(query.dtype).min
+        mask = torch.zeros_like(visible, dtype=query.dtype).masked_fill(~visible, lowest)
         scores = torch.matmul(query, key.transpose(2, 3)) * self.scale + mask
         weights = F.softmax(scores, dim=-1, dtype=torch.float32).to(query.dtype)
         return torch.matmul(weights, value)
 
 
 def _repeat(query: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
-    """[B, G, S, D] to [B, N, S, D]: each key or value head for all of its queries."""
+    """[B, G, S, D] to [B, N, S, D]: each key or value head is repeated for the query heads of its group."""
     return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
 
 
-def _seen(query: torch.Tensor, window: int) -> torch.Tensor:
-    """[S, S] bool: the tokens that each token attends to, the last of them itself."""
+def _visible(query: torch.Tensor, window: int) -> torch.Tensor:
+    """[S, S] bool: the tokens that each token attends to, which are the last `window` including itself."""
     length = query.shape[2]
     return torch.ones(length, length, dtype=torch.bool, device=query.device).tril().triu(1 - window)

@@ -1,9 +1,9 @@
-"""The LLaMA model: upstream's GPTModel from our layer spec, cut over TP and PP.
+"""The LLaMA model: upstream's GPTModel built from our layer spec, split over TP and PP.
 
     build_llama_model  ->  transformer_config, layer spec, LlamaModel; the weights are not set yet
 
-What LlamaModel changes in GPTModel: RoPE frequencies from the configuration, vocabulary padding that
-never enters the loss, and tied embeddings that need no CUDA. Parameter names stay upstream's.
+LlamaModel changes three things in GPTModel: RoPE frequencies come from the configuration, vocabulary padding
+does not enter the loss, and tied embeddings do not need CUDA. Parameter names are upstream's.
 """
 
 from __future__ import annotations
@@ -44,7 +44,15 @@ def transformer_config(
     cuda: bool,
     aligned: frozenset[str] = frozenset(),
 ) -> TransformerConfig:
-    """Upstream's configuration of a model. Fusions that need CUDA extensions stay off."""
+    """Upstream's configuration of a model. Fusions that need CUDA extensions are off.
+
+    Args:
+        model: the shape of the whole model.
+        groups: megatron-core's process groups, which set the sizes of TP, PP and CP.
+        execution: how the model is computed.
+        cuda: whether the weights are on a GPU.
+        aligned: the operations (of `SOURCES`) in Hugging Face's order.
+    """
     tp_size = groups.tp.size()
     dtype, traits = torch_dtype(execution.precision), traits_of(model)
     recompute = execution.recompute_granularity
@@ -90,7 +98,7 @@ def transformer_config(
 
 
 def _pipeline_settings(num_layers: int, pp_size: int, execution: Execution) -> dict[str, Any]:
-    """What upstream's configuration says about pipeline stages and how they talk to each other."""
+    """The fields of upstream's configuration for pipeline stages and their communication."""
     vp_size = execution.virtual_pipeline_size
     is_interleaved = vp_size > 1
     group = _micro_batch_group(execution.num_micro_batches, pp_size) if is_interleaved else None
@@ -99,18 +107,18 @@ def _pipeline_settings(num_layers: int, pp_size: int, execution: Execution) -> d
         "pipeline_model_parallel_layout": _uneven_layout(split_layers(num_layers, pp_size * vp_size)),
         "virtual_pipeline_model_parallel_size": vp_size if is_interleaved else None,
         "microbatch_group_size_per_vp_stage": group,
-        # Interleaved over two processes, both neighbours are the same one: in one batch of sends and
-        # receives a gradient could be taken for an activation. So they go one by one, as Megatron-LM does.
+        # Interleaved over two processes, both neighbours are the same process, and in one batch of sends and
+        # receives a gradient could be received as an activation. So they are sent singly, as in Megatron-LM.
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,
-        # A send that overlaps with compute may still read the output that upstream would free: over gloo
-        # the losses were wrong.
+        # A send that overlaps with computation may still read the output when upstream frees it. Over gloo
+        # this gave wrong losses.
         "deallocate_pipeline_outputs": not is_interleaved,
     }
 
 
 def _uneven_layout(stage_layers: list[int]) -> list[list[str]] | None:
-    """Upstream's list of what each stage holds, which it needs where the layers do not divide."""
+    """Upstream's list of each stage's modules, needed only if PP does not divide the layers; else None."""
     if len(set(stage_layers)) == 1:
         return None
     layout = [["decoder"] * layers for layers in stage_layers]
@@ -120,22 +128,30 @@ def _uneven_layout(stage_layers: list[int]) -> list[list[str]] | None:
 
 
 def _micro_batch_group(num_micro_batches: int, pp_size: int) -> int:
-    """Micro-batches that pass one stage before the next stage of the same process takes its turn.
+    """Micro-batches that pass one stage before the process changes to its next stage.
 
-    As few as upstream's schedule takes (schedules.py:1000-1020): PP at least, in the last group too.
+    The smallest number that upstream's schedule accepts (schedules.py:1000-1020): every group, also the last
+    one, must have at least PP micro-batches.
     """
     for size in range(pp_size, num_micro_batches):
-        left = num_micro_batches % size
-        if left == 0 or left >= pp_size:
+        last_group = num_micro_batches % size
+        if last_group == 0 or last_group >= pp_size:
             return size
     return num_micro_batches
 
 
 class LlamaModel(GPTModel):
-    """One pipeline stage of a LLaMA model: the `vp_stage`-th of those that its process holds.
+    """One pipeline stage of a LLaMA model.
 
-    Input and output of `forward` are GPTModel's: tokens and labels [B, S] in; per-token losses [B, S]
-    (labels given), logits [B, S, V / TP] or, before the last stage, hidden states [S, B, H] out.
+    Inputs and outputs of `forward` are GPTModel's: tokens and labels [B, S] in; per-token losses [B, S] out,
+    or logits [B, S, V / TP] without labels, or hidden states [S, B, H] before the last stage.
+
+    Args:
+        model: the shape of the whole model.
+        upstream: its `transformer_config`.
+        groups: megatron-core's process groups.
+        aligned: the operations (of `SOURCES`) in Hugging Face's order.
+        vp_stage: the index of this stage among the stages of its process.
     """
 
     def __init__(
@@ -164,28 +180,30 @@ class LlamaModel(GPTModel):
         )
         if upstream.recompute_granularity == "selective":
             for layer in self.decoder.layers:
-                # TransformerLayer knows what upstream's own class takes, whatever subclass the spec names.
+                # The spec cannot name the subclass: TransformerLayer passes the TP group to MLP itself only
+                # (transformer_layer.py:354). RecomputingMLP has no state of its own, so changing the class
+                # of the finished module is enough.
                 layer.mlp.__class__ = RecomputingMLP
         self.rotary_pos_emb.inv_freq = inverse_frequencies(model)
         rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
         self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
-        """Rows of the real vocabulary on this TP rank; what follows them is padding."""
+        """Rows of the real vocabulary on this TP rank; the rows after them are padding."""
         self._has_aligned_loss = bool(aligned) and groups.tp.size() == 1
         if aligned and self.post_process:
-            # GPTModel makes this one layer itself, whatever the spec says.
+            # The spec does not cover this layer: GPTModel always builds a ColumnParallelLinear.
             self.output_layer.__class__ = AlignedOutput
             self.output_layer.num_rows = self.num_vocab_rows
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As GPTModel's; what is sent to the next stage is contiguous, whatever order the layers left."""
+        """GPTModel's forward. What is sent to the next stage is made contiguous, as sending requires."""
         output = super().forward(*args, **kwargs)
         return output if self.post_process else output.contiguous()
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark embedding and output weights for the optimizer.
 
-        Unlike upstream's (language_module.py:139-254) nothing is communicated: both copies of a tied
+        Unlike upstream's method (language_module.py:139-254) it does not communicate: both copies of a tied
         embedding get the same values from `initialize_weights`, a conversion or a checkpoint.
         """
         if self.pre_process:
@@ -202,7 +220,8 @@ class LlamaModel(GPTModel):
         """Cross entropy over the real vocabulary.
 
         Args:
-            labels: [B, S]. logits: [S, B, V / TP], of the padded vocabulary.
+            labels: [B, S].
+            logits: [S, B, V / TP], over the padded vocabulary.
         Returns:
             [B, S] float32.
         """
@@ -214,16 +233,15 @@ class LlamaModel(GPTModel):
 
 
 def _mark_cut_weights(model: torch.nn.Module) -> None:
-    """Tell weights cut over TP from those each TP rank holds whole, which the gradient norm counts once.
+    """Mark the weights that are split over TP. The gradient norm counts the others on one TP rank only.
 
-    Upstream does it only inside its own initialisation (layers.py:244-266, 855-884, 1178-1208).
+    Upstream marks them only in its own initialisation (layers.py:244-266, 855-884, 1178-1208).
     """
     for name, module in model.named_modules():
         if isinstance(module, (VocabParallelEmbedding, ColumnParallelLinear)) and module.weight is not None:
-            # A rank's part of gate and of up: upstream's resharding cuts by this stride.
-            set_tensor_model_parallel_attributes(
-                module.weight, True, 0, 2 if name.endswith("linear_fc1") else 1
-            )
+            # linear_fc1 stores a rank's part of gate and its part of up; upstream's resharding needs to know.
+            stride = 2 if name.endswith("linear_fc1") else 1
+            set_tensor_model_parallel_attributes(module.weight, True, 0, stride)
         elif isinstance(module, RowParallelLinear):
             set_tensor_model_parallel_attributes(module.weight, True, 1, 1)
 
@@ -236,16 +254,17 @@ def build_llama_model(
     *,
     aligned: frozenset[str] | None = None,
 ) -> list[LlamaModel]:
-    """The pipeline stages of this rank on `device`, in the order in which a batch passes them.
+    """Build the pipeline stages of this rank, in the order in which a batch passes them.
 
-    Their weights are not set yet (`initialize_weights`). They share one configuration of upstream's.
+    The weights are not set yet (see `initialize_weights`). The stages share one TransformerConfig.
 
     Args:
         model: the shape of the whole model.
-        groups: megatron-core's, which say how it is cut (TP, PP) and which part is this rank's.
-        device: where the weights lie.
-        execution: how it is computed; `RunConfig.execution` is that of a run.
-        aligned: the sources in Hugging Face's order of operations; None: all with `--precision-align`.
+        groups: megatron-core's process groups: how the model is split (TP, PP), and this rank's part of it.
+        device: the device of the weights.
+        execution: how the model is computed; a run uses `RunConfig.execution`.
+        aligned: the operations (of `SOURCES`) in Hugging Face's order; None: all of them with
+            `--precision-align`, else none.
     """
     if aligned is None:
         aligned = frozenset(SOURCES) if model.precision_align is not None else frozenset()
@@ -257,13 +276,13 @@ def build_llama_model(
 
 
 WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.")
-"""How the names begin under which the weights of a GPTModel are stored."""
+"""Prefixes of the names under which the weights of a GPTModel are stored."""
 
 
 def sharded_weights(stages: Sequence[GPTModel]) -> ShardedStateDict:
-    """What megatron-core's dist_checkpointing takes for the weights of a rank's stages.
+    """The weights of a rank's stages as megatron-core's dist_checkpointing takes them.
 
-    The names under which weights are stored are those of the whole model; the outer keys only keep stages
-    apart, each of which counts its layers from 0.
+    In a checkpoint, layers are numbered over the whole model. The outer keys only separate the stages,
+    because each stage numbers its layers from 0.
     """
     return {f"stage{index}": stage.sharded_state_dict() for index, stage in enumerate(stages)}

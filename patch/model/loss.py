@@ -15,23 +15,25 @@ def hide_padded_vocabulary(logits: torch.Tensor, num_rows: int) -> torch.Tensor:
     """Logits whose softmax is that of the real vocabulary.
 
     Args:
-        logits: [S, B, V / TP], of the padded vocabulary; changed in place where they are contiguous.
+        logits: [S, B, V / TP], over the padded vocabulary; changed in place if they are contiguous.
         num_rows: rows of the real vocabulary on this TP rank.
     Returns:
-        Logits of the same shape, with the smallest number where the vocabulary is padded.
+        Logits of the same shape, with the dtype's lowest number in the padding.
     """
     logits = logits.contiguous()
-    # Unseen by autograd, whose node for it would copy all logits' gradient: the softmax of padding is
-    # zero, and so is its gradient.
+    # Detached, because autograd would copy the gradient of all logits for this assignment. It is not needed:
+    # the softmax of the padding is zero, and so is its gradient.
     logits.detach()[..., num_rows:] = torch.finfo(logits.dtype).min
     return logits
 
 
 def aligned_losses(labels: torch.Tensor, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Cross entropy in float32 over the real vocabulary.
+    """Cross entropy in float32 over the real vocabulary, in Hugging Face's order of operations.
 
     Args:
-        labels: [B, S]. logits: [S, B, padded V].
+        labels: [B, S].
+        logits: [S, B, padded V].
+        vocab_size: rows of the real vocabulary.
     Returns:
         [B, S] float32.
     """
@@ -43,8 +45,9 @@ def sum_learned(losses: torch.Tensor, mask: torch.Tensor, *, is_aligned: bool) -
     """The sum of the learned tokens' losses.
 
     Args:
-        losses, mask: [B, S]; the mask is 1 where a token is learned, 0 elsewhere.
-        is_aligned: in the order of torch's own loss function, which is Hugging Face's.
+        losses: [B, S].
+        mask: [B, S], 1 for a learned token, else 0.
+        is_aligned: sum in the order of torch's own loss function, which Hugging Face uses.
     """
     if not is_aligned:
         return (losses * mask).sum()

@@ -1,8 +1,8 @@
-"""RMSNorm that is right under sequence parallelism.
+"""RMSNorm that supports sequence parallelism.
 
-Upstream's local norm refuses sequence parallelism (megatron/core/transformer/torch_norm.py:32). Here
-the weight is tagged instead: each TP rank sees a part of the tokens, so its gradient must be summed
-over TP once a step (optimizer/overlapped_optimizer.py).
+Upstream's local norm refuses sequence parallelism (megatron/core/transformer/torch_norm.py:32). Here the
+weight is marked: each TP rank sees only some of the tokens, so the weight's gradient must be summed over TP
+once in a step (optimizer/overlapped_optimizer.py).
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm over the last dimension, computed in float32 inside the kernel.
 
-    Built by upstream's spec machinery, hence the arguments.
     Source: Zhang & Sennrich, arXiv:1910.07467.
+
+    Args:
+        config: upstream's; sets dtype and device of the weight. The arguments are those that upstream passes.
+        hidden_size: elements of the last dimension.
+        eps: added to the mean square.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -27,15 +31,15 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, hidden_sbh: torch.Tensor) -> torch.Tensor:
-        """Normalise [S, B, H] (any leading shape); same shape and dtype."""
+        """Normalise [S, B, H] (or any other leading dimensions); same shape and dtype."""
         return F.rms_norm(hidden_sbh, self.weight.shape, self.weight, self.eps)
 
 
 class HeadRMSNorm(RMSNorm):
-    """RMSNorm of each query or key head, one weight for all heads (Qwen 3).
+    """RMSNorm of each query or key head, with one weight for all heads (Qwen 3).
 
-    Each TP rank sees its own heads, so this gradient too is summed over TP, with sequence parallelism or
-    without; the optimizer knows such weights by the attribute `sequence_parallel`.
+    Each TP rank sees only its own heads, so the weight's gradient is summed over TP even without sequence
+    parallelism. The optimizer recognises such weights by the attribute `sequence_parallel`.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:

@@ -1,10 +1,10 @@
-"""What `AC=sel` computes again in backward: what is large and cheap, no matrix product among it.
+"""Selective recomputation (`AC=sel`): backward recomputes what is large and cheap, but no matrix product.
 
-    norms        their outputs (upstream's `layernorm`); neither in fp32 on a CPU nor aligned
-    activation   silu(gate), the summand of up, and their product: three of an MLP's five widths (here)
-    attention    aligned alone, because the eager one holds its scores (upstream's `core_attn`)
+    norms        their outputs (upstream's `layernorm`), except in fp32 on a CPU and with --precision-align
+    activation   silu(gate), up plus its offset, and their product: three of an MLP's five widths (this file)
+    attention    only with --precision-align, where the eager one keeps its scores (upstream's `core_attn`)
 
-Fused attention holds no scores: to recompute it, as upstream does by default, saves nothing.
+Fused attention keeps no scores, so recomputing it, as upstream does by default, saves nothing.
 """
 
 from __future__ import annotations
@@ -18,13 +18,16 @@ from megatron.core.transformer.mlp import MLP
 
 
 def recomputed_modules(dtype: torch.dtype, aligned: Set[str], *, cuda: bool) -> list[str]:
-    """Upstream's `recompute_modules` of AC=sel.
+    """Upstream's `recompute_modules` for AC=sel.
 
-    A norm is left out where torch makes it of several operations, each with a gradient for the norm's input:
-    recomputed, they would be added up before the residual's gradient, not after it, to other bits.
+    Norms are left out if torch computes them by several operations, each of which adds a gradient to the
+    norm's input. If they were recomputed, these gradients would be summed before the residual's gradient is
+    added instead of after it, which gives other bits.
 
     Args:
-        dtype: of activations. aligned: sources in Hugging Face's order of operations.
+        dtype: the dtype of activations.
+        aligned: the operations (of `SOURCES`) in Hugging Face's order.
+        cuda: whether the model is on a GPU.
     """
     is_one_operation = "rmsnorm" not in aligned and (cuda or dtype != torch.float32)
     attention = ["core_attn"] if "attention" in aligned else []
@@ -32,13 +35,13 @@ def recomputed_modules(dtype: torch.dtype, aligned: Set[str], *, cuda: bool) -> 
 
 
 class RecomputingMLP(MLP):
-    """Upstream's gated MLP, which computes the activation again when backward comes to it."""
+    """Upstream's gated MLP with an activation that is recomputed in backward."""
 
     def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
         """[S, B, H] in; [S, B, H] and no bias out.
 
-        The product of gate and up loses its memory once the second layer has read it, and gets it back when
-        that layer's gradient comes.
+        The memory of the product of gate and up is freed after the second layer has read it. The product is
+        recomputed when that layer's gradient arrives.
         """
         gate_up, _ = self.linear_fc1(hidden_states)
         recomputed = CheckpointWithoutOutput()
@@ -48,6 +51,6 @@ class RecomputingMLP(MLP):
         return output, None
 
     def _activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[S, B, 2 F] to [S, B, F], in the operations of upstream's `MLP.forward` (mlp.py:218-228)."""
+        """[S, B, 2 F] to [S, B, F], by the operations of upstream's `MLP.forward` (mlp.py:218-228)."""
         gate, up = gate_up.chunk(2, dim=-1)
         return self.config.activation_func(gate) * (up + self.config.glu_linear_offset)

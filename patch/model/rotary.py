@@ -1,8 +1,8 @@
 """RoPE frequencies of the LLaMA family, with all four fields of llama3 scaling.
 
-Upstream applies llama3 scaling with three of the fields hard-coded
-(megatron/core/models/common/embeddings/rotary_pos_embedding.py:92-99), so the frequencies are made
-here and handed to upstream's RotaryEmbedding, which does the rest.
+Upstream's llama3 scaling has three of the fields hard-coded
+(megatron/core/models/common/embeddings/rotary_pos_embedding.py:92-99), so the frequencies are computed here
+and set in upstream's RotaryEmbedding, which does the rest.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from patch.config.schema import ModelConfig
 
 
 def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
-    """Rotations per position of each pair of channels.
+    """The angle in radians by which RoPE rotates each pair of channels from one position to the next.
 
     Returns:
-        (kv_channels // 2,) float32 on the CPU, equal to transformers' to the bit.
+        (kv_channels // 2,) float32 on the CPU, bitwise equal to transformers'.
     Source: Su et al., arXiv:2104.09864; llama3 scaling as in Meta's llama-models (apply_scaling).
     """
     exponents = torch.arange(0, model.kv_channels, 2, dtype=torch.int64).float() / model.kv_channels

@@ -1,8 +1,8 @@
 """The layer specification: upstream's TransformerLayer with our norm and our attention.
 
-Parameter names are those of upstream's local spec (get_gpt_layer_local_spec), and the checkpoint keys
-those of its Transformer Engine spec, so either of upstream's models loads what we save. Hugging Face's
-order of operations (hf_order.py) is a choice for each source of difference; it changes no name.
+Parameter names are those of upstream's local spec (get_gpt_layer_local_spec), and checkpoint keys are those
+of its Transformer Engine spec, so models of both specs load what we save. Each operation can be switched to
+Hugging Face's order (hf_order.py) separately; this changes no name.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ def layer_spec(model: ModelConfig, aligned: frozenset[str]) -> ModuleSpec:
     """One layer: norm, attention, norm, gated MLP.
 
     Args:
-        aligned: the sources (of aligned.SOURCES) in Hugging Face's order of operations.
+        model: decides the norms of heads and the attention.
+        aligned: the operations (of hf_order.SOURCES) in Hugging Face's order.
     """
     norm = _norm(aligned)
     head_norm = _head_norm(model, aligned)
@@ -97,7 +98,13 @@ def _core_attention(model: ModelConfig, is_aligned: bool) -> ModuleSpec:
 def block_spec(
     model: ModelConfig, num_local_layers: int, aligned: frozenset[str]
 ) -> TransformerBlockSubmodules:
-    """The layers of one pipeline stage and the norm after the last one."""
+    """The layers of one pipeline stage, and the norm after the last layer of the model.
+
+    Args:
+        model: see `layer_spec`.
+        num_local_layers: layers of the stage.
+        aligned: see `layer_spec`.
+    """
     return TransformerBlockSubmodules(
         layer_specs=[layer_spec(model, aligned)] * num_local_layers, layer_norm=_norm(aligned)
     )

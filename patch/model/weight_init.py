@@ -1,8 +1,8 @@
-"""Random weights that are the same at every TP, PP and DP.
+"""Random initial weights that are the same at every TP, PP and DP.
 
-A weight is drawn whole, from a generator seeded by the run's seed and the weight's global name, and
-each rank keeps its part. So runs of different layouts start from the same model, on GPUs of one kind or
-on CPUs: the generators of devices differ.
+Every rank draws the full (unsharded) weight, from a generator seeded by the run's seed and the weight's
+global name, and keeps its part. So runs of different layouts start from the same model if they use the same
+kind of device; CPUs and GPUs have different generators.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from patch.config.schema import ModelConfig
 from patch.model.llama import sharded_weights
 
-# The last projections of attention and MLP start smaller: arXiv:1909.08053, section 5.1 (after GPT-2).
+# The last projections of attention and MLP get smaller values: arXiv:1909.08053, section 5.1 (after GPT-2).
 _SCALED = ("linear_proj.weight", "linear_fc2.weight")
 _VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 def forget_weights(stages: Sequence[GPTModel]) -> None:
-    """Give up the memory of weights that are still to be set: each is one element, repeated.
+    """Free the memory of trainable weights that have no values yet: each becomes one repeated element.
 
-    For weights that get memory elsewhere: the optimizer's flat buffer takes those that are trained.
+    They get memory again when the optimizer gives them their place in its flat buffer.
     """
     for parameter in (p for stage in stages for p in stage.parameters() if p.requires_grad):
         parameter.data = parameter.new_zeros(1).expand(parameter.shape)
@@ -37,12 +37,12 @@ def forget_weights(stages: Sequence[GPTModel]) -> None:
 
 @torch.no_grad()
 def initialize_weights(stages: Sequence[GPTModel], model: ModelConfig, seed: int) -> None:
-    """Fill a rank's stages: N(0, init_method_std), norms one, biases and padded vocabulary rows zero.
+    """Set the weights of a rank's stages: N(0, init_method_std); norms 1, biases and padded rows 0.
 
     Args:
         stages: all pipeline stages of this rank.
         model: the shape they were built from.
-        seed: of the run; each weight's generator is seeded by it and by the weight's name.
+        seed: the run's seed; each weight's generator is seeded by it and by the weight's name.
     """
     state = sharded_weights(stages)
     apply_factories(state)
@@ -69,6 +69,6 @@ def _std(key: str, model: ModelConfig) -> float:
 
 
 def _draw(name: str, shape: tuple[int, ...], std: float, device: torch.device) -> torch.Tensor:
-    """A whole weight of normal values seeded by its name, float32: a CPU takes 3 s for 1e9."""
+    """A full weight of float32 normal values, seeded by the name. A CPU takes 3 s for 1e9 values."""
     generator = torch.Generator(device).manual_seed(zlib.crc32(name.encode()))
     return torch.empty(shape, device=device).normal_(0.0, std, generator=generator)

@@ -1,1 +1,1 @@
-"""What lies on disk, and who writes there; see README.md."""
+"""The names of files on disk, atomic writes, checksums and locks; see README.md."""

@@ -1,7 +1,6 @@
-"""Files and folders that appear whole or not at all, whatever ends the process or the machine.
+"""Atomic writes: a file or folder appears complete or not at all, even if the process or machine crashes.
 
-Each is written under another name beside its own. Its bytes are on the disk before it gets its name, so that
-a name never stands for a part.
+It is written under a temporary name in the same folder, synced to the disk, and then renamed.
 """
 
 from __future__ import annotations
@@ -17,13 +16,14 @@ _logger = get_logger(__name__)
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write a file, or replace it at once: on an error the file that was there stays as it was.
+    """Write or replace a file atomically. On an error the old file stays unchanged.
 
     Args:
+        path: the file.
         content: text is written as UTF-8.
 
     Raises:
-        OSError: it cannot be written, as on a full disk.
+        OSError: the file cannot be written, for example because the disk is full.
     """
     draft = path.with_name(f"{path.name}.tmp")
     try:
@@ -34,13 +34,14 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def publish_file(draft: Path, path: Path) -> None:
-    """Give a finished file its name, in the place of an older file.
+    """Sync a finished file to the disk and rename it to its final name; an older file is replaced.
 
     Args:
         draft: the finished file, on the same file system as `path`.
+        path: the final name.
 
     Raises:
-        OSError: it cannot be written to the disk or renamed.
+        OSError: the file cannot be synced or renamed.
     """
     sync(draft)
     draft.replace(path)
@@ -48,32 +49,34 @@ def publish_file(draft: Path, path: Path) -> None:
 
 
 class StagedFolder(NamedTuple):
-    """A folder that is written under another name and takes the target's name once it is whole.
+    """A folder that is written under a temporary name and renamed to the target's name once it is complete.
 
     All three names are in one folder, so that renaming moves no bytes.
     """
 
     target: Path
     partial: Path
-    """Where it is written."""
+    """The temporary name, used while the folder is written."""
     replaced: Path
-    """Where an older target waits until the new one has its name."""
+    """The temporary name of an older target while it is replaced."""
 
     def open(self) -> None:
-        """Make the empty folder `partial`; what an interrupted process left there is removed.
+        """Create the empty folder `partial`. One that an interrupted process left is removed first.
 
         Raises:
-            OSError: the folder cannot be made, or what is there cannot be removed.
+            OSError: the folder cannot be created, or the old one cannot be removed.
         """
         if self.partial.exists():
             remove_leftover(self.partial)
         self.partial.mkdir(parents=True)
 
     def publish(self) -> None:
-        """Give the written folder the target's name; an older target comes back where that fails.
+        """Sync the written folder to the disk and rename it to the target's name.
+
+        If renaming fails, an older target gets its name back.
 
         Raises:
-            OSError: a file cannot be written to the disk, or a folder cannot be renamed.
+            OSError: a file cannot be synced, or a folder cannot be renamed.
         """
         for path in (*self.partial.rglob("*"), self.partial):
             sync(path)
@@ -90,25 +93,25 @@ class StagedFolder(NamedTuple):
         shutil.rmtree(self.replaced, ignore_errors=True)
 
     def discard(self) -> None:
-        """Remove what was written so far; nothing happens where there is nothing."""
+        """Remove `partial` and what was written into it; does nothing if there is none."""
         shutil.rmtree(self.partial, ignore_errors=True)
 
 
 def remove_leftover(folder: Path) -> None:
-    """Remove a folder that an interrupted process left, and say so.
+    """Remove a folder that an interrupted process left, and log a warning.
 
     Raises:
-        OSError: it cannot be removed.
+        OSError: the folder cannot be removed.
     """
     _logger.warning("removing %s, left by a process that was stopped while it wrote there", folder)
     shutil.rmtree(folder)
 
 
 def sync(path: Path) -> None:
-    """Have the kernel write a file, or a folder's names, to the disk.
+    """Flush a file, or the entries of a folder, to the disk (fsync).
 
     Raises:
-        OSError: it cannot be opened or written.
+        OSError: the file or folder cannot be opened or written.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,4 +1,4 @@
-"""A JSON object changed in its text: what has not changed keeps its bytes."""
+"""Changes values in the text of a JSON object; unchanged values keep their formatting."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ _SPACE = re.compile(r"[\s,:]*")
 class _Member(NamedTuple):
     key: str
     begin: int
-    """Of the value in the text."""
+    """Where the value begins in the text."""
     end: int
+    """Where the value ends."""
 
 
 def _members(text: str) -> Iterator[_Member]:
-    """The members of the outermost object, which was parsed before."""
+    """The members of the outermost object. The text must be valid JSON."""
     decoder, position = json.JSONDecoder(), text.index("{") + 1
 
     def skip(start: int) -> int:
@@ -36,10 +37,14 @@ def _members(text: str) -> Iterator[_Member]:
 
 
 def with_values(text: str, contents: Mapping[str, Any]) -> str:
-    """The text of an object with these contents instead.
+    """The text of a JSON object with new contents.
 
-    Values that differ are replaced in place, the rest of the text is kept. Where members come or go it is
-    written anew, indented by two.
+    Values that differ are replaced in the text, everything else keeps its formatting. If keys are added or
+    removed, the whole object is formatted again with an indent of two.
+
+    Args:
+        text: a JSON object.
+        contents: all of its members after the change.
     """
     before = json.loads(text)
     if before.keys() != contents.keys():

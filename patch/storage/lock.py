@@ -1,8 +1,8 @@
-"""One writer at a time: a folder that is being written is locked, and whoever comes second is told by whom.
+"""Locks a folder for one writer at a time; a second writer is refused, with a message that names the first.
 
-The lock is the kernel's (flock) on a file that names its holder, so it ends with the process however that
-dies. Over NFS it holds between machines (Linux 2.6.12 and newer); on a file system without locks a warning
-says so.
+The lock is the kernel's flock on a file that names the lock's owner, so it ends with the owner's process,
+however that dies. Over NFS it works between machines (Linux 2.6.12 and newer). On a file system without locks
+a warning is logged.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from patch.logger import get_logger
 _logger = get_logger(__name__)
 
 _RUN_LOCK = ".lock"
-_PATIENCE_S = 3.0
-_DYING_S = 60.0
-"""A killed process keeps its lock while the kernel takes its memory apart; only then a refusal."""
+_WAIT_S = 3.0
+_WAIT_FOR_DYING_S = 60.0
+"""A killed process keeps its lock until the kernel has freed its memory, so it is given more time."""
 _POLL_S = 0.05
 
 
 class _LockFile(NamedTuple):
-    """A file that is locked for as long as a folder is written, and the words of a refusal."""
+    """The lock file of a folder, and the error to raise if another process has the lock."""
 
     path: Path
     folder: Path
     error: type[PatchError]
     cure: str
     field: str | None
-    """Of the configuration: what another folder is given with."""
+    """The configuration field that names the folder, for the error."""
 
 
 def _run(output: Path) -> _LockFile:
@@ -48,20 +48,20 @@ def _run(output: Path) -> _LockFile:
 
 @contextmanager
 def hold_run(output: Path) -> Iterator[None]:
-    """Keep other runs out of a run's folder, which is made where it is missing.
+    """Lock a run's folder against other runs; the folder is created if it is missing.
 
     Raises:
-        ConfigError: another run holds it: host, process, since when.
+        ConfigError: another run has the lock; the message names its process, host and start.
     """
     with _hold(_run(output)):
         yield
 
 
 def refuse_held_run(output: Path) -> None:
-    """What `hold_run` would say, without holding the folder or making it.
+    """Raise the error that `hold_run` would raise, without keeping the lock or creating the folder.
 
     Raises:
-        ConfigError: another run holds it.
+        ConfigError: another run has the lock.
     """
     if (output / _RUN_LOCK).exists():
         with hold_run(output):
@@ -70,10 +70,10 @@ def refuse_held_run(output: Path) -> None:
 
 @contextmanager
 def hold_target(target: Path) -> Iterator[None]:
-    """Keep other conversions away from a folder that is to appear whole; the lock lies beside it.
+    """Lock the target folder of a conversion against other conversions; the lock file is beside the folder.
 
     Raises:
-        ConversionError: another conversion writes it: host, process, since when.
+        ConversionError: another conversion has the lock; the message names its process, host and start.
     """
     cure = "wait for that conversion, or give another folder (--save)"
     path = target.with_name(f".{target.name}.lock")
@@ -82,28 +82,29 @@ def hold_target(target: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _hold(place: _LockFile) -> Iterator[None]:
+def _hold(lock_file: _LockFile) -> Iterator[None]:
     try:
-        descriptor = _lock(place)
+        descriptor = _lock(lock_file)
     except OSError as error:
-        message = f"{place.path} cannot be written: {error.strerror}; {place.cure}"
-        raise place.error(message, field=place.field) from error
+        message = f"{lock_file.path} cannot be written: {error.strerror}; {lock_file.cure}"
+        raise lock_file.error(message, field=lock_file.field) from error
     try:
         yield
     finally:
         with suppress(OSError):
-            place.path.unlink(missing_ok=True)  # while it is still ours: `_lock` looks whether it is there
+            # Remove it before the lock is released; `_lock` of another process sees that it is gone.
+            lock_file.path.unlink(missing_ok=True)
         os.close(descriptor)
 
 
-def _lock(place: _LockFile) -> int:
-    """The descriptor of the locked file, which is still the one of that name."""
-    place.path.parent.mkdir(parents=True, exist_ok=True)
+def _lock(lock_file: _LockFile) -> int:
+    """Wait for the lock; the descriptor of the locked file."""
+    lock_file.path.parent.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
     while True:
-        descriptor = os.open(place.path, os.O_RDWR | os.O_CREAT, 0o666)
+        descriptor = os.open(lock_file.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
-            if _try(descriptor, place) and _is_named(descriptor, place.path):
+            if _try_lock(descriptor, lock_file) and _is_at_path(descriptor, lock_file.path):
                 os.truncate(descriptor, 0)
                 os.write(descriptor, _describe_self().encode())
                 return descriptor
@@ -112,28 +113,28 @@ def _lock(place: _LockFile) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
-        if time.monotonic() - begin > (_DYING_S if _is_dying(holder) else _PATIENCE_S):
-            message = f"{place.folder} is being written by {holder}: {place.cure}"
-            raise place.error(message, field=place.field)
+        if time.monotonic() - begin > (_WAIT_FOR_DYING_S if _is_dying(holder) else _WAIT_S):
+            message = f"{lock_file.folder} is being written by {holder}: {lock_file.cure}"
+            raise lock_file.error(message, field=lock_file.field)
         time.sleep(_POLL_S)
 
 
-def _try(descriptor: int, place: _LockFile) -> bool:
-    """Whether the lock is ours; on a file system without locks it counts as ours, with a warning."""
+def _try_lock(descriptor: int, lock_file: _LockFile) -> bool:
+    """Try to take the lock; whether it was free. Without file locks it counts as free, with a warning."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         _logger.warning(
-            "%s cannot be locked (%s): nothing but you keeps a second one from writing there too",
-            place.folder, error.strerror,
+            "%s cannot be locked (%s): make sure yourself that nothing else writes there",
+            lock_file.folder, error.strerror,
         )  # fmt: skip
     return True
 
 
-def _is_named(descriptor: int, path: Path) -> bool:
-    """Whether the file still has its name: who held it before removes it."""
+def _is_at_path(descriptor: int, path: Path) -> bool:
+    """Whether the open file is still the one at `path`; its last owner may have removed it meanwhile."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -141,7 +142,7 @@ def _is_named(descriptor: int, path: Path) -> bool:
 
 
 def _is_dying(holder: str) -> bool:
-    """Whether the holder is a process of this machine that is gone, or has no memory any more."""
+    """Whether the lock's owner is a process of this machine that has ended or already freed its memory."""
     named = re.match(r"process (\d+) on (\S+) ", holder)
     if named is None or named[2] != socket.gethostname():
         return False

@@ -1,11 +1,11 @@
-"""The names of what lies on disk: in a run's folder, in a checkpoint, beside a tokenizer.
+"""The names of files and folders on disk: in a run's folder, in a checkpoint, in a tokenizer's folder.
 
 OUTPUT_BASEPATH/config.yaml                                        the resolved run
-OUTPUT_BASEPATH/data.sha256                                        what its training data looked like
+OUTPUT_BASEPATH/data.sha256                                        a hash of its training data
 OUTPUT_BASEPATH/checkpoint/iter_0000100/                           .metadata  common.pt  metadata.json  ...
 OUTPUT_BASEPATH/checkpoint/latest_checkpointed_iteration.txt       "100"
-OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      what the run reported
-OUTPUT_BASEPATH/data_index/                                        which document each sample comes from
+OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      the run's metrics
+OUTPUT_BASEPATH/data_index/                                        index files: the document of each sample
 OUTPUT_BASEPATH/hf/                                                the exported model
 """
 
@@ -28,7 +28,7 @@ HF_FOLDER = "hf"
 
 # In a folder of checkpoints.
 RELEASE = "release"
-"""In the tracker, and as a folder's name: weights without a training state."""
+"""The tracker's content and the folder's name for weights without a training state."""
 TRACKER = "latest_checkpointed_iteration.txt"
 _ITERATION_PREFIX = "iter_"
 
@@ -39,10 +39,10 @@ METADATA_JSON_FILE = "metadata.json"
 _CHECKPOINT_FILES = (METADATA_FILE, COMMON_FILE, METADATA_JSON_FILE)
 
 CHECKSUMS_FILE = "checksums.json"
-"""What the files of a folder held: in a checkpoint and in data_index/."""
+"""Lengths and checksums of the files in a folder: in a checkpoint and in data_index/."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
-"""A folder with one of these holds a tokenizer; tokenizer_config.json alone says only how to use one."""
+"""A tokenizer's folder has at least one of these. tokenizer_config.json alone is not enough to load one."""
 
 
 def iteration_name(iteration: int) -> str:
@@ -51,28 +51,28 @@ def iteration_name(iteration: int) -> str:
 
 
 def find_checkpoint_root(folder: str | Path) -> Path:
-    """Where the checkpoints of a run's folder lie; any other folder is taken for that place itself."""
-    below = Path(folder) / CHECKPOINT_FOLDER
-    return below if below.is_dir() else Path(folder)
+    """The folder of a run's checkpoints: `folder`/checkpoint if that exists, else `folder` itself."""
+    checkpoints = Path(folder) / CHECKPOINT_FOLDER
+    return checkpoints if checkpoints.is_dir() else Path(folder)
 
 
 def lacking_files(folder: Path) -> list[str]:
-    """The files that a checkpoint has whatever its size, and this folder has not."""
+    """The files that every checkpoint has and that this folder lacks."""
     return [name for name in _CHECKPOINT_FILES if not (folder / name).is_file()]
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether the folder holds every file that a checkpoint has whatever its size."""
+    """Whether the folder has all the files that every checkpoint has."""
     return not lacking_files(folder)
 
 
 def is_legacy(root: Path) -> bool:
-    """Whether `root`, or a checkpoint below it, is in Megatron-LM's old format: one pickle a rank."""
+    """Whether `root`, or a checkpoint in it, has Megatron-LM's old format: one pickle for each rank."""
     return any(root.glob("mp_rank_*")) or any(root.glob("*/mp_rank_*"))
 
 
 def is_released(root: Path) -> bool:
-    """Whether `root` is said to hold weights without a training state: a converted model.
+    """Whether the tracker in `root` names a converted model: weights without a training state.
 
     Raises:
         CheckpointError: see `read_tracker`.
@@ -81,10 +81,10 @@ def is_released(root: Path) -> bool:
 
 
 def read_tracker(root: Path) -> str | None:
-    """What the tracker file below `root` names; None without one.
+    """The checkpoint that the tracker file in `root` names; None if there is no tracker file.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the tracker file cannot be read.
     """
     tracker = root / TRACKER
     try:
@@ -99,7 +99,7 @@ def read_tracker(root: Path) -> str | None:
 
 
 def complete_iterations(root: Path) -> list[int]:
-    """The iterations whose checkpoints below `root` are complete, in no order."""
+    """The iterations of all complete checkpoints in `root`, in no particular order."""
     return [
         int(path.name.removeprefix(_ITERATION_PREFIX))
         for path in root.glob(f"{_ITERATION_PREFIX}*")

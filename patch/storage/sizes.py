@@ -1,7 +1,7 @@
-"""Numbers of bytes as people read them."""
+"""Formats numbers of bytes for messages."""
 
 
 def size_text(num_bytes: int) -> str:
-    """1.25 GiB, or 3.20 MiB where it is less than 0.01 GiB."""
+    """A size such as 1.25 GiB, or 3.20 MiB if it is below 0.01 GiB."""
     gib = num_bytes / 2**30
     return f"{gib:.2f} GiB" if gib >= 0.01 else f"{num_bytes / 2**20:.2f} MiB"

@@ -1,4 +1,4 @@
-"""Reads the small text files that a configuration depends on."""
+"""Reads the small text files that a configuration is read from."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ _MOST_BYTES = 1 << 26
 
 
 def read_text(file: Path) -> str:
-    """A UTF-8 file of at most 64 MiB, which may also be a pipe.
+    """The text of a UTF-8 file or pipe of at most 64 MiB.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is larger, or no UTF-8.
+        OSError: the file cannot be read.
+        ValueError: the file is larger than that, or is not UTF-8.
     """
     with file.open("rb") as stream:
         data = stream.read(_MOST_BYTES + 1)

@@ -154,4 +154,4 @@ def test_another_shape_in_the_same_folder_is_refused(office: Office, unbroken: P
     other = {**office.positions(unbroken), "MODEL_SIZE": "tiny", "PRETRAIN_CHECKPOINT_PATH": "none"}
     result = call(command(**other, GLOBAL_BATCH_SIZE=16), TOKENIZER_PATH=office.model)
     assert result.returncode == 2
-    assert "holds a run of another model shape" in result.stderr
+    assert "has a run with another model shape" in result.stderr

@@ -103,7 +103,7 @@ def test_missing_position_is_named(command):
 def test_position_left_out_in_the_middle_is_found_by_its_neighbour(command):
     command_line = command.argv()
     del command_line[8]  # PR
-    with pytest.raises(ConfigError, match="does not fit its place is position 9 PR: got '1'"):
+    with pytest.raises(ConfigError, match="does not fit its position is position 9 PR: got '1'"):
         _parse(command, command_line)
 
 

@@ -39,18 +39,18 @@ def test_folder_without_checkpoints_is_free(command):
 @pytest.mark.parametrize(
     ("flags", "positions", "message", "cure"),
     [
-        (["--num-layers=4"], {}, "--num-layers: got 4, expected 2: .* run of another model shape", ANEW),
+        (["--num-layers=4"], {}, "--num-layers: got 4, expected 2: .* run with another model shape", ANEW),
         ([], dict(SEQ_LEN="128"), "position 7 SEQ_LEN.*: got 128, expected 64: .* another model shape", ANEW),
         ([], dict(DATASET_PATH="/other"), "position 20 DATASET_PATH.*: got /other, .* other data", WEIGHTS),
         ([], dict(PAD_LEN="16"), "position 8 PAD_LEN.*: got 16, expected 32: .* other data", WEIGHTS),
-        (["--tokenizer-name-or-path=/b"], {}, "TOKENIZER_PATH.*: got /b, .* run of another tokenizer", ANEW),
+        (["--tokenizer-name-or-path=/b"], {}, "TOKENIZER_PATH.*: got /b, .* with another tokenizer", ANEW),
         ([], dict(GLOBAL_BATCH_SIZE="16"), "position 4 .*: got 16, expected 8: .* another order", WEIGHTS),
         (["--seed=1"], {}, "--seed: got 1, expected 1234: .* another order", WEIGHTS),
         ([], dict(PR="bf16"), "position 9 PR.*: got bf16, expected fp32: .* another type", ANEW),
-        ([], dict(TP="2"), "position 10 TP.*: got 2, expected 1: .* not built yet", WEIGHTS),
-        ([], dict(PP="2"), "position 11 PP.*: got 2, expected 1: .* not built yet", WEIGHTS),
-        ([], dict(CP="2"), "position 12 CP.*: got 2, expected 1: .* not built yet", WEIGHTS),
-        (["--nproc-per-node=2"], {}, "NPROC_PER_NODE.*: got 2 .*, expected 1 .* layout on resume", WEIGHTS),
+        ([], dict(TP="2"), "position 10 TP.*: got 2, expected 1: .* cannot change the layout", WEIGHTS),
+        ([], dict(PP="2"), "position 11 PP.*: got 2, expected 1: .* cannot change the layout", WEIGHTS),
+        ([], dict(CP="2"), "position 12 CP.*: got 2, expected 1: .* cannot change the layout", WEIGHTS),
+        (["--nproc-per-node=2"], {}, "NPROC_PER_NODE.*: got 2 .* expected 1 .* change the layout", WEIGHTS),
     ],
 )  # fmt: skip
 def test_change_that_cannot_be_resumed_is_refused(command, begun, flags, positions, message, cure):

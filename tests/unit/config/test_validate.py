@@ -100,7 +100,7 @@ REFUSED = [
     (
         {},
         [f"{VPP}=1"],
-        [f"{VPP} (MP_VP): got 1, expected 0, or", "position 11 PP) above 1: one process holds all layers"],
+        [f"{VPP} (MP_VP): got 1, expected 0, or", "position 11 PP) above 1: one process has all layers"],
     ),
     (
         dict(PP="2"),
@@ -189,7 +189,9 @@ def test_any_number_of_micro_batches_from_pp_on_can_be_interleaved(command):
 
 def test_more_processes_than_gpus_are_refused(command):
     config = command.parse("--nproc-per-node=4").config
-    with refused(ConfigError, match=r"\(NPROC_PER_NODE\): got 4, expected at most 2: each process has a GPU"):
+    with refused(
+        ConfigError, match=r"\(NPROC_PER_NODE\): got 4, expected at most 2: each process needs its own GPU"
+    ):
         validate_run(config, GPUS)
     validate_run(config, command.machine)  # on the CPU they may be as many as one likes
 

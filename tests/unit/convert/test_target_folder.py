@@ -67,7 +67,7 @@ def test_leftovers_of_an_interrupted_export_are_cleared(tmp_path):
 
 
 def test_second_conversion_to_a_target_is_told_who_writes_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("patch.storage.lock._PATIENCE_S", 0.1)
+    monkeypatch.setattr("patch.storage.lock._WAIT_S", 0.1)
     with staging(tmp_path / "hf", [], overwrite=False) as partial:
         (partial / "half").touch()
         said = rf"hf is being written by process {os.getpid()} on .*--save"

@@ -85,7 +85,10 @@ def test_conversation_without_an_answer_is_empty() -> None:
     ("template", "said"),
     [
         ("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}", "would not learn to stop"),
-        ("{{ messages | length }}{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}", "told apart"),
+        (
+            "{{ messages | length }}{% for m in messages %}{{ m.content }}<|eot_id|>{% endfor %}",
+            "cannot be separated",
+        ),
         ("{{ raise_exception('not today') }}", "refuses the conversation: not today"),
         ("{% if %}", "refuses the conversation"),
     ],
@@ -101,7 +104,7 @@ def test_template_that_rewrites_earlier_turns_is_refused_with_the_row() -> None:
     forgetful = (
         "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' }}<|eot_id|>{% endfor %}"
     )
-    with pytest.raises(DataError, match="f.json: row 3: message 4: .*told apart"):
+    with pytest.raises(DataError, match="f.json: row 3: message 4: .*cannot be separated"):
         renderer(forgetful).render(turns("a", "b", "c", "d"), "f.json: row 3")
 
 

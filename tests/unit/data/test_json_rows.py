@@ -56,9 +56,9 @@ def test_places_count_from_one_and_blank_lines_count_too(tmp_path: Path) -> None
         (b'[{"a": 1},\n\0', "line 2: malformed JSON: a zero byte"),
         (b'{"a": 1}\n\0\0\n', "line 2: malformed JSON"),
         (b"[1]", "row 1: got a number, expected an object"),
-        (b"[]", "holds no rows"),
-        (b"", "holds no rows"),
-        (b" \n\n", "holds no rows"),
+        (b"[]", "has no rows"),
+        (b"", "has no rows"),
+        (b" \n\n", "has no rows"),
     ],
 )
 def test_bad_file_names_file_and_place(tmp_path: Path, data: bytes, said: str) -> None:

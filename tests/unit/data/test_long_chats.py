@@ -100,7 +100,7 @@ def test_what_a_template_rewrites_is_refused_at_the_same_message() -> None:
     renderer = ChatRenderer(tiny_tokenizer(template=THOUGHTS, special=SPECIAL))
     spans = renderer.render(conversation(2, seed=0), "row")
     assert spans[1].text.startswith("<think>\n\n</think>\n\n")
-    with pytest.raises(DataError, match="^row: message 4: .*told apart"):
+    with pytest.raises(DataError, match="^row: message 4: .*cannot be separated"):
         renderer.render(conversation(30, seed=0), "row")
 
 

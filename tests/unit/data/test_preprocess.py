@@ -58,7 +58,7 @@ def test_large_vocabulary_is_written_in_four_bytes(tmp_path: Path, rows: Path, l
         ('{"text": "a"}\n{"text": 3}', "line 2: text: got 3, expected text"),
         ('{"text": "a"}\n{"text": "b"', "line 2: malformed JSON"),
         ('{"text": ""}', "no row has a text"),
-        ("", "holds no rows"),
+        ("", "has no rows"),
     ],
 )
 def test_bad_input_is_named_and_leaves_no_files(tmp_path: Path, content: str, said: str) -> None:

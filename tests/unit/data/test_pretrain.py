@@ -162,7 +162,7 @@ def test_changed_index_file_is_made_again_with_the_same_order(
     for _ in range(2):
         source = load(tmp_path / "set", run(tmp_path))
         assert [source[index].tokens.tolist() for index in range(12)] == expected
-        assert any(name in message and "made anew" in message for message in logged)
+        assert any(name in message and "made again" in message for message in logged)
     assert sum(name in message for message in logged) == 1
 
 
@@ -174,7 +174,7 @@ def test_index_files_of_both_sets_are_left_alone_while_they_are_whole(tmp_path: 
         times = {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")}
     load(tmp_path / "set", run(tmp_path))
     assert times == {path.name: path.stat().st_mtime_ns for path in folder.glob("*.npy")} and len(times) == 6
-    assert not any("made anew" in message for message in logged)
+    assert not any("made again" in message for message in logged)
 
 
 def cut(path: Path, size: int) -> None:
@@ -186,7 +186,7 @@ def cut(path: Path, size: int) -> None:
     [
         (lambda p: os.remove(f"{p}.bin"), r"set\.bin: no such file.*toolkits.preprocess_pretrain"),
         (lambda p: os.remove(f"{p}.idx"), r"set\.idx: no such file"),
-        (lambda p: cut(f"{p}.bin", 0), r"set\.bin: holds no tokens"),
+        (lambda p: cut(f"{p}.bin", 0), r"set\.bin: has no tokens"),
         (lambda p: cut(f"{p}.bin", 100), r"set\.bin: 100 bytes, expected 400"),
         (lambda p: write_set(f"{p}.x", [99]) is None or os.replace(f"{p}.x.bin", f"{p}.bin"), "396 bytes"),
         (lambda p: cut(f"{p}.idx", 0), r"set\.idx: 0 bytes"),
@@ -194,7 +194,7 @@ def cut(path: Path, size: int) -> None:
         (lambda p: cut(f"{p}.idx", 50), r"set\.idx: 50 bytes, expected 62"),
         (lambda p: Path(f"{p}.idx").write_bytes(b"x" * 62), "no index of megatron-core"),
         (lambda p: write_set(p, [1]), "one token"),
-        (lambda p: write_set(p, []), "holds no tokens"),
+        (lambda p: write_set(p, []), "has no tokens"),
         (lambda p: write_set(p, [100], first=200), "token id 299.* has 250 rows"),
     ],
 )
@@ -329,7 +329,7 @@ def test_index_file_that_a_run_left_unfinished_is_made_again(
     after = load(tmp_path / "set", run(tmp_path))
     for index in range(len(before)):
         assert torch.equal(before[index].tokens, after[index].tokens)
-    assert sum("made anew" in message for message in logged) == 3
+    assert sum("made again" in message for message in logged) == 3
     assert not (tmp_path / "ran").exists()
 
 

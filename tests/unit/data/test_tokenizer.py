@@ -80,7 +80,7 @@ def test_missing_tokenizer_says_what_is_expected(tmp_path: Path) -> None:
     assert caught.value.field == "tokenizer_name_or_path"
     with pytest.raises(DataError, match="no folder is named"):
         load_tokenizer(None)
-    with pytest.raises(DataError, match=r"holds none of tokenizer.json, tokenizer.model"):
+    with pytest.raises(DataError, match=r"has none of tokenizer.json, tokenizer.model"):
         load_tokenizer(str(tmp_path))
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0"')
     with pytest.raises(DataError, match="cannot be loaded"):

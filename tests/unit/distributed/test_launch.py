@@ -199,7 +199,7 @@ def test_only_a_run_of_one_machine_looks_whether_its_folder_is_free(
     """The launchers of several machines belong to one run, whose rank 0 may hold the folder already."""
     script = write_script(tmp_path, f"open(f'{tmp_path}/ran', 'w').write('yes')")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("patch.storage.lock._PATIENCE_S", 0.1)
+    monkeypatch.setattr("patch.storage.lock._WAIT_S", 0.1)
     with hold_run(Path("none")):
         with pytest.raises(ConfigError, match="none is being written by process"):
             launch_workers(script, 1)

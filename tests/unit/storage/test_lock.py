@@ -37,7 +37,7 @@ def start_holder(folder: Path, program: str = HOLD) -> subprocess.Popen[str]:
 
 
 def test_second_run_is_told_who_holds_the_folder_and_a_killed_holder_frees_it(tmp_path, monkeypatch):
-    monkeypatch.setattr("patch.storage.lock._PATIENCE_S", 0.1)
+    monkeypatch.setattr("patch.storage.lock._WAIT_S", 0.1)
     holder = start_holder(tmp_path / "out")
     try:
         for ask in (refuse_held_run, lambda output: hold_run(output).__enter__()):
@@ -70,7 +70,7 @@ with hold_run(Path(sys.argv[1])):
 
 
 def test_child_that_renders_rows_does_not_keep_the_lock_of_a_killed_run(tmp_path, monkeypatch):
-    monkeypatch.setattr("patch.storage.lock._DYING_S", 5.0)
+    monkeypatch.setattr("patch.storage.lock._WAIT_FOR_DYING_S", 5.0)
     holder = start_holder(tmp_path, FORK)
     holder.kill()
     holder.wait()
@@ -94,7 +94,7 @@ def test_asking_leaves_no_trace(tmp_path):
 
 def test_many_at_once_never_hold_it_together(tmp_path, monkeypatch):
     """The file goes away with each holder, under the eyes of those who wait for it."""
-    monkeypatch.setattr("patch.storage.lock._PATIENCE_S", 60.0)
+    monkeypatch.setattr("patch.storage.lock._WAIT_S", 60.0)
     monkeypatch.setattr("patch.storage.lock._POLL_S", 0.0)
     inside, largest = [0], [0]
 
