@@ -42,7 +42,7 @@ def _stored_faults(measured: Measurement) -> Iterator[str]:
 def _logit_faults(measured: Measurement) -> Iterator[str]:
     if _is_exact_expected(measured) and measured.logits.aligned.max != 0:
         yield (
-            f"With --precision-align the logits should be equal to the bit, but differ by "
+            f"With --precision-align the logits should be bit-equal, but differ by "
             f"{measured.logits.aligned.max:.3g}; {_first_difference_text(measured)}."
         )
     for form, stats in (("With", measured.logits.aligned), ("Without", measured.logits.fast)):
@@ -87,11 +87,11 @@ def _good_news(measured: Measurement) -> Iterator[str]:
     yield f"All {measured.weights.num_tensors} weights are bit-equal{rounding}."
     flag = f"--precision-align {measured.attention}"
     if measured.logits.aligned.max == 0:
-        yield f"With {flag} the logits are equal to the bit."
+        yield f"With {flag} the logits are bit-equal."
     else:
         yield f"With {flag} the logits differ by {measured.logits.aligned.max:.3g} on {measured.device}."
     if measured.logits.fast.max == 0:
-        yield "Without it, too."
+        yield "Without it they are bit-equal too."
         return
     source, added = max(measured.logits.sources.items(), key=lambda item: item[1])
     most = f", most of it from {source} ({added:.3g})" if added > 0 else ""

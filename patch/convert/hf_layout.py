@@ -43,7 +43,9 @@ def known_layout(folder: Path | None, names: Sequence[str]) -> dict[str, str] | 
     known = read_index(index)
     missing = [name for name in names if name not in known]
     if missing:
-        raise ConversionError(f"{index} lacks {missing[0]} ({len(missing)} such tensors)")
+        raise ConversionError(
+            f"{index} lacks {missing[0]} ({len(missing)} such tensors): copy or download it again"
+        )
     layout = {name: known[name] for name in names}
     return layout if all(file.endswith(".safetensors") for file in layout.values()) else None
 

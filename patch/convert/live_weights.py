@@ -85,7 +85,7 @@ def iter_hf_weights(
         if receivers != "stage":
             if key not in owners:
                 raise ConversionError(
-                    f"no stage holds {mapping.hf[0].name}, which the configuration asks for"
+                    f"no pipeline stage has {mapping.hf[0].name}, expected all weights of the given shape"
                 )
             where = next(stages[0].parameters()).device
             shape = mapping.shard_shape(tp.size())
@@ -148,8 +148,8 @@ def _check_parameter(name: str, parameter: torch.Tensor, key: str, table: Table,
     expected = table[key].shard_shape(tp_size)
     if tuple(parameter.shape) != expected:
         raise ConversionError(
-            f"{name} of the model has shape {tuple(parameter.shape)}, its configuration asks for {expected} "
-            f"at TP {tp_size}"
+            f"{name} of the model has shape {tuple(parameter.shape)}, expected {expected} by its "
+            f"configuration at TP {tp_size}"
         )
 
 

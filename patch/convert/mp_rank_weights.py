@@ -75,7 +75,7 @@ class MpRankWeights:
             for (tp_rank, pp_rank), path in sorted(paths.items(), key=lambda item: item[0][1]):
                 tensors = ranks[tp_rank, pp_rank].get(chunk)
                 if tensors is None:
-                    raise ConversionError(f"{path} holds no {chunk}, which other ranks hold")
+                    raise ConversionError(f"{path} has no {chunk}, which the files of other ranks have")
                 offset = first_layer[tp_rank]
                 for key, (shape, dtype) in tensors.items():
                     match = _LAYER.search(key)
@@ -102,8 +102,8 @@ class MpRankWeights:
             )
             if part.shape != expected or is_short:
                 raise ConversionError(
-                    f"{part.key} in {part.path} has shape {part.shape}, config.json asks for {expected} at "
-                    f"TP {self._tp_size}: give the folder of this model with --hf-config"
+                    f"{part.key} in {part.path} has shape {part.shape}, expected {expected} by config.json "
+                    f"at TP {self._tp_size}: give the folder of this model with --hf-config"
                 )
             seen.add((part.name, part.layer, part.tp_rank))
         for name in self._table:
@@ -111,7 +111,8 @@ class MpRankWeights:
                 for tp_rank in range(self._tp_size):
                     if (name, layer, tp_rank) not in seen:
                         raise ConversionError(
-                            f"{self.folder} lacks {name} of layer {layer} at TP rank {tp_rank}"
+                            f"{self.folder} lacks {name} of layer {layer} at TP rank {tp_rank}; expected "
+                            "what config.json describes (--hf-config)"
                         )
 
     @property

@@ -103,8 +103,8 @@ class TorchDistWeights:
         is_padded = isinstance(self._table[name], VocabParallelMapping) and got[0] >= expected[0]
         if got != expected and not (is_padded and got[1:] == expected[1:]):
             raise ConversionError(
-                f"{self.folder}: {key} has shape {got}, config.json asks for {expected}: give the folder of "
-                "this model with --hf-config"
+                f"{self.folder}: {key} has shape {got}, expected {expected} by config.json: give the folder "
+                "of this model with --hf-config"
             )
 
     def _check_complete(self) -> None:

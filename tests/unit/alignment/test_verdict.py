@@ -45,7 +45,7 @@ def test_what_another_order_explains_is_normal(changes: dict) -> None:
         ({"fast": EQUAL._replace(max=math.nan)}, "Without --precision-align the logits are beyond"),
         ({"precision": "bf16", "fast": EQUAL._replace(cosine=0.998)}, "beyond the bound of bf16"),
         ({"precision": "bf16", "fast": EQUAL._replace(cosine=math.nan)}, "beyond the bound of bf16"),
-        ({"aligned": EQUAL._replace(max=1e-8)}, "should be equal to the bit"),
+        ({"aligned": EQUAL._replace(max=1e-8)}, "should be bit-equal"),
         (
             {"device": "cuda", "aligned": EQUAL._replace(max=1e-3)},
             "With --precision-align the logits are beyond",

@@ -159,6 +159,6 @@ def test_a_model_of_another_shape_is_refused() -> None:
     words = (
         "linear_qkv.bias, which its configuration has no place for",
         "has shape (320, 64)",
-        "no stage holds model.layers.4",
+        "no pipeline stage has model.layers.4",
     )
     assert all(map(str.__contains__, found, words)), found

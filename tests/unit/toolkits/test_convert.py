@@ -215,8 +215,8 @@ SPOILED_MCORE = {
     "broken record": (_flip, ["__0_0.distcp: embedding.word_embeddings.weight (bytes 0 to"]),
     "no index": (lambda root: _data(root).with_name(".metadata").unlink(), ["release lacks .metadata"]),
     "no config": (lambda root: (root / "mcore" / "config.json").unlink(), ["--hf-config"]),
-    "other shape": (_other_model, ["mlp.linear_fc1.weight has shape (2, 192, 64)", "asks for (2, 256, 64)"]),
-    "other layers": (_more_layers, ["has shape (2, ", "asks for (3, "]),
+    "other shape": (_other_model, ["mlp.linear_fc1.weight has shape (2, 192, 64)", "expected (2, 256, 64)"]),
+    "other layers": (_more_layers, ["has shape (2, ", "expected (3, "]),
     "no folder": (lambda root: shutil.rmtree(root / "mcore"), ["mcore: no such folder"]),
 }  # fmt: skip
 
