@@ -1,8 +1,8 @@
 """Data: tokenizer, JSON readers, chat rendering and masks, pre-training sets, batches; see README.md.
 
-`load_sft` reads chat rows with the tokenizer of `load_tokenizer`. It returns a torch Dataset of `Sample`s, for
-a DataLoader or for `BatchReader`, which gives each data-parallel rank its `Batch`es. A `SampleSource` is any
-object with samples by index; `build_datasets` builds the `DataSets` of a run.
+`load_sft` reads chat rows with the tokenizer of `load_tokenizer`. It returns a torch Dataset of `Sample`s,
+for a DataLoader or for `BatchReader`, which gives each data-parallel rank its `Batch`es. A `SampleSource` is
+any object with samples by index; `build_datasets` builds the `DataSets` of a run.
 
 The names exported here do not need megatron-core. Pre-training sets do, so they are imported from their own
 modules: `patch.data.pretrain.load_pretrain` reads a set, `patch.data.preprocess.write_indexed` writes one.
