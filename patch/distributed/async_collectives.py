@@ -102,6 +102,9 @@ def start_reduce_scatter(buffer: torch.Tensor, out: torch.Tensor, group: dist.Pr
 
     def add_up() -> None:
         *parts, last = received
+        if not parts:
+            out.copy_(last)
+            return
         total = parts[0]
         for part in parts[1:]:
             # Into received memory: `out` may be a part that is still to be added.

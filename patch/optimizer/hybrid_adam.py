@@ -38,6 +38,11 @@ _MASTERS = {
 bf16 parameter is the high bits of its master (see kernels/spec.py), an fp16 parameter has a whole one."""
 
 
+def state_dtypes(param_dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The states of parameters of some type, and their types."""
+    return {"exp_avg": torch.float32, "exp_avg_sq": torch.float32} | _MASTERS[param_dtype]
+
+
 @dataclass(frozen=True)
 class Offload:
     """Where chunks may go, and who decides."""
@@ -57,7 +62,7 @@ class HybridAdam:
         shards: in the order of backward; their tensors stay where they are.
         config: betas, eps, form of weight decay.
         groups: the parameter groups, which the ranges of shards refer to by index.
-        offload: None: all states stay on the shards' device.
+        offload: None: all states stay on the shards' device; else all parameters have one type.
         fixed_bytes: bytes of parameters and gradients on the device.
     """
 
@@ -71,9 +76,10 @@ class HybridAdam:
     ) -> None:
         self.shards, self._config, self._groups, self._offload = shards, config, groups, offload
         self.step_count = 0
-        moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-        self.dtypes: dict[str, torch.dtype] = moments | _MASTERS[shards[0].param.dtype]
-        """The states and their types."""
+        self.dtypes: dict[str, torch.dtype] = {}
+        """The states and their types; parameters of each type have some of them."""
+        for shard in shards:
+            self.dtypes |= state_dtypes(shard.param.dtype)
         self.fixed_bytes = fixed_bytes
         self.largest_peak = 0
         """The most bytes that the device ever held, of peaks that this class has read and reset."""
@@ -90,7 +96,7 @@ class HybridAdam:
                 chunk.is_on_host = True
             for move in self.wanted_moves():
                 self.manager.chunks[move.chunk.index].is_on_host = move.to_host
-        self.manager.allocate(self.dtypes)
+        self.manager.allocate(state_dtypes)
         self._scalars: list[AdamScalars] | None = None
         """Of each parameter group, in the step under way."""
         self._shards_awaited: dict[StateChunk, set[int]] = {}
@@ -104,7 +110,8 @@ class HybridAdam:
             for range_ in shard.ranges:
                 # Only updates before the end of backward tell the difference; else one chunk holds all.
                 is_later = range_.needs_extra_reduction and self.is_offloading
-                self.manager.register(index, range_._replace(needs_extra_reduction=is_later))
+                elements = range_._replace(needs_extra_reduction=is_later)
+                self.manager.register(index, elements, shard.param.dtype)
         self.manager.finish_registration()
         chunks_of: list[list[StateChunk]] = [[] for _ in shards]
         for chunk in self.manager.chunks:
