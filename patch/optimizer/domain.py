@@ -41,10 +41,8 @@ def find_domains(
 
     Args:
         placed: data-parallel ranks and type of each parameter.
-        zero_stage: what data-parallel ranks share; NONE where no group has more than one rank.
+        zero_stage: what data-parallel ranks share.
         default: of the one domain of a rank without parameters.
     """
     keys = list(dict.fromkeys(placed)) or [default]
-    if all(group.size() == 1 for group, _ in keys):
-        zero_stage = ZeroStage.NONE
     return [Domain(zero_stage, *key) for key in keys], [keys.index(key) for key in placed]

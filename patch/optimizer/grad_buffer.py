@@ -277,7 +277,7 @@ class GradBuffer:
         if not self._staging and self._num_staging >= NUM_STAGING and self._travelling:
             self._finish_next()
         if not self._staging:
-            # Beyond NUM_STAGING only when unused parameters hold that many buckets open.
+            # Beyond NUM_STAGING only when unused parameters or domains hold that many buckets open.
             largest = max(bucket.range.numel for bucket in self.buckets)
             self._staging.append(self._like.new_empty(largest))
             self._num_staging += 1

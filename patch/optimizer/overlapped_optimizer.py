@@ -107,10 +107,13 @@ class OverlappedDistributedOptimizer:
         group_indices = assign_groups(named, self.param_groups)
         self.parameters = [parameter for _, parameter in named]
         like = _like(self.parameters, stages)
-        dp_groups = [self.param_groups[index].data_parallel_group or groups.dp_cp for index in group_indices]
+        dp_groups = [group.data_parallel_group or groups.dp_cp for group in self.param_groups]
+        # The same on all ranks of the job, whatever parameters they hold.
+        is_alone = all(group.size() == 1 for group in [groups.dp_cp, *dp_groups])
+        self._has_other_ranks = any(group is not groups.dp_cp for group in dp_groups)
         domains, domain_indices = find_domains(
-            [(group, p.dtype) for group, p in zip(dp_groups, self.parameters, strict=True)],
-            zero_stage,
+            [(dp_groups[i], p.dtype) for i, p in zip(group_indices, self.parameters, strict=True)],
+            ZeroStage.NONE if is_alone else zero_stage,
             default=(groups.dp_cp, like.dtype),
         )
         specs = _specs_of(named, stage_indices, group_indices, domain_indices)
@@ -233,7 +236,9 @@ class OverlappedDistributedOptimizer:
 
         Infinity or NaN anywhere shows in it, on every rank.
         """
-        return self._own.grad_norm() / self.loss_scale.value
+        # Shards differ on all ranks of the job; replicas only over the ranks that share a model.
+        group = None if self.is_sharded or self._has_other_ranks else self.groups.mp
+        return self._own.grad_norm(group) / self.loss_scale.value
 
     def _update(self, grad_norm: float, lr: float | Sequence[float]) -> None:
         limit = self.config.clip_grad

@@ -83,18 +83,17 @@ class OwnShards:
             for part, summed in zip(parts, coalesced.split([part.numel() for part in parts]), strict=True):
                 part.copy_(summed)
 
-    def grad_norm(self) -> float:
-        """L2 norm of the gradients of the whole model; sums are in float64."""
-        # Shards differ on all ranks of the job; replicas only over the ranks that share a model, unless a
-        # domain's ranks are others than those of the job's data parallelism.
-        is_one_model = all(
-            bucket.domain.zero_stage is ZeroStage.NONE and bucket.domain.group is self._groups.dp_cp
-            for bucket in self._buckets
-        )
+    def grad_norm(self, group: dist.ProcessGroup | None) -> float:
+        """L2 norm of the gradients of the whole model; sums are in float64.
+
+        Args:
+            group: the ranks that hold one replica of it; None: all ranks, where the first replica of each
+                parameter counts.
+        """
         counted = [
             self._grad(index, merged)
             for index, (bucket, params) in enumerate(zip(self._buckets, self._params, strict=True))
-            if is_one_model or not _is_replica(bucket.domain)
+            if group is not None or not _is_replica(bucket.domain)
             for is_counted, merged in _merge(params, partial(self._is_counted, bucket.domain))
             if is_counted
         ]
@@ -102,7 +101,7 @@ class OwnShards:
         norms = foreach_norm(counted, 2, dtype=torch.float64) if counted else []
         zero = torch.zeros((), dtype=torch.float64, device=self.shards[0].grad.device)
         total = torch.stack([zero, *(norm**2 for norm in norms)]).sum()
-        dist.all_reduce(total, group=self._groups.mp if is_one_model else None)
+        dist.all_reduce(total, group=group)
         return total.sqrt().item()
 
     def state_ranges(

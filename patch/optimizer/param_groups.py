@@ -25,7 +25,8 @@ class ParamGroup:
     """The group's own ends of the schedule, see `learning_rate`; None: those of the configuration."""
     data_parallel_group: dist.ProcessGroup | None = None
     """The ranks that hold copies of these parameters: gradients are summed over them, and all other ranks
-    hold other parameters (experts). None: the data-parallel ranks of the job."""
+    hold other parameters (experts). None: the data-parallel ranks of the job. A rank that holds none of
+    them has such a group too, without parameters: all ranks of the job must know that there is one."""
 
 
 def default_param_groups(stages: Sequence[torch.nn.Module], config: OptimizerConfig) -> list[ParamGroup]:

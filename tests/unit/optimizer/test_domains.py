@@ -13,10 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_runner import run_distributed
+from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
 from optimizer_runs import LR, data_parallel_groups, states_of
 from stale_reads import no_stale_reads
 
+from patch import compat
 from patch.checkpoint import load_checkpoint, save_checkpoint
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
@@ -198,6 +201,46 @@ def test_states_of_each_type_take_their_own_bytes(ranks: list, dtype: torch.dtyp
         for num_copies, size in ((2, 300), (1, 10**9)):
             held = sum(rank[zero_stage, dtype, num_copies, size]["bytes"] for rank in ranks)
             assert held == vectors + matrices + WORLD_SIZE // num_copies * matrices
+
+
+def run_norm(rank: int, world_size: int) -> list[tuple[float, float]]:
+    """Two pipeline stages of two ranks each; only the first one has experts, another on each rank."""
+    compat.apply(cuda=False)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    groups = ProcessGroupCollection.use_mpu_process_groups()
+    singles = [dist.new_group([other]) for other in range(world_size)]
+    found = []
+    for zero_stage in ZeroStage:
+        model = Block(torch.float32, rank)
+        if rank >= 2:
+            model.expert.requires_grad_(False)
+        others = [model.gain, model.shared]
+        experts = [model.expert] if rank < 2 else []
+        batch = torch.randn(5, 19, generator=torch.Generator().manual_seed(rank))
+        trained = [*others, *experts]
+        found_by = torch.autograd.grad(model(batch).square().sum(), trained)
+        gradients = dict(zip(trained, found_by, strict=True))
+        param_groups = [ParamGroup(others, 0.0), ParamGroup(experts, 0.0, data_parallel_group=singles[rank])]
+        optimizer = OverlappedDistributedOptimizer(
+            [model], OptimizerConfig(lr=LR), zero_stage, groups, param_groups=param_groups
+        )
+        optimizer.zero_grad(LR)
+        model(batch).square().sum().backward()
+        squares = torch.zeros((), dtype=torch.float64)
+        for parameter in others:
+            dist.all_reduce(gradients[parameter], group=groups.dp)
+            squares += gradients[parameter].double().square().sum() / 2
+        for parameter in experts:
+            squares += gradients[parameter].double().square().sum()
+        dist.all_reduce(squares)
+        found.append((optimizer.step().grad_norm, squares.sqrt().item()))
+    return found
+
+
+def test_the_norm_counts_experts_that_only_some_pipeline_stages_have() -> None:
+    for found in run_distributed(run_norm, WORLD_SIZE):
+        for ours, expected in found:
+            assert ours == pytest.approx(expected, rel=NORM_BOUND[torch.float32])
 
 
 def model_state(model: Model, expert: int, rank: int) -> dict[str, ShardedTensor]:
