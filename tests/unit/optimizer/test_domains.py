@@ -203,19 +203,20 @@ def test_states_of_each_type_take_their_own_bytes(ranks: list, dtype: torch.dtyp
             assert held == vectors + matrices + WORLD_SIZE // num_copies * matrices
 
 
-def run_norm(rank: int, world_size: int) -> list[tuple[float, float]]:
-    """Two pipeline stages of two ranks each; only the first one has experts, another on each rank."""
+def run_norm(rank: int, world_size: int, layout: dict[str, int]) -> list[tuple[float, float]]:
+    """Another expert on each rank of the first pipeline stage; other weights are whole on tensor ranks."""
     compat.apply(cuda=False)
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
+    parallel_state.initialize_model_parallel(**layout)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     singles = [dist.new_group([other]) for other in range(world_size)]
     found = []
     for zero_stage in ZeroStage:
         model = Block(torch.float32, rank)
-        if rank >= 2:
+        has_expert = groups.pp.rank() == 0
+        if not has_expert:
             model.expert.requires_grad_(False)
         others = [model.gain, model.shared]
-        experts = [model.expert] if rank < 2 else []
+        experts = [model.expert] if has_expert else []
         batch = torch.randn(5, 19, generator=torch.Generator().manual_seed(rank))
         trained = [*others, *experts]
         found_by = torch.autograd.grad(model(batch).square().sum(), trained)
@@ -229,7 +230,8 @@ def run_norm(rank: int, world_size: int) -> list[tuple[float, float]]:
         squares = torch.zeros((), dtype=torch.float64)
         for parameter in others:
             dist.all_reduce(gradients[parameter], group=groups.dp)
-            squares += gradients[parameter].double().square().sum() / 2
+            if groups.tp.rank() == 0:
+                squares += gradients[parameter].double().square().sum() / groups.dp.size()
         for parameter in experts:
             squares += gradients[parameter].double().square().sum()
         dist.all_reduce(squares)
@@ -237,8 +239,9 @@ def run_norm(rank: int, world_size: int) -> list[tuple[float, float]]:
     return found
 
 
-def test_the_norm_counts_experts_that_only_some_pipeline_stages_have() -> None:
-    for found in run_distributed(run_norm, WORLD_SIZE):
+@pytest.mark.parametrize("layout", ["pipeline_model_parallel_size", "tensor_model_parallel_size"])
+def test_the_norm_counts_experts_of_some_stages_and_of_all_tensor_ranks(layout: str) -> None:
+    for found in run_distributed(run_norm, WORLD_SIZE, {layout: 2}):
         for ours, expected in found:
             assert ours == pytest.approx(expected, rel=NORM_BOUND[torch.float32])
 
