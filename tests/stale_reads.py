@@ -23,7 +23,8 @@ class _Alarm(TorchDispatchMode):
         super().__init__()
         self._weights = optimizer.param_buffer
         self._names = {id(parameter): name for name, parameter in optimizer._trained._trained}
-        self._storage = self._weights.flat.untyped_storage().data_ptr()
+        self._storages = [flat.untyped_storage().data_ptr() for flat in self._weights.flats]
+        """Of each domain."""
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence, args: Sequence = (), kwargs: dict | None = None
@@ -36,14 +37,15 @@ class _Alarm(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _check(self, tensor: torch.Tensor, func: Any) -> None:
-        if tensor.untyped_storage().data_ptr() != self._storage or not tensor.numel():
+        storage = tensor.untyped_storage().data_ptr()
+        if storage not in self._storages or not tensor.numel():
             return
         weights, begin = self._weights, tensor.storage_offset()
         for index in {*weights._pending, *weights._updating}:
-            for param, member in zip(
-                weights._bucket_ranges[index].params, weights._members[index], strict=True
-            ):
-                if param.begin <= begin < param.end:
+            bucket_range = weights._bucket_ranges[index]
+            is_here = storage == self._storages[bucket_range.domain]
+            for param, member in zip(bucket_range.params, weights._members[index], strict=True):
+                if is_here and param.begin <= begin < param.end:
                     raise StaleReadError(f"{func} on {self._names[id(member)]}, which is on its way")
 
 

@@ -124,6 +124,9 @@ def start_reduce_scatter(buffer: torch.Tensor, out: torch.Tensor, group: dist.Pr
     received = [part if rank == group.rank() else torch.empty_like(part) for rank, part in enumerate(own)]
 
     def add_up() -> None:
+        if len(received) == 1:
+            out.copy_(received[0])
+            return
         # Partial sums go to a received part, because `out` may be a part that has not been added yet.
         partial_sum = received[1] if group.rank() == 0 else received[0]
         total = received[0]

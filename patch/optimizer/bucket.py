@@ -2,33 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
-import torch.distributed as dist
 
 from patch.config.choices import ZeroStage
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_reduce, start_reduce_scatter
+from patch.optimizer.domain import Domain
 from patch.optimizer.layout import BucketRange, ParamRange
 from patch.optimizer.micro_batch import LastMicroBatchCheck
-
-
-class Reduction(NamedTuple):
-    """How the buckets of one buffer are reduced."""
-
-    zero_stage: ZeroStage
-    group: dist.ProcessGroup
-    """Data-parallel ranks (with context parallelism)."""
-
-    @property
-    def num_shards(self) -> int:
-        """Ranks that share the sum; 1 where every rank gets all of it."""
-        return 1 if self.zero_stage is ZeroStage.NONE else self.group.size()
-
-    @property
-    def rank(self) -> int:
-        """This rank's shard."""
-        return 0 if self.zero_stage is ZeroStage.NONE else self.group.rank()
 
 
 class Bucket:
@@ -42,7 +22,7 @@ class Bucket:
         bucket_range: its parameters.
         shard: (n,) this rank's reduced gradients; final when the buffer's `finish_grad_sync` returns.
         buffer: (shards * n,) where gradients are collected; None: in a staging buffer, see `use_staging`.
-        reduction: how it is reduced.
+        domain: over which ranks it is reduced, and how.
     """
 
     def __init__(
@@ -51,10 +31,10 @@ class Bucket:
         bucket_range: BucketRange,
         shard: torch.Tensor,
         buffer: torch.Tensor | None,
-        reduction: Reduction,
+        domain: Domain,
     ) -> None:
         self.index, self.range, self.shard, self.buffer = index, bucket_range, shard, buffer
-        self._reduction = reduction
+        self.domain = domain
         self._staging: torch.Tensor | None = None
         self.is_open = False
         """Whether a micro-batch of its stage has begun backward and has not ended."""
@@ -91,7 +71,7 @@ class Bucket:
         self._missing = set(self.range.params)
         self.is_open, self._is_over, self.has_left = True, False, False
         self.is_last = is_last
-        self._is_due = is_last or self._reduction.zero_stage is ZeroStage.GRADIENTS
+        self._is_due = is_last or self.domain.zero_stage is ZeroStage.GRADIENTS
 
     def end_micro_batch(self) -> None:
         """The micro-batch will give no further gradient."""
@@ -126,26 +106,26 @@ class Bucket:
             place.add_(gradient.detach())
         self._has_repeats |= param not in self._missing
         # Stage `gradients` cannot wait for repeats: it has no memory for all buckets.
-        self._has_nested |= is_nested and self._reduction.zero_stage is not ZeroStage.GRADIENTS
+        self._has_nested |= is_nested and self.domain.zero_stage is not ZeroStage.GRADIENTS
         self._missing.discard(param)
 
     @property
     def is_shard_final(self) -> bool:
         """Whether the reduction writes the final sum into the shard, with nothing to be added afterwards."""
-        return self._reduction.zero_stage is not ZeroStage.GRADIENTS or self._is_shard_empty
+        return self.domain.zero_stage is not ZeroStage.GRADIENTS or self._is_shard_empty
 
     def start_grad_sync(self) -> None:
         """Start the reduction of what was collected; a parameter without a gradient counts as zeros."""
         assert self.buffer is not None, "use_staging comes first"
         for param in self._unwritten:
             self.buffer[param.begin - self.range.begin : param.end - self.range.begin].zero_()
-        if self._reduction.zero_stage is ZeroStage.NONE:
-            self.pending = start_all_reduce(self.buffer, self._reduction.group)
+        if self.domain.zero_stage is ZeroStage.NONE:
+            self.pending = start_all_reduce(self.buffer, self.domain.group)
         else:
             # In place; only the first reduction of a ZeRO-2 step can write where the sum is kept.
-            is_direct = self._reduction.zero_stage is ZeroStage.GRADIENTS and self._is_shard_empty
+            is_direct = self.domain.zero_stage is ZeroStage.GRADIENTS and self._is_shard_empty
             out = self.shard if is_direct else self._own_part()
-            self.pending = start_reduce_scatter(self.buffer, out, self._reduction.group)
+            self.pending = start_reduce_scatter(self.buffer, out, self.domain.group)
         self.has_left = True
 
     def finish_grad_sync(self, clock: WaitClock) -> torch.Tensor | None:
@@ -164,5 +144,5 @@ class Bucket:
     def _own_part(self) -> torch.Tensor:
         """(n,) the part of the buffer that belongs to this rank."""
         assert self.buffer is not None
-        size = self.range.numel // self._reduction.num_shards
-        return self.buffer[self._reduction.rank * size : (self._reduction.rank + 1) * size]
+        size = self.range.numel // self.domain.num_shards
+        return self.buffer[self.domain.rank * size : (self.domain.rank + 1) * size]

@@ -12,7 +12,7 @@ ColossalAI's Gemini.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import NamedTuple
 
@@ -97,8 +97,8 @@ class ChunkRange(NamedTuple):
 class StateChunk:
     """The states of up to `size` elements, one `Chunk` for each state; without buffers until `allocate`."""
 
-    def __init__(self, size: int, needs_extra_reduction: bool) -> None:
-        self.size, self.needs_extra_reduction = size, needs_extra_reduction
+    def __init__(self, size: int, needs_extra_reduction: bool, param_dtype: torch.dtype) -> None:
+        self.size, self.needs_extra_reduction, self.param_dtype = size, needs_extra_reduction, param_dtype
         self.index = 0
         """Order of backward: chunk 0 has the first gradients, and its parameters are needed last."""
         self.ranges: list[ChunkRange] = []
@@ -119,6 +119,8 @@ class StateChunk:
     def views(self, name: str, shard: int, begin: int, end: int) -> Iterator[tuple[int, torch.Tensor]]:
         """Views of a state of elements [begin, end) of a shard, as (first element in the shard, view).
 
+        None where parameters of this type have no such state.
+
         Args:
             name: the state.
             shard: index of the bucket shard.
@@ -126,6 +128,8 @@ class StateChunk:
             end: element after the last one.
         """
         self.wait_for_transfer()
+        if name not in self.states:
+            return
         for range_ in self.ranges:
             first, last = max(begin, range_.begin), min(end, range_.end)
             if range_.shard == shard and first < last:
@@ -189,20 +193,22 @@ class ChunkManager:
     def __init__(self, size: int, device: Allocator, copier: StagedCopier | None = None) -> None:
         self.size, self._device, self._copier = size, device, copier
         self.chunks: list[StateChunk] = []
-        self._open: dict[bool, StateChunk] = {}
+        self._open: dict[tuple[bool, torch.dtype], StateChunk] = {}
 
-    def register(self, shard: int, elements: ShardRange) -> None:
+    def register(self, shard: int, elements: ShardRange, param_dtype: torch.dtype = torch.float32) -> None:
         """Assign a range of a bucket shard to chunks, Next-Fit; call it before `allocate`.
 
         Args:
             shard: index of the bucket shard.
             elements: the range; ranges whose gradients need an extra reduction go to separate chunks.
+            param_dtype: type of its parameters; a chunk contains parameters of one type.
         """
         begin, end, group, needs_extra_reduction = elements
+        kind = needs_extra_reduction, param_dtype
         while begin < end:
-            chunk = self._open.get(needs_extra_reduction)
+            chunk = self._open.get(kind)
             if chunk is None or chunk.numel + min(end - begin, self.size) > self.size:
-                chunk = self._open[needs_extra_reduction] = StateChunk(self.size, needs_extra_reduction)
+                chunk = self._open[kind] = StateChunk(self.size, *kind)
                 self.chunks.append(chunk)
             stop = min(end, begin + self.size - chunk.numel)
             chunk.ranges.append(ChunkRange(shard, begin, stop, group, chunk.numel))
@@ -213,11 +219,17 @@ class ChunkManager:
         self.chunks.sort(key=lambda chunk: chunk.needs_extra_reduction)
         for index, chunk in enumerate(self.chunks):
             chunk.index = index
+            if self._copier is None:  # never exchanged
+                chunk.size = chunk.numel
 
-    def allocate(self, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Allocate every chunk's buffers, one for each state, on the host or the device."""
+    def allocate(self, dtypes_of: Callable[[torch.dtype], Mapping[str, torch.dtype]]) -> None:
+        """Allocate every chunk's buffers, one for each state, on the host or the device.
+
+        Args:
+            dtypes_of: names and types of the states of parameters of some type.
+        """
         for chunk in self.chunks:
-            chunk.allocate(dtypes, HOST if chunk.is_on_host else self._device)
+            chunk.allocate(dtypes_of(chunk.param_dtype), HOST if chunk.is_on_host else self._device)
 
     def move(self, chunk: StateChunk, *, to_host: bool) -> None:
         """Move a chunk that is not being updated to the host or to the device.

@@ -19,7 +19,7 @@ gets several, one in each backward inside the backward; so the first micro-batch
 which weights those are, and their buckets wait for the end of a micro-batch from then on.
 
 A rank of an interleaved pipeline has several stages. A backward concerns the buckets of the stages that it
-passes.
+passes. Each domain has a flat buffer of its own; the buckets of all domains leave in one order.
 """
 
 from __future__ import annotations
@@ -30,13 +30,15 @@ from contextlib import AbstractContextManager
 from functools import partial
 
 import torch
+import torch.distributed as dist
 
 from patch.compat.torch_internals import call_at_end_of_backward, current_backward
 from patch.config.choices import ZeroStage
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import TrainingError
-from patch.optimizer.bucket import Bucket, Reduction
-from patch.optimizer.layout import BucketRange, ParamRange
+from patch.optimizer.bucket import Bucket
+from patch.optimizer.domain import Domain
+from patch.optimizer.layout import BucketRange, ParamRange, flat_numels
 from patch.optimizer.micro_batch import NO_BACKWARD, LastMicroBatchCheck, follow_backward
 from patch.optimizer.refusals import Named
 
@@ -53,7 +55,8 @@ class GradBuffer:
         trained: their trainable parameters with their names; `bucket_ranges` refer to them by index.
         bucket_ranges: buckets in the order of backward.
         like: a tensor on their device, of the type in which gradients are collected and reduced.
-        reduction: ZeRO stage and data-parallel ranks.
+        domains: of the buckets, which refer to them by index; all of one ZeRO stage.
+        group: the data-parallel ranks, which have equally many micro-batches at stage `gradients`.
         clock: gets the time that compute waits for reductions.
         on_backward: called before the first gradient of each micro-batch, or the zeros of one without any.
         on_final: called with a bucket's index when its shard is final, or, with what it waits for, will be.
@@ -66,17 +69,18 @@ class GradBuffer:
         bucket_ranges: list[BucketRange],
         *,
         like: torch.Tensor,
-        reduction: Reduction,
+        domains: Sequence[Domain],
+        group: dist.ProcessGroup,
         clock: WaitClock,
         on_backward: Callable[[], None],
         on_final: Callable[[int, Pending | None], None],
     ) -> None:
-        self._reduction, self._clock, self._like = reduction, clock, like
-        self._is_sharded = reduction.zero_stage is ZeroStage.GRADIENTS
+        self._group, self._clock, self._like = group, clock, like
+        self._is_sharded = domains[0].zero_stage is ZeroStage.GRADIENTS
         self._on_backward, self._on_final = on_backward, on_final
         # A stream can wait for what was launched, a CPU's other threads cannot.
-        self._can_wait_elsewhere = reduction.group.size() == 1 or like.is_cuda
-        self.buckets = self._make_buckets(bucket_ranges)
+        self._can_wait_elsewhere = all(domain.group.size() == 1 for domain in domains) or like.is_cuda
+        self.buckets = self._make_buckets(bucket_ranges, domains)
         self._staging: list[torch.Tensor] = []
         self._num_staging = 0
         self._travelling: deque[Bucket] = deque()
@@ -158,18 +162,23 @@ class GradBuffer:
             self._end_backward()
         self.start_grad_sync()
 
-    def _make_buckets(self, bucket_ranges: list[BucketRange]) -> list[Bucket]:
+    def _make_buckets(self, bucket_ranges: list[BucketRange], domains: Sequence[Domain]) -> list[Bucket]:
         """Cut the gradient memory: full buffers, or at stage `gradients` shards of the sums alone."""
-        rank, num_shards = self._reduction.rank, self._reduction.num_shards
-        flat = self._like.new_zeros(bucket_ranges[-1].end // (num_shards if self._is_sharded else 1))
+        numels = flat_numels(bucket_ranges, len(domains))
+        flats = [
+            self._like.new_zeros(numel // (domain.num_shards if self._is_sharded else 1))
+            for numel, domain in zip(numels, domains, strict=True)
+        ]
         buckets = []
         for index, bucket_range in enumerate(bucket_ranges):
+            domain, flat = domains[bucket_range.domain], flats[bucket_range.domain]
             if self._is_sharded:
-                begin, end, buffer = bucket_range.begin // num_shards, bucket_range.end // num_shards, None
+                begin, end = bucket_range.begin // domain.num_shards, bucket_range.end // domain.num_shards
+                buffer = None
             else:
-                begin, end = bucket_range.shard(rank, num_shards)
+                begin, end = bucket_range.shard(domain.rank, domain.num_shards)
                 buffer = flat[bucket_range.begin : bucket_range.end]
-            buckets.append(Bucket(index, bucket_range, flat[begin:end], buffer, self._reduction))
+            buckets.append(Bucket(index, bucket_range, flat[begin:end], buffer, domain))
         return buckets
 
     def _register(self, name: str, parameter: torch.nn.Parameter, bucket: Bucket, param: ParamRange) -> None:
@@ -214,7 +223,7 @@ class GradBuffer:
         self._on_backward()
         begun = [bucket for bucket in self.buckets if bucket.range.stage == stage]
         if self._is_sharded and begun:
-            self._checks.append(LastMicroBatchCheck(stage, is_last, self._reduction.group, self._like))
+            self._checks.append(LastMicroBatchCheck(stage, is_last, self._group, self._like))
             self._leaving += begun
         self._open.add(stage)
         if is_last:
@@ -270,7 +279,7 @@ class GradBuffer:
         if not self._staging and self._num_staging >= NUM_STAGING and self._travelling:
             self._finish_next()
         if not self._staging:
-            # Beyond NUM_STAGING only when unused parameters hold that many buckets open.
+            # Beyond NUM_STAGING only when unused parameters or domains hold that many buckets open.
             largest = max(bucket.range.numel for bucket in self.buckets)
             self._staging.append(self._like.new_empty(largest))
             self._num_staging += 1

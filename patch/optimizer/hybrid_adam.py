@@ -39,6 +39,11 @@ parameter is its own master, a bf16 parameter is the high bits of its master (se
 parameter has a separate master."""
 
 
+def state_dtypes(param_dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The states of parameters of some type, and their types."""
+    return {"exp_avg": torch.float32, "exp_avg_sq": torch.float32} | _MASTERS[param_dtype]
+
+
 @dataclass(frozen=True)
 class Offload:
     """The device that chunks may leave, and the policy that decides which of them do."""
@@ -58,7 +63,8 @@ class HybridAdam:
         shards: the bucket shards in the order of backward; their tensors are not moved.
         config: betas, eps, form of weight decay.
         groups: the parameter groups, to which the ranges of shards refer by index.
-        offload: how states are offloaded; None: all states stay on the shards' device.
+        offload: how states are offloaded, if all parameters have one type; None: all states stay on the
+            shards' device.
         fixed_bytes: bytes of parameters and gradients on the device.
     """
 
@@ -72,9 +78,10 @@ class HybridAdam:
     ) -> None:
         self.shards, self._config, self._groups, self._offload = shards, config, groups, offload
         self.step_count = 0
-        moments = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
-        self.dtypes: dict[str, torch.dtype] = moments | _MASTERS[shards[0].param.dtype]
-        """The type of each state, by its name."""
+        self.dtypes: dict[str, torch.dtype] = {}
+        """The type of each state, by its name; parameters of one type have only some of the states."""
+        for shard in shards:
+            self.dtypes |= state_dtypes(shard.param.dtype)
         self.fixed_bytes = fixed_bytes
         self.largest_peak = 0
         """The largest of the device's peaks in bytes that this class has read and reset."""
@@ -91,8 +98,8 @@ class HybridAdam:
                 chunk.is_on_host = True
             for move in self.wanted_moves():
                 self.manager.chunks[move.chunk.index].is_on_host = move.to_host
-        self.manager.allocate(self.dtypes)
-        self._scalars: list[AdamScalars] = []
+        self.manager.allocate(state_dtypes)
+        self._scalars: list[AdamScalars] | None = None
         """The scalars of each parameter group in the current step."""
         self._shards_awaited: dict[StateChunk, set[int]] = {}
         """For each chunk on the host: its shards whose gradients are not final yet in the current step."""
@@ -103,9 +110,10 @@ class HybridAdam:
         """Assign all ranges to chunks; returns the chunks of each shard."""
         for index, shard in enumerate(shards):
             for range_ in shard.ranges:
-                # Only updates during backward need separate chunks; without offload there is a single chunk.
+                # Only updates during backward need separate chunks; else one per type suffices.
                 needs_own_chunk = range_.needs_extra_reduction and self.is_offloading
-                self.manager.register(index, range_._replace(needs_extra_reduction=needs_own_chunk))
+                elements = range_._replace(needs_extra_reduction=needs_own_chunk)
+                self.manager.register(index, elements, shard.param.dtype)
         self.manager.finish_registration()
         chunks_of: list[list[StateChunk]] = [[] for _ in shards]
         for chunk in self.manager.chunks:
@@ -256,7 +264,7 @@ class HybridAdam:
     @torch.no_grad()
     def update(self, indices: Sequence[int]) -> None:
         """Update those elements of some shards whose states are on the device; call `start_update` before."""
-        assert self._scalars, "call start_update first"
+        assert self._scalars is not None, "call start_update first"
         wanted = set(indices)
         chunks = dict.fromkeys(chunk for index in indices for chunk in self._chunks_of[index])
         items = []

@@ -33,9 +33,9 @@ from patch.config.schema import OptimizerConfig
 from patch.device import torch_dtype
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import CheckpointError, TrainingError
-from patch.optimizer.bucket import Reduction
+from patch.optimizer.domain import Domain, find_domains
 from patch.optimizer.grad_buffer import GradBuffer
-from patch.optimizer.hybrid_adam import HybridAdam, Offload
+from patch.optimizer.hybrid_adam import HybridAdam, Offload, state_dtypes
 from patch.optimizer.layout import ParamSpec, lay_out
 from patch.optimizer.loss_scale import LossScale
 from patch.optimizer.own_shards import OwnShards
@@ -77,11 +77,11 @@ class OptimizerReport(NamedTuple):
 
 
 class OverlappedDistributedOptimizer:
-    """AdamW over the shards of a flat parameter buffer.
+    """AdamW over the shards of flat parameter buffers.
 
     Args:
         stages: the pipeline stages of this rank, in the order in which a batch passes them; their trainable
-            parameters are re-pointed into the flat buffer.
+            parameters are re-pointed into the flat buffers.
         config: rates, decay, clipping, bucket size.
         zero_stage: what data-parallel ranks share.
         groups: dp_cp, tp, mp and embd are used.
@@ -102,16 +102,25 @@ class OverlappedDistributedOptimizer:
         param_groups: Sequence[ParamGroup] | None = None,
     ) -> None:
         named, stage_indices = _trained_in(stages)
-        check_parameters(stages, named)
+        check_parameters(stages, named, is_offloading=offload is not None)
         self.param_groups = default_param_groups(stages, config) if param_groups is None else param_groups
-        specs = _specs_of(named, stage_indices, assign_groups(named, self.param_groups))
+        group_indices = assign_groups(named, self.param_groups)
         self.parameters = [parameter for _, parameter in named]
         like = _like(self.parameters, stages)
+        dp_groups = [group.data_parallel_group or groups.dp_cp for group in self.param_groups]
+        # The same on all ranks of the job, whatever parameters they hold.
+        is_alone = all(group.size() == 1 for group in [groups.dp_cp, *dp_groups])
+        self._has_other_ranks = any(group is not groups.dp_cp for group in dp_groups)
+        domains, domain_indices = find_domains(
+            [(dp_groups[i], p.dtype) for i, p in zip(group_indices, self.parameters, strict=True)],
+            ZeroStage.NONE if is_alone else zero_stage,
+            default=(groups.dp_cp, like.dtype),
+        )
+        specs = _specs_of(named, stage_indices, group_indices, domain_indices)
         self.config, self.groups, self.device = config, groups, like.device
-        self.loss_scale = _loss_scale(config, like.dtype)
-        self.is_sharded = zero_stage is not ZeroStage.NONE and groups.dp_cp.size() > 1
-        reduction = Reduction(zero_stage if self.is_sharded else ZeroStage.NONE, groups.dp_cp)
-        bucket_ranges = lay_out(specs, config.reduce_bucket_size, reduction.num_shards)
+        self.loss_scale = _loss_scale(config, domains)
+        self.is_sharded = domains[0].zero_stage is not ZeroStage.NONE
+        bucket_ranges = lay_out(specs, config.reduce_bucket_size, [d.num_shards for d in domains])
         self._clock = WaitClock(self.device)
         self._lr: float | Sequence[float] | None = None
         """The rates of the step that has begun; None: none has."""
@@ -120,9 +129,8 @@ class OverlappedDistributedOptimizer:
             stages,
             self.parameters,
             bucket_ranges,
-            like=like,
-            num_shards=reduction.num_shards,
-            group=groups.dp_cp,
+            domains=domains,
+            device=self.device,
             wait_for_update=self._wait_for_update,
             clock=self._clock,
         )
@@ -132,23 +140,16 @@ class OverlappedDistributedOptimizer:
             named,
             bucket_ranges,
             like=torch.empty(0, dtype=torch_dtype(config.main_grads_dtype), device=self.device),
-            reduction=reduction,
+            domains=domains,
+            group=groups.dp_cp,
             clock=self._clock,
             # Of modules that this step's forward did not use: an update on the host may still read gradients,
             # and the next one of all is to write parameters that no other writes.
             on_backward=self.finish_param_sync,
             on_final=self._on_final_gradient,
         )
-        self._own = OwnShards(
-            self.parameters,
-            specs,
-            self.grad_buffer.buckets,
-            self.param_buffer,
-            rank=reduction.rank,
-            num_shards=reduction.num_shards,
-            groups=groups,
-        )
-        fixed_bytes = self.param_buffer.flat.nbytes + self.grad_buffer.num_bytes
+        self._own = OwnShards(self.parameters, specs, self.grad_buffer.buckets, self.param_buffer, groups)
+        fixed_bytes = self.param_buffer.num_bytes + self.grad_buffer.num_bytes
         self.adam = HybridAdam(self._own.shards, config, self.param_groups, offload, fixed_bytes)
 
     def _wait_for_update(self, index: int, *, block: bool) -> bool:
@@ -236,7 +237,7 @@ class OverlappedDistributedOptimizer:
         Infinity or NaN anywhere shows in it, on every rank.
         """
         # Shards differ on all ranks of the job; replicas only over the ranks that share a model.
-        group = None if self.is_sharded else self.groups.mp
+        group = None if self.is_sharded or self._has_other_ranks else self.groups.mp
         return self._own.grad_norm(group) / self.loss_scale.value
 
     def _update(self, grad_norm: float, lr: float | Sequence[float]) -> None:
@@ -386,7 +387,7 @@ class OverlappedDistributedOptimizer:
 
     def _views(self, name: str) -> list[torch.Tensor]:
         """A state of this rank's shards, parameter after parameter."""
-        return [values for _, _, values in self._own.state_ranges(partial(self.adam.state, name))]
+        return [part.values for part in self._own.state_ranges(partial(self.adam.state, name))]
 
     def common_state_dict(self) -> dict[str, Any]:
         """What is the same on all ranks: the number of steps and the loss scale."""
@@ -411,15 +412,14 @@ class OverlappedDistributedOptimizer:
             model_state: the model's sharded_state_dict, whose entries hold the parameters themselves.
             is_loading: leave out the zeros that fill up states of partly frozen layers.
         """
-        dp_rank = 0 if self.is_sharded else self.groups.dp_cp.rank()
         sharded: ShardedStateDict = {}
         for name in self.adam.dtypes:
-            ranges = list(self._own.state_ranges(partial(self.adam.state, name)))
-            sharded |= sharded_ranges(model_state, ranges, f"{_STATE}.{name}", dp_rank)
+            ranges = self._own.state_ranges(partial(self.adam.state, name))
+            sharded |= sharded_ranges(model_state, ranges, f"{_STATE}.{name}")
         if not is_loading:
             trained = {id(parameter) for parameter in self.parameters}
             dp_rank = self.groups.dp_cp.rank()
-            sharded |= zeros_of_frozen(model_state, trained, self.adam.dtypes, _STATE, dp_rank)
+            sharded |= zeros_of_frozen(model_state, trained, state_dtypes, _STATE, dp_rank)
         return sharded
 
 
@@ -439,17 +439,20 @@ def _trained_in(
     return named, stage_indices
 
 
-def _specs_of(named: Named, stage_indices: list[int], group_indices: list[int]) -> list[ParamSpec]:
+def _specs_of(
+    named: Named, stage_indices: list[int], group_indices: list[int], domain_indices: list[int]
+) -> list[ParamSpec]:
     """What the layout needs to know; a tied embedding, which two pipeline stages must cut alike, is alone."""
+    indices = zip(group_indices, stage_indices, domain_indices, strict=True)
     return [
-        ParamSpec(parameter.numel(), group, getattr(parameter, "shared_embedding", False), stage)
-        for (_, parameter), stage, group in zip(named, stage_indices, group_indices, strict=True)
+        ParamSpec(parameter.numel(), group, getattr(parameter, "shared_embedding", False), stage, domain)
+        for (_, parameter), (group, stage, domain) in zip(named, indices, strict=True)
     ]
 
 
-def _loss_scale(config: OptimizerConfig, dtype: torch.dtype) -> LossScale:
-    """Dynamic for fp16 weights, 1 for others."""
-    if dtype == torch.float16:
+def _loss_scale(config: OptimizerConfig, domains: Sequence[Domain]) -> LossScale:
+    """Dynamic where weights are fp16, else 1."""
+    if any(domain.dtype == torch.float16 for domain in domains):
         return LossScale(config.initial_loss_scale, config.loss_scale_window)
     return LossScale(1.0, 0)
 

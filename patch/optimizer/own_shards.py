@@ -8,6 +8,7 @@ of the model once, though several ranks hold a copy.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import groupby
 from typing import TypeVar
 
@@ -16,10 +17,13 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.compat.torch_internals import foreach_norm
+from patch.config.choices import ZeroStage
 from patch.distributed.async_collectives import WaitClock
 from patch.optimizer.bucket import Bucket
+from patch.optimizer.domain import Domain
 from patch.optimizer.layout import BucketShard, ParamRange, ParamSpec, ShardRange
 from patch.optimizer.param_buffer import ParamBuffer
+from patch.optimizer.sharded_state import StateRange
 
 _Key = TypeVar("_Key")
 
@@ -30,8 +34,7 @@ class OwnShards:
     Args:
         parameters: all trainable ones; buckets refer to them by index. specs: what the layout knows of them.
         buckets: their gradients. param_buffer: their values.
-        rank: this rank's shard. num_shards: ranks that share a bucket.
-        groups: tp, mp and embd are used.
+        groups: dp_cp, tp, mp and embd are used.
     """
 
     def __init__(
@@ -40,13 +43,10 @@ class OwnShards:
         specs: Sequence[ParamSpec],
         buckets: Sequence[Bucket],
         param_buffer: ParamBuffer,
-        *,
-        rank: int,
-        num_shards: int,
         groups: ProcessGroupCollection,
     ) -> None:
         self._parameters, self._specs, self._buckets, self._groups = parameters, specs, buckets, groups
-        parts = [bucket.range.shard(rank, num_shards) for bucket in buckets]
+        parts = [bucket.range.shard(bucket.domain.rank, bucket.domain.num_shards) for bucket in buckets]
         self._begins = [begin for begin, _ in parts]
         self._params = [b.range.params_within(*part) for b, part in zip(buckets, parts, strict=True)]
         self.shards = [
@@ -87,12 +87,14 @@ class OwnShards:
         """L2 norm of the gradients of the whole model; sums are in float64.
 
         Args:
-            group: the ranks that hold different parts of it; None: all ranks.
+            group: the ranks that hold one replica of it; None: all ranks, where the first replica of each
+                parameter counts.
         """
         counted = [
             self._grad(index, merged)
-            for index, params in enumerate(self._params)
-            for is_counted, merged in _merge(params, self._is_counted)
+            for index, (bucket, params) in enumerate(zip(self._buckets, self._params, strict=True))
+            if group is not None or not _is_replica(bucket.domain)
+            for is_counted, merged in _merge(params, partial(self._is_counted, bucket.domain))
             if is_counted
         ]
         # On a GPU vector_norm would first write a copy of the gradients in float64.
@@ -104,8 +106,8 @@ class OwnShards:
 
     def state_ranges(
         self, state: Callable[[int, int, int], Iterator[tuple[int, torch.Tensor]]]
-    ) -> Iterator[tuple[torch.nn.Parameter, int, torch.Tensor]]:
-        """Parts of a state: the parameter, the part's first element in it, and a view of the values.
+    ) -> Iterator[StateRange]:
+        """Parts of a state.
 
         Args:
             state: views of the state of elements [begin, end) of shard `index`, each with its first element.
@@ -113,7 +115,10 @@ class OwnShards:
         for index, param in self._all():
             begin, end = param.begin - self._begins[index], param.end - self._begins[index]
             for first, values in state(index, begin, end):
-                yield self._parameters[param.parameter], param.offset + first - begin, values
+                domain = self._buckets[index].domain
+                dp_rank = domain.group.rank() if domain.zero_stage is ZeroStage.NONE else 0
+                parameter = self._parameters[param.parameter]
+                yield StateRange(parameter, param.offset + first - begin, values, dp_rank)
 
     def _all(self) -> Iterator[tuple[int, ParamRange]]:
         """Each parameter's part, with the index of its bucket."""
@@ -138,11 +143,17 @@ class OwnShards:
         is_summed_over_tp = self._groups.tp.size() > 1 and _is_sequence_parallel(parameter)
         return self._specs[param.parameter].group, is_summed_over_tp or _is_tied(parameter)
 
-    def _is_counted(self, param: ParamRange) -> bool:
-        """Whether this rank counts a parameter in the norm, of those that hold a copy."""
+    def _is_counted(self, domain: Domain, param: ParamRange) -> bool:
+        """Whether this rank counts a parameter in the norm, of the model-parallel ranks that hold a copy."""
         parameter = self._parameters[param.parameter]
-        is_cut = getattr(parameter, "tensor_model_parallel", False)
+        has_other_ranks = domain.group is not self._groups.dp_cp  # all that hold a copy are in its group
+        is_cut = has_other_ranks or getattr(parameter, "tensor_model_parallel", False)
         return not getattr(parameter, "shared", False) and (is_cut or self._groups.tp.rank() == 0)
+
+
+def _is_replica(domain: Domain) -> bool:
+    """Whether another data-parallel rank counts the same elements in the norm."""
+    return domain.zero_stage is ZeroStage.NONE and domain.group.rank() > 0
 
 
 def _is_sequence_parallel(parameter: torch.nn.Parameter) -> bool:

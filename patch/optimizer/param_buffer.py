@@ -1,6 +1,6 @@
-"""The parameters of a rank in one flat buffer, gathered bucket by bucket while the next forward already runs.
+"""The parameters of a rank in flat buffers, gathered bucket by bucket while the next forward already runs.
 
-The model's parameters are views of the buffer. After the update each rank holds new values in its shards;
+The model's parameters are views of the buffers. After the update each rank holds new values in its shards;
 `start_param_sync` sends them, and a bucket is waited for by whoever first gets one of its parameters from a
 module by name (`module.weight`), by `state_dict` or `load_state_dict`, within a stage's forward also by
 `parameters()`; or, before anything else of its forward, by the module that owns it, which may hold it in
@@ -20,13 +20,13 @@ from itertools import chain
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch.autograd.graph import increment_version
 
 from patch.compat.torch_internals import own_parameters, watch_reads
 from patch.device import streams_of
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather
-from patch.optimizer.layout import BucketRange
+from patch.optimizer.domain import Domain
+from patch.optimizer.layout import BucketRange, flat_numels
 
 
 class WaitForUpdate(Protocol):
@@ -45,10 +45,10 @@ class ParamBuffer:
 
     Args:
         stages: whoever gets a parameter from a module of theirs waits for it.
-        parameters: the trainable ones, one dtype; they become views of the buffer, values kept.
-        like: of their type and device.
+        parameters: the trainable ones; they become views of the buffers, values kept.
         bucket_ranges: buckets in the order of backward.
-        num_shards: ranks that share a bucket: 1, or the size of `group`.
+        domains: of the buckets, which refer to them by index.
+        device: of the parameters.
         wait_for_update: waits for this rank's new part of a bucket.
         clock: gets the time that compute waits for parameters.
     """
@@ -59,16 +59,13 @@ class ParamBuffer:
         parameters: list[torch.nn.Parameter],
         bucket_ranges: list[BucketRange],
         *,
-        like: torch.Tensor,
-        num_shards: int,
-        group: dist.ProcessGroup,
+        domains: Sequence[Domain],
+        device: torch.device,
         wait_for_update: WaitForUpdate,
         clock: WaitClock,
     ) -> None:
-        self._bucket_ranges, self._group = bucket_ranges, group
+        self._bucket_ranges, self._domains = bucket_ranges, domains
         self._wait_for_update, self._clock = wait_for_update, clock
-        self._num_shards = num_shards
-        self._rank = group.rank() if num_shards > 1 else 0
         self._updating: deque[int] = deque()
         """Buckets whose gathers are not started, in their order, the same on all ranks."""
         self._pending: dict[int, Pending] = {}
@@ -78,10 +75,15 @@ class ParamBuffer:
         """Threads that share a model may wait for the same parameters."""
         self._num_forwards = 0
         """Of stages, under way."""
-        self.flat = like.new_zeros(bucket_ranges[-1].end)
+        self.flats = [
+            torch.zeros(numel, dtype=domain.dtype, device=device)
+            for numel, domain in zip(flat_numels(bucket_ranges, len(domains)), domains, strict=True)
+        ]
+        """The flat buffer of each domain."""
         # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
-        self._streams = streams_of(like.device)
-        self._aside = self._streams.Stream(like.device) if num_shards > 1 else None
+        self._streams = streams_of(device)
+        is_sharded = any(domain.num_shards > 1 for domain in domains)
+        self._aside = self._streams.Stream(device) if is_sharded else None
         self._members = [
             [parameters[param.parameter] for param in bucket_range.params] for bucket_range in bucket_ranges
         ]
@@ -89,7 +91,8 @@ class ParamBuffer:
         with torch.no_grad():
             for index, bucket_range in enumerate(bucket_ranges):
                 for param, parameter in zip(bucket_range.params, self._members[index], strict=True):
-                    view = self.flat[param.begin : param.end].view(parameter.shape)
+                    flat = self.flats[bucket_range.domain]
+                    view = flat[param.begin : param.end].view(parameter.shape)
                     parameter.data = view.copy_(parameter)
                     self._bucket_of[parameter] = index
         for module in chain.from_iterable(stage.modules() for stage in stages):
@@ -108,8 +111,15 @@ class ParamBuffer:
 
     def shard(self, index: int) -> torch.Tensor:
         """This rank's part of a bucket: a view of the buffer."""
-        begin, end = self._bucket_ranges[index].shard(self._rank, self._num_shards)
-        return self.flat[begin:end]
+        bucket_range = self._bucket_ranges[index]
+        domain = self._domains[bucket_range.domain]
+        begin, end = bucket_range.shard(domain.rank, domain.num_shards)
+        return self.flats[bucket_range.domain][begin:end]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parameters, padding included."""
+        return sum(flat.nbytes for flat in self.flats)
 
     def start_param_sync(self, index: int) -> None:
         """Take note that this rank's part of a bucket is being updated; then ranks exchange their parts.
@@ -159,9 +169,11 @@ class ParamBuffer:
             if not self._wait_for_update(index, block=block):
                 return False
             self._updating.popleft()
-            if self._num_shards > 1:
-                buffer = self.flat[self._bucket_ranges[index].begin : self._bucket_ranges[index].end]
-                self._pending[index] = start_all_gather(buffer, self.shard(index), self._group)
+            bucket_range = self._bucket_ranges[index]
+            domain = self._domains[bucket_range.domain]
+            if domain.num_shards > 1:
+                buffer = self.flats[bucket_range.domain][bucket_range.begin : bucket_range.end]
+                self._pending[index] = start_all_gather(buffer, self.shard(index), domain.group)
             else:
                 increment_version(self._members[index])
         return True

@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters share a weight decay and a learning rate."""
+"""Parameter groups: which parameters share a weight decay, a learning rate and data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
 
 from patch.config.schema import OptimizerConfig
 from patch.errors import ConfigError, TrainingError
@@ -22,6 +23,10 @@ class ParamGroup:
     max_lr: float | None = None
     min_lr: float | None = None
     """The group's own ends of the schedule, see `learning_rate`; None: those of the configuration."""
+    data_parallel_group: dist.ProcessGroup | None = None
+    """The ranks that hold copies of these parameters: gradients are summed over them, and all other ranks
+    hold other parameters (experts). None: the data-parallel ranks of the job. A rank that holds none of
+    them has such a group too, without parameters: all ranks of the job must know that there is one."""
 
 
 def default_param_groups(stages: Sequence[torch.nn.Module], config: OptimizerConfig) -> list[ParamGroup]:
@@ -61,7 +66,9 @@ def assign_groups(
     Args:
         trained: the parameters with their names. groups: may hold frozen parameters too.
     Raises:
-        ConfigError: a parameter is in no group or in several; a group holds one that the stages do not have.
+        ConfigError: a parameter is in no group or in several; a group holds one that the stages do not have;
+            an expert-parallel parameter (megatron-core's mark `allreduce=False`) is in a group without
+            data-parallel ranks of its own.
     """
     found: dict[int, list[int]] = {}
     for index, group in enumerate(groups):
@@ -70,6 +77,12 @@ def assign_groups(
     for name, parameter in trained:
         if (number := len(found.get(id(parameter), []))) != 1:
             raise ConfigError(f"{name} is in {number} parameter groups, expected one: change `param_groups`")
+        (index,) = found[id(parameter)]
+        if not getattr(parameter, "allreduce", True) and groups[index].data_parallel_group is None:
+            raise ConfigError(
+                f"{name}: an expert-parallel parameter, expected a parameter group with the "
+                "`data_parallel_group` of its copies"
+            )
     known = {id(parameter) for _, parameter in trained}
     for index, group in enumerate(groups):
         for parameter in group.params:

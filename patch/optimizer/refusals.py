@@ -17,14 +17,15 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def check_parameters(stages: Sequence[torch.nn.Module], trained: Named) -> None:
+def check_parameters(stages: Sequence[torch.nn.Module], trained: Named, *, is_offloading: bool) -> None:
     """Refuse parameters that no run could train.
 
     Args:
         stages: the pipeline stages of this rank. trained: all their trainable parameters.
+        is_offloading: whether optimizer states may go to the host.
     Raises:
-        ConfigError: their type or device, several of either, one parameter in two stages, sharded experts,
-            or another optimizer that trains them.
+        ConfigError: their type or device, several devices, several types of which states go to the host, one
+            parameter in two stages, or another optimizer that trains them.
     """
     for name, parameter in trained:
         if parameter.dtype not in _DTYPES:
@@ -33,16 +34,12 @@ def check_parameters(stages: Sequence[torch.nn.Module], trained: Named) -> None:
             )
         if parameter.device.type == "meta":
             raise ConfigError(f"{name} is on the meta device, expected values: load or draw them first")
-        if not getattr(parameter, "allreduce", True):
-            raise ConfigError(
-                f"{name}: an expert-parallel parameter, expected none: not built yet, "
-                "use one expert-parallel rank"
-            )
-    for what, attribute, cure in (("types", "dtype", " (--precision)"), ("devices", "device", "")):
+    one_type = "with --optimizer-offload-policy: use false, or one type"
+    for what, attribute, cure in (("types", "dtype", one_type), ("devices", "device", "")):
         found = {str(getattr(parameter, attribute)): name for name, parameter in trained}
-        if len(found) > 1:
+        if len(found) > 1 and (is_offloading or attribute != "dtype"):
             each = ", ".join(f"{value} ({name})" for value, name in sorted(found.items()))
-            raise ConfigError(f"trainable parameters have {what} {each}, expected one{cure}")
+            raise ConfigError(f"trainable parameters have {what} {each}, expected one {cure}".rstrip())
     uses = Counter(id(parameter) for _, parameter in trained)
     for name, parameter in trained:
         if uses[id(parameter)] > 1:

@@ -9,7 +9,8 @@ megatron/core/dist_checkpointing/mapping.py:133.)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,25 +22,33 @@ Rectangle = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and shape."""
 
 
+class StateRange(NamedTuple):
+    """Neighbouring elements of one parameter's state."""
+
+    parameter: torch.nn.Parameter
+    first: int
+    """Index of the first of them in the flattened parameter."""
+    values: torch.Tensor
+    """(n,) a view of the state."""
+    dp_rank: int
+    """Among the data-parallel ranks that hold a copy; 0 writes, the others only read."""
+
+
 def sharded_ranges(
-    model_state: ShardedStateDict,
-    ranges: Sequence[tuple[torch.nn.Parameter, int, torch.Tensor]],
-    prefix: str,
-    dp_rank: int,
+    model_state: ShardedStateDict, ranges: Iterable[StateRange], prefix: str
 ) -> ShardedStateDict:
     """Describe flat ranges of a state to dist_checkpointing.
 
     Args:
         model_state: the model's sharded_state_dict, whose entries hold the parameters themselves.
-        ranges: (parameter, first element in it, state of the elements from there on, (n,) contiguous).
+        ranges: of the state.
         prefix: the shards' keys are `prefix` + "." + the weight's key.
-        dp_rank: 0 writes; other replicas of the same range only read.
     Returns:
         one entry per rectangle; each holds a view of the state.
     """
     shards = _shards_by_parameter(model_state)
     found: ShardedStateDict = {}
-    for parameter, first, state in ranges:
+    for parameter, first, state, dp_rank in ranges:
         for shard, start in shards[id(parameter)]:
             begin = max(first, start)
             end = min(first + state.numel(), start + math.prod(_local_shape(shard)))
@@ -57,7 +66,7 @@ def sharded_ranges(
 def zeros_of_frozen(
     model_state: ShardedStateDict,
     trained: set[int],
-    dtypes: Mapping[str, torch.dtype],
+    dtypes_of: Callable[[torch.dtype], Mapping[str, torch.dtype]],
     prefix: str,
     dp_rank: int,
 ) -> ShardedStateDict:
@@ -68,7 +77,9 @@ def zeros_of_frozen(
 
     Args:
         trained: ids of this rank's trainable parameters.
-        dtypes: of the states; the shards' keys are `prefix` + "." + state + "." + the weight's key.
+        dtypes_of: names and types of the states of a weight of some type.
+        prefix: the shards' keys are `prefix` + "." + state + "." + the weight's key.
+        dp_rank: 0 writes; other replicas only read.
     Returns:
         zeros for what is frozen on this rank, to be saved; they take no memory.
     """
@@ -85,7 +96,7 @@ def zeros_of_frozen(
             continue
         shape = _local_shape(shard)
         offset = (0,) * len(shape)
-        for name, dtype in dtypes.items():
+        for name, dtype in dtypes_of(shard.data.dtype).items():
             zeros = torch.zeros(1, dtype=dtype).expand(math.prod(shape))
             key = f"{prefix}.{name}.{shard.key}"
             entry = _shard_of(shard, key, zeros, offset, shape, dp_rank)

@@ -141,7 +141,9 @@ class CommunicationAlone:
         numels = [bucket.range.numel for bucket in like.grad_buffer.buckets]
         total, device = sum(numels), like.device
         self._gradients = torch.zeros(total, dtype=torch.float32, device=device).split(numels)
-        self._weights = torch.zeros(total, dtype=like.param_buffer.flat.dtype, device=device).split(numels)
+        self._weights = torch.zeros(total, dtype=like.param_buffer.flats[0].dtype, device=device).split(
+            numels
+        )
 
     @property
     def num_bytes(self) -> int:

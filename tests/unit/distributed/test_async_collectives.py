@@ -159,6 +159,11 @@ def run_alone(rank: int, world_size: int) -> None:
     buffer = _buffer(0, 1, torch.float32)
     start_all_reduce(buffer, group).wait(clock)
     assert torch.equal(buffer, _buffer(0, 1, torch.float32))
+    out = torch.empty_like(buffer)
+    start_reduce_scatter(buffer, out, group).wait(clock)
+    start_reduce_scatter(buffer, buffer, group).wait(clock)
+    start_all_gather(buffer, buffer, group).wait(clock)
+    assert torch.equal(out, buffer) and torch.equal(buffer, _buffer(0, 1, torch.float32))
 
 
 def test_a_group_of_one_has_its_own_values() -> None:

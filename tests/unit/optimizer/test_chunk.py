@@ -109,7 +109,7 @@ def test_moving_to_where_a_chunk_lies_changes_nothing(to_host: bool) -> None:
     device = SimulatedDevice(GENEROUS)
     manager = filled([100], 64, device)
     manager.chunks[0].is_on_host = manager.chunks[1].is_on_host = to_host
-    manager.allocate(DTYPES)
+    manager.allocate(lambda _: DTYPES)
     before, held = manager.chunks[0].states["master_low"].data, device.allocated_bytes
     manager.move(manager.chunks[0], to_host=to_host)
     assert manager.chunks[0].states["master_low"].data is before and device.allocated_bytes == held
@@ -121,7 +121,7 @@ def test_states_on_the_device_have_no_copy_on_the_host() -> None:
     manager = filled([1000], 100, device)
     for chunk in manager.chunks[:4]:
         chunk.is_on_host = True
-    manager.allocate(DTYPES)
+    manager.allocate(lambda _: DTYPES)
     for _ in range(2):
         assert manager.total_bytes(on_host=True) == 4 * 100 * 10
         assert manager.total_bytes(on_host=False) == 6 * 100 * 10 == device.allocated_bytes
@@ -132,7 +132,7 @@ def test_states_on_the_device_have_no_copy_on_the_host() -> None:
 
 def test_moves_carry_every_state_to_the_bit() -> None:
     manager = filled([1000], 100)
-    manager.allocate(DTYPES)
+    manager.allocate(lambda _: DTYPES)
     generator = torch.Generator().manual_seed(0)
     wanted = {}
     for chunk in manager.chunks:
@@ -166,7 +166,7 @@ def test_states_reach_the_device_while_the_host_goes_on() -> None:
     manager = filled([100], 100, device)
     (chunk,) = manager.chunks
     chunk.is_on_host = True
-    manager.allocate(DTYPES)
+    manager.allocate(lambda _: DTYPES)
     for name, values in (("exp_avg", torch.arange(100.0)), ("exp_avg_sq", torch.arange(100.0).square())):
         chunk.states[name].data.copy_(values)
     manager.move(chunk, to_host=False)
@@ -192,7 +192,7 @@ def test_states_that_did_not_reach_the_device_do_not_come_back_from_there() -> N
     manager = filled([100], 100, BrokenDevice(GENEROUS))
     (chunk,) = manager.chunks
     chunk.is_on_host = True
-    manager.allocate(DTYPES)
+    manager.allocate(lambda _: DTYPES)
     manager.move(chunk, to_host=False)
     with pytest.raises(RuntimeError, match="a device's own trouble"):
         manager.move(chunk, to_host=True)
@@ -202,7 +202,7 @@ def test_a_device_that_is_full_says_so_and_the_chunk_stays() -> None:
     device = SimulatedDevice(100 * 10 + 500)  # room for one of three states
     manager = filled([200], 100, device)
     manager.chunks[1].is_on_host = True
-    manager.allocate(DTYPES)
+    manager.allocate(lambda _: DTYPES)
     with pytest.raises(SimulatedOutOfMemory, match="--simulated-device-memory"):
         manager.move(manager.chunks[1], to_host=False)
     assert manager.chunks[1].is_on_host and all(

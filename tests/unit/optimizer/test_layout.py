@@ -5,7 +5,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from patch.optimizer.layout import ALIGNMENT, BucketRange, ParamSpec, lay_out
+from patch.optimizer.layout import ALIGNMENT, BucketRange, ParamSpec, flat_numels, lay_out
 
 # The last bucket size exceeds every model here.
 BUCKET_SIZES = (1, 7, 64, 1000, 5000, 10**9)
@@ -30,7 +30,7 @@ EVERY = list(product(range(len(MODELS)), BUCKET_SIZES, SHARDS))
 
 
 def laid_out(model: int, bucket_size: int, num_shards: int) -> tuple[list[ParamSpec], list[BucketRange]]:
-    return MODELS[model], lay_out(MODELS[model], bucket_size, num_shards)
+    return MODELS[model], lay_out(MODELS[model], bucket_size, [num_shards])
 
 
 def test_every_parameter_has_one_place_of_its_size() -> None:
@@ -128,12 +128,34 @@ def test_pieces_of_all_shards_are_every_element_of_every_parameter_once() -> Non
         assert all(seen[index] == list(range(spec.numel)) for index, spec in enumerate(specs)), case
 
 
+def test_domains_have_buffers_of_their_own_and_one_order_of_buckets() -> None:
+    generator = random.Random(0)
+    for specs, bucket_size, num_shards in product(MODELS, BUCKET_SIZES, SHARDS):
+        mixed = [spec._replace(domain=generator.randrange(3)) for spec in specs]
+        shares = [num_shards, 1, 2 * num_shards]
+        buckets = lay_out(mixed, bucket_size, shares)
+        for domain in range(3):
+            # Each domain is laid out as if it were the whole model.
+            indices = [index for index, spec in enumerate(mixed) if spec.domain == domain]
+            alone = lay_out(
+                [mixed[index]._replace(domain=0) for index in indices], bucket_size, [shares[domain]]
+            )
+            own = [bucket for bucket in buckets if bucket.domain == domain]
+            if indices:
+                assert [(b.begin, b.end, b.stage) for b in own] == [(b.begin, b.end, b.stage) for b in alone]
+                places = [[(indices[p.parameter], *p[1:]) for p in b.params] for b in alone]
+                assert [[tuple(p) for p in b.params] for b in own] == places
+            assert flat_numels(buckets, 3)[domain] == (own[-1].end if own else 0)
+        completed = [max(param.parameter for param in bucket.params) for bucket in buckets]
+        assert completed == sorted(completed)
+
+
 @pytest.mark.parametrize("bucket_size,expected", [(1, 3), (10, 3), (14, 2), (21, 1), (10**9, 1)])
 def test_number_of_buckets(bucket_size: int, expected: int) -> None:
-    assert len(lay_out([ParamSpec(7, 0), ParamSpec(7, 1), ParamSpec(7, 0)], bucket_size, 4)) == expected
+    assert len(lay_out([ParamSpec(7, 0), ParamSpec(7, 1), ParamSpec(7, 0)], bucket_size, [4])) == expected
 
 
 def test_seven_elements_over_four_ranks_are_one_padded_bucket() -> None:
-    (bucket,) = lay_out([ParamSpec(7, 0)], 1, 4)
+    (bucket,) = lay_out([ParamSpec(7, 0)], 1, [4])
     assert (bucket.numel, bucket.shard(3, 4)) == (4 * ALIGNMENT, (3 * ALIGNMENT, 4 * ALIGNMENT))
     assert bucket.params_within(*bucket.shard(1, 4)) == []

@@ -13,6 +13,7 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.errors import ConfigError, TrainingError
 from patch.optimizer import OverlappedDistributedOptimizer
+from patch.optimizer import build_optimizer as from_config
 
 
 def one_double(model: OddModel) -> None:
@@ -43,9 +44,8 @@ AT_CONSTRUCTION: dict[Callable[[OddModel], Any], str] = {
     one_double: r"gain has type torch.float64, expected float32.*--precision",
     all_double: r"last.bias has type torch.float64, expected float32.*--precision",
     one_complex: r"gain has type torch.complex64, expected float32",
-    two_types: r"types torch.bfloat16 \(last.\w+\), torch.float32 \(gain\), expected one.*--precision",
     on_meta: r"last.bias is on the meta device, expected values",
-    an_expert: r"last.weight: an expert-parallel parameter, expected none",
+    an_expert: r"last.weight: an expert-parallel parameter, expected a parameter group with",
 }
 
 
@@ -89,6 +89,7 @@ def run_all(rank: int, world_size: int) -> None:
         change(model)
         with pytest.raises(ConfigError, match=message):
             build_optimizer(model, ZeroStage.NONE)
+    _refuse_two_types_of_which_states_go_to_the_host()
     _refuse_another_optimizer()
     _refuse_a_parameter_in_two_stages()
     for change, message in BETWEEN_STEPS.items():
@@ -102,6 +103,16 @@ def run_all(rank: int, world_size: int) -> None:
         with pytest.raises(TrainingError, match=message):
             optimizer.zero_grad(LR)
     _train_what_is_not_contiguous()
+
+
+def _refuse_two_types_of_which_states_go_to_the_host() -> None:
+    model = OddModel()
+    two_types(model)
+    config = OptimizerConfig(lr=LR, optimizer_offload_policy="static")
+    message = r"types torch.bfloat16 \(last.\w+\), torch.float32 \(gain\), expected one with --optimizer-off"
+    with pytest.raises(ConfigError, match=message):
+        from_config([model], config, ZeroStage.NONE, data_parallel_groups())
+    from_config([model], OptimizerConfig(lr=LR), ZeroStage.NONE, data_parallel_groups())
 
 
 def _refuse_another_optimizer() -> None:
