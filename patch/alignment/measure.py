@@ -73,18 +73,7 @@ class LogitComparison(NamedTuple):
 
 
 def measure(hf: Path, mcore: Path, precision: Precision | None, attention: HfAttention) -> Measurement:
-    """Compare the checkpoint `mcore` with the folder `hf`; initializes torch.distributed and shuts it down.
-
-    Args:
-        hf: the Hugging Face folder.
-        mcore: a converted checkpoint, a run's folder, its checkpoint/, or one checkpoint in it.
-        precision: type in which both models compute; None: the type of the checkpoint's weights.
-        attention: attention implementation of transformers' model.
-    Raises:
-        ConfigError: a folder is not of the expected kind, or `compat.apply` was not called on a CPU.
-        CheckpointError: the checkpoint is damaged, or of another model.
-        ConversionError: the Hugging Face folder is damaged, or of another model.
-    """
+    """Compare the checkpoint `mcore` with the folder `hf`; arguments and errors as of `report.verify`."""
     context = DeviceContext.select(0)
     if not (context.is_cuda or compat.is_applied_on_cpu()):
         raise ConfigError(

@@ -2,8 +2,7 @@
 
 import resource
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -11,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_runner import run_distributed
+from full_disk import disk_full_after
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from patch import compat
@@ -20,17 +20,6 @@ from patch.errors import CheckpointError
 
 ROWS = 256
 FULL_DISK_S = 30
-
-
-@contextmanager
-def disk_full_after(limit: int) -> Iterator[None]:
-    """Let this process write no file longer than `limit` bytes, as on a disk that fills up."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def state(rank: int, world_size: int, value: float) -> dict:

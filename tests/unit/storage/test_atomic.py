@@ -2,26 +2,13 @@
 
 import errno
 import os
-import resource
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
+from full_disk import disk_full_after
 
 from patch.storage.atomic import StagedFolder, write_atomically
-
-
-@contextmanager
-def disk_full_after(limit: int) -> Iterator[None]:
-    """Let this process write no file longer than `limit` bytes, as on a disk that fills up."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture
