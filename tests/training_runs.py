@@ -17,8 +17,9 @@ from patch.device import DeviceContext
 from patch.distributed.collectives import max_over_world
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model, initialize_weights
+from patch.training.evaluation import evaluate
 from patch.training.setup import Run, build_run_optimizer
-from patch.training.step import StepResult, evaluate, train_step
+from patch.training.step import StepResult, train_step
 
 CPU = DeviceContext(torch.device("cpu"), "gloo")
 

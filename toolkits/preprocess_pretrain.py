@@ -13,7 +13,7 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     # Set before the tokenizer's thread pool starts, which reads these variables once.
     os.environ.update(RAYON_NUM_THREADS=str(options.workers), TOKENIZERS_PARALLELISM="true")
-    from patch.data.preprocess import write_indexed
+    from patch.data.pretraining.preprocess import write_indexed
     from patch.data.tokenizer import load_tokenizer
     from patch.errors import PatchError
     from patch.logger import configure_logging

@@ -31,6 +31,15 @@ OffloadPolicy = Literal["static", "auto"]
 DatasetType = Literal["idxmap", "raw"]
 """Pre-training on .bin/.idx, or JSON rows."""
 
+TrainOn = Literal["all", "last"]
+"""The turns of the assistant that the loss covers."""
+
+LongSamples = Literal["cut-end", "cut-begin", "split", "drop"]
+"""What becomes of a conversation that is longer than a sample."""
+
+InputJoin = Literal["newline", "empty"]
+"""What stands between alpaca's instruction and input."""
+
 TokenizerType = Literal["PretrainedFromHF"]
 """Where a tokenizer comes from."""
 

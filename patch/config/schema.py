@@ -22,11 +22,14 @@ from patch.config.choices import (
     DatasetType,
     GradientType,
     HfAttention,
+    InputJoin,
+    LongSamples,
     OffloadPolicy,
     Precision,
     Recompute,
     Sharding,
     TokenizerType,
+    TrainOn,
     ZeroStage,
 )
 
@@ -182,6 +185,12 @@ class TrainingConfig:
     micro_batch_size: int = flag("samples of one forward on one data-parallel rank", at_least=1)
     global_batch_size: int = flag("samples of one optimizer step over all ranks", at_least=1)
     train_iters: int = flag("optimizer steps of the whole run", at_least=1)
+    train_epochs: float | None = flag(
+        "passes over the training set, instead of --train-iters; 0: --train-iters counts",
+        None,
+        none=0,
+        at_least=0,
+    )
     sft: bool = flag("supervised fine-tuning: the loss covers only what the assistant says", False)
     precision: Precision = flag("type of weights and activations; masters stay fp32", "bf16")
     recompute_granularity: Recompute | None = flag(
@@ -258,7 +267,46 @@ class DataConfig:
     tokenizer_name_or_path: str | None = flag(
         "folder of a Hugging Face tokenizer; none: that of --load", None, none="none"
     )
+    columns: str | None = flag(
+        "names of the rows' keys where they are not the usual ones: instruction=question,output=answer; none",
+        None,
+        none="none",
+    )
+    alpaca_input_join: InputJoin = flag(
+        "between alpaca's instruction and input: newline, or empty as Pai-Megatron-Patch has it", "newline"
+    )
+    chat_template: str | None = flag(
+        "chatml, llama3, alpaca, plain, or a .jinja file; none: the tokenizer's own", None, none="none"
+    )
+    train_on: TrainOn = flag("turns of the assistant that are learned", "all")
+    allow_special_tokens: bool = flag(
+        "special tokens that a row's text spells out are encoded as such, not as text", False
+    )
+    long_samples: LongSamples = flag(
+        "raw samples over --max-padding-length are cut at an end, split, or dropped", "cut-end"
+    )
+    max_dropped_share: float = flag(
+        "the run stops if a larger share of a file's rows has nothing to learn", 0.1, at_least=0, at_most=1
+    )
     packing: bool = flag("several raw samples in one sequence", False)
+    cache_dir: str | None = flag(
+        "folder of tokenized sets, shared by runs; default: llama-megatron-patch in the user's cache folder",
+        None,
+        none="default",
+    )
+    data_workers: int | None = flag(
+        "processes that tokenize on each machine; 0: one for each core", None, none=0, at_least=0
+    )
+    data_prefetch: int = flag("steps whose batches are read ahead in the background; 0: none", 2, at_least=0)
+    split: str | None = flag(
+        "idxmap: shares of --train-data-path for training, validation and test, such as 99,1,0; none: all of "
+        "it for training",
+        None,
+        none="none",
+    )
+    reset_position_ids: bool = flag("idxmap: positions start again after each end of document", False)
+    reset_attention_mask: bool = flag("idxmap: no attention over an end of document", False)
+    eod_mask_loss: bool = flag("idxmap: ends of documents are not learned", False)
     eval_interval: int | None = flag("steps between evaluations; 0: none", 100, none=0, at_least=0)
     eval_iters: int = flag("global batches of one evaluation; at most one pass over the set", 10, at_least=0)
 

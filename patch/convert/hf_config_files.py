@@ -18,7 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from patch.config.hf_config import read_hf_config
 from patch.config.presets import SHAPE_FIELDS
 from patch.config.schema import ModelConfig
-from patch.data.chat import end_of_turn
+from patch.data.rendering.chat import end_of_turn
 from patch.errors import ConfigError, ConversionError
 from patch.families import TYPE_FIELDS, Family, family_of
 from patch.storage.json_edit import with_values

@@ -5,12 +5,13 @@ for a DataLoader or for `BatchReader`, which gives each data-parallel rank its `
 any object with samples by index; `build_datasets` builds the `DataSets` of a run.
 
 The names exported here do not need megatron-core. Pre-training sets do, so they are imported from their own
-modules: `patch.data.pretrain.load_pretrain` reads a set, `patch.data.preprocess.write_indexed` writes one.
+package: `pretraining.dataset.load_pretrain` reads a set, `pretraining.preprocess.write_indexed` writes one.
 """
 
-from patch.data.batches import Batch, BatchReader, Sample, SampleSource
+from patch.data.batches import BatchReader
 from patch.data.datasets import DataSets, build_datasets
-from patch.data.sft import load_sft
+from patch.data.samples import Batch, Sample, SampleSource
+from patch.data.sft.source import load_sft
 from patch.data.tokenizer import load_tokenizer
 
 __all__ = [

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import DataConfig, ModelConfig
-from patch.data.batches import SampleSource
-from patch.data.sft import load_sft
+from patch.data.samples import SampleSource
+from patch.data.sft.source import load_sft
 from patch.data.tokenizer import check_vocabulary
 from patch.distributed.collectives import all_or_none
 
@@ -52,7 +52,9 @@ def build_datasets(
         load_raw = partial(load_sft, tokenizer=tokenizer, sequence_length=data.max_padding_length)
         with all_or_none():
             return DataSets(load_raw(Path(train_path)), load_raw(Path(valid_path)) if valid_path else None)
-    from patch.data.pretrain import load_pretrain  # it imports megatron-core, which raw rows do not need
+    from patch.data.pretraining.dataset import (
+        load_pretrain,  # it imports megatron-core, which raw rows do not need
+    )
 
     load_indexed = partial(
         load_pretrain,

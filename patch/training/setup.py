@@ -13,7 +13,7 @@ from patch.config.hf_config import is_hf_folder
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import BatchReader, build_datasets, load_tokenizer
-from patch.data.batches import SampleSource, StepWork
+from patch.data.samples import SampleSource, StepWork
 from patch.device import DeviceContext, usable_memory
 from patch.distributed.collectives import all_or_none
 from patch.logger import get_logger

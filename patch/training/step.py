@@ -1,4 +1,4 @@
-"""One optimizer step and one evaluation pass on megatron-core's schedules.
+"""One optimizer step on megatron-core's schedules.
 
 The loss of a step is sum(loss * mask) / tokens, where `tokens` is the number of learned tokens in the global
 batch, summed over data-parallel ranks before the first forward. So micro-batch size, DP, PP and padding
@@ -16,7 +16,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from patch.config.schema import RunConfig
 from patch.data import Batch
-from patch.data.batches import StepWork, learned_tokens
+from patch.data.samples import StepWork, learned_tokens
 from patch.device import send
 from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
 from patch.distributed.collectives import sum_over
@@ -103,7 +103,7 @@ def _start_sums(run: Run, losses: list[torch.Tensor], following: list[Batch]) ->
 def _accumulate(run: Run, work: StepWork, group_lrs: list[float]) -> list[torch.Tensor]:
     """Forward and backward of a whole step; the losses of the micro-batches."""
     run.optimizer.zero_grad(group_lrs)
-    return _run_schedule(run, work.batches, work.tokens, forward_only=False)
+    return run_schedule(run, work.batches, work.tokens, forward_only=False)
 
 
 def _abandon(run: Run, work: StepWork) -> list[torch.Tensor]:
@@ -112,42 +112,7 @@ def _abandon(run: Run, work: StepWork) -> list[torch.Tensor]:
     return []
 
 
-@torch.no_grad()
-def evaluate(run: Run) -> float:
-    """Token-weighted mean loss over the validation set, at most `--eval-iters` global batches.
-
-    Returns:
-        the loss on the last stage, 0 on other stages.
-    """
-    assert run.valid_reader is not None
-    for stage in run.stages:
-        stage.eval()
-    # Ranks start their gathers when their hosts have updated: never beside other messages of the same group.
-    run.optimizer.finish_param_sync()
-    total, tokens = 0.0, 0.0
-    for index in range(min(run.config.data.eval_iters, len(run.valid_reader))):
-        batches = run.valid_reader.step(index)
-        (learned,) = sum_over(run.groups.dp_cp, [learned_tokens(batches)], run.device)
-        forward = partial(_run_schedule, run, batches, 1.0, forward_only=True)
-        retry = OomRetry(run.optimizer, "the evaluation")
-        is_done = False
-        while not is_done:
-            losses = retry.attempt(forward, list[torch.Tensor])
-            retry.start_agreement()
-            is_done = retry.is_done()
-        total += sum_over(run.groups.dp_cp, [_total(losses)], run.device)[0]
-        tokens += learned
-    for stage in run.stages:
-        stage.train()
-    run.optimizer.record_memory("evaluate")
-    return total / max(tokens, 1.0)
-
-
-def _total(losses: list[torch.Tensor]) -> float:
-    return sum(loss.item() for loss in losses)
-
-
-def _run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only: bool) -> list[torch.Tensor]:
+def run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only: bool) -> list[torch.Tensor]:
     """Run all micro-batches; the last stage returns the summed loss of each over `tokens`, the others []."""
     pp_size, vp_size = run.groups.pp.size(), run.stages[0].config.virtual_pipeline_model_parallel_size
     return get_forward_backward_func(pp_size, vp_size)(

@@ -10,11 +10,12 @@ from contextlib import contextmanager
 
 from patch.config import to_yaml
 from patch.distributed.collectives import barrier, max_over_world
+from patch.training.evaluation import evaluate
 from patch.training.hooks import TrainerHook
 from patch.training.metrics import make_record, measure
 from patch.training.run_state import save
 from patch.training.setup import Run, checkpoint_root
-from patch.training.step import evaluate, train_step
+from patch.training.step import train_step
 
 
 class Trainer:

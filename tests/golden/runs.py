@@ -18,7 +18,7 @@ from training_runs import CPU, build_seeded_run, digests, train_run
 from patch.config.schema import RunConfig
 from patch.convert import export_hf, hf_to_mcore, mcore_to_hf
 from patch.data import BatchReader
-from patch.data.preprocess import write_indexed
+from patch.data.pretraining.preprocess import write_indexed
 from patch.distributed.groups import initialize
 from patch.training.setup import Run, build_run
 

@@ -15,10 +15,11 @@ from patch.config.schema import RunConfig
 from patch.device import DeviceContext
 from patch.model import initialize_weights
 from patch.optimizer import learning_rate
+from patch.training.evaluation import evaluate
 from patch.training.oom_retry import OomRetry
 from patch.training.run_state import resume, save
 from patch.training.setup import Run
-from patch.training.step import evaluate, train_step
+from patch.training.step import train_step
 
 pytestmark = [
     pytest.mark.gpu,

@@ -101,7 +101,7 @@ def test_help_shows_positions_then_flags(command, capsys):
         "always so (refused yet: --no-distributed-checkpointing)",
     ):
         assert refused in shown, refused
-    assert shown.count("refused yet") == 9
+    assert shown.count("refused yet") == 24
     assert "largest global gradient norm; 0: no clipping [1.0]" in shown
 
 

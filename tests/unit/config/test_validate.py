@@ -150,6 +150,26 @@ REFUSED = [
     (dict(PRETRAIN_CHECKPOINT_PATH="/no/model"), [], ["position 22", "got /no/model", "no such folder"]),
     ({}, ["--tokenizer-name-or-path=/no/tok"], ["(TOKENIZER_PATH): got /no/tok", "tokenizer.json"]),
     ({}, ["--tokenizer-name-or-path=none"], ["(TOKENIZER_PATH): got none", "PRETRAIN_CHECKPOINT_PATH"]),
+    *(
+        ({}, [flag], ["is not built yet"])
+        for flag in (
+            "--train-epochs=2",
+            "--columns=instruction=q",
+            "--alpaca-input-join=empty",
+            "--chat-template=chatml",
+            "--train-on=last",
+            "--long-samples=drop",
+            "--max-dropped-share=0.5",
+            "--cache-dir=/cache",
+            "--data-workers=2",
+            "--data-prefetch=0",
+            "--split=99,1,0",
+            "--reset-position-ids",
+            "--reset-attention-mask",
+            "--eod-mask-loss",
+            "--allow-special-tokens",
+        )
+    ),
 ]
 
 

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from patch.data.batches import BatchReader, Sample
+from patch.data.batches import BatchReader
+from patch.data.samples import Sample
 
 
 class Counting:

@@ -3,7 +3,7 @@
 import pytest
 from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
 
-from patch.data.chat import ChatRenderer, Span, end_of_turn
+from patch.data.rendering.chat import ChatRenderer, Span, end_of_turn
 from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
 from patch.errors import DataError
 

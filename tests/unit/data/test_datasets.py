@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import RunConfig
 from patch.data import BatchReader, DataSets, build_datasets, load_tokenizer
-from patch.data.preprocess import write_indexed
+from patch.data.pretraining.preprocess import write_indexed
 from patch.errors import DataError
 
 

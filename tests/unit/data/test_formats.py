@@ -2,7 +2,7 @@
 
 import pytest
 
-from patch.data.formats import to_messages
+from patch.data.formats.conversation import to_messages
 from patch.errors import DataError
 
 

@@ -11,11 +11,11 @@ from llama3_tokenizer import tiny_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from small_runs import small_run
 
-from patch.data.bounded_process import BoundedMap
-from patch.data.chat import ChatRenderer, Conversation
-from patch.data.formats import to_messages
-from patch.data.json_rows import read_rows
-from patch.data.pretrain import load_pretrain
+from patch.data.formats.conversation import to_messages
+from patch.data.pretraining.dataset import load_pretrain
+from patch.data.readers.json_rows import read_rows
+from patch.data.rendering.bounded_process import BoundedMap
+from patch.data.rendering.chat import ChatRenderer, Conversation
 from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
 from patch.errors import DataError
 

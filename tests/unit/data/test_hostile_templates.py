@@ -7,8 +7,8 @@ import psutil
 import pytest
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 
-from patch.data.chat import ChatRenderer, end_of_turn
-from patch.data.sft import load_sft
+from patch.data.rendering.chat import ChatRenderer, end_of_turn
+from patch.data.sft.source import load_sft
 from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE, load_tokenizer
 from patch.errors import DataError
 
@@ -43,7 +43,7 @@ ON_DEMAND = "{% if messages[0].content == 'evil' %}" + ENDLESS + "{% endif %}" +
     ],
 )
 def test_whatever_a_template_raises_is_a_data_error(template, said: str, monkeypatch) -> None:
-    monkeypatch.setattr("patch.data.bounded_process.BYTES", 1 << 27)
+    monkeypatch.setattr("patch.data.rendering.bounded_process.BYTES", 1 << 27)
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(DataError) as caught:
@@ -59,7 +59,7 @@ def test_template_that_fails_ends_no_turn() -> None:
 @pytest.mark.timeout(60)
 def test_template_without_an_end_is_ended(monkeypatch) -> None:
     """The number is computed while Jinja compiles, in one call that no signal handler interrupts."""
-    monkeypatch.setattr("patch.data.bounded_process.SECONDS", 1)
+    monkeypatch.setattr("patch.data.rendering.bounded_process.SECONDS", 1)
     with pytest.raises(
         DataError, match="^chat template: the chat template takes more than 1 s; use the chat"
     ):
@@ -70,7 +70,7 @@ def test_template_without_an_end_is_ended(monkeypatch) -> None:
 def test_row_that_makes_the_template_endless_is_named_with_the_templates_file(
     tmp_path: Path, monkeypatch
 ) -> None:
-    monkeypatch.setattr("patch.data.bounded_process.SECONDS", 1)
+    monkeypatch.setattr("patch.data.rendering.bounded_process.SECONDS", 1)
     build_tiny_tokenizer(tmp_path / "tok", template=ON_DEMAND)
     rows = [[QUESTION, ANSWER], [QUESTION, ANSWER], [{"role": "user", "content": "evil"}, ANSWER]]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"messages": row}) + "\n" for row in rows))

@@ -7,7 +7,7 @@ import pytest
 from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.chat import ChatRenderer, Span
+from patch.data.rendering.chat import ChatRenderer, Span
 from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
 from patch.errors import DataError
 

@@ -10,7 +10,7 @@ import pytest
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 
-from patch.data.preprocess import write_indexed
+from patch.data.pretraining.preprocess import write_indexed
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
 from toolkits.preprocess_pretrain import main

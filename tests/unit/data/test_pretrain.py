@@ -14,7 +14,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from small_runs import small_run
 
 from patch.config.schema import RunConfig
-from patch.data.pretrain import load_pretrain
+from patch.data.pretraining.dataset import load_pretrain
 from patch.errors import DataError
 
 LENGTH = 8
@@ -258,7 +258,7 @@ def test_damaged_index_is_refused_with_the_file(tmp_path: Path, damage: dict, sa
 @pytest.mark.parametrize("checked", [1, 1 << 24])
 def test_id_without_an_embedding_is_refused(tmp_path: Path, monkeypatch, first: int, checked: int) -> None:
     """Upstream pads with -1 by default, and would take one in the data for padding."""
-    monkeypatch.setattr("patch.data.pretrain._TOKENS_CHECKED", checked)
+    monkeypatch.setattr("patch.data.pretraining.dataset._TOKENS_CHECKED", checked)
     prefix = tmp_path / "set"
     write_set(prefix, [60, 40])
     tokens = np.fromfile(f"{prefix}.bin", np.int32)
@@ -334,7 +334,7 @@ def test_index_file_that_a_run_left_unfinished_is_made_again(
 
 
 def test_id_beyond_the_checked_head_is_refused_when_it_is_read(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("patch.data.pretrain._TOKENS_CHECKED", 10)
+    monkeypatch.setattr("patch.data.pretraining.dataset._TOKENS_CHECKED", 10)
     write_set(tmp_path / "set", [100], first=200)
     source = load(tmp_path / "set", run(tmp_path))
     with pytest.raises(DataError, match="token id 2.. *, the model's vocabulary has 250 rows"):

@@ -10,7 +10,7 @@ from llama3_tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, tiny_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from patch.data.sft import load_sft
+from patch.data.sft.source import load_sft
 from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE, load_tokenizer
 from patch.errors import DataError
 
@@ -122,7 +122,7 @@ def test_text_that_is_encoded_in_part_gives_the_same_sample(
     path = write_rows(tmp_path, [alpaca(text[:4], text) for text in texts] + [alpaca("x" * 9000, "y")])
     whole = load_sft(path, tokenizer, 300)
     logged.clear()
-    monkeypatch.setattr("patch.data.sft._LONG_TEXT", 1000)
+    monkeypatch.setattr("patch.data.sft.source._LONG_TEXT", 1000)
     part = load_sft(path, tokenizer, 300)
     assert len(whole) == len(part) == 5
     for index in range(5):

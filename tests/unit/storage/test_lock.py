@@ -59,7 +59,7 @@ def test_second_run_is_told_who_holds_the_folder_and_a_killed_holder_frees_it(tm
 FORK = """
 import sys, time
 from pathlib import Path
-from patch.data.bounded_process import BoundedMap
+from patch.data.rendering.bounded_process import BoundedMap
 from patch.storage.lock import hold_run
 with hold_run(Path(sys.argv[1])):
     rows = BoundedMap(time.sleep)([[0], [60]])

@@ -16,8 +16,9 @@ from small_runs import small_run
 from training_runs import build_seeded_run
 
 from patch.config.schema import RunConfig
+from patch.training.evaluation import evaluate
 from patch.training.run_state import resume, save
-from patch.training.step import evaluate, train_step
+from patch.training.step import train_step
 
 # Measured: 5e-7, the last bit of losses near 5.6.
 LOSS_BOUND = 2e-6

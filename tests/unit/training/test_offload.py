@@ -16,9 +16,10 @@ from optimizer_runs import held_bytes
 from small_runs import small_run
 from training_runs import build_seeded_run, digests
 
+from patch.training.evaluation import evaluate
 from patch.training.run_state import resume, save
 from patch.training.setup import Run
-from patch.training.step import evaluate, train_step
+from patch.training.step import train_step
 
 STEPS = 30
 SMALL = {

@@ -14,8 +14,9 @@ from training_runs import build_seeded_run, digests
 from patch.memory import SimulatedDevice
 from patch.optimizer.bucket import Bucket
 from patch.training.error_translation import LostRankError
+from patch.training.evaluation import evaluate
 from patch.training.setup import Run
-from patch.training.step import evaluate, train_step
+from patch.training.step import train_step
 
 STEPS = 4
 SMALL = {

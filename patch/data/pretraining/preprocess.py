@@ -10,8 +10,8 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats import missing_keys
-from patch.data.json_rows import read_rows
+from patch.data.formats.conversation import missing_keys
+from patch.data.readers.json_rows import read_rows
 from patch.data.tokenizer import vocabulary_size
 from patch.errors import DataError
 from patch.logger import get_logger

@@ -17,9 +17,9 @@ from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.utils import Split
 
-from patch.data.batches import Sample
-from patch.data.index_cache import kept_as_made
-from patch.data.indexed_dataset import check_ids, open_indexed, total_tokens
+from patch.data.pretraining.index_cache import kept_as_made
+from patch.data.pretraining.indexed_dataset import check_ids, open_indexed, total_tokens
+from patch.data.samples import Sample
 from patch.distributed.collectives import agree
 from patch.errors import DataError
 from patch.logger import get_logger

@@ -23,8 +23,8 @@ from typing import NamedTuple
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.bounded_process import BoundedMap, ChildEndedError
-from patch.data.formats import Message
+from patch.data.formats.conversation import Message
+from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.data.tokenizer import special_tokens, template_name
 from patch.errors import DataError
 

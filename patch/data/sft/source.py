@@ -11,10 +11,10 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.batches import Sample
-from patch.data.chat import ChatRenderer, Conversation, Span
-from patch.data.formats import to_messages
-from patch.data.json_rows import read_rows
+from patch.data.formats.conversation import to_messages
+from patch.data.readers.json_rows import read_rows
+from patch.data.rendering.chat import ChatRenderer, Conversation, Span
+from patch.data.samples import Sample
 from patch.data.tokenizer import ensure_chat_template, padding_id
 from patch.errors import DataError
 from patch.logger import get_logger

@@ -1,0 +1,1 @@
+"""Rows become conversations in the form that chat templates take."""

@@ -1,0 +1,1 @@
+"""Pre-training sets: .bin/.idx files, written and read. Its modules import megatron-core."""

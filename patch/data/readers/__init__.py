@@ -1,0 +1,1 @@
+"""Files become rows: JSON objects with the place they came from."""

@@ -1,0 +1,1 @@
+"""Fine-tuning sets: tokenized, cached and packed samples."""
