@@ -10,7 +10,7 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats.conversation import missing_keys
+from patch.data.formats import missing_keys
 from patch.data.readers.json_rows import read_rows
 from patch.data.tokenizer import vocabulary_size
 from patch.errors import DataError

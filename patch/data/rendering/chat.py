@@ -23,7 +23,7 @@ from typing import NamedTuple
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats.conversation import Message
+from patch.data.formats import Conversation, Message
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.data.tokenizer import special_tokens, template_name
 from patch.errors import DataError
@@ -43,14 +43,6 @@ class Span(NamedTuple):
 
     text: str
     learned: bool
-
-
-class Conversation(NamedTuple):
-    """The messages of one row; they are rendered as one text."""
-
-    messages: list[Message]
-    where: str
-    """File and row, for error messages."""
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -78,7 +70,8 @@ class ChatRenderer:
 
     def render(self, messages: list[Message], where: str) -> list[Span]:
         """Render one conversation; see `render_all`."""
-        ((_, (spans,)),) = self.render_all([[Conversation(messages, where)]])
+        conversation = Conversation(messages, None, (True,) * len(messages), where)
+        ((_, (spans,)),) = self.render_all([[conversation]])
         return spans
 
     def render_all(
@@ -120,7 +113,7 @@ class ChatRenderer:
         others are rendered after a short conversation of our own; the next turn that is rendered in full then
         shows whether their text is right.
         """
-        messages, where = conversation
+        messages, where = conversation.messages, conversation.where
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         spans: list[Span] = []
         begin = 0

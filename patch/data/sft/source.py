@@ -11,9 +11,9 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats.conversation import to_messages
+from patch.data.formats import Conversation, Text, to_conversation
 from patch.data.readers.json_rows import read_rows
-from patch.data.rendering.chat import ChatRenderer, Conversation, Span
+from patch.data.rendering.chat import ChatRenderer, Span
 from patch.data.samples import Sample
 from patch.data.tokenizer import ensure_chat_template, padding_id
 from patch.errors import DataError
@@ -109,13 +109,13 @@ def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: in
     log. The time for each row is bounded, however long the row is.
 
     Args:
-        path: a file of rows with alpaca's keys or OpenAI's messages (see `to_messages`).
+        path: a file of rows with alpaca's keys or OpenAI's messages (see `to_conversation`).
         tokenizer: renders and encodes the rows; a LLaMA-3 tokenizer without a chat template gets a plain one.
         sequence_length: tokens of one sample; the labels are shifted by one token.
 
     Raises:
-        DataError: see `read_rows`, `to_messages`, `ChatRenderer`; the tokenizer fails; or no row has anything
-            to learn.
+        DataError: see `read_rows`, `to_conversation`, `ChatRenderer`; the tokenizer fails; or no row has
+            anything to learn.
     """
     ensure_chat_template(tokenizer)
     renderer = ChatRenderer(tokenizer)
@@ -144,12 +144,14 @@ def _batches(path: Path, renderer: ChatRenderer, report: _Report) -> Iterator[li
     batch: list[Conversation] = []
     num_characters = 0
     for row in read_rows(path):
-        messages = to_messages(row.value, f"{path}: {row.place}")
+        conversation = to_conversation(row.value, f"{path}: {row.place}")
+        if isinstance(conversation, Text):
+            raise DataError(f"{conversation.where}: rows of text alone cannot be learned yet")
         report.rows += 1
-        if renderer.holds_special_token(messages):
+        if renderer.holds_special_token(conversation.messages):
             report.special.append(row.place)
-        batch.append(Conversation(messages, f"{path}: {row.place}"))
-        num_characters += sum(len(message["content"]) for message in messages)
+        batch.append(conversation)
+        num_characters += sum(len(message["content"]) for message in conversation.messages)
         if len(batch) >= _ROWS_AT_ONCE or num_characters >= _CHARACTERS_AT_ONCE:
             yield batch
             batch, num_characters = [], 0
