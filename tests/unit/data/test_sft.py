@@ -103,7 +103,7 @@ def test_cut_that_costs_no_answer_is_told_from_one_that_does(tmp_path: Path, log
     silent = [*turns[:2], {"role": "user", "content": "hello"}, {"role": "assistant", "content": " "}]
     rows = [alpaca("hello", "world"), {"messages": turns}, {"messages": silent}]
     load_sft(write_rows(tmp_path, rows), tiny_tokenizer(), 12)
-    assert any("2 of 3 rows cut to 12 tokens, 1 of them in an answer" in message for message in logged)
+    assert any("1 of 3 rows cut to 12 tokens, 1 of them in an answer" in message for message in logged)
 
 
 def test_text_that_is_encoded_in_part_gives_the_same_sample(
