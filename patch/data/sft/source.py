@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from patch.config.data_spec import files_of
 from patch.data.formats.conversation import to_messages
 from patch.data.readers.json_rows import read_rows
 from patch.data.rendering.chat import ChatRenderer, Conversation, Span
@@ -102,20 +103,20 @@ class _Report:
 
 
 def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> SftSource:
-    """Read and tokenize a JSON or JSONL file of conversations.
+    """Read and tokenize a set of conversations: a file, or the files of a folder or a glob.
 
     A conversation longer than `sequence_length` tokens is truncated at its end. A conversation with nothing
     to learn (after truncation, or because the assistant never speaks) is dropped, counted and named in the
     log. The time for each row is bounded, however long the row is.
 
     Args:
-        path: a file of rows with alpaca's keys or OpenAI's messages (see `to_messages`).
+        path: rows (see `files_of`) with alpaca's keys or OpenAI's messages (see `to_messages`).
         tokenizer: renders and encodes the rows; a LLaMA-3 tokenizer without a chat template gets a plain one.
         sequence_length: tokens of one sample; the labels are shifted by one token.
 
     Raises:
-        DataError: see `read_rows`, `to_messages`, `ChatRenderer`; the tokenizer fails; or no row has anything
-            to learn.
+        DataError: see `files_of`, `read_rows`, `to_messages`, `ChatRenderer`; the tokenizer fails; or no row
+            has anything to learn.
     """
     ensure_chat_template(tokenizer)
     renderer = ChatRenderer(tokenizer)
@@ -143,12 +144,13 @@ def _batches(path: Path, renderer: ChatRenderer, report: _Report) -> Iterator[li
     """The rows' conversations in batches of `_ROWS_AT_ONCE`, or fewer if they are long."""
     batch: list[Conversation] = []
     num_characters = 0
-    for row in read_rows(path):
-        messages = to_messages(row.value, f"{path}: {row.place}")
+    rows = ((file, row) for file in files_of(str(path)) for row in read_rows(file))
+    for file, row in rows:
+        messages = to_messages(row.value, f"{file}: {row.place}")
         report.rows += 1
         if renderer.holds_special_token(messages):
-            report.special.append(row.place)
-        batch.append(Conversation(messages, f"{path}: {row.place}"))
+            report.special.append(f"{file}: {row.place}".removeprefix(f"{path}: "))
+        batch.append(Conversation(messages, f"{file}: {row.place}"))
         num_characters += sum(len(message["content"]) for message in messages)
         if len(batch) >= _ROWS_AT_ONCE or num_characters >= _CHARACTERS_AT_ONCE:
             yield batch
