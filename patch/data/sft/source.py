@@ -11,6 +11,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from patch.config.data_spec import files_of
+from patch.config.data_spec import files_of
 from patch.data.formats import Conversation, Text, to_conversation
 from patch.data.readers.json_rows import read_rows
 from patch.data.rendering.chat import ChatRenderer, Span
@@ -102,14 +104,14 @@ class _Report:
 
 
 def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> SftSource:
-    """Read and tokenize a JSON or JSONL file of conversations.
+    """Read and tokenize a set of conversations: a file, or the files of a folder or a glob.
 
     A conversation longer than `sequence_length` tokens is truncated at its end. A conversation with nothing
     to learn (after truncation, or because the assistant never speaks) is dropped, counted and named in the
     log. The time for each row is bounded, however long the row is.
 
     Args:
-        path: a file of rows with alpaca's keys or OpenAI's messages (see `to_conversation`).
+        path: rows (see `files_of`) with alpaca's keys or OpenAI's messages (see `to_conversation`).
         tokenizer: renders and encodes the rows; a LLaMA-3 tokenizer without a chat template gets a plain one.
         sequence_length: tokens of one sample; the labels are shifted by one token.
 
@@ -143,13 +145,13 @@ def _batches(path: Path, renderer: ChatRenderer, report: _Report) -> Iterator[li
     """The rows' conversations in batches of `_ROWS_AT_ONCE`, or fewer if they are long."""
     batch: list[Conversation] = []
     num_characters = 0
-    for row in read_rows(path):
-        conversation = to_conversation(row.value, f"{path}: {row.place}")
+    for file, row in ((file, row) for file in files_of(str(path)) for row in read_rows(file)):
+        conversation = to_conversation(row.value, f"{file}: {row.place}")
         if isinstance(conversation, Text):
             raise DataError(f"{conversation.where}: rows of text alone cannot be learned yet")
         report.rows += 1
         if renderer.holds_special_token(conversation.messages):
-            report.special.append(row.place)
+            report.special.append(f"{file}: {row.place}".removeprefix(f"{path}: "))
         batch.append(conversation)
         num_characters += sum(len(message["content"]) for message in conversation.messages)
         if len(batch) >= _ROWS_AT_ONCE or num_characters >= _CHARACTERS_AT_ONCE:
