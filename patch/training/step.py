@@ -131,7 +131,7 @@ def _forward_step(
 ) -> tuple[torch.Tensor, Any]:
     """Upstream's forward_step_func: the stage's output and the function that computes the loss from it."""
     batch = next(batches)
-    tokens, labels, mask = (send(tensor, run.device) for tensor in batch)
+    tokens, labels, mask = (send(tensor, run.device) for tensor in batch[:3])
     # RoPE needs no position ids, causal attention no mask.
     output = model(tokens, None, None, labels=labels)
     is_aligned = run.config.model.precision_align is not None
