@@ -57,6 +57,8 @@ class StepWork(NamedTuple):
     """This rank's micro-batches."""
     tokens: float
     """Learned tokens of the global batch: the sum over all ranks."""
+    attended_pairs: float
+    """Of the global batch's packed sequences (`patch.plan`); 0 without packing."""
 
 
 def learned_tokens(batches: list[Batch]) -> float:
