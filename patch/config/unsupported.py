@@ -50,7 +50,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("reset_attention_mask", bool, "true", "document borders", "false"),
     NotBuilt("eod_mask_loss", bool, "true", "masking ends of documents", "false"),
     NotBuilt("allow_special_tokens", bool, "true", "the choice (they are so now)", "false"),
-    NotBuilt("packing", bool, "true", "packing of several samples", "MP_SFT_PACKING=false"),
     NotBuilt(
         "distributed_checkpointing",
         lambda v: not v,

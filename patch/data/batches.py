@@ -13,7 +13,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from patch.data.samples import Batch, Sample, SampleSource
+from patch.data.samples import Batch, Sample, SampleSource, collate
 
 
 class BatchReader:
@@ -67,8 +67,7 @@ class BatchReader:
         return [self._batch(index) for index in range(first, start + self._global_batch_size, stride)]
 
     def _batch(self, first: int) -> Batch:
-        samples = [self._sample(index) for index in range(first, first + self._micro_batch_size)]
-        return Batch(*(torch.stack(parts) for parts in zip(*samples, strict=True)))
+        return collate([self._sample(index) for index in range(first, first + self._micro_batch_size)])
 
     def _sample(self, index: int) -> Sample:
         size = len(self._source)

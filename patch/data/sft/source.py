@@ -12,7 +12,6 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import files_of
-from patch.config.data_spec import files_of
 from patch.data.formats import Conversation, Text, to_conversation
 from patch.data.readers.json_rows import read_rows
 from patch.data.rendering.chat import ChatRenderer, Span
@@ -51,21 +50,30 @@ class SftSource(Dataset[Sample]):
     ) -> None:
         self._ids, self._learned = ids, learned
         self._offsets = np.concatenate(([0], ends))
-        self._length, self._padding = length, padding
+        self._length, self.padding = length, padding
+        self.sizes = np.diff(self._offsets) - 1
+        """int64 [N]: tokens of each conversation, without the last one, which is only a label."""
+        self.num_learned = int(learned.sum()) - int(learned[self._offsets[:-1]].sum())
+        """Tokens that the loss covers. A first token is never a label."""
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> Sample:
-        part = slice(self._offsets[index], self._offsets[index + 1])
-        ids = torch.from_numpy(self._ids[part].astype(np.int64))
+        conversation, learned = self.conversation(index)
+        ids = torch.from_numpy(conversation.astype(np.int64))
         count = len(ids) - 1
-        tokens = torch.full((self._length,), self._padding)
-        labels = torch.full((self._length,), self._padding)
+        tokens = torch.full((self._length,), self.padding)
+        labels = torch.full((self._length,), self.padding)
         loss_mask = torch.zeros(self._length)
         tokens[:count], labels[:count] = ids[:-1], ids[1:]
-        loss_mask[:count] = torch.from_numpy(self._learned[part][1:].astype(np.float32))
+        loss_mask[:count] = torch.from_numpy(learned[1:].astype(np.float32))
         return Sample(tokens, labels, loss_mask)
+
+    def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int32 [size + 1] of a conversation, and bool [size + 1], whether each is learned."""
+        part = slice(self._offsets[index], self._offsets[index + 1])
+        return self._ids[part], self._learned[part]
 
 
 @dataclass

@@ -48,7 +48,11 @@ REFUSED = [
     ({}, ["--optimizer-offload-auto-threshold=-1"], ["got -1, expected at least 0"]),
     ({}, ["--optimizer-offload-chunk-size=-1"], ["got -1, expected at least 0"]),
     ({}, ["--simulated-device-memory=-1"], ["got -1, expected at least 0"]),
-    ({}, ["--packing"], ["--packing (MP_SFT_PACKING): got true", "packing of several samples"]),
+    (
+        dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITERS="0"),
+        ["--packing"],
+        ["--packing (MP_SFT_PACKING): got true", "sequences of .bin/.idx are full"],
+    ),
     ({}, ["--no-distributed-checkpointing"], ["--distributed-checkpointing: got false, expected true"]),
     ({}, ["--dataset-type=idxmap"], ["(MP_DATASET_TYPE): got idxmap, expected raw", "not built yet"]),
     (
