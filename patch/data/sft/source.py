@@ -153,7 +153,7 @@ def _batches(path: Path, renderer: ChatRenderer, report: _Report) -> Iterator[li
     """The rows' conversations in batches of `_ROWS_AT_ONCE`, or fewer if they are long."""
     batch: list[Conversation] = []
     num_characters = 0
-    for file, row in ((file, row) for file in files_of(str(path)) for row in read_rows(file)):
+    for file, row in ((name, row) for name in files_of(str(path)) for row in read_rows(name)):
         conversation = to_conversation(row.value, f"{file}: {row.place}")
         if isinstance(conversation, Text):
             raise DataError(f"{conversation.where}: rows of text alone cannot be learned yet")
