@@ -2,7 +2,7 @@
 
 from patch.data.rendering.chat import ChatRenderer
 from patch.data.rendering.encoder import SpanEncoder
-from patch.data.rendering.spans import RenderOptions, Span
+from patch.data.rendering.spans import PLAIN, RenderOptions, Span
 from patch.data.rendering.special_tokens import unmarked
 
-__all__ = ["ChatRenderer", "RenderOptions", "Span", "SpanEncoder", "unmarked"]
+__all__ = ["PLAIN", "ChatRenderer", "RenderOptions", "Span", "SpanEncoder", "unmarked"]

@@ -12,8 +12,9 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from patch.data.chat_templates import template_name
 from patch.data.formats import Message
-from patch.data.tokenizer import special_tokens, template_name
+from patch.data.tokenizer import special_tokens
 from patch.errors import DataError
 from patch.logger import get_logger
 

@@ -124,7 +124,7 @@ def _from_prefixes(template: Template, row: Row, turns: Sequence[int]) -> list[l
         if len(samples) > MOST_SAMPLES:
             raise DataError(
                 f"{row.where}: {template.name} writes earlier turns differently after each question, so "
-                f"every turn needs a sample of its own, and they are more than {MOST_SAMPLES}; learn the last "
+                f"every turn needs a sample of its own: more than {MOST_SAMPLES}; learn the last "
                 "turn only (--train-on last), or use a template with {% generation %}",
                 field="train_on",
             )

@@ -12,11 +12,12 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import files_of
+from patch.data.chat_templates import ensure_chat_template
 from patch.data.formats import Conversation, Text, to_conversation
 from patch.data.readers.json_rows import read_rows
-from patch.data.rendering import ChatRenderer, Span, SpanEncoder
+from patch.data.rendering import PLAIN, ChatRenderer, RenderOptions, Span, SpanEncoder
 from patch.data.samples import Sample
-from patch.data.tokenizer import ensure_chat_template, padding_id
+from patch.data.tokenizer import padding_id
 from patch.errors import DataError
 from patch.logger import get_logger
 
@@ -103,7 +104,7 @@ class _Report:
             ),
             (self.long, f"with a text over {_LONG_TEXT} characters, whose end was not encoded nor counted"),
             (self.dropped, "dropped: nothing to learn"),
-            (self.special, "with special tokens spelled out in a message, which are encoded as text"),
+            (self.special, "with special tokens spelled out in a text (see --allow-special-tokens)"),
         ):
             if places:
                 _logger.warning(
@@ -111,7 +112,9 @@ class _Report:
                 )
 
 
-def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> SftSource:
+def load_sft(
+    path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int, render: RenderOptions = PLAIN
+) -> SftSource:
     """Read and tokenize a set of conversations: a file, or the files of a folder or a glob.
 
     A conversation longer than `sequence_length` tokens is truncated at its end. A conversation with nothing
@@ -122,16 +125,17 @@ def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: in
         path: rows (see `files_of`) with alpaca's keys or OpenAI's messages (see `to_conversation`).
         tokenizer: renders and encodes the rows; a LLaMA-3 tokenizer without a chat template gets a plain one.
         sequence_length: tokens of one sample; the labels are shifted by one token.
+        render: which turns are learned, and what special tokens in the rows mean.
 
     Raises:
         DataError: see `read_rows`, `to_conversation`, `ChatRenderer`; the tokenizer fails; or no row has
             anything to learn.
     """
     ensure_chat_template(tokenizer)
-    renderer = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer, render)
     report = _Report()
     kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    encoder = SpanEncoder(tokenizer)
+    encoder = SpanEncoder(tokenizer, render.allow_special_tokens)
     for batch, rendered in renderer.render_all(_batches(path, renderer, report)):
         names = [conversation.where.removeprefix(f"{path}: ") for conversation in batch]
         # A row without samples is one of no tokens: it is dropped with those that have nothing to learn.

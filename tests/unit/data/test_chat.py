@@ -4,9 +4,9 @@ import pytest
 from chats import chat, turns
 from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
 
+from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.rendering import ChatRenderer, Span, unmarked
 from patch.data.rendering.chat import end_of_turn
-from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
 from patch.errors import DataError
 
 CHATML = (

@@ -11,13 +11,13 @@ from llama3_tokenizer import tiny_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from small_runs import small_run
 
+from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.formats import to_conversation
 from patch.data.pretraining.dataset import load_pretrain
 from patch.data.readers.json_rows import read_rows
 from patch.data.rendering.bounded_process import BoundedMap
 from patch.data.rendering.template import Row, Template
 from patch.data.rendering.turns import cut
-from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
 from patch.errors import DataError
 
 SEED = 20

@@ -8,9 +8,10 @@ import pytest
 from chats import chat
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 
+from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.rendering.chat import ChatRenderer, end_of_turn
 from patch.data.sft.source import load_sft
-from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE, load_tokenizer
+from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
 
 QUESTION = {"role": "user", "content": "hello"}
@@ -88,6 +89,8 @@ def test_killed_process_is_a_data_error_and_leaves_no_zombie() -> None:
     (child,) = (child for child in psutil.Process().children() if child not in before)
     renderer.render(chat([QUESTION, ANSWER]))
     child.kill()
-    with pytest.raises(DataError, match="row: the chat template has ended its process .-9.; use the chat"):
+    with pytest.raises(
+        DataError, match="row: the built-in chat template llama3 has ended its process .-9.; use the chat"
+    ):
         renderer.render(chat([QUESTION, ANSWER]))
     assert not child.is_running()

@@ -8,8 +8,8 @@ from chats import chat
 from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
+from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.rendering import ChatRenderer, Span, unmarked
-from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
 
 ENDS = ("<|eot_id|>", "<|im_end|>", "</s>", "<end_of_turn>", "<|end_of_text|>")
 SPECIAL = [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>", "</s>", "<start_of_turn>", "<end_of_turn>"]
