@@ -1,10 +1,10 @@
 """Chat templates: those built in for base models, and which one a tokenizer has.
 
-The built-in ones mark what the assistant says (`{% generation %}`). The chosen one becomes the tokenizer's own
-and is exported with the model, because generation must write what training wrote.
+The built-in ones mark what the assistant says (`{% generation %}`). The chosen one becomes the tokenizer's
+own and is exported with the model, because generation must write what training wrote.
 
-Tools are written where a convention exists that servers of models read: for `chatml` Hermes' tags, for `llama3`
-Meta's JSON. `alpaca` and `plain` know no tools.
+Tools are written where a convention exists that servers of models read: for `chatml` Hermes' tags, for
+`llama3` Meta's JSON. `alpaca` and `plain` know no tools.
 """
 
 from __future__ import annotations

@@ -153,11 +153,7 @@ REFUSED = [
     (dict(VALID_DATASET_PATH="x"), ["--eval-iters=0"], ["--eval-iters: got 0", "--eval-interval 0 turns"]),
     (dict(PRETRAIN_CHECKPOINT_PATH="/no/model"), [], ["position 22", "got /no/model", "no such folder"]),
     ({}, ["--tokenizer-name-or-path=/no/tok"], ["(TOKENIZER_PATH): got /no/tok", "tokenizer.json"]),
-    (
-        {},
-        ["--chat-template=chatlm"],
-        ["--chat-template: got chatlm", "chatml, llama3, alpaca, plain", "no file"],
-    ),
+    ({}, ["--chat-template=chatlm"], ["--chat-template: got chatlm", "plain, or a .jinja file", "chatml?"]),
     ({}, ["--tokenizer-name-or-path=none"], ["(TOKENIZER_PATH): got none", "PRETRAIN_CHECKPOINT_PATH"]),
     *(
         ({}, [flag], ["is not built yet"])
