@@ -1,10 +1,11 @@
 """Chat templates that behave like the published ones of five families, written for these tests."""
 
 LLAMA2 = (
-    "{% if messages[0].role == 'system' %}{% set system = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}"
+    "{% if messages[0].role == 'system' %}"
+    "{% set system = '<<SYS>>\n' + messages[0].content + '\n<</SYS>>\n\n' %}"
     "{% set rest = messages[1:] %}{% else %}{% set system = '' %}{% set rest = messages %}{% endif %}"
     "{% for m in rest %}"
-    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('by turns') }}{% endif %}"
     "{% if m.role == 'user' %}"
     "{{ bos_token + '[INST] ' + (system if loop.first else '') + m.content | trim + ' [/INST]' }}"
     "{% else %}{{ ' ' + m.content | trim + ' ' + eos_token }}{% endif %}{% endfor %}"
@@ -18,8 +19,9 @@ MISTRAL = (
     "{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
     "{% for m in messages %}"
     "{% if m.role == 'user' %}"
-    "{% if tools and loop.index0 == ns.last %}{{ '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' }}{% endif %}"
-    "{{ '[INST] ' + (messages[0].content + '\n\n' if messages[0].role == 'system' and loop.index0 == ns.last else '') }}"
+    "{% set is_last = loop.index0 == ns.last %}"
+    "{{ '[AVAILABLE_TOOLS] ' + tools | tojson + '[/AVAILABLE_TOOLS]' if tools and is_last else '' }}"
+    "{{ '[INST] ' + (messages[0].content + '\n\n' if messages[0].role == 'system' and is_last else '') }}"
     "{{ m.content + '[/INST]' }}"
     "{% elif m.role == 'assistant' and m.tool_calls %}"
     "{{ '[TOOL_CALLS] [' }}"
@@ -37,7 +39,8 @@ MISTRAL_TOKENS = (
 _HEADER = "'<|start_header_id|>' + {role} + '<|end_header_id|>\n\n'"
 LLAMA31 = (
     "{{ bos_token }}"
-    "{% if messages[0].role == 'system' %}{% set system = messages[0].content | trim %}{% set messages = messages[1:] %}"
+    "{% if messages[0].role == 'system' %}"
+    "{% set system = messages[0].content | trim %}{% set messages = messages[1:] %}"
     "{% else %}{% set system = '' %}{% endif %}"
     "{{ " + _HEADER.format(role="'system'") + " + 'Cutoff: 2023\n\n' + system + '<|eot_id|>' }}"
     "{% for m in messages %}"
@@ -59,12 +62,14 @@ LLAMA31 = (
 """A system message of its own, tools in the first question, one call of a tool at once."""
 
 _QWEN_TOOLS = (
-    "{% if tools %}{{ '<|im_start|>system\n' + (messages[0].content if messages[0].role == 'system' else DEFAULT) }}"
+    "{% if tools %}{{ '<|im_start|>system\n' }}"
+    "{{ messages[0].content if messages[0].role == 'system' else DEFAULT }}"
     "{{ '\n\n<tools>' }}{% for t in tools %}{{ '\n' + t | tojson }}{% endfor %}{{ '\n</tools><|im_end|>\n' }}"
 )
 _QWEN_CALLS = (
     "{% for c in m.tool_calls or [] %}{{ '\n' if not loop.first or content }}"
-    '{{ \'<tool_call>\n{"name": "\' + c.function.name + \'", "arguments": \' + c.function.arguments | tojson + '
+    "{% set c = c.function %}"
+    '{{ \'<tool_call>\n{"name": "\' + c.name + \'", "arguments": \' + c.arguments | tojson + '
     "'}\n</tool_call>' }}{% endfor %}"
 )
 _QWEN_TOOL = (
@@ -77,11 +82,12 @@ _QWEN_PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% 
 
 QWEN25 = (
     "{% set DEFAULT = 'Be helpful.' %}" + _QWEN_TOOLS +
-    "{% elif messages[0].role != 'system' %}{{ '<|im_start|>system\n' + DEFAULT + '<|im_end|>\n' }}{% endif %}"
+    "{% elif messages[0].role != 'system' %}"
+    "{{ '<|im_start|>system\n' + DEFAULT + '<|im_end|>\n' }}{% endif %}"
     "{% for m in messages %}{% set content = m.content %}"
     "{% if m.role == 'system' and loop.first and tools %}"
-    "{% elif m.role == 'assistant' %}{{ '<|im_start|>assistant\n' + content }}" + _QWEN_CALLS + "{{ '<|im_end|>\n' }}"
-    + _QWEN_TOOL +
+    "{% elif m.role == 'assistant' %}"
+    "{{ '<|im_start|>assistant\n' + content }}" + _QWEN_CALLS + "{{ '<|im_end|>\n' }}" + _QWEN_TOOL +
     "{% else %}{{ '<|im_start|>' + m.role + '\n' + content + '<|im_end|>\n' }}{% endif %}"
     "{% endfor %}" + _QWEN_PROMPT
 )  # fmt: skip

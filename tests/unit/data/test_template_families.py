@@ -1,7 +1,7 @@
 """The exact learned tokens for five families of templates, written by hand.
 
-Each run of learned tokens stands after the token before it. In sentencepiece's tokens a blank is \u2581, in those
-of byte-level tokenizers it is \u0120, and a line break is \u010a.
+Each run of learned tokens stands after the token before it. In sentencepiece's tokens a blank is \u2581, in
+those of byte-level tokenizers it is \u0120, and a line break is \u010a.
 """
 
 from functools import cache
@@ -67,7 +67,8 @@ def learned(family: str, row: Conversation | Text, options: RenderOptions = PLAI
         # The blank before the words is the words', and the template has another one before the end.
         (
             "LLAMA2",
-            [["[/INST] > \u2581wo r l d \u2581 </s>", "\u2581question\u2581[/INST] > \u2581answer \u2581 </s>"]],
+            [["[/INST] > \u2581wo r l d \u2581 </s>",
+              "\u2581question\u2581[/INST] > \u2581answer \u2581 </s>"]],
         ),
         # The system message wanders to the last question, so the first turn is a sample of its own.
         (
@@ -99,21 +100,21 @@ def test_system_message_and_two_turns(family: str, expected: list[list[str]]) ->
     [
         (
             "MISTRAL",
-            [["[/INST] > [TOOL_CALLS] \u2581 [ <0x7B> <0x22> n a m e <0x22> <0x3A> \u2581 <0x22> g e t <0x22> <0x2C> "
-              "\u2581 <0x22> a r g u m e n t s <0x22> <0x3A> \u2581 <0x7B> <0x22> c i t y <0x22> <0x3A> \u2581 <0x22> "
-              "a <0x22> <0x7D> <0x7D> ] </s>",
+            [["[/INST] > [TOOL_CALLS] \u2581 [ <0x7B> <0x22> n a m e <0x22> <0x3A> \u2581 <0x22> g e t <0x22> "
+              "<0x2C> \u2581 <0x22> a r g u m e n t s <0x22> <0x3A> \u2581 <0x7B> <0x22> c i t y <0x22> <0x3A> "
+              "\u2581 <0x22> a <0x22> <0x7D> <0x7D> ] </s>",
               "[/TOOL_RESULTS] > \u2581yes </s>"]],
         ),
         (
             "LLAMA31",
-            [['\u010a\u010a > { " n a m e " : \u0120 " g e t " , \u0120 " p a r a m e t er s " : \u0120 { " c i t y " : '
-              '\u0120 " a " } } <|eot_id|>',
+            [['\u010a\u010a > { " n a m e " : \u0120 " g e t " , \u0120 " p a r a m e t er s " : \u0120 { '
+              '" c i t y " : \u0120 " a " } } <|eot_id|>',
               "\u010a\u010a > yes <|eot_id|>"]],
         ),
         (
             "QWEN25",
-            [['\u010a > <tool_call> \u010a { " n a m e " : \u0120 " g e t " , \u0120 " a r g u m e n t s " : \u0120 { '
-              '" c i t y " : \u0120 " a " } } \u010a </tool_call> <|im_end|>',
+            [['\u010a > <tool_call> \u010a { " n a m e " : \u0120 " g e t " , \u0120 " a r g u m e n t s " : '
+              '\u0120 { " c i t y " : \u0120 " a " } } \u010a </tool_call> <|im_end|>',
               "\u010a > yes <|im_end|>"]],
         ),
     ],
@@ -150,8 +151,8 @@ def test_several_calls_at_once() -> None:
 @pytest.mark.parametrize(
     ("family", "row", "said"),
     [
-        ("LLAMA2", chat(WITH_TOOLS[:2], tools=TOOLS), "row: message 2: .* not write a call of a tool .'get'"),
-        ("LLAMA2", chat(turns("hello", "yes"), tools=TOOLS), "row: the chat template does not write the tools"),
+        ("LLAMA2", chat(WITH_TOOLS[:2], tools=TOOLS), "message 2: .* not write a call of a tool .'get'"),
+        ("LLAMA2", chat(turns("hello", "yes"), tools=TOOLS), "the chat template does not write the tools"),
         (
             "LLAMA31",
             chat([WITH_TOOLS[0], {**WITH_TOOLS[1], "content": "I look"}], tools=TOOLS),
