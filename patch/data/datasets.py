@@ -9,6 +9,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import DataConfig, ModelConfig
+from patch.data.formats import format_options
 from patch.data.samples import SampleSource
 from patch.data.sft.source import load_sft
 from patch.data.tokenizer import check_vocabulary
@@ -49,7 +50,12 @@ def build_datasets(
     check_vocabulary(tokenizer, model.vocab_size)
     train_path, valid_path = data.train_data_path, data.valid_data_path
     if data.dataset_type == "raw":
-        load_raw = partial(load_sft, tokenizer=tokenizer, sequence_length=data.max_padding_length)
+        load_raw = partial(
+            load_sft,
+            tokenizer=tokenizer,
+            sequence_length=data.max_padding_length,
+            options=format_options(data),
+        )
         with all_or_none():
             return DataSets(load_raw(Path(train_path)), load_raw(Path(valid_path)) if valid_path else None)
     from patch.data.pretraining.dataset import (

@@ -48,6 +48,14 @@ REFUSED = [
     ({}, ["--optimizer-offload-auto-threshold=-1"], ["got -1, expected at least 0"]),
     ({}, ["--optimizer-offload-chunk-size=-1"], ["got -1, expected at least 0"]),
     ({}, ["--simulated-device-memory=-1"], ["got -1, expected at least 0"]),
+    ({}, ["--columns=question"], ["--columns: got 'question', expected NAME=COLUMN, such as instruction="]),
+    ({}, ["--columns=output=answer,"], ["--columns: got '', expected NAME=COLUMN"]),
+    (
+        {},
+        ["--columns=ouput=answer"],
+        ["got the name 'ouput', expected one of messages", "did you mean output?"],
+    ),
+    ({}, ["--columns=text=a,text=b"], ["--columns: got text twice (a, b), expected it once"]),
     ({}, ["--packing"], ["--packing (MP_SFT_PACKING): got true", "packing of several samples"]),
     ({}, ["--no-distributed-checkpointing"], ["--distributed-checkpointing: got false, expected true"]),
     ({}, ["--dataset-type=idxmap"], ["(MP_DATASET_TYPE): got idxmap, expected raw", "not built yet"]),
@@ -154,8 +162,6 @@ REFUSED = [
         ({}, [flag], ["is not built yet"])
         for flag in (
             "--train-epochs=2",
-            "--columns=instruction=q",
-            "--alpaca-input-join=empty",
             "--chat-template=chatml",
             "--train-on=last",
             "--long-samples=drop",
