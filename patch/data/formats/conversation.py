@@ -11,7 +11,7 @@ from patch.config.columns import parse_columns
 from patch.config.schema import DataConfig
 
 Message = dict[str, Any]
-"""One turn as chat templates take it: role, content, and tool_calls, tool_call_id, name where it has them."""
+"""One turn as chat templates take it: role, content and, if there are any, tool_calls, tool_call_id, name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -95,11 +95,9 @@ def test_help_shows_positions_then_flags(command, capsys):
         "9 PR precision of weights and activations fp32|fp16|bf16 (refused yet: fp8)",
         "12 CP context parallelism (refused yet: above 1)",
         "none|false|sel|full (refused yet: offload)",
-        "MP_SFT_PACKING true: several samples in one sequence (refused yet: true)",
         "--precision fp32|fp16|bf16|fp8 type of weights and activations; masters stay fp32 [bf16] "
         "(refused yet: fp8)",
         "--cpu-offloading keep activations in host memory (refused yet)",
-        "--packing several raw samples in one sequence (refused yet)",
         "always so (refused yet: --no-distributed-checkpointing)",
     ):
         assert refused in shown, refused
