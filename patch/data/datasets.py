@@ -9,6 +9,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import DataConfig, ModelConfig
+from patch.data.formats import format_options
 from patch.data.packing import packed
 from patch.data.samples import SampleSource
 from patch.data.sft.source import load_sft
@@ -70,5 +71,5 @@ def build_datasets(
 
 
 def _load_raw(path: Path, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> SampleSource:
-    source = load_sft(path, tokenizer, sequence_length=data.max_padding_length)
+    source = load_sft(path, tokenizer, data.max_padding_length, options=format_options(data))
     return packed(source, data.max_padding_length, str(path)) if data.packing else source
