@@ -36,8 +36,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("train_epochs", bool, "above 0", "a run's length in epochs", "0"),
     NotBuilt("train_data_path", _names_several, "several sets", "a blend of sets", "one set"),
     NotBuilt("valid_data_path", _names_several, "several sets", "several validation sets", "one set"),
-    NotBuilt("chat_template", bool, "other than none", "a chosen chat template", "none"),
-    NotBuilt("train_on", lambda v: v == "last", "last", "learning the last turn only", "all"),
     NotBuilt("long_samples", lambda v: v != "cut-end", "other than cut-end", "this cure", "cut-end"),
     NotBuilt("max_dropped_share", lambda v: v != 0.1, "other than 0.1", "a limit of drops", "0.1"),
     NotBuilt("cache_dir", bool, "other than default", "the token cache", "default"),
@@ -47,7 +45,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("reset_position_ids", bool, "true", "document borders", "false"),
     NotBuilt("reset_attention_mask", bool, "true", "document borders", "false"),
     NotBuilt("eod_mask_loss", bool, "true", "masking ends of documents", "false"),
-    NotBuilt("allow_special_tokens", bool, "true", "the choice (they are so now)", "false"),
     NotBuilt(
         "distributed_checkpointing",
         lambda v: not v,

@@ -9,8 +9,10 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import DataConfig, ModelConfig
+from patch.data.chat_templates import ensure_chat_template
 from patch.data.formats import format_options
 from patch.data.packing import packed
+from patch.data.rendering import RenderOptions
 from patch.data.samples import SampleSource
 from patch.data.sft.source import load_sft
 from patch.data.tokenizer import check_vocabulary
@@ -35,7 +37,7 @@ def build_datasets(
 ) -> DataSets:
     """Read both sets; a collective over the job.
 
-    For raw rows, a tokenizer without a chat template may be given one (see `ensure_chat_template`).
+    For raw rows, the tokenizer gets the chosen chat template (see `ensure_chat_template`).
 
     Args:
         data: the files and their kind.
@@ -53,6 +55,7 @@ def build_datasets(
     if data.dataset_type == "raw":
         load_raw = partial(_load_raw, data=data, tokenizer=tokenizer)
         with all_or_none():
+            ensure_chat_template(tokenizer, data.chat_template)
             return DataSets(load_raw(Path(train_path)), load_raw(Path(valid_path)) if valid_path else None)
     from patch.data.pretraining.dataset import (
         load_pretrain,  # it imports megatron-core, which raw rows do not need
@@ -71,5 +74,6 @@ def build_datasets(
 
 
 def _load_raw(path: Path, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> SampleSource:
-    source = load_sft(path, tokenizer, data.max_padding_length, options=format_options(data))
+    render = RenderOptions(data.train_on, data.allow_special_tokens)
+    source = load_sft(path, tokenizer, data.max_padding_length, format_options(data), render)
     return packed(source, data.max_padding_length, str(path)) if data.packing else source
