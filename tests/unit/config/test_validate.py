@@ -50,7 +50,7 @@ REFUSED = [
     ({}, ["--simulated-device-memory=-1"], ["got -1, expected at least 0"]),
     (
         dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITERS="0"),
-        ["--packing"],
+        ["--packing", "--dataset-type=idxmap"],
         ["--packing (MP_SFT_PACKING): got true", "sequences of .bin/.idx are full"],
     ),
     ({}, ["--no-distributed-checkpointing"], ["--distributed-checkpointing: got false, expected true"]),
