@@ -58,7 +58,7 @@ REFUSED = [
     ({}, ["--columns=text=a,text=b"], ["--columns: got text twice (a, b), expected it once"]),
     (
         dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITERS="0"),
-        ["--packing"],
+        ["--packing", "--dataset-type=idxmap"],
         ["--packing (MP_SFT_PACKING): got true", "sequences of .bin/.idx are full"],
     ),
     ({}, ["--no-distributed-checkpointing"], ["--distributed-checkpointing: got false, expected true"]),
