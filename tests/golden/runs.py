@@ -137,7 +137,7 @@ def _with_data(folder: Path, changes: dict[str, Any]) -> RunConfig:
 
 def _of_batches(reader: BatchReader, num_steps: int) -> str:
     steps = [reader.step(iteration) for iteration in range(num_steps)]
-    return sha256(tensor_bytes(tensor) for step in steps for batch in step for tensor in batch)
+    return sha256(tensor_bytes(tensor) for step in steps for batch in step for tensor in batch[:3])
 
 
 def _export(source: Path, target: Path) -> str:

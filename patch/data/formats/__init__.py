@@ -1,1 +1,10 @@
-"""Rows become conversations in the form that chat templates take."""
+"""Rows become conversations in the form that chat templates take.
+
+`to_conversation` recognises the format of each row by its keys.
+"""
+
+from patch.data.formats.conversation import Conversation, FormatOptions, Message, Text
+from patch.data.formats.keys import missing_keys
+from patch.data.formats.rows import to_conversation
+
+__all__ = ["Conversation", "FormatOptions", "Message", "Text", "missing_keys", "to_conversation"]

@@ -15,7 +15,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from transformers import PreTrainedTokenizerBase
 
 import patch
-from patch.data.formats.conversation import missing_keys
+from patch.data.formats import missing_keys
 from patch.data.pretraining.encode import Document, EncodedBatch, Encoder, encode_in_order
 from patch.data.pretraining.provenance import Provenance, path_of, vocabulary_hash
 from patch.data.readers.json_rows import Row, read_rows

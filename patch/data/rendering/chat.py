@@ -18,13 +18,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import NamedTuple
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats.conversation import Message
+from patch.data.formats import Conversation, Message
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
+from patch.data.rendering.spans import Span
 from patch.data.tokenizer import special_tokens, template_name
 from patch.errors import DataError
 
@@ -36,21 +36,6 @@ _MANY_TURNS = 4
 _FRAME_LENGTH = 1 << 16
 _LENGTH_RATIO = 16
 """A template may write _FRAME_LENGTH + _LENGTH_RATIO * len(message) characters for a message."""
-
-
-class Span(NamedTuple):
-    """A piece of text to encode on its own."""
-
-    text: str
-    learned: bool
-
-
-class Conversation(NamedTuple):
-    """The messages of one row; they are rendered as one text."""
-
-    messages: list[Message]
-    where: str
-    """File and row, for error messages."""
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
@@ -78,7 +63,8 @@ class ChatRenderer:
 
     def render(self, messages: list[Message], where: str) -> list[Span]:
         """Render one conversation; see `render_all`."""
-        ((_, (spans,)),) = self.render_all([[Conversation(messages, where)]])
+        conversation = Conversation(messages, None, (True,) * len(messages), where)
+        ((_, (spans,)),) = self.render_all([[conversation]])
         return spans
 
     def render_all(
@@ -120,7 +106,7 @@ class ChatRenderer:
         others are rendered after a short conversation of our own; the next turn that is rendered in full then
         shows whether their text is right.
         """
-        messages, where = conversation
+        messages, where = conversation.messages, conversation.where
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
         spans: list[Span] = []
         begin = 0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from patch.data.formats.conversation import to_messages
+from patch.data.formats import to_conversation
 from patch.errors import DataError
 
 
@@ -40,7 +40,8 @@ def assistant(text: str) -> dict:
     ],
 )
 def test_row_becomes_conversation(row: dict, messages: list) -> None:
-    assert to_messages(row, "f: row 1") == messages
+    conversation = to_conversation(row, "f: row 1")
+    assert conversation.messages == messages and conversation.where == "f: row 1"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +73,7 @@ def test_row_becomes_conversation(row: dict, messages: list) -> None:
 )
 def test_bad_row_says_what_was_found_and_expected(row: dict, said: str) -> None:
     with pytest.raises(DataError) as caught:
-        to_messages(row, "f.json: row 9")
+        to_conversation(row, "f.json: row 9")
     assert str(caught.value).startswith("f.json: row 9: ")
     assert said in str(caught.value)
 
@@ -87,5 +88,5 @@ def test_keys_and_roles_of_any_size_and_number_are_named_in_part() -> None:
         {"messages": [{long: "user", "content": ""}]},
     ):
         with pytest.raises(DataError, match="instructioninstruction") as caught:
-            to_messages(row, "f.json: row 9")
+            to_conversation(row, "f.json: row 9")
         assert len(str(caught.value)) < 1500

@@ -11,11 +11,11 @@ from llama3_tokenizer import tiny_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from small_runs import small_run
 
-from patch.data.formats.conversation import to_messages
+from patch.data.formats import Conversation, to_conversation
 from patch.data.pretraining.dataset import load_pretrain
 from patch.data.readers.json_rows import read_rows
 from patch.data.rendering.bounded_process import BoundedMap
-from patch.data.rendering.chat import ChatRenderer, Conversation
+from patch.data.rendering.chat import ChatRenderer
 from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
 from patch.errors import DataError
 
@@ -109,7 +109,7 @@ def fuzz_rows(folder: Path, cases: int, seed: int) -> Counter:
         path.write_bytes(data)
         try:
             rows = [row.value for row in read_rows(path)]
-            conversations = [to_messages(row, "row") for row in rows]
+            conversations = [to_conversation(row, "row") for row in rows]
         except DataError as error:
             assert len(str(error)) < 5000
             outcomes["refused"] += 1
@@ -118,7 +118,7 @@ def fuzz_rows(folder: Path, cases: int, seed: int) -> Counter:
         lines = [line for line in text.split("\n") if line.strip()]
         is_list = text.lstrip().startswith("[")
         assert rows == (json.loads(text) if is_list else [json.loads(line) for line in lines])
-        assert all(set(message) == {"role", "content"} for messages in conversations for message in messages)
+        assert all(set(message) == {"role", "content"} for each in conversations for message in each.messages)
         outcomes["read"] += 1
     return outcomes
 
@@ -178,7 +178,7 @@ def fuzz_templates(cases: int, seed: int) -> Counter:
         tokenizer.chat_template = template
         renderer.__dict__.pop("_probe_text", None)
         try:
-            spans = renderer._spans(Conversation(messages, "row"))
+            spans = renderer._spans(Conversation(messages, None, (True,) * len(messages), "row"))
         except DataError as error:
             assert len(str(error)) < 2000
             return "refused"
