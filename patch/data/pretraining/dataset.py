@@ -21,6 +21,7 @@ from megatron.core.datasets.utils import Split, normalize
 
 from patch.data.pretraining.index_cache import kept_as_made
 from patch.data.pretraining.indexed_dataset import check_ids
+from patch.data.pretraining.part import Part, PretrainOptions, open_part
 from patch.data.samples import Sample
 from patch.distributed.collectives import agree
 from patch.errors import DataError
@@ -40,10 +41,16 @@ class PretrainSource:
     is_shuffled = True
 
     def __init__(
-        self, dataset: GPTDataset | BlendedDataset, parts: Sequence[Part], options: PretrainOptions
+        self,
+        dataset: GPTDataset | BlendedDataset,
+        parts: Sequence[Part],
+        options: PretrainOptions,
+        num_samples: int,
     ) -> None:
         self._dataset, self._options = dataset, options
         self.parts = parts
+        self.num_samples = num_samples
+        """How many the run takes; upstream makes a few more of them."""
         for each in getattr(dataset, "datasets", [dataset]):
             # With its cache, gpt_dataset.py:230-240 uses the first sample's loss mask, which includes that
             # sample's padding, for all other samples. Without it each sample gets its own mask.
@@ -63,7 +70,10 @@ class PretrainSource:
 
 
 def load_training(
-    prefixes: Sequence[str], weights: Sequence[float] | None, options: PretrainOptions, num_samples: int
+    prefixes: Sequence[str],
+    weights: Sequence[float] | None,
+    options: PretrainOptions,
+    num_samples: Callable[[int], int],
 ) -> PretrainSource:
     """The training documents of one set or several; a collective in a job, usable without a process group.
 
@@ -72,28 +82,31 @@ def load_training(
         weights: the share of each set in the samples, in any unit; None: in proportion to its samples, so
             that all sets together are read as one.
         options: see `PretrainOptions`.
-        num_samples: how many samples the run takes, over as many epochs as needed.
+        num_samples: from the samples of one pass over all sets, how many the run takes, over as many epochs
+            as it needs.
 
     Raises:
         DataError: on all ranks, if files are missing or damaged, have ids beyond the vocabulary or those of
             another tokenizer, have no documents for training, or none of an end where borders are asked for.
     """
 
+    length = options.sequence_length
+
     def build() -> tuple[PretrainSource, list[float]]:
         parts = [open_part(prefix, options, Split.train) for prefix in prefixes]
+        taken = num_samples(sum(max(1, part.samples(length)) for part in parts))
         with _index_files(parts, options, Split.train):
             if len(parts) == 1:
-                return PretrainSource(_dataset(parts[0], num_samples, Split.train), parts, options), [1.0]
-            blend, shares = _blend(parts, weights, num_samples, options.sequence_length)
-            return PretrainSource(blend, parts, options), shares
+                return PretrainSource(_dataset(parts[0], taken, Split.train), parts, options, taken), [1.0]
+            blend, shares = _blend(parts, weights, taken, length)
+            return PretrainSource(blend, parts, options, taken), shares
 
     source, shares = _rank_zero_first(build)
     for part, share in zip(source.parts, shares, strict=True):
-        taken = num_samples * share
+        taken = source.num_samples * share
         _logger.info(
             "%s: the run takes %.0f samples of %d tokens, %.1f passes over its %d tokens",
-            part.prefix, taken, options.sequence_length, taken * options.sequence_length / part.tokens,
-            part.tokens,
+            part.prefix, taken, length, taken * length / part.tokens, part.tokens,
         )  # fmt: skip
     return source
 
@@ -112,21 +125,12 @@ def load_validation(prefix: str, options: PretrainOptions) -> PretrainSource:
     def build() -> PretrainSource:
         part = open_part(prefix, options, Split.valid)
         with _index_files([part], options, Split.valid):
-            return PretrainSource(_dataset(part, None, Split.valid), [part], options)
+            dataset = _dataset(part, None, Split.valid)
+            return PretrainSource(dataset, [part], options, len(dataset))
 
     source = _rank_zero_first(build)
     _logger.info("%s: %d samples of %d tokens", prefix, len(source), options.sequence_length)
     return source
-
-
-def samples_in_a_pass(prefixes: Sequence[str], options: PretrainOptions) -> int:
-    """How many samples the training documents of all sets give in one epoch.
-
-    Raises:
-        DataError: see `load_training`; on this rank alone.
-    """
-    parts = (open_part(prefix, options, Split.train) for prefix in prefixes)
-    return sum(_samples_in_a_pass(part, options.sequence_length) for part in parts)
 
 
 def _rank_zero_first(build: Callable[[], _Built]) -> _Built:
@@ -160,14 +164,14 @@ def _index_files(parts: Sequence[Part], options: PretrainOptions, split: Split) 
         ) from error
 
 
-def _samples_in_a_pass(part: Part, length: int) -> int:
-    samples = (part.tokens - 1) // length
-    if samples == 0:
+def _whole_samples(part: Part, length: int) -> int:
+    """The samples of one pass over a set; refuses one that has none."""
+    if part.samples(length) == 0:
         raise DataError(
             f"{part.prefix}: has {part.tokens} tokens for training, expected at least {length + 1} in a set "
             "that is read together with others: leave it out, or give weights"
         )
-    return samples
+    return part.samples(length)
 
 
 def _dataset(part: Part, num_samples: int | None, split: Split) -> GPTDataset:
@@ -190,7 +194,7 @@ def _blend(
     Upstream gives the blend as many samples as the rounded shares add up to, which may be more than its sets
     have (blended_dataset.py:159 then raises). Here it has the run's samples, the first of upstream's.
     """
-    turns = [_samples_in_a_pass(part, length) for part in parts] if weights is None else normalize(weights)
+    turns = [_whole_samples(part, length) for part in parts] if weights is None else normalize(weights)
     shares = normalize(turns)
     wanted: list[int | None] = [math.ceil(math.ceil(num_samples * share) * _SURPLUS) for share in shares]
     if weights is None and num_samples <= sum(turns):

@@ -60,13 +60,18 @@ class Part(NamedTuple):
         """Tokens of these documents."""
         return int(self.indexed.sequence_lengths[self.documents].sum(dtype=np.int64))
 
+    def samples(self, length: int) -> int:
+        """Whole samples of `length` tokens in one pass."""
+        return (self.tokens - 1) // length
+
 
 def open_part(prefix: str, options: PretrainOptions, split: Split) -> Part:
     """Open a set's files and check the first token ids; the others are checked when they are read."""
     indexed = open_indexed(prefix)
     head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, total_tokens(indexed)), 0)
     check_ids(prefix, int(head.min()), int(head.max()), options.vocab_size)
-    eod = _end_of_document(prefix, indexed, options)
+    is_known = split is Split.valid and options.split != WHOLE  # it was opened for training
+    eod = _end_of_document(prefix, indexed, options, warns=not is_known)
     config = GPTDatasetConfig(
         random_seed=options.seed,
         sequence_length=options.sequence_length,
@@ -99,13 +104,17 @@ def _documents(
     return np.arange(first, last, dtype=np.int32)
 
 
-def _end_of_document(prefix: str, indexed: IndexedDataset, options: PretrainOptions) -> int | None:
+def _end_of_document(
+    prefix: str, indexed: IndexedDataset, options: PretrainOptions, *, warns: bool
+) -> int | None:
     """The id that ends documents: what the set's file says, or else the tokenizer's end-of-text token.
 
     Raises:
         DataError: the set was made with another vocabulary; or no id ends its documents, but one is needed.
     """
-    provenance = read_provenance(prefix, len(indexed.document_indices) - 1, total_tokens(indexed))
+    provenance = read_provenance(
+        prefix, len(indexed.document_indices) - 1, total_tokens(indexed), warns=warns
+    )
     if provenance is not None and options.tokenizer is not None:
         check_tokenizer(prefix, provenance, options.tokenizer)
     if provenance is not None:
