@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import files_of
 from patch.data.chat_templates import ensure_chat_template
-from patch.data.formats import Conversation, Text, to_conversation
+from patch.data.formats import Conversation, FormatOptions, Text, to_conversation
 from patch.data.readers.json_rows import read_rows
 from patch.data.rendering import PLAIN, ChatRenderer, RenderOptions, Span, SpanEncoder
 from patch.data.samples import Sample
@@ -113,7 +113,11 @@ class _Report:
 
 
 def load_sft(
-    path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int, render: RenderOptions = PLAIN
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    options: FormatOptions = FormatOptions(),  # noqa: B008
+    render: RenderOptions = PLAIN,
 ) -> SftSource:
     """Read and tokenize a set of conversations: a file, or the files of a folder or a glob.
 
@@ -122,9 +126,10 @@ def load_sft(
     log. The time for each row is bounded, however long the row is.
 
     Args:
-        path: rows (see `files_of`) with alpaca's keys or OpenAI's messages (see `to_conversation`).
+        path: rows (see `files_of`) of any format (see `to_conversation`).
         tokenizer: renders and encodes the rows; a LLaMA-3 tokenizer without a chat template gets a plain one.
         sequence_length: tokens of one sample; the labels are shifted by one token.
+        options: what the user says about the rows' keys.
         render: which turns are learned, and what special tokens in the rows mean.
 
     Raises:
@@ -136,7 +141,7 @@ def load_sft(
     report = _Report()
     kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     encoder = SpanEncoder(tokenizer, render.allow_special_tokens)
-    for batch, rendered in renderer.render_all(_batches(path, renderer, report)):
+    for batch, rendered in renderer.render_all(_batches(path, renderer, report, options)):
         names = [conversation.where.removeprefix(f"{path}: ") for conversation in batch]
         # A row without samples is one of no tokens: it is dropped with those that have nothing to learn.
         places = [name for name, samples in zip(names, rendered, strict=True) for _ in samples or [[]]]
@@ -156,12 +161,14 @@ def load_sft(
     return source
 
 
-def _batches(path: Path, renderer: ChatRenderer, report: _Report) -> Iterator[list[Conversation | Text]]:
+def _batches(
+    path: Path, renderer: ChatRenderer, report: _Report, options: FormatOptions
+) -> Iterator[list[Conversation | Text]]:
     """The rows' conversations in batches of `_ROWS_AT_ONCE`, or fewer if they are long."""
     batch: list[Conversation | Text] = []
     num_characters = 0
     for file, row in ((name, row) for name in files_of(str(path)) for row in read_rows(name)):
-        conversation = to_conversation(row.value, f"{file}: {row.place}")
+        conversation = to_conversation(row.value, f"{file}: {row.place}", options)
         report.rows += 1
         if renderer.holds_special_token(conversation):
             report.special.append(f"{file}: {row.place}".removeprefix(f"{path}: "))
