@@ -1,4 +1,4 @@
-"""The built-in chat templates, chosen ones, and how answers are found where a template says it or does not."""
+"""The built-in chat templates, chosen ones, and how answers are found with and without marks."""
 
 from pathlib import Path
 
@@ -9,6 +9,7 @@ from tokenizer_zoo import qwen_tokenizer, sentencepiece_tokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from patch.data.chat_templates import BUILT_IN, ensure_chat_template, template_name
+from patch.data.formats import Text
 from patch.data.rendering import ChatRenderer, Span, unmarked
 from patch.data.rendering.chat import end_of_turn
 from patch.errors import DataError
@@ -50,7 +51,8 @@ def texts(tokenizer: PreTrainedTokenizerFast, messages: list, tools: list | None
         (
             "chatml",
             [
-                "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n",
+                "<|im_start|>system\nbe brief<|im_end|>\n"
+                "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\n",
                 "yes<|im_end|>",
                 "\n<|im_start|>user\nquestion<|im_end|>\n<|im_start|>assistant\n",
                 "no<|im_end|>",
@@ -110,8 +112,8 @@ def test_llama3_writes_tools_as_metas_json() -> None:
     call = '{"name": "get", "parameters": {"city": "x"}}'
     assert texts(with_template("llama3"), WITH_TOOLS, TOOLS) == [
         f"<|begin_of_text|>{H}system{E}\n\nbe brief\n\nFunctions that you can call:\n{JSON}\n"
-        'To call one, answer only with {"name": its name, "parameters": {...}}.' + T + f"{H}user{E}\n\nhello{T}"
-        f"{H}assistant{E}\n\n",
+        'To call one, answer only with {"name": its name, "parameters": {...}}.'
+        f"{T}{H}user{E}\n\nhello{T}{H}assistant{E}\n\n",
         f"{call}; {call}{T}",
         f"{H}ipython{E}\n\nsunny{T}{H}assistant{E}\n\n",
         f"yes{T}",
@@ -128,7 +130,7 @@ def test_template_whose_special_tokens_are_missing_is_refused_with_those_that_fi
     tokenizer = sentencepiece_tokenizer("legacy")
     with pytest.raises(
         DataError,
-        match=r"got chatml, .* no special token <.im_start.> and no <.im_end.>; .*: alpaca, plain, or a .jinja file",
+        match=r"got chatml, .* no special token <.im_start.> and no <.im_end.>; .*: alpaca, plain, or a .j",
     ) as caught:
         ensure_chat_template(tokenizer, "chatml")
     assert caught.value.field == "chat_template" and tokenizer.chat_template is None
@@ -155,7 +157,7 @@ def test_file_is_a_template(tmp_path: Path) -> None:
 def test_tokenizer_without_a_template_is_refused_at_the_first_conversation() -> None:
     tokenizer = tiny_tokenizer(special=SPECIAL_TOKENS[:2])
     ensure_chat_template(tokenizer)
-    with pytest.raises(DataError, match="has no chat template, .* --chat-template") as caught:
+    with pytest.raises(DataError, match="has no chat template, .*; choose one .--chat-template") as caught:
         ChatRenderer(tokenizer).render(chat(turns("a", "b")))
     assert caught.value.field == "chat_template"
 
@@ -175,7 +177,8 @@ MARKS = {
 def test_wherever_the_marks_stand_the_same_is_learned(marks: str, prompt: str) -> None:
     """With a prompt for generation and without one; then the header is found by two answers."""
     template = (
-        "{% for m in messages %}{{ '<|im_start|>' }}{% if m.role == 'assistant' %}" + MARKS[marks] + "{% else %}"
+        "{% for m in messages %}{{ '<|im_start|>' }}{% if m.role == 'assistant' %}" + MARKS[marks]
+        + "{% else %}"
         "{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}" + prompt
     )  # fmt: skip
     # transformers' Jinja takes the line break after a block away, as it does for every template.
@@ -188,7 +191,7 @@ def test_wherever_the_marks_stand_the_same_is_learned(marks: str, prompt: str) -
     ]
 
 
-def test_missing_prompt_for_generation_is_said(logged: list[str]) -> None:
+def test_blank_between_header_and_words_belongs_to_the_words() -> None:
     template = (
         "{% for m in messages %}{{ '<|im_start|>' + m.role + ': ' + m.content + '<|im_end|>' }}{% endfor %}"
     )
@@ -230,8 +233,6 @@ def test_marks_that_are_wrong_are_refused(template: str, said: str) -> None:
 
 
 def test_spans_of_a_text_row_begin_with_bos() -> None:
-    from patch.data.formats import Text
-
     (spans,) = ChatRenderer(tiny_tokenizer()).render(Text("say <|eot_id|>", "row"))
     assert spans[0] == Span("<|begin_of_text|>", False)
     assert unmarked(spans[1].text) == "say <|eot_id|><|end_of_text|>" and "<|eot_id|>" not in spans[1].text
