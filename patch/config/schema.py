@@ -268,7 +268,7 @@ class DataConfig:
     max_padding_length: int = flag("raw samples are padded and truncated to this many tokens", at_least=1)
     tokenizer_type: TokenizerType = flag("where the tokenizer comes from", "PretrainedFromHF")
     tokenizer_name_or_path: str | None = flag(
-        "folder of a Hugging Face tokenizer; none: that of --load", None, none="none"
+        "folder of a Hugging Face tokenizer, or org/name; none: that of --load", None, none="none"
     )
     columns: str | None = flag(
         "names of the rows' keys where they are not the usual ones: instruction=question,output=answer; none",

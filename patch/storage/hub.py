@@ -38,6 +38,7 @@ _FILE = re.compile(r"\.(json|jsonl|ndjson|parquet|gz|zst|txt|csv|bin|idx|yaml|mo
 """Endings of files; a path with one is a misspelled path, not a name."""
 _SNAPSHOT = re.compile(r"(models|datasets)--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})(/.*)?$")
 _INDEX = "model.safetensors.index.json"
+_FORBIDDEN = "HF_HUB_OFFLINE forbids to download"
 _DESCRIPTION = re.compile(r"(dataset_infos?|dataset_dict|state|\..*)\.json")
 
 
@@ -123,7 +124,7 @@ def fetch_model(
         return (folder / "config.json").is_file() and not (weights and lacking_weights(folder))
 
     patterns = MODEL_FILES + WEIGHT_FILES if weights else MODEL_FILES
-    words = "a model as safetensors" if weights else "a model's config.json"
+    words = "weights as safetensors" if weights else "config.json"
     return _fetch(name, _Wanted(patterns, is_there, words, error, field))
 
 
@@ -135,7 +136,7 @@ def fetch_tokenizer(
     def is_there(folder: Path) -> bool:
         return any((folder / file).is_file() for file in TOKENIZER_FILES)
 
-    return _fetch(name, _Wanted(MODEL_FILES, is_there, "a tokenizer", error, field))
+    return _fetch(name, _Wanted(MODEL_FILES, is_there, " or ".join(TOKENIZER_FILES), error, field))
 
 
 def fetch_data(name: HubName, *, field: str | None = None) -> Path:
@@ -144,7 +145,7 @@ def fetch_data(name: HubName, *, field: str | None = None) -> Path:
     Raises:
         DataError: see `fetch_model`.
     """
-    words = "a data set of JSON or Parquet files"
+    words = "files of rows (JSON or Parquet)"
     return _fetch(name, _Wanted(DATA_FILES, lambda folder: bool(data_files(folder)), words, DataError, field))
 
 
@@ -175,14 +176,13 @@ def _fetch(name: HubName, wanted: _Wanted) -> Path:
         folder = _held(snapshot, wanted) or _downloaded(snapshot, wanted, cache, name)
     except Exception as error:  # noqa: BLE001 - it raises errors of httpx, OSError and ValueError
         reason = _reason(error, name, offline=constants.HF_HUB_OFFLINE)
-        message = f"{name.repo} is neither a path nor {wanted.words} in {cache}, and {reason}"
-        raise wanted.error(message, field=wanted.field) from error
+        part = getattr(error, "snapshot_path", None)
+        found = f"has no {wanted.words} in {part}" if part else f"is neither a path nor in {cache}"
+        raise wanted.error(f"{name.repo} {found}, and {reason}", field=wanted.field) from error
     if not wanted.is_there(folder):
-        raise wanted.error(
-            f"{name.repo} of the hub does not hold {wanted.words}: {folder} has none of "
-            f"{', '.join(wanted.patterns)}, or not all",
-            field=wanted.field,
-        )
+        reason = _FORBIDDEN if constants.HF_HUB_OFFLINE else "the hub does not have them or cannot be reached"
+        message = f"{name.repo} has no {wanted.words} in {folder}, and {reason}"
+        raise wanted.error(message, field=wanted.field)
     return folder
 
 
@@ -215,7 +215,7 @@ def _reason(error: Exception, name: HubName, *, offline: bool) -> str:
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 
     if offline:
-        return "HF_HUB_OFFLINE forbids to download it"
+        return _FORBIDDEN
     if isinstance(error, GatedRepoError):
         return "its terms must be accepted on its page of the hub, then log in (hf auth login, or HF_TOKEN)"
     if isinstance(error, RevisionNotFoundError):

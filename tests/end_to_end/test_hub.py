@@ -7,6 +7,9 @@ import yaml
 from end_to_end.conftest import Office
 from end_to_end.shell import call, command, losses
 from hub_cache import REVISION, add_to_cache, files_in
+from huggingface_hub import constants
+
+from toolkits.convert import main as convert
 
 
 @pytest.fixture(scope="module")
@@ -24,6 +27,22 @@ def cache(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     add_to_cache(cache, "acme/letters", shards, kind="dataset")
     return cache
+
+
+def test_a_name_is_converted(
+    office: Office,
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture,
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    assert convert(["hf2mcore", "--load", "acme/office-1B", "--save", str(tmp_path / "mcore")]) == 0
+    assert convert(["mcore2hf", "--load", str(tmp_path / "mcore"), "--save", str(tmp_path / "hf")]) == 0
+    for name in ("model.safetensors", "tokenizer.json"):
+        assert (tmp_path / "hf" / name).read_bytes() == (office.model / name).read_bytes()
+    assert convert(["hf2mcore", "--load", "acme/none", "--save", str(tmp_path / "none")]) == 4
+    assert "ERROR acme/none is neither a path nor in" in capsys.readouterr().err
 
 
 def test_names_give_the_run_of_the_same_files(office: Office, cache: Path, tmp_path: Path) -> None:
