@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from patch.config.choices import ZeroStage
+from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import length_text, where
@@ -49,6 +50,11 @@ def only_what_is_built(config: RunConfig, machine: MachineFacts) -> None:
         if row.asks(value_of(config, row.field)):
             got = str(scalar_of(config, row.field)).lower()
             refuse(row.field, got, row.instead, f"{row.feature} is not built yet")
+
+
+def columns_are_pairs(config: RunConfig, machine: MachineFacts) -> None:
+    """The map of columns can be read, and its names are known."""
+    parse_columns(config.data.columns)
 
 
 def pretraining_reads_indexed_sets(config: RunConfig, machine: MachineFacts) -> None:
@@ -275,6 +281,7 @@ RULES: tuple[Rule, ...] = (
     only_what_is_built,
     pretraining_reads_indexed_sets,
     documents_are_pretraining,
+    columns_are_pairs,
     packing_has_conversations,
     numbers_are_in_range,
     offload_is_possible,
@@ -319,6 +326,10 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
             f"{where('reset_attention_mask')}: positions begin again at each document too, which RoPE, which "
             "knows distances only, does not notice"
         )
+    if config.data.dataset_type == "idxmap":
+        for field in ("columns", "alpaca_input_join"):
+            if value_of(config, field) != FIELDS[field].default:
+                yield f"{where(field)} has no effect on .bin/.idx"
 
 
 def _offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:

@@ -36,8 +36,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("train_epochs", bool, "above 0", "a run's length in epochs", "0"),
     NotBuilt("train_data_path", _names_several, "several sets", "a blend of sets", "one set"),
     NotBuilt("valid_data_path", _names_several, "several sets", "several validation sets", "one set"),
-    NotBuilt("columns", bool, "other than none", "a map of columns", "none"),
-    NotBuilt("alpaca_input_join", lambda v: v == "empty", "empty", "this join", "newline"),
     NotBuilt("chat_template", bool, "other than none", "a chosen chat template", "none"),
     NotBuilt("train_on", lambda v: v == "last", "last", "learning the last turn only", "all"),
     NotBuilt("long_samples", lambda v: v != "cut-end", "other than cut-end", "this cure", "cut-end"),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import DataConfig, ModelConfig
+from patch.data.formats import format_options
 from patch.data.packing import packed
 from patch.data.samples import SampleSource
 from patch.data.sft.source import load_sft
@@ -74,5 +75,5 @@ def _load_sft(
         return load_indexed_sft(
             path, tokenizer, sequence_length=model.seq_length, vocab_size=model.vocab_size
         )
-    source = load_sft(Path(path), tokenizer, sequence_length=data.max_padding_length)
+    source = load_sft(Path(path), tokenizer, data.max_padding_length, options=format_options(data))
     return packed(source, data.max_padding_length, path) if data.packing else source

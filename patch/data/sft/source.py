@@ -12,7 +12,7 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import files_of
-from patch.data.formats import Conversation, Text, to_conversation
+from patch.data.formats import PLAIN, Conversation, FormatOptions, Text, to_conversation
 from patch.data.readers.json_rows import read_rows
 from patch.data.rendering.chat import ChatRenderer, Span
 from patch.data.samples import Sample
@@ -111,7 +111,9 @@ class _Report:
                 )
 
 
-def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> SftSource:
+def load_sft(
+    path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int, options: FormatOptions = PLAIN
+) -> SftSource:
     """Read and tokenize a set of conversations: a file, or the files of a folder or a glob.
 
     A conversation longer than `sequence_length` tokens is truncated at its end. A conversation with nothing
@@ -119,9 +121,10 @@ def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: in
     log. The time for each row is bounded, however long the row is.
 
     Args:
-        path: rows (see `files_of`) with alpaca's keys or OpenAI's messages (see `to_conversation`).
+        path: rows (see `files_of`) of any format (see `to_conversation`).
         tokenizer: renders and encodes the rows; a LLaMA-3 tokenizer without a chat template gets a plain one.
         sequence_length: tokens of one sample; the labels are shifted by one token.
+        options: what the user says about the rows' keys.
 
     Raises:
         DataError: see `read_rows`, `to_conversation`, `ChatRenderer`; the tokenizer fails; or no row has
@@ -131,7 +134,7 @@ def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: in
     renderer = ChatRenderer(tokenizer)
     report = _Report()
     kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    for batch, rendered in renderer.render_all(_batches(path, renderer, report)):
+    for batch, rendered in renderer.render_all(_batches(path, renderer, report, options)):
         places = [conversation.where.removeprefix(f"{path}: ") for conversation in batch]
         report.long += [place for place, spans in zip(places, rendered, strict=True) if _has_long_text(spans)]
         kept.append(
@@ -149,12 +152,14 @@ def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: in
     return source
 
 
-def _batches(path: Path, renderer: ChatRenderer, report: _Report) -> Iterator[list[Conversation]]:
+def _batches(
+    path: Path, renderer: ChatRenderer, report: _Report, options: FormatOptions
+) -> Iterator[list[Conversation]]:
     """The rows' conversations in batches of `_ROWS_AT_ONCE`, or fewer if they are long."""
     batch: list[Conversation] = []
     num_characters = 0
     for file, row in ((name, row) for name in files_of(str(path)) for row in read_rows(name)):
-        conversation = to_conversation(row.value, f"{file}: {row.place}")
+        conversation = to_conversation(row.value, f"{file}: {row.place}", options)
         if isinstance(conversation, Text):
             raise DataError(f"{conversation.where}: rows of text alone cannot be learned yet")
         report.rows += 1

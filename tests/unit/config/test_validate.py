@@ -49,6 +49,14 @@ REFUSED = [
     ({}, ["--optimizer-offload-auto-threshold=-1"], ["got -1, expected at least 0"]),
     ({}, ["--optimizer-offload-chunk-size=-1"], ["got -1, expected at least 0"]),
     ({}, ["--simulated-device-memory=-1"], ["got -1, expected at least 0"]),
+    ({}, ["--columns=question"], ["--columns: got 'question', expected NAME=COLUMN, such as instruction="]),
+    ({}, ["--columns=output=answer,"], ["--columns: got '', expected NAME=COLUMN"]),
+    (
+        {},
+        ["--columns=ouput=answer"],
+        ["got the name 'ouput', expected one of messages", "did you mean output?"],
+    ),
+    ({}, ["--columns=text=a,text=b"], ["--columns: got text twice (a, b), expected it once"]),
     (
         DOCUMENTS,
         ["--packing", "--dataset-type=idxmap"],
@@ -174,8 +182,6 @@ REFUSED = [
             "--train-epochs=2",
             "--train-data-path=a.json b.json",
             "--valid-data-path=0.5 a.json 0.5 b.json",
-            "--columns=instruction=q",
-            "--alpaca-input-join=empty",
             "--chat-template=chatml",
             "--train-on=last",
             "--long-samples=drop",
