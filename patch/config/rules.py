@@ -279,9 +279,9 @@ def evaluation_is_possible(config: RunConfig, machine: MachineFacts) -> None:
 
 RULES: tuple[Rule, ...] = (
     only_what_is_built,
+    columns_are_pairs,
     pretraining_reads_indexed_sets,
     documents_are_pretraining,
-    columns_are_pairs,
     packing_has_conversations,
     numbers_are_in_range,
     offload_is_possible,
@@ -319,6 +319,10 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         yield f"{where('recompute_num_layers')} has no effect without AC=full"
     if config.data.dataset_type == "idxmap" and config.data.max_padding_length != config.model.seq_length:
         yield f"{where('max_padding_length')} has no effect on .bin/.idx: sequences are SEQ_LEN long"
+    if config.data.dataset_type == "idxmap":
+        for field in ("columns", "alpaca_input_join"):
+            if value_of(config, field) != FIELDS[field].default:
+                yield f"{where(field)} has no effect on .bin/.idx"
     if config.data.dataset_type == "idxmap" and config.training.sft and config.data.packing:
         yield f"{where('packing')} has no effect on .bin/.idx: the set is packed, or not, as it was made"
     if config.data.reset_attention_mask and not config.data.reset_position_ids:
@@ -326,10 +330,6 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
             f"{where('reset_attention_mask')}: positions begin again at each document too, which RoPE, which "
             "knows distances only, does not notice"
         )
-    if config.data.dataset_type == "idxmap":
-        for field in ("columns", "alpaca_input_join"):
-            if value_of(config, field) != FIELDS[field].default:
-                yield f"{where(field)} has no effect on .bin/.idx"
 
 
 def _offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:

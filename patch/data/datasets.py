@@ -9,8 +9,10 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import DataConfig, ModelConfig
+from patch.data.chat_templates import ensure_chat_template
 from patch.data.formats import format_options
 from patch.data.packing import packed
+from patch.data.rendering import RenderOptions
 from patch.data.samples import SampleSource
 from patch.data.sft.source import load_sft
 from patch.data.tokenizer import check_vocabulary
@@ -36,7 +38,7 @@ def build_datasets(
 ) -> DataSets:
     """Read both sets; a collective over the job.
 
-    For raw rows, a tokenizer without a chat template may be given one (see `ensure_chat_template`).
+    For raw rows, the tokenizer gets the chosen chat template (see `ensure_chat_template`).
 
     Args:
         data: the files and their kind.
@@ -75,5 +77,7 @@ def _load_sft(
         return load_indexed_sft(
             path, tokenizer, sequence_length=model.seq_length, vocab_size=model.vocab_size
         )
-    source = load_sft(Path(path), tokenizer, data.max_padding_length, options=format_options(data))
+    ensure_chat_template(tokenizer, data.chat_template)
+    render = RenderOptions(data.train_on, data.allow_special_tokens)
+    source = load_sft(Path(path), tokenizer, data.max_padding_length, format_options(data), render)
     return packed(source, data.max_padding_length, path) if data.packing else source

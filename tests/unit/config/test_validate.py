@@ -161,6 +161,7 @@ REFUSED = [
     (dict(VALID_DATASET_PATH="x"), ["--eval-iters=0"], ["--eval-iters: got 0", "--eval-interval 0 turns"]),
     (dict(PRETRAIN_CHECKPOINT_PATH="/no/model"), [], ["position 22", "got /no/model", "no such folder"]),
     ({}, ["--tokenizer-name-or-path=/no/tok"], ["(TOKENIZER_PATH): got /no/tok", "tokenizer.json"]),
+    ({}, ["--chat-template=chatlm"], ["--chat-template: got chatlm", "plain, or a .jinja file", "chatml?"]),
     ({}, ["--tokenizer-name-or-path=none"], ["(TOKENIZER_PATH): got none", "PRETRAIN_CHECKPOINT_PATH"]),
     ({}, ["--split=99,1,0"], ["--split: got 99,1,0, expected none", "of a pre-training set"]),
     ({}, ["--eod-mask-loss"], ["--eod-mask-loss: got true, expected", "SFT=false"]),
@@ -182,14 +183,11 @@ REFUSED = [
             "--train-epochs=2",
             "--train-data-path=a.json b.json",
             "--valid-data-path=0.5 a.json 0.5 b.json",
-            "--chat-template=chatml",
-            "--train-on=last",
             "--long-samples=drop",
             "--max-dropped-share=0.5",
             "--cache-dir=/cache",
             "--data-workers=2",
             "--data-prefetch=0",
-            "--allow-special-tokens",
         )
     ),
 ]
