@@ -10,7 +10,10 @@ from collections.abc import Iterator
 from filecmp import cmp
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import get_args
 
+from patch.config.choices import BuiltInTemplate
+from patch.config.data_spec import files_of, parse_data
 from patch.config.fields import FIELDS
 from patch.config.hf_config import has_hf_config, is_hf_folder
 from patch.config.positions import where
@@ -18,7 +21,7 @@ from patch.config.rules import Rule, refuse
 from patch.config.schema import DataConfig, RunConfig
 from patch.config.stored_shape import run_behind, shape_at
 from patch.device import MachineFacts
-from patch.errors import DataError
+from patch.errors import DataError, nearest
 from patch.families import WEIGHT_FIELDS
 from patch.storage.names import (
     RELEASE,
@@ -116,6 +119,20 @@ def _differing_files(config: RunConfig) -> tuple[str, list[str]] | None:
     return own, differing
 
 
+def chat_template_is_there(config: RunConfig, machine: MachineFacts) -> None:
+    """--chat-template is the name of a built-in template or a file."""
+    chosen, names = config.data.chat_template, get_args(BuiltInTemplate)
+    if chosen is None or chosen in names or os.path.isfile(chosen):
+        return
+    hint = nearest(chosen, list(names))
+    refuse(
+        "chat_template",
+        chosen,
+        f"{', '.join(names)}, or a .jinja file",
+        f"there is no file of that name{hint}",
+    )
+
+
 def tokenizer_notes(config: RunConfig) -> Iterator[str]:
     """One line if the tokenizer is read from another folder than position 22, but has the same files."""
     comparison = _differing_files(config)
@@ -170,37 +187,42 @@ FILE_RULES: tuple[Rule, ...] = (
     weights_are_there,
     weights_have_this_shape,
     tokenizer_is_there,
+    chat_template_is_there,
     output_is_writable,
 )
 
 
-def data_files(data: DataConfig, path: str) -> list[str]:
-    """The files that `train_data_path` or `valid_data_path` names."""
-    return [path] if data.dataset_type == "raw" else [f"{path}.bin", f"{path}.idx"]
+def data_files(data: DataConfig, path: str, field: str | None = None) -> list[str]:
+    """The files of one set: of one `DataPart` of `train_data_path` or `valid_data_path`.
+
+    Raises:
+        DataError: there are none (raw rows).
+    """
+    if data.dataset_type == "raw":
+        return [str(file) for file in files_of(path, field)]
+    return [f"{path}.bin", f"{path}.idx"]
 
 
 def check_data(config: RunConfig) -> None:
-    """The files of both data sets exist and can be read.
+    """The files of all data sets exist and can be read.
 
     Raises:
         DataError: a file is missing or cannot be read; the message names it.
     """
     data = config.data
-    paths = {"train_data_path": data.train_data_path, "valid_data_path": data.valid_data_path}
-    for field, path in paths.items():
-        if path is not None:
-            for file in data_files(data, path):
-                _check_file(field, path, file)
+    texts = {"train_data_path": data.train_data_path, "valid_data_path": data.valid_data_path}
+    for field, text in texts.items():
+        for part in parse_data(text, field) if text is not None else ():
+            for file in data_files(data, part.path, field):
+                _check_file(field, part.path, file)
 
 
 def _check_file(field: str, path: str, file: str) -> None:
-    if os.path.isdir(file):
-        raise DataError(f"{file} is a folder, expected a JSON or JSONL file", field=field)
     if not os.path.exists(file):
-        cure = "a file" if file == path else "the path of .bin and .idx without the ending"
+        cure = "the path of .bin and .idx without the ending"
         if path.endswith((".bin", ".idx")):
             cure += f", that is {path[:-4]}"
-        elif file != path and os.path.isfile(path):
+        elif os.path.isfile(path):
             raise DataError(
                 f"got {path}, which is a file itself, expected {cure}, as python -m toolkits."
                 "preprocess_pretrain writes them (fine-tuning on rows: SFT=true, MP_DATASET_TYPE=raw)",
@@ -208,9 +230,9 @@ def _check_file(field: str, path: str, file: str) -> None:
             )
         raise DataError(f"got {path}: {file} does not exist, expected {cure}", field=field)
     if not os.path.isfile(file):
+        kind = "a folder" if os.path.isdir(file) else "a pipe or a device"
         raise DataError(
-            f"{file} is a pipe or a device, expected a file: every process reads it, and "
-            "again when the run is resumed",
+            f"{file} is {kind}, expected a file: every process reads it, and again when the run is resumed",
             field=field,
         )
     if not os.access(file, os.R_OK):

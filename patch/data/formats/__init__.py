@@ -1,1 +1,26 @@
-"""Rows become conversations in the form that chat templates take."""
+"""Rows become conversations in the form that chat templates take.
+
+`to_conversation` recognises the format of each row by its keys.
+"""
+
+from patch.data.formats.conversation import (
+    PLAIN,
+    Conversation,
+    FormatOptions,
+    Message,
+    Text,
+    format_options,
+)
+from patch.data.formats.keys import missing_keys
+from patch.data.formats.rows import to_conversation
+
+__all__ = [
+    "PLAIN",
+    "Conversation",
+    "FormatOptions",
+    "Message",
+    "Text",
+    "format_options",
+    "missing_keys",
+    "to_conversation",
+]

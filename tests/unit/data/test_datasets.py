@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from distributed_runner import run_distributed
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 from small_runs import small_run
@@ -34,7 +35,7 @@ def raw_run(folder: Path, **changes) -> RunConfig:
 
 def build(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> DataSets:
     return build_datasets(
-        config.data, config.model, tokenizer,
+        config.data, config.model, tokenizer, sft=config.training.sft,
         num_train_samples=config.training.train_iters * config.training.global_batch_size,
         seed=config.training.seed, index_folder=Path(config.checkpoint.output_path) / "data_index",
     )  # fmt: skip
@@ -44,6 +45,18 @@ def test_raw_sets_have_the_padded_length(tmp_path: Path) -> None:
     train, valid = build(raw_run(tmp_path, max_padding_length=24), tiny_tokenizer())
     assert (len(train), len(valid)) == (3, 1)
     assert train[0].tokens.shape == (24,)
+
+
+def test_names_and_join_of_the_rows_reach_the_samples(tmp_path: Path) -> None:
+    """Rows with the user's own keys give the samples of the same rows with the usual keys, joined by hand."""
+    tokenizer = tiny_tokenizer()
+    usual = build(raw_run(tmp_path), tokenizer).train
+    rows = [{"q": "hel", "x": "lo", "a": answer} for answer in ("world", "again", "you")]
+    (tmp_path / "own.json").write_text(json.dumps(rows))
+    named = dict(columns="instruction=q,input=x,output=a", alpaca_input_join="empty")
+    own = build(raw_run(tmp_path, train_data_path=str(tmp_path / "own.json"), **named), tokenizer).train
+    for index in range(3):
+        assert torch.equal(torch.stack(own[index][:3]), torch.stack(usual[index][:3]))
 
 
 def test_without_validation_data_there_is_no_validation_set(tmp_path: Path) -> None:
@@ -58,11 +71,9 @@ def test_tokenizer_beyond_the_models_vocabulary_is_refused(tmp_path: Path) -> No
 def test_pretraining_sets_feed_every_step_and_one_evaluation(tmp_path: Path, shared_data: Path) -> None:
     """The real corpus, through the toolkit's writer, upstream's reader and our batches."""
     tokenizer = tiny_tokenizer()
-    write_indexed(
-        shared_data / "c4_demo.jsonl", tokenizer, str(tmp_path / "c4"), json_key="text", append_eod=True
-    )
+    write_indexed([shared_data / "c4_demo.jsonl"], tokenizer, {"text": str(tmp_path / "c4")}, append_eod=True)
     config = small_run(
-        dataset_type="idxmap", train_data_path=str(tmp_path / "c4"), valid_data_path=str(tmp_path / "c4"),
+        dataset_type="idxmap", sft=False, train_data_path=str(tmp_path / "c4"), valid_data_path=str(tmp_path / "c4"),
         seq_length=64, vocab_size=400, train_iters=5, global_batch_size=4, output_path=str(tmp_path / "out"),
     )  # fmt: skip
     train, valid = build(config, tokenizer)
