@@ -1,4 +1,4 @@
-"""python -m toolkits.preprocess_pretrain: makes a pre-training set (.bin, .idx) from JSON rows."""
+"""python -m toolkits.preprocess_pretrain: makes pre-training sets (.bin, .idx) from rows of text."""
 
 from __future__ import annotations
 
@@ -11,38 +11,40 @@ from pathlib import Path
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, or the exit code of the error."""
     options = _parse(argv)
-    # Set before the tokenizer's thread pool starts, which reads these variables once.
-    os.environ.update(RAYON_NUM_THREADS=str(options.workers), TOKENIZERS_PARALLELISM="true")
+    # Set before the first use of a tokenizer, which would start threads; the processes use all cores.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from patch.data.pretraining.preprocess import write_indexed
     from patch.data.tokenizer import load_tokenizer
     from patch.errors import PatchError
     from patch.logger import configure_logging
 
     configure_logging()
+    outputs = {key: f"{options.output_prefix}_{key}_document" for key in options.json_keys}
     try:
         tokenizer = load_tokenizer(options.tokenizer)
-        tokens = write_indexed(
-            options.input,
-            tokenizer,
-            options.output_prefix,
-            json_key=options.json_key,
-            append_eod=options.append_eod,
+        written = write_indexed(
+            options.input, tokenizer, outputs, append_eod=options.append_eod, workers=options.workers
         )
     except PatchError as error:
         print(f"ERROR {error}", file=sys.stderr)
         return error.exit_code
-    print(f"{options.output_prefix}.bin and .idx: {tokens} tokens")
+    for key, prefix in outputs.items():
+        print(f"{prefix}.bin and .idx: {written[key].tokens} tokens; DATASET_PATH is {prefix}")
     return 0
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m toolkits.preprocess_pretrain", description=__doc__)
     parser.add_argument(
-        "--input", type=Path, required=True, help="JSONL or a JSON list, one document per row"
+        "--input", type=Path, nargs="+", required=True, help="files of rows, one document a row"
     )
     parser.add_argument("--tokenizer", required=True, help="folder of a Hugging Face tokenizer")
-    parser.add_argument("--output-prefix", required=True, help="PREFIX of PREFIX.bin and PREFIX.idx")
-    parser.add_argument("--json-key", default="text", help="the key of the text (default: text)")
+    parser.add_argument(
+        "--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin and .idx, for each key"
+    )
+    parser.add_argument(
+        "--json-keys", nargs="+", default=["text"], help="the keys of the texts in a row (default: text)"
+    )
     parser.add_argument(
         "--append-eod",
         action=argparse.BooleanOptionalAction,
@@ -50,7 +52,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="end each document with the tokenizer's eos token",
     )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=_positive, default=cores, help="threads (default: all cores)")
+    parser.add_argument("--workers", type=_positive, default=cores, help="processes (default: all cores)")
     return parser.parse_args(argv)
 
 

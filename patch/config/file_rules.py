@@ -11,6 +11,7 @@ from filecmp import cmp
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
+from patch.config.data_spec import files_of, parse_data
 from patch.config.fields import FIELDS
 from patch.config.hf_config import has_hf_config, is_hf_folder
 from patch.config.positions import where
@@ -174,33 +175,37 @@ FILE_RULES: tuple[Rule, ...] = (
 )
 
 
-def data_files(data: DataConfig, path: str) -> list[str]:
-    """The files that `train_data_path` or `valid_data_path` names."""
-    return [path] if data.dataset_type == "raw" else [f"{path}.bin", f"{path}.idx"]
+def data_files(data: DataConfig, path: str, field: str | None = None) -> list[str]:
+    """The files of one set: of one `DataPart` of `train_data_path` or `valid_data_path`.
+
+    Raises:
+        DataError: there are none (raw rows).
+    """
+    if data.dataset_type == "raw":
+        return [str(file) for file in files_of(path, field)]
+    return [f"{path}.bin", f"{path}.idx"]
 
 
 def check_data(config: RunConfig) -> None:
-    """The files of both data sets exist and can be read.
+    """The files of all data sets exist and can be read.
 
     Raises:
         DataError: a file is missing or cannot be read; the message names it.
     """
     data = config.data
-    paths = {"train_data_path": data.train_data_path, "valid_data_path": data.valid_data_path}
-    for field, path in paths.items():
-        if path is not None:
-            for file in data_files(data, path):
-                _check_file(field, path, file)
+    texts = {"train_data_path": data.train_data_path, "valid_data_path": data.valid_data_path}
+    for field, text in texts.items():
+        for part in parse_data(text, field) if text is not None else ():
+            for file in data_files(data, part.path, field):
+                _check_file(field, part.path, file)
 
 
 def _check_file(field: str, path: str, file: str) -> None:
-    if os.path.isdir(file):
-        raise DataError(f"{file} is a folder, expected a JSON or JSONL file", field=field)
     if not os.path.exists(file):
-        cure = "a file" if file == path else "the path of .bin and .idx without the ending"
+        cure = "the path of .bin and .idx without the ending"
         if path.endswith((".bin", ".idx")):
             cure += f", that is {path[:-4]}"
-        elif file != path and os.path.isfile(path):
+        elif os.path.isfile(path):
             raise DataError(
                 f"got {path}, which is a file itself, expected {cure}, as python -m toolkits."
                 "preprocess_pretrain writes them (fine-tuning on rows: SFT=true, MP_DATASET_TYPE=raw)",
@@ -208,9 +213,9 @@ def _check_file(field: str, path: str, file: str) -> None:
             )
         raise DataError(f"got {path}: {file} does not exist, expected {cure}", field=field)
     if not os.path.isfile(file):
+        kind = "a folder" if os.path.isdir(file) else "a pipe or a device"
         raise DataError(
-            f"{file} is a pipe or a device, expected a file: every process reads it, and "
-            "again when the run is resumed",
+            f"{file} is {kind}, expected a file: every process reads it, and again when the run is resumed",
             field=field,
         )
     if not os.access(file, os.R_OK):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from patch.config.cluster import Rendezvous, default_nproc_per_node, read_cluster
+from patch.config.data_spec import format_data, parse_data
 from patch.config.fields import FIELDS, assemble, check_choice, missing
 from patch.config.flags import build_parser, read_flags
 from patch.config.hf_config import has_hf_config
@@ -28,7 +29,8 @@ from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.parse_numbers import to_float
 
-_PATHS = ("train_data_path", "valid_data_path", "tokenizer_name_or_path", "load", "output_path")
+_PATHS = ("tokenizer_name_or_path", "load", "output_path")
+_DATA = ("train_data_path", "valid_data_path")
 
 
 class Invocation(NamedTuple):
@@ -143,6 +145,10 @@ def _make_absolute(merged: dict[str, Any]) -> None:
     for name in _PATHS:
         if merged.get(name) is not None:
             merged[name] = os.path.abspath(merged[name])
+    for name in _DATA:
+        if merged.get(name) is not None:
+            parts = parse_data(merged[name], name)
+            merged[name] = format_data(part._replace(path=os.path.abspath(part.path)) for part in parts)
 
 
 def _replica(merged: Mapping[str, Any]) -> int:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
+from patch.config.data_spec import parse_data
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.file_rules import data_files
 from patch.config.positions import length_text, where
@@ -24,6 +26,8 @@ from patch.storage.names import (
 )
 
 _END_BYTES = 2**20
+_PIECE_BYTES = 2**14
+_PIECES = 16
 _ANEW = "another OUTPUT_BASEPATH (position 25)"
 _FROM_WEIGHTS = _ANEW + ", which may start from this one's weights (this folder as position 22)"
 
@@ -48,14 +52,17 @@ _TYPE = _Reason("has a run whose weights and states have another type", _ANEW)
 _LAYOUT = _Reason("has a run with another layout; a resume cannot change the layout yet", _FROM_WEIGHTS)
 _FIXED: dict[str, _Reason] = {
     **dict.fromkeys([*STORED_SHAPE, "seq_length"], _SHAPE),
-    **dict.fromkeys(["sft", "dataset_type", "train_data_path", "max_padding_length", "packing"], _DATA),
+    **dict.fromkeys(["sft", "dataset_type", "max_padding_length", "packing", "split"], _DATA),
+    **dict.fromkeys(["columns", "alpaca_input_join", "chat_template", "train_on"], _DATA),
+    **dict.fromkeys(["allow_special_tokens", "long_samples"], _DATA),
+    **dict.fromkeys(["reset_position_ids", "reset_attention_mask", "eod_mask_loss"], _DATA),
     **dict.fromkeys(["global_batch_size", "seed"], _ORDER),
     "precision": _TYPE,
     "tensor_model_parallel_size": _LAYOUT,
     "pipeline_model_parallel_size": _LAYOUT,
     "context_parallel_size": _LAYOUT,
 }
-"""Fields that a resumed run must keep; all others may change."""
+"""Fields that a resumed run must keep; all others may change. Training data may move, see `_check_data`."""
 
 
 def resume_notes(config: RunConfig) -> list[str]:
@@ -80,7 +87,7 @@ def resume_notes(config: RunConfig) -> list[str]:
     before = read_run(output / CONFIG_FILE)
     _check_fields(config, before)
     _check_derived(config, before)
-    _check_data(config)
+    _check_data(config, before)
     return [
         f"{where(field)}: {scalar_of(before, field)} before, {scalar_of(config, field)} from here on"
         for field in FIELDS
@@ -152,26 +159,52 @@ def remember_data(config: RunConfig) -> None:
         ) from error
 
 
-def _check_data(config: RunConfig) -> None:
+def _check_data(config: RunConfig, before: RunConfig) -> None:
+    """Check that the training data is that of the earlier run; equal files may lie at another path."""
     file = Path(config.checkpoint.output_path) / DATA_FINGERPRINT_FILE
-    if file.is_file() and file.read_bytes().strip() != _fingerprint(config).encode():
+    if file.is_file() and file.read_bytes().strip() == _fingerprint(config).encode():
+        return
+    then, now = before.data.train_data_path, config.data.train_data_path
+    if not _same(then, now):
+        _refuse(config, "train_data_path", then, now, _DATA)
+    if file.is_file():
         raise ConfigError(
-            f"{config.data.train_data_path} has changed since the run in {file.parent} began (size, first or "
-            f"last MiB), expected the same data; put it back, or give {_FROM_WEIGHTS}",
+            f"{now} has changed since the run in {file.parent} began (number of files, or size, first or "
+            f"last MiB of one), expected the same data; put it back, or give {_FROM_WEIGHTS}",
             field="train_data_path",
         )
 
 
 def _fingerprint(config: RunConfig) -> str:
-    """A hash of the training files' sizes, first and last MiB.
+    """A hash of the training sets' shares and of samples of their files, see `_samples`.
 
-    It is cheap for files of any size, but does not notice a change in the middle that keeps the size.
+    Names are left out, so equal data at another path is the same data: nothing that a run reads depends on
+    where its files lie.
     """
     digest = hashlib.sha256()
-    for name in data_files(config.data, config.data.train_data_path):
-        with open(name, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            digest.update(size.to_bytes(8, "little") + file.read(_END_BYTES))
-            file.seek(max(size - _END_BYTES, 0))
-            digest.update(file.read(_END_BYTES))
+    parts = parse_data(config.data.train_data_path, "train_data_path")
+    total = sum(part.weight or 0 for part in parts)
+    for part in parts:
+        files = data_files(config.data, part.path, "train_data_path")
+        share = "" if part.weight is None else f"{part.weight / total:.6g}"
+        digest.update(f"{share} {len(files)}\n".encode())
+        for name in files:
+            with open(name, "rb") as file:
+                for piece in _samples(file):
+                    digest.update(piece)
     return digest.hexdigest()
+
+
+def _samples(file: BinaryIO) -> Iterator[bytes]:
+    """The file's size, first and last MiB, and small pieces at equal distances between them.
+
+    This is cheap for files of any size, but may miss a change in the middle that keeps the size.
+    """
+    size = os.fstat(file.fileno()).st_size
+    yield size.to_bytes(8, "little") + file.read(_END_BYTES)
+    if size > 2 * _END_BYTES:
+        for index in range(1, _PIECES):
+            file.seek((size - _END_BYTES) * index // _PIECES)
+            yield file.read(_PIECE_BYTES)
+    file.seek(max(size - _END_BYTES, 0))
+    yield file.read(_END_BYTES)

@@ -58,6 +58,13 @@ def sft_reads_raw_rows(config: RunConfig, machine: MachineFacts) -> None:
         refuse("dataset_type", "raw", "idxmap, or SFT=true", "pre-training on raw rows is not built yet")
 
 
+def packing_has_conversations(config: RunConfig, machine: MachineFacts) -> None:
+    """Only raw rows are packed; a pre-training sequence is full already."""
+    if config.data.packing and config.data.dataset_type == "idxmap":
+        why = "sequences of .bin/.idx are full; --reset-attention-mask keeps their documents apart"
+        refuse("packing", "true", "false, or MP_DATASET_TYPE=raw with SFT=true", why)
+
+
 def numbers_are_in_range(config: RunConfig, machine: MachineFacts) -> None:
     """Every number is within the bounds that its field states."""
     for field in FIELDS.values():
@@ -250,6 +257,7 @@ def evaluation_is_possible(config: RunConfig, machine: MachineFacts) -> None:
 RULES: tuple[Rule, ...] = (
     only_what_is_built,
     sft_reads_raw_rows,
+    packing_has_conversations,
     numbers_are_in_range,
     offload_is_possible,
     heads_fit,
@@ -321,6 +329,11 @@ def _alignment_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         yield (
             f"{where('precision_align')}: equal to transformers to the bit at TP=1 only; TP={tp_size} sums "
             "in another order (logits: fp32 within 1e-5, bf16 cosine 0.999)"
+        )
+    if config.data.packing:
+        yield (
+            f"{where('packing')} with {where('precision_align')}: the order of operations is transformers', "
+            "but a product of a whole pack has other bits than that of one sequence"
         )
     if config.model.attention_backend != "auto" and machine.cuda_devices:
         yield f"{where('attention_backend')} has no effect with {where('precision_align')}"

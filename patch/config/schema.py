@@ -260,7 +260,10 @@ class DataConfig:
     dataset_type: DatasetType = flag(
         "idxmap: pre-training on .bin/.idx; raw: JSON rows (with --sft)", "idxmap"
     )
-    train_data_path: str = flag("raw: a JSON or JSONL file; idxmap: path prefix of .bin/.idx")
+    train_data_path: str = flag(
+        "raw: a file, folder or glob of JSON, JSONL, .gz, .zst or parquet; idxmap: path prefix of .bin/.idx; "
+        "several: 'WEIGHT PATH WEIGHT PATH ...' or 'PATH PATH ...'"
+    )
     valid_data_path: str | None = flag("the same for evaluation; none: no evaluation", None, none="none")
     max_padding_length: int = flag("raw samples are padded and truncated to this many tokens", at_least=1)
     tokenizer_type: TokenizerType = flag("where the tokenizer comes from", "PretrainedFromHF")

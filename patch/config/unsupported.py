@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from patch.config.data_spec import parse_data
+
 
 class NotBuilt(NamedTuple):
     """Values of one field whose feature does not exist yet."""
@@ -23,11 +25,17 @@ class NotBuilt(NamedTuple):
     """What to give instead, for the message."""
 
 
+def _names_several(text: str | None) -> bool:
+    return text is not None and len(parse_data(text)) > 1
+
+
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("precision", lambda v: v == "fp8", "fp8", "fp8 training", "bf16, fp16 or fp32"),
     NotBuilt("context_parallel_size", lambda v: v > 1, "above 1", "context parallelism", "1"),
     NotBuilt("cpu_offloading", bool, "true", "activation offload", "AC=sel or full"),
     NotBuilt("train_epochs", bool, "above 0", "a run's length in epochs", "0"),
+    NotBuilt("train_data_path", _names_several, "several sets", "a blend of sets", "one set"),
+    NotBuilt("valid_data_path", _names_several, "several sets", "several validation sets", "one set"),
     NotBuilt("columns", bool, "other than none", "a map of columns", "none"),
     NotBuilt("alpaca_input_join", lambda v: v == "empty", "empty", "this join", "newline"),
     NotBuilt("chat_template", bool, "other than none", "a chosen chat template", "none"),
@@ -42,7 +50,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("reset_attention_mask", bool, "true", "document borders", "false"),
     NotBuilt("eod_mask_loss", bool, "true", "masking ends of documents", "false"),
     NotBuilt("allow_special_tokens", bool, "true", "the choice (they are so now)", "false"),
-    NotBuilt("packing", bool, "true", "packing of several samples", "MP_SFT_PACKING=false"),
     NotBuilt(
         "distributed_checkpointing",
         lambda v: not v,

@@ -1,19 +1,16 @@
 """Decides which samples each rank reads at each step, as a function of (seed, epoch, index) only.
 
-There is no state, so a resumed run needs only its iteration, and skipping ahead costs nothing. With N samples
-in the set, sample k of the run is number k mod N in the permutation of epoch k // N. Micro-batch m of
-data-parallel rank r is micro-batch m * DP + r of the global batch, so the global batch consists of the same
-micro-batches at every DP.
+There is no state, so a resumed run needs only its iteration, and skipping ahead costs nothing. order.py says
+which sample is number k of the run. Micro-batch m of data-parallel rank r is micro-batch m * DP + r of the
+global batch, so the global batch consists of the same micro-batches at every DP.
 """
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-import numpy as np
 import torch
 
-from patch.data.samples import Batch, Sample, SampleSource
+from patch.data.order import ShuffledOrder
+from patch.data.samples import Batch, Sample, SampleSource, collate
 
 
 class BatchReader:
@@ -47,8 +44,7 @@ class BatchReader:
         self._micro_batch_size = micro_batch_size
         self._global_batch_size = global_batch_size
         self._dp_rank, self._dp_size = dp_rank, dp_size
-        self._seed = seed
-        self._shuffle = shuffle
+        self._order = ShuffledOrder(len(source), seed) if shuffle else None
 
     def __len__(self) -> int:
         """Steps of one pass over the source; the last one may be partial."""
@@ -60,32 +56,19 @@ class BatchReader:
         Args:
             iteration: counted from 0; without shuffle it must be below `len(self)`.
         """
-        assert self._shuffle or iteration < len(self), "one pass does not wrap around"
+        assert self._order is not None or iteration < len(self), "one pass does not wrap around"
         start = iteration * self._global_batch_size
         first = start + self._dp_rank * self._micro_batch_size
         stride = self._dp_size * self._micro_batch_size
         return [self._batch(index) for index in range(first, start + self._global_batch_size, stride)]
 
     def _batch(self, first: int) -> Batch:
-        samples = [self._sample(index) for index in range(first, first + self._micro_batch_size)]
-        return Batch(*(torch.stack(parts) for parts in zip(*samples, strict=True)))
+        return collate([self._sample(index) for index in range(first, first + self._micro_batch_size)])
 
     def _sample(self, index: int) -> Sample:
-        size = len(self._source)
-        if self._shuffle:
-            epoch, position = divmod(index, size)
-            return self._source[int(_epoch_order(size, self._seed, epoch)[position])]
-        if index < size:
+        if self._order is not None:
+            return self._source[self._order[index]]
+        if index < len(self._source):
             return self._source[index]
         filler = self._source[0]
         return filler._replace(loss_mask=torch.zeros_like(filler.loss_mask))
-
-
-@lru_cache(maxsize=2)
-def _epoch_order(size: int, seed: int, epoch: int) -> np.ndarray:
-    """The permutation of one epoch.
-
-    It uses RandomState, whose streams are frozen: a run that is resumed with a later NumPy keeps its order.
-    """
-    bits = np.random.MT19937(np.random.SeedSequence((seed, epoch)))
-    return np.random.RandomState(bits).permutation(size)

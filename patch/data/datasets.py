@@ -9,6 +9,7 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import DataConfig, ModelConfig
+from patch.data.packing import packed
 from patch.data.samples import SampleSource
 from patch.data.sft.source import load_sft
 from patch.data.tokenizer import check_vocabulary
@@ -49,7 +50,7 @@ def build_datasets(
     check_vocabulary(tokenizer, model.vocab_size)
     train_path, valid_path = data.train_data_path, data.valid_data_path
     if data.dataset_type == "raw":
-        load_raw = partial(load_sft, tokenizer=tokenizer, sequence_length=data.max_padding_length)
+        load_raw = partial(_load_raw, data=data, tokenizer=tokenizer)
         with all_or_none():
             return DataSets(load_raw(Path(train_path)), load_raw(Path(valid_path)) if valid_path else None)
     from patch.data.pretraining.dataset import (
@@ -66,3 +67,8 @@ def build_datasets(
     )
     train = load_indexed(train_path, num_samples=num_train_samples)
     return DataSets(train, load_indexed(valid_path) if valid_path else None)
+
+
+def _load_raw(path: Path, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> SampleSource:
+    source = load_sft(path, tokenizer, sequence_length=data.max_padding_length)
+    return packed(source, data.max_padding_length, str(path)) if data.packing else source

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 
 class Sample(NamedTuple):
-    """One sequence of S tokens; the labels are already shifted."""
+    """S tokens of one sequence, or of several that are packed; the labels are already shifted."""
 
     tokens: torch.Tensor
     """int64 [S]."""
@@ -16,6 +17,8 @@ class Sample(NamedTuple):
     """int64 [S]: labels[i] follows tokens[i]."""
     loss_mask: torch.Tensor
     """float32 [S]: 1 where the label is learned."""
+    lengths: torch.Tensor | None = None
+    """int32 [n]: tokens of each packed sequence, in their order; the sum is S. None: it is one sequence."""
 
 
 class Batch(NamedTuple):
@@ -24,6 +27,25 @@ class Batch(NamedTuple):
     tokens: torch.Tensor
     labels: torch.Tensor
     loss_mask: torch.Tensor
+    cu_seqlens: torch.Tensor | None = None
+    """int32 [n + 1]: where the packed sequences begin and end among the B * S tokens, counted row after row,
+    with 0 and B * S. No sequence goes over the end of a row. None: each row is one sequence."""
+
+
+def collate(samples: Sequence[Sample]) -> Batch:
+    """Samples of equal length S as one micro-batch, in their order; also a DataLoader's `collate_fn`.
+
+    If one of them has several sequences, the others count as one sequence of S tokens each.
+    """
+    tokens = torch.stack([sample.tokens for sample in samples])
+    labels = torch.stack([sample.labels for sample in samples])
+    loss_mask = torch.stack([sample.loss_mask for sample in samples])
+    if all(sample.lengths is None for sample in samples):
+        return Batch(tokens, labels, loss_mask)
+    whole = torch.tensor([tokens.shape[1]], dtype=torch.int32)
+    lengths = [whole if sample.lengths is None else sample.lengths for sample in samples]
+    ends = torch.cat(lengths).cumsum(0, dtype=torch.int32)
+    return Batch(tokens, labels, loss_mask, torch.cat([ends.new_zeros(1), ends]))
 
 
 class StepWork(NamedTuple):
@@ -35,6 +57,8 @@ class StepWork(NamedTuple):
     """This rank's micro-batches."""
     tokens: float
     """Learned tokens of the global batch: the sum over all ranks."""
+    attended_pairs: float
+    """Of the global batch's packed sequences (`patch.plan`); 0 without packing."""
 
 
 def learned_tokens(batches: list[Batch]) -> float:

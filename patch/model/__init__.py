@@ -4,6 +4,7 @@ from patch.config.schema import Execution
 from patch.model.hf_order import SOURCES
 from patch.model.llama import WEIGHT_PREFIXES, LlamaModel, build_llama_model, sharded_weights
 from patch.model.loss import sum_learned
+from patch.model.packed_sequences import PackedSequences
 from patch.model.weight_init import forget_weights, initialize_weights
 
 __all__ = [
@@ -11,6 +12,7 @@ __all__ = [
     "WEIGHT_PREFIXES",
     "Execution",
     "LlamaModel",
+    "PackedSequences",
     "build_llama_model",
     "forget_weights",
     "initialize_weights",

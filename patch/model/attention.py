@@ -1,6 +1,7 @@
 """Causal attention with torch's scaled_dot_product_attention, which needs no S x S mask.
 
-With a sliding window of W tokens, W queries are computed at a time, so that a mask is at most W x 2W.
+With a sliding window of W tokens, W queries are computed at a time, so that a mask is at most W x 2W. Packed
+sequences are computed by torch's varlen_attn on CUDA (fp16, bf16), and otherwise one after the other.
 
 It replaces upstream's DotProductAttention (megatron/core/transformer/dot_product_attention.py), which
 materialises the scores and needs Transformer Engine for anything faster. torch chooses FlashAttention or
@@ -19,6 +20,9 @@ import torch.nn.functional as F
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from patch.model.packed_sequences import PackedSequences
+from patch.model.varlen import attend_varlen, takes_varlen
 
 # Preference order on CUDA. FlashAttention supports no mask, which a window needs; cuDNN is not deterministic.
 # The last two support fp32 and odd head sizes; of them only MATH supports grouped heads, and it materialises
@@ -40,6 +44,9 @@ class CausalAttention(torch.nn.Module):
         softmax_scale: the scale of the scores instead of 1/sqrt(D).
         The other arguments are upstream's builder protocol.
     """
+
+    may_use_varlen = True
+    """Whether packed sequences may be computed by another kernel than single ones."""
 
     def __init__(
         self,
@@ -75,19 +82,47 @@ class CausalAttention(torch.nn.Module):
 
         Args:
             query: [S, B, N, D]; key, value: [S, B, G, D] with G dividing N.
-            attention_mask, attention_bias, packed_seq_params: None; upstream's protocol passes them.
+            attention_mask, attention_bias: None; upstream's protocol passes them.
+            packed_seq_params: the sequences of which the rows consist; None: each row is one.
         Returns:
             [S, B, N * D].
         """
-        assert attention_mask is None and attention_bias is None and packed_seq_params is None
-        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        assert attention_mask is None and attention_bias is None
         chooses_backend = bool(self.backends) and query.is_cuda
         with sdpa_kernel(self.backends, set_priority=True) if chooses_backend else nullcontext():
-            if self.window is None or self.window >= query.shape[2]:
-                context = self._attend(query, key, value, None)
-            else:
-                context = self._attend_in_window(query, key, value, self.window)
+            if packed_seq_params is not None:
+                return self._attend_packed(query, key, value, packed_seq_params)
+            context = self._attend_rows(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
         return context.permute(2, 0, 1, 3).reshape(context.shape[2], context.shape[0], -1)
+
+    def _attend_packed(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
+        """Attend within each sequence: [S, B, N or G, D] in, [S, B, N * D] out."""
+        length, rows = query.shape[:2]
+        query, key, value = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
+        if self.may_use_varlen and takes_varlen(query):
+            context = attend_varlen(query, key, value, packed, scale=self.scale, window=self.window)
+        else:
+            context = self._attend_each(query, key, value, packed)
+        return context.view(rows, length, -1).transpose(0, 1).contiguous()
+
+    def _attend_each(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
+    ) -> torch.Tensor:
+        """One sequence after the other: [T, N or G, D] in, [T, N, D] out.
+
+        Splitting and concatenating copies each token once in backward; slices would copy all tokens each.
+        """
+        parts = zip(*(tensor.split(packed.lengths) for tensor in (query, key, value)), strict=True)
+        contexts = [self._attend_rows(*(part.transpose(0, 1)[None] for part in each)) for each in parts]
+        return torch.cat([context[0].transpose(0, 1) for context in contexts])
+
+    def _attend_rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        """Attend causally, or within the window: [B, N or G, S, D] in, [B, N, S, D] out."""
+        if self.window is None or self.window >= query.shape[2]:
+            return self._attend(query, key, value, None)
+        return self._attend_in_window(query, key, value, self.window)
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None

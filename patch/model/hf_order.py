@@ -155,6 +155,8 @@ class AlignedOutput(BatchFirstColumn):
 class AlignedSdpa(CausalAttention):
     """transformers' call of scaled_dot_product_attention; unlike ours it uses one S x S mask for a window."""
 
+    may_use_varlen = False
+
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
@@ -172,6 +174,8 @@ class AlignedSdpa(CausalAttention):
 
 class EagerAttention(CausalAttention):
     """transformers' eager attention: rounded scores are scaled, a mask is added, the softmax is float32."""
+
+    may_use_varlen = False
 
     def _attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None

@@ -29,6 +29,7 @@ from patch.device import torch_dtype
 from patch.families import traits_of
 from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
 from patch.model.loss import aligned_losses, hide_padded_vocabulary
+from patch.model.packed_sequences import give_own_positions
 from patch.model.recompute import RecomputingMLP, recomputed_modules
 from patch.model.rotary import inverse_frequencies
 from patch.model.spec import block_spec
@@ -144,7 +145,8 @@ class LlamaModel(GPTModel):
     """One pipeline stage of a LLaMA model.
 
     Inputs and outputs of `forward` are GPTModel's: tokens and labels [B, S] in; per-token losses [B, S] out,
-    or logits [B, S, V / TP] without labels, or hidden states [S, B, H] before the last stage.
+    or logits [B, S, V / TP] without labels, or hidden states [S, B, H] before the last stage. With
+    `packed_seq_params` (`PackedSequences`) a row consists of several sequences.
 
     Args:
         model: the shape of the whole model.
@@ -185,6 +187,7 @@ class LlamaModel(GPTModel):
                 # of the finished module is enough.
                 layer.mlp.__class__ = RecomputingMLP
         self.rotary_pos_emb.inv_freq = inverse_frequencies(model)
+        self.decoder.register_forward_pre_hook(give_own_positions, with_kwargs=True)
         rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
         self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)

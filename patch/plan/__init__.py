@@ -2,7 +2,7 @@
 
 from patch.plan.activations import activation_bytes
 from patch.plan.describe import describe_plan
-from patch.plan.flops import flops_per_token, model_flops_per_step, peak_flops
+from patch.plan.flops import attended_pairs, flops_per_token, model_flops_per_step, peak_flops
 from patch.plan.memory import RankBytes, bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.plan.sharding import StageCost, resolve_sharding, stage_cost
@@ -14,6 +14,7 @@ __all__ = [
     "bytes_per_rank",
     "describe_plan",
     "device_memory",
+    "attended_pairs",
     "flops_per_token",
     "model_flops_per_step",
     "needed_bytes",

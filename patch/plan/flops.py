@@ -8,6 +8,8 @@ appendix B) differs only in that it counts all scores of attention.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from patch.config import ModelConfig, RunConfig
 from patch.plan.parameters import layer_matrices
 
@@ -53,11 +55,26 @@ def _attended(length: int, window: tuple[int, int] | None) -> float:
     return width * (length - width / 2) / length
 
 
-def model_flops_per_step(config: RunConfig) -> float:
-    """FLOPs of one optimizer step over all ranks; every sample counts with its full, padded length."""
-    length = config.sample_length
-    per_token = flops_per_token(config.model, length, config.parallel.tensor_model_parallel_size)
-    return per_token * config.training.global_batch_size * length
+def attended_pairs(lengths: Iterable[int], window: tuple[int, int] | None) -> float:
+    """Pairs of a token and one that it attends to, over sequences of these lengths."""
+    return sum(length * _attended(length, window) for length in lengths)
+
+
+def model_flops_per_step(config: RunConfig, pairs: float | None = None) -> float:
+    """FLOPs of one optimizer step over all ranks; padding counts.
+
+    Args:
+        config: the run.
+        pairs: with packing, the `attended_pairs` of the step's sequences; None: each sample is one sequence.
+    """
+    length, tp_size = config.sample_length, config.parallel.tensor_model_parallel_size
+    tokens = config.training.global_batch_size * length
+    flops = flops_per_token(config.model, length, tp_size) * tokens
+    if pairs is None:
+        return flops
+    model = config.model
+    fewer = tokens * _attended(length, model.window_size) - pairs
+    return flops - 12 * model.num_layers * model.num_attention_heads * model.kv_channels * fewer
 
 
 def peak_flops(device_name: str) -> float | None:

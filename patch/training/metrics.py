@@ -67,7 +67,7 @@ def make_record(
     samples = config.training.global_batch_size
     tokens = samples * config.sample_length
     process_seconds = config.world_size * worst["step_time_ms"] / 1e3
-    flops = model_flops_per_step(config) / process_seconds
+    flops = model_flops_per_step(config, result.attended_pairs or None) / process_seconds
     peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
     return {
         "iteration": iteration,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +21,9 @@ from patch.data.samples import StepWork, learned_tokens
 from patch.device import send
 from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
 from patch.distributed.collectives import sum_over
-from patch.model import LlamaModel, sum_learned
+from patch.model import LlamaModel, PackedSequences, sum_learned
 from patch.optimizer import ParamGroup, learning_rate
+from patch.plan import attended_pairs
 from patch.training.oom_retry import OomRetry
 from patch.training.setup import Run
 from patch.training.state_placement import apply_placement
@@ -39,6 +41,8 @@ class StepResult(NamedTuple):
     """1 when fp16 gradients overflowed and nothing was updated."""
     comm_exposed_ms: float
     """Time that this rank waited for gradients and for the updated weights of the previous step."""
+    attended_pairs: float
+    """See `StepWork`."""
 
 
 def train_step(run: Run, iteration: int) -> StepResult:
@@ -67,11 +71,12 @@ def train_step(run: Run, iteration: int) -> StepResult:
         optimizer.finish_grad_sync()
         is_done = retry.is_done()
     outcome = optimizer.step()
-    loss, tokens = read_values(sums, pending, WaitClock(run.device))
-    run.upcoming = StepWork(iteration + 1, following, tokens)
+    loss, *counts = read_values(sums, pending, WaitClock(run.device))
+    run.upcoming = StepWork(iteration + 1, following, *counts)
     optimizer.record_memory("train")
     waited_ms = optimizer.exposed_communication_ms()
-    return StepResult(loss, outcome.grad_norm, lr, int(outcome.is_skipped), waited_ms)
+    is_skipped = int(outcome.is_skipped)
+    return StepResult(loss, outcome.grad_norm, lr, is_skipped, waited_ms, work.attended_pairs)
 
 
 def _work_of(run: Run, iteration: int) -> StepWork:
@@ -79,7 +84,7 @@ def _work_of(run: Run, iteration: int) -> StepWork:
     if run.upcoming is not None and run.upcoming.iteration == iteration:
         return run.upcoming
     batches = _read(run, iteration)
-    return StepWork(iteration, batches, sum_over(run.groups.dp_cp, [learned_tokens(batches)], run.device)[0])
+    return StepWork(iteration, batches, *sum_over(run.groups.dp_cp, _counts(run, batches), run.device))
 
 
 def _rate_of(config: RunConfig, iteration: int, group: ParamGroup | None = None) -> float:
@@ -91,12 +96,18 @@ def _read(run: Run, iteration: int) -> list[Batch]:
     return run.train_reader.step(iteration) if iteration < run.config.training.train_iters else []
 
 
+def _counts(run: Run, batches: list[Batch]) -> list[float]:
+    """What a StepWork says of these micro-batches."""
+    packed = [batch.cu_seqlens.diff().tolist() for batch in batches if batch.cu_seqlens is not None]
+    return [learned_tokens(batches), attended_pairs(chain(*packed), run.config.model.window_size)]
+
+
 def _start_sums(run: Run, losses: list[torch.Tensor], following: list[Batch]) -> tuple[torch.Tensor, Pending]:
-    """Start the sum over data-parallel ranks of the losses and of the next batch's learned tokens."""
+    """Start the sum over data-parallel ranks of the losses and of the next batch's counts."""
     # On a GPU torch.tensor([...]) would wait for backward.
-    sums = torch.zeros(2, dtype=torch.float64, device=run.device)
+    sums = torch.zeros(3, dtype=torch.float64, device=run.device)
     sums[0] = torch.stack(losses).double().sum() if losses else 0.0
-    sums[1] = learned_tokens(following)
+    sums[1], sums[2] = _counts(run, following)
     return sums, start_all_reduce(sums, run.groups.dp_cp)
 
 
@@ -131,9 +142,10 @@ def _forward_step(
 ) -> tuple[torch.Tensor, Any]:
     """Upstream's forward_step_func: the stage's output and the function that computes the loss from it."""
     batch = next(batches)
-    tokens, labels, mask = (send(tensor, run.device) for tensor in batch)
+    tokens, labels, mask = (send(tensor, run.device) for tensor in batch[:3])
+    packed = PackedSequences.of(batch.cu_seqlens, batch.tokens, run.device)
     # RoPE needs no position ids, causal attention no mask.
-    output = model(tokens, None, None, labels=labels)
+    output = model(tokens, None, None, labels=labels, packed_seq_params=packed)
     is_aligned = run.config.model.precision_align is not None
     return output, partial(_masked_loss, mask=mask, divisor=divisor, is_aligned=is_aligned)
 

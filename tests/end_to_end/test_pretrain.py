@@ -13,10 +13,11 @@ TOKENS_PER_STEP = 8 * 64
 
 def test_documents_are_preprocessed_trained_and_resumed_to_the_bit(office: Office, tmp_path: Path) -> None:
     rows = office.train.read_text().splitlines()
-    documents, prefix, output = tmp_path / "documents.jsonl", tmp_path / "set", tmp_path / "out"
+    documents, prefix = tmp_path / "documents.jsonl", tmp_path / "set_text_document"
+    output = tmp_path / "out"
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
     preprocess = [sys.executable, "-m", "toolkits.preprocess_pretrain", "--input", str(documents)]
-    preprocess += ["--output-prefix", str(prefix), "--tokenizer", str(office.model)]
+    preprocess += ["--output-prefix", str(tmp_path / "set"), "--tokenizer", str(office.model)]
     subprocess.run(preprocess, cwd=REPOSITORY, check=True, timeout=120)
     paths = {**office.positions(output), "DATASET_PATH": prefix, "VALID_DATASET_PATH": prefix}
     lengths = {"TRAIN_TOKENS_OR_ITERS": 6 * TOKENS_PER_STEP, "WARMUP_TOKENS_OR_ITERS": TOKENS_PER_STEP}

@@ -35,9 +35,9 @@ def test_alpaca_demo_trains(llama3_tokenizer: Path, tmp_path: Path, name: str) -
 
 
 def test_c4_demo_pretrains(llama3_tokenizer: Path, tmp_path: Path) -> None:
-    prefix = tmp_path / "c4"
+    prefix = tmp_path / "c4_text_document"
     preprocess = [sys.executable, "-m", "toolkits.preprocess_pretrain"]
-    preprocess += ["--input", str(data_file("c4_demo.jsonl")), "--output-prefix", str(prefix)]
+    preprocess += ["--input", str(data_file("c4_demo.jsonl")), "--output-prefix", str(tmp_path / "c4")]
     preprocess += ["--tokenizer", str(llama3_tokenizer)]
     subprocess.run(preprocess, cwd=REPOSITORY, check=True, timeout=120)
     tokens_per_step = 4 * 128

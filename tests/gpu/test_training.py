@@ -109,8 +109,8 @@ def transformers_losses(config: RunConfig, folder: Path) -> list[float]:
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     losses = []
     for iteration in range(config.training.train_iters):
-        parts = zip(*seeded_batches(config, iteration), strict=True)
-        tokens, labels, mask = (torch.cat(part).to("cuda") for part in parts)
+        batches = seeded_batches(config, iteration)
+        tokens, labels, mask = (torch.cat([batch[field] for batch in batches]).cuda() for field in range(3))
         each = torch.nn.functional.cross_entropy(
             model(tokens).logits.flatten(0, 1), labels.flatten(), reduction="none"
         )

@@ -86,7 +86,7 @@ class UpstreamTrainer:
         overlap: Overlap,
     ) -> None:
         self._config, self._groups = config, groups
-        self._batches = [Batch(*(tensor.to(device) for tensor in batch)) for batch in batches]
+        self._batches = [Batch(*(tensor.to(device) for tensor in batch[:3])) for batch in batches]
         (model,) = build_llama_model(config.model, groups, device, config.execution)
         initialize_weights([model], config.model, config.training.seed)
         model.config.calculate_per_token_loss = False  # upstream's default
@@ -169,7 +169,7 @@ def _optimizer_config(config: RunConfig, offload: float) -> OptimizerConfig:
 def _forward_step(
     batches: Iterator[Batch], model: torch.nn.Module
 ) -> tuple[torch.Tensor, partial[tuple[torch.Tensor, dict[str, torch.Tensor]]]]:
-    tokens, labels, mask = next(batches)
+    tokens, labels, mask, _ = next(batches)
     return model(tokens, None, None, labels=labels), partial(_masked_mean, mask=mask)
 
 

@@ -11,12 +11,13 @@ from pathlib import Path
 
 from torch.utils.data import DataLoader
 
-from patch.data import load_sft, load_tokenizer
+from patch.data import collate, load_sft, load_tokenizer
 
 tokenizer = load_tokenizer(sys.argv[2])
 dataset = load_sft(Path(sys.argv[1]), tokenizer, sequence_length=512)
-loader = DataLoader(dataset, batch_size=1)
-tokens, labels, loss_mask = next(iter(loader))  # [1, 512] each; labels are one token ahead
-last = int(loss_mask[0].nonzero().max())  # what follows is padding, or not learned
-for label, is_learned in zip(labels[0, : last + 1].tolist(), loss_mask[0], strict=False):
+loader = DataLoader(dataset, batch_size=1, collate_fn=collate)
+batch = next(iter(loader))  # tokens, labels, loss_mask: [1, 512] each; labels are one token ahead
+labels, learned = batch.labels[0].tolist(), batch.loss_mask[0]
+last = int(learned.nonzero().max())  # what follows is padding, or not learned
+for label, is_learned in zip(labels[: last + 1], learned, strict=False):
     print(f"{label:6d} {'learned' if is_learned else '-':8}{tokenizer.decode([label])!r}")

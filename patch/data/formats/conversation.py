@@ -9,7 +9,7 @@ from typing import Any
 from patch.config.choices import InputJoin
 
 Message = dict[str, Any]
-"""One turn as chat templates take it: role, content and, where there are any, tool_calls, tool_call_id, name."""
+"""One turn as chat templates take it: role, content and, if there are any, tool_calls, tool_call_id, name."""
 
 
 @dataclass(frozen=True, slots=True)

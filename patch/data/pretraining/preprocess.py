@@ -1,17 +1,24 @@
-"""Preprocesses a pre-training set: writes the texts of JSON rows as megatron-core's .bin and .idx."""
+"""Preprocesses a pre-training set: writes the texts of rows as megatron-core's .bin and .idx.
+
+The files have the bytes that Megatron-LM's tools/preprocess_data.py writes with the same tokenizer. So an
+empty text is a document without a sequence, and a list of texts is one document of several sequences.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
-from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from transformers import PreTrainedTokenizerBase
 
+import patch
 from patch.data.formats import missing_keys
-from patch.data.readers.json_rows import read_rows
+from patch.data.pretraining.encode import Document, EncodedBatch, Encoder, encode_in_order
+from patch.data.pretraining.provenance import Provenance, path_of, vocabulary_hash
+from patch.data.readers.json_rows import Row, read_rows
 from patch.data.tokenizer import vocabulary_size
 from patch.errors import DataError
 from patch.logger import get_logger
@@ -21,91 +28,180 @@ from patch.storage.atomic import publish_file
 _logger = get_logger(__name__)
 
 _ROWS_AT_ONCE = 1000
+_CHARACTERS_AT_ONCE = 1 << 20
+"""A batch ends with the row that passes this."""
+
+
+class Written(NamedTuple):
+    """What was written for one key."""
+
+    documents: int
+    """All rows."""
+    empty: int
+    """Those whose text is empty."""
+    tokens: int
+    with_special: int
+    """Documents that spell out a special token."""
 
 
 def write_indexed(
-    source: Path, tokenizer: PreTrainedTokenizerBase, prefix: str, *, json_key: str, append_eod: bool
-) -> int:
-    """Write `prefix`.bin and `prefix`.idx, one document for each row.
+    files: Sequence[Path],
+    tokenizer: PreTrainedTokenizerBase,
+    outputs: Mapping[str, str],
+    *,
+    append_eod: bool,
+    workers: int = 1,
+) -> dict[str, Written]:
+    """Write a .bin, an .idx and a .meta.json for each key, with one document for each row.
 
-    The files appear only when they are complete. No begin-of-text token is added. Rows with an empty text are
-    left out and counted.
+    The .idx appears last, and an old one disappears first, so that whatever interrupts this, no .bin has the
+    .idx of another. No begin-of-text token is added. A special token that a text spells out becomes that
+    token, as in Megatron-LM; such documents are counted.
 
     Args:
-        source: a JSON list or a JSONL file.
+        files: rows, in this order; see `read_rows`.
         tokenizer: encodes the texts.
-        prefix: path of the two files without their endings.
-        json_key: the key of the text in each row.
+        outputs: for each key of a row, the path of its files without their endings.
         append_eod: end each document with the tokenizer's end-of-text token.
-    Returns:
-        The number of tokens written.
+        workers: processes that encode; 1: this one.
     Raises:
-        DataError: see `read_rows`; a row lacks the key; the tokenizer has no end-of-text token; all texts are
-            empty; or the files cannot be written.
+        DataError: see `read_rows`; a row lacks a key; the tokenizer has no end-of-text token; all texts under
+            a key are empty; or the files cannot be written.
     """
-    eod = [tokenizer.eos_token_id] if append_eod else []
-    if None in eod:
+    eod = tokenizer.eos_token_id if append_eod else None
+    if append_eod and eod is None:
         raise DataError(
             f"tokenizer: {tokenizer.name_or_path} has no eos token to end documents with; "
             "give one that has, or --no-append-eod"
         )
+    encoder = Encoder(tokenizer, eod)
+    sets = {key: _Set(key, prefix, encoder) for key, prefix in outputs.items()}
     try:
-        Path(prefix).parent.mkdir(parents=True, exist_ok=True)
-        return _publish(read_texts(source, json_key), tokenizer, prefix, eod)
+        with ExitStack() as cleanup:
+            for each in sets.values():
+                cleanup.callback(each.discard)
+                each.open()
+            encoded = encode_in_order(_batches(files, list(outputs)), encoder, workers)
+            _fill(list(sets.values()), cleanup.enter_context(closing(encoded)))
+            for each in sets.values():
+                each.check(files)
+            for each in sets.values():
+                each.publish(tokenizer, eod)
     except OSError as error:
-        raise DataError(f"{prefix}: cannot be written: {error.strerror} (--output-prefix)") from error
+        names = ", ".join(outputs.values())
+        raise DataError(f"{names}: cannot be written: {error.strerror} (--output-prefix)") from error
+    return {key: each.written() for key, each in sets.items()}
 
 
-def read_texts(source: Path, json_key: str) -> Iterator[str]:
-    """The text of every row.
+class _Set:
+    """The files of one key while they are written, under a temporary name."""
 
-    Raises:
-        DataError: see `read_rows`; a row lacks `json_key` (the message has the nearest key), or it is not a
-            text; or all texts are empty.
-    """
-    empty = True
-    for row in read_rows(source):
-        where = f"{source}: {row.place}"
-        if json_key not in row.value:
-            raise DataError(f"{where}: {missing_keys(row.value, f'{json_key} (--json-key)', [json_key])}")
-        text = row.value[json_key]
-        if not isinstance(text, str):
-            raise DataError(f"{where}: {json_key}: got {text!r:.60}, expected text")
-        empty = empty and not text
-        yield text
-    if empty:
-        raise DataError(f"{source}: no row has a text under {json_key} (--json-key)")
+    def __init__(self, key: str, prefix: str, encoder: Encoder) -> None:
+        self.key, self.prefix = key, prefix
+        self._partial = f"{prefix}.partial"
+        self._encoder = encoder
+        self._builder: IndexedDatasetBuilder | None = None
+        self._documents = self._empty = self.tokens = self._with_special = 0
 
+    def open(self) -> None:
+        Path(self.prefix).parent.mkdir(parents=True, exist_ok=True)
+        self._builder = IndexedDatasetBuilder(f"{self._partial}.bin", dtype=self._encoder.dtype)
 
-def _publish(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, prefix: str, eod: list[int]) -> int:
-    """Write under a temporary name, then rename, so that a file with the final name is always complete."""
-    partial = f"{prefix}.partial"
-    try:
-        tokens = _write(texts, tokenizer, partial, eod)
+    def add(self, batch: EncodedBatch) -> None:
+        assert self._builder is not None, "open comes first"
+        start = 0
+        for lengths in batch.lengths:
+            end = start + sum(lengths)
+            self._builder.add_document(batch.ids[start:end], lengths)
+            start = end
+        self._documents += len(batch.lengths)
+        self._empty += batch.lengths.count([])
+        self._with_special += batch.with_special
+        self.tokens += len(batch.ids)
+
+    def check(self, files: Sequence[Path]) -> None:
+        if not self.tokens:
+            names = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
+            raise DataError(f"{names}: no row has a text under {self.key} (--json-keys)")
+
+    def publish(self, tokenizer: PreTrainedTokenizerBase, eod: int | None) -> None:
+        assert self._builder is not None, "open comes first"
+        self._builder.finalize(f"{self._partial}.idx")
+        Path(f"{self.prefix}.idx").unlink(missing_ok=True)
+        path_of(self.prefix).unlink(missing_ok=True)
+        publish_file(Path(f"{self._partial}.bin"), Path(f"{self.prefix}.bin"))
+        size = vocabulary_size(tokenizer)
+        Provenance(
+            tokenizer=tokenizer.name_or_path,
+            vocabulary_size=size,
+            vocabulary_sha256=vocabulary_hash(tokenizer, size),
+            eod=eod,
+            json_key=self.key,
+            documents=self._documents,
+            tokens=self.tokens,
+            made_by=f"llama-megatron-patch {patch.__version__}",
+        ).write(self.prefix)
+        publish_file(Path(f"{self._partial}.idx"), Path(f"{self.prefix}.idx"))
+        self._report()
+
+    def discard(self) -> None:
+        """Remove the temporary files, if there still are any."""
+        if self._builder is not None:
+            with suppress(OSError):  # what it could not write is thrown away
+                self._builder.data_file.close()
         for suffix in (".bin", ".idx"):
-            publish_file(Path(partial + suffix), Path(prefix + suffix))
-        return tokens
-    finally:
-        for suffix in (".bin", ".idx"):
-            Path(partial + suffix).unlink(missing_ok=True)
+            Path(self._partial + suffix).unlink(missing_ok=True)
+
+    def written(self) -> Written:
+        return Written(self._documents, self._empty, self.tokens, self._with_special)
+
+    def _report(self) -> None:
+        counts = self.written()
+        _logger.info(
+            "%s: %d documents, %d of them empty, %d tokens",
+            self.prefix, counts.documents, counts.empty, counts.tokens,
+        )  # fmt: skip
+        if counts.with_special:
+            _logger.warning(
+                "%s: %d documents spell out special tokens in their text, which have become these tokens, as "
+                "in Megatron-LM",
+                self.prefix, counts.with_special,
+            )  # fmt: skip
 
 
-def _write(texts: Iterator[str], tokenizer: PreTrainedTokenizerBase, prefix: str, eod: list[int]) -> int:
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(vocabulary_size(tokenizer)))
-    documents = empty = tokens = 0
+def _fill(sets: list[_Set], encoded: Iterator[list[EncodedBatch]]) -> None:
     timer = LineTimer()
-    while batch := list(islice(texts, _ROWS_AT_ONCE)):
-        filled = [text for text in batch if text]
-        empty += len(batch) - len(filled)
-        encoded = tokenizer(filled, add_special_tokens=False, verbose=False)["input_ids"] if filled else []
-        for ids in encoded:
-            document = np.array(ids + eod)
-            builder.add_document(document, [len(document)])
-            tokens += len(document)
-        documents += len(filled)
+    documents = 0
+    for batches in encoded:
+        for each, batch in zip(sets, batches, strict=True):
+            each.add(batch)
+        documents += len(batches[0].lengths)
         if timer.is_due():
+            tokens = sum(each.tokens for each in sets)
             rate = tokens / timer.elapsed_s()
             _logger.info("%d documents, %d tokens, %.0f tokens/s", documents, tokens, rate)
-    builder.finalize(f"{prefix}.idx")
-    _logger.info("%d documents, %d tokens; %d rows with an empty text left out", documents, tokens, empty)
-    return tokens
+
+
+def _batches(files: Sequence[Path], keys: list[str]) -> Iterator[list[tuple[Document, ...]]]:
+    """The documents of all rows, one a key, in batches of about equal work."""
+    rows: list[tuple[Document, ...]] = []
+    characters = 0
+    for file in files:
+        for row in read_rows(file):
+            rows.append(tuple(_document(row, key, f"{file}: {row.place}") for key in keys))
+            characters += sum(len(sentence) for document in rows[-1] for sentence in document)
+            if len(rows) == _ROWS_AT_ONCE or characters >= _CHARACTERS_AT_ONCE:
+                yield rows
+                rows, characters = [], 0
+    if rows:
+        yield rows
+
+
+def _document(row: Row, key: str, where: str) -> Document:
+    if key not in row.value:
+        raise DataError(f"{where}: {missing_keys(row.value, f'{key} (--json-keys)', [key])}")
+    text = row.value[key]
+    sentences = text if isinstance(text, list) else [text]
+    if not all(isinstance(sentence, str) for sentence in sentences):
+        raise DataError(f"{where}: {key}: got {text!r:.60}, expected text, or a list of texts")
+    return sentences

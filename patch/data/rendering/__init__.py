@@ -1,1 +1,7 @@
-"""Conversations become text and tokens, of which the assistant's words are learned."""
+"""Conversations become text and tokens, of which the assistant's words are learned; see README.md."""
+
+from patch.data.rendering.encoder import SpanEncoder
+from patch.data.rendering.spans import RenderOptions, Span
+from patch.data.rendering.special_tokens import unmarked
+
+__all__ = ["RenderOptions", "Span", "SpanEncoder", "unmarked"]

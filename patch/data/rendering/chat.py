@@ -18,13 +18,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
-from typing import NamedTuple
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from patch.data.formats import Conversation, Message
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
+from patch.data.rendering.spans import Span
 from patch.data.tokenizer import special_tokens, template_name
 from patch.errors import DataError
 
@@ -36,13 +36,6 @@ _MANY_TURNS = 4
 _FRAME_LENGTH = 1 << 16
 _LENGTH_RATIO = 16
 """A template may write _FRAME_LENGTH + _LENGTH_RATIO * len(message) characters for a message."""
-
-
-class Span(NamedTuple):
-    """A piece of text to encode on its own."""
-
-    text: str
-    learned: bool
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:

@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from patch.config.data_spec import files_of
 from patch.data.formats import Conversation, Text, to_conversation
 from patch.data.readers.json_rows import read_rows
 from patch.data.rendering.chat import ChatRenderer, Span
@@ -49,21 +50,30 @@ class SftSource(Dataset[Sample]):
     ) -> None:
         self._ids, self._learned = ids, learned
         self._offsets = np.concatenate(([0], ends))
-        self._length, self._padding = length, padding
+        self._length, self.padding = length, padding
+        self.sizes = np.diff(self._offsets) - 1
+        """int64 [N]: tokens of each conversation, without the last one, which is only a label."""
+        self.num_learned = int(learned.sum()) - int(learned[self._offsets[:-1]].sum())
+        """Tokens that the loss covers. A first token is never a label."""
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def __getitem__(self, index: int) -> Sample:
-        part = slice(self._offsets[index], self._offsets[index + 1])
-        ids = torch.from_numpy(self._ids[part].astype(np.int64))
+        conversation, learned = self.conversation(index)
+        ids = torch.from_numpy(conversation.astype(np.int64))
         count = len(ids) - 1
-        tokens = torch.full((self._length,), self._padding)
-        labels = torch.full((self._length,), self._padding)
+        tokens = torch.full((self._length,), self.padding)
+        labels = torch.full((self._length,), self.padding)
         loss_mask = torch.zeros(self._length)
         tokens[:count], labels[:count] = ids[:-1], ids[1:]
-        loss_mask[:count] = torch.from_numpy(self._learned[part][1:].astype(np.float32))
+        loss_mask[:count] = torch.from_numpy(learned[1:].astype(np.float32))
         return Sample(tokens, labels, loss_mask)
+
+    def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """Token ids int32 [size + 1] of a conversation, and bool [size + 1], whether each is learned."""
+        part = slice(self._offsets[index], self._offsets[index + 1])
+        return self._ids[part], self._learned[part]
 
 
 @dataclass
@@ -102,14 +112,14 @@ class _Report:
 
 
 def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> SftSource:
-    """Read and tokenize a JSON or JSONL file of conversations.
+    """Read and tokenize a set of conversations: a file, or the files of a folder or a glob.
 
     A conversation longer than `sequence_length` tokens is truncated at its end. A conversation with nothing
     to learn (after truncation, or because the assistant never speaks) is dropped, counted and named in the
     log. The time for each row is bounded, however long the row is.
 
     Args:
-        path: a file of rows with alpaca's keys or OpenAI's messages (see `to_conversation`).
+        path: rows (see `files_of`) with alpaca's keys or OpenAI's messages (see `to_conversation`).
         tokenizer: renders and encodes the rows; a LLaMA-3 tokenizer without a chat template gets a plain one.
         sequence_length: tokens of one sample; the labels are shifted by one token.
 
@@ -143,13 +153,13 @@ def _batches(path: Path, renderer: ChatRenderer, report: _Report) -> Iterator[li
     """The rows' conversations in batches of `_ROWS_AT_ONCE`, or fewer if they are long."""
     batch: list[Conversation] = []
     num_characters = 0
-    for row in read_rows(path):
-        conversation = to_conversation(row.value, f"{path}: {row.place}")
+    for file, row in ((name, row) for name in files_of(str(path)) for row in read_rows(name)):
+        conversation = to_conversation(row.value, f"{file}: {row.place}")
         if isinstance(conversation, Text):
             raise DataError(f"{conversation.where}: rows of text alone cannot be learned yet")
         report.rows += 1
         if renderer.holds_special_token(conversation.messages):
-            report.special.append(row.place)
+            report.special.append(f"{file}: {row.place}".removeprefix(f"{path}: "))
         batch.append(conversation)
         num_characters += sum(len(message["content"]) for message in conversation.messages)
         if len(batch) >= _ROWS_AT_ONCE or num_characters >= _CHARACTERS_AT_ONCE:

@@ -41,7 +41,6 @@ def test_folder_without_checkpoints_is_free(command):
     [
         (["--num-layers=4"], {}, "--num-layers: got 4, expected 2: .* run with another model shape", ANEW),
         ([], dict(SEQ_LEN="128"), "position 7 SEQ_LEN.*: got 128, expected 64: .* another model shape", ANEW),
-        ([], dict(DATASET_PATH="/other"), "position 20 DATASET_PATH.*: got /other, .* other data", WEIGHTS),
         ([], dict(PAD_LEN="16"), "position 8 PAD_LEN.*: got 16, expected 32: .* other data", WEIGHTS),
         (["--tokenizer-name-or-path=/b"], {}, "TOKENIZER_PATH.*: got /b, .* with another tokenizer", ANEW),
         ([], dict(GLOBAL_BATCH_SIZE="16"), "position 4 .*: got 16, expected 8: .* another order", WEIGHTS),
@@ -116,7 +115,7 @@ def test_two_spellings_of_one_path_are_no_change(command, begun):
 MIB = 2**20
 
 
-@pytest.mark.parametrize("place", [0, 3 * MIB - 1], ids=["first", "last"])
+@pytest.mark.parametrize("place", [0, 3 * MIB // 2 - MIB // 2, 3 * MIB - 1], ids=["first", "half", "last"])
 def test_data_that_changed_in_place_is_refused(command, begun, place):
     command.data.write_bytes(bytes(3 * MIB))
     config = begun()
@@ -136,6 +135,52 @@ def test_data_that_grew_is_refused_and_put_back_is_taken(command, begun):
     command.data.write_bytes(bytes(3 * MIB))
     os.utime(command.data, (0, 0))  # a copy from elsewhere
     assert resume_notes(config) == []
+
+
+def test_equal_data_at_another_path_is_taken_and_listed(command, begun):
+    command.data.write_bytes(bytes(3 * MIB))
+    begun()
+    moved = command.folder / "moved" / "renamed.jsonl"
+    moved.parent.mkdir()
+    command.data.rename(moved)
+    (note,) = resume_notes(command.parse(DATASET_PATH=str(moved)).config)
+    assert (
+        note == f"--train-data-path (position 20 DATASET_PATH): {command.data} before, {moved} from here on"
+    )
+
+
+def test_other_data_at_another_path_is_refused(command, begun):
+    begun()
+    other = command.folder / "other.json"
+    other.write_text("[1]")
+    with refused(ConfigError, match="position 20 DATASET_PATH.*: got .*other.json, .* other data") as caught:
+        resume_notes(command.parse(DATASET_PATH=str(other)).config)
+    assert WEIGHTS in user_message(caught.value)
+
+
+def test_folder_with_one_file_more_is_other_data(command, begun):
+    folder = command.folder / "rows"
+    folder.mkdir()
+    (folder / "a.json").write_text("[1]")
+    config = begun(DATASET_PATH=str(folder))
+    assert resume_notes(config) == []
+    (folder / "b.json").touch()
+    with refused(ConfigError, match="/rows has changed since .*number of files"):
+        resume_notes(config)
+
+
+@pytest.mark.parametrize(
+    ("text", "same"), [("3 {0} 1 {0}", True), (".7 {0} .3 {0}", False), ("{0} {0}", False)]
+)
+def test_weights_of_a_blend_are_kept(command, begun, text, same):
+    data = str(command.data)
+    begun(DATASET_PATH=f"0.75 {data} 0.25 {data}")
+    config = command.parse(DATASET_PATH=text.format(data)).config
+    if same:
+        assert len(resume_notes(config)) == 1
+    else:
+        with refused(ConfigError, match="position 20 DATASET_PATH.* other data"):
+            resume_notes(config)
 
 
 def test_damaged_fingerprint_is_another_one(command, begun):

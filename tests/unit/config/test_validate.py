@@ -48,7 +48,11 @@ REFUSED = [
     ({}, ["--optimizer-offload-auto-threshold=-1"], ["got -1, expected at least 0"]),
     ({}, ["--optimizer-offload-chunk-size=-1"], ["got -1, expected at least 0"]),
     ({}, ["--simulated-device-memory=-1"], ["got -1, expected at least 0"]),
-    ({}, ["--packing"], ["--packing (MP_SFT_PACKING): got true", "packing of several samples"]),
+    (
+        dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITERS="0"),
+        ["--packing"],
+        ["--packing (MP_SFT_PACKING): got true", "sequences of .bin/.idx are full"],
+    ),
     ({}, ["--no-distributed-checkpointing"], ["--distributed-checkpointing: got false, expected true"]),
     ({}, ["--dataset-type=idxmap"], ["(MP_DATASET_TYPE): got idxmap, expected raw", "not built yet"]),
     (
@@ -154,6 +158,8 @@ REFUSED = [
         ({}, [flag], ["is not built yet"])
         for flag in (
             "--train-epochs=2",
+            "--train-data-path=a.json b.json",
+            "--valid-data-path=0.5 a.json 0.5 b.json",
             "--columns=instruction=q",
             "--alpaca-input-join=empty",
             "--chat-template=chatml",
@@ -321,9 +327,21 @@ def test_missing_validation_file_is_named(command):
         validate_run(command.parse(VALID_DATASET_PATH="/no/valid.json").config, command.machine)
 
 
-def test_folder_as_data_is_named(command):
-    with refused(DataError, match="position 20.* is a folder, expected a JSON or JSONL file"):
-        validate_run(command.parse(DATASET_PATH=str(command.folder)).config, command.machine)
+def test_folder_without_data_is_named(command):
+    with refused(DataError, match="position 20.*/empty is a folder without data: it is empty; expected"):
+        (command.folder / "empty").mkdir()
+        validate_run(command.parse(DATASET_PATH=str(command.folder / "empty")).config, command.machine)
+
+
+def test_every_file_of_a_glob_is_checked(command):
+    for name in ("a.jsonl", "b.jsonl"):
+        (command.folder / name).write_text("{}")
+    config = command.parse(DATASET_PATH=f"{command.folder}/*.jsonl").config
+    validate_run(config, command.machine)
+    (command.folder / "b.jsonl").unlink()
+    (command.folder / "b.jsonl").symlink_to("nowhere")
+    with refused(DataError, match=r"position 20.*b\.jsonl does not exist"):
+        validate_run(config, command.machine)
 
 
 @pytest.mark.timeout(60)

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from patch.data.batches import BatchReader
-from patch.data.samples import Sample
+from patch.data.samples import Sample, collate
 
 
 class Counting:
@@ -36,7 +36,8 @@ def numbers(batches: list) -> list[int]:
 
 def test_batch_has_documented_shapes_and_types() -> None:
     (batch,) = reader(8, mbs=4).step(0)
-    for tensor, dtype in zip(batch, (torch.int64, torch.int64, torch.float32), strict=True):
+    assert batch.cu_seqlens is None
+    for tensor, dtype in zip(batch[:3], (torch.int64, torch.int64, torch.float32), strict=True):
         assert tensor.shape == (4, 2) and tensor.dtype == dtype
     torch.testing.assert_close(batch.labels, batch.tokens + 100)
 
@@ -85,7 +86,7 @@ def test_micro_batch_of_a_rank_is_one_of_the_single_process(dp: int, mbs: int, s
         assert [len(batches) for batches in ranks] == [8 // dp] * dp
         for rank, batches in enumerate(ranks):
             for index, batch in enumerate(batches):
-                for mine, expected in zip(batch, alone[index * dp + rank], strict=True):
+                for mine, expected in zip(batch[:3], alone[index * dp + rank][:3], strict=True):
                     torch.testing.assert_close(mine, expected, rtol=0, atol=0)
 
 
@@ -105,3 +106,19 @@ def test_evaluation_counts_each_sample_once(size: int, dp: int) -> None:
 
 def test_one_pass_keeps_the_sources_order() -> None:
     assert numbers(reader(8, shuffle=False).step(1)) == [4, 5, 6, 7]
+
+
+def _sample(*lengths: int) -> Sample:
+    return Sample(torch.arange(6), torch.arange(6), torch.ones(6), torch.tensor(lengths, dtype=torch.int32))
+
+
+def test_borders_of_packed_samples_are_counted_row_after_row() -> None:
+    batch = collate([_sample(2, 3, 1), _sample(6), _sample(1, 5)])
+    assert batch.tokens.shape == (3, 6) and batch.cu_seqlens.dtype == torch.int32
+    assert batch.cu_seqlens.tolist() == [0, 2, 5, 6, 12, 13, 18]
+
+
+def test_a_sample_without_lengths_is_one_sequence_beside_packed_ones() -> None:
+    batch = collate([_sample()._replace(lengths=None), _sample(4, 2)])
+    assert batch.cu_seqlens.tolist() == [0, 6, 10, 12]
+    assert collate([_sample()._replace(lengths=None)] * 2).cu_seqlens is None

@@ -58,9 +58,7 @@ def test_tokenizer_beyond_the_models_vocabulary_is_refused(tmp_path: Path) -> No
 def test_pretraining_sets_feed_every_step_and_one_evaluation(tmp_path: Path, shared_data: Path) -> None:
     """The real corpus, through the toolkit's writer, upstream's reader and our batches."""
     tokenizer = tiny_tokenizer()
-    write_indexed(
-        shared_data / "c4_demo.jsonl", tokenizer, str(tmp_path / "c4"), json_key="text", append_eod=True
-    )
+    write_indexed([shared_data / "c4_demo.jsonl"], tokenizer, {"text": str(tmp_path / "c4")}, append_eod=True)
     config = small_run(
         dataset_type="idxmap", train_data_path=str(tmp_path / "c4"), valid_data_path=str(tmp_path / "c4"),
         seq_length=64, vocab_size=400, train_iters=5, global_batch_size=4, output_path=str(tmp_path / "out"),

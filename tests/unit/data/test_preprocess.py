@@ -1,21 +1,57 @@
-"""The pre-training set that toolkits.preprocess_pretrain writes, read back by megatron-core."""
+"""Sets that toolkits.preprocess_pretrain writes, against upstream's tokenizer and builder."""
 
 import json
-import subprocess
+import os
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from full_disk import disk_full_after
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
-from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
+from megatron.core.tokenizers import MegatronTokenizer
 
-from patch.data.pretraining.preprocess import write_indexed
+from patch.data.pretraining.preprocess import Written, write_indexed
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
 from toolkits.preprocess_pretrain import main
 
 TEXTS = ["hello world", "", "what is two plus two?\n\nfour", "\u4f60\u597d"]
+ROWS = [
+    {"text": "hello world", "title": "a", "id": 7},
+    {"text": "", "title": "nothing"},
+    {"text": ["one sentence.", "", " and another"], "title": ""},
+    {"text": [], "title": ["", ""]},
+    {"text": "\u4f60\u597d <|eot_id|> spelled out", "title": "\U0001f600"},
+    {"text": "the lazy dog " * 50, "title": "\n\n"},
+]
+
+
+def upstream_bytes(
+    folder: Path, rows: list[dict], key: str, tokenizer_folder: Path, append_eod: bool
+) -> list[bytes]:
+    """The .bin and .idx of upstream's builder and tokenizer, filled as Megatron-LM's tool fills them."""
+    tokenizer = MegatronTokenizer.from_pretrained(
+        str(tokenizer_folder), metadata_path={"library": "huggingface"}
+    )
+    builder = IndexedDatasetBuilder(f"{folder}/upstream.bin", dtype=DType.optimal_dtype(tokenizer.vocab_size))
+    for row in rows:
+        ids, lengths = [], []
+        for sentence in row[key] if isinstance(row[key], list) else [row[key]]:
+            if found := tokenizer.tokenize(sentence):
+                ids += found
+                lengths.append(len(found))
+        if ids and append_eod:
+            ids.append(tokenizer.eod)
+            lengths[-1] += 1
+        builder.add_document(ids, lengths)
+    builder.finalize(f"{folder}/upstream.idx")
+    return [(folder / f"upstream.{suffix}").read_bytes() for suffix in ("bin", "idx")]
+
+
+def set_bytes(prefix: object) -> list[bytes]:
+    return [Path(f"{prefix}.{suffix}").read_bytes() for suffix in ("bin", "idx")]
 
 
 @pytest.fixture
@@ -25,27 +61,56 @@ def rows(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tiny")
+    build_tiny_tokenizer(folder)
+    return folder
+
+
 @pytest.mark.parametrize("append_eod", [True, False])
-def test_each_row_becomes_a_document(tmp_path: Path, rows: Path, append_eod: bool, logged: list[str]) -> None:
-    tokenizer = tiny_tokenizer()
-    prefix = str(tmp_path / "new" / "set")
-    written = write_indexed(rows, tokenizer, prefix, json_key="text", append_eod=append_eod)
-    indexed = IndexedDataset(prefix)
-    end = [tokenizer.eos_token_id] if append_eod else []
-    expected = [tokenizer(text, add_special_tokens=False)["input_ids"] + end for text in TEXTS if text]
-    assert [indexed[index].tolist() for index in range(len(indexed))] == expected
-    assert indexed.document_indices.tolist() == [0, 1, 2, 3]
-    assert written == sum(map(len, expected))
-    assert indexed.index.dtype == np.uint16
-    assert any("1 rows with an empty text left out" in message for message in logged)
+@pytest.mark.parametrize("workers", [1, 2])
+def test_every_key_has_the_bytes_of_megatron_lm(
+    tmp_path: Path, tiny_folder: Path, append_eod: bool, workers: int
+) -> None:
+    """Empty texts, lists of sentences, special tokens in the text; more rows than one batch of a worker."""
+    rows = ROWS * 400
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    outputs = {key: str(tmp_path / f"new/{key}") for key in ("text", "title")}
+    tokenizer = load_tokenizer(str(tiny_folder))
+    written = write_indexed(
+        [tmp_path / "rows.jsonl"], tokenizer, outputs, append_eod=append_eod, workers=workers
+    )
+    for key, prefix in outputs.items():
+        assert set_bytes(prefix) == upstream_bytes(tmp_path, rows, key, tiny_folder, append_eod)
+    empty, with_special = {"text": 800, "title": 800}, {"text": 400, "title": 0}
+    for key, prefix in outputs.items():
+        tokens = len(np.fromfile(f"{prefix}.bin", np.uint16))
+        assert written[key] == Written(2400, empty[key], tokens, with_special[key])
+    assert (
+        sorted(path.suffix for path in (tmp_path / "new").iterdir())
+        == [".bin"] * 2 + [".idx"] * 2 + [".json"] * 2
+    )
 
 
-def test_large_vocabulary_is_written_in_four_bytes(tmp_path: Path, rows: Path, llama3_folder: Path) -> None:
+def test_large_vocabulary_has_the_bytes_of_megatron_lm(
+    tmp_path: Path, rows: Path, llama3_folder: Path
+) -> None:
     tokenizer = load_tokenizer(str(llama3_folder))
-    write_indexed(rows, tokenizer, str(tmp_path / "set"), json_key="text", append_eod=True)
+    write_indexed([rows], tokenizer, {"text": str(tmp_path / "set")}, append_eod=True)
     indexed = IndexedDataset(str(tmp_path / "set"))
     assert indexed.index.dtype == np.int32
     assert indexed[0].tolist() == [15339, 1917, 128001]
+    documents = [{"text": text} for text in TEXTS]
+    assert set_bytes(tmp_path / "set") == upstream_bytes(tmp_path, documents, "text", llama3_folder, True)
+
+
+def test_what_is_written_is_told(tmp_path: Path, rows: Path, logged: list[str]) -> None:
+    (tmp_path / "more.jsonl").write_text('{"text": "<|eot_id|>"}\n')
+    files = [rows, tmp_path / "more.jsonl"]
+    write_indexed(files, tiny_tokenizer(), {"text": str(tmp_path / "set")}, append_eod=True)
+    assert any("5 documents, 1 of them empty" in message for message in logged)
+    assert any("1 documents spell out special tokens" in message for message in logged)
 
 
 @pytest.mark.parametrize(
@@ -53,54 +118,113 @@ def test_large_vocabulary_is_written_in_four_bytes(tmp_path: Path, rows: Path, l
     [
         (
             '{"txt": "a"}',
-            r"line 1: found the keys txt; expected text \(--json-key\); txt, did you mean text\?",
+            r"line 1: found the keys txt; expected text \(--json-keys\); txt, did you mean text\?",
         ),
         ('{"text": "a"}\n{"text": 3}', "line 2: text: got 3, expected text"),
+        ('{"text": "a"}\n{"text": ["b", null]}', "line 2: text: got .'b', None., expected text"),
         ('{"text": "a"}\n{"text": "b"', "line 2: malformed JSON"),
-        ('{"text": ""}', "no row has a text"),
+        ('{"text": ""}', "no row has a text under text"),
         ("", "has no rows"),
     ],
 )
-def test_bad_input_is_named_and_leaves_no_files(tmp_path: Path, content: str, said: str) -> None:
+@pytest.mark.parametrize("workers", [1, 2])
+def test_bad_input_is_named_and_leaves_no_files(
+    tmp_path: Path, content: str, said: str, workers: int
+) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(content)
     with pytest.raises(DataError, match=said):
-        write_indexed(rows, tiny_tokenizer(), str(tmp_path / "set"), json_key="text", append_eod=True)
+        write_indexed(
+            [rows], tiny_tokenizer(), {"text": str(tmp_path / "set")}, append_eod=True, workers=workers
+        )
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 def test_tokenizer_without_eos_needs_no_append_eod(tmp_path: Path, rows: Path) -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.eos_token = None
+    outputs = {"text": str(tmp_path / "set")}
     with pytest.raises(DataError, match="no eos token.*--no-append-eod"):
-        write_indexed(rows, tokenizer, str(tmp_path / "set"), json_key="text", append_eod=True)
-    write_indexed(rows, tokenizer, str(tmp_path / "set"), json_key="text", append_eod=False)
+        write_indexed([rows], tokenizer, outputs, append_eod=True)
+    write_indexed([rows], tokenizer, outputs, append_eod=False)
 
 
 def test_place_that_cannot_be_written_is_named(tmp_path: Path, rows: Path) -> None:
     with pytest.raises(DataError, match="rows.jsonl/set: cannot be written"):
-        write_indexed(rows, tiny_tokenizer(), str(rows / "set"), json_key="text", append_eod=True)
+        write_indexed([rows], tiny_tokenizer(), {"text": str(rows / "set")}, append_eod=True)
 
 
-def test_command_line_makes_a_set_and_returns_the_errors_code(tmp_path: Path, rows: Path) -> None:
-    build_tiny_tokenizer(tmp_path / "tok")
-    arguments = [
-        "--tokenizer",
-        str(tmp_path / "tok"),
-        "--output-prefix",
-        str(tmp_path / "set"),
-        "--workers",
-        "1",
-    ]
-    command = [sys.executable, "-m", "toolkits.preprocess_pretrain", "--input", str(rows), *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).resolve().parents[3])
-    assert done.returncode == 0, done.stderr
-    assert "tokens" in done.stdout and len(IndexedDataset(str(tmp_path / "set"))) == 3
+def killed_after(left: int, rows: Path, prefix: Path) -> int:
+    """The exit code of a process that writes the set and is killed before change number `left` of a name."""
+    child = os.fork()
+    if child:
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    def die(event: str, arguments: tuple) -> None:
+        nonlocal left
+        if event in ("os.rename", "os.remove"):
+            left -= 1
+            if left < 0:
+                os._exit(9)
+
+    sys.addaudithook(die)
+    write_indexed([rows], tiny_tokenizer(), {"text": str(prefix)}, append_eod=True)
+    os._exit(0)
+
+
+def test_kill_between_two_files_never_leaves_a_pair_that_does_not_match(
+    tmp_path: Path, rows: Path, monkeypatch
+) -> None:
+    """Killed before each file that gets its name or goes: an .idx is there only if it fits the .bin."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    prefix, old = tmp_path / "set", tmp_path / "old.jsonl"
+    old.write_text(json.dumps({"text": "what was here before " * 9}) + "\n")
+    write_indexed([old], tiny_tokenizer(), {"text": str(prefix)}, append_eod=True)
+    before = set_bytes(prefix)
+    write_indexed([rows], tiny_tokenizer(), {"text": str(tmp_path / "new")}, append_eod=True)
+    after = set_bytes(tmp_path / "new")
+    seen = set()
+    for left in range(12):
+        for name, data in zip(("bin", "idx"), before, strict=True):
+            Path(f"{prefix}.{name}").write_bytes(data)
+        code = killed_after(left, rows, prefix)
+        if not Path(f"{prefix}.idx").exists():
+            seen.add("neither")
+        else:
+            assert set_bytes(prefix) in (before, after), f"killed before change {left}"
+            seen.add("old" if set_bytes(prefix) == before else "new")
+        if code == 0:
+            break
+    assert seen == {"old", "neither", "new"} and code == 0
+
+
+def test_full_disk_is_named_and_leaves_the_old_set(tmp_path: Path, rows: Path) -> None:
+    outputs = {"text": str(tmp_path / "set")}
+    write_indexed([rows], tiny_tokenizer(), outputs, append_eod=True)
+    before = set_bytes(tmp_path / "set")
+    (tmp_path / "long.jsonl").write_text(json.dumps({"text": "the quick brown fox " * 9000}) + "\n")
+    with disk_full_after(8192), pytest.raises(DataError, match="set: cannot be written: File too large"):
+        write_indexed([tmp_path / "long.jsonl"], tiny_tokenizer(), outputs, append_eod=True)
+    assert set_bytes(tmp_path / "set") == before
+    assert not list(tmp_path.glob("*.partial*"))
+
+
+def test_command_line_makes_a_set_of_each_key(tmp_path: Path, tiny_folder: Path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    files = [str(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
+    options = ["--tokenizer", str(tiny_folder), "--output-prefix", str(tmp_path / "set"), "--workers", "2"]
+    assert main(["--input", *files, *options, "--json-keys", "text", "title"]) == 0
+    said = capsys.readouterr().out
+    for key in ("text", "title"):
+        prefix = tmp_path / f"set_{key}_document"
+        assert set_bytes(prefix) == upstream_bytes(tmp_path, ROWS * 2, key, tiny_folder, True)
+        assert f"DATASET_PATH is {prefix}\n" in said
 
 
 def test_command_line_names_a_missing_file(tmp_path: Path, capsys, monkeypatch) -> None:
-    for name in ("RAYON_NUM_THREADS", "TOKENIZERS_PARALLELISM"):
-        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "1")
     build_tiny_tokenizer(tmp_path / "tok")
     options = ["--tokenizer", str(tmp_path / "tok"), "--output-prefix", str(tmp_path / "set")]
     assert main(["--input", str(tmp_path / "absent"), *options]) == DataError.exit_code

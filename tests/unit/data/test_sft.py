@@ -87,7 +87,7 @@ def test_long_conversation_is_cut_and_keeps_every_position(tmp_path: Path, logge
     tokenizer = tiny_tokenizer()
     path = write_rows(tmp_path, [alpaca("hello", "world " * 30), alpaca("hello", "world")])
     whole, cut = load_sft(path, tokenizer, 200)[0], load_sft(path, tokenizer, 20)[0]
-    for long, short in zip(whole, cut, strict=True):
+    for long, short in zip(whole[:3], cut[:3], strict=True):
         torch.testing.assert_close(short, long[:20])
     assert cut.loss_mask[-1] == 1
     said = "1 of 2 rows cut to 20 tokens, 1 of them in an answer; the longest row has 70"
@@ -126,7 +126,7 @@ def test_text_that_is_encoded_in_part_gives_the_same_sample(
     part = load_sft(path, tokenizer, 300)
     assert len(whole) == len(part) == 5
     for index in range(5):
-        for one, other in zip(whole[index], part[index], strict=True):
+        for one, other in zip(whole[index][:3], part[index][:3], strict=True):
             assert torch.equal(one, other)
     assert any("6 of 6 rows with a text over 1000 characters" in message for message in logged)
 

@@ -65,7 +65,7 @@ def _plain_loop(config: RunConfig, folder: Path) -> list[float]:
     losses = []
     for iteration in range(config.training.train_iters):
         batches = seeded_batches(config, iteration)
-        tokens, labels, mask = (torch.cat(parts) for parts in zip(*batches, strict=True))
+        tokens, labels, mask = (torch.cat([batch[field] for batch in batches]) for field in range(3))
         logits = model(tokens).logits.flatten(0, 1)
         losses_of_tokens = torch.nn.functional.cross_entropy(logits, labels.flatten(), reduction="none")
         loss = (losses_of_tokens * mask.flatten()).sum() / mask.sum()

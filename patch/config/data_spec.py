@@ -1,0 +1,191 @@
+"""What DATASET_PATH and VALID_DATASET_PATH say: one set or several, with weights or without, and their files.
+
+    rows.json                              one file
+    data/english                           a folder: its data files, also those in folders below, are one set
+    'data/*.jsonl.gz'                      a glob: the files that match are one set; ** also enters folders
+    '0.7 english.json 0.3 data/chinese'    several sets, blended by weight
+    'english.json data/chinese'            several sets without weights
+    '0.7 /data/text_document 0.3 /b'       the same with prefixes of .bin and .idx
+
+A path with blanks is quoted inside a list of several paths. A text that names existing files as a whole is
+one path.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from collections.abc import Iterable, Iterator
+from glob import has_magic, iglob
+from pathlib import Path
+from typing import NamedTuple
+
+from patch.errors import ConfigError, DataError
+from patch.parse_numbers import to_float
+
+DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
+"""The endings of the files that are read from a folder. The format of a file is found by its content."""
+
+_SPLITS = {
+    "training": re.compile(r"(?<![a-z])train(ing)?(?![a-z])"),
+    "validation": re.compile(r"(?<![a-z])(validation|valid|val|dev)(?![a-z])"),
+    "test": re.compile(r"(?<![a-z])(test|testing|eval|evaluation)(?![a-z])"),
+}
+"""The words for splits of a set in names of files and folders. Source: Hugging Face datasets."""
+
+
+class DataPart(NamedTuple):
+    """One set of a position."""
+
+    weight: float | None
+    """Its weight in the blend, as it was written; None without weights."""
+    path: str
+    """A file, a folder, a glob, or the prefix of .bin and .idx."""
+
+
+def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
+    """The sets that a position names: either each has a weight before its path, or none has.
+
+    A file whose name is a number is written with its folder (`./7`).
+
+    Args:
+        text: the position.
+        field: the field of the configuration that holds it, for messages.
+
+    Raises:
+        ConfigError: there is no path, a weight is missing or not positive, or a quotation mark is not closed.
+    """
+    if _names_files(text):
+        return (DataPart(None, text),)
+    words = _words(text, field)
+    if not words:
+        raise ConfigError(f"got {text!r}, expected a path", field=field)
+    if to_float(words[0]) is None:
+        if late := next((word for word in words if to_float(word) is not None), None):
+            raise ConfigError(
+                f"got {text!r}: {late} is a weight, but {words[0]} has none, expected WEIGHT PATH WEIGHT "
+                "PATH ..., or paths alone (a path that is a number: ./NUMBER)",
+                field=field,
+            )
+        return tuple(DataPart(None, os.path.expanduser(path)) for path in words)
+    weights, paths = words[::2], words[1::2]
+    for index, weight in enumerate(weights):
+        number = to_float(weight)
+        if number is None or number <= 0 or index == len(paths):
+            what = f"{weight} has no path" if number is not None and number > 0 else f"{weight} is no weight"
+            raise ConfigError(
+                f"got {text!r}: {what}, expected WEIGHT PATH WEIGHT PATH ..., each weight above 0",
+                field=field,
+            )
+    return tuple(
+        DataPart(float(weight), os.path.expanduser(path)) for weight, path in zip(weights, paths, strict=True)
+    )
+
+
+def format_data(parts: Iterable[DataPart]) -> str:
+    """The text that `parse_data` reads as these sets. A single path without weight is written as it is."""
+    parts = tuple(parts)
+    if parts[0].weight is None and parse_data(parts[0].path) == parts:
+        return parts[0].path
+    return " ".join(
+        shlex.quote(part.path) if part.weight is None else f"{part.weight} {shlex.quote(part.path)}"
+        for part in parts
+    )
+
+
+def files_of(path: str, field: str | None = None) -> list[Path]:
+    """The files of one set of rows: a file itself, or the files of a folder or a glob, sorted by path.
+
+    From a folder, files with an ending of `DATA_SUFFIXES` are taken, but none whose name or folder begins
+    with a dot or an underscore.
+
+    Args:
+        path: the `path` of a `DataPart`.
+        field: the field of the configuration that holds it, for messages.
+
+    Raises:
+        DataError: there is no such file, the folder or glob has no data files, or the folder holds several
+            splits (train, validation, test), which are not one set.
+    """
+    if os.path.isdir(path):
+        return _files_in(path, field)
+    if os.path.lexists(path) or not has_magic(path):
+        if not os.path.exists(path):
+            raise DataError(
+                f"{path} does not exist, expected a file, a folder or a glob (several paths: quote one that "
+                "has blanks)",
+                field=field,
+            )
+        return [Path(path)]
+    files = sorted(name for name in iglob(path, recursive=True) if not os.path.isdir(name))
+    if not files:
+        raise DataError(f"{path}: no file matches, expected at least one", field=field)
+    return [Path(name) for name in files]
+
+
+def _names_files(text: str) -> bool:
+    """Whether the whole text is one path, blanks included: of a file, folder, glob or prefix."""
+    if any(os.path.exists(text + ending) for ending in ("", ".bin", ".idx")):
+        return True
+    return has_magic(text) and next(iglob(text, recursive=True), None) is not None
+
+
+def _words(text: str, field: str | None) -> list[str]:
+    """Split at blanks outside of quotation marks. A backslash is part of a name."""
+    lexer = shlex.shlex(text, posix=True, punctuation_chars=False)
+    lexer.whitespace_split, lexer.commenters, lexer.escape = True, "", ""
+    try:
+        return list(lexer)
+    except ValueError:
+        raise ConfigError(
+            f"got {text!r}: a quotation mark is not closed, expected a path, or WEIGHT PATH WEIGHT PATH ...",
+            field=field,
+        ) from None
+
+
+def _files_in(folder: str, field: str | None) -> list[Path]:
+    files: list[Path] = []
+    others: list[str] = []
+    for file in _walk(folder, field):
+        if file.suffix.lower() in DATA_SUFFIXES:
+            files.append(file)
+        else:
+            others.append(file.name)
+    if not files:
+        found = f"it has {', '.join(sorted(others)[:5])}" if others else "it is empty"
+        raise DataError(
+            f"{folder} is a folder without data: {found}; expected files that end in "
+            f"{', '.join(DATA_SUFFIXES)} (other names: give a glob)",
+            field=field,
+        )
+    _refuse_several_splits(folder, files, field)
+    return sorted(files)
+
+
+def _walk(folder: str, field: str | None) -> Iterator[Path]:
+    def fail(error: OSError) -> None:
+        raise DataError(
+            f"{error.filename} cannot be read: {error.strerror}, expected a folder of data files", field=field
+        )
+
+    for place, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if not name.startswith((".", "_"))]
+        yield from (Path(place, name) for name in names if not name.startswith((".", "_")))
+
+
+def _refuse_several_splits(folder: str, files: list[Path], field: str | None) -> None:
+    """Refuse a folder that holds a training and a test set: it would be trained on both, silently."""
+    found: dict[str, str] = {}
+    for file in files:
+        name = str(file.relative_to(folder))
+        for split, words in _SPLITS.items():
+            if words.search(name.lower()):
+                found.setdefault(split, name)
+    if len(found) > 1:
+        splits = ", ".join(f"{split} ({name})" for split, name in found.items())
+        raise DataError(
+            f"{folder} holds several splits: {splits}; expected the files of one, by a folder below or a "
+            f"glob such as '{folder}/**/*train*'",
+            field=field,
+        )

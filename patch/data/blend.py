@@ -1,0 +1,72 @@
+"""Several sets as one: one after the other, or blended by weight."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+from patch.data.order import ShuffledOrder, WeightedTurns
+from patch.data.samples import Sample, SampleSource
+
+
+class Concatenation:
+    """Sets without weights: the samples of all, set after set. One epoch has each sample of each set once.
+
+    Args:
+        sources: the sets.
+    """
+
+    is_shuffled = False
+
+    def __init__(self, sources: Sequence[SampleSource]) -> None:
+        self._sources = sources
+        self._ends = list(accumulate(len(source) for source in sources))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        which = bisect_right(self._ends, index)
+        source = self._sources[which]
+        return source[index - self._ends[which] + len(source)]
+
+
+class Blend:
+    """Sets with weights: each has its share of the samples at any time, and epochs and orders of its own.
+
+    A small set with a large weight begins its next epoch while a large one is still in its first.
+
+    Args:
+        sources: the sets.
+        weights: their shares of the samples, above 0; the sum may be any number.
+        num_samples: samples of the run; sample k does not depend on it.
+        seed: decides the orders of the samples.
+    """
+
+    is_shuffled = True
+
+    def __init__(
+        self, sources: Sequence[SampleSource], weights: Sequence[float], *, num_samples: int, seed: int
+    ) -> None:
+        assert len(sources) == len(weights)
+        self._sources = sources
+        self._turns = WeightedTurns(weights)
+        self._orders = [ShuffledOrder(len(source), seed, index) for index, source in enumerate(sources)]
+        self._num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self._num_samples
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < self._num_samples:
+            raise IndexError(index)
+        which, turn = self._turns.turn(index)
+        return self._sources[which][self._orders[which][turn]]
+
+    def passes(self) -> list[float]:
+        """How often the run goes over each set, in epochs of that set."""
+        counts = self._turns.counts(self._num_samples)
+        return [count / len(source) for count, source in zip(counts, self._sources, strict=True)]

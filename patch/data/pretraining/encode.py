@@ -1,0 +1,136 @@
+"""Encodes the texts of documents, in this process or in several, in the order in which they come."""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from itertools import chain, islice
+from multiprocessing import get_context
+from typing import NamedTuple
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType
+from transformers import PreTrainedTokenizerBase
+
+from patch.data.tokenizer import special_tokens, vocabulary_size
+from patch.errors import DataError
+
+Document = list[str]
+"""A document: its sentences, which Megatron-LM's index lists one by one. Most documents are one text."""
+_BATCHES_AHEAD = 3
+"""Batches that are read for each worker before the first of them is done; they bound the memory."""
+
+
+class EncodedBatch(NamedTuple):
+    """The documents of some rows, for one key."""
+
+    ids: np.ndarray
+    """The ids of all documents, one after the other, in the type of the .bin."""
+    lengths: list[list[int]]
+    """For each document, the number of ids of each sentence that has any; [] for an empty text."""
+    with_special: int
+    """How many documents spell out a special token, which has become that token."""
+
+
+class Encoder:
+    """Encodes documents as Megatron-LM's preprocessing does: no begin-of-text token, then the end token.
+
+    Args:
+        tokenizer: encodes the texts.
+        eod: the id after each document that is not empty; None: none.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, eod: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._eod = [] if eod is None else [eod]
+        self._dtype = DType.optimal_dtype(vocabulary_size(tokenizer))
+        special = {*special_tokens(tokenizer)} - {tokenizer.unk_token}
+        self._special = tokenizer.convert_tokens_to_ids(sorted(special))
+
+    @property
+    def dtype(self) -> type[np.number]:
+        """The type of an id in the .bin."""
+        return self._dtype
+
+    def __call__(self, rows: list[tuple[Document, ...]]) -> list[EncodedBatch]:
+        """Encode some rows: for each row one document a key; for each key one batch is returned."""
+        return [self._encode(documents) for documents in zip(*rows, strict=True)]
+
+    def _encode(self, documents: Iterable[Document]) -> EncodedBatch:
+        sentences = list(chain.from_iterable(documents))
+        encoded = iter(self._ids(sentences))
+        parts, lengths, with_special = [], [], 0
+        for document in documents:
+            filled = [ids for ids in islice(encoded, len(document)) if ids]
+            with_special += any(np.isin(ids, self._special).any() for ids in filled)
+            if filled:
+                filled[-1] = filled[-1] + self._eod
+            lengths.append([len(ids) for ids in filled])
+            parts += filled
+        return EncodedBatch(np.array(list(chain.from_iterable(parts)), self._dtype), lengths, with_special)
+
+    def _ids(self, sentences: list[str]) -> list[list[int]]:
+        if not sentences:
+            return []
+        encoded = self._tokenizer(
+            sentences,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )
+        return encoded["input_ids"]
+
+
+def encode_in_order(
+    batches: Iterator[list[tuple[Document, ...]]], encoder: Encoder, workers: int
+) -> Generator[list[EncodedBatch], None, None]:
+    """What `encoder` makes of each batch of rows, in order.
+
+    Args:
+        batches: rows; read as far ahead as the workers need.
+        encoder: applied to each batch.
+        workers: processes, forked from this one; 1: this process does the work.
+
+    Raises:
+        DataError: what reading `batches` raises; or a worker was killed, for example for memory.
+    """
+    if workers == 1:
+        yield from map(encoder, batches)
+        return
+    pool = ProcessPoolExecutor(
+        workers, mp_context=get_context("fork"), initializer=_begin_worker, initargs=(encoder,)
+    )
+    pending: deque[Future[list[EncodedBatch]]] = deque()
+    try:
+        for batch in batches:
+            pending.append(pool.submit(_work, batch))
+            if len(pending) > _BATCHES_AHEAD * workers:
+                yield pending.popleft().result()
+        while pending:
+            yield pending.popleft().result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"one of {workers} worker processes was killed, perhaps because memory ran out; "
+            "expected all to live: give fewer (--workers)"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+_encoder: Encoder
+"""Of a worker process: sent once, with the fork."""
+
+
+def _begin_worker(encoder: Encoder) -> None:
+    global _encoder
+    # Threads do not survive a fork, and the processes use all cores already.
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _encoder = encoder
+
+
+def _work(rows: list[tuple[Document, ...]]) -> list[EncodedBatch]:
+    return _encoder(rows)

@@ -1,0 +1,117 @@
+"""What is known of a pre-training set besides its ids: which tokenizer made them, and how documents end.
+
+Neither .bin nor .idx tells it. PREFIX.meta.json does, which toolkits.preprocess_pretrain writes beside them.
+Sets that other tools have made have no such file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers import PreTrainedTokenizerBase
+
+from patch.errors import DataError
+from patch.logger import get_logger
+from patch.storage.atomic import write_atomically
+
+_logger = get_logger(__name__)
+
+_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Provenance:
+    """The contents of PREFIX.meta.json."""
+
+    tokenizer: str
+    """The folder or the name it was loaded from."""
+    vocabulary_size: int
+    """Its largest id plus one."""
+    vocabulary_sha256: str
+    """See `vocabulary_hash`."""
+    eod: int | None
+    """The id that ends each document; None: documents have no end."""
+    json_key: str
+    documents: int
+    """Documents, empty ones included."""
+    tokens: int
+    """Ids in the .bin."""
+    made_by: str
+    """The program and its version."""
+
+    def write(self, prefix: str) -> None:
+        """Write PREFIX.meta.json atomically.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        values = {"format": _FORMAT, **dataclasses.asdict(self)}
+        write_atomically(path_of(prefix), json.dumps(values, indent=1) + "\n")
+
+
+def path_of(prefix: str) -> Path:
+    """The file beside PREFIX.bin and PREFIX.idx."""
+    return Path(f"{prefix}.meta.json")
+
+
+def vocabulary_hash(tokenizer: PreTrainedTokenizerBase, size: int) -> str:
+    """SHA-256 over the meaning of the ids below `size`, in hexadecimal digits.
+
+    Tokens that are added later have larger ids and do not change it, nor does a chat template.
+    """
+    by_id = sorted((index, token) for token, index in tokenizer.get_vocab().items() if index < size)
+    return hashlib.sha256(json.dumps(by_id).encode()).hexdigest()
+
+
+def read_provenance(prefix: str, documents: int, tokens: int) -> Provenance | None:
+    """What PREFIX.meta.json says; None, with a warning, if it says nothing about these files.
+
+    Args:
+        prefix: path of the set without the endings.
+        documents: documents in the .idx.
+        tokens: ids in the .bin.
+    """
+    path = path_of(prefix)
+    try:
+        found = _parse(path.read_bytes())
+        complaint = None if (found.documents, found.tokens) == (documents, tokens) else "is of other files"
+    except FileNotFoundError:
+        complaint = "is missing"
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        complaint = "cannot be read"
+    if complaint is None:
+        return found
+    _logger.warning("%s %s, so it cannot be checked which tokenizer made the set", path, complaint)
+    return None
+
+
+def _parse(content: bytes) -> Provenance:
+    """Raises ValueError, TypeError, KeyError, AttributeError or RecursionError for what is no such file."""
+    values = json.loads(content)
+    if values.pop("format") != _FORMAT:
+        raise ValueError("another format")
+    found = Provenance(**values)
+    if not all(isinstance(value, int | str | None) for value in dataclasses.astuple(found)):
+        raise ValueError("not plain values")
+    if not isinstance(found.vocabulary_size, int) or isinstance(found.eod, str):
+        raise ValueError("not numbers")
+    return found
+
+
+def check_tokenizer(prefix: str, found: Provenance, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuse a set whose ids mean other tokens to this tokenizer; one with more tokens is accepted.
+
+    Raises:
+        DataError: the vocabularies differ; the message names both tokenizers.
+    """
+    if vocabulary_hash(tokenizer, found.vocabulary_size) != found.vocabulary_sha256:
+        raise DataError(
+            f"{prefix}.bin: was made with the tokenizer {found.tokenizer} (says {path_of(prefix).name}), whose "
+            f"{found.vocabulary_size} ids are not all the same tokens in {tokenizer.name_or_path}; expected "
+            "the same vocabulary: give that tokenizer, or make the set again",
+            field="tokenizer_name_or_path",
+        )

@@ -1,0 +1,73 @@
+"""Several sequences in each row of a micro-batch: where they begin and end, and each token's position.
+
+The rows stay [S, B, ...] in every layer; only two operations know of borders. RoPE gives a token the angle of
+its position within its sequence, and attention stays within a sequence. Upstream passes `packed_seq_params`
+through all layers, recomputed ones too, so every pipeline stage gets the borders of its micro-batch.
+
+Upstream's own packed format (`thd`) is not used: it flattens the micro-batch, which changes what stages send
+to each other, its RoPE makes the host wait for the GPU twice in each layer
+(megatron/core/models/common/embeddings/rope_utils.py:182), and its attention needs Transformer Engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.packed_seq_params import PackedSeqParams
+
+from patch.device import send
+
+
+@dataclass(kw_only=True)
+class PackedSequences(PackedSeqParams):
+    """The packed sequences of a micro-batch of B rows of S tokens, counted row after row.
+
+    Of upstream's fields `cu_seqlens_q` and `cu_seqlens_kv` (int32 [n + 1] on the device) and `max_seqlen_q`
+    and `max_seqlen_kv` are set, as kernels for variable lengths take them.
+    """
+
+    lengths: list[int]
+    """Tokens of each sequence, on the host."""
+    position_ids: torch.Tensor
+    """int64 [B, S] on the device: each token's position within its sequence."""
+
+    @classmethod
+    def of(
+        cls, cu_seqlens: torch.Tensor | None, tokens: torch.Tensor, device: torch.device
+    ) -> PackedSequences | None:
+        """The sequences of a micro-batch, or None if each row is one sequence.
+
+        Args:
+            cu_seqlens: `Batch.cu_seqlens`, on the CPU.
+            tokens: [B, S], only the shape counts.
+            device: where the model is.
+        """
+        if cu_seqlens is None:
+            return None
+        lengths = cu_seqlens.diff().long()
+        begins = cu_seqlens[:-1].long().repeat_interleave(lengths)
+        positions = torch.arange(tokens.numel()) - begins
+        borders, longest = send(cu_seqlens, device), int(lengths.max())
+        return cls(
+            qkv_format="sbhd",
+            cu_seqlens_q=borders,
+            cu_seqlens_kv=borders,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            lengths=lengths.tolist(),
+            position_ids=send(positions.view(tokens.shape), device),
+        )
+
+
+def give_own_positions(decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    """A forward pre-hook of upstream's TransformerBlock: the RoPE angles of each token's own position.
+
+    Upstream gives the block the angles [longest sequence, 1, 1, D]; with packed sequences they become
+    [S, B, 1, D].
+    """
+    packed, angles = kwargs["packed_seq_params"], kwargs["rotary_pos_emb"]
+    if packed is None:
+        return None
+    return args, kwargs | {"rotary_pos_emb": angles[:, 0][packed.position_ids.t()]}

@@ -1,0 +1,73 @@
+"""Attention of packed sequences in one kernel, where this machine has one: torch's varlen_attn on CUDA.
+
+It is FlashAttention for fp16 and bf16. Its arguments differ between torch 2.11 and 2.13: they are looked up.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from patch.model.packed_sequences import PackedSequences
+
+_LARGEST_HEAD = 256
+_AMPERE = (8, 0)
+
+
+def _find_kernel() -> Callable[..., Any] | None:
+    """torch's varlen_attn; None where torch has none, or one without windows."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if {"scale", "window_size"} <= set(inspect.signature(varlen_attn).parameters) else None
+
+
+_KERNEL = _find_kernel()
+_GROUPS_HEADS = _KERNEL is not None and "enable_gqa" in inspect.signature(_KERNEL).parameters
+
+
+def takes_varlen(query: torch.Tensor) -> bool:
+    """Whether the kernel can be used for queries [T, N, D] of this type, device and head size."""
+    return (
+        _KERNEL is not None
+        and query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= _LARGEST_HEAD
+        and torch.cuda.get_device_capability(query.device) >= _AMPERE
+    )
+
+
+def attend_varlen(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    packed: PackedSequences,
+    *,
+    scale: float,
+    window: int | None,
+) -> torch.Tensor:
+    """Causal attention within each sequence.
+
+    Args:
+        query: [T, N, D], for which `takes_varlen` holds; key, value: [T, G, D] with G dividing N.
+        packed: the sequences of the T tokens.
+        scale: of the scores.
+        window: how many tokens a token attends to, including itself; None: all before it.
+    Returns:
+        [T, N, D].
+    """
+    assert _KERNEL is not None
+    grouped: dict[str, Any] = {}
+    if _GROUPS_HEADS:
+        grouped["enable_gqa"] = True
+    else:
+        num_queries = query.shape[1] // key.shape[1]
+        key, value = (heads.repeat_interleave(num_queries, dim=1) for heads in (key, value))
+    borders = packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv
+    left = -1 if window is None else window - 1
+    return _KERNEL(query, key, value, *borders, scale=scale, window_size=(left, 0), **grouped)

@@ -1,0 +1,125 @@
+"""Positions 20 and 21: one set or several, weights, files, folders and globs."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from patch.config.data_spec import DataPart, files_of, format_data, parse_data
+from patch.errors import ConfigError, DataError
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [
+        ("a.json", [(None, "a.json")]),
+        ("0.7 a.json 0.3 b.jsonl", [(0.7, "a.json"), (0.3, "b.jsonl")]),
+        ("30 a 1e1 b", [(30, "a"), (10, "b")]),
+        ("a.json  b.jsonl\tc", [(None, "a.json"), (None, "b.jsonl"), (None, "c")]),
+        ("1 'my data/a.json' 2 \"b's.json\"", [(1, "my data/a.json"), (2, "b's.json")]),
+        ("./7 a", [(None, "./7"), (None, "a")]),
+        ("1 data\\rows#1.json 2 *.json", [(1, "data\\rows#1.json"), (2, "*.json")]),
+    ],
+)
+def test_sets_are_read_and_written_back(text, parts):
+    found = parse_data(text)
+    assert [tuple(part) for part in found] == parts
+    assert parse_data(format_data(found)) == found
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("0.7 a.json b.json", "b.json is no weight, expected WEIGHT PATH"),
+        ("0.7 a.json 0.3", "0.3 has no path"),
+        ("0.7", "0.7 has no path"),
+        ("a.json 0.3 b.json", "0.3 is a weight, but a.json has none"),
+        ("0 a 1 b", "0 is no weight, .* each weight above 0"),
+        ("1 a -1 b", "-1 is no weight"),
+        ("1 a nan b", "nan is no weight"),
+        ("1 'a 2 b", "a quotation mark is not closed"),
+        ("  ", "expected a path"),
+    ],
+)
+def test_weights_that_do_not_parse_are_refused(text, said):
+    with pytest.raises(ConfigError, match=said) as caught:
+        parse_data(text, "train_data_path")
+    assert caught.value.field == "train_data_path"
+
+
+@pytest.mark.parametrize(
+    "made", ["my rows.json", "0.5 rows.json", "text document.bin", "folder of rows/a.json"]
+)
+def test_text_that_names_files_as_a_whole_is_one_path(tmp_path: Path, made):
+    file = tmp_path / made
+    file.parent.mkdir(exist_ok=True)
+    file.touch()
+    for text in (str(file).removesuffix(".bin"), f"{file.parent}/*"):
+        assert parse_data(text) == (DataPart(None, text),)
+
+
+def test_relative_paths_of_a_blend_become_absolute(command, monkeypatch):
+    monkeypatch.chdir(command.folder)
+    os.mkdir("my rows")
+    config = command.parse(DATASET_PATH="0.25 rows.json 1 'my rows/*.json'").config
+    parts = parse_data(config.data.train_data_path)
+    assert parts == (
+        DataPart(0.25, str(command.data)),
+        DataPart(1.0, f"{command.folder}/my rows/*.json"),
+    )
+
+
+def test_weights_are_refused_with_their_position(command):
+    with pytest.raises(ConfigError, match="b.json is no weight") as caught:
+        command.parse(VALID_DATASET_PATH="1 a.json b.json")
+    assert caught.value.field == "valid_data_path"
+
+
+def tree(folder: Path, *names: str) -> Path:
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    return folder
+
+
+def test_folder_gives_its_data_files_sorted(tmp_path: Path):
+    names = ("b.jsonl", "a.json.gz", "below/c.PARQUET", "below/d.jsonl.zst")
+    others = ("README.md", ".git/x.json", ".hidden.json", "_SUCCESS", "_temporary/part.json", "x.txt")
+    folder = tree(tmp_path, *names, *others)
+    assert files_of(str(folder)) == sorted(folder / name for name in names)
+
+
+def test_glob_gives_what_matches(tmp_path: Path):
+    folder = tree(tmp_path, "b.txt", "a.txt", "c.json", "below/d.txt", "f.txt/x")
+    assert files_of(f"{folder}/*.txt") == [folder / "a.txt", folder / "b.txt"]
+    assert files_of(f"{folder}/**/[ad].txt") == [folder / "a.txt", folder / "below" / "d.txt"]
+    odd = tree(tmp_path, "rows[1].json") / "rows[1].json"
+    assert files_of(str(odd)) == [odd]
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ((), "is a folder without data: it is empty; expected files that end in .json"),
+        (("a.txt", "below/b.arrow"), "is a folder without data: it has a.txt, b.arrow; expected"),
+        (("train.json", "test.json"), r"holds several splits: training \(train.json\), test \(test.json\)"),
+        (("data/train-0.parquet", "data/validation-0.parquet"), "holds several splits: .*validation"),
+        (("train/a.json", "dev/a.json"), r"expected the files of one, .* '.*/\*\*/\*train\*'"),
+    ],
+)
+def test_folder_that_is_not_one_set_is_refused(tmp_path: Path, names, said):
+    with pytest.raises(DataError, match=said) as caught:
+        files_of(str(tree(tmp_path, *names)), "train_data_path")
+    assert caught.value.field == "train_data_path"
+
+
+def test_one_split_and_words_like_splits_are_taken(tmp_path: Path):
+    folder = tree(tmp_path, "train-0.json", "train-1.json", "latest.json", "contest.json", "devices.json")
+    assert len(files_of(str(folder))) == 5
+
+
+def test_missing_files_are_named(tmp_path: Path):
+    with pytest.raises(DataError, match="absent.json does not exist, expected a file, a folder or a glob"):
+        files_of(f"{tmp_path}/absent.json")
+    with pytest.raises(DataError, match=r"\*.json: no file matches"):
+        files_of(f"{tmp_path}/*.json")
