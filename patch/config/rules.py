@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import NoReturn
 
 from patch.config.choices import ZeroStage
+from patch.config.columns import parse_columns
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import length_text, where
 from patch.config.schema import RunConfig
@@ -48,6 +49,11 @@ def only_what_is_built(config: RunConfig, machine: MachineFacts) -> None:
         if row.asks(value_of(config, row.field)):
             got = str(scalar_of(config, row.field)).lower()
             refuse(row.field, got, row.instead, f"{row.feature} is not built yet")
+
+
+def columns_are_pairs(config: RunConfig, machine: MachineFacts) -> None:
+    """The map of columns can be read, and its names are known."""
+    parse_columns(config.data.columns)
 
 
 def sft_reads_raw_rows(config: RunConfig, machine: MachineFacts) -> None:
@@ -257,6 +263,7 @@ def evaluation_is_possible(config: RunConfig, machine: MachineFacts) -> None:
 RULES: tuple[Rule, ...] = (
     only_what_is_built,
     sft_reads_raw_rows,
+    columns_are_pairs,
     packing_has_conversations,
     numbers_are_in_range,
     offload_is_possible,
@@ -294,6 +301,10 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         yield f"{where('recompute_num_layers')} has no effect without AC=full"
     if config.data.dataset_type == "idxmap" and config.data.max_padding_length != config.model.seq_length:
         yield f"{where('max_padding_length')} has no effect in pre-training: sequences are SEQ_LEN long"
+    if config.data.dataset_type == "idxmap":
+        for field in ("columns", "alpaca_input_join"):
+            if value_of(config, field) != FIELDS[field].default:
+                yield f"{where(field)} has no effect on .bin/.idx"
 
 
 def _offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:

@@ -9,11 +9,14 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import DataConfig, ModelConfig
+from patch.data.chat_templates import ensure_chat_template
 from patch.data.packing import packed
 from patch.data.samples import SampleSource
+from patch.data.sft.options import sft_options
 from patch.data.sft.source import load_sft
 from patch.data.tokenizer import check_vocabulary
 from patch.distributed.collectives import all_or_none
+from patch.storage.names import DATA_CACHE_FOLDER
 
 
 class DataSets(NamedTuple):
@@ -34,7 +37,7 @@ def build_datasets(
 ) -> DataSets:
     """Read both sets; a collective over the job.
 
-    For raw rows, a tokenizer without a chat template may be given one (see `ensure_chat_template`).
+    For raw rows, the tokenizer gets the chosen chat template (see `ensure_chat_template`).
 
     Args:
         data: the files and their kind.
@@ -50,8 +53,10 @@ def build_datasets(
     check_vocabulary(tokenizer, model.vocab_size)
     train_path, valid_path = data.train_data_path, data.valid_data_path
     if data.dataset_type == "raw":
-        load_raw = partial(_load_raw, data=data, tokenizer=tokenizer)
+        cache = index_folder.with_name(DATA_CACHE_FOLDER)
+        load_raw = partial(_load_raw, data=data, tokenizer=tokenizer, cache=cache)
         with all_or_none():
+            ensure_chat_template(tokenizer, data.chat_template)
             return DataSets(load_raw(Path(train_path)), load_raw(Path(valid_path)) if valid_path else None)
     from patch.data.pretraining.dataset import (
         load_pretrain,  # it imports megatron-core, which raw rows do not need
@@ -69,6 +74,6 @@ def build_datasets(
     return DataSets(train, load_indexed(valid_path) if valid_path else None)
 
 
-def _load_raw(path: Path, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> SampleSource:
-    source = load_sft(path, tokenizer, sequence_length=data.max_padding_length)
+def _load_raw(path: Path, data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path) -> SampleSource:
+    source = load_sft(path, tokenizer, data.max_padding_length, sft_options(data, cache))
     return packed(source, data.max_padding_length, str(path)) if data.packing else source

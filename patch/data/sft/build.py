@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.progress import TextColumn
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.readers import read_rows
+from patch.data.readers.json_rows import read_rows
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.data.sft.options import SftOptions
 from patch.data.sft.report import SetReport
@@ -67,7 +67,7 @@ def tokenize(
                 writer.share = reading.share
                 show()
         except ChildEndedError as error:
-            raise work.renderer.refusal(error.item.where, str(error)) from error
+            raise work.renderer.too_costly(error) from error
     return report
 
 
@@ -116,7 +116,8 @@ class _Reading:
             yield batch
 
     def _items(self) -> Iterator[Item]:
-        for file, name, self._size in zip(self._files, self._names, self._sizes, strict=True):
+        for file, name, size in zip(self._files, self._names, self._sizes, strict=True):
+            self._size = size
             for row in read_rows(file):
                 value = pickle.dumps(row.value)
                 self._num_read += len(value)

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from datetime import datetime
 from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
@@ -41,8 +42,8 @@ from patch.storage.lock import wait_for_cache
 _logger = get_logger(__name__)
 
 RULES = 1
-"""The version of the rules by which rows become tokens: formats, rendering, encoding, cuts. Raise it with every
-change of them that changes a token or a mask, so that older entries are not used."""
+"""The version of the rules by which rows become tokens: formats, rendering, encoding, cuts. Raise it with
+every change of them that changes a token or a mask, so that older entries are not used."""
 
 _REPORT = "report.json"
 _PACKAGES = ("jinja2", "tokenizers", "transformers")
@@ -52,9 +53,10 @@ _ABANDONED_S = 3600.0
 """A temporary folder of another machine counts as abandoned when its files are unchanged for so long."""
 
 _README = """\
-Tokenized training sets of llama-megatron-patch. Each folder in sets/ is one set for one tokenizer, chat template
-and sequence length. Everything here can be deleted while no run is starting; it is made again when needed. A
-folder in sets/ whose name begins with a dot and ends in .tmp belongs to a run that is starting, or that was killed.
+Tokenized training sets of llama-megatron-patch. Each folder in sets/ is one set for one tokenizer, chat
+template and sequence length; the time of its report.json is when it was made. Everything here can be deleted
+while no run is starting; it is made again when needed. A folder in sets/ that begins with a dot and ends in
+.tmp belongs to a run that is starting, or that was killed.
 """
 
 Build = Callable[[TokenWriter], SetReport]
@@ -123,10 +125,8 @@ class TokenCache:
         if (found := self._read(entry, key)) is None:
             found = self._make(entry, key, name, build)
         else:
-            made = entry.stat().st_mtime
-            _logger.info(
-                "%s: tokens from %s (%s, made %s)", name, entry, _size(found), time.strftime("%d %b %Y %H:%M", time.localtime(made))
-            )
+            made = datetime.fromtimestamp((entry / _REPORT).stat().st_mtime)
+            _logger.info("%s: tokens from %s (%s, made on %s)", name, entry, _size(found), f"{made:%d %b %Y}")
         return found
 
     def _read(self, entry: Path, key: str) -> TokenizedSet | None:
@@ -143,7 +143,7 @@ class TokenCache:
                     raise ValueError(f"{file_of(entry, array).name} has another content than was written")
             return TokenizedSet(map_files(entry), report, hashes)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            reason = error if isinstance(error, (ValueError, OSError)) else f"{_REPORT} is not what was written"
+            reason = str(error) if isinstance(error, (ValueError, OSError)) else f"{_REPORT} lacks a value"
             _logger.warning("the token cache's %s is damaged: %s; it is made again", entry, reason)
             return None
 
@@ -199,16 +199,16 @@ class TokenCache:
             pass  # another process has written the README meanwhile
         except OSError as error:
             raise DataError(
-                f"the token cache {self._folder} cannot be written: {error.strerror}; expected a folder that can",
+                f"the token cache {self._folder} cannot be written: {error.strerror}; name another folder",
                 field="cache_dir",
             ) from error
 
     def _no_room(self, error: OSError, writer: TokenWriter) -> DataError:
         reason = str(error.strerror or error)
         if error.errno in _FULL:
+            needed = writer.num_bytes / writer.share if writer.share else writer.num_bytes
             free = shutil.disk_usage(self._folder).free
-            needed = f"about {writer.num_bytes / writer.share:.2g}" if writer.share else f"more than {writer.num_bytes}"
-            reason += f": this set needs {needed} bytes, {free} are free"
+            reason += f": this set needs about {needed:.2g} bytes, {free} are free"
         return DataError(
             f"the token cache {self._folder} cannot be written: {reason}; expected a folder with more room",
             field="cache_dir",
@@ -227,7 +227,7 @@ def _draft(entry: Path) -> StagedFolder:
 
 
 def _remove_abandoned(entry: Path) -> None:
-    """Remove what killed processes left of this entry. Its lock is held, so no process of this machine writes.
+    """Remove what killed processes left of this entry; its lock is held, so no other process here writes.
 
     A file system may not lock between machines, so those of others must also be old.
     """

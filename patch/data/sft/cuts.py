@@ -1,14 +1,14 @@
 """What becomes of a conversation that is longer than a sample.
 
     cut-end      its first tokens are kept
-    cut-begin    its last turns are kept: as many as fit, or the last tokens of the last turn if that is too long
-    split        it becomes several samples, of as many turns as fit; a turn that is too long is divided anywhere
+    cut-begin    its last turns are kept, as many as fit; of a last turn that is too long, the last tokens
+    split        it becomes several samples of as many turns as fit; a turn that is too long is divided
     drop         nothing is kept
 
 A turn is what comes before an answer, and the answer. A sample that does not begin where the conversation
-began gets its begin-of-text token, if there is one. A sample that begins inside a turn learns nothing from its
-first token; when a turn is divided, that token is the last one of the sample before, which has learned it. So
-`split` learns every learned token exactly once.
+began gets its begin-of-text token, if there is one. A sample that begins inside a turn does not learn its
+first token of that turn, which has no context; `split` also gives it to the sample before, which learns it.
+So `split` learns every learned token exactly once.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class _Parts:
 
     def room(self, begin: int | None) -> int:
         """Ids of the conversation that a sample from `begin` on has room for; None: from inside a turn."""
-        return self._length + 1 - (0 if begin is not None and self._has_own_prefix(begin) else len(self._prefix))
+        return (
+            self._length + 1 - (0 if begin is not None and self._has_own_prefix(begin) else len(self._prefix))
+        )
 
     def part(self, begin: int, end: int) -> Tokens:
         """The sample of the ids from `begin` to `end`."""

@@ -157,8 +157,8 @@ class SetReport:
             self.longest,
         )  # fmt: skip
         cut = (
-            f"{_CUTS[self.long_samples]} {self.length} tokens, {self.unlearned} of them in an answer; the longest "
-            f"row has {self.longest} (PAD_LEN)"
+            f"{_CUTS[self.long_samples]} {self.length} tokens, {self.unlearned} of them in an answer; the "
+            f"longest row has {self.longest} (PAD_LEN)"
         )
         meaning = "such" if self.allow_special_tokens else "text (--allow-special-tokens)"
         dropped = [(rows, f"dropped: {reason}") for reason, rows in self.dropped.items()]
@@ -173,5 +173,3 @@ class SetReport:
 
     def _reasons(self) -> str:
         return "; ".join(f"{rows.count} {reason}: {rows}" for reason, rows in self.dropped.items())
-
-

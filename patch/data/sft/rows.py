@@ -11,9 +11,8 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats import Conversation, to_conversation
-from patch.data.rendering import Span, SpanEncoder
-from patch.data.rendering.chat import ChatRenderer
+from patch.data.formats import to_conversation
+from patch.data.rendering import ChatRenderer, Span, SpanEncoder
 from patch.data.sft.cuts import Tokens, cut
 from patch.data.sft.options import SftOptions
 from patch.errors import DataError
@@ -80,8 +79,6 @@ class RowTokenizer:
             DataError: the row is not one of a known format, or cannot be rendered or encoded.
         """
         row = to_conversation(pickle.loads(item.value), item.where, self._options.format)
-        if isinstance(row, Conversation):
-            self.renderer.probe()
         is_special, is_partly_encoded = self.renderer.holds_special_token(row), False
         kept: list[Tokens] = []
         longest = num_learned = 0
@@ -131,7 +128,9 @@ class RowTokenizer:
             if spans[index - 1].learned and not spans[index].learned
         ]
         tokens = np.fromiter((token for part in ids for token in part), np.int32, sum(sizes))
-        return Tokens(tokens, np.repeat([span.learned for span in spans], sizes).astype(bool), turns), is_whole
+        return Tokens(
+            tokens, np.repeat([span.learned for span in spans], sizes).astype(bool), turns
+        ), is_whole
 
     def _ids(self, spans: list[Span]) -> tuple[list[list[int]], bool]:
         """The ids of each span of a sample, and whether they are all."""
@@ -157,7 +156,7 @@ class RowTokenizer:
         skipped = len(spans) - len(end)
         ids = self._encoder.encode([end])[0]
         head = self._encoder.encode([_beginning(spans, _SPARE_TOKENS)])[0][0][:1]
-        at_end = [[]] * skipped + [ids[0][_SPARE_TOKENS:], *ids[1:]]
+        at_end: list[list[int]] = [[]] * skipped + [ids[0][_SPARE_TOKENS:], *ids[1:]]
         return [head + at_end[0], *at_end[1:]]
 
     def _ids_of_pieces(self, spans: list[Span]) -> list[list[int]]:

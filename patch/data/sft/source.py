@@ -13,13 +13,14 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import files_of
+from patch.data.chat_templates import ensure_chat_template
 from patch.data.samples import Sample
 from patch.data.sft.build import names_of, tokenize
 from patch.data.sft.cache import Build, TokenCache, TokenizedSet, set_key
 from patch.data.sft.options import SftOptions
 from patch.data.sft.report import SetReport
 from patch.data.sft.token_files import TokenWriter
-from patch.data.tokenizer import ensure_chat_template, padding_id
+from patch.data.tokenizer import padding_id
 from patch.errors import DataError
 
 _DEFAULT = SftOptions()
@@ -81,7 +82,7 @@ def load_sft(
     """Read and tokenize a set of conversations: a file, or the files of a folder or a glob.
 
     With a token cache (`options.cache_dir`) this is done once for the same rows, tokenizer and options; later
-    calls, also of other processes and runs, map the tokens. The log says what became of the rows. The time and
+    calls, also of other processes and runs, map the tokens. The log says what became of the rows. Time and
     memory for each row are bounded, however long the row is.
 
     Args:
@@ -91,8 +92,8 @@ def load_sft(
         options: how rows become samples, and what the work may use.
 
     Raises:
-        DataError: see `read_rows`, `to_conversation`, `ChatRenderer`; the tokenizer fails; the cache cannot be
-            written; no row has anything to learn, or more than `options.max_dropped_share` have nothing.
+        DataError: see `read_rows`, `to_conversation`, `ChatRenderer`; the tokenizer fails; the cache cannot
+            be written; no row gives a sample, or a larger share than `options.max_dropped_share` gives none.
     """
     ensure_chat_template(tokenizer)
     name, files = str(path), files_of(str(path))
@@ -109,8 +110,8 @@ def load_sft(
     else:
         key = partial(set_key, tokenizer=tokenizer, options=options, length=sequence_length)
         tokens = _from_cache(name, files, key, build, TokenCache(options.cache_dir))
-    tokens.report.refuse_drops(name, options.max_dropped_share)
     tokens.report.log(name)
+    tokens.report.refuse_drops(name, options.max_dropped_share)
     return SftSource(tokens, length=sequence_length, padding=padding_id(tokenizer))
 
 
@@ -150,4 +151,6 @@ def _hash(files: list[Path], cache: TokenCache) -> list[str]:
     try:
         return [cache.hashes.sha256(file) for file in files]
     except OSError as error:
-        raise DataError(f"{error.filename}: cannot be read: {error.strerror}; expected a file of rows") from error
+        raise DataError(
+            f"{error.filename}: cannot be read: {error.strerror}; expected a file of rows"
+        ) from error

@@ -62,7 +62,9 @@ class TokenWriter:
 
     def arrays_in_memory(self) -> TokenArrays:
         """What was written to memory."""
-        arrays = {name: np.frombuffer(self._in_memory[name].getbuffer(), kind) for name, kind in TYPES.items()}
+        arrays = {
+            name: np.frombuffer(self._in_memory[name].getbuffer(), kind) for name, kind in TYPES.items()
+        }
         return TokenArrays(**arrays)
 
 

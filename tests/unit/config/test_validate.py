@@ -48,9 +48,17 @@ REFUSED = [
     ({}, ["--optimizer-offload-auto-threshold=-1"], ["got -1, expected at least 0"]),
     ({}, ["--optimizer-offload-chunk-size=-1"], ["got -1, expected at least 0"]),
     ({}, ["--simulated-device-memory=-1"], ["got -1, expected at least 0"]),
+    ({}, ["--columns=question"], ["--columns: got 'question', expected NAME=COLUMN, such as instruction="]),
+    ({}, ["--columns=output=answer,"], ["--columns: got '', expected NAME=COLUMN"]),
+    (
+        {},
+        ["--columns=ouput=answer"],
+        ["got the name 'ouput', expected one of messages", "did you mean output?"],
+    ),
+    ({}, ["--columns=text=a,text=b"], ["--columns: got text twice (a, b), expected it once"]),
     (
         dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITERS="0"),
-        ["--packing"],
+        ["--packing", "--dataset-type=idxmap"],
         ["--packing (MP_SFT_PACKING): got true", "sequences of .bin/.idx are full"],
     ),
     ({}, ["--no-distributed-checkpointing"], ["--distributed-checkpointing: got false, expected true"]),
@@ -153,6 +161,7 @@ REFUSED = [
     (dict(VALID_DATASET_PATH="x"), ["--eval-iters=0"], ["--eval-iters: got 0", "--eval-interval 0 turns"]),
     (dict(PRETRAIN_CHECKPOINT_PATH="/no/model"), [], ["position 22", "got /no/model", "no such folder"]),
     ({}, ["--tokenizer-name-or-path=/no/tok"], ["(TOKENIZER_PATH): got /no/tok", "tokenizer.json"]),
+    ({}, ["--chat-template=chatlm"], ["--chat-template: got chatlm", "plain, or a .jinja file", "chatml?"]),
     ({}, ["--tokenizer-name-or-path=none"], ["(TOKENIZER_PATH): got none", "PRETRAIN_CHECKPOINT_PATH"]),
     *(
         ({}, [flag], ["is not built yet"])
@@ -160,10 +169,6 @@ REFUSED = [
             "--train-epochs=2",
             "--train-data-path=a.json b.json",
             "--valid-data-path=0.5 a.json 0.5 b.json",
-            "--columns=instruction=q",
-            "--alpaca-input-join=empty",
-            "--chat-template=chatml",
-            "--train-on=last",
             "--long-samples=drop",
             "--max-dropped-share=0.5",
             "--cache-dir=/cache",
@@ -173,7 +178,6 @@ REFUSED = [
             "--reset-position-ids",
             "--reset-attention-mask",
             "--eod-mask-loss",
-            "--allow-special-tokens",
         )
     ),
 ]

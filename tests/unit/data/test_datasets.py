@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from distributed_runner import run_distributed
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 from small_runs import small_run
@@ -44,6 +45,18 @@ def test_raw_sets_have_the_padded_length(tmp_path: Path) -> None:
     train, valid = build(raw_run(tmp_path, max_padding_length=24), tiny_tokenizer())
     assert (len(train), len(valid)) == (3, 1)
     assert train[0].tokens.shape == (24,)
+
+
+def test_names_and_join_of_the_rows_reach_the_samples(tmp_path: Path) -> None:
+    """Rows with the user's own keys give the samples of the same rows with the usual keys, joined by hand."""
+    tokenizer = tiny_tokenizer()
+    usual = build(raw_run(tmp_path), tokenizer).train
+    rows = [{"q": "hel", "x": "lo", "a": answer} for answer in ("world", "again", "you")]
+    (tmp_path / "own.json").write_text(json.dumps(rows))
+    named = dict(columns="instruction=q,input=x,output=a", alpaca_input_join="empty")
+    own = build(raw_run(tmp_path, train_data_path=str(tmp_path / "own.json"), **named), tokenizer).train
+    for index in range(3):
+        assert torch.equal(torch.stack(own[index][:3]), torch.stack(usual[index][:3]))
 
 
 def test_without_validation_data_there_is_no_validation_set(tmp_path: Path) -> None:

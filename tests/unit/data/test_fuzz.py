@@ -11,12 +11,13 @@ from llama3_tokenizer import tiny_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from small_runs import small_run
 
-from patch.data.formats import Conversation, to_conversation
+from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
+from patch.data.formats import to_conversation
 from patch.data.pretraining.dataset import load_pretrain
 from patch.data.readers.json_rows import read_rows
 from patch.data.rendering.bounded_process import BoundedMap
-from patch.data.rendering.chat import ChatRenderer
-from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
+from patch.data.rendering.template import Row, Template
+from patch.data.rendering.turns import cut
 from patch.errors import DataError
 
 SEED = 20
@@ -170,20 +171,18 @@ def fuzz_indexed(folder: Path, cases: int, seed: int) -> Counter:
 def fuzz_templates(cases: int, seed: int) -> Counter:
     """What a template is cut into is the beginning of what it writes."""
     pick = random.Random(seed)
-    tokenizer = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
-    renderer = ChatRenderer(tokenizer)
+    tokenizer = tiny_tokenizer()
     messages = [{"role": ("user", "assistant")[index % 2], "content": f"turn {index}"} for index in range(12)]
 
     def attempt(template: str) -> str:
         tokenizer.chat_template = template
-        renderer.__dict__.pop("_probe_text", None)
         try:
-            spans = renderer._spans(Conversation(messages, None, (True,) * len(messages), "row"))
+            samples = cut(Template(tokenizer), Row(messages, None, "row"), range(1, 12, 2))
         except DataError as error:
             assert len(str(error)) < 2000
             return "refused"
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-        assert text.startswith("".join(span.text for span in spans)), template
+        assert text.startswith("".join(span.text for span in samples[-1])), template
         return "rendered"
 
     templates = [mutated(pick, LLAMA3_CHAT_TEMPLATE, TEMPLATE_WORDS) for _ in range(cases)]
