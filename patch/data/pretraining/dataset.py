@@ -6,7 +6,7 @@ them from the run's folder.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -108,6 +108,15 @@ def load_pretrain(
         prefix, num_samples, sequence_length, num_samples * sequence_length / num_tokens, num_tokens,
     )  # fmt: skip
     return source
+
+
+def samples_in_a_pass(prefixes: Sequence[str], sequence_length: int) -> int:
+    """How many samples one epoch of these sets has; at least 1.
+
+    Raises:
+        DataError: files are missing or damaged; on this rank alone.
+    """
+    return sum(max(1, (total_tokens(open_indexed(prefix)) - 1) // sequence_length) for prefix in prefixes)
 
 
 def _rank_zero_first(build: Callable[[], PretrainSource]) -> PretrainSource:
