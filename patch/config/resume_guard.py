@@ -122,7 +122,7 @@ def _check_derived(config: RunConfig, before: RunConfig) -> None:
         _refuse(config, "nproc_per_node", then, now, _LAYOUT)
     in_epochs = config.training.train_epochs is not None
     then, now = (_length(run, in_epochs=in_epochs) for run in (before, config))
-    if config.data.dataset_type == "idxmap" and then != now:
+    if config.data.dataset_type == "idxmap" and not config.training.sft and then != now:
         # megatron-core shuffles all epochs of a run together, so another number of epochs moves every sample.
         _refuse(config, "train_iters", then, now, _LENGTH)
 

@@ -16,7 +16,10 @@ from transformers import PreTrainedTokenizerBase
 from patch.config.data_spec import DATA_SUFFIXES, DataPart, parse_data
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.blend import Blend, Concatenation
+from patch.data.chat_templates import ensure_chat_template
+from patch.data.formats import format_options
 from patch.data.packing import packed
+from patch.data.rendering import RenderOptions
 from patch.data.samples import SampleSource
 from patch.data.sft.source import SftSource, load_sft
 from patch.data.tokenizer import check_vocabulary
@@ -44,18 +47,20 @@ def build_datasets(
     model: ModelConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    sft: bool,
     num_train_samples: Callable[[int], int],
     seed: int,
     index_folder: Path,
 ) -> DataSets:
     """Read all sets; a collective over the job.
 
-    For raw rows, a tokenizer without a chat template may be given one (see `ensure_chat_template`).
+    For raw rows, the tokenizer gets the chosen chat template (see `ensure_chat_template`).
 
     Args:
         data: the files and their kind.
         model: vocabulary and sequence length.
-        tokenizer: encodes raw rows; for a pre-training set only its end-of-document id is used.
+        tokenizer: encodes raw rows; .bin/.idx must have its vocabulary.
+        sft: .bin/.idx hold conversations, not documents to learn as a whole.
         num_train_samples: how many samples the run takes, given those of one pass over the training sets.
         seed: decides the order of samples that come from several sets or from a pre-training set.
         index_folder: the folder of a pre-training set's index files; all ranks must share it.
@@ -65,49 +70,54 @@ def build_datasets(
             the others.
     """
     check_vocabulary(tokenizer, model.vocab_size)
+    if not sft:
+        # It imports megatron-core, which raw rows do not need.
+        from patch.data.pretraining.run_sets import load_run_sets
+
+        sets = load_run_sets(
+            data, model, tokenizer, num_train_samples=num_train_samples, seed=seed, index_folder=index_folder
+        )
+        return _named(sets.train, sets.num_train_samples, sets.valid_parts, sets.valid)
+    load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer)
     train = parse_data(data.train_data_path, "train_data_path")
     valid = parse_data(data.valid_data_path, "valid_data_path") if data.valid_data_path else ()
-    if data.dataset_type == "raw":
-        load_raw = partial(_load_raw, data=data, tokenizer=tokenizer)
-        sources, valid_sources = load_raw(train), load_raw(valid)
-        num_samples = num_train_samples(sum(map(len, sources)))
-        source = _joined(train, sources, num_samples, seed)
-    else:
-        # It imports megatron-core, which raw rows do not need.
-        from patch.data.pretraining.dataset import load_pretrain, samples_in_a_pass
-
-        if len(train) > 1:
-            raise DataError("several pre-training sets are not built yet", field="train_data_path")
-        load_indexed = partial(
-            load_pretrain,
-            sequence_length=model.seq_length,
-            vocab_size=model.vocab_size,
-            eod=tokenizer.eos_token_id,
-            seed=seed,
-            cache=index_folder,
-        )
-        with all_or_none():
-            num_samples = num_train_samples(samples_in_a_pass([train[0].path], model.seq_length))
-        source = load_indexed(train[0].path, num_samples=num_samples)
-        valid_sources = [load_indexed(part.path) for part in valid]
-    named = dict(zip(_names(valid), valid_sources, strict=True))
-    return DataSets(source, num_samples, named, _weights(valid))
-
-
-def _load_raw(
-    parts: Sequence[DataPart], data: DataConfig, tokenizer: PreTrainedTokenizerBase
-) -> list[SampleSource]:
-    """Sets of rows; a collective over the job."""
-    length = data.max_padding_length
     with all_or_none():
-        sources = [load_sft(Path(part.path), tokenizer, sequence_length=length) for part in parts]
-    _check_same_everywhere(parts, sources)
-    if not data.packing:
-        return list(sources)
-    return [packed(source, length, part.path) for part, source in zip(parts, sources, strict=True)]
+        sources = [load(part.path) for part in (*train, *valid)]
+    _check_same_everywhere((*train, *valid), sources)
+    if data.packing:
+        named = zip((*train, *valid), sources, strict=True)
+        sources = [_packed(source, data, part) for part, source in named]
+    train_sources, valid_sources = sources[: len(train)], sources[len(train) :]
+    num_samples = num_train_samples(sum(map(len, train_sources)))
+    return _named(_joined(train, train_sources, num_samples, seed), num_samples, valid, valid_sources)
 
 
-def _check_same_everywhere(parts: Sequence[DataPart], sources: Sequence[SftSource]) -> None:
+def _load_sft(
+    path: str, data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> SampleSource:
+    if data.dataset_type == "idxmap":
+        from patch.data.pretraining.indexed_sft import load_indexed_sft
+
+        return load_indexed_sft(
+            path, tokenizer, sequence_length=model.seq_length, vocab_size=model.vocab_size
+        )
+    ensure_chat_template(tokenizer, data.chat_template)
+    render = RenderOptions(data.train_on, data.allow_special_tokens)
+    return load_sft(Path(path), tokenizer, data.max_padding_length, format_options(data), render)
+
+
+def _packed(source: SampleSource, data: DataConfig, part: DataPart) -> SampleSource:
+    """The set as packs; a set in .bin/.idx is as it was made."""
+    return packed(source, data.max_padding_length, part.path) if isinstance(source, SftSource) else source
+
+
+def _named(
+    train: SampleSource, num_samples: int, valid: Sequence[DataPart], sources: Sequence[SampleSource]
+) -> DataSets:
+    return DataSets(train, num_samples, dict(zip(_names(valid), sources, strict=True)), _weights(valid))
+
+
+def _check_same_everywhere(parts: Sequence[DataPart], sources: Sequence[SampleSource]) -> None:
     """Refuse sets that are not the same on all ranks, which may read them on different machines."""
     if not dist.is_initialized():
         return
@@ -121,9 +131,9 @@ def _check_same_everywhere(parts: Sequence[DataPart], sources: Sequence[SftSourc
                 )
 
 
-def _fingerprint(source: SftSource) -> tuple[int, str]:
-    digest = hashlib.sha256(source.sizes.tobytes())
-    return len(source), digest.hexdigest()
+def _fingerprint(source: SampleSource) -> tuple[int, str]:
+    sizes = source.sizes.tobytes() if isinstance(source, SftSource) else b""
+    return len(source), hashlib.sha256(sizes).hexdigest()
 
 
 def _joined(

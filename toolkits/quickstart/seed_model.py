@@ -10,7 +10,7 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
+from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 
 BEGIN, END, END_OF_TURN = "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"
 HEADER, END_OF_HEADER, PADDING = "<|start_header_id|>", "<|end_header_id|>", "<|finetune_right_pad_id|>"

@@ -12,11 +12,12 @@ from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import files_of
-from patch.data.formats import Conversation, Text, to_conversation
+from patch.data.chat_templates import ensure_chat_template
+from patch.data.formats import Conversation, FormatOptions, Text, to_conversation
 from patch.data.readers.json_rows import read_rows
-from patch.data.rendering.chat import ChatRenderer, Span
+from patch.data.rendering import PLAIN, ChatRenderer, RenderOptions, Span, SpanEncoder
 from patch.data.samples import Sample
-from patch.data.tokenizer import ensure_chat_template, padding_id
+from patch.data.tokenizer import padding_id
 from patch.errors import DataError
 from patch.logger import get_logger
 
@@ -103,7 +104,7 @@ class _Report:
             ),
             (self.long, f"with a text over {_LONG_TEXT} characters, whose end was not encoded nor counted"),
             (self.dropped, "dropped: nothing to learn"),
-            (self.special, "with special tokens spelled out in a message, which are encoded as such"),
+            (self.special, "with special tokens spelled out in a text (see --allow-special-tokens)"),
         ):
             if places:
                 _logger.warning(
@@ -111,7 +112,13 @@ class _Report:
                 )
 
 
-def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int) -> SftSource:
+def load_sft(
+    path: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    sequence_length: int,
+    options: FormatOptions = FormatOptions(),  # noqa: B008
+    render: RenderOptions = PLAIN,
+) -> SftSource:
     """Read and tokenize a set of conversations: a file, or the files of a folder or a glob.
 
     A conversation longer than `sequence_length` tokens is truncated at its end. A conversation with nothing
@@ -119,24 +126,29 @@ def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: in
     log. The time for each row is bounded, however long the row is.
 
     Args:
-        path: rows (see `files_of`) with alpaca's keys or OpenAI's messages (see `to_conversation`).
+        path: rows (see `files_of`) of any format (see `to_conversation`).
         tokenizer: renders and encodes the rows; a LLaMA-3 tokenizer without a chat template gets a plain one.
         sequence_length: tokens of one sample; the labels are shifted by one token.
+        options: what the user says about the rows' keys.
+        render: which turns are learned, and what special tokens in the rows mean.
 
     Raises:
         DataError: see `read_rows`, `to_conversation`, `ChatRenderer`; the tokenizer fails; or no row has
             anything to learn.
     """
     ensure_chat_template(tokenizer)
-    renderer = ChatRenderer(tokenizer)
+    renderer = ChatRenderer(tokenizer, render)
     report = _Report()
     kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    for batch, rendered in renderer.render_all(_batches(path, renderer, report)):
-        places = [conversation.where.removeprefix(f"{path}: ") for conversation in batch]
-        report.long += [place for place, spans in zip(places, rendered, strict=True) if _has_long_text(spans)]
-        kept.append(
-            _pack(places, _encode(tokenizer, rendered, sequence_length, path), sequence_length, report)
-        )
+    encoder = SpanEncoder(tokenizer, render.allow_special_tokens)
+    for batch, rendered in renderer.render_all(_batches(path, renderer, report, options)):
+        names = [conversation.where.removeprefix(f"{path}: ") for conversation in batch]
+        # A row without samples is one of no tokens: it is dropped with those that have nothing to learn.
+        places = [name for name, samples in zip(names, rendered, strict=True) for _ in samples or [[]]]
+        spans = [sample for samples in rendered for sample in samples or [[]]]
+        report.long += [place for place, sample in zip(places, spans, strict=True) if _has_long_text(sample)]
+        encoded = _encode(encoder, spans, sequence_length, f"{path}: tokenizer {tokenizer.name_or_path}")
+        kept.append(_pack(places, encoded, sequence_length, report))
     ids, learned, sizes = (np.concatenate(parts) for parts in zip(*kept, strict=True))
     if not len(sizes):
         raise DataError(
@@ -149,19 +161,22 @@ def load_sft(path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: in
     return source
 
 
-def _batches(path: Path, renderer: ChatRenderer, report: _Report) -> Iterator[list[Conversation]]:
+def _batches(
+    path: Path, renderer: ChatRenderer, report: _Report, options: FormatOptions
+) -> Iterator[list[Conversation | Text]]:
     """The rows' conversations in batches of `_ROWS_AT_ONCE`, or fewer if they are long."""
-    batch: list[Conversation] = []
+    batch: list[Conversation | Text] = []
     num_characters = 0
     for file, row in ((name, row) for name in files_of(str(path)) for row in read_rows(name)):
-        conversation = to_conversation(row.value, f"{file}: {row.place}")
-        if isinstance(conversation, Text):
-            raise DataError(f"{conversation.where}: rows of text alone cannot be learned yet")
+        conversation = to_conversation(row.value, f"{file}: {row.place}", options)
         report.rows += 1
-        if renderer.holds_special_token(conversation.messages):
+        if renderer.holds_special_token(conversation):
             report.special.append(f"{file}: {row.place}".removeprefix(f"{path}: "))
         batch.append(conversation)
-        num_characters += sum(len(message["content"]) for message in conversation.messages)
+        if isinstance(conversation, Text):
+            num_characters += len(conversation.text)
+        else:
+            num_characters += sum(len(message["content"] or "") for message in conversation.messages)
         if len(batch) >= _ROWS_AT_ONCE or num_characters >= _CHARACTERS_AT_ONCE:
             yield batch
             batch, num_characters = [], 0
@@ -174,36 +189,35 @@ def _has_long_text(spans: list[Span]) -> bool:
 
 
 def _encode(
-    tokenizer: PreTrainedTokenizerBase, conversations: list[list[Span]], length: int, path: Path
+    encoder: SpanEncoder, samples: list[list[Span]], length: int, who: str
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Ids and learned flags of each conversation; each span is encoded on its own."""
-    texts = [span.text for spans in conversations for span in spans]
+    """Ids and learned flags of each sample."""
     try:
-        encoded = iter(_encode_texts(tokenizer, texts, length + 1 + _SPARE_TOKENS))
+        encoded = [
+            parts if not _has_long_text(sample) else _encode_long(encoder, sample, length + 1 + _SPARE_TOKENS)
+            for sample, parts in zip(
+                samples,
+                encoder.encode([[] if _has_long_text(sample) else sample for sample in samples]),
+                strict=True,
+            )
+        ]
     except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exception
-        raise DataError(
-            f"{path}: tokenizer {tokenizer.name_or_path} cannot encode its rows: {error!s:.500}"
-        ) from error
-    for spans in conversations:
-        parts = [next(encoded) for _ in spans]
+        raise DataError(f"{who} cannot encode its rows: {error!s:.500}") from error
+    for sample, parts in zip(samples, encoded, strict=True):
         ids = np.array([token for part in parts for token in part], dtype=np.int32)
-        yield ids, np.repeat([span.learned for span in spans], [len(part) for part in parts]).astype(bool)
+        yield ids, np.repeat([span.learned for span in sample], [len(part) for part in parts]).astype(bool)
 
 
-def _encode_texts(tokenizer: PreTrainedTokenizerBase, texts: list[str], needed: int) -> list[list[int]]:
-    """The ids of each text; for a text over `_LONG_TEXT` characters only the first `needed` ids or more."""
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        # The template has already written the special tokens. transformers refuses an empty list.
-        return tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-
-    encoded = encode([text[:_LONG_TEXT] for text in texts])
-    for index, text in enumerate(texts):
-        size = _LONG_TEXT
-        while size < len(text) and len(encoded[index]) < needed:
-            size *= 2
-            encoded[index] = encode([text[:size]])[0]
-    return encoded
+def _encode_long(encoder: SpanEncoder, sample: list[Span], needed: int) -> list[list[int]]:
+    """The ids of each span; of a text over `_LONG_TEXT` characters only the first `needed` ids or more."""
+    size = _LONG_TEXT
+    while True:
+        (parts,) = encoder.encode([[span._replace(text=span.text[:size]) for span in sample]])
+        if all(
+            len(part) >= needed or size >= len(span.text) for span, part in zip(sample, parts, strict=True)
+        ):
+            return parts
+        size *= 2
 
 
 def _pack(

@@ -10,18 +10,17 @@ from llama3_tokenizer import GPT2_PATTERN, LLAMA3_PATTERN, tiny_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
+from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.sft.source import load_sft
-from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE, load_tokenizer
+from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
 
-# The fallback template, with transformers' marks around what the assistant says: the second implementation.
-MARKED = LLAMA3_CHAT_TEMPLATE.replace(
-    "{{ message['content'] | trim + '<|eot_id|>' }}",
-    "{% if message['role'] == 'assistant' %}{% generation %}"
-    "{{ message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
-    "{% else %}{{ message['content'] | trim + '<|eot_id|>' }}{% endif %}",
+# The built-in template for LLaMA 3 as the second implementation, written for transformers' masks alone.
+MARKED = (
+    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content | trim + '<|eot_id|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content | trim + '<|eot_id|>' }}{% endif %}{% endfor %}"
 )
-assert MARKED != LLAMA3_CHAT_TEMPLATE
 
 
 def write_rows(folder: Path, rows: list) -> Path:
@@ -103,7 +102,7 @@ def test_cut_that_costs_no_answer_is_told_from_one_that_does(tmp_path: Path, log
     silent = [*turns[:2], {"role": "user", "content": "hello"}, {"role": "assistant", "content": " "}]
     rows = [alpaca("hello", "world"), {"messages": turns}, {"messages": silent}]
     load_sft(write_rows(tmp_path, rows), tiny_tokenizer(), 12)
-    assert any("2 of 3 rows cut to 12 tokens, 1 of them in an answer" in message for message in logged)
+    assert any("1 of 3 rows cut to 12 tokens, 1 of them in an answer" in message for message in logged)
 
 
 def test_text_that_is_encoded_in_part_gives_the_same_sample(
