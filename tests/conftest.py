@@ -2,8 +2,12 @@
 
 import gc
 import logging
+import os
+from collections.abc import Iterator
 
 import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the network
 
 gc.disable()  # while test modules import torch and megatron-core: a quarter of that time
 
@@ -32,3 +36,15 @@ def logged() -> list[str]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     return messages
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the token caches of runs under test, also of those in other processes, out of the user's home."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before
