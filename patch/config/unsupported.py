@@ -27,10 +27,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("precision", lambda v: v == "fp8", "fp8", "fp8 training", "bf16, fp16 or fp32"),
     NotBuilt("context_parallel_size", lambda v: v > 1, "above 1", "context parallelism", "1"),
     NotBuilt("cpu_offloading", bool, "true", "activation offload", "AC=sel or full"),
-    NotBuilt("long_samples", lambda v: v != "cut-end", "other than cut-end", "this cure", "cut-end"),
-    NotBuilt("max_dropped_share", lambda v: v != 0.1, "other than 0.1", "a limit of drops", "0.1"),
-    NotBuilt("cache_dir", bool, "other than default", "the token cache", "default"),
-    NotBuilt("data_workers", bool, "above 0", "tokenizing by several processes", "0"),
     NotBuilt(
         "distributed_checkpointing",
         lambda v: not v,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from glob import has_magic
@@ -17,15 +16,15 @@ from patch.config.data_spec import DATA_SUFFIXES, DataPart, parse_data
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.blend import Blend, Concatenation
 from patch.data.chat_templates import ensure_chat_template
-from patch.data.formats import format_options
 from patch.data.packing import packed
-from patch.data.rendering import RenderOptions
 from patch.data.samples import SampleSource
+from patch.data.sft.options import sft_options
 from patch.data.sft.source import SftSource, load_sft
 from patch.data.tokenizer import check_vocabulary
 from patch.distributed.collectives import all_gather_object, all_or_none
 from patch.errors import DataError
 from patch.logger import get_logger
+from patch.storage.names import DATA_CACHE_FOLDER
 
 _logger = get_logger(__name__)
 
@@ -78,7 +77,8 @@ def build_datasets(
             data, model, tokenizer, num_train_samples=num_train_samples, seed=seed, index_folder=index_folder
         )
         return _named(sets.train, sets.num_train_samples, sets.valid_parts, sets.valid)
-    load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer)
+    cache = index_folder.with_name(DATA_CACHE_FOLDER)
+    load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer, cache=cache)
     train = parse_data(data.train_data_path, "train_data_path")
     valid = parse_data(data.valid_data_path, "valid_data_path") if data.valid_data_path else ()
     with all_or_none():
@@ -93,7 +93,7 @@ def build_datasets(
 
 
 def _load_sft(
-    path: str, data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+    path: str, data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, cache: Path
 ) -> SampleSource:
     if data.dataset_type == "idxmap":
         from patch.data.pretraining.indexed_sft import load_indexed_sft
@@ -102,8 +102,7 @@ def _load_sft(
             path, tokenizer, sequence_length=model.seq_length, vocab_size=model.vocab_size
         )
     ensure_chat_template(tokenizer, data.chat_template)
-    render = RenderOptions(data.train_on, data.allow_special_tokens)
-    return load_sft(Path(path), tokenizer, data.max_padding_length, format_options(data), render)
+    return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache))
 
 
 def _packed(source: SampleSource, data: DataConfig, part: DataPart) -> SampleSource:
@@ -132,8 +131,7 @@ def _check_same_everywhere(parts: Sequence[DataPart], sources: Sequence[SampleSo
 
 
 def _fingerprint(source: SampleSource) -> tuple[int, str]:
-    sizes = source.sizes.tobytes() if isinstance(source, SftSource) else b""
-    return len(source), hashlib.sha256(sizes).hexdigest()
+    return len(source), source.fingerprint if isinstance(source, SftSource) else ""
 
 
 def _joined(

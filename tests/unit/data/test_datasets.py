@@ -77,8 +77,8 @@ def test_pretraining_sets_feed_every_step_and_one_evaluation(tmp_path: Path, sha
     tokenizer = tiny_tokenizer()
     write_indexed([shared_data / "c4_demo.jsonl"], tokenizer, {"text": str(tmp_path / "c4")}, append_eod=True)
     config = small_run(
-        dataset_type="idxmap", sft=False,
-        train_data_path=str(tmp_path / "c4"), valid_data_path=str(tmp_path / "c4"), seq_length=64,
+        dataset_type="idxmap", sft=False, seq_length=64,
+        train_data_path=str(tmp_path / "c4"), valid_data_path=str(tmp_path / "c4"),
         vocab_size=400, train_iters=5, global_batch_size=4, output_path=str(tmp_path / "out"),
     )  # fmt: skip
     train, _, valid, _ = build(config, tokenizer)
