@@ -14,6 +14,7 @@ from patch.data.samples import SampleSource
 from patch.data.sft.source import load_sft
 from patch.data.tokenizer import check_vocabulary
 from patch.distributed.collectives import all_or_none
+from patch.errors import about
 
 
 class DataSets(NamedTuple):
@@ -52,7 +53,10 @@ def build_datasets(
     if data.dataset_type == "raw":
         load_raw = partial(_load_raw, data=data, tokenizer=tokenizer)
         with all_or_none():
-            return DataSets(load_raw(Path(train_path)), load_raw(Path(valid_path)) if valid_path else None)
+            with about("train_data_path"):
+                raw_train = load_raw(Path(train_path))
+            with about("valid_data_path"):
+                return DataSets(raw_train, load_raw(Path(valid_path)) if valid_path else None)
     from patch.data.pretraining.dataset import (
         load_pretrain,  # it imports megatron-core, which raw rows do not need
     )
@@ -65,8 +69,10 @@ def build_datasets(
         seed=seed,
         cache=index_folder,
     )
-    train = load_indexed(train_path, num_samples=num_train_samples)
-    return DataSets(train, load_indexed(valid_path) if valid_path else None)
+    with about("train_data_path"):
+        train = load_indexed(train_path, num_samples=num_train_samples)
+    with about("valid_data_path"):
+        return DataSets(train, load_indexed(valid_path) if valid_path else None)
 
 
 def _load_raw(path: Path, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> SampleSource:

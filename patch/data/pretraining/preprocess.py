@@ -18,7 +18,7 @@ import patch
 from patch.data.formats import missing_keys
 from patch.data.pretraining.encode import Document, EncodedBatch, Encoder, encode_in_order
 from patch.data.pretraining.provenance import Provenance, path_of, vocabulary_hash
-from patch.data.readers.json_rows import Row, read_rows
+from patch.data.readers import Row, read_rows
 from patch.data.tokenizer import vocabulary_size
 from patch.errors import DataError
 from patch.logger import get_logger

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import files_of
 from patch.data.formats import Conversation, Text, to_conversation
-from patch.data.readers.json_rows import read_rows
+from patch.data.readers import read_rows
 from patch.data.rendering.chat import ChatRenderer, Span
 from patch.data.samples import Sample
 from patch.data.tokenizer import ensure_chat_template, padding_id

@@ -13,7 +13,7 @@ from small_runs import small_run
 
 from patch.data.formats import Conversation, to_conversation
 from patch.data.pretraining.dataset import load_pretrain
-from patch.data.readers.json_rows import read_rows
+from patch.data.readers import read_rows
 from patch.data.rendering.bounded_process import BoundedMap
 from patch.data.rendering.chat import ChatRenderer
 from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from patch.data.readers.json_rows import read_rows
+from patch.data.readers import read_rows
 from patch.errors import DataError
 
 ROWS = [{"a": 1}, {"b": "zwei"}, {"c": "三"}]
