@@ -110,8 +110,8 @@ def check_tokenizer(prefix: str, found: Provenance, tokenizer: PreTrainedTokeniz
     """
     if vocabulary_hash(tokenizer, found.vocabulary_size) != found.vocabulary_sha256:
         raise DataError(
-            f"{prefix}.bin: was made with the tokenizer {found.tokenizer} (says {path_of(prefix).name}), whose "
-            f"{found.vocabulary_size} ids are not all the same tokens in {tokenizer.name_or_path}; expected "
+            f"{prefix}.bin: was made with the tokenizer {found.tokenizer} (see {path_of(prefix).name}), "
+            f"whose {found.vocabulary_size} ids differ from those of {tokenizer.name_or_path}; expected "
             "the same vocabulary: give that tokenizer, or make the set again",
             field="tokenizer_name_or_path",
         )

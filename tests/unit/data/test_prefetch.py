@@ -1,4 +1,4 @@
-"""Background reading gives the batches of the reader, in order, a few steps ahead; errors rise in their step."""
+"""Background reading gives a reader's batches in order, a few steps ahead; errors rise in their step."""
 
 import threading
 import time
@@ -52,7 +52,7 @@ def test_thread_reads_so_many_steps_ahead_and_no_more() -> None:
     reader = Recording()
     with read_ahead(reader, range(100), 3) as ahead:
         for taken in range(1, 5):
-            wait_for(lambda: len(reader.read) >= taken + 2)
+            wait_for(lambda count=taken + 2: len(reader.read) >= count)
             time.sleep(0.01)
             assert reader.read == list(range(taken + 2))
             ahead.step(taken - 1)
