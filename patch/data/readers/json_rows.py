@@ -94,7 +94,7 @@ def _list_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
     """The values of a list, or of several lists one after another, as joined files have them."""
     number, line = 1, 1
     for between, value in outermost_values(_pieces(stream), 1, _LONGEST_ROW):
-        signs = b"".join(between.split())
+        signs = between.translate(None, _BLANKS)
         if value:
             is_good = signs == b"[" if number == 1 else signs in (b",", b"][")
         else:
@@ -137,7 +137,7 @@ def _stray_rows(
 
 
 def _excerpt(text: bytes) -> str:
-    return repr(text.strip()[:20].decode(errors="replace"))
+    return repr(text.strip()[:20].decode(errors="replace")) if text.strip() else "nothing"
 
 
 def _refuse_unreadable(path: Path, text: bytes, line: int) -> None:

@@ -26,27 +26,32 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         DataError: the file is damaged or ends early, or two columns have one name.
         OSError: the file cannot be read.
     """
-    import pyarrow  # only parquet and compressed files need it
-    from pyarrow.parquet import ParquetFile
+    from pyarrow.parquet import ParquetFile  # only parquet files need it
 
+    number = 0
     try:
-        # Threads would only be in the way of forked workers; the buffer replaces reading whole columns.
+        # Threads would be in the way of forked workers; the buffer replaces reading whole columns.
         with ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as file:
-            doubled = [name for name, count in Counter(file.schema_arrow.names).items() if count > 1]
-            if doubled:
-                raise DataError(f"{path}: has two columns {doubled[0]!r}, expected a name for each column")
-            number = 0
+            _check_names(path, file.schema_arrow.names)
             for batch in file.iter_batches(_ROWS_AT_ONCE, use_threads=False):
                 for row in batch.to_pylist():
                     number += 1
                     yield f"row {number}", _without_nulls(row)
-    except (pyarrow.ArrowException, OSError) as error:
+    except (DataError, MemoryError):
+        raise
+    except Exception as error:  # noqa: BLE001 - pyarrow has many errors for damaged data, ValueError among them
         if isinstance(error, OSError) and error.errno is not None:
             raise
         raise DataError(
-            f"{path}: its parquet data is damaged or ends early ({error!s:.300}); expected a whole file: "
-            "copy or make it again"
+            f"{path}: its parquet data is damaged or ends early after row {number} ({error!s:.300}); "
+            "expected a whole file: copy or make it again"
         ) from error
+
+
+def _check_names(path: Path, names: list[str]) -> None:
+    doubled = [name for name, count in Counter(names).items() if count > 1]
+    if doubled:
+        raise DataError(f"{path}: has two columns {doubled[0]!r}, expected a name for each column")
 
 
 def _without_nulls(value: Any) -> Any:
