@@ -12,11 +12,12 @@ from stale_reads import no_stale_reads
 from patch import compat
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
+from patch.convert.live_weights import mapped_parameters
 from patch.data import Batch
 from patch.device import DeviceContext
 from patch.distributed.collectives import max_over_world
 from patch.distributed.groups import initialize
-from patch.model import build_llama_model, initialize_weights
+from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.training.evaluation import evaluate
 from patch.training.setup import Run, build_run_optimizer
 from patch.training.step import StepResult, train_step
@@ -96,6 +97,21 @@ def train_run(run: Run) -> list[StepResult]:
     with no_stale_reads(run.optimizer):
         valid_loss = max_over_world([evaluate(run)], run.device)[0]
     return [*results, results[-1]._replace(loss=valid_loss)]
+
+
+def hf_gradients(stages: list[LlamaModel], config: RunConfig) -> dict[str, torch.Tensor]:
+    """The `.grad` of these stages' parameters at TP=1, under Hugging Face's names."""
+    parameters = [parameter for stage in stages for parameter in stage.parameters()]
+    weights = [parameter.data for parameter in parameters]
+    for parameter in parameters:
+        parameter.data = parameter.grad
+    found = {}
+    for weight in mapped_parameters(stages, config.model, tp_size=1):
+        tensors = weight.mapping.megatron_to_hf([weight.parameter])
+        found |= {tensor.name: value for tensor, value in zip(weight.mapping.hf, tensors, strict=True)}
+    for parameter, weight in zip(parameters, weights, strict=True):
+        parameter.data = weight
+    return found
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> str:

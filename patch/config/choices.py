@@ -31,6 +31,9 @@ OffloadPolicy = Literal["static", "auto"]
 DatasetType = Literal["idxmap", "raw"]
 """Pre-training on .bin/.idx, or JSON rows."""
 
+BuiltInTemplate = Literal["chatml", "llama3", "alpaca", "plain"]
+"""Chat templates for models without one."""
+
 TrainOn = Literal["all", "last"]
 """The turns of the assistant that the loss covers."""
 

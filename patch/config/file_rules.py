@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from filecmp import cmp
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import get_args
 
+from patch.config.choices import BuiltInTemplate
 from patch.config.data_spec import files_of, parse_data
 from patch.config.fields import FIELDS
 from patch.config.hf_config import has_hf_config, is_hf_folder
@@ -19,7 +21,7 @@ from patch.config.rules import Rule, refuse
 from patch.config.schema import DataConfig, RunConfig
 from patch.config.stored_shape import run_behind, shape_at
 from patch.device import MachineFacts
-from patch.errors import DataError
+from patch.errors import DataError, nearest
 from patch.families import WEIGHT_FIELDS
 from patch.storage.names import (
     RELEASE,
@@ -117,6 +119,20 @@ def _differing_files(config: RunConfig) -> tuple[str, list[str]] | None:
     return own, differing
 
 
+def chat_template_is_there(config: RunConfig, machine: MachineFacts) -> None:
+    """--chat-template is the name of a built-in template or a file."""
+    chosen, names = config.data.chat_template, get_args(BuiltInTemplate)
+    if chosen is None or chosen in names or os.path.isfile(chosen):
+        return
+    hint = nearest(chosen, list(names))
+    refuse(
+        "chat_template",
+        chosen,
+        f"{', '.join(names)}, or a .jinja file",
+        f"there is no file of that name{hint}",
+    )
+
+
 def tokenizer_notes(config: RunConfig) -> Iterator[str]:
     """One line if the tokenizer is read from another folder than position 22, but has the same files."""
     comparison = _differing_files(config)
@@ -171,6 +187,7 @@ FILE_RULES: tuple[Rule, ...] = (
     weights_are_there,
     weights_have_this_shape,
     tokenizer_is_there,
+    chat_template_is_there,
     output_is_writable,
 )
 

@@ -28,7 +28,8 @@ from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.target_folder import publish, staging, writing
 from patch.convert.torch_dist_weights import TorchDistWeights
 from patch.convert.weight_table import hf_tensors
-from patch.data.tokenizer import ensure_chat_template, load_tokenizer
+from patch.data.chat_templates import ensure_chat_template
+from patch.data.tokenizer import load_tokenizer
 from patch.errors import ConversionError, DataError
 from patch.logger import get_logger
 from patch.storage.names import METADATA_FILE, is_complete
@@ -114,7 +115,7 @@ def _tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
     try:
         tokenizer = load_tokenizer(run.tokenizer_folder)
         if run.data.dataset_type == "raw":
-            ensure_chat_template(tokenizer)
+            ensure_chat_template(tokenizer, run.data.chat_template)
     except DataError as error:
         raise ConversionError(
             f"the run's own {error}; or give the Hugging Face folder it began with as --hf-config"

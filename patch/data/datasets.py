@@ -9,12 +9,15 @@ from typing import NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import DataConfig, ModelConfig
+from patch.data.chat_templates import ensure_chat_template
 from patch.data.packing import packed
 from patch.data.samples import SampleSource
+from patch.data.sft.options import sft_options
 from patch.data.sft.source import load_sft
 from patch.data.tokenizer import check_vocabulary
 from patch.distributed.collectives import all_or_none
 from patch.errors import about
+from patch.storage.names import DATA_CACHE_FOLDER
 
 
 class DataSets(NamedTuple):
@@ -29,18 +32,20 @@ def build_datasets(
     model: ModelConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    sft: bool,
     num_train_samples: int,
     seed: int,
     index_folder: Path,
 ) -> DataSets:
     """Read both sets; a collective over the job.
 
-    For raw rows, a tokenizer without a chat template may be given one (see `ensure_chat_template`).
+    For raw rows, the tokenizer gets the chosen chat template (see `ensure_chat_template`).
 
     Args:
         data: the files and their kind.
         model: vocabulary and sequence length.
-        tokenizer: encodes raw rows; for a pre-training set only its end-of-document id is used.
+        tokenizer: encodes raw rows; .bin/.idx must have its vocabulary.
+        sft: .bin/.idx hold conversations, not documents to learn as a whole.
         num_train_samples: how many samples the run takes from a pre-training set.
         seed: decides the order of a pre-training set's samples.
         index_folder: the folder of a pre-training set's index files; all ranks must share it.
@@ -50,31 +55,33 @@ def build_datasets(
     """
     check_vocabulary(tokenizer, model.vocab_size)
     train_path, valid_path = data.train_data_path, data.valid_data_path
-    if data.dataset_type == "raw":
-        load_raw = partial(_load_raw, data=data, tokenizer=tokenizer)
+    if sft:
+        cache = index_folder.with_name(DATA_CACHE_FOLDER)
+        load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer, cache=cache)
         with all_or_none():
             with about("train_data_path"):
-                raw_train = load_raw(Path(train_path))
+                train = load(train_path)
             with about("valid_data_path"):
-                return DataSets(raw_train, load_raw(Path(valid_path)) if valid_path else None)
-    from patch.data.pretraining.dataset import (
-        load_pretrain,  # it imports megatron-core, which raw rows do not need
-    )
+                return DataSets(train, load(valid_path) if valid_path else None)
+    # It imports megatron-core, which raw rows do not need.
+    from patch.data.pretraining.run_sets import load_run_sets
 
-    load_indexed = partial(
-        load_pretrain,
-        sequence_length=model.seq_length,
-        vocab_size=model.vocab_size,
-        eod=tokenizer.eos_token_id,
-        seed=seed,
-        cache=index_folder,
-    )
-    with about("train_data_path"):
-        train = load_indexed(train_path, num_samples=num_train_samples)
-    with about("valid_data_path"):
-        return DataSets(train, load_indexed(valid_path) if valid_path else None)
+    sets = load_run_sets(
+        data, model, tokenizer,
+        num_train_samples=lambda one_pass: num_train_samples, seed=seed, index_folder=index_folder,
+    )  # fmt: skip
+    return DataSets(sets.train, next(iter(sets.valid), None))
 
 
-def _load_raw(path: Path, data: DataConfig, tokenizer: PreTrainedTokenizerBase) -> SampleSource:
-    source = load_sft(path, tokenizer, sequence_length=data.max_padding_length)
-    return packed(source, data.max_padding_length, str(path)) if data.packing else source
+def _load_sft(
+    path: str, data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, cache: Path
+) -> SampleSource:
+    if data.dataset_type == "idxmap":
+        from patch.data.pretraining.indexed_sft import load_indexed_sft
+
+        return load_indexed_sft(
+            path, tokenizer, sequence_length=model.seq_length, vocab_size=model.vocab_size
+        )
+    ensure_chat_template(tokenizer, data.chat_template)
+    source = load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache))
+    return packed(source, data.max_padding_length, path) if data.packing else source

@@ -1,4 +1,4 @@
-"""Loads the tokenizer of a Hugging Face folder; checks its ids and chat template for training."""
+"""Loads the tokenizer of a Hugging Face folder; checks its ids for training."""
 
 from __future__ import annotations
 
@@ -14,20 +14,6 @@ _logger = get_logger(__name__)
 
 _LARGEST_FILE = 1 << 29
 """Bytes of the largest file that is accepted; the file of a tokenizer with 256,000 ids has 40 MB."""
-
-LLAMA3_MARKS = ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>")
-"""Special tokens of every LLaMA-3 tokenizer, even one without a chat template."""
-
-# Meta's own ChatFormat. Contents are trimmed as in the templates that Meta publishes, but no date and no
-# system message is added.
-LLAMA3_CHAT_TEMPLATE = (
-    "{{ bos_token }}"
-    "{% for message in messages %}"
-    "{{ '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
-    "{{ message['content'] | trim + '<|eot_id|>' }}"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
-)
 
 
 def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
@@ -89,33 +75,6 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
             f"tokenizer: {tokenizer.name_or_path} has ids up to {needed - 1} ({last}), the model's "
             f"vocabulary has {vocab_size} rows (--vocab-size); expected the tokenizer of this model"
         )
-
-
-def ensure_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Give a LLaMA-3 tokenizer that has no chat template a plain one, which is exported with the tokenizer.
-
-    Raises:
-        DataError: there is no template and the tokenizer is not LLaMA-3's.
-    """
-    if tokenizer.chat_template is not None:
-        return
-    known = set(tokenizer.get_vocab())
-    if not known.issuperset(LLAMA3_MARKS):
-        raise DataError(
-            f"tokenizer: {tokenizer.name_or_path} has no chat template, which --sft needs; put the one "
-            "that you will generate with into chat_template.jinja beside it"
-        )
-    tokenizer.chat_template = LLAMA3_CHAT_TEMPLATE
-    _logger.info(
-        "the tokenizer has no chat template: a plain LLaMA-3 one is used, and exported with the model",
-    )
-
-
-def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
-    """The chat template's name in messages: with its file if the tokenizer came from a folder."""
-    files = (Path(tokenizer.name_or_path) / name for name in ("chat_template.jinja", "tokenizer_config.json"))
-    file = next((file for file in files if file.is_file()), None)
-    return "the chat template" if file is None else f"the chat template in {file}"
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> list[str]:

@@ -3,8 +3,24 @@
 `to_conversation` recognises the format of each row by its keys.
 """
 
-from patch.data.formats.conversation import Conversation, FormatOptions, Message, Text
+from patch.data.formats.conversation import (
+    PLAIN,
+    Conversation,
+    FormatOptions,
+    Message,
+    Text,
+    format_options,
+)
 from patch.data.formats.keys import missing_keys
 from patch.data.formats.rows import to_conversation
 
-__all__ = ["Conversation", "FormatOptions", "Message", "Text", "missing_keys", "to_conversation"]
+__all__ = [
+    "PLAIN",
+    "Conversation",
+    "FormatOptions",
+    "Message",
+    "Text",
+    "format_options",
+    "missing_keys",
+    "to_conversation",
+]

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from patch.config.choices import InputJoin
+from patch.config.columns import parse_columns
+from patch.config.schema import DataConfig
 
 Message = dict[str, Any]
 """One turn as chat templates take it: role, content and, if there are any, tool_calls, tool_call_id, name."""
@@ -46,3 +48,12 @@ class FormatOptions:
 
 PLAIN = FormatOptions()
 """The rows have the usual keys."""
+
+
+def format_options(data: DataConfig) -> FormatOptions:
+    """What a run's configuration says about its rows.
+
+    Raises:
+        ConfigError: the map of columns cannot be read.
+    """
+    return FormatOptions(parse_columns(data.columns), data.alpaca_input_join)

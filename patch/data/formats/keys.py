@@ -1,4 +1,4 @@
-"""What is said about the keys of an object and about a value that is not text."""
+"""The keys of a row: the user's names for them, which ones it has, and what is said where one is missing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
+import orjson
+
 from patch.errors import DataError, nearest
 
 _KEYS_SHOWN = 50
+_ABSENT: tuple[Any, ...] = (None, "", [], {})
 
 
 def missing_keys(row: Mapping[str, Any], expected: str, known: Sequence[str]) -> str:
@@ -25,6 +28,36 @@ def missing_keys(row: Mapping[str, Any], expected: str, known: Sequence[str]) ->
     return f"found the keys {found or 'none'}; expected {expected}{''.join(hints)}"
 
 
+def is_absent(value: Any) -> bool:
+    """Whether a value says nothing. Parquet and many writers of JSON give each row all keys of the file."""
+    return value in _ABSENT
+
+
+def first_key(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
+    """The first of these keys under which the row has something, else the first that it has at all."""
+    there = [name for name in names if name in row]
+    return next((name for name in there if not is_absent(row[name])), there[0] if there else None)
+
+
+def rename(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
+    """The row with our names in place of the user's.
+
+    Args:
+        row: an object of the file.
+        columns: our name to the row's name (`--columns`).
+        where: its place, for the message.
+    Raises:
+        DataError: the row lacks one of the columns.
+    """
+    for ours, theirs in columns.items():
+        if theirs not in row:
+            found = missing_keys(row, f"the key {theirs:.60} (null if it has none)", [theirs])
+            raise DataError(f"{where}: --columns {ours}={theirs}: {found}")
+    replaced = set(columns.values())
+    kept = {key: value for key, value in row.items() if key not in replaced}
+    return kept | {ours: row[theirs] for ours, theirs in columns.items()}
+
+
 def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
     """The text under a key that is there.
 
@@ -32,5 +65,21 @@ def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
         DataError: it is null, a number or anything else.
     """
     if not isinstance(row[key], str):
-        raise DataError(f"{where}: {key}: got {row[key]!r:.60}, expected text")
+        raise DataError(f"{where}: {key}: got {shown(row[key])}, expected text")
     return row[key]
+
+
+def shown(value: Any) -> str:
+    """A value in a message, as JSON has it; the beginning of a long one."""
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else f"{value!r:.60}"
+
+
+def from_json(value: Any) -> Any:
+    """What a text holds if it is JSON; any other value as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return orjson.loads(value)
+    except orjson.JSONDecodeError:
+        return value

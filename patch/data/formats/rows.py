@@ -1,87 +1,176 @@
-"""Converts a row to a conversation: alpaca keys, Pai's names for them, and OpenAI messages.
+"""Recognises the format of a row by its keys, and converts the row to a conversation or a text.
 
-    {"instruction": ..., "input": ..., "output": ..., "system": ...}     input and system may be absent
-    {"query": ..., "response": ...}       query is instruction; response or content is output
-    {"messages": [{"role": "system" | "user" | "assistant", "content": ...}, ...]}
+    {"messages": [...]}, {"conversations": [...]}, {"conversation": [...]}        see turns.py
+    {"instruction": ..., "input": ..., "output": ..., "history": [[question, answer], ...]}     alpaca
+    {"query": ..., "response": ...}          the answer may also be `content` (Pai-Megatron-Patch)
+    {"prompt": ..., "completion": ...}       texts, or lists of messages; only the completion is learned
+    {"text": ...}                            learned as a whole, without a template
 
-Keys that would change the conversation's meaning and are not supported yet are refused; others are ignored.
+`system` and `tools` may stand beside each but the last. Each row is looked at on its own. What would change a
+row's meaning and is not supported is refused by name; other keys are ignored.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from patch.data.formats.conversation import PLAIN, Conversation, FormatOptions, Message, Text
-from patch.data.formats.keys import missing_keys, text_of
-from patch.errors import DataError, nearest
+from patch.config.columns import COLUMNS_OF_TURNS
+from patch.data.formats.conversation import PLAIN, Conversation, FormatOptions, Text
+from patch.data.formats.keys import first_key, is_absent, missing_keys, rename, shown, text_of
+from patch.data.formats.tools import read_tools
+from patch.data.formats.turns import Turn, read_turns
+from patch.errors import DataError
 
-_PROMPT_KEYS = ("instruction", "query")
-_ANSWER_KEYS = ("output", "response", "content")
-_ROLES = ("system", "user", "assistant")
-_KNOWN_KEYS = [*_PROMPT_KEYS, *_ANSWER_KEYS, "input", "system", "messages"]
-_EXPECTED = "instruction (or query) and output (or response, content), or messages"
+_MESSAGES = ("messages", "conversations", "conversation")
+_PROMPTS = ("instruction", "query", "prompt")
+_ANSWERS = ("output", "response", "completion", "content")
+_SYSTEMS = ("system", "system_prompt")
+_TOOLS = ("tools", "functions")
+_KNOWN = [*_MESSAGES, *_PROMPTS, *_ANSWERS, *_SYSTEMS, *_TOOLS, "input", "history", "text"]
+_EXPECTED = (
+    "messages (or conversations); or instruction (or query, prompt) and output (or response, completion, "
+    "content); or text; where the rows have other names: --columns instruction=question,output=answer"
+)
+_JOINS = {"newline": "\n", "empty": ""}
 
-_NOT_YET = ("conversations", "conversation", "history", "tools", "functions")
-_NOT_YET_IN_MESSAGES = ("tool_calls", "function_call", "tool_call_id", "weight", "loss", "loss_scale")
-_ABSENT: tuple = (None, "", [], {})
+_NOT_SUPPORTED = {
+    **dict.fromkeys(
+        ("chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag"),
+        "a preference: of two answers, or of a good and a bad one, fine-tuning would learn both",
+    ),
+    **dict.fromkeys(("images", "videos", "audios", "image", "video", "audio"), "only text can be trained"),
+    "chat_template_kwargs": "every row is written by the same template",
+}
 
 
 def to_conversation(row: dict[str, Any], where: str, options: FormatOptions = PLAIN) -> Conversation | Text:
-    """The conversation of one row, in the form that chat templates take.
+    """The conversation of one row, in the form that chat templates take; or the text of a row of `text`.
+
+    An assistant's message without words and without calls stays as context and is not learned. Where no
+    message is learned, `learned` is False throughout.
 
     Args:
         row: one object of the file.
         where: file and row, for error messages.
         options: what the user says about the rows.
     Raises:
-        DataError: keys are missing (the message says what was found and expected, and the nearest key), are
-            not text, or belong to a format that is not supported yet.
+        DataError: keys are missing (the message says what was found and expected, and the nearest key) or do
+            not hold text; a role is unknown; somebody else than the user speaks first; or the row asks for
+            something that is not supported.
     """
-    _refuse(row, _NOT_YET, where)
-    if row.get("messages") is not None:
-        messages = _from_messages(row["messages"], where)
+    of_row = {ours: name for ours, name in options.columns.items() if ours not in COLUMNS_OF_TURNS}
+    of_turns = {ours: name for ours, name in options.columns.items() if ours in COLUMNS_OF_TURNS}
+    if _is_of_another_shape(row, of_row):
+        of_row = {}
+    row = rename(row, of_row, where)
+    key = _format_key(row, of_row)
+    if key is None:
+        raise DataError(f"{where}: {missing_keys(row, _EXPECTED, _KNOWN)}")
+    _refuse(row, where)
+    if key == "text":
+        return Text(text_of(row, key, where), where)
+    if key in _MESSAGES:
+        turns = read_turns(row[key], key, where, of_turns)
     else:
-        messages = _from_alpaca(row, where)
-    learned = tuple(message["role"] == "assistant" for message in messages)
-    return Conversation(messages, None, learned, where)
+        turns = _from_prompt(row, key, where, of_turns, _JOINS[options.alpaca_input_join])
+    return _conversation([*_system(row, turns, where), *turns], row, where)
 
 
-def _from_alpaca(row: dict[str, Any], where: str) -> list[Message]:
-    prompt_key = next((key for key in _PROMPT_KEYS if key in row), None)
-    answer_key = next((key for key in _ANSWER_KEYS if key in row), None)
-    if prompt_key is None or answer_key is None:
-        raise DataError(f"{where}: {missing_keys(row, _EXPECTED, _KNOWN_KEYS)}")
-    prompt = text_of(row, prompt_key, where)
-    if row.get("input") is not None and (extra := text_of(row, "input", where)).strip():
-        prompt = f"{prompt}\n{extra}"
-    messages = [{"role": "user", "content": prompt}]
-    if row.get("system") is not None and (system := text_of(row, "system", where)).strip():
-        messages.insert(0, {"role": "system", "content": system})
-    return [*messages, {"role": "assistant", "content": text_of(row, answer_key, where)}]
+def _is_of_another_shape(row: Mapping[str, Any], columns: Mapping[str, str]) -> bool:
+    """Whether a row has none of the columns and is understood without them: from another file of a blend."""
+    deciding = columns.keys() & {*_MESSAGES, *_PROMPTS, *_ANSWERS, "text"}
+    return bool(deciding) and set(columns.values()).isdisjoint(row) and _format_key(row, {}) is not None
 
 
-def _from_messages(messages: Any, where: str) -> list[Message]:
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise DataError(f"{where}: messages: expected a list of objects with role and content")
-    checked = []
-    for number, message in enumerate(messages, start=1):
-        place = f"{where}: message {number}"
-        _refuse(message, _NOT_YET_IN_MESSAGES, place)
-        if "role" not in message or "content" not in message:
-            raise DataError(f"{place}: {missing_keys(message, 'role and content', ['role', 'content'])}")
-        role = text_of(message, "role", place)
-        if role not in _ROLES:
+def _format_key(row: Mapping[str, Any], columns: Mapping[str, str]) -> str | None:
+    """The key that decides the format: one that the user has named, else the first of ours; None: unknown."""
+    prompts = _PROMPTS if first_key(row, _ANSWERS) is not None else ()
+    candidates = [*_MESSAGES, *prompts, "text"]
+    named = [key for key in candidates if key in columns]
+    if not named and prompts and not columns.keys().isdisjoint(_ANSWERS):
+        named = list(prompts)
+    return first_key(row, named) or first_key(row, candidates)
+
+
+def _refuse(row: Mapping[str, Any], where: str) -> None:
+    for key, reason in _NOT_SUPPORTED.items():
+        if not is_absent(row.get(key)):
+            raise DataError(f"{where}: key {key} is not supported: {reason}")
+    if isinstance(row.get("label"), bool) and ("completion" in row or "messages" in row):
+        raise DataError(f"{where}: key label is not supported: {_NOT_SUPPORTED['kto_tag']}")
+
+
+def _from_prompt(
+    row: Mapping[str, Any], key: str, where: str, columns: Mapping[str, str], join: str
+) -> list[Turn]:
+    """The turns of a row with a prompt and an answer; each is a text or a list of messages.
+
+    Args:
+        row: the row.
+        key: the prompt's key.
+        where: file and row, for messages.
+        columns: the user's names for the role and the content of a message.
+        join: what stands between an instruction and its input.
+    """
+    answer_key = first_key(row, _ANSWERS)
+    assert answer_key is not None, "_format_key asks for both"
+    has_input = not is_absent(row.get("input")) and text_of(row, "input", where).strip()
+    if isinstance(row[key], list) and not has_input:
+        prompt = [Turn(turn.message, False) for turn in read_turns(row[key], key, where, columns)]
+    else:
+        parts = [text_of(row, key, where), row["input"] if has_input else ""]
+        prompt = [_user(join.join(part for part in parts if part))]
+    if isinstance(row[answer_key], list):
+        return [*_history(row, where), *prompt, *read_turns(row[answer_key], answer_key, where, columns)]
+    return [*_history(row, where), *prompt, _assistant(text_of(row, answer_key, where))]
+
+
+def _history(row: Mapping[str, Any], where: str) -> list[Turn]:
+    """Earlier turns: pairs of a question and its answer, which is learned too."""
+    history = row.get("history")
+    if is_absent(history):
+        return []
+    turns = []
+    for number, pair in enumerate(history if isinstance(history, list) else [history], start=1):
+        if not (isinstance(pair, list) and len(pair) == 2 and all(isinstance(text, str) for text in pair)):
             raise DataError(
-                f"{place}: role: got {role!r:.60}, expected {', '.join(_ROLES)}{nearest(role, list(_ROLES))}"
+                f"{where}: history: {number}: got {shown(pair)}, expected a list of two texts, the user's "
+                "and the assistant's"
             )
-        checked.append({"role": role, "content": text_of(message, "content", place)})
-    opening = next((message["role"] for message in checked if message["role"] != "system"), "nobody")
+        turns += [_user(pair[0]), _assistant(pair[1])]
+    return turns
+
+
+def _system(row: Mapping[str, Any], turns: list[Turn], where: str) -> list[Turn]:
+    """The system message that stands beside the turns, unless they begin with the same one."""
+    key = first_key(row, _SYSTEMS)
+    if key is None or is_absent(row[key]) or not (system := text_of(row, key, where)).strip():
+        return []
+    if turns and turns[0].message["role"] == "system":
+        if turns[0].message["content"].strip() not in (system.strip(), ""):
+            raise DataError(
+                f"{where}: {key}: got {system!r:.60}, but message 1 is another system message; expected one"
+            )
+        return []
+    return [Turn({"role": "system", "content": system}, False)]
+
+
+def _conversation(turns: list[Turn], row: Mapping[str, Any], where: str) -> Conversation:
+    opening = next((turn.message["role"] for turn in turns if turn.message["role"] != "system"), "nobody")
     if opening != "user":
-        raise DataError(f"{where}: messages: {opening} speaks first, expected the user")
-    return checked
+        raise DataError(
+            f"{where}: {opening} speaks first, expected the user; what has no question can be a row of `text`"
+        )
+    tools_key = first_key(row, _TOOLS)
+    tools = None if tools_key is None else read_tools(row[tools_key], f"{where}: {tools_key}")
+    messages, learned = zip(*turns, strict=True)
+    return Conversation(list(messages), tools, learned, where)
 
 
-def _refuse(row: dict[str, Any], keys: tuple[str, ...], where: str) -> None:
-    for key in keys:
-        if row.get(key) not in _ABSENT:
-            raise DataError(f"{where}: key {key} is not supported yet; expected {_EXPECTED}")
+def _user(text: str) -> Turn:
+    return Turn({"role": "user", "content": text}, False)
+
+
+def _assistant(text: str) -> Turn:
+    return Turn({"role": "assistant", "content": text}, bool(text.strip()))

@@ -1,183 +1,160 @@
-"""Renders a conversation as text, split where learning begins and ends.
+"""Renders rows as samples: lists of spans, of which the assistant's words are learned (see turns.py).
 
-The loss covers the assistant's words and the token that ends its turn, so that the model learns to stop. The
-header before the words is not learned, because generation starts after it. What the template writes after the
-end of the turn (such as ChatML's newline) is not learned either.
-
-Prompt and answer are encoded separately, because generation encodes the prompt alone; encoded together,
-byte-level BPE could merge the last characters of the header with the first ones of the answer.
-
-Special tokens that are spelled out in a message become special tokens, as with transformers' own chat
-templates, so that training and generation see the same tokens.
-
-A template is code that comes with a tokenizer, so it runs in its own process (see bounded_process.py).
+A chat template is code that comes with a tokenizer, so it runs in its own process (see bounded_process.py).
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from functools import cached_property
+from typing import Any, TypeAlias
 
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats import Conversation, Message
+from patch.data.formats import Conversation, Message, Text
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
-from patch.data.rendering.spans import Span
-from patch.data.tokenizer import special_tokens, template_name
+from patch.data.rendering.encoder import SpanEncoder
+from patch.data.rendering.spans import PLAIN, RenderOptions, Span
+from patch.data.rendering.special_tokens import SpecialTokenMarker
+from patch.data.rendering.template import FOREIGN_CURE, PROBE, Row, Template
+from patch.data.rendering.turns import cut
+from patch.data.rendering.written import says_something
+from patch.data.tokenizer import special_tokens
 from patch.errors import DataError
 
-_PROBE = [{"role": "user", "content": "question"}, {"role": "assistant", "content": "answer"}]
-_CURE = "use a chat template that writes the generation prompt before, and a special token after, each answer"
-_FOREIGN_CURE = "use the chat template that the model was published with"
-_MANY_TURNS = 4
-"""From this many turns of the assistant on, the fast way of rendering is tried."""
-_FRAME_LENGTH = 1 << 16
-_LENGTH_RATIO = 16
-"""A template may write _FRAME_LENGTH + _LENGTH_RATIO * len(message) characters for a message."""
+Rows: TypeAlias = list[Conversation | Text]
+Samples: TypeAlias = list[list[Span]]
+"""The samples of one row."""
+
+_PROBES: Rows = [Conversation(PROBE, None, (True, True), "chat template")]
 
 
 def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
     """The id of the token with which the chat template ends an answer; None if there is no such template."""
     try:
-        *_, answer = ChatRenderer(tokenizer).render(_PROBE, "chat template")
-    except ValueError:  # DataError, or transformers' error for a template that is missing or has no default
+        ((*_, answer),) = ChatRenderer(tokenizer).render(_PROBES[0])
+    except DataError:
         return None
-    return tokenizer(answer.text, add_special_tokens=False)["input_ids"][-1]
+    return SpanEncoder(tokenizer).encode([[answer]])[0][0][-1]
 
 
 class ChatRenderer:
-    """Renders conversations with a tokenizer's chat template.
+    """Renders conversations with a tokenizer's chat template, and plain texts without one.
 
-    Raises:
-        DataError: the template cannot be used for training; a short conversation of our own is the test.
+    It has a process of its own, which `render_all` starts. A program whose own processes are bounded calls
+    `samples` there.
+
+    Args:
+        tokenizer: has the chat template.
+        options: which turns are learned, and what special tokens in the rows mean.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: RenderOptions = PLAIN) -> None:
+        self._options = options
+        self._marker = SpecialTokenMarker(special_tokens(tokenizer))
         self._tokenizer = tokenizer
-        self._special = re.compile("|".join(map(re.escape, special_tokens(tokenizer))) or r"(?!)")
-        self._name = template_name(tokenizer)
-        self._map = BoundedMap(self._spans)
-        self.render(_PROBE, "chat template")
+        ids = tokenizer("")["input_ids"]
+        self._bos = tokenizer.bos_token if ids[:1] == [tokenizer.bos_token_id] else ""
+        self._template = Template(tokenizer)
+        self._is_probed = False
 
-    def render(self, messages: list[Message], where: str) -> list[Span]:
-        """Render one conversation; see `render_all`."""
-        conversation = Conversation(messages, None, (True,) * len(messages), where)
-        ((_, (spans,)),) = self.render_all([[conversation]])
-        return spans
+    def render(self, row: Conversation | Text) -> Samples:
+        """The samples of one row; see `render_all`."""
+        ((_, (samples,)),) = self.render_all([[row]])
+        return samples
 
-    def render_all(
-        self, batches: Iterable[list[Conversation]]
-    ) -> Iterator[tuple[list[Conversation], list[list[Span]]]]:
-        """Render each conversation up to the end of the assistant's last turn; empty if there is none.
+    def render_all(self, batches: Iterable[Rows]) -> Iterator[tuple[Rows, list[Samples]]]:
+        """The samples of each row: usually one, none if there is nothing to learn, several if a template
+        writes earlier turns differently once others follow. The spans of a sample, concatenated, are the text
+        up to the last learned turn. A batch is rendered while the caller uses the previous one.
 
-        An assistant's turn without words stays as context and is not learned. A batch is rendered while the
-        caller uses the previous one.
+        A turn without words stays as context and is not learned. Before the first conversation the template
+        is tried on a short one of our own.
 
         Raises:
-            DataError: the template fails or does not end, refuses a conversation, changes earlier turns, or
-                does not end a turn with a special token.
+            DataError: the template fails or does not end, refuses a conversation, loses a part of it, does
+                not let an answer be separated from its prompt, or ends a turn without a special token.
         """
         try:
-            yield from self._map(batches)
+            for rows, samples in self._bounded_samples(self._after_probe(batches)):
+                if rows is not _PROBES:
+                    yield rows, samples
         except ChildEndedError as error:
-            raise DataError(f"{error.item.where}: {self._name} {error}; {_FOREIGN_CURE}") from error
+            raise self.too_costly(error) from error
 
-    def holds_special_token(self, messages: list[Message]) -> bool:
-        """Whether a message spells out a special token."""
-        return any(self._special.search(message["content"]) for message in messages)
+    def too_costly(self, error: ChildEndedError) -> DataError:
+        """The error for a row, an item with a `where`, that took too much time or memory."""
+        return DataError(f"{error.item.where}: {self._template.name} {error}; {FOREIGN_CURE}")
 
-    def _spans(self, conversation: Conversation) -> list[Span]:
-        """Render one conversation; in linear time if the text of a turn does not depend on earlier turns."""
-        if sum(message["role"] == "assistant" for message in conversation.messages) >= _MANY_TURNS:
-            try:
-                return self._spans_of_turns(conversation, is_local=True)
-            except DataError:
-                # Either the text of a turn depends on earlier turns, or the row is wrong. The slow way tells.
-                pass
-        return self._spans_of_turns(conversation, is_local=False)
+    def samples(self, row: Conversation | Text) -> Samples:
+        """As `render`, but in this process, whose time and memory must be bounded.
 
-    def _spans_of_turns(self, conversation: Conversation, *, is_local: bool) -> list[Span]:
-        """The prompt and the answer of each of the assistant's turns.
-
-        They are cut from the text of the whole conversation up to that turn, which takes a time quadratic in
-        the number of turns. With `is_local` only turns 1, 2, 4, 8, ... and the last one are rendered so. The
-        others are rendered after a short conversation of our own; the next turn that is rendered in full then
-        shows whether their text is right.
+        Raises:
+            DataError: as `render_all`.
         """
-        messages, where = conversation.messages, conversation.where
-        turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        spans: list[Span] = []
-        begin = 0
-        for number, index in enumerate(turns, start=1):
-            is_power_of_2 = number & (number - 1) == 0
-            if is_local and not is_power_of_2 and number < len(turns):
-                turn, text_before = [*_PROBE, *messages[begin : index + 1]], self._probe_text
-            else:
-                turn, text_before = messages[: index + 1], "".join(span.text for span in spans)
-            spans += self._spans_of_turn(turn, text_before, where, index + 1)
-            begin = index + 1
-        return spans
+        if not self._is_probed and isinstance(row, Conversation):
+            self._is_probed = True
+            self._samples(_PROBES[0])
+        return self._samples(row)
+
+    def holds_special_token(self, row: Conversation | Text) -> bool:
+        """Whether a text of the row spells out a special token."""
+        parts = row.text if isinstance(row, Text) else [row.messages, row.tools]
+        return self._marker.is_in(parts)
 
     @cached_property
-    def _probe_text(self) -> str:
-        return "".join(span.text for span in self._spans_of_turn(_PROBE, "", "chat template", len(_PROBE)))
+    def _bounded_samples(self) -> BoundedMap[Conversation | Text, Samples]:
+        return BoundedMap(self._samples)
 
-    def _spans_of_turn(
-        self, messages: list[Message], text_before: str, where: str, number: int
-    ) -> list[Span]:
-        """The prompt and the answer of one turn.
+    def _after_probe(self, batches: Iterable[Rows]) -> Iterator[Rows]:
+        for rows in batches:
+            if not self._is_probed and any(isinstance(row, Conversation) for row in rows):
+                self._is_probed = True
+                yield _PROBES
+            yield rows
 
-        Args:
-            messages: the conversation; the last message is the answer.
-            text_before: the rendered text of the turns before this one; the prompt is what follows it.
-            where: file and row, for error messages.
-            number: the number of the last message in its row, for error messages.
-        """
-        prompt = self._apply(messages[:-1], where, generate=True)
-        answered = self._apply(messages, where, generate=False)
-        if not prompt.startswith(text_before) or not answered.startswith(prompt):
+    def _samples(self, row: Conversation | Text) -> Samples:
+        """Runs in the process of the template."""
+        if isinstance(row, Text):
+            return self._text_samples(row)
+        turns = self._turns(row)
+        if not turns:
+            return []
+        end = turns[-1] + 1
+        messages = [_normal(message) for message in row.messages[:end]]
+        marked = Row(self._marked(messages), self._marked(row.tools or None), row.where)
+        return cut(self._template, marked, turns)
+
+    def _turns(self, row: Conversation) -> list[int]:
+        """The indices of the messages that are learned."""
+        answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
+        first = 0
+        if self._options.train_on == "last" and answers:
+            users = [index for index in range(answers[-1]) if row.messages[index]["role"] == "user"]
+            first = max(users, default=0)
+        return [
+            index
+            for index in answers
+            if index >= first and row.learned[index] and says_something(row.messages[index])
+        ]
+
+    def _text_samples(self, row: Text) -> Samples:
+        if self._tokenizer.eos_token is None:
             raise DataError(
-                f"{where}: message {number}: {self._name} writes the text before the answer differently "
-                f"from the prompt for it, so prompt and answer cannot be separated; {_CURE}"
+                f"{row.where}: the tokenizer {self._tokenizer.name_or_path} has no eos token, which "
+                "ends a text; expected one in its tokenizer_config.json",
+                field="tokenizer_name_or_path",
             )
-        content = messages[-1]["content"].strip()
-        end = self._end_of_turn(answered, len(prompt), content, where)
-        return [Span(prompt[len(text_before) :], False), Span(answered[len(prompt) : end], bool(content))]
+        if not row.text.strip():
+            return []
+        text = Span(self._marked(row.text) + self._tokenizer.eos_token, True, begins_text=True)
+        return [[Span(self._bos, False), text] if self._bos else [text]]
 
-    def _apply(self, messages: list[Message], where: str, *, generate: bool) -> str:
-        try:
-            text = self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=generate
-            )
-        except TemplateError as error:
-            raise DataError(f"{where}: {self._name} refuses the conversation: {error!s:.500}") from error
-        except Exception as error:  # noqa: BLE001 - the template is a program, and can raise anything
-            reason = f"{type(error).__name__}: {error!s:.500}"
-            raise DataError(f"{where}: {self._name} fails: {reason}; {_FOREIGN_CURE}") from error
-        limit = sum(_FRAME_LENGTH + _LENGTH_RATIO * len(message["content"]) for message in messages)
-        if len(text) > limit:
-            raise DataError(
-                f"{where}: {self._name} writes {len(text)} characters, expected at most {limit} for these "
-                f"{len(messages)} messages; {_FOREIGN_CURE}"
-            )
-        return str(text)
+    def _marked(self, value: Any) -> Any:
+        return value if self._options.allow_special_tokens else self._marker.marked(value)
 
-    def _end_of_turn(self, text: str, start: int, content: str, where: str) -> int:
-        """The position after the first special token that follows the answer's words.
 
-        Args:
-            text: the rendered conversation.
-            start: where the answer begins in it.
-            content: the answer's words; the template may have changed them.
-            where: file and row, for error messages.
-        """
-        words = text.find(content, start)
-        match = self._special.search(text, words + len(content) if words >= 0 else start)
-        if match is None:
-            raise DataError(
-                f"{where}: {self._name} ends the assistant's turn without a special token, so the model "
-                f"would not learn to stop; {_CURE}"
-            )
-        return match.end()
+def _normal(message: Message) -> Message:
+    """The message as templates expect it: a content that is a text, and no keys without a value."""
+    kept = {key: value for key, value in message.items() if value is not None and value != []}
+    return {**kept, "content": kept.get("content", "")}

@@ -34,3 +34,7 @@ class RenderOptions:
 
     train_on: TrainOn = "all"
     allow_special_tokens: bool = False
+
+
+PLAIN = RenderOptions()
+"""All turns are learned, and special tokens in the rows are text."""

@@ -157,4 +157,19 @@ def test_padding_in_pretraining_is_noted(command):
         WARMUP_TOKENS_OR_ITERS="0",
     ).config
     (note,) = validate_run(config, GPUS)
-    assert note.startswith("--max-padding-length (position 8 PAD_LEN) has no effect in pre-training")
+    assert note.startswith("--max-padding-length (position 8 PAD_LEN) has no effect on .bin/.idx")
+
+
+def test_names_of_columns_have_no_effect_on_indexed_data(command):
+    command.environ["MP_DATASET_TYPE"] = "idxmap"
+    for ending in (".bin", ".idx"):
+        (command.folder / f"set{ending}").touch()
+    tokens = {"TRAIN_TOKENS_OR_ITERS": "1e5", "WARMUP_TOKENS_OR_ITERS": "0", "PAD_LEN": "64"}
+    config = command.parse(
+        "--columns=text=body", "--alpaca-input-join=empty",
+        SFT="false", DATASET_PATH=str(command.folder / "set"), **tokens,
+    ).config  # fmt: skip
+    assert validate_run(config, GPUS) == [
+        "--columns has no effect on .bin/.idx",
+        "--alpaca-input-join has no effect on .bin/.idx",
+    ]

@@ -1,10 +1,12 @@
 """Where learning begins and ends in a conversation, written by hand for three families of templates."""
 
 import pytest
+from chats import chat, turns
 from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
 
-from patch.data.rendering.chat import ChatRenderer, Span, end_of_turn
-from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
+from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
+from patch.data.rendering import ChatRenderer, Span, unmarked
+from patch.data.rendering.chat import end_of_turn
 from patch.errors import DataError
 
 CHATML = (
@@ -19,20 +21,12 @@ LLAMA2 = (
 B, H, E, T = "<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"
 
 
-def turns(*contents: str, system: str | None = None) -> list[dict[str, str]]:
-    """User and assistant by turns."""
-    messages = [{"role": "system", "content": system}] if system else []
-    for index, content in enumerate(contents):
-        messages.append({"role": ("user", "assistant")[index % 2], "content": content})
-    return messages
-
-
 def renderer(template: str = LLAMA3_CHAT_TEMPLATE, special: tuple = ()) -> ChatRenderer:
     return ChatRenderer(tiny_tokenizer(template=template, special=[*SPECIAL_TOKENS, *special]))
 
 
 def test_llama3_header_is_not_learned_and_end_of_turn_is() -> None:
-    spans = renderer().render(turns("hello", " world\n", system="be brief"), "row")
+    (spans,) = renderer().render(chat(turns("hello", " world\n", system="be brief")))
     assert spans == [
         Span(f"{B}{H}system{E}\n\nbe brief{T}{H}user{E}\n\nhello{T}{H}assistant{E}\n\n", False),
         Span(f"world{T}", True),
@@ -40,7 +34,7 @@ def test_llama3_header_is_not_learned_and_end_of_turn_is() -> None:
 
 
 def test_every_answer_of_several_turns_is_learned_and_a_last_question_left_out() -> None:
-    spans = renderer().render(turns("one", "two", "three", "four", "five"), "row")
+    (spans,) = renderer().render(chat(turns("one", "two", "three", "four", "five")))
     assert spans == [
         Span(f"{B}{H}user{E}\n\none{T}{H}assistant{E}\n\n", False),
         Span(f"two{T}", True),
@@ -50,7 +44,7 @@ def test_every_answer_of_several_turns_is_learned_and_a_last_question_left_out()
 
 
 def test_line_break_after_chatmls_end_of_turn_is_not_learned() -> None:
-    spans = renderer(CHATML, ("<|im_start|>", "<|im_end|>")).render(turns("a", "b", "c", "d"), "row")
+    (spans,) = renderer(CHATML, ("<|im_start|>", "<|im_end|>")).render(chat(turns("a", "b", "c", "d")))
     assert spans == [
         Span("<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n", False),
         Span("b<|im_end|>", True),
@@ -60,25 +54,27 @@ def test_line_break_after_chatmls_end_of_turn_is_not_learned() -> None:
 
 
 def test_llama2_template_without_generation_prompt_learns_up_to_eos() -> None:
-    spans = renderer(LLAMA2).render(turns("a", "b"), "row")
+    (spans,) = renderer(LLAMA2).render(chat(turns("a", "b")))
     assert spans == [Span(f"{B}[INST] a [/INST]", False), Span(" b <|end_of_text|>", True)]
 
 
 def test_special_token_within_an_answer_does_not_end_it() -> None:
-    spans = renderer().render(turns("a", f"say {T} twice"), "row")
-    assert spans[1] == Span(f"say {T} twice{T}", True)
-    assert renderer().holds_special_token(turns("a", f"say {T} twice"))
-    assert not renderer().holds_special_token(turns("a", "say <|eot_i d|>"))
+    (spans,) = renderer().render(chat(turns("a", f"say {T} twice")))
+    assert unmarked(spans[1].text) == f"say {T} twice{T}" and spans[1].text.count(T) == 1
+    assert renderer().holds_special_token(chat(turns("a", f"say {T} twice")))
+    assert not renderer().holds_special_token(chat(turns("a", "say <|eot_i d|>")))
 
 
 def test_wordless_answer_is_context_only() -> None:
-    spans = renderer().render(turns("a", " ", "b", "c"), "row")
-    assert [span.learned for span in spans] == [False, False, False, True]
-    assert spans[1].text == T
+    (spans,) = renderer().render(chat(turns("a", " ", "b", "c")))
+    assert [span.learned for span in spans] == [False, True]
+    assert (
+        spans[0].text == f"{B}{H}user{E}\n\na{T}{H}assistant{E}\n\n{T}{H}user{E}\n\nb{T}{H}assistant{E}\n\n"
+    )
 
 
 def test_conversation_without_an_answer_is_empty() -> None:
-    assert renderer().render(turns("a"), "row") == []
+    assert renderer().render(chat(turns("a"))) == []
 
 
 @pytest.mark.parametrize(
@@ -95,22 +91,14 @@ def test_conversation_without_an_answer_is_empty() -> None:
 )
 def test_template_that_cannot_be_trained_with_is_refused_at_once(template: str, said: str) -> None:
     with pytest.raises(DataError) as caught:
-        renderer(template)
+        renderer(template).render(chat(turns("a", "b")))
     assert str(caught.value).startswith("chat template: ")
     assert said in str(caught.value)
 
 
-def test_template_that_rewrites_earlier_turns_is_refused_with_the_row() -> None:
-    forgetful = (
-        "{% for m in messages %}{{ m.content if loop.last or m.role == 'user' }}<|eot_id|>{% endfor %}"
-    )
-    with pytest.raises(DataError, match="f.json: row 3: message 4: .*cannot be separated"):
-        renderer(forgetful).render(turns("a", "b", "c", "d"), "f.json: row 3")
-
-
 def test_templates_refusal_names_the_row() -> None:
     with pytest.raises(DataError, match="f.json: row 3: .*no system message, please"):
-        renderer(LLAMA2).render(turns("a", "b", system="s"), "f.json: row 3")
+        renderer(LLAMA2).render(chat(turns("a", "b", system="s"), where="f.json: row 3"))
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from distributed_runner import run_distributed
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
+from refusals import refused
 from small_runs import small_run
 from transformers import PreTrainedTokenizerBase
 
@@ -34,7 +36,7 @@ def raw_run(folder: Path, **changes) -> RunConfig:
 
 def build(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> DataSets:
     return build_datasets(
-        config.data, config.model, tokenizer,
+        config.data, config.model, tokenizer, sft=config.training.sft,
         num_train_samples=config.training.train_iters * config.training.global_batch_size,
         seed=config.training.seed, index_folder=Path(config.checkpoint.output_path) / "data_index",
     )  # fmt: skip
@@ -46,8 +48,30 @@ def test_raw_sets_have_the_padded_length(tmp_path: Path) -> None:
     assert train[0].tokens.shape == (24,)
 
 
+def test_names_and_join_of_the_rows_reach_the_samples(tmp_path: Path) -> None:
+    """Rows with the user's own keys give the samples of the same rows with the usual keys, joined by hand."""
+    tokenizer = tiny_tokenizer()
+    usual = build(raw_run(tmp_path), tokenizer).train
+    rows = [{"q": "hel", "x": "lo", "a": answer} for answer in ("world", "again", "you")]
+    (tmp_path / "own.json").write_text(json.dumps(rows))
+    named = dict(columns="instruction=q,input=x,output=a", alpaca_input_join="empty")
+    own = build(raw_run(tmp_path, train_data_path=str(tmp_path / "own.json"), **named), tokenizer).train
+    for index in range(3):
+        assert torch.equal(torch.stack(own[index][:3]), torch.stack(usual[index][:3]))
+
+
 def test_without_validation_data_there_is_no_validation_set(tmp_path: Path) -> None:
     assert build(raw_run(tmp_path, valid_data_path="none"), tiny_tokenizer()).valid is None
+
+
+@pytest.mark.parametrize("name", ["train", "valid"])
+@pytest.mark.parametrize("row", ['{"instruction": "a", "output": }', '{"instruction": "a", "output": 5}'])
+def test_bad_row_is_about_the_position_of_its_file(tmp_path: Path, name: str, row: str) -> None:
+    config = raw_run(tmp_path)
+    (tmp_path / f"{name}.json").write_text(f"[{row}]")
+    with refused(DataError, rf"position 2[01] .*DATASET_PATH\): .*{name}\.json: ") as caught:
+        build(config, tiny_tokenizer())
+    assert caught.value.field == f"{name}_data_path"
 
 
 def test_tokenizer_beyond_the_models_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -60,8 +84,9 @@ def test_pretraining_sets_feed_every_step_and_one_evaluation(tmp_path: Path, sha
     tokenizer = tiny_tokenizer()
     write_indexed([shared_data / "c4_demo.jsonl"], tokenizer, {"text": str(tmp_path / "c4")}, append_eod=True)
     config = small_run(
-        dataset_type="idxmap", train_data_path=str(tmp_path / "c4"), valid_data_path=str(tmp_path / "c4"),
-        seq_length=64, vocab_size=400, train_iters=5, global_batch_size=4, output_path=str(tmp_path / "out"),
+        dataset_type="idxmap", sft=False, seq_length=64,
+        train_data_path=str(tmp_path / "c4"), valid_data_path=str(tmp_path / "c4"),
+        vocab_size=400, train_iters=5, global_batch_size=4, output_path=str(tmp_path / "out"),
     )  # fmt: skip
     train, valid = build(config, tokenizer)
     assert len(train) >= 20

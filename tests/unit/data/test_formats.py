@@ -1,9 +1,16 @@
-"""Rows of every supported format, and what is said about the others."""
+"""Rows of every supported format against hand-written conversations, and what is said about the others."""
+
+import json
+from pathlib import Path
 
 import pytest
+from llama3_tokenizer import tiny_tokenizer
 
-from patch.data.formats import to_conversation
+from patch.data.formats import Conversation, FormatOptions, Text, to_conversation
+from patch.data.readers import read_rows
 from patch.errors import DataError
+
+WHERE = "f.json: row 9"
 
 
 def system(text: str) -> dict:
@@ -18,30 +25,238 @@ def assistant(text: str) -> dict:
     return {"role": "assistant", "content": text}
 
 
+def says(role: str, text: str) -> dict:
+    return {"from": role, "value": text}
+
+
+def call(name: str, arguments: dict | str, **more: str) -> dict:
+    return {"type": "function", **more, "function": {"name": name, "arguments": arguments}}
+
+
+def calling(*calls: dict) -> dict:
+    return {"role": "assistant", "content": "", "tool_calls": list(calls)}
+
+
+def tool(name: str) -> dict:
+    return {"type": "function", "function": {"name": name, "parameters": {}}}
+
+
+def converted(row: dict, **options) -> Conversation:
+    conversation = to_conversation(row, WHERE, FormatOptions(**options))
+    assert isinstance(conversation, Conversation) and conversation.where == WHERE
+    assert len(conversation.learned) == len(conversation.messages)
+    return conversation
+
+
+QA = [user("Q"), assistant("A")]
+
+
+def after_q(message: dict) -> dict:
+    return {"messages": [user("Q"), message]}
+
+
 @pytest.mark.parametrize(
     ("row", "messages"),
     [
+        # alpaca
         ({"instruction": "I", "output": "O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "input": "", "output": "O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "input": None, "output": "O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "input": " \n", "output": "O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "input": "X", "output": "O"}, [user("I\nX"), assistant("O")]),
+        ({"instruction": "", "input": "X", "output": "O"}, [user("X"), assistant("O")]),
         ({"instruction": "I", "system": "S", "output": "O"}, [system("S"), user("I"), assistant("O")]),
         ({"instruction": "I", "system": "", "output": "O"}, [user("I"), assistant("O")]),
-        ({"query": "Q", "response": "R"}, [user("Q"), assistant("R")]),
-        ({"query": "Q", "content": "R", "id": 7}, [user("Q"), assistant("R")]),
+        ({"instruction": "I", "output": "O", "text": "I and O"}, [user("I"), assistant("O")]),
         ({"instruction": "I", "output": "O", "history": [], "tools": None}, [user("I"), assistant("O")]),
-        ({"messages": [user("Q"), assistant("A")]}, [user("Q"), assistant("A")]),
         (
-            {"messages": [system("S"), user("Q"), assistant("A"), user("R")], "instruction": "unused"},
-            [system("S"), user("Q"), assistant("A"), user("R")],
+            {"instruction": "I", "system": "S", "history": [["q", "a"], ["r", "b"]], "output": "O"},
+            [system("S"), user("q"), assistant("a"), user("r"), assistant("b"), user("I"), assistant("O")],
         ),
+        # query and response, Pai's names
+        ({"query": "Q", "response": "A"}, QA),
+        ({"query": "Q", "content": "A", "id": 7}, QA),
+        ({"system_prompt": "S", "query": "Q", "response": "A"}, [system("S"), *QA]),
+        # prompt and completion
+        ({"prompt": "Q", "completion": "A"}, QA),
+        ({"prompt": [user("Q")], "completion": [assistant("A")]}, QA),
+        ({"prompt": [user("Q")], "completion": "A"}, QA),
+        ({"prompt": "Q", "completion": [assistant("A")]}, QA),
+        # ShareGPT
+        ({"conversations": [says("human", "Q"), says("gpt", "A")]}, QA),
+        ({"conversation": [says("user", "Q"), says("assistant", "A")]}, QA),
+        ({"conversations": [says("User", "Q"), says("ASSISTANT", "A")]}, QA),
+        ({"conversations": [says("human", "Q"), says("chatgpt", "A")]}, QA),
+        ({"conversations": QA}, QA),
+        ({"conversations": [{"role": "human", "value": "Q"}, {"from": "bot", "content": "A"}]}, QA),
+        ({"conversations": [says("human", "Q"), says("gpt", "A")], "system": "S"}, [system("S"), *QA]),
+        ({"conversations": [says("system", "S"), says("human", "Q"), says("gpt", "A")]}, [system("S"), *QA]),
+        ({"system": "S", "conversation": [{"human": "Q", "assistant": "A"}]}, [system("S"), *QA]),
+        ({"conversation": [{"human": "Q", "assistant": "A"}, {"human": "R"}]}, [*QA, user("R")]),
+        # OpenAI
+        ({"messages": QA}, QA),
+        ({"messages": json.dumps(QA)}, QA),
+        ({"messages": [{"role": "developer", "content": "S"}, *QA]}, [system("S"), *QA]),
+        ({"messages": [system("S"), *QA, user("R")], "instruction": "-"}, [system("S"), *QA, user("R")]),
         ({"messages": [{**user("Q"), "id": 3, "tool_calls": None}]}, [user("Q")]),
+        ({"messages": [user("Q"), *QA, assistant("B")]}, [user("Q"), *QA, assistant("B")]),
+        ({"messages": [{**user("Q"), "name": "Ann", "tool_calls": []}]}, [{**user("Q"), "name": "Ann"}]),
+        (
+            {"messages": [user("Q"), {**assistant("A"), "reasoning_content": "R", "name": None}]},
+            [user("Q"), {**assistant("A"), "reasoning_content": "R"}],
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "text", "text": "Q1 ", "image_url": None}, "Q2"]},
+                    {"role": "assistant", "content": [{"type": "text", "text": "A"}]},
+                ]
+            },
+            [user("Q1 Q2"), assistant("A")],
+        ),
+        ({"messages": [system("S"), *QA], "system": "S"}, [system("S"), *QA]),
+        # A file of mixed rows: each row has the keys of all formats.
+        ({"messages": None, "text": None, "instruction": "Q", "input": None, "output": "A"}, QA),
+        ({"messages": QA, "text": None, "instruction": None, "output": None}, QA),
+        ({"messages": [], "conversations": None, "prompt": "Q", "completion": "A"}, QA),
+    ],
+)  # fmt: skip
+def test_row_becomes_conversation(row: dict, messages: list) -> None:
+    conversation = converted(row)
+    assert conversation.messages == messages
+    assert conversation.tools is None
+    assert conversation.learned == tuple(message["role"] == "assistant" for message in messages)
+
+
+def test_text_row_is_learned_as_a_whole() -> None:
+    for row in (
+        {"text": "T"},
+        {"text": "T", "meta": {"url": "u"}, "label": True},
+        {"messages": None, "text": "T"},
+    ):
+        assert to_conversation(row, WHERE) == Text("T", WHERE)
+
+
+def test_only_the_completion_is_learned() -> None:
+    row = {"prompt": [*QA, user("R")], "completion": [assistant("B"), user("S"), assistant("C")]}
+    conversation = converted(row)
+    assert conversation.messages == [*QA, user("R"), assistant("B"), user("S"), assistant("C")]
+    assert conversation.learned == (False, False, False, True, False, True)
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "loss", "loss_scale"])
+@pytest.mark.parametrize(("no", "yes"), [(0, 1), (False, True), (0.0, 1.0), (0, None)])
+def test_a_message_says_whether_it_is_learned(key: str, no: object, yes: object) -> None:
+    turns = [user("Q"), {**assistant("A"), key: no}, {**user("R"), key: yes}, {**assistant("B"), key: yes}]
+    conversation = converted({"messages": turns})
+    assert conversation.messages == [*QA, user("R"), assistant("B")]
+    assert conversation.learned == (False, False, False, True)
+
+
+def test_an_answer_without_words_is_context() -> None:
+    thinks = {**assistant(""), "reasoning_content": "hm"}
+    conversation = converted({"messages": [user("Q"), assistant(" \n"), user("R"), thinks, assistant("A")]})
+    assert conversation.learned == (False, False, False, True, True)
+    assert converted({"instruction": "I", "output": "  "}).learned == (False, False)
+
+
+TOOLS = [{"name": "f", "parameters": {}}, {"name": "g", "parameters": {}}]
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        {"tools": TOOLS},
+        {"tools": json.dumps(TOOLS)},
+        {"tools": [json.dumps(each) for each in TOOLS]},
+        {"tools": [tool("f"), tool("g")]},
+        {"tools": [{"function": each} for each in TOOLS]},
+        {"functions": TOOLS},
+        {"functions": TOOLS, "tools": []},
     ],
 )
-def test_row_becomes_conversation(row: dict, messages: list) -> None:
-    conversation = to_conversation(row, "f: row 1")
-    assert conversation.messages == messages and conversation.where == "f: row 1"
+def test_tools_have_one_form(tools: dict) -> None:
+    assert converted({"messages": QA, **tools}).tools == [tool("f"), tool("g")]
+    assert converted({"instruction": "Q", "output": "A", **tools}).tools == [tool("f"), tool("g")]
+
+
+ARGUMENTS = {"z": 1, "a": {"unit": None, "\u4e16": ["x"]}}
+
+
+@pytest.mark.parametrize(
+    ("turn", "message"),
+    [
+        ({"content": None, "tool_calls": [call("f", ARGUMENTS)]}, calling(call("f", ARGUMENTS))),
+        ({"tool_calls": [call("f", json.dumps(ARGUMENTS), id="c1")]}, calling(call("f", ARGUMENTS, id="c1"))),
+        ({"tool_calls": [{"name": "f", "arguments": ARGUMENTS}]}, calling(call("f", ARGUMENTS))),
+        ({"tool_calls": json.dumps([call("f", "{}"), call("g", "")])}, calling(call("f", {}), call("g", {}))),
+        ({"tool_calls": [call("f", "not JSON")]}, calling(call("f", "not JSON"))),
+        ({"content": None, "function_call": {"name": "f", "arguments": "{}"}}, calling(call("f", {}))),
+        (
+            {"content": "Let me see.", "tool_calls": [call("f", {})]},
+            {**calling(call("f", {})), "content": "Let me see."},
+        ),
+    ],
+)
+def test_tool_calls_have_one_form(turn: dict, message: dict) -> None:
+    result = {"role": "tool", "content": "[1]", "tool_call_id": "c1"}
+    row = {"messages": [user("Q"), {"role": "assistant", **turn}, result, assistant("A")]}
+    conversation = converted(row)
+    assert conversation.messages == [user("Q"), message, result, assistant("A")]
+    assert conversation.learned == (False, True, False, True)
+    arguments = conversation.messages[1]["tool_calls"][0]["function"]["arguments"]
+    assert arguments != ARGUMENTS or list(arguments) == list(ARGUMENTS)
+
+
+def test_turns_of_calls_and_results_become_tool_messages() -> None:
+    calls = [{"name": "f", "arguments": ARGUMENTS}, {"name": "g", "arguments": {}}]
+    turns = [says("human", "Q"), says("function_call", json.dumps(calls)), says("observation", '{"n": 1}')]
+    turns += [
+        {"from": "tool", "value": {"n": "\u4e16"}},
+        says("tool_call", json.dumps(calls[1])),
+        says("gpt", "A"),
+    ]
+    assert converted({"conversations": turns}).messages == [
+        user("Q"),
+        calling(call("f", ARGUMENTS), call("g", {})),
+        {"role": "tool", "content": '{"n": 1}'},
+        {"role": "tool", "content": '{"n": "\u4e16"}'},
+        calling(call("g", {})),
+        assistant("A"),
+    ]  # fmt: skip
+
+
+def test_columns_name_the_rows_keys() -> None:
+    row = {"question": "Q", "answer": "A", "text": "other", "messages": [user("other")]}
+    assert converted(row, columns={"instruction": "question", "output": "answer"}).messages == QA
+    assert converted({"a": "Q", "output": "A", "text": "other"}, columns={"prompt": "a"}).messages == QA
+    # One name may be another's: the rows' `input` is the instruction.
+    swapped = {"instruction": "input", "input": "instruction"}
+    row = {"instruction": "X", "input": "Q", "output": "A"}
+    assert converted(row, columns=swapped).messages == [user("Q\nX"), assistant("A")]
+    turns = [{"speaker": "human", "utterance": "Q"}, {"speaker": "bot", "utterance": "A"}]
+    row = {"dialog": turns, "role": 3}
+    names = {"messages": "dialog", "role": "speaker", "content": "utterance"}
+    assert converted(row, columns=names).messages == QA
+    turns += [{"speaker": "bot", "tool_calls": [call("f", {})]}]
+    assert converted(row, columns=names).messages == [*QA, calling(call("f", {}))]
+    options = FormatOptions(columns={"text": "content"})
+    assert to_conversation({"content": "T"}, WHERE, options) == Text("T", WHERE)
+
+
+def test_rows_of_another_shape_need_no_columns() -> None:
+    """One map serves a blend of files, and the validation set."""
+    names = {"instruction": "question", "output": "answer", "system": "persona"}
+    row = {"question": "Q", "answer": "A", "persona": "S"}
+    assert converted(row, columns=names).messages == [system("S"), *QA]
+    assert converted({"instruction": "Q", "output": "A"}, columns=names).messages == QA
+    assert converted({"messages": QA}, columns=names).messages == QA
+    assert converted({"messages": QA}, columns={"content": "utterance", "role": "speaker"}).messages == QA
+
+
+def test_join_of_instruction_and_input() -> None:
+    row = {"instruction": "I", "input": "X", "output": "O"}
+    assert converted(row, alpaca_input_join="empty").messages == [user("IX"), assistant("O")]
 
 
 @pytest.mark.parametrize(
@@ -51,31 +266,91 @@ def test_row_becomes_conversation(row: dict, messages: list) -> None:
         ({"instructoin": "I", "output": "O"}, "instructoin, did you mean instruction?"),
         ({"instruction": "I", "ouput": "O"}, "ouput, did you mean output?"),
         ({"massages": []}, "massages, did you mean messages?"),
-        ({"text": "T"}, "expected instruction (or query) and output (or response, content), or messages"),
+        ({"question": "Q", "answer": "A"}, "found the keys question, answer; expected messages"),
+        ({"question": "Q", "answer": "A"}, "--columns instruction=question,output=answer"),
         ({}, "found the keys none"),
+        ({"text": None}, "text: got null, expected text"),
+        ({"text": 5}, "text: got 5, expected text"),
         ({"instruction": 3, "output": "O"}, "instruction: got 3, expected text"),
-        ({"instruction": "I", "output": None}, "output: got None, expected text"),
+        ({"instruction": "I", "output": None}, "output: got null, expected text"),
         ({"instruction": "I", "input": ["X"], "output": "O"}, "input: got ['X'], expected text"),
-        ({"conversations": [{"from": "human", "value": "V"}]}, "conversations is not supported yet"),
-        ({"instruction": "I", "output": "O", "history": [["a", "b"]]}, "history is not supported yet"),
-        ({"messages": [user("Q"), assistant("A")], "tools": "[]"}, "tools is not supported yet"),
-        ({"messages": "hello"}, "messages: expected a list"),
-        ({"messages": ["hello"]}, "messages: expected a list"),
+        ({"prompt": [user("Q")], "input": "X", "completion": "O"}, "prompt: got [{'role'"),
+        ({"instruction": "I", "output": "O", "system": 1}, "system: got 1, expected text"),
+        ({"instruction": "I", "output": "O", "history": [["a"]]}, "history: 1: got ['a'], expected a"),
+        ({"instruction": "I", "output": "O", "history": [["a", "b"], ["a", None]]}, "history: 2: got"),
+        ({"instruction": "I", "output": "O", "history": "none"}, "history: 1: got 'none'"),
+        ({"messages": "hello"}, "messages: got 'hello', expected a list of objects"),
+        ({"messages": ["hello"]}, "messages: got ['hello'], expected a list of objects"),
+        ({"messages": {"role": "user"}}, "messages: got {'role'"),
         ({"messages": []}, "nobody speaks first"),
-        ({"messages": [system("S"), assistant("A")]}, "assistant speaks first"),
-        ({"messages": [user("Q"), {"role": "asistant", "content": "A"}]}, "did you mean assistant?"),
-        ({"messages": [{"role": "tool", "content": "A"}]}, "message 1: role: got 'tool'"),
-        ({"messages": [user("Q"), {"role": "assistant", "contnt": "A"}]}, "contnt, did you mean content?"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "message 1: content: got"),
-        ({"messages": [user("Q"), {**assistant("A"), "weight": 0}]}, "weight is not supported yet"),
-        ({"messages": [user("Q"), {**assistant(""), "tool_calls": [{}]}]}, "message 2: key tool_calls"),
+        ({"messages": [system("S"), assistant("A")]}, "assistant speaks first, expected the user"),
+        ({"conversations": [says("gpt", "A"), says("human", "Q")]}, "assistant speaks first"),
+        (after_q({"role": "asistant", "content": "A"}), "did you mean assistant?"),
+        ({"conversations": [says("humann", "A")]}, "message 1: from: got 'humann', expected one of"),
+        ({"messages": [{"role": None, "content": "A"}]}, "message 1: role: got null, expected text"),
+        ({"messages": [{"role": 3, "content": "A"}]}, "message 1: role: got 3, expected text"),
+        (after_q({"role": "assistant", "contnt": "A"}), "contnt, did you mean content?"),
+        (after_q({"content": "A"}), "message 2: found the keys content; expected role"),
+        (after_q({"role": "assistant", "content": None}), "message 2: content: got null"),
+        (after_q({"role": "assistant", "content": 7}), "message 2: content: got 7, expected"),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "message 1: content: got {'a': 1}"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "message 1: content: part 1: got"),
+        (
+            {"messages": [{"role": "user", "content": ["Q", {"type": "image_url", "image_url": {}}]}]},
+            "content: part 2: got type 'image_url', expected text",
+        ),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "'input_audio'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "text: got null"),
+        ({"messages": [{**user("Q"), "images": ["a.png"]}]}, "message 1: key images is not supported"),
+        ({"messages": [{**system("S"), "tools": "[{}]"}]}, "message 1: key tools is not supported"),
+        (after_q({**assistant("A"), "weight": 0.5}), "message 2: weight: got 0.5, expected 0, 1"),
+        (after_q({**assistant("A"), "train": "no"}), "message 2: train: got 'no'"),
+        (after_q({**assistant("A"), "train_detail": [1]}), "key train_detail is not supported"),
+        (after_q({**assistant("A"), "name": 5}), "message 2: name: got 5, expected text"),
+        (after_q({**assistant(""), "tool_calls": [{}]}), "message 2: tool_calls: found the keys"),
+        (after_q({**assistant(""), "tool_calls": [1, 2]}), "tool_calls: 1: got 1, expected"),
+        (after_q({**assistant(""), "tool_calls": [call("f", [1])]}), "arguments: got [1]"),
+        ({"conversations": [user("Q"), says("function_call", "f(1)")]}, "message 2: value: got 'f(1)'"),
+        ({"messages": QA, "tools": "search"}, "tools: got 'search', expected a list of tools"),
+        ({"messages": QA, "tools": [{"nam": "f"}]}, "tools: found the keys nam; expected a list of tools"),
+        ({"messages": [system("S"), *QA], "system": "T"}, "system: got 'T', but message 1 is another system"),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "found the keys prompt, chosen, rejected"),
+        ({"instruction": "I", "output": "O", "rejected": "B"}, "key rejected is not supported: a preference"),
+        ({"messages": QA, "rejected_response": "B"}, "key rejected_response is not supported"),
+        ({"prompt": "Q", "completion": "A", "label": False}, "key label is not supported: a preference"),
+        ({"instruction": "I", "output": "O", "kto_tag": True}, "key kto_tag is not supported"),
+        ({"conversations": [says("human", "Q")], "image": "a.png"}, "key image is not supported: only text"),
+        ({"messages": QA, "chat_template_kwargs": {"x": 1}}, "key chat_template_kwargs is not supported"),
     ],
-)
+)  # fmt: skip
 def test_bad_row_says_what_was_found_and_expected(row: dict, said: str) -> None:
     with pytest.raises(DataError) as caught:
-        to_conversation(row, "f.json: row 9")
-    assert str(caught.value).startswith("f.json: row 9: ")
+        to_conversation(row, WHERE)
+    assert str(caught.value).startswith(f"{WHERE}: ")
     assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "said"),
+    [
+        (
+            {"qestion": "Q", "output": "A"},
+            {"instruction": "question"},
+            "--columns instruction=question: ",
+        ),
+        ({"qestion": "Q", "output": "A"}, {"instruction": "question"}, "qestion, did you mean question?"),
+        (
+            {"instruction": "Q", "output": "A"},
+            {"system": "persona"},
+            "expected the key persona",
+        ),
+        ({"messages": [{"role": "user", "txt": ""}]}, {"content": "text"}, "1: --columns content=text: "),
+    ],
+)
+def test_missing_column_is_named_with_both_names(row: dict, columns: dict, said: str) -> None:
+    with pytest.raises(DataError) as caught:
+        to_conversation(row, WHERE, FormatOptions(columns=columns))
+    assert str(caught.value).startswith(f"{WHERE}: ") and said in str(caught.value)
 
 
 def test_keys_and_roles_of_any_size_and_number_are_named_in_part() -> None:
@@ -86,7 +361,56 @@ def test_keys_and_roles_of_any_size_and_number_are_named_in_part() -> None:
         {f"{long}{number}": number for number in range(3)} | {str(number): number for number in range(10**5)},
         {"messages": [{"role": long, "content": ""}]},
         {"messages": [{long: "user", "content": ""}]},
+        {"messages": QA, "tools": [{long: 1}]},
+        {"messages": QA, "tools": long},
     ):
         with pytest.raises(DataError, match="instructioninstruction") as caught:
-            to_conversation(row, "f.json: row 9")
+            to_conversation(row, WHERE)
         assert len(str(caught.value)) < 1500
+
+
+@pytest.mark.parametrize("name", ["alpaca_en_demo.json", "alpaca_zh_demo.json"])
+def test_real_alpaca_rows(name: str, shared_data: Path) -> None:
+    for row in json.loads((shared_data / name).read_text()):
+        question = row["instruction"] + (f"\n{row['input']}" if row["input"] else "")
+        conversation = converted(row)
+        assert conversation.messages == [user(question), assistant(row["output"])]
+        assert conversation.learned == (False, bool(row["output"].strip()))
+
+
+def test_real_text_rows(shared_data: Path) -> None:
+    path = shared_data / "c4_demo.jsonl"
+    texts = [to_conversation(row.value, f"{path}: {row.place}") for row in read_rows(path)]
+    lines = path.read_text().splitlines()
+    assert texts == [Text(json.loads(line)["text"], f"{path}: line {n}") for n, line in enumerate(lines, 1)]
+
+
+# Writes tools and calls with `tojson`, as published templates do.
+WITH_TOOLS = (
+    "{% if tools %}{% for tool in tools %}{{ tool.function.name }};{% endfor %}{% endif %}"
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}"
+    "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "</{{ m.role }}>{% endfor %}"
+)
+
+
+def test_real_tool_rows_as_a_template_writes_them(shared_data: Path) -> None:
+    """Every call of a real file is written by transformers' `tojson` as the file has it, in its order."""
+    tokenizer = tiny_tokenizer(template=WITH_TOOLS)
+    roles = {"human": "user", "gpt": "assistant", "function_call": "assistant", "observation": "tool"}
+    calls = 0
+    for row in json.loads((shared_data / "glaive_toolcall_en_demo.json").read_text()):
+        conversation = converted(row)
+        expected = "".join(f"{each['name']};" for each in json.loads(row["tools"] or "[]"))
+        for turn in row["conversations"]:
+            role, text = roles[turn["from"]], turn["value"]
+            if turn["from"] == "function_call":
+                one = json.loads(text)
+                text = one["name"] + json.dumps(one["arguments"], ensure_ascii=False)
+                calls += 1
+            expected += f"<{role}>{text}</{role}>"
+        written = tokenizer.apply_chat_template(
+            conversation.messages, tools=conversation.tools, tokenize=False
+        )
+        assert written == expected
+    assert calls > 100

@@ -15,12 +15,14 @@ from llama3_tokenizer import tiny_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from small_runs import small_run
 
-from patch.data.formats import Conversation, to_conversation
-from patch.data.pretraining.dataset import load_pretrain
+from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
+from patch.data.formats import to_conversation
+from patch.data.pretraining.dataset import load_training
+from patch.data.pretraining.part import PretrainOptions
 from patch.data.readers import read_rows
 from patch.data.rendering.bounded_process import BoundedMap
-from patch.data.rendering.chat import ChatRenderer
-from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
+from patch.data.rendering.template import Row, Template
+from patch.data.rendering.turns import cut
 from patch.errors import DataError
 
 SEED = 20
@@ -186,10 +188,8 @@ def fuzz_indexed(folder: Path, cases: int, seed: int) -> Counter:
             dataset_type="idxmap", seq_length=8, train_iters=3, output_path=str(folder / str(case))
         )
         try:
-            source = load_pretrain(
-                str(prefix), sequence_length=8, vocab_size=run.model.vocab_size, eod=0,
-                seed=run.training.seed, cache=folder / str(case) / "data_index", num_samples=12,
-            )  # fmt: skip
+            options = PretrainOptions(8, run.model.vocab_size, run.training.seed, folder / f"index {case}")
+            source = load_training([str(prefix)], None, options, lambda one_pass: 12)
             samples = [source[index] for index in range(len(source))]
         except DataError:
             outcomes["refused"] += 1
@@ -206,20 +206,18 @@ def fuzz_indexed(folder: Path, cases: int, seed: int) -> Counter:
 def fuzz_templates(cases: int, seed: int) -> Counter:
     """What a template is cut into is the beginning of what it writes."""
     pick = random.Random(seed)
-    tokenizer = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
-    renderer = ChatRenderer(tokenizer)
+    tokenizer = tiny_tokenizer()
     messages = [{"role": ("user", "assistant")[index % 2], "content": f"turn {index}"} for index in range(12)]
 
     def attempt(template: str) -> str:
         tokenizer.chat_template = template
-        renderer.__dict__.pop("_probe_text", None)
         try:
-            spans = renderer._spans(Conversation(messages, None, (True,) * len(messages), "row"))
+            samples = cut(Template(tokenizer), Row(messages, None, "row"), range(1, 12, 2))
         except DataError as error:
             assert len(str(error)) < 2000
             return "refused"
         text = tokenizer.apply_chat_template(messages, tokenize=False)
-        assert text.startswith("".join(span.text for span in spans)), template
+        assert text.startswith("".join(span.text for span in samples[-1])), template
         return "rendered"
 
     templates = [mutated(pick, LLAMA3_CHAT_TEMPLATE, TEMPLATE_WORDS) for _ in range(cases)]

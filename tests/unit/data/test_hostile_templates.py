@@ -5,11 +5,13 @@ from pathlib import Path
 
 import psutil
 import pytest
+from chats import chat
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 
+from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.rendering.chat import ChatRenderer, end_of_turn
 from patch.data.sft.source import load_sft
-from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE, load_tokenizer
+from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
 
 QUESTION = {"role": "user", "content": "hello"}
@@ -47,7 +49,7 @@ def test_whatever_a_template_raises_is_a_data_error(template, said: str, monkeyp
     tokenizer = tiny_tokenizer()
     tokenizer.chat_template = template
     with pytest.raises(DataError) as caught:
-        ChatRenderer(tokenizer)
+        ChatRenderer(tokenizer).render(chat([QUESTION, ANSWER]))
     assert str(caught.value).startswith("chat template: the chat template ")
     assert said in str(caught.value) and len(str(caught.value)) < 1000
 
@@ -63,7 +65,7 @@ def test_template_without_an_end_is_ended(monkeypatch) -> None:
     with pytest.raises(
         DataError, match="^chat template: the chat template takes more than 1 s; use the chat"
     ):
-        ChatRenderer(tiny_tokenizer(template="{{ 10 ** (10 ** 10) }}"))
+        ChatRenderer(tiny_tokenizer(template="{{ 10 ** (10 ** 10) }}")).render(chat([QUESTION, ANSWER]))
 
 
 @pytest.mark.timeout(60)
@@ -84,8 +86,9 @@ def test_killed_process_is_a_data_error_and_leaves_no_zombie() -> None:
     """As the kernel does for want of memory."""
     before = psutil.Process().children()  # such as the server of processes, whose number may be higher
     renderer = ChatRenderer(tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE))
+    renderer.render(chat([QUESTION, ANSWER]))
     (child,) = (child for child in psutil.Process().children() if child not in before)
     child.kill()
-    with pytest.raises(DataError, match="row: the chat template has ended its process .-9.; use the chat"):
-        renderer.render([QUESTION, ANSWER], "row")
+    with pytest.raises(DataError, match="row: the built-in chat template llama3 has ended its process .-9.;"):
+        renderer.render(chat([QUESTION, ANSWER]))
     assert not child.is_running()

@@ -4,12 +4,12 @@ import random
 from itertools import cycle, islice
 
 import pytest
+from chats import chat
 from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.rendering.chat import ChatRenderer, Span
-from patch.data.tokenizer import LLAMA3_CHAT_TEMPLATE
-from patch.errors import DataError
+from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
+from patch.data.rendering import ChatRenderer, Span, unmarked
 
 ENDS = ("<|eot_id|>", "<|im_end|>", "</s>", "<end_of_turn>", "<|end_of_text|>")
 SPECIAL = [*SPECIAL_TOKENS, "<|im_start|>", "<|im_end|>", "</s>", "<start_of_turn>", "<end_of_turn>"]
@@ -38,13 +38,6 @@ NUMBERED = (
     "{% for m in messages %}{{ loop.index ~ m.role ~ ': ' ~ m.content ~ '<|eot_id|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ (messages | length + 1) ~ 'assistant: ' }}{% endif %}"
 )
-# As Qwen 3: the last answer has its thoughts, earlier ones lose them.
-THOUGHTS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
-    "{% if m.role == 'assistant' and loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
-    "{{ m.content + '<|im_end|>\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-)
 TEMPLATES = {
     "llama3": LLAMA3_CHAT_TEMPLATE, "chatml": CHATML, "mistral": MISTRAL, "gemma": GEMMA,
     "numbered": NUMBERED,
@@ -61,7 +54,10 @@ def conversation(turns: int, *, seed: int, system: bool = False) -> list[dict[st
 
 
 def from_every_prefix(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[Span]:
-    """The definition, by transformers alone: an answer is what its prompt lacks, to the end of its turn."""
+    """The definition, by transformers alone: an answer is what its prompt lacks, to the end of its turn.
+
+    An answer without words belongs to the prompt of the next one.
+    """
 
     def write(count: int, prompt: bool) -> str:
         return tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=prompt)
@@ -69,14 +65,20 @@ def from_every_prefix(tokenizer: PreTrainedTokenizerBase, messages: list[dict[st
     spans: list[Span] = []
     done = ""
     for index, message in enumerate(messages):
-        if message["role"] == "assistant":
+        if message["role"] == "assistant" and (words := message["content"].strip()):
             prompt, answered = write(index, True), write(index + 1, False)
-            words = message["content"].strip()
             start = answered.index(words, len(prompt)) + len(words)
             end = min(place + len(mark) for mark in ENDS if (place := answered.find(mark, start)) >= 0)
-            spans += [Span(prompt[len(done) :], False), Span(answered[len(prompt) : end], bool(words))]
+            spans += [Span(prompt[len(done) :], False), Span(answered[len(prompt) : end], True)]
             done = answered[:end]
     return spans
+
+
+def pieces(renderer: ChatRenderer, messages: list[dict[str, str]]) -> list[Span]:
+    """What the renderer makes of a conversation that becomes one sample, or none."""
+    samples = renderer.render(chat(messages))
+    assert len(samples) <= 1
+    return [span._replace(text=unmarked(span.text)) for sample in samples for span in sample]
 
 
 @pytest.mark.parametrize("name", TEMPLATES)
@@ -85,7 +87,7 @@ def test_pieces_are_those_of_every_prefix(name: str) -> None:
     renderer = ChatRenderer(tokenizer)
     for seed, turns in enumerate((1, 2, 5, 6, 7, 8, 9, 17, 30, 41)):
         messages = conversation(turns, seed=seed, system=seed % 2 == 1)
-        assert renderer.render(messages, "row") == from_every_prefix(tokenizer, messages), (seed, turns)
+        assert pieces(renderer, messages) == from_every_prefix(tokenizer, messages), (seed, turns)
 
 
 def test_several_messages_before_an_answer_and_several_answers_in_a_row() -> None:
@@ -93,15 +95,7 @@ def test_several_messages_before_an_answer_and_several_answers_in_a_row() -> Non
     pick = random.Random(0)
     roles = ["user"] + [pick.choice(("system", "user", "assistant")) for _ in range(40)]
     messages = [{"role": role, "content": f"{role} {index}"} for index, role in enumerate(roles)]
-    assert ChatRenderer(tokenizer).render(messages, "row") == from_every_prefix(tokenizer, messages)
-
-
-def test_what_a_template_rewrites_is_refused_at_the_same_message() -> None:
-    renderer = ChatRenderer(tiny_tokenizer(template=THOUGHTS, special=SPECIAL))
-    spans = renderer.render(conversation(2, seed=0), "row")
-    assert spans[1].text.startswith("<think>\n\n</think>\n\n")
-    with pytest.raises(DataError, match="^row: message 4: .*cannot be separated"):
-        renderer.render(conversation(30, seed=0), "row")
+    assert pieces(ChatRenderer(tokenizer), messages) == from_every_prefix(tokenizer, messages)
 
 
 @pytest.mark.timeout(60)
@@ -109,7 +103,9 @@ def test_3000_answers_take_seconds() -> None:
     """From every prefix they took minutes."""
     tokenizer = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
     messages = conversation(6000, seed=1)
-    spans = ChatRenderer(tokenizer).render(messages, "row")
-    assert len(spans) == 6000
+    (spans,) = ChatRenderer(tokenizer).render(chat(messages))
+    assert sum(span.learned for span in spans) == sum(
+        bool(message["content"].strip()) for message in messages[1::2]
+    )
     whole = tokenizer.apply_chat_template(messages, tokenize=False)
-    assert "".join(span.text for span in spans) == whole
+    assert whole.startswith(unmarked("".join(span.text for span in spans)))

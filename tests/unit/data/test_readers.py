@@ -55,7 +55,7 @@ def test_all_members_are_read(tmp_path: Path, pack) -> None:
     assert values(write(tmp_path, data)) == ROWS + ROWS
 
 
-@pytest.mark.parametrize(("pack", "name"), zip(PACKERS, ["gzip", "zstd"], strict=True))
+@pytest.mark.parametrize(("pack", "name"), [(gzip.compress, "gzip"), (zstandard.compress, "zstd")])
 def test_compressed_data_that_is_cut_or_damaged_is_refused(tmp_path: Path, pack, name: str) -> None:
     whole = pack(LINES * 1000)
     for cut in (9, len(whole) // 2, len(whole) - 1):

@@ -5,14 +5,13 @@ import os
 from pathlib import Path
 
 import pytest
-from llama3_tokenizer import SPECIAL_TOKENS, build_tiny_tokenizer, tiny_tokenizer
+from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 from tokenizers import Tokenizer, models
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
+from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE, ensure_chat_template
 from patch.data.tokenizer import (
-    LLAMA3_CHAT_TEMPLATE,
     check_vocabulary,
-    ensure_chat_template,
     load_tokenizer,
     padding_id,
     special_tokens,
@@ -150,11 +149,6 @@ def test_tokenizers_own_template_is_left_alone(logged: list[str]) -> None:
     tokenizer = tiny_tokenizer(template="{{ messages[0].content }}")
     ensure_chat_template(tokenizer)
     assert tokenizer.chat_template == "{{ messages[0].content }}" and not logged
-
-
-def test_no_template_and_no_llama3_tokens_is_refused() -> None:
-    with pytest.raises(DataError, match="no chat template.*chat_template.jinja"):
-        ensure_chat_template(tiny_tokenizer(special=SPECIAL_TOKENS[:2]))
 
 
 def test_padding_is_pad_else_eos_else_zero() -> None:

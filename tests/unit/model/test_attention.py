@@ -1,5 +1,6 @@
 """Attention against transformers' eager attention: outputs and gradients."""
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
+from patch.model import PackedSequences
 from patch.model.attention import CausalAttention
 
 HEAD_SIZE = 12
@@ -75,3 +77,45 @@ def test_no_token_sees_what_comes_after_it_or_left_its_window(window: int | None
         after = _ours(window, None)(*changed, None)
         moved = (after != before).flatten(1).any(1).nonzero().flatten().tolist()
         assert moved == list(range(token, min(17, token + (window or 17)))), token
+
+
+BORDERS = [0, 7, 8, 20, 24, 48]
+"""Of two rows of 24 tokens: one token, four sequences in the first row, one that fills the second."""
+
+
+def _packed(rows: int, length: int) -> PackedSequences:
+    borders = torch.tensor(BORDERS, dtype=torch.int32)
+    packed = PackedSequences.of(borders, torch.empty(rows, length), torch.device("cpu"))
+    assert packed is not None
+    return packed
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(6, 6), (6, 2)])
+@pytest.mark.parametrize("window", [None, 1, 5, 24])
+def test_packed_sequences_attend_as_each_alone_in_transformers(
+    heads: int, groups: int, window: int | None
+) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(24, 2, count, HEAD_SIZE, requires_grad=True) for count in (heads, groups, groups)]
+    direction = torch.randn(24, 2, heads * HEAD_SIZE)
+    context = _ours(window, None)(*inputs, None, packed_seq_params=_packed(2, 24))
+    tokens = [tensor.transpose(0, 1).flatten(0, 1)[:, None] for tensor in inputs]  # [B * S, 1, heads, D]
+    alone = [
+        _eager([tensor[begin:end] for tensor in tokens], window, HEAD_SIZE**-0.5)
+        for begin, end in pairwise(BORDERS)
+    ]
+    expected = torch.cat(alone).view(2, 24, -1).transpose(0, 1)
+    torch.testing.assert_close(context, expected, rtol=0, atol=FP32_BOUND)
+    gradients = torch.autograd.grad((context * direction).sum(), inputs)
+    for ours, theirs in zip(
+        gradients, torch.autograd.grad((expected * direction).sum(), inputs), strict=True
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=FP32_BOUND * 4)
+
+
+def test_positions_begin_again_at_each_border() -> None:
+    packed = _packed(2, 24)
+    expected = [position for begin, end in pairwise(BORDERS) for position in range(end - begin)]
+    assert packed.position_ids.flatten().tolist() == expected
+    assert packed.lengths == [7, 1, 12, 4, 24] and packed.max_seqlen_q == packed.max_seqlen_kv == 24
+    assert PackedSequences.of(None, torch.empty(2, 24), torch.device("cpu")) is None

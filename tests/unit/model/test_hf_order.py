@@ -15,12 +15,11 @@ from distributed_runner import new_job, run_distributed
 from hf_families import family_model, family_run
 from megatron.core import parallel_state
 from small_runs import hf_llama, small_run
-from training_runs import CPU, seeded_batches, train
+from training_runs import CPU, hf_gradients, seeded_batches, train
 
 from patch import compat
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
-from patch.convert.live_weights import mapped_parameters
 from patch.data import Batch
 from patch.distributed.groups import initialize
 from patch.model import LlamaModel, build_llama_model, sum_learned
@@ -135,21 +134,6 @@ def _our_step(stages: list[LlamaModel], batches: list[Batch], is_aligned: bool) 
     return [loss.item() for loss in losses]
 
 
-def _gradients(stages: list[LlamaModel], config: RunConfig) -> dict[str, torch.Tensor]:
-    """These stages' gradients under Hugging Face's names."""
-    parameters = [parameter for stage in stages for parameter in stage.parameters()]
-    weights = [parameter.data for parameter in parameters]
-    for parameter in parameters:
-        parameter.data = parameter.grad
-    found = {}
-    for weight in mapped_parameters(stages, config.model, tp_size=1):
-        tensors = weight.mapping.megatron_to_hf([weight.parameter])
-        found |= {tensor.name: value for tensor, value in zip(weight.mapping.hf, tensors, strict=True)}
-    for parameter, weight in zip(parameters, weights, strict=True):
-        parameter.data = weight
-    return found
-
-
 def _differences(stages: list[LlamaModel], hf: Any, config: RunConfig, shape: tuple[int, int]) -> list[str]:
     """What is not equal to the bit: logits, losses, names of weights whose gradient differs."""
     batches = _batches(config, *shape)
@@ -159,7 +143,7 @@ def _differences(stages: list[LlamaModel], hf: Any, config: RunConfig, shape: tu
     found = [] if torch.equal(ours, logits) else ["logits"]
     if _our_step(stages, batches, config.model.precision_align != "none") != losses:
         found.append("losses")
-    ours = _gradients(stages, config)
+    ours = hf_gradients(stages, config)
     assert ours.keys() == gradients.keys()
     return found + [name for name in gradients if not torch.equal(ours[name], gradients[name])]
 
@@ -264,7 +248,7 @@ def _stage_differences(hf: Any, folder: Path, config: RunConfig) -> tuple:
     batches = _batches(config, 2, 66, count=1 if tied else 2)
     _, losses, gradients = _hf_step(hf, batches)
     ours = _our_step(stages, batches, is_aligned=True)
-    mine = _gradients(stages, config)
+    mine = hf_gradients(stages, config)
     new_job()
     differing = [name for name in mine if name != tied and not torch.equal(mine[name], gradients[name])]
     shared = (mine[tied].float().numpy(), gradients[tied].float().numpy()) if tied else None

@@ -1,0 +1,170 @@
+"""Turns of a conversation: OpenAI's messages, ShareGPT's from and value, and their variants.
+
+{"role": "assistant", "content": "...", "tool_calls": [...], "weight": 0}
+{"from": "gpt", "value": "..."}
+{"from": "function_call", "value": JSON text of a call}, {"from": "observation", "value": "..."}
+{"human": "...", "assistant": "..."}        one object for several turns
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from patch.data.formats.conversation import Message
+from patch.data.formats.keys import first_key, from_json, is_absent, missing_keys, rename, shown, text_of
+from patch.data.formats.tools import read_calls
+from patch.errors import DataError, nearest
+
+_CALL = "function_call"
+_ROLES = {
+    **dict.fromkeys(("user", "human"), "user"),
+    **dict.fromkeys(("assistant", "gpt", "bot", "chatgpt", "bing", "bard", "model"), "assistant"),
+    # Of the templates of LLaMA-like models hardly one knows "developer", OpenAI's later word for the same.
+    **dict.fromkeys(("system", "developer"), "system"),
+    **dict.fromkeys(("tool", "observation", "function", "tool_response", "ipython"), "tool"),
+    **dict.fromkeys((_CALL, "tool_call"), _CALL),
+}
+"""What files call a speaker, and the role that templates know."""
+_ROLES_NAMED = "system, user, assistant, tool (or human, gpt, observation, function_call)"
+
+_ROLE_KEYS = ("role", "from")
+_CONTENT_KEYS = ("content", "value")
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+_KEPT = (*_REASONING, "name", "tool_call_id")
+"""Keys that templates read beside role, content and tool_calls, where they are text."""
+_WEIGHTS = ("weight", "train", "loss", "loss_scale")
+_NOT_SUPPORTED = {
+    **dict.fromkeys(("images", "videos", "audios", "audio"), "only text can be trained"),
+    **dict.fromkeys(("tools", "functions"), "they belong to the row, beside its messages"),
+    "train_detail": "a message is learned as a whole or not at all (train)",
+}
+
+
+class Turn(NamedTuple):
+    """One message, and whether it is learned."""
+
+    message: Message
+    learned: bool
+
+
+def read_turns(value: Any, key: str, where: str, columns: Mapping[str, str]) -> list[Turn]:
+    """The turns of a list of messages.
+
+    Args:
+        value: the list, or JSON text of it.
+        key: the row's key that holds it, for messages.
+        where: file and row, for messages.
+        columns: the user's names for the role and the content of a message.
+    Raises:
+        DataError: it is no list of messages; or a message has no role or content, an unknown role, or
+            something else than text.
+    """
+    items = from_json(value)
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise DataError(
+            f"{where}: {key}: got {shown(value)}, expected a list of objects with role and content"
+        )
+    turns = []
+    for number, item in enumerate(items, start=1):
+        place = f"{where}: message {number}"
+        asked = {ours: theirs for ours, theirs in columns.items() if _has_column(item, ours, theirs)}
+        named = rename(item, asked, place)
+        turns += [_turn(each, place) for each in _spoken(named, place)]
+    return turns
+
+
+def _has_column(item: dict[str, Any], ours: str, theirs: str) -> bool:
+    """Whether a message has the user's column, or must have it: it has no usual key and needs a content."""
+    usual = _ROLE_KEYS if ours == "role" else (*_CONTENT_KEYS, "tool_calls")
+    return theirs in item or first_key(item, usual) is None
+
+
+def _spoken(item: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    """An object as objects of one speaker each: {"human": ..., "assistant": ...} holds two."""
+    if first_key(item, _ROLE_KEYS) is not None:
+        return [item]
+    said = {key: value for key, value in item.items() if not is_absent(value)}
+    if said and all(key.lower() in _ROLES for key in said):
+        return [{"role": role, "content": content} for role, content in said.items()]
+    known = [*_ROLE_KEYS, *_CONTENT_KEYS]
+    raise DataError(f"{where}: {missing_keys(item, 'role and content (or from and value)', known)}")
+
+
+def _turn(item: dict[str, Any], where: str) -> Turn:
+    for key, reason in _NOT_SUPPORTED.items():
+        if not is_absent(item.get(key)):
+            raise DataError(f"{where}: key {key} is not supported: {reason}")
+    role = _role(item, where)
+    content_key = first_key(item, _CONTENT_KEYS)
+    if role == _CALL:
+        calls, content = read_calls(item.get(content_key or ""), f"{where}: {content_key}"), ""
+        role = "assistant"
+    else:
+        calls = _calls(item, where)
+        content = _content(item, content_key, where, has_calls=bool(calls), is_result=role == "tool")
+    kept = {key: text_of(item, key, where) for key in _KEPT if not is_absent(item.get(key))}
+    message = {"role": role, "content": content, **kept, **({"tool_calls": calls} if calls else {})}
+    says_something = any(text.strip() for text in (content, *(kept.get(key, "") for key in _REASONING)))
+    return Turn(message, role == "assistant" and _has_weight(item, where) and bool(says_something or calls))
+
+
+def _role(item: dict[str, Any], where: str) -> str:
+    key = first_key(item, _ROLE_KEYS)
+    assert key is not None, "_spoken lets nothing else pass"
+    said = text_of(item, key, where)
+    role = _ROLES.get(said.strip().lower())
+    if role is None:
+        hint = nearest(said, list(_ROLES))
+        raise DataError(f"{where}: {key}: got {said!r:.60}, expected one of {_ROLES_NAMED}{hint}")
+    return role
+
+
+def _calls(item: dict[str, Any], where: str) -> list[dict[str, Any]]:
+    key = first_key(item, ("tool_calls", "function_call"))
+    return [] if key is None else read_calls(item[key], f"{where}: {key}")
+
+
+def _content(item: dict[str, Any], key: str | None, where: str, *, has_calls: bool, is_result: bool) -> str:
+    """The text of a message; "" where it only calls tools.
+
+    Args:
+        item: the message.
+        key: its key with the content; None if it has none.
+        where: its place, for messages.
+        has_calls: whether it calls tools; then the content may be null.
+        is_result: whether it is a tool's result, which may be an object; templates want its JSON text.
+    """
+    if has_calls and (key is None or item[key] is None):
+        return ""
+    if key is None:
+        known = [*_ROLE_KEYS, *_CONTENT_KEYS, "tool_calls"]
+        raise DataError(f"{where}: {missing_keys(item, 'role and content (or from and value)', known)}")
+    if is_result and isinstance(item[key], dict):
+        return json.dumps(item[key], ensure_ascii=False)
+    if isinstance(item[key], list):
+        place = f"{where}: {key}"
+        return "".join(_part(part, f"{place}: part {n}") for n, part in enumerate(item[key], start=1))
+    return text_of(item, key, where)
+
+
+def _part(part: Any, where: str) -> str:
+    """The text of one part of a list content."""
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict):
+        raise DataError(f"{where}: got {shown(part)}, expected text")
+    kind = part.get("type") or "text"
+    if kind not in ("text", "input_text", "output_text") or "text" not in part:
+        raise DataError(f"{where}: got type {shown(kind)}, expected text: only text can be trained")
+    return text_of(part, "text", where)
+
+
+def _has_weight(item: dict[str, Any], where: str) -> bool:
+    """Whether no key of the message says that it is not learned."""
+    for key in _WEIGHTS:
+        value = item.get(key)
+        if value not in (None, 0, 1):
+            raise DataError(f"{where}: {key}: got {shown(value)}, expected 0, 1, true or false")
+    return all(item.get(key) in (None, 1) for key in _WEIGHTS)

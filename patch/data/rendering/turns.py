@@ -1,0 +1,156 @@
+"""Cuts the text of a conversation where learning begins and ends.
+
+What the assistant says is known in one of two ways. A template with `{% generation %}` says it itself. Of any
+other template, an answer is what the text lacks without it: the prompt for the answer must be the beginning
+of the text with the answer. The loss covers the assistant's words and the token that ends its turn, so that
+the model learns to stop. The header before the words is not learned, because generation starts after it; what
+the template writes after the turn (such as ChatML's line break) is not learned either.
+
+Some templates write earlier turns otherwise once others follow (Qwen 3 drops their thoughts). Then the
+conversation becomes several samples, each with the text that generation would see.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from patch.data.rendering.spans import Span
+from patch.data.rendering.template import CURE, PROBE, Row, Template
+from patch.data.rendering.written import check_answer, check_row, says_something, words_of
+from patch.errors import DataError
+
+_MANY_TURNS = 4
+"""From this many turns of the assistant on, the fast way of rendering is tried."""
+MOST_SAMPLES = 64
+"""Samples that may be made of one conversation; each has the whole text before its answer."""
+
+
+class _RewrittenError(Exception):
+    """The text of earlier turns has changed."""
+
+
+class _Turn(NamedTuple):
+    """The text up to an answer, and the answer with the token that ends it."""
+
+    prompt: str
+    answer: str
+
+
+def cut(template: Template, row: Row, turns: Sequence[int]) -> list[list[Span]]:
+    """The samples of a conversation.
+
+    Args:
+        template: writes the conversation.
+        row: its last message is the last turn to learn.
+        turns: the indices of the assistant's messages that are learned; at least one.
+
+    Raises:
+        DataError: prompt and answer cannot be separated; the answer has no end; the template loses something;
+            or there are too many samples.
+    """
+    if template.marks_answers(row):
+        return [_from_blocks(template, row, turns)]
+    if len(turns) >= _MANY_TURNS:
+        try:
+            return [_from_local_turns(template, row, turns)]
+        except (DataError, _RewrittenError):
+            # Either the text of a turn depends on earlier turns, or the row is wrong. The slow way tells.
+            pass
+    return _from_prefixes(template, row, turns)
+
+
+def _from_blocks(template: Template, row: Row, turns: Sequence[int]) -> list[Span]:
+    """One sample, of a template that marks what the assistant says."""
+    text, blocks = template.write_marked(row)
+    check_row(template.name, row, text)
+    answers = [
+        index
+        for index, message in enumerate(row.messages)
+        if message["role"] == "assistant" and says_something(message)
+    ]
+    # A block of special tokens alone is an answer without words, or an eos token after the conversation.
+    blocks = [(start, end) for start, end in blocks if template.has_words(text[start:end])]
+    if len(blocks) != len(answers):
+        raise DataError(
+            f"{row.where}: {template.name} has {len(blocks)} blocks of generation for {len(answers)} "
+            "answers; expected one for each (--chat-template)",
+            field="chat_template",
+        )
+    spans: list[Span] = []
+    done = 0
+    for index, (start, end) in zip(answers, blocks, strict=True):
+        if index not in turns:
+            continue
+        start = template.begin_of_block(text, start)
+        check_answer(template.name, row, index, text[start:end])
+        end = template.end_of_block(text, start, end, row)
+        spans += [Span(text[done:start], False), Span(text[start:end], True)]
+        done = end
+    return spans
+
+
+def _from_local_turns(template: Template, row: Row, turns: Sequence[int]) -> list[Span]:
+    """One sample, in a time linear in the number of turns if the text of a turn needs no earlier turns.
+
+    Only turns 1, 2, 4, 8, ... and the last one are cut from the text of all that comes before. The others are
+    rendered after a short conversation of our own; the next turn that is rendered in full then shows whether
+    their text is right.
+    """
+    probe = _turn(template, Row(PROBE, None, row.where), 1)
+    probe_text = probe.prompt + probe.answer
+    spans: list[Span] = []
+    begin = 0
+    for number, index in enumerate(turns, start=1):
+        is_power_of_2 = number & (number - 1) == 0
+        if is_power_of_2 or number == len(turns):
+            turn, before = _turn(template, row, index), "".join(span.text for span in spans)
+        else:
+            part = Row([*PROBE, *row.messages[begin : index + 1]], None, row.where)
+            turn, before = _turn(template, part, len(part.messages) - 1), probe_text
+        if not turn.prompt.startswith(before):
+            raise _RewrittenError
+        spans += [Span(turn.prompt[len(before) :], False), Span(turn.answer, True)]
+        begin = index + 1
+    return spans
+
+
+def _from_prefixes(template: Template, row: Row, turns: Sequence[int]) -> list[list[Span]]:
+    """The samples, from the text up to each turn; a new one where that text is not what it was before."""
+    samples: list[list[Span]] = [[]]
+    done = ""
+    for index in turns:
+        turn = _turn(template, row, index)
+        if not turn.prompt.startswith(done):
+            samples.append([])
+            done = ""
+        samples[-1] += [Span(turn.prompt[len(done) :], False), Span(turn.answer, True)]
+        done = turn.prompt + turn.answer
+        if len(samples) > MOST_SAMPLES:
+            raise DataError(
+                f"{row.where}: {template.name} writes earlier turns differently after each question, so "
+                f"every turn needs a sample of its own: more than {MOST_SAMPLES}; learn the last "
+                "turn only (--train-on last), or use a template with {% generation %}",
+                field="train_on",
+            )
+    return samples
+
+
+def _turn(template: Template, row: Row, index: int) -> _Turn:
+    """The turn of one message, cut from the text of the conversation up to it."""
+    prompt = template.write(row.beginning(index), generate=True) + template.header
+    said = row.beginning(index + 1)
+    text = template.write(said)
+    if not text.startswith(prompt):
+        raise DataError(
+            f"{row.where}: message {index + 1}: {template.name} writes the text before the answer "
+            f"differently from the prompt for it, so prompt and answer cannot be separated; {CURE}"
+        )
+    words = words_of(row.messages[index])
+    place = text.find(words, len(prompt))
+    end = template.end_of_turn(text, len(prompt) if place < 0 else place + len(words), said)
+    answer = text[len(prompt) : end]
+    check_answer(template.name, row, index, answer)
+    if index == len(row.messages) - 1:
+        check_row(template.name, row, text)
+    return _Turn(prompt, answer)

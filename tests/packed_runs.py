@@ -1,0 +1,113 @@
+"""The same conversations as micro-batches, packed into four rows or padded in eight."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from training_runs import CPU
+
+from patch import compat
+from patch.config.schema import RunConfig
+from patch.convert import import_hf
+from patch.data import Batch
+from patch.data.packing import PackedSource, Packs
+from patch.data.samples import Sample, collate
+from patch.distributed.groups import initialize
+from patch.model import build_llama_model, initialize_weights
+from patch.training.setup import Run
+
+LENGTH = 32
+SIZES = [32, 10, 22, 5, 9, 14, 20, 11]
+ROWS = [0, 1, 3, 6, 8]
+"""Conversations 0; 1 and 2; 3 to 5; 6 and 7 share a row. One fills it, two rows end in padding."""
+PADDING = 2
+STEPS = 3
+PACKED = {"micro_batch_size": 2, "global_batch_size": 4, "packing": True, "train_iters": STEPS}
+PADDED = {"micro_batch_size": 2, "global_batch_size": 8, "train_iters": STEPS}
+
+
+class Talks:
+    """Conversations of random ids, the second half of each learned.
+
+    Args:
+        seed: of the ids.
+        learned: which conversations have anything to learn; None: all.
+    """
+
+    def __init__(self, seed: int, learned: Sequence[int] | None = None) -> None:
+        random = np.random.default_rng(seed)
+        self.sizes = np.array(SIZES)
+        self.padding = PADDING
+        self._ids = [random.integers(0, 250, size + 1).astype(np.int32) for size in SIZES]
+        self._learned = [
+            np.arange(size + 1) > size // 2
+            if learned is None or index in learned
+            else np.zeros(size + 1, bool)
+            for index, size in enumerate(SIZES)
+        ]
+        self.num_learned = sum(int(learned[1:].sum()) for learned in self._learned)
+
+    def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self._ids[index], self._learned[index]
+
+    def take(self, number: int, other: "Talks") -> None:
+        """Have the tokens of another's conversation."""
+        self._ids[number] = other._ids[number]
+
+    def learn_one_token(self, number: int, token: int) -> None:
+        """Learn nothing else."""
+        for learned in self._learned:
+            learned[:] = False
+        self._learned[number][token] = True
+
+    def end_with_padding(self) -> None:
+        """Learn the padding's id at the end of each conversation, as where pad is the end token."""
+        for ids in self._ids:
+            ids[-1] = PADDING
+
+    def packed(self) -> list[Sample]:
+        return list(PackedSource(self, Packs(LENGTH, np.arange(len(SIZES)), np.array(ROWS[1:]))))
+
+    def padded(self) -> list[Sample]:
+        samples = []
+        for ids, learned in zip(self._ids, self._learned, strict=True):
+            row = torch.full((LENGTH + 1,), PADDING)
+            row[: len(ids)] = torch.from_numpy(ids)
+            mask = torch.zeros(LENGTH)
+            mask[: len(ids) - 1] = torch.from_numpy(learned[1:]).float()
+            samples.append(Sample(row[:-1], row[1:], mask))
+        return samples
+
+
+def batches_of(talks: Talks, config: RunConfig) -> list[Batch]:
+    samples, size = (
+        talks.packed() if config.data.packing else talks.padded(),
+        config.training.micro_batch_size,
+    )
+    return [collate(samples[begin : begin + size]) for begin in range(0, len(samples), size)]
+
+
+class TalkReader:
+    """A BatchReader of one global batch a step: micro-batch m of rank r is number m * DP + r."""
+
+    def __init__(self, config: RunConfig, dp_rank: int) -> None:
+        self._config, self._dp_rank = config, dp_rank
+
+    def __len__(self) -> int:
+        return 1
+
+    def step(self, iteration: int) -> list[Batch]:
+        return batches_of(Talks(iteration), self._config)[self._dp_rank :: self._config.data_parallel_size]
+
+
+def build_untrained(config: RunConfig, hf_folder: Path | None = None) -> Run:
+    """A run without an optimizer, for `run_schedule`."""
+    compat.apply(cuda=False)
+    groups = initialize(config, CPU)
+    stages = build_llama_model(config.model, groups, CPU.device, config.execution)
+    if hf_folder is None:
+        initialize_weights(stages, config.model, 1)
+    else:
+        import_hf(stages, hf_folder, config.model, groups)
+    return Run(config, CPU.device, groups, None, None, None, stages, None, 0)  # type: ignore[arg-type]
