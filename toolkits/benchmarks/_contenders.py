@@ -87,7 +87,7 @@ class OurTrainer:
             groups=groups,
             tokenizer=None,
             train_reader=reader,  # type: ignore[arg-type]
-            valid_reader=None,
+            valid_readers={},
             stages=stages,
             optimizer=optimizer,
             start_iteration=0,
