@@ -41,10 +41,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("cache_dir", bool, "other than default", "the token cache", "default"),
     NotBuilt("data_workers", bool, "above 0", "tokenizing by several processes", "0"),
     NotBuilt("data_prefetch", lambda v: v != 2, "other than 2", "background reading", "2"),
-    NotBuilt("split", bool, "other than none", "splitting a set", "none"),
-    NotBuilt("reset_position_ids", bool, "true", "document borders", "false"),
-    NotBuilt("reset_attention_mask", bool, "true", "document borders", "false"),
-    NotBuilt("eod_mask_loss", bool, "true", "masking ends of documents", "false"),
     NotBuilt(
         "distributed_checkpointing",
         lambda v: not v,
