@@ -1,1 +1,6 @@
-"""Shows the samples of a set as tokens, learned and not learned, and figures of the set; see README.md."""
+"""Shows training data: rows as tokens, learned and not learned, and figures of the sets; see README.md."""
+
+from patch.data.preview.preview import Preview
+from patch.data.preview.terminal import terminal
+
+__all__ = ["Preview", "terminal"]

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patch.data.preview.statistics import SetStatistics
+from patch.data.preview.visible import visible_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -47,13 +48,15 @@ def svg(sets: Sequence[SetStatistics]) -> str:
 
 def _figure(sets: Sequence[SetStatistics], ink: str) -> Figure:
     from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
 
     figure = Figure(figsize=(7, 2.6 * len(sets)), layout="constrained")
     for number, each in enumerate(sets, start=1):
         axes = figure.add_subplot(len(sets), 1, number)
         axes.stairs(each.lengths.counts, each.lengths.edges, fill=True, color=_BAR)
         axes.axvline(each.packing.capacity, color=_LIMIT, linestyle="--")
-        axes.set_title(each.name, color=ink, parse_math=False)
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.set_title(visible_name(each.name), color=ink, parse_math=False)
         axes.set_xlabel(f"tokens of a sample (the line: {each.packing.capacity} fit)", color=ink)
         axes.set_ylabel("samples", color=ink)
         axes.tick_params(colors=ink)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import groupby
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from patch.data.preview.pieces import Piece
+from patch.data.preview.visible import visible
 
 
 class ShownToken(NamedTuple):
@@ -25,6 +26,21 @@ class ShownRow(NamedTuple):
     """Empty if the row is dropped."""
     remarks: list[str]
     """What happened to it on the way: dropped, cut, special tokens that became text."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The row as plain values: for each sample its ids, their texts, and 1 for those that are learned."""
+        return {
+            "where": self.where,
+            "remarks": self.remarks,
+            "samples": [
+                {
+                    "ids": [token.piece.id for token in sample],
+                    "texts": [visible(token.piece.text) for token in sample],
+                    "learned": [int(token.is_learned) for token in sample],
+                }
+                for sample in self.samples
+            ],
+        }
 
 
 def lines_of(sample: list[ShownToken]) -> Iterator[list[ShownToken]]:

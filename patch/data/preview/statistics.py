@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from patch.config.data_spec import DataPart
 from patch.data.packing import PackingSummary, pack
 from patch.data.sft.report import Rows, SetReport
 from patch.data.sft.source import SftSource
@@ -27,14 +28,14 @@ class Histogram:
 
     @classmethod
     def of(cls, sizes: np.ndarray) -> Histogram:
-        """The histogram of some lengths, with at most 12 bars of an equal, round width.
+        """The histogram of some lengths, with at most 12 bars of a round width; the last one ends at the longest.
 
         Args:
             sizes: integer [N]; not empty.
         """
         longest = int(sizes.max())
-        width = next(width for width in _round_numbers() if longest // width < _MOST_BARS)
-        edges = np.arange(0, longest + width + 1, width)
+        width = next(width for width in _round_numbers() if longest <= width * _MOST_BARS)
+        edges = np.append(np.arange(0, longest, width), longest + 1)
         return cls(edges.tolist(), np.histogram(sizes, edges)[0].tolist())
 
 
@@ -63,18 +64,18 @@ class SetStatistics:
     packing: PackingSummary
 
     @classmethod
-    def of(cls, name: str, source: SftSource, capacity: int) -> SetStatistics:
+    def of(cls, part: DataPart, source: SftSource, capacity: int) -> SetStatistics:
         """The figures of a set; reads all its tokens.
 
         Args:
-            name: of the set.
+            part: names the set.
             source: the set.
             capacity: tokens of a sample as the model sees it, padding included.
         """
         sizes = np.asarray(source.sizes)
         copies = np.unique_counts(_hashes(source)).counts
         return cls(
-            name=name,
+            name=part.path if part.weight is None else f"{part.weight:g} {part.path}",
             report=source.report,
             duplicates=len(source) - len(copies),
             most_copies=int(copies.max()),

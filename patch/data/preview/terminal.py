@@ -9,14 +9,27 @@ A line is learned as a whole or not at all, and its margin says so.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
+from typing import TextIO
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
 from patch.data.preview.shown import ShownRow, ShownToken, lines_of
-from patch.data.preview.visible import BORDER, INNER_BORDER, SPECIAL, is_right_to_left, visible, visible_name
+from patch.data.preview.statistics import SetStatistics
+from patch.data.preview.visible import (
+    BORDER,
+    INNER_BORDER,
+    NEWLINE,
+    SPACE,
+    SPECIAL,
+    TAB,
+    is_right_to_left,
+    visible,
+    visible_name,
+)
 
 _MARGINS = {True: "learned \u2503 ", False: "        \u2503 "}
 _LEFT_TO_RIGHT = "\u200e"
@@ -28,10 +41,24 @@ _STYLES = {True: ("black on green", "black on bright_green"), False: ("default",
 _SPECIAL_STYLES = {True: "bold underline", False: "magenta"}
 _BORDER_STYLE = "dim"
 
-LEGEND = (
-    f"learned \u2503: the loss covers these tokens; {BORDER} between tokens, {INNER_BORDER} within a character; "
-    f"{SPECIAL[0]}special token{SPECIAL[1]}; \u2423 space, \u21b5 new line, \u21e5 tab"
-)
+_BAR_CELLS = 40
+
+
+def terminal(stream: TextIO) -> Console:
+    """A console on a stream. What its encoding lacks is shown as an escape, such as \\u2502."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return Console(file=stream, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def print_legend(console: Console) -> None:
+    """Print what the signs mean."""
+    legend = Text.assemble(
+        ("learned \u2503", "bold"), " the loss covers this line; ", f"{BORDER} between tokens, ",
+        f"{INNER_BORDER} between two tokens within a character; {SPECIAL[0]}special token{SPECIAL[1]}; "
+        f"{SPACE} space, {NEWLINE} new line, {TAB} tab",
+    )  # fmt: skip
+    console.print(legend, style="dim")
 
 
 def print_row(console: Console, row: ShownRow, max_lines: int | None = None) -> None:
@@ -49,18 +76,28 @@ def print_row(console: Console, row: ShownRow, max_lines: int | None = None) -> 
         if sample:
             learned = sum(token.is_learned for token in sample)
             heading.append(f": {len(sample)} tokens, {learned} learned ({learned / len(sample):.1%})")
-        _print(console, heading)
+        console.print(heading)
         for remark in row.remarks if number == 1 else ():
-            _print(console, Text(f"  {visible_name(remark)}", style="yellow"))
+            console.print(Text(f"  {visible_name(remark)}", style="yellow"))
         lines = list(_lines(sample, console.width))
         for line in lines[:max_lines]:
-            _print(console, line)
+            console.print(line)
         if max_lines is not None and len(lines) > max_lines:
-            _print(console, Text(f"        \u2503 ... {len(lines) - max_lines} more lines"))
+            console.print(Text(f"        \u2503 ... {len(lines) - max_lines} more lines"))
 
 
-def _print(console: Console, line: Text) -> None:
-    console.print(line, soft_wrap=True, highlight=False)
+def print_statistics(console: Console, figures: SetStatistics) -> None:
+    """Print the figures of a set, and a bar for each range of lengths."""
+    console.print(Text(visible_name(figures.name), style="bold"))
+    table = figures.table()
+    longest = max(len(name) for name, _ in table)
+    for name, value in table:
+        console.print(Text.assemble((f"  {name:<{longest}}  ", "dim"), visible_name(value)))
+    edges, counts = figures.lengths.edges, figures.lengths.counts
+    width, most = len(f"{edges[-1]:,}"), max(counts)
+    for first, end, count in zip(edges, edges[1:], counts, strict=False):
+        bar = "\u2588" * -(-count * _BAR_CELLS // most)
+        console.print(Text.assemble(f"  {first:>{width},} to {end - 1:>{width},} tokens  ", (bar, "green"), f" {count:,}"))
 
 
 def _lines(sample: list[ShownToken], width: int) -> Iterator[Text]:
