@@ -2,6 +2,8 @@
 
 import gc
 import logging
+import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -32,3 +34,15 @@ def logged() -> list[str]:
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     return messages
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache_of_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep the token caches of runs under test, also of those in other processes, out of the user's home."""
+    before = os.environ.get("XDG_CACHE_HOME")
+    os.environ["XDG_CACHE_HOME"] = str(tmp_path_factory.mktemp("cache"))
+    yield
+    if before is None:
+        del os.environ["XDG_CACHE_HOME"]
+    else:
+        os.environ["XDG_CACHE_HOME"] = before

@@ -1,9 +1,8 @@
-"""python -m toolkits.preview_data: shows rows as tokens, learned and not learned, and figures of the whole set."""
+"""python -m toolkits.preview_data: shows rows as tokens, learned or not, and figures of the whole set."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
@@ -50,16 +49,20 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--config", metavar="FILE", help="a run as YAML, such as the config.yaml of a run")
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--rows", type=_count, default=1, metavar="N", help="show the first N rows of each set [1]")
-    which.add_argument("--row", type=_count, metavar="N", help="show line N of a JSONL file, row N of another")
+    which.add_argument(
+        "--rows", type=_count, default=1, metavar="N", help="show the first N rows of each set [1]"
+    )
+    which.add_argument(
+        "--row", type=_count, metavar="N", help="show line N of a JSONL file, row N of another"
+    )
     parser.add_argument(
         "--no-statistics", dest="statistics", action="store_false", help="do not read the sets to their ends"
     )
     parser.add_argument("--html", type=Path, metavar="FILE", help="also write one HTML page with all of this")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also write the histogram of lengths")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of this as JSON")
-    group = parser.add_argument_group("the run's own flags", f"--max-padding-length is {DEFAULT_LENGTH} here.")
-    add_flags(group, DATA_FLAGS)
+    note = f"Where neither they nor --config say it, --max-padding-length is {DEFAULT_LENGTH}."
+    add_flags(parser.add_argument_group("the run's own flags", note), DATA_FLAGS)
     return parser
 
 

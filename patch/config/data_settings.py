@@ -54,7 +54,9 @@ def read_data_settings(text: str | None, flags: Mapping[str, Any], run: str | No
     if text is not None:
         values |= {"train_data_path": text, "dataset_type": "idxmap" if _is_indexed(text) else "raw"}
     if "train_data_path" not in values:
-        raise ConfigError("no data is named, expected what DATASET_PATH of the run would be, or --config FILE")
+        raise ConfigError(
+            "no data is named, expected what DATASET_PATH of the run would be, or --config FILE"
+        )
     values.setdefault("max_padding_length", values.get("seq_length", DEFAULT_LENGTH))
     for name in DATA_FLAGS:
         if name in values:

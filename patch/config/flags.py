@@ -95,8 +95,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def add_flags(parser: argparse.ArgumentParser, names: Iterable[str]) -> None:
-    """Give another program's parser the flags of some fields; `fields_of` reads them."""
+def add_flags(parser: argparse._ActionsContainer, names: Iterable[str]) -> None:
+    """Give another program's parser, or a group of it, the flags of some fields; `fields_of` reads them."""
     for name in names:
         _add(parser, FIELDS[name])
 
@@ -108,7 +108,9 @@ def fields_of(namespace: argparse.Namespace, names: Iterable[str]) -> dict[str, 
         ConfigError: a wrong value, or a flag given twice with different values.
     """
     given = {name: values for name in names if (values := getattr(namespace, name, None)) is not None}
-    return {name: coerce(FIELDS[name], _single(name, values), FIELDS[name].flag) for name, values in given.items()}
+    return {
+        name: coerce(FIELDS[name], _single(name, values), FIELDS[name].flag) for name, values in given.items()
+    }
 
 
 def _spellings(field: Field) -> list[str]:

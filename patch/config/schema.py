@@ -290,7 +290,7 @@ class DataConfig:
         "raw samples over --max-padding-length are cut at an end, split, or dropped", "cut-end"
     )
     max_dropped_share: float = flag(
-        "the run stops if a larger share of a file's rows has nothing to learn", 0.1, at_least=0, at_most=1
+        "the run stops if a larger share of a set's rows is dropped", 0.1, at_least=0, at_most=1
     )
     packing: bool = flag("several raw samples in one sequence", False)
     cache_dir: str | None = flag(

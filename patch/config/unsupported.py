@@ -36,10 +36,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("train_epochs", bool, "above 0", "a run's length in epochs", "0"),
     NotBuilt("train_data_path", _names_several, "several sets", "a blend of sets", "one set"),
     NotBuilt("valid_data_path", _names_several, "several sets", "several validation sets", "one set"),
-    NotBuilt("long_samples", lambda v: v != "cut-end", "other than cut-end", "this cure", "cut-end"),
-    NotBuilt("max_dropped_share", lambda v: v != 0.1, "other than 0.1", "a limit of drops", "0.1"),
-    NotBuilt("cache_dir", bool, "other than default", "the token cache", "default"),
-    NotBuilt("data_workers", bool, "above 0", "tokenizing by several processes", "0"),
     NotBuilt("data_prefetch", lambda v: v != 2, "other than 2", "background reading", "2"),
     NotBuilt(
         "distributed_checkpointing",

@@ -10,13 +10,13 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
-from patch.data.formats import format_options
 from patch.data.packing import packed
-from patch.data.rendering import RenderOptions
 from patch.data.samples import SampleSource
+from patch.data.sft.options import sft_options
 from patch.data.sft.source import load_sft
 from patch.data.tokenizer import check_vocabulary
 from patch.distributed.collectives import all_or_none
+from patch.storage.names import DATA_CACHE_FOLDER
 
 
 class DataSets(NamedTuple):
@@ -55,7 +55,8 @@ def build_datasets(
     check_vocabulary(tokenizer, model.vocab_size)
     train_path, valid_path = data.train_data_path, data.valid_data_path
     if sft:
-        load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer)
+        cache = index_folder.with_name(DATA_CACHE_FOLDER)
+        load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer, cache=cache)
         with all_or_none():
             return DataSets(load(train_path), load(valid_path) if valid_path else None)
     # It imports megatron-core, which raw rows do not need.
@@ -69,7 +70,7 @@ def build_datasets(
 
 
 def _load_sft(
-    path: str, data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+    path: str, data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, cache: Path
 ) -> SampleSource:
     if data.dataset_type == "idxmap":
         from patch.data.pretraining.indexed_sft import load_indexed_sft
@@ -78,6 +79,5 @@ def _load_sft(
             path, tokenizer, sequence_length=model.seq_length, vocab_size=model.vocab_size
         )
     ensure_chat_template(tokenizer, data.chat_template)
-    render = RenderOptions(data.train_on, data.allow_special_tokens)
-    source = load_sft(Path(path), tokenizer, data.max_padding_length, format_options(data), render)
+    source = load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache))
     return packed(source, data.max_padding_length, path) if data.packing else source

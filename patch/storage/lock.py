@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
-from patch.errors import ConfigError, ConversionError, PatchError
+from patch.errors import ConfigError, ConversionError, DataError, PatchError
 from patch.logger import get_logger
 
 _logger = get_logger(__name__)
@@ -28,6 +28,8 @@ _WAIT_S = 3.0
 _WAIT_FOR_DYING_S = 60.0
 """A killed process keeps its lock until the kernel has freed its memory, so it is given more time."""
 _POLL_S = 0.05
+_NAME_HOLDER_EVERY_S = 60.0
+"""For those who wait as long as it takes: how often the log says for whom."""
 
 
 class _LockFile(NamedTuple):
@@ -39,6 +41,8 @@ class _LockFile(NamedTuple):
     cure: str
     field: str | None
     """The configuration field that names the folder, for the error."""
+    waits: bool = False
+    """Whether to wait for the lock's owner as long as it takes."""
 
 
 def _run(output: Path) -> _LockFile:
@@ -82,6 +86,19 @@ def hold_target(target: Path) -> Iterator[None]:
 
 
 @contextmanager
+def wait_for_cache(entry: Path) -> Iterator[None]:
+    """Wait until no other process makes this entry of a cache, and lock it; the lock file is beside it.
+
+    Raises:
+        DataError: the lock file cannot be written.
+    """
+    cure = "expected a cache folder that can be written"
+    path = entry.with_name(f".{entry.name}.lock")
+    with _hold(_LockFile(path, entry, DataError, cure, "cache_dir", waits=True)):
+        yield
+
+
+@contextmanager
 def _hold(lock_file: _LockFile) -> Iterator[None]:
     try:
         descriptor = _lock(lock_file)
@@ -101,6 +118,7 @@ def _lock(lock_file: _LockFile) -> int:
     """Wait for the lock; the descriptor of the locked file."""
     lock_file.path.parent.mkdir(parents=True, exist_ok=True)
     begin = time.monotonic()
+    told = begin - _NAME_HOLDER_EVERY_S + 1
     while True:
         descriptor = os.open(lock_file.path, os.O_RDWR | os.O_CREAT, 0o666)
         try:
@@ -113,7 +131,11 @@ def _lock(lock_file: _LockFile) -> int:
             os.close(descriptor)
             raise
         os.close(descriptor)
-        if time.monotonic() - begin > (_WAIT_FOR_DYING_S if _is_dying(holder) else _WAIT_S):
+        if lock_file.waits:
+            if time.monotonic() - told > _NAME_HOLDER_EVERY_S:
+                told = time.monotonic()
+                _logger.info("waiting for %s, which makes %s", holder, lock_file.folder)
+        elif time.monotonic() - begin > (_WAIT_FOR_DYING_S if _is_dying(holder) else _WAIT_S):
             message = f"{lock_file.folder} is being written by {holder}: {lock_file.cure}"
             raise lock_file.error(message, field=lock_file.field)
         time.sleep(_POLL_S)

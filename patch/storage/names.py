@@ -6,6 +6,7 @@ OUTPUT_BASEPATH/checkpoint/iter_0000100/                           .metadata  co
 OUTPUT_BASEPATH/checkpoint/latest_checkpointed_iteration.txt       "100"
 OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      the run's metrics
 OUTPUT_BASEPATH/data_index/                                        index files: the document of each sample
+OUTPUT_BASEPATH/data_cache/                                        tokenized sets, if the user has no cache
 OUTPUT_BASEPATH/hf/                                                the exported model
 """
 
@@ -24,6 +25,7 @@ METRICS_FILE = "log/metrics.jsonl"
 LOSS_PLOT_FILE = "log/loss.png"
 TENSORBOARD_FOLDER = "tensorboard"
 DATA_INDEX_FOLDER = "data_index"
+DATA_CACHE_FOLDER = "data_cache"
 HF_FOLDER = "hf"
 
 # In a folder of checkpoints.

@@ -1,4 +1,4 @@
-"""Rows and figures as one HTML page: it loads nothing, runs no script, and is as light or dark as its reader."""
+"""Rows and figures as one HTML page: it loads nothing and runs no script."""
 
 from __future__ import annotations
 

@@ -44,11 +44,11 @@ class TokenTexts:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
         self._special = set(special_tokens(tokenizer))
         self._added = {id_: token.content for id_, token in tokenizer.added_tokens_decoder.items()}
-        described = json.loads(tokenizer.backend_tokenizer.to_str())
-        self._steps = {step["type"] for step in _steps(described["decoder"])}
+        self._backend = tokenizer.backend_tokenizer
+        decoder = json.loads(self._backend.to_str())["decoder"]
+        self._steps = {step["type"] for step in _steps(decoder)}
         self._bytes: dict[int, bytes] = {}
 
     def pieces(self, ids: Sequence[int]) -> list[Piece]:
@@ -77,7 +77,7 @@ class TokenTexts:
         return self._bytes[id_]
 
     def _decoded(self, id_: int) -> bytes:
-        token = self._tokenizer.convert_ids_to_tokens(id_)
+        token = self._backend.id_to_token(id_)
         if token is None:
             return f"<no token {id_}>".encode()
         if "ByteLevel" in self._steps:
@@ -99,7 +99,7 @@ def _steps(decoder: dict | None) -> Iterator[dict]:
 
 
 def _characters(data: bytes) -> Iterator[tuple[str, int]]:
-    """Each character with the index of its first byte; a byte that is no part of a character is a surrogate."""
+    """Each character, or byte that is no part of one, with the index of its first byte."""
     start = 0
     for character in data.decode(errors="surrogateescape"):
         yield character, start

@@ -32,7 +32,7 @@ def write_png(sets: Sequence[SetStatistics], file: Path) -> None:
 
 
 def svg(sets: Sequence[SetStatistics]) -> str:
-    """The histograms as an <svg> element that needs nothing from outside, in the colour of the text around."""
+    """The histograms as an <svg> element that loads nothing, in the colour of the text around it."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
 

@@ -12,8 +12,8 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.data.preview.pieces import TokenTexts
 from patch.data.preview.shown import ShownRow, ShownToken
-from patch.data.readers import read_rows
-from patch.data.sft.build import tokenized
+from patch.data.readers.json_rows import read_rows
+from patch.data.sft.build import start_workers
 from patch.data.sft.options import SftOptions
 from patch.data.sft.rows import Item, TokenizedRow
 from patch.errors import DataError
@@ -77,7 +77,7 @@ def _shown(
     items: list[Item], tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int
 ) -> Iterator[ShownRow]:
     texts = TokenTexts(tokenizer)
-    for _, rows in tokenized([items], tokenizer, options, length):
+    for _, rows in start_workers(tokenizer, options, length)([items]):
         for item, row in zip(items, rows, strict=True):
             yield ShownRow(item.where, _samples(row, texts), _remarks(row, options, length))
 

@@ -28,7 +28,7 @@ class Histogram:
 
     @classmethod
     def of(cls, sizes: np.ndarray) -> Histogram:
-        """The histogram of some lengths, with at most 12 bars of a round width; the last one ends at the longest.
+        """The histogram of some lengths, with at most 12 bars of a round width.
 
         Args:
             sizes: integer [N]; not empty.
@@ -105,7 +105,7 @@ class SetStatistics:
             ("learned", f"{packing.num_learned:,} ({packing.num_learned / packing.num_tokens:.1%})"),
             ("length", f"median {self.median:,}, longest row {report.longest:,}"),
             *_dropped(report),
-            ("cut", _places(report.cut) + (f"; {report.unlearned:,} lost learned tokens" * bool(report.cut.count))),
+            ("too long", _cut(report)),
             ("special tokens in text", _places(report.special)),
             ("duplicates", _times(self.duplicates, self.most_copies)),
             ("padding, unpacked", f"{self.padded_share:.1%} of all slots"),
@@ -131,15 +131,21 @@ class SetStatistics:
 
 
 def _hashes(source: SftSource) -> np.ndarray:
-    """uint64 [N]: a hash of the tokens of each sample. Two of 10 million samples collide once in 400,000 sets."""
-    digests = (blake2b(source.conversation(index)[0].tobytes(), digest_size=8) for index in range(len(source)))
-    return np.fromiter((int.from_bytes(digest.digest(), "little") for digest in digests), np.uint64, len(source))
+    """uint64 [N]: a hash of the tokens of each sample. Of 10 million, two collide with probability 3e-6."""
+    conversations = (source.conversation(index)[0] for index in range(len(source)))
+    digests = (blake2b(ids.tobytes(), digest_size=8).digest() for ids in conversations)
+    return np.fromiter((int.from_bytes(digest) for digest in digests), np.uint64, len(source))
 
 
 def _dropped(report: SetReport) -> list[tuple[str, str]]:
     if not report.dropped:
         return [("dropped", "none")]
     return [(f"dropped: {reason}", _places(rows)) for reason, rows in report.dropped.items()]
+
+
+def _cut(report: SetReport) -> str:
+    lost = f"; {report.unlearned:,} of them lost learned tokens" if report.unlearned else ""
+    return f"{_places(report.cut)}{lost}"
 
 
 def _places(rows: Rows) -> str:

@@ -97,7 +97,11 @@ def print_statistics(console: Console, figures: SetStatistics) -> None:
     width, most = len(f"{edges[-1]:,}"), max(counts)
     for first, end, count in zip(edges, edges[1:], counts, strict=False):
         bar = "\u2588" * -(-count * _BAR_CELLS // most)
-        console.print(Text.assemble(f"  {first:>{width},} to {end - 1:>{width},} tokens  ", (bar, "green"), f" {count:,}"))
+        console.print(
+            Text.assemble(
+                f"  {first:>{width},} to {end - 1:>{width},} tokens  ", (bar, "green"), f" {count:,}"
+            )
+        )
 
 
 def _lines(sample: list[ShownToken], width: int) -> Iterator[Text]:

@@ -1,4 +1,4 @@
-"""Runs foreign code, such as a chat template, in its own process with bounded CPU time and memory.
+"""Runs foreign code, such as a chat template, in processes of its own with bounded CPU time and memory.
 
 Jinja's sandbox bounds neither, and a signal handler cannot interrupt an operation that does not return to the
 interpreter (10 ** 10 ** 10). The kernel's limits bound both. CPU time is limited, not elapsed time, so a busy
@@ -16,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from typing import Any, Generic, NoReturn, TypeVar
 
 import psutil
@@ -28,13 +28,15 @@ SECONDS = 60
 BYTES = 2 << 30
 """Memory in addition to what the parent has when it forks."""
 _INDEX_BYTES = 8
+_LISTS_AHEAD = 2
+"""For each child, lists whose results may wait for an earlier list's."""
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
 
 
 class ChildEndedError(Exception):
-    """The child ended while it worked on one item."""
+    """A child ended while it worked on one item."""
 
     def __init__(self, item: Any, reason: str) -> None:
         super().__init__(reason)
@@ -42,20 +44,116 @@ class ChildEndedError(Exception):
 
 
 class BoundedMap(Generic[Item, Result]):
-    """Applies a function to lists of items in one forked child, which lives as long as this object.
+    """Applies a function to lists of items in forked children, which live as long as this object.
 
     The object cannot be used again after an error. The function must be plain Python: it must not use what
     does not survive a fork (CUDA, the threads of tokenizers).
 
     Args:
-        function: applied to each item, in the child.
+        function: applied to each item, in a child.
+        processes: number of children.
 
     Raises:
-        TrainingError: the process cannot be started.
+        TrainingError: a process cannot be started.
     """
 
+    def __init__(self, function: Callable[[Item], Result], processes: int = 1) -> None:
+        self._children = [_Child(function) for _ in range(processes)]
+
+    def __call__(self, lists: Iterable[list[Item]]) -> Iterator[tuple[list[Item], list[Result]]]:
+        """Each list with its results, in order. The children work on other lists while the caller uses these.
+
+        Of several errors the one of the first list is raised, after the results of all lists before it. An
+        error of `lists` itself counts as one of the list that it should have given.
+
+        Raises:
+            ChildEndedError: an item took too much time or memory, or crashed the interpreter.
+            Exception: the function or `lists` raised it.
+        """
+        work: _Work[Item, Result] = _Work(self._children)
+        failure: Exception | None = None
+        iterator = iter(lists)
+        while not work.has_failed:
+            try:
+                items = next(iterator)
+            except StopIteration:
+                break
+            except Exception as error:  # noqa: BLE001 - it is raised below, after the lists before it
+                failure = error
+                break
+            work.send(items)
+            yield from work.ready()
+        while work.is_running:
+            work.receive()
+            yield from work.ready()
+        if failure is not None:
+            raise failure
+
+
+class _Work(Generic[Item, Result]):
+    """The lists that the children have, and results that wait for those of earlier lists."""
+
+    def __init__(self, children: list[_Child[Item, Result]]) -> None:
+        self._free = list(children)
+        self._busy: dict[Any, tuple[int, list[Item], _Child[Item, Result]]] = {}
+        self._done: dict[int, tuple[list[Item], list[Result] | Exception]] = {}
+        self._most_waiting = _LISTS_AHEAD * len(children)
+        self._num_sent = self._num_given = 0
+        self.has_failed = False
+        """Whether a list ended with an error. No list is needed that comes later."""
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a child has a list."""
+        return bool(self._busy)
+
+    def send(self, items: list[Item]) -> None:
+        """Give a list to the next child that is free."""
+        while not self._free or (len(self._done) >= self._most_waiting and self._num_given not in self._done):
+            self.receive()
+            if self.has_failed:
+                return
+        child = self._free.pop()
+        try:
+            child.send(items)
+            self._busy[child.connection] = (self._num_sent, items, child)
+        except ChildEndedError as error:
+            self._fail(self._num_sent, items, error)
+        self._num_sent += 1
+
+    def receive(self) -> None:
+        """Wait until a child has finished its list, and take its results."""
+        for connection in wait(list(self._busy)):
+            number, items, child = self._busy.pop(connection)
+            try:
+                self._done[number] = (items, child.receive(items))
+                self._free.append(child)
+            except Exception as error:  # noqa: BLE001 - `ready` raises it in order
+                self._fail(number, items, error)
+
+    def _fail(self, number: int, items: list[Item], error: Exception) -> None:
+        self._done[number] = (items, error)
+        self.has_failed = True
+
+    def ready(self) -> Iterator[tuple[list[Item], list[Result]]]:
+        """The lists whose results are next in order.
+
+        Raises:
+            Exception: the next list has no results because of it.
+        """
+        while self._num_given in self._done:
+            items, results = self._done.pop(self._num_given)
+            self._num_given += 1
+            if isinstance(results, Exception):
+                raise results
+            yield items, results
+
+
+class _Child(Generic[Item, Result]):
+    """One forked child. It gets a list only after it has answered, so the two never both wait to write."""
+
     def __init__(self, function: Callable[[Item], Result]) -> None:
-        self._connection, child_connection = Pipe()
+        self.connection, child_connection = Pipe()
         self._shared_index = mmap.mmap(-1, _INDEX_BYTES)
         """The index of the item that the child works on; written by the child."""
         try:
@@ -66,38 +164,31 @@ class BoundedMap(Generic[Item, Result]):
                 "free, or raise the limit of processes (ulimit -u)"
             ) from error
         if pid == 0:
-            self._connection.close()  # so that the child's `recv` fails when the parent ends
+            self.connection.close()  # so that the child's `recv` fails when the parent ends
             _serve(function, child_connection, self._shared_index)
         child_connection.close()
-        self._end = weakref.finalize(self, _end, pid, self._connection)
+        self._end = weakref.finalize(self, _end, pid, self.connection)
 
-    def __call__(self, lists: Iterable[list[Item]]) -> Iterator[tuple[list[Item], list[Result]]]:
-        """Each list with its results, in order. The child works on the next list while the caller uses these.
+    def send(self, items: list[Item]) -> None:
+        """Give it a list.
+
+        Raises:
+            ChildEndedError: it has ended before.
+        """
+        try:
+            self.connection.send(items)
+        except OSError:
+            raise ChildEndedError(items[0], self._reason()) from None
+
+    def receive(self, items: list[Item]) -> list[Result]:
+        """The results of the list that it was given.
 
         Raises:
             ChildEndedError: an item took too much time or memory, or crashed the interpreter.
             Exception: the function raised it.
         """
-        previous: list[Item] | None = None
-        for items in lists:
-            results = None if previous is None else self._receive(previous)
-            # The child waits for this list, so the two sides never both block on a full pipe.
-            self._send(items)
-            if previous is not None and results is not None:
-                yield previous, results
-            previous = items
-        if previous is not None:
-            yield previous, self._receive(previous)
-
-    def _send(self, items: list[Item]) -> None:
         try:
-            self._connection.send(items)
-        except OSError:
-            raise ChildEndedError(items[0], self._reason()) from None
-
-    def _receive(self, items: list[Item]) -> list[Result]:
-        try:
-            answer = self._connection.recv()
+            answer = self.connection.recv()
         except (EOFError, OSError):
             raise ChildEndedError(items[self._index()], self._reason()) from None
         if isinstance(answer, MemoryError):

@@ -6,6 +6,7 @@ A chat template is code that comes with a tokenizer, so it runs in its own proce
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from transformers import PreTrainedTokenizerBase
@@ -40,7 +41,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
 class ChatRenderer:
     """Renders conversations with a tokenizer's chat template, and plain texts without one.
 
-    It has a process of its own, so each worker process must make its own renderer.
+    It has a process of its own, which `render_all` starts. A program whose own processes are bounded calls
+    `samples` there.
 
     Args:
         tokenizer: has the chat template.
@@ -55,7 +57,6 @@ class ChatRenderer:
         self._bos = tokenizer.bos_token if ids[:1] == [tokenizer.bos_token_id] else ""
         self._template = Template(tokenizer)
         self._is_probed = False
-        self._map = BoundedMap(self._samples)
 
     def render(self, row: Conversation | Text) -> Samples:
         """The samples of one row; see `render_all`."""
@@ -75,16 +76,35 @@ class ChatRenderer:
                 not let an answer be separated from its prompt, or ends a turn without a special token.
         """
         try:
-            for rows, samples in self._map(self._after_probe(batches)):
+            for rows, samples in self._bounded_samples(self._after_probe(batches)):
                 if rows is not _PROBES:
                     yield rows, samples
         except ChildEndedError as error:
-            raise DataError(f"{error.item.where}: {self._template.name} {error}; {FOREIGN_CURE}") from error
+            raise self.too_costly(error) from error
+
+    def too_costly(self, error: ChildEndedError) -> DataError:
+        """The error for a row, an item with a `where`, that took too much time or memory."""
+        return DataError(f"{error.item.where}: {self._template.name} {error}; {FOREIGN_CURE}")
+
+    def samples(self, row: Conversation | Text) -> Samples:
+        """As `render`, but in this process, whose time and memory must be bounded.
+
+        Raises:
+            DataError: as `render_all`.
+        """
+        if not self._is_probed and isinstance(row, Conversation):
+            self._is_probed = True
+            self._samples(_PROBES[0])
+        return self._samples(row)
 
     def holds_special_token(self, row: Conversation | Text) -> bool:
         """Whether a text of the row spells out a special token."""
         parts = row.text if isinstance(row, Text) else [row.messages, row.tools]
         return self._marker.is_in(parts)
+
+    @cached_property
+    def _bounded_samples(self) -> BoundedMap[Conversation | Text, Samples]:
+        return BoundedMap(self._samples)
 
     def _after_probe(self, batches: Iterable[Rows]) -> Iterator[Rows]:
         for rows in batches:

@@ -1,9 +1,10 @@
-"""Fine-tuning sets from raw JSON: each row becomes one padded sequence; the assistant's words are learned."""
+"""Fine-tuning sets from rows: each sample is one padded sequence; the assistant's words are learned."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -13,49 +14,41 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import files_of
 from patch.data.chat_templates import ensure_chat_template
-from patch.data.formats import Conversation, FormatOptions, Text, to_conversation
-from patch.data.readers.json_rows import read_rows
-from patch.data.rendering import PLAIN, ChatRenderer, RenderOptions, Span, SpanEncoder
 from patch.data.samples import Sample
+from patch.data.sft.build import names_of, tokenize
+from patch.data.sft.cache import Build, TokenCache, TokenizedSet, set_key
+from patch.data.sft.options import SftOptions
+from patch.data.sft.report import SetReport
+from patch.data.sft.token_files import TokenWriter
 from patch.data.tokenizer import padding_id
 from patch.errors import DataError
-from patch.logger import get_logger
 
-_logger = get_logger(__name__)
-
-_ROWS_AT_ONCE = 1000
-_CHARACTERS_AT_ONCE = 1 << 25
-"""Limits of one batch. The tokenizer encodes a batch in parallel; larger ones only need more memory."""
-
-_LONG_TEXT = 1 << 20
-"""Characters. Of a longer text only the beginning is encoded, as far as a sample needs it."""
-_SPARE_TOKENS = 256
-"""Tokens encoded beyond the last one needed, because cutting the text may change the tokens at its end."""
+_DEFAULT = SftOptions()
 
 
 class SftSource(Dataset[Sample]):
-    """Tokenized conversations in three flat arrays, 5 bytes for each token. A sample is padded when read.
+    """Tokenized conversations; a sample is padded when it is read.
 
     Args:
-        ids: int32 [T], the tokens of all conversations, concatenated.
-        learned: bool [T], whether the loss covers the token.
-        ends: int64 [N], where each conversation ends in `ids`.
+        tokens: the tokens, at 5 bytes each; those of a token cache are mapped, not loaded.
         length: tokens S of one sample.
         padding: the token id of padding. The loss mask excludes padding by position, so any id can be used.
     """
 
     is_shuffled = False
 
-    def __init__(
-        self, ids: np.ndarray, learned: np.ndarray, ends: np.ndarray, *, length: int, padding: int
-    ) -> None:
-        self._ids, self._learned = ids, learned
+    def __init__(self, tokens: TokenizedSet, *, length: int, padding: int) -> None:
+        self._ids, self._learned, ends = tokens.arrays
         self._offsets = np.concatenate(([0], ends))
         self._length, self.padding = length, padding
         self.sizes = np.diff(self._offsets) - 1
         """int64 [N]: tokens of each conversation, without the last one, which is only a label."""
-        self.num_learned = int(learned.sum()) - int(learned[self._offsets[:-1]].sum())
+        self.report: SetReport = tokens.report
+        """What happened to the rows."""
+        self.num_learned = self.report.learned
         """Tokens that the loss covers. A first token is never a label."""
+        self.fingerprint = sha256(f"{length} {sorted(tokens.sha256.items())}".encode()).hexdigest()
+        """The same on two machines if and only if their samples are the same, up to padding."""
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -72,174 +65,92 @@ class SftSource(Dataset[Sample]):
         return Sample(tokens, labels, loss_mask)
 
     def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Token ids int32 [size + 1] of a conversation, and bool [size + 1], whether each is learned."""
+        """Token ids int32 [size + 1] of a conversation, and bool [size + 1], whether each is learned.
+
+        The first id is never learned. The arrays are read-only.
+        """
         part = slice(self._offsets[index], self._offsets[index + 1])
         return self._ids[part], self._learned[part]
-
-
-@dataclass
-class _Report:
-    """Counts and positions of rows that are reported in the log."""
-
-    rows: int = 0
-    dropped: list[str] = field(default_factory=list)
-    truncated: list[str] = field(default_factory=list)
-    unlearned: int = 0
-    """Number of truncated rows that lost learned tokens."""
-    longest: int = 0
-    """Tokens of the longest row that has learned tokens."""
-    special: list[str] = field(default_factory=list)
-    long: list[str] = field(default_factory=list)
-
-    def log(self, path: Path, source: SftSource, learned: int, tokens: int, length: int) -> None:
-        share = 100 * learned / tokens
-        _logger.info(
-            "%s: %d samples, %d of %d tokens learned (%.1f %%)", path, len(source), learned, tokens, share
-        )
-        for places, what in (
-            (
-                self.truncated,
-                f"cut to {length} tokens, {self.unlearned} of them in an answer; the longest row has "
-                f"{self.longest} (PAD_LEN)",
-            ),
-            (self.long, f"with a text over {_LONG_TEXT} characters, whose end was not encoded nor counted"),
-            (self.dropped, "dropped: nothing to learn"),
-            (self.special, "with special tokens spelled out in a text (see --allow-special-tokens)"),
-        ):
-            if places:
-                _logger.warning(
-                    "%s: %d of %d rows %s: %s", path, len(places), self.rows, what, _first(places)
-                )
 
 
 def load_sft(
     path: Path,
     tokenizer: PreTrainedTokenizerBase,
     sequence_length: int,
-    options: FormatOptions = FormatOptions(),  # noqa: B008
-    render: RenderOptions = PLAIN,
+    options: SftOptions = _DEFAULT,
 ) -> SftSource:
     """Read and tokenize a set of conversations: a file, or the files of a folder or a glob.
 
-    A conversation longer than `sequence_length` tokens is truncated at its end. A conversation with nothing
-    to learn (after truncation, or because the assistant never speaks) is dropped, counted and named in the
-    log. The time for each row is bounded, however long the row is.
+    With a token cache (`options.cache_dir`) this is done once for the same rows, tokenizer and options; later
+    calls, also of other processes and runs, map the tokens. The log says what became of the rows. Time and
+    memory for each row are bounded, however long the row is.
 
     Args:
-        path: rows (see `files_of`) of any format (see `to_conversation`).
+        path: rows (see `files_of`) in one of the formats of `to_conversation`.
         tokenizer: renders and encodes the rows; a LLaMA-3 tokenizer without a chat template gets a plain one.
         sequence_length: tokens of one sample; the labels are shifted by one token.
-        options: what the user says about the rows' keys.
-        render: which turns are learned, and what special tokens in the rows mean.
+        options: how rows become samples, and what the work may use.
 
     Raises:
-        DataError: see `read_rows`, `to_conversation`, `ChatRenderer`; the tokenizer fails; or no row has
-            anything to learn.
+        DataError: see `read_rows`, `to_conversation`, `ChatRenderer`; the tokenizer fails; the cache cannot
+            be written; no row gives a sample, or a larger share than `options.max_dropped_share` gives none.
     """
     ensure_chat_template(tokenizer)
-    renderer = ChatRenderer(tokenizer, render)
-    report = _Report()
-    kept: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
-    encoder = SpanEncoder(tokenizer, render.allow_special_tokens)
-    for batch, rendered in renderer.render_all(_batches(path, renderer, report, options)):
-        names = [conversation.where.removeprefix(f"{path}: ") for conversation in batch]
-        # A row without samples is one of no tokens: it is dropped with those that have nothing to learn.
-        places = [name for name, samples in zip(names, rendered, strict=True) for _ in samples or [[]]]
-        spans = [sample for samples in rendered for sample in samples or [[]]]
-        report.long += [place for place, sample in zip(places, spans, strict=True) if _has_long_text(sample)]
-        encoded = _encode(encoder, spans, sequence_length, f"{path}: tokenizer {tokenizer.name_or_path}")
-        kept.append(_pack(places, encoded, sequence_length, report))
-    ids, learned, sizes = (np.concatenate(parts) for parts in zip(*kept, strict=True))
-    if not len(sizes):
-        raise DataError(
-            f"{path}: none of {report.rows} rows has anything to learn within {sequence_length} tokens: "
-            f"{_first(report.dropped)}; expected answers that begin before PAD_LEN (--max-padding-length)"
-            + (f"; the longest row with one has {report.longest} tokens" if report.longest else "")
-        )
-    source = SftSource(ids, learned, np.cumsum(sizes), length=sequence_length, padding=padding_id(tokenizer))
-    report.log(path, source, int(learned.sum()), len(ids), sequence_length)
-    return source
+    name, files = str(path), files_of(str(path))
+
+    def build(writer: TokenWriter) -> SetReport:
+        report = tokenize(files, name, tokenizer, options, sequence_length, writer)
+        report.refuse_empty(name)
+        return report
+
+    if options.cache_dir is None:
+        writer = TokenWriter()
+        report = build(writer)
+        tokens = TokenizedSet(writer.arrays_in_memory(), report, writer.sha256())
+    else:
+        key = partial(set_key, tokenizer=tokenizer, options=options, length=sequence_length)
+        tokens = _from_cache(name, files, key, build, TokenCache(options.cache_dir))
+    tokens.report.log(name)
+    tokens.report.refuse_drops(name, options.max_dropped_share)
+    return SftSource(tokens, length=sequence_length, padding=padding_id(tokenizer))
 
 
-def _batches(
-    path: Path, renderer: ChatRenderer, report: _Report, options: FormatOptions
-) -> Iterator[list[Conversation | Text]]:
-    """The rows' conversations in batches of `_ROWS_AT_ONCE`, or fewer if they are long."""
-    batch: list[Conversation | Text] = []
-    num_characters = 0
-    for file, row in ((name, row) for name in files_of(str(path)) for row in read_rows(name)):
-        conversation = to_conversation(row.value, f"{file}: {row.place}", options)
-        report.rows += 1
-        if renderer.holds_special_token(conversation):
-            report.special.append(f"{file}: {row.place}".removeprefix(f"{path}: "))
-        batch.append(conversation)
-        if isinstance(conversation, Text):
-            num_characters += len(conversation.text)
-        else:
-            num_characters += sum(len(message["content"] or "") for message in conversation.messages)
-        if len(batch) >= _ROWS_AT_ONCE or num_characters >= _CHARACTERS_AT_ONCE:
-            yield batch
-            batch, num_characters = [], 0
-    if batch:
-        yield batch
+def _from_cache(
+    name: str,
+    files: list[Path],
+    key: Callable[[list[tuple[str, str]]], str],
+    build: Build,
+    cache: TokenCache,
+) -> TokenizedSet:
+    """The set from the cache, which may have to build it.
+
+    Args:
+        name: of the set.
+        files: its files.
+        key: the set's key for the name and hash of each file.
+        build: writes the tokens.
+        cache: the cache.
+    """
+    names = names_of(files)
+    hashes = _hash(files, cache)
+
+    def build_unchanged(writer: TokenWriter) -> SetReport:
+        report = build(writer)
+        for file, before, after in zip(files, hashes, _hash(files, cache), strict=True):
+            if before != after:
+                raise DataError(f"{file} has changed while it was read; start again when it is complete")
+        return report
+
+    return cache.get(key(list(zip(names, hashes, strict=True))), name, build_unchanged)
 
 
-def _has_long_text(spans: list[Span]) -> bool:
-    return any(len(span.text) > _LONG_TEXT for span in spans)
-
-
-def _encode(
-    encoder: SpanEncoder, samples: list[list[Span]], length: int, who: str
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Ids and learned flags of each sample."""
+def _hash(files: list[Path], cache: TokenCache) -> list[str]:
+    for file in files:
+        if file.exists() and not file.is_file():
+            raise DataError(f"{file}: is a pipe or a device, expected a file of rows")
     try:
-        encoded = [
-            parts if not _has_long_text(sample) else _encode_long(encoder, sample, length + 1 + _SPARE_TOKENS)
-            for sample, parts in zip(
-                samples,
-                encoder.encode([[] if _has_long_text(sample) else sample for sample in samples]),
-                strict=True,
-            )
-        ]
-    except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exception
-        raise DataError(f"{who} cannot encode its rows: {error!s:.500}") from error
-    for sample, parts in zip(samples, encoded, strict=True):
-        ids = np.array([token for part in parts for token in part], dtype=np.int32)
-        yield ids, np.repeat([span.learned for span in sample], [len(part) for part in parts]).astype(bool)
-
-
-def _encode_long(encoder: SpanEncoder, sample: list[Span], needed: int) -> list[list[int]]:
-    """The ids of each span; of a text over `_LONG_TEXT` characters only the first `needed` ids or more."""
-    size = _LONG_TEXT
-    while True:
-        (parts,) = encoder.encode([[span._replace(text=span.text[:size]) for span in sample]])
-        if all(
-            len(part) >= needed or size >= len(span.text) for span, part in zip(sample, parts, strict=True)
-        ):
-            return parts
-        size *= 2
-
-
-def _pack(
-    places: list[str], encoded: Iterator[tuple[np.ndarray, np.ndarray]], length: int, report: _Report
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids, learned flags and sizes of the conversations that have something to learn, concatenated."""
-    kept_ids, kept_learned = [np.empty(0, np.int32)], [np.empty(0, bool)]
-    for place, (ids, learned) in zip(places, encoded, strict=True):
-        # `length` tokens take one id more: the first id is only a token, the last one only a label.
-        if learned[1:].any():
-            report.longest = max(report.longest, len(ids) - 1)
-        if not learned[1 : length + 1].any():
-            report.dropped.append(place)
-            continue
-        if len(ids) > length + 1:
-            report.truncated.append(place)
-            report.unlearned += bool(learned[length + 1 :].any())
-        kept_ids.append(ids[: length + 1])
-        kept_learned.append(learned[: length + 1])
-    sizes = np.array([len(ids) for ids in kept_ids[1:]], dtype=np.int64)
-    return np.concatenate(kept_ids), np.concatenate(kept_learned), sizes
-
-
-def _first(places: list[str], count: int = 5) -> str:
-    return ", ".join(places[:count]) + (", ..." if len(places) > count else "")
+        return [cache.hashes.sha256(file) for file in files]
+    except OSError as error:
+        raise DataError(
+            f"{error.filename}: cannot be read: {error.strerror}; expected a file of rows"
+        ) from error

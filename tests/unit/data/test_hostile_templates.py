@@ -86,8 +86,8 @@ def test_killed_process_is_a_data_error_and_leaves_no_zombie() -> None:
     """As the kernel does for want of memory."""
     before = psutil.Process().children()  # such as the server of processes, whose number may be higher
     renderer = ChatRenderer(tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE))
-    (child,) = (child for child in psutil.Process().children() if child not in before)
     renderer.render(chat([QUESTION, ANSWER]))
+    (child,) = (child for child in psutil.Process().children() if child not in before)
     child.kill()
     with pytest.raises(DataError, match="row: the built-in chat template llama3 has ended its process .-9.;"):
         renderer.render(chat([QUESTION, ANSWER]))

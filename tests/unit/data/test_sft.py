@@ -11,9 +11,12 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
+from patch.data.sft.options import SftOptions
 from patch.data.sft.source import load_sft
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
+
+ANY_DROPS = SftOptions(max_dropped_share=1.0)
 
 # The built-in template for LLaMA 3 as the second implementation, written for transformers' masks alone.
 MARKED = (
@@ -119,15 +122,15 @@ def test_text_that_is_encoded_in_part_gives_the_same_sample(
     ]
     texts += ["".join(pick.choices(["two plus", "\n\n", "1234", " <|eot_id|> ", "\t"], k=3000))]
     path = write_rows(tmp_path, [alpaca(text[:4], text) for text in texts] + [alpaca("x" * 9000, "y")])
-    whole = load_sft(path, tokenizer, 300)
+    whole = load_sft(path, tokenizer, 300, ANY_DROPS)
     logged.clear()
-    monkeypatch.setattr("patch.data.sft.source._LONG_TEXT", 1000)
-    part = load_sft(path, tokenizer, 300)
+    monkeypatch.setattr("patch.data.sft.rows.LONG_TEXT", 1000)
+    part = load_sft(path, tokenizer, 300, ANY_DROPS)
     assert len(whole) == len(part) == 5
     for index in range(5):
         for one, other in zip(whole[index][:3], part[index][:3], strict=True):
             assert torch.equal(one, other)
-    assert any("6 of 6 rows with a text over 1000 characters" in message for message in logged)
+    assert any("6 of 6 rows so long that only the part that samples need" in message for message in logged)
 
 
 @pytest.mark.timeout(100)
@@ -144,7 +147,7 @@ def test_text_that_the_tokenizer_fails_on_is_refused_with_the_file(tmp_path: Pat
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<|eot_id|>")
     tokenizer.chat_template = LLAMA3_CHAT_TEMPLATE
     path = write_rows(tmp_path, [alpaca("hello", "world")])
-    with pytest.raises(DataError, match=f"^{path}: tokenizer .* cannot encode its rows: WordLevel error"):
+    with pytest.raises(DataError, match=f"^{path}: row 1: tokenizer .* cannot encode it: WordLevel error"):
         load_sft(path, tokenizer, 64)
 
 
@@ -169,19 +172,22 @@ def test_samples_with_nothing_to_learn_are_dropped_counted_and_named(
         alpaca("hello", "again"),
     ]
     tokenizer = tiny_tokenizer()
-    source = load_sft(write_rows(tmp_path, rows), tokenizer, 24)
+    source = load_sft(write_rows(tmp_path, rows), tokenizer, 24, ANY_DROPS)
     assert [learned_text(source[index], tokenizer) for index in range(len(source))] == [
         "world<|eot_id|>", "again<|eot_id|>"
     ]  # fmt: skip
-    assert any("3 of 5 rows dropped: nothing to learn: row 2, row 3, row 4" in message for message in logged)
+    assert any("2 of 5 rows dropped: nothing to learn: row 3, row 4" in message for message in logged)
+    cut = "1 of 5 rows dropped: nothing to learn in the 24 tokens that are kept: row 2"
+    assert any(cut in message for message in logged)
     share = [message for message in logged if "tokens learned" in message]
-    assert len(share) == 1 and "2 samples" in share[0]
+    assert len(share) == 1 and "5 rows, 2 samples" in share[0]
 
 
 def test_set_with_nothing_to_learn_is_refused(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [alpaca("hello", ""), {"messages": [{"role": "user", "content": "x"}]}])
     with pytest.raises(
-        DataError, match="none of 2 rows has anything to learn within 24 tokens: row 1, row 2"
+        DataError,
+        match="none of 2 rows has anything to learn within 24 tokens: 2 nothing to learn: row 1, row 2",
     ):
         load_sft(path, tiny_tokenizer(), 24)
     path = write_rows(tmp_path, [alpaca("hello", "world")])

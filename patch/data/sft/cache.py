@@ -1,0 +1,251 @@
+"""The token cache: tokenized sets on disk, shared by all ranks of a machine and by all runs.
+
+    CACHE/README.txt                what this folder is
+    CACHE/sets/KEY/                 ids.bin  learned.bin  ends.bin  report.json
+    CACHE/file_hashes/              the hashes of data files and entries, so that they are not read again
+
+KEY is a hash of everything that decides the tokens (`set_key`). An entry is written under a temporary name
+and renamed when it is complete, so it exists as a whole or not at all. One process makes it; the others wait
+for its lock, without a collective, and for no longer than it lives. Every use compares the entry's files with
+their hashes; one that is damaged is made again.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from datetime import datetime
+from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from transformers import PreTrainedTokenizerBase
+
+from patch.data.sft.options import SftOptions
+from patch.data.sft.report import SetReport
+from patch.data.sft.token_files import TYPES, TokenArrays, TokenWriter, file_of, map_files
+from patch.data.tokenizer import special_tokens
+from patch.errors import DataError
+from patch.logger import get_logger
+from patch.storage.atomic import StagedFolder, write_atomically
+from patch.storage.file_hashes import FileHashes
+from patch.storage.lock import wait_for_cache
+
+_logger = get_logger(__name__)
+
+RULES = 1
+"""The version of the rules by which rows become tokens: formats, rendering, encoding, cuts. Raise it with
+every change of them that changes a token or a mask, so that older entries are not used."""
+
+_REPORT = "report.json"
+_PACKAGES = ("jinja2", "tokenizers", "transformers")
+"""Their versions are part of the key: they render and encode."""
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_ABANDONED_S = 3600.0
+"""A temporary folder of another machine counts as abandoned when its files are unchanged for so long."""
+
+_README = """\
+Tokenized training sets of llama-megatron-patch. Each folder in sets/ is one set for one tokenizer, chat
+template and sequence length; the time of its report.json is when it was made. Everything here can be deleted
+while no run is starting; it is made again when needed. A folder in sets/ that begins with a dot and ends in
+.tmp belongs to a run that is starting, or that was killed.
+"""
+
+Build = Callable[[TokenWriter], SetReport]
+
+
+class TokenizedSet(NamedTuple):
+    """The tokens of a set, and what happened to its rows."""
+
+    arrays: TokenArrays
+    report: SetReport
+    sha256: dict[str, str]
+    """The hash of each array."""
+
+
+def set_key(
+    files: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int
+) -> str:
+    """A hash of everything that decides the tokens of a set, in 64 hexadecimal digits.
+
+    Args:
+        files: for each file, its name in the report and the hash of its content.
+        tokenizer: the tokenizer with its chat template.
+        options: how rows become samples.
+        length: tokens of a sample.
+    """
+    decides = {
+        "rules": RULES,
+        "packages": {package: version(package) for package in _PACKAGES},
+        "files": list(files),
+        "format": asdict(options.format),
+        "render": asdict(options.render),
+        "long_samples": options.long_samples,
+        "length": length,
+        "chat_template": tokenizer.chat_template,
+        "tokenizer": sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "special_tokens": special_tokens(tokenizer),
+        "named_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+    }
+    return sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()
+
+
+class TokenCache:
+    """A folder of tokenized sets.
+
+    Args:
+        folder: it is created when a set is added.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._sets = folder / "sets"
+        self.hashes = FileHashes(folder / "file_hashes")
+
+    def get(self, key: str, name: str, build: Build) -> TokenizedSet:
+        """The set of this key. If the cache does not have it, one process builds it and the others wait.
+
+        Args:
+            key: of `set_key`.
+            name: of the set, for the log.
+            build: writes the tokens; called in the process that makes the entry.
+
+        Raises:
+            DataError: of `build`, in all processes that waited for it; or the folder cannot be written.
+        """
+        entry = self._sets / key[:32]
+        if (found := self._read(entry, key)) is None:
+            found = self._make(entry, key, name, build)
+        else:
+            made = datetime.fromtimestamp((entry / _REPORT).stat().st_mtime)
+            _logger.info("%s: tokens from %s (%s, made on %s)", name, entry, _size(found), f"{made:%d %b %Y}")
+        return found
+
+    def _read(self, entry: Path, key: str) -> TokenizedSet | None:
+        """The set in a folder; None if there is none, or if it is damaged, which is logged."""
+        if not entry.is_dir():
+            return None
+        try:
+            values = json.loads((entry / _REPORT).read_text())
+            if values["key"] != key:
+                raise ValueError("it belongs to another set")
+            report, hashes = SetReport.from_json(values["report"]), values["sha256"]
+            for array in TYPES:
+                if self.hashes.sha256(file_of(entry, array)) != hashes[array]:
+                    raise ValueError(f"{file_of(entry, array).name} has another content than was written")
+            return TokenizedSet(map_files(entry), report, hashes)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            reason = str(error) if isinstance(error, (ValueError, OSError)) else f"{_REPORT} lacks a value"
+            _logger.warning("the token cache's %s is damaged: %s; it is made again", entry, reason)
+            return None
+
+    def _make(self, entry: Path, key: str, name: str, build: Build) -> TokenizedSet:
+        note = entry.with_name(f".{entry.name}.failed.json")
+        failed_before = _content(note)
+        self._create_folders()
+        with wait_for_cache(entry):
+            if (found := self._read(entry, key)) is not None:
+                return found
+            if (failed := _content(note)) not in (failed_before, None):
+                raise DataError(failed["message"], field=failed["field"])
+            try:
+                found = self._build(entry, key, name, build)
+            except DataError as error:
+                self._note_failure(note, error)
+                raise
+            with suppress(OSError):
+                note.unlink(missing_ok=True)
+        _logger.info("%s: tokens are kept in %s (%s)", name, entry, _size(found))
+        return found
+
+    def _build(self, entry: Path, key: str, name: str, build: Build) -> TokenizedSet:
+        """Write the entry. This process has its lock."""
+        draft = _draft(entry)
+        writer = TokenWriter()
+        try:
+            _remove_abandoned(entry)
+            draft.open()
+            with ExitStack() as stack:
+                writer.streams = {
+                    array: stack.enter_context(file_of(draft.partial, array).open("wb")) for array in TYPES
+                }
+                report = build(writer)
+            content = {"key": key, "set": name, "report": report.to_json(), "sha256": writer.sha256()}
+            (draft.partial / _REPORT).write_text(json.dumps(content, indent=1) + "\n")
+            draft.publish()
+        except OSError as error:
+            draft.discard()  # what was written is free again
+            raise self._no_room(error, writer) from error
+        finally:
+            draft.discard()
+        for array, digest in writer.sha256().items():
+            self.hashes.remember(file_of(entry, array), digest)
+        return TokenizedSet(map_files(entry), report, writer.sha256())
+
+    def _create_folders(self) -> None:
+        try:
+            self._sets.mkdir(parents=True, exist_ok=True)
+            if not (readme := self._folder / "README.txt").exists():
+                write_atomically(readme, _README)
+        except FileNotFoundError:
+            pass  # another process has written the README meanwhile
+        except OSError as error:
+            raise DataError(
+                f"the token cache {self._folder} cannot be written: {error.strerror}; name another folder",
+                field="cache_dir",
+            ) from error
+
+    def _no_room(self, error: OSError, writer: TokenWriter) -> DataError:
+        reason = str(error.strerror or error)
+        if error.errno in _FULL:
+            needed = writer.num_bytes / writer.share if writer.share else writer.num_bytes
+            free = shutil.disk_usage(self._folder).free
+            reason += f": this set needs about {needed:.2g} bytes, {free} are free"
+        return DataError(
+            f"the token cache {self._folder} cannot be written: {reason}; expected a folder with more room",
+            field="cache_dir",
+        )
+
+    def _note_failure(self, note: Path, error: DataError) -> None:
+        """Tell the processes that wait, so that they do not fail one after the other at the same row."""
+        content = {"message": str(error), "field": error.field, "time_ns": time.time_ns()}
+        with suppress(OSError):
+            write_atomically(note, json.dumps(content))
+
+
+def _draft(entry: Path) -> StagedFolder:
+    name = f".{entry.name}.{socket.gethostname()}.{os.getpid()}"
+    return StagedFolder(entry, entry.with_name(f"{name}.tmp"), entry.with_name(f"{name}.old.tmp"))
+
+
+def _remove_abandoned(entry: Path) -> None:
+    """Remove what killed processes left of this entry; its lock is held, so no other process here writes.
+
+    A file system may not lock between machines, so those of others must also be old.
+    """
+    for folder in entry.parent.glob(f".{entry.name}.*.tmp"):
+        is_own = folder.name.startswith(f".{entry.name}.{socket.gethostname()}.")
+        with suppress(OSError):
+            changed = max((file.stat().st_mtime for file in folder.iterdir()), default=folder.stat().st_mtime)
+            if is_own or time.time() - changed > _ABANDONED_S:
+                _logger.info("removing %s, which a process left that was killed", folder)
+                shutil.rmtree(folder)
+
+
+def _content(note: Path) -> dict[str, Any] | None:
+    try:
+        return json.loads(note.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _size(found: TokenizedSet) -> str:
+    return f"{sum(array.nbytes for array in found.arrays) / 1e6:.1f} MB"

@@ -1,0 +1,175 @@
+"""What happened to the rows of a set: counts, and the places of the first rows of each kind."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from patch.config.choices import LongSamples
+from patch.data.sft.rows import TokenizedRow
+from patch.errors import DataError
+from patch.logger import get_logger
+
+_logger = get_logger(__name__)
+
+_PLACES = 5
+"""Rows of each kind that are named."""
+
+_CUTS: dict[LongSamples, str] = {
+    "cut-end": "cut to",
+    "cut-begin": "cut at the begin to",
+    "split": "split into samples of",
+    "drop": "over",
+}
+
+
+@dataclass
+class Rows:
+    """Rows of one kind."""
+
+    count: int = 0
+    first: list[str] = field(default_factory=list)
+    """The places of the first ones, such as "line 7"."""
+
+    def add(self, place: str) -> None:
+        """Count a row."""
+        self.count += 1
+        if len(self.first) < _PLACES:
+            self.first.append(place)
+
+    def __str__(self) -> str:
+        return ", ".join(self.first) + (", ..." if self.count > len(self.first) else "")
+
+
+@dataclass
+class SetReport:
+    """What happened to the rows of a set. It is stored as JSON beside the tokens.
+
+    `tokens` and `learned` are those of the samples that are kept.
+    """
+
+    length: int
+    """Tokens of a sample."""
+    long_samples: LongSamples
+    allow_special_tokens: bool
+    rows: int = 0
+    samples: int = 0
+    tokens: int = 0
+    learned: int = 0
+    longest: int = 0
+    """Tokens of the longest row that has learned tokens, before it is cut; a text that is too long to be
+    encoded as a whole counts with the part that is."""
+    dropped: dict[str, Rows] = field(default_factory=dict)
+    """By reason."""
+    cut: Rows = field(default_factory=Rows)
+    """Rows that are longer than a sample, and not dropped."""
+    unlearned: int = 0
+    """Number of cut rows that lost learned tokens."""
+    special: Rows = field(default_factory=Rows)
+    """Rows whose text spells out a special token."""
+    partly_encoded: Rows = field(default_factory=Rows)
+    """Rows so long that only a part of them was encoded."""
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> SetReport:
+        """The inverse of `dataclasses.asdict`.
+
+        Raises:
+            KeyError, TypeError: the values were not made by it.
+        """
+        rows = {name: Rows(**values[name]) for name in ("cut", "special", "partly_encoded")}
+        dropped = {reason: Rows(**kept) for reason, kept in values["dropped"].items()}
+        return cls(**{**values, **rows, "dropped": dropped})
+
+    def to_json(self) -> dict[str, Any]:
+        """The report as plain values."""
+        return asdict(self)
+
+    @property
+    def num_dropped(self) -> int:
+        """Rows that give no sample."""
+        return sum(rows.count for rows in self.dropped.values())
+
+    def add(self, place: str, row: TokenizedRow) -> None:
+        """Count a row.
+
+        Args:
+            place: the row's name in the log.
+            row: what became of it.
+        """
+        self.rows += 1
+        self.samples += len(row.sizes)
+        self.tokens += len(row.ids)
+        self.learned += int(row.learned.sum())
+        self.longest = max(self.longest, row.longest)
+        if row.dropped is not None:
+            self.dropped.setdefault(row.dropped, Rows()).add(place)
+        elif row.longest > self.length:
+            self.cut.add(place)
+            self.unlearned += row.loses_learned
+        if row.is_special:
+            self.special.add(place)
+        if row.is_partly_encoded:
+            self.partly_encoded.add(place)
+
+    def refuse_empty(self, name: str) -> None:
+        """Refuse a set without samples.
+
+        Args:
+            name: of the set.
+
+        Raises:
+            DataError: no row gives a sample.
+        """
+        if not self.samples:
+            raise DataError(
+                f"{name}: none of {self.rows} rows has anything to learn within {self.length} tokens: "
+                f"{self._reasons()}; expected answers that begin before PAD_LEN (--max-padding-length)"
+                + (f"; the longest row with one has {self.longest} tokens" if self.longest else "")
+            )
+
+    def refuse_drops(self, name: str, most: float) -> None:
+        """Refuse a set that loses too many rows.
+
+        Args:
+            name: of the set.
+            most: the largest share of rows that may be dropped.
+
+        Raises:
+            DataError: a larger share is dropped.
+        """
+        if self.num_dropped > most * self.rows:
+            raise DataError(
+                f"{name}: {self.num_dropped} of {self.rows} rows ({self.num_dropped / self.rows:.1%}) are "
+                f"dropped: {self._reasons()}; expected at most {most:.1%}; correct the rows, or allow more",
+                field="max_dropped_share",
+            )
+
+    def log(self, name: str) -> None:
+        """Log the counts, and a warning for each kind of row that a user should know of.
+
+        Args:
+            name: of the set.
+        """
+        _logger.info(
+            "%s: %d rows, %d samples, %d of %d tokens learned (%.1f %%), %d tokens in the longest row",
+            name, self.rows, self.samples, self.learned, self.tokens, 100 * self.learned / self.tokens,
+            self.longest,
+        )  # fmt: skip
+        cut = (
+            f"{_CUTS[self.long_samples]} {self.length} tokens, {self.unlearned} of them in an answer; the "
+            f"longest row has {self.longest} (PAD_LEN)"
+        )
+        meaning = "such" if self.allow_special_tokens else "text (--allow-special-tokens)"
+        dropped = [(rows, f"dropped: {reason}") for reason, rows in self.dropped.items()]
+        for rows, what in (
+            (self.cut, cut),
+            (self.partly_encoded, "so long that only the part that samples need was encoded and counted"),
+            *dropped,
+            (self.special, f"with special tokens spelled out in a message, which are encoded as {meaning}"),
+        ):
+            if rows.count:
+                _logger.warning("%s: %d of %d rows %s: %s", name, rows.count, self.rows, what, rows)
+
+    def _reasons(self) -> str:
+        return "; ".join(f"{rows.count} {reason}: {rows}" for reason, rows in self.dropped.items())

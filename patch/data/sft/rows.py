@@ -1,0 +1,201 @@
+"""One row becomes tokens: its format, its text, their ids, and samples that are not too long.
+
+All of it runs in worker processes with bounded time and memory (see rendering/bounded_process.py).
+"""
+
+from __future__ import annotations
+
+import pickle
+from typing import NamedTuple
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from patch.data.formats import to_conversation
+from patch.data.rendering import ChatRenderer, Span, SpanEncoder
+from patch.data.sft.cuts import Tokens, cut
+from patch.data.sft.options import SftOptions
+from patch.errors import DataError
+
+LONG_TEXT = 1 << 20
+"""Characters. Of a longer sample only as much is encoded as is needed, if it is cut or dropped."""
+_SPARE_TOKENS = 256
+"""Tokens encoded beyond those that are needed, because cutting a text may change the tokens there."""
+_NEAR = 4096
+"""Characters before the end of a piece, among which a blank is looked for."""
+
+
+class Item(NamedTuple):
+    """A row on its way to a worker."""
+
+    where: str
+    """File and row, for error messages."""
+    place: str
+    """The same in the report of its set, which does not repeat the set's name."""
+    value: bytes
+    """The pickled row."""
+
+
+class TokenizedRow(NamedTuple):
+    """The samples of a row, concatenated."""
+
+    ids: np.ndarray
+    """int32 [T]."""
+    learned: np.ndarray
+    """bool [T]; False for the first token of each sample, which is never a label."""
+    sizes: list[int]
+    """Ids of each sample."""
+    longest: int
+    """Tokens of the row's longest sample before it was cut, without the last one; 0 if none is learned."""
+    dropped: str | None
+    """Why the row gives no sample."""
+    loses_learned: bool
+    """Whether learned tokens are in no sample."""
+    is_special: bool
+    """Whether its text spells out a special token."""
+    is_partly_encoded: bool
+
+
+class RowTokenizer:
+    """Makes the samples of rows.
+
+    Args:
+        tokenizer: has a chat template.
+        options: how rows become samples.
+        length: tokens of a sample.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> None:
+        self.renderer = ChatRenderer(tokenizer, options.render)
+        self._encoder = SpanEncoder(tokenizer, options.render.allow_special_tokens)
+        self._name = tokenizer.name_or_path
+        self._begin_of_text = tokenizer.bos_token_id
+        self._options, self._length = options, length
+
+    def __call__(self, item: Item) -> TokenizedRow:
+        """The samples of one row.
+
+        Raises:
+            DataError: the row is not one of a known format, or cannot be rendered or encoded.
+        """
+        row = to_conversation(pickle.loads(item.value), item.where, self._options.format)
+        is_special, is_partly_encoded = self.renderer.holds_special_token(row), False
+        kept: list[Tokens] = []
+        longest = num_learned = 0
+        for spans in self.renderer.samples(row):
+            tokens, is_whole = self._encode(spans, item.where)
+            learned = int(tokens.learned[1:].sum())
+            if learned:
+                longest = max(longest, len(tokens.ids) - 1)
+            num_learned += learned
+            is_partly_encoded |= not is_whole
+            kept += cut(tokens, self._length, self._options.long_samples, self._begin_of_text)
+        kept = [tokens for tokens in kept if tokens.learned[1:].any()]
+        for tokens in kept:
+            tokens.learned[0] = False
+        num_kept = sum(int(tokens.learned.sum()) for tokens in kept)
+        return TokenizedRow(
+            np.concatenate([np.empty(0, np.int32), *(tokens.ids for tokens in kept)]),
+            np.concatenate([np.empty(0, bool), *(tokens.learned for tokens in kept)]),
+            [len(tokens.ids) for tokens in kept],
+            longest,
+            None if kept else self._why_dropped(longest),
+            num_kept < num_learned,
+            is_special,
+            is_partly_encoded,
+        )
+
+    def _why_dropped(self, longest: int) -> str:
+        if not longest:
+            return "nothing to learn"
+        if self._options.long_samples == "drop":
+            return f"over {self._length} tokens"
+        return f"nothing to learn in the {self._length} tokens that are kept"
+
+    def _encode(self, spans: list[Span], where: str) -> tuple[Tokens, bool]:
+        """The tokens of a sample, and whether they are all."""
+        try:
+            ids, is_whole = self._ids(spans)
+        except MemoryError:
+            raise
+        except Exception as error:  # noqa: BLE001 - tokenizers raises plain Exception
+            raise DataError(f"{where}: tokenizer {self._name} cannot encode it: {error!s:.500}") from error
+        sizes = [len(part) for part in ids]
+        begins = np.cumsum([0, *sizes[:-1]])
+        turns = [0] + [
+            int(begins[index])
+            for index in range(1, len(spans))
+            if spans[index - 1].learned and not spans[index].learned
+        ]
+        tokens = np.fromiter((token for part in ids for token in part), np.int32, sum(sizes))
+        return Tokens(
+            tokens, np.repeat([span.learned for span in spans], sizes).astype(bool), turns
+        ), is_whole
+
+    def _ids(self, spans: list[Span]) -> tuple[list[list[int]], bool]:
+        """The ids of each span of a sample, and whether they are all."""
+        total = sum(len(span.text) for span in spans)
+        if total <= LONG_TEXT:
+            return self._encoder.encode([spans])[0], True
+        if self._options.long_samples == "split":
+            return self._ids_of_pieces(spans), True
+        size = LONG_TEXT
+        while size < total:
+            if self._options.long_samples == "cut-begin":
+                ids = self._ids_at_end(spans, size)
+            else:
+                ids = self._encoder.encode([_beginning(spans, size)])[0]
+            if sum(map(len, ids)) >= self._length + 1 + _SPARE_TOKENS:
+                return ids + [[]] * (len(spans) - len(ids)), False
+            size *= 2
+        return self._encoder.encode([spans])[0], True
+
+    def _ids_at_end(self, spans: list[Span], size: int) -> list[list[int]]:
+        """The first id, which may be the begin-of-text token, and those of the last `size` characters."""
+        end = _end(spans, size)
+        skipped = len(spans) - len(end)
+        ids = self._encoder.encode([end])[0]
+        head = self._encoder.encode([_beginning(spans, _SPARE_TOKENS)])[0][0][:1]
+        at_end: list[list[int]] = [[]] * skipped + [ids[0][_SPARE_TOKENS:], *ids[1:]]
+        return [head + at_end[0], *at_end[1:]]
+
+    def _ids_of_pieces(self, spans: list[Span]) -> list[list[int]]:
+        """All ids of long spans, each encoded in pieces, so that no piece needs much memory and time."""
+        pieces = [_pieces(span) for span in spans]
+        encoded = iter(self._encoder.encode([[piece for of_span in pieces for piece in of_span]])[0])
+        return [[token for _ in of_span for token in next(encoded)] for of_span in pieces]
+
+
+def _beginning(spans: list[Span], size: int) -> list[Span]:
+    """The spans of the first `size` characters."""
+    taken: list[Span] = []
+    for span in spans:
+        taken.append(span._replace(text=span.text[:size]))
+        size -= len(span.text)
+        if size <= 0:
+            break
+    return taken
+
+
+def _end(spans: list[Span], size: int) -> list[Span]:
+    """The spans of the last `size` characters."""
+    taken: list[Span] = []
+    for span in reversed(spans):
+        taken.append(span._replace(text=span.text[-size:]))
+        size -= len(span.text)
+        if size <= 0:
+            break
+    return taken[::-1]
+
+
+def _pieces(span: Span) -> list[Span]:
+    """A long span in pieces that end at a blank, if there is one near."""
+    pieces: list[Span] = []
+    begin = 0
+    while len(span.text) - begin > LONG_TEXT:
+        most = begin + LONG_TEXT
+        blank = max(span.text.rfind(mark, most - _NEAR, most) for mark in ("\n", " "))
+        end = most if blank < 0 else blank
+        pieces.append(span._replace(text=span.text[begin:end], begins_text=span.begins_text and not pieces))
+        begin = end
+    return [*pieces, span._replace(text=span.text[begin:], begins_text=span.begins_text and not pieces)]

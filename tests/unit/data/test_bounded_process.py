@@ -1,0 +1,101 @@
+"""Lists of items in several bounded children: the order of results, of errors, and children that die."""
+
+import gc
+import os
+import random
+import signal
+import time
+
+import psutil
+import pytest
+
+from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
+from patch.errors import DataError
+
+
+def work(item: tuple[int, float]) -> int:
+    """The square of a number after some seconds; a negative number is an error, 666 ends its process."""
+    number, seconds = item
+    time.sleep(seconds)
+    if number == 666:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number < 0:
+        raise DataError(f"number {number}")
+    return number**2
+
+
+@pytest.mark.parametrize("processes", [1, 2, 5])
+def test_results_come_in_the_order_of_the_lists(processes: int) -> None:
+    """Every third list takes longest, so later ones are finished before it."""
+    lists = [[(number, 0.02 * (number % 3 == 0)), (number + 1, 0)] for number in range(40)]
+    given = list(BoundedMap(work, processes)(iter(lists)))
+    assert given == [(items, [number**2 for number, _ in items]) for items in lists]
+
+
+def test_several_processes_work_at_the_same_time() -> None:
+    begin = time.monotonic()
+    list(BoundedMap(work, 4)([[(1, 0.25)]] * 4))
+    assert time.monotonic() - begin < 0.75
+
+
+def test_input_is_read_only_as_far_ahead_as_children_and_waiting_results_need() -> None:
+    """The first list takes a second, in which the second child could finish all the others."""
+    num_read = 0
+
+    def lists():
+        nonlocal num_read
+        for number in range(300):
+            num_read += 1
+            yield [(number, 1.0 if number == 0 else 0.0)]
+
+    results = BoundedMap(work, 2)(lists())
+    next(results)
+    assert num_read < 12
+    assert len(list(results)) == 299 == num_read - 1
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_of_several_errors_the_first_in_order_is_raised_after_all_results_before_it(processes: int) -> None:
+    """The earlier error comes late, and what reads the lists fails at once."""
+
+    def lists():
+        yield from ([(number, 0.0)] for number in range(5))
+        yield [(5, 0.0), (-1, 0.2)]
+        yield [(-2, 0.0)]
+        raise DataError("no more lists")
+
+    given = []
+    with pytest.raises(DataError, match="^number -1$"):
+        for _, results in BoundedMap(work, processes)(lists()):
+            given += results
+    assert given == [0, 1, 4, 9, 16]
+
+
+def test_error_of_the_input_is_raised_after_the_results_before_it() -> None:
+    def lists():
+        yield [(3, 0.1)]
+        raise DataError("no more lists")
+
+    results = BoundedMap(work, 2)(lists())
+    assert next(results)[1] == [9]
+    with pytest.raises(DataError, match="no more lists"):
+        next(results)
+
+
+def test_killed_child_names_its_item_and_the_others_end_with_the_map() -> None:
+    before = set(psutil.Process().children())
+    rows = BoundedMap(work, 3)
+    children = set(psutil.Process().children()) - before
+    assert len(children) == 3
+    pick = random.Random(0)
+    lists = [[(number, pick.random() / 50)] for number in range(20)]
+    lists[7] = [(1, 0.0), (666, 0.0), (2, 0.0)]
+    given = []
+    with pytest.raises(ChildEndedError, match="has ended its process .-9.") as caught:
+        for _, results in rows(lists):
+            given += results
+    assert caught.value.item == (666, 0.0)
+    assert given == [number**2 for number in range(7)]
+    del rows, caught
+    gc.collect()  # the traceback has the map, in a cycle
+    assert not any(child.is_running() for child in children)

@@ -1,0 +1,216 @@
+"""What becomes of conversations that are too long: by every rule, against rules written by hand."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llama3_tokenizer import tiny_tokenizer
+
+from patch.data.rendering import RenderOptions
+from patch.data.sft.cuts import Tokens, cut
+from patch.data.sft.options import SftOptions
+from patch.data.sft.source import SftSource, load_sft
+from patch.errors import DataError
+
+BEGIN = 1000
+ANSWER = 500
+"""Ids from here on are learned."""
+
+
+def tokens(text: str) -> Tokens:
+    """Turns, divided by bars: small letters are a prompt, capital ones an answer; ^ is the begin of text."""
+    ids, turns = [], []
+    for turn in text.split("|"):
+        turns.append(len(ids))
+        ids += [BEGIN if sign == "^" else ord(sign) + ANSWER * sign.isupper() for sign in turn]
+    learned = [ANSWER <= token < BEGIN for token in ids]
+    return Tokens(np.array(ids, np.int32), np.array(learned), turns)
+
+
+def text_of(sample: Tokens) -> str:
+    """The ids as signs: capital letters are learned. The first id of a sample never is."""
+    signs = []
+    for index, (token, learned) in enumerate(zip(sample.ids, sample.learned, strict=True)):
+        sign = "^" if token == BEGIN else chr(token % ANSWER).lower()
+        signs.append(sign.upper() if learned and index else sign)
+    return "".join(signs)
+
+
+@pytest.mark.parametrize(
+    ("conversation", "length", "rule", "expected"),
+    [
+        # One that fits, by a hair: `length` tokens take one id more.
+        ("^aB|cD", 4, "cut-begin", ["^aBcD"]),
+        ("^aB|cD", 4, "split", ["^aBcD"]),
+        ("^aB|cD", 4, "drop", ["^aBcD"]),
+        # One id too long.
+        ("^aB|cD", 3, "cut-end", ["^aBc"]),
+        ("^aB|cD", 3, "cut-begin", ["^cD"]),
+        ("^aB|cD", 3, "split", ["^aB", "^cD"]),
+        ("^aB|cD", 3, "drop", []),
+        # As many whole turns as fit.
+        ("^aB|cD|eF|gH", 5, "cut-begin", ["^eFgH"]),
+        ("^aB|cD|eF|gH", 5, "split", ["^aBcD", "^eFgH"]),
+        ("aB|cD|eF|gH", 4, "split", ["aBcD", "eFgH"]),
+        ("aB|cDEFG|hI", 6, "split", ["aBcDEFG", "hI"]),
+        # The last turn alone is too long: its end is kept, and its first kept token is context.
+        ("^aB|cDEFGH", 4, "cut-begin", ["^eFGH"]),
+        ("aB|cDEFGH", 4, "cut-begin", ["dEFGH"]),
+        # A turn that is too long is divided; the token at the border is learned once.
+        ("^aB|cDEFGHI|jK", 4, "split", ["^aB", "^cDEF", "^fGHI", "^jK"]),
+        ("aBCDEFG", 2, "split", ["aBC", "cDE", "eFG"]),
+        ("aBCDEF", 2, "split", ["aBC", "cDE", "eF"]),
+        # A template that writes the begin of text before every turn.
+        ("^aB|^cD|^eF", 4, "cut-begin", ["^eF"]),
+        ("^aB|^cD|^eF", 5, "split", ["^aB^cD", "^eF"]),
+        ("^aB|^cD|^eF", 5, "cut-begin", ["^cD^eF"]),
+        # A sample of one token has no room for the begin of text.
+        ("^aB", 1, "split", ["^a", "aB"]),
+        ("^aB", 1, "cut-begin", ["aB"]),
+    ],
+)
+def test_rules(conversation: str, length: int, rule: str, expected: list[str]) -> None:
+    given = cut(tokens(conversation), length, rule, BEGIN)
+    assert [text_of(sample) for sample in given] == expected
+    assert all(len(sample.ids) <= length + 1 for sample in given)
+
+
+def test_split_learns_every_token_once_and_keeps_their_order() -> None:
+    pick = np.random.default_rng(0)
+    for _ in range(500):
+        answers = [
+            "".join(pick.choice(list("abAB"), pick.integers(1, 9))) for _ in range(pick.integers(1, 6))
+        ]
+        turns = [f"c{answer}" for answer in answers]
+        begin = "^" if pick.integers(2) else ""
+        whole = tokens(begin + "|".join(turns))
+        samples = cut(whole, int(pick.integers(1, 8)), "split", BEGIN)
+        learned = [token for sample in samples for token in sample.ids[1:][sample.learned[1:]]]
+        assert learned == whole.ids[1:][whole.learned[1:]].tolist()
+
+
+def test_cuts_leave_the_conversation_as_it_was() -> None:
+    whole = tokens("^aB|cDEFGHI|jK")
+    ids, learned = whole.ids.copy(), whole.learned.copy()
+    for rule in ("cut-end", "cut-begin", "split", "drop"):
+        cut(whole, 3, rule, BEGIN)
+    assert np.array_equal(whole.ids, ids) and np.array_equal(whole.learned, learned)
+
+
+def write_rows(folder: Path, conversations: list[list[str]]) -> Path:
+    """Each conversation is a list of texts: of the user and the assistant by turns."""
+    path = folder / "rows.jsonl"
+    with path.open("w") as file:
+        for texts in conversations:
+            roles = ("user", "assistant") * len(texts)
+            messages = [{"role": role, "content": text} for role, text in zip(roles, texts, strict=False)]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+def load(path: Path, length: int, rule: str, **others) -> SftSource:
+    options = SftOptions(long_samples=rule, max_dropped_share=1.0, **others)
+    return load_sft(path, tiny_tokenizer(), length, options)
+
+
+def texts(source: SftSource) -> list[str]:
+    """The samples; learned tokens are in brackets."""
+    tokenizer = tiny_tokenizer()
+    found = []
+    for index in range(len(source)):
+        ids, learned = source.conversation(index)
+        pieces = [tokenizer.decode(token) for token in ids]
+        marked = "".join(f"[{piece}]" if flag else piece for piece, flag in zip(pieces, learned, strict=True))
+        found.append(marked.replace("][", ""))
+    return found
+
+
+def turn(question: str, answer: str) -> str:
+    headers = "<|start_header_id|>{}<|end_header_id|>\n\n"
+    asked = f"{headers.format('user')}{question}<|eot_id|>{headers.format('assistant')}"
+    return f"{asked}[{answer}<|eot_id|>]"
+
+
+def test_rules_on_conversations(tmp_path: Path) -> None:
+    """A turn has 12 tokens. The answer of the second conversation is longer than a sample."""
+    path = write_rows(tmp_path, [["hello", "yes", "hello", "no"], ["hello", "world", "x", "yes no " * 9]])
+    begin = "<|begin_of_text|>"
+    first, second = turn("hello", "yes"), turn("hello", "no")
+    assert texts(load(path, 20, "cut-begin"))[0] == begin + second
+    assert texts(load(path, 20, "split"))[:3] == [
+        begin + first,
+        begin + second,
+        begin + turn("hello", "world"),
+    ]
+    split = load(path, 20, "split")
+    assert split.num_learned == load(path, 200, "split").num_learned == load(path, 200, "drop").num_learned
+    assert split.report.samples == len(split) > 4 and split.report.cut.count == 2
+    assert split.sizes.max() == 20
+    assert len(load(path, 24, "drop")) == 1
+    with pytest.raises(DataError, match="none of 2 rows has anything .*2 over 20 tokens: line 1, line 2"):
+        load(path, 20, "drop")
+
+
+def test_cut_says_what_it_costs(tmp_path: Path, logged: list[str]) -> None:
+    path = write_rows(tmp_path, [["hello", "yes", "hello", "no"], ["hello", "yes"]])
+    for rule, said in (
+        (
+            "cut-begin",
+            "1 of 2 rows cut at the begin to 20 tokens, 1 of them in an answer; the longest row has 24",
+        ),
+        ("split", "1 of 2 rows split into samples of 20 tokens, 0 of them in an answer"),
+        ("drop", "1 of 2 rows dropped: over 20 tokens: line 1"),
+    ):
+        logged.clear()
+        load(path, 20, rule)
+        assert any(said in message for message in logged), (rule, logged)
+
+
+def test_too_many_drops_end_the_run_with_the_flag_that_allows_them(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [["hello", "yes"]] * 8 + [["hello", ""], ["hello", "no " * 30]])
+    load_sft(path, tiny_tokenizer(), 20, SftOptions(long_samples="drop", max_dropped_share=0.2))
+    with pytest.raises(DataError) as caught:
+        load_sft(path, tiny_tokenizer(), 20, SftOptions(long_samples="drop", max_dropped_share=0.19))
+    assert caught.value.field == "max_dropped_share" and caught.value.exit_code == 3
+    assert str(caught.value).startswith(
+        f"{path}: 2 of 10 rows (20.0%) are dropped: 1 nothing to learn: line 9; 1 over 20 tokens: line 10; "
+    )
+
+
+@pytest.mark.parametrize("rule", ["cut-begin", "split", "drop", "cut-end"])
+def test_long_texts_give_the_samples_that_encoding_all_of_them_gives(
+    rule: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long questions, long answers, many turns. Words divided by blanks, where pieces of a text may end."""
+    words = "hello world the quick brown fox jumps over lazy dog yes no " * 100
+    path = write_rows(
+        tmp_path,
+        [
+            ["hello", words],
+            [words, "yes"],
+            ["hello", "yes"],
+            [words[:3000], words[:700], "hello", words[:400]],
+            ["hello world", "the fox\n\njumps"] * 60,
+            ["x" * 3000, "y" * 3000],
+        ],
+    )
+    whole = texts(load(path, 300, rule))
+    monkeypatch.setattr("patch.data.sft.rows.LONG_TEXT", 1000)
+    monkeypatch.setattr("patch.data.sft.rows._NEAR", 100)
+    part = load(path, 300, rule)
+    assert part.report.partly_encoded.count == (0 if rule == "split" else 5)
+    if rule == "split":  # of the last row the border of two pieces may be another
+        whole, got = (
+            ([text for text in found if "xx" not in text and "yy" not in text])
+            for found in (whole, texts(part))
+        )
+        assert got == whole
+    else:
+        assert texts(part) == whole
+
+
+def test_last_turn_alone_is_learned_and_kept(tmp_path: Path) -> None:
+    path = write_rows(tmp_path, [["hello", "yes", "hello", "no"]])
+    source = load(path, 20, "cut-begin", render=RenderOptions(train_on="last"))
+    assert texts(source)[0].endswith("[no<|eot_id|>]") and source.sizes.tolist() == [20]
