@@ -58,6 +58,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
         build_parser().parse_args(["--help"])
     texts, rest = _split(argv)
     flags = read_flags(rest)
+    _refuse_two_lengths(flags.fields)
     file = read_yaml(flags.config) if flags.config is not None else {}
     env, positions = "dsw", read_variables(environ)
     if texts:
@@ -84,13 +85,28 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv), []
 
 
+def _refuse_two_lengths(flags: Mapping[str, Any]) -> None:
+    if flags.get("train_iters") and flags.get("train_epochs"):
+        raise ConfigError(
+            f"got {flags['train_epochs']:g} with --train-iters {flags['train_iters']}, expected one of them",
+            field="train_epochs",
+        )
+
+
 def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge layers into one; a later layer overrides an earlier one."""
+    """Merge layers into one; a later layer overrides an earlier one.
+
+    Epochs and steps are two ways to give the length of a run: the later layer counts, within a layer epochs.
+    """
     merged: dict[str, Any] = {}
     for layer in layers:
         if "model_size" in layer:
             merged = {name: value for name, value in merged.items() if name not in SHAPE_FIELDS}
         merged.update(layer)
+        if layer.get("train_epochs"):
+            merged["train_iters"] = 0
+        elif layer.get("train_iters"):
+            merged["train_epochs"] = None
     return merged
 
 

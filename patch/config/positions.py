@@ -203,7 +203,8 @@ def _tokens_to_iters(layer: dict[str, Any], flags: Mapping[str, Any]) -> None:
     for field, may_be_zero in (("train_iters", False), ("lr_warmup_iters", True)):
         tokens = layer[field]
         layer[field] = tokens // tokens_per_step
-        if layer[field] < 1 and field not in flags and not (may_be_zero and tokens == 0):
+        is_overruled = field in flags or (field == "train_iters" and flags.get("train_epochs"))
+        if layer[field] < 1 and not is_overruled and not (may_be_zero and tokens == 0):
             zero = ", or 0" if may_be_zero else ""
             raise ConfigError(
                 f"{_OTHER_NAMES[field]}: got {tokens} tokens, expected at least {tokens_per_step}{zero}: "

@@ -184,9 +184,11 @@ class TrainingConfig:
 
     micro_batch_size: int = flag("samples of one forward on one data-parallel rank", at_least=1)
     global_batch_size: int = flag("samples of one optimizer step over all ranks", at_least=1)
-    train_iters: int = flag("optimizer steps of the whole run", at_least=1)
+    train_iters: int = flag(
+        "optimizer steps of the whole run; 0: as many as --train-epochs needs", at_least=0
+    )
     train_epochs: float | None = flag(
-        "passes over the training set, instead of --train-iters; 0: --train-iters counts",
+        "passes over the training set, which decide the steps of the run; 0: --train-iters counts",
         None,
         none=0,
         at_least=0,
@@ -314,7 +316,9 @@ class DataConfig:
     reset_attention_mask: bool = flag("idxmap: no attention over an end of document", False)
     eod_mask_loss: bool = flag("idxmap: what follows an end of document is not learned", False)
     eval_interval: int | None = flag("steps between evaluations; 0: none", 100, none=0, at_least=0)
-    eval_iters: int = flag("global batches of one evaluation; at most one pass over the set", 10, at_least=0)
+    eval_iters: int | None = flag(
+        "most global batches of one evaluation of a set; 0: the whole set", None, none=0, at_least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

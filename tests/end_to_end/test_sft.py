@@ -14,6 +14,7 @@ from end_to_end.shell import (
     assert_same_weights,
     call,
     command,
+    cut_back,
     environment,
     losses,
     training_records,
@@ -155,3 +156,23 @@ def test_another_shape_in_the_same_folder_is_refused(office: Office, unbroken: P
     result = call(command(**other, GLOBAL_BATCH_SIZE=16), TOKENIZER_PATH=office.model)
     assert result.returncode == 2
     assert "has a run with another model shape" in result.stderr
+
+
+def test_packed_run_goes_on_after_a_resume_as_if_it_had_never_stopped(office: Office, tmp_path: Path) -> None:
+    """In packs of 96 tokens: two to four of the office's questions each."""
+    output = tmp_path / "out"
+    sizes = {"SEQ_LEN": 96, "PAD_LEN": 96, "SAVE_INTERVAL": 5, "TRAIN_TOKENS_OR_ITERS": 10}
+    arguments = [*sft_command(office, output, GLOBAL_BATCH_SIZE=8, **sizes)]
+    packing = {"MP_SFT_PACKING": "true", "NPROC_PER_NODE": 1}
+    straight = call(arguments, **packing)
+    assert straight.returncode == 0, straight.stderr
+    assert "400 conversations in " in straight.stderr and "% padding (unpacked " in straight.stderr
+    expected = losses(output)
+    assert expected[-1] < expected[0]
+    hf = shutil.move(output / "hf", tmp_path / "hf")
+    cut_back(output, 5)
+    resumed = call(arguments, **packing)
+    assert resumed.returncode == 0 and "resumed after step 5" in resumed.stderr, resumed.stderr
+    assert losses(output) == expected
+    assert_same_weights(output / "hf", hf)
+    assert validation_losses(output).keys() == {10}
