@@ -11,7 +11,7 @@ from patch.data.preview.pieces import Piece
 from patch.data.preview.plot import svg
 from patch.data.preview.shown import ShownRow, lines_of
 from patch.data.preview.statistics import SetStatistics
-from patch.data.preview.visible import visible, visible_name
+from patch.data.preview.visible import INNER_BORDER, visible, visible_name
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
@@ -26,8 +26,9 @@ def page(title: str, tokenizer: str, sets: Sequence[SetStatistics], rows: Sequen
         rows: the rows that are shown.
     """
     environment = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_as_text
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters |= {"visible": visible, "name": visible_name, "hover": _hover}
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     return template.render(
         title=title,
@@ -36,14 +37,8 @@ def page(title: str, tokenizer: str, sets: Sequence[SetStatistics], rows: Sequen
         rows=rows,
         plot=svg(sets) if sets else "",
         lines_of=lines_of,
-        visible=visible,
-        hover=_hover,
+        inner_border=INNER_BORDER,
     )
-
-
-def _as_text(value: object) -> object:
-    """What the page shows of a value. Names of files may have characters that act or cannot be encoded."""
-    return visible_name(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
 
 
 def _hover(piece: Piece) -> str:

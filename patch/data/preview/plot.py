@@ -56,7 +56,9 @@ def _figure(sets: Sequence[SetStatistics], ink: str) -> Figure:
         axes.stairs(each.lengths.counts, each.lengths.edges, fill=True, color=_BAR)
         axes.axvline(each.packing.capacity, color=_LIMIT, linestyle="--")
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_title(visible_name(each.name), color=ink, parse_math=False)
+        # The font has few other characters.
+        name = visible_name(each.name).encode("ascii", "backslashreplace").decode()
+        axes.set_title(name, color=ink, parse_math=False)
         axes.set_xlabel(f"tokens of a sample (the line: {each.packing.capacity} fit)", color=ink)
         axes.set_ylabel("samples", color=ink)
         axes.tick_params(colors=ink)

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from patch.config.data_spec import DataPart, files_of, parse_data
+from patch.config.data_spec import DataPart, files_of, format_data, parse_data
 from patch.config.schema import DataConfig
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.preview.page import page
@@ -20,12 +20,15 @@ from patch.data.preview.plot import write_png
 from patch.data.preview.rows import first_rows, numbered_row
 from patch.data.preview.shown import ShownRow
 from patch.data.preview.statistics import SetStatistics
-from patch.data.preview.terminal import print_legend, print_row, print_statistics
+from patch.data.preview.terminal import print_legend, print_row, print_statistics, terminal
 from patch.data.sft.options import sft_options
 from patch.data.sft.source import load_sft
+from patch.data.tokenizer import check_vocabulary, load_tokenizer
 from patch.errors import ConfigError
 
 _FIELD = "train_data_path"
+_FEW_LINES = 30
+"""What `--dry-run` shows of a sample."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +49,23 @@ class Preview:
         """
         return parse_data(self.data.train_data_path, _FIELD)
 
-    def show_rows(self, console: Console, count: int = 1, number: int | None = None) -> None:
+    def show_rows(
+        self, console: Console, count: int = 1, number: int | None = None, max_lines: int | None = None
+    ) -> None:
         """Print rows as tokens. No other row is tokenized, and no file is written.
 
         Args:
             console: where they are printed.
             count: print so many rows of each set.
             number: print the row that messages call line or row `number` of each file instead.
+            max_lines: print at most so many lines of tokens for each sample; None: all.
 
         Raises:
             DataError: a row, a file or the chat template cannot be used, or no file has this row.
         """
         print_legend(console)
         for row in self._chosen(count, number):
-            print_row(console, row)
+            print_row(console, row, max_lines)
             self.rows.append(row)
 
     def show_statistics(self, console: Console) -> None:
@@ -124,3 +130,25 @@ class Preview:
         for part in self.parts:
             args = (files_of(part.path, _FIELD), self.tokenizer, options, self.data.max_padding_length)
             yield from first_rows(*args, count) if number is None else numbered_row(*args, number)
+
+
+def show_first_row(data: DataConfig, tokenizer: str | None, vocab_size: int, stream: TextIO) -> None:
+    """Show the first row that a run on raw rows reads. Writes no file; of pre-training sets it shows nothing.
+
+    Args:
+        data: the run's data.
+        tokenizer: folder or name of the tokenizer.
+        vocab_size: rows of the model's vocabulary.
+        stream: where it is printed.
+
+    Raises:
+        DataError: the tokenizer or the row cannot be used.
+    """
+    if data.dataset_type != "raw":
+        return
+    loaded = load_tokenizer(tokenizer)
+    check_vocabulary(loaded, vocab_size)
+    first, *_ = parse_data(data.train_data_path, _FIELD)
+    Preview(replace(data, train_data_path=format_data([first])), loaded).show_rows(
+        terminal(stream), max_lines=_FEW_LINES
+    )
