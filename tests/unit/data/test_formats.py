@@ -364,7 +364,6 @@ def test_keys_and_roles_of_any_size_and_number_are_named_in_part() -> None:
         {"messages": [{"role": long, "content": ""}]},
         {"messages": [{long: "user", "content": ""}]},
         {"messages": QA, "tools": [{long: 1}]},
-        {"messages": QA, "tools": long},
     ):
         with pytest.raises(DataError, match="instructioninstruction") as caught:
             to_conversation(row, WHERE)
