@@ -1,5 +1,6 @@
 """Sets that toolkits.preprocess_pretrain writes, against upstream's tokenizer and builder."""
 
+import gzip
 import json
 import os
 import signal
@@ -257,9 +258,11 @@ def test_full_disk_is_named_and_leaves_the_old_set(tmp_path: Path, rows: Path) -
 def test_command_line_makes_a_set_of_each_key(tmp_path: Path, tiny_folder: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     (tmp_path / "folder").mkdir()
-    for name in ("folder/one.jsonl", "two.jsonl", "three.jsonl"):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    files = [str(tmp_path / name) for name in ("folder", "t*.jsonl")]
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    (tmp_path / "folder" / "one.jsonl").write_bytes(lines)
+    (tmp_path / "two.json").write_text(json.dumps(ROWS))
+    (tmp_path / "two.jsonl.gz").write_bytes(gzip.compress(lines))
+    files = [str(tmp_path / name) for name in ("folder", "two.*")]
     options = ["--tokenizer", str(tiny_folder), "--output-prefix", str(tmp_path / "set"), "--workers", "2"]
     assert main(["--input", *files, *options, "--json-keys", "text", "title"]) == 0
     said = capsys.readouterr().out
