@@ -8,7 +8,7 @@ import torch
 from llama3_tokenizer import tiny_tokenizer
 
 from patch.data.formats import Conversation, FormatOptions, Text, to_conversation
-from patch.data.readers.json_rows import read_rows
+from patch.data.readers import read_rows
 from patch.data.sft.source import load_sft
 from patch.errors import DataError
 
