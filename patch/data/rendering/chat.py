@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.data.formats import Conversation, Message, Text
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
-from patch.data.rendering.encoder import SpanEncoder
 from patch.data.rendering.spans import PLAIN, RenderOptions, Span
 from patch.data.rendering.special_tokens import SpecialTokenMarker
 from patch.data.rendering.template import FOREIGN_CURE, PROBE, Row, Template
@@ -35,7 +34,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
         ((*_, answer),) = ChatRenderer(tokenizer).render(_PROBES[0])
     except DataError:
         return None
-    return SpanEncoder(tokenizer).encode([[answer]])[0][0][-1]
+    ending = [token for token in special_tokens(tokenizer) if answer.text.endswith(token)]
+    return tokenizer.get_vocab()[max(ending, key=len)]
 
 
 class ChatRenderer:
