@@ -40,7 +40,7 @@ class _Piece(NamedTuple):
 class SpanEncoder:
     """Encodes the spans of samples.
 
-    For a large vocabulary it takes seconds to make, so make it once: it can be pickled, and used after a fork.
+    With a large vocabulary it takes seconds to make: make it once. It can be pickled, and used after a fork.
 
     Args:
         tokenizer: a fast tokenizer, one with a `tokenizers.Tokenizer` behind it.
