@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from patch.data.formats import Conversation, Message, Text
@@ -53,8 +54,7 @@ class ChatRenderer:
         self._options = options
         self._marker = SpecialTokenMarker(special_tokens(tokenizer))
         self._tokenizer = tokenizer
-        ids = tokenizer("")["input_ids"]
-        self._bos = tokenizer.bos_token if ids[:1] == [tokenizer.bos_token_id] else ""
+        self._bos = _bos_of_texts(tokenizer)
         self._template = Template(tokenizer)
         self._is_probed = False
 
@@ -152,6 +152,15 @@ class ChatRenderer:
 
     def _marked(self, value: Any) -> Any:
         return value if self._options.allow_special_tokens else self._marker.marked(value)
+
+
+def _bos_of_texts(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The bos token, if the tokenizer writes it before a text; otherwise ""."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    # Not `tokenizer("")`: it starts the threads of tokenizers, which do not survive a fork.
+    ids = backend.encode("").ids if isinstance(backend, Tokenizer) else []
+    is_written = tokenizer.bos_token is not None and ids[:1] == [tokenizer.bos_token_id]
+    return str(tokenizer.bos_token) if is_written else ""
 
 
 def _normal(message: Message) -> Message:
