@@ -63,7 +63,7 @@ POSITIONS: tuple[Position, ...] = (
     Position("SAVE_INTERVAL", INT, ("save_interval",), "steps between checkpoints"),
     Position("DATASET_PATH", PATH, ("train_data_path",), "file, folder or glob of rows; prefix of .bin/.idx"),
     Position("VALID_DATASET_PATH", PATH, ("valid_data_path",), "the same for evaluation, or none"),
-    Position("PRETRAIN_CHECKPOINT_PATH", PATH, ("load",), "Hugging Face folder, checkpoint, or none"),
+    Position("PRETRAIN_CHECKPOINT_PATH", PATH, ("load",), "Hugging Face folder or name, checkpoint, or none"),
     Position("TRAIN_TOKENS_OR_ITERS", INT, ("train_iters",), "tokens; with SFT=true iterations"),
     Position("WARMUP_TOKENS_OR_ITERS", INT, ("lr_warmup_iters",), "tokens; with SFT=true iterations"),
     Position("OUTPUT_BASEPATH", PATH, ("output_path",), "the run's folder"),

@@ -271,7 +271,7 @@ class DataConfig:
     max_padding_length: int = flag("raw samples are padded and truncated to this many tokens", at_least=1)
     tokenizer_type: TokenizerType = flag("where the tokenizer comes from", "PretrainedFromHF")
     tokenizer_name_or_path: str | None = flag(
-        "folder of a Hugging Face tokenizer; none: that of --load", None, none="none"
+        "folder of a Hugging Face tokenizer, or org/name; none: that of --load", None, none="none"
     )
     columns: str | None = flag(
         "names of the rows' keys where they are not the usual ones: instruction=question,output=answer; none",
@@ -326,7 +326,7 @@ class CheckpointConfig:
     """Where the initial weights come from, and what the run writes where."""
 
     load: str | None = flag(
-        "a Hugging Face folder, a checkpoint of ours, or none: random weights", None, none="none"
+        "a Hugging Face folder or org/name, a checkpoint of ours, or none: random weights", None, none="none"
     )
     output_path: str = flag("the run's folder; the same command again resumes from it")
     distributed_checkpointing: bool = flag("every rank writes its part of a checkpoint; always so", True)
