@@ -83,6 +83,27 @@ def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
     )
 
 
+def split_shares(text: str) -> tuple[float, float, float]:
+    """The shares of training, validation and neither that `--split` names; their sum may be any number.
+
+    Args:
+        text: one to three numbers between commas, such as 99,1,0; those that are missing are 0.
+
+    Raises:
+        ConfigError: it names no such shares, or none for training.
+    """
+    words = text.split(",")
+    if len(words) <= 3 and all(re.fullmatch(r"\s*(\d+\.?\d*|\.\d+)\s*", word) for word in words):
+        training, validation, neither = (*map(float, words), 0.0, 0.0)[:3]
+        if training > 0:
+            return training, validation, neither
+    raise ConfigError(
+        f"got {text!r}, expected shares for training, validation and neither such as 99,1,0, the first "
+        "above 0",
+        field="split",
+    )
+
+
 def format_data(parts: Iterable[DataPart]) -> str:
     """The text that `parse_data` reads as these sets. A single path without weight is written as it is."""
     parts = tuple(parts)

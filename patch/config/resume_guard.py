@@ -116,7 +116,7 @@ def _check_derived(config: RunConfig, before: RunConfig) -> None:
         then, now = (f"{run.world_size} process(es) on all machines" for run in (before, config))
         _refuse(config, "nproc_per_node", then, now, _LAYOUT)
     then, now = (length_text(run, run.training.train_iters) for run in (before, config))
-    if config.data.dataset_type == "idxmap" and then != now:
+    if config.data.dataset_type == "idxmap" and not config.training.sft and then != now:
         # megatron-core shuffles all epochs of a run together, so another number of epochs moves every sample.
         _refuse(config, "train_iters", then, now, _LENGTH)
 

@@ -12,6 +12,7 @@ from typing import NoReturn
 
 from patch.config.choices import ZeroStage
 from patch.config.columns import parse_columns
+from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import length_text, where
 from patch.config.schema import RunConfig
@@ -56,19 +57,35 @@ def columns_are_pairs(config: RunConfig, machine: MachineFacts) -> None:
     parse_columns(config.data.columns)
 
 
-def sft_reads_raw_rows(config: RunConfig, machine: MachineFacts) -> None:
-    """SFT reads raw rows and pre-training reads .bin/.idx; the other two combinations are not built."""
-    if config.training.sft and config.data.dataset_type == "idxmap":
-        refuse("dataset_type", "idxmap", "raw", "fine-tuning (SFT=true) on .bin/.idx is not built yet")
+def pretraining_reads_indexed_sets(config: RunConfig, machine: MachineFacts) -> None:
+    """Pre-training reads .bin/.idx, SFT also raw rows."""
     if not config.training.sft and config.data.dataset_type == "raw":
         refuse("dataset_type", "raw", "idxmap, or SFT=true", "pre-training on raw rows is not built yet")
 
 
+def documents_are_pretraining(config: RunConfig, machine: MachineFacts) -> None:
+    """What is done with documents fits together, and is asked for in pre-training only."""
+    data = config.data
+    for field in ("split", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+        if config.training.sft and value_of(config, field):
+            why = "it is about the documents of a pre-training set"
+            refuse(field, str(scalar_of(config, field)).lower(), "none or false, or SFT=false", why)
+    if data.reset_position_ids and not data.reset_attention_mask:
+        why = "positions that begin again while attention goes on are not built; RoPE knows distances only"
+        refuse("reset_position_ids", "true", "false, or --reset-attention-mask too", why)
+    if data.split is None:
+        return
+    _, validation, _ = split_shares(data.split)
+    if validation and data.valid_data_path is not None:
+        why = "the split names the validation documents already"
+        refuse("valid_data_path", data.valid_data_path, "none, or a --split without a second share", why)
+
+
 def packing_has_conversations(config: RunConfig, machine: MachineFacts) -> None:
-    """Only raw rows are packed; a pre-training sequence is full already."""
-    if config.data.packing and config.data.dataset_type == "idxmap":
-        why = "sequences of .bin/.idx are full; --reset-attention-mask keeps their documents apart"
-        refuse("packing", "true", "false, or MP_DATASET_TYPE=raw with SFT=true", why)
+    """Conversations are packed; a pre-training sequence is full already."""
+    if config.data.packing and not config.training.sft:
+        why = "sequences of pre-training are full; --reset-attention-mask keeps their documents apart"
+        refuse("packing", "true", "false, or SFT=true", why)
 
 
 def numbers_are_in_range(config: RunConfig, machine: MachineFacts) -> None:
@@ -262,8 +279,9 @@ def evaluation_is_possible(config: RunConfig, machine: MachineFacts) -> None:
 
 RULES: tuple[Rule, ...] = (
     only_what_is_built,
-    sft_reads_raw_rows,
     columns_are_pairs,
+    pretraining_reads_indexed_sets,
+    documents_are_pretraining,
     packing_has_conversations,
     numbers_are_in_range,
     offload_is_possible,
@@ -300,11 +318,18 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     if config.training.recompute_num_layers != 1 and config.training.recompute_granularity != "full":
         yield f"{where('recompute_num_layers')} has no effect without AC=full"
     if config.data.dataset_type == "idxmap" and config.data.max_padding_length != config.model.seq_length:
-        yield f"{where('max_padding_length')} has no effect in pre-training: sequences are SEQ_LEN long"
+        yield f"{where('max_padding_length')} has no effect on .bin/.idx: sequences are SEQ_LEN long"
     if config.data.dataset_type == "idxmap":
         for field in ("columns", "alpaca_input_join"):
             if value_of(config, field) != FIELDS[field].default:
                 yield f"{where(field)} has no effect on .bin/.idx"
+    if config.data.dataset_type == "idxmap" and config.training.sft and config.data.packing:
+        yield f"{where('packing')} has no effect on .bin/.idx: the set is packed, or not, as it was made"
+    if config.data.reset_attention_mask and not config.data.reset_position_ids:
+        yield (
+            f"{where('reset_attention_mask')}: positions begin again at each document too, which RoPE, which "
+            "knows distances only, does not notice"
+        )
 
 
 def _offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:

@@ -258,7 +258,8 @@ class DataConfig:
     """Data set, tokenizer and evaluation."""
 
     dataset_type: DatasetType = flag(
-        "idxmap: pre-training on .bin/.idx; raw: JSON rows (with --sft)", "idxmap"
+        "idxmap: .bin/.idx for pre-training, or Pai-Megatron-Patch's for --sft; raw: JSON rows (with --sft)",
+        "idxmap",
     )
     train_data_path: str = flag(
         "raw: a file, folder or glob of JSON, JSONL, .gz, .zst or parquet; idxmap: path prefix of .bin/.idx; "
@@ -302,14 +303,16 @@ class DataConfig:
     )
     data_prefetch: int = flag("steps whose batches are read ahead in the background; 0: none", 2, at_least=0)
     split: str | None = flag(
-        "idxmap: shares of --train-data-path for training, validation and test, such as 99,1,0; none: all of "
-        "it for training",
+        "idxmap: shares of each set's documents for training, validation and neither, such as 99,1,0; none: "
+        "all of them for training",
         None,
         none="none",
     )
-    reset_position_ids: bool = flag("idxmap: positions start again after each end of document", False)
+    reset_position_ids: bool = flag(
+        "idxmap: positions start again after each end of document; with --reset-attention-mask", False
+    )
     reset_attention_mask: bool = flag("idxmap: no attention over an end of document", False)
-    eod_mask_loss: bool = flag("idxmap: ends of documents are not learned", False)
+    eod_mask_loss: bool = flag("idxmap: what follows an end of document is not learned", False)
     eval_interval: int | None = flag("steps between evaluations; 0: none", 100, none=0, at_least=0)
     eval_iters: int = flag("global batches of one evaluation; at most one pass over the set", 10, at_least=0)
 

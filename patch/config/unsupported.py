@@ -37,10 +37,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("train_data_path", _names_several, "several sets", "a blend of sets", "one set"),
     NotBuilt("valid_data_path", _names_several, "several sets", "several validation sets", "one set"),
     NotBuilt("data_prefetch", lambda v: v != 2, "other than 2", "background reading", "2"),
-    NotBuilt("split", bool, "other than none", "splitting a set", "none"),
-    NotBuilt("reset_position_ids", bool, "true", "document borders", "false"),
-    NotBuilt("reset_attention_mask", bool, "true", "document borders", "false"),
-    NotBuilt("eod_mask_loss", bool, "true", "masking ends of documents", "false"),
     NotBuilt(
         "distributed_checkpointing",
         lambda v: not v,

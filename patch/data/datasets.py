@@ -31,6 +31,7 @@ def build_datasets(
     model: ModelConfig,
     tokenizer: PreTrainedTokenizerBase,
     *,
+    sft: bool,
     num_train_samples: int,
     seed: int,
     index_folder: Path,
@@ -42,7 +43,8 @@ def build_datasets(
     Args:
         data: the files and their kind.
         model: vocabulary and sequence length.
-        tokenizer: encodes raw rows; for a pre-training set only its end-of-document id is used.
+        tokenizer: encodes raw rows; .bin/.idx must have its vocabulary.
+        sft: .bin/.idx hold conversations, not documents to learn as a whole.
         num_train_samples: how many samples the run takes from a pre-training set.
         seed: decides the order of a pre-training set's samples.
         index_folder: the folder of a pre-training set's index files; all ranks must share it.
@@ -52,28 +54,30 @@ def build_datasets(
     """
     check_vocabulary(tokenizer, model.vocab_size)
     train_path, valid_path = data.train_data_path, data.valid_data_path
-    if data.dataset_type == "raw":
+    if sft:
         cache = index_folder.with_name(DATA_CACHE_FOLDER)
-        load_raw = partial(_load_raw, data=data, tokenizer=tokenizer, cache=cache)
+        load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer, cache=cache)
         with all_or_none():
-            ensure_chat_template(tokenizer, data.chat_template)
-            return DataSets(load_raw(Path(train_path)), load_raw(Path(valid_path)) if valid_path else None)
-    from patch.data.pretraining.dataset import (
-        load_pretrain,  # it imports megatron-core, which raw rows do not need
-    )
+            return DataSets(load(train_path), load(valid_path) if valid_path else None)
+    # It imports megatron-core, which raw rows do not need.
+    from patch.data.pretraining.run_sets import load_run_sets
 
-    load_indexed = partial(
-        load_pretrain,
-        sequence_length=model.seq_length,
-        vocab_size=model.vocab_size,
-        eod=tokenizer.eos_token_id,
-        seed=seed,
-        cache=index_folder,
-    )
-    train = load_indexed(train_path, num_samples=num_train_samples)
-    return DataSets(train, load_indexed(valid_path) if valid_path else None)
+    sets = load_run_sets(
+        data, model, tokenizer,
+        num_train_samples=lambda one_pass: num_train_samples, seed=seed, index_folder=index_folder,
+    )  # fmt: skip
+    return DataSets(sets.train, next(iter(sets.valid), None))
 
 
-def _load_raw(path: Path, data: DataConfig, tokenizer: PreTrainedTokenizerBase, cache: Path) -> SampleSource:
-    source = load_sft(path, tokenizer, data.max_padding_length, sft_options(data, cache))
-    return packed(source, data.max_padding_length, str(path)) if data.packing else source
+def _load_sft(
+    path: str, data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, cache: Path
+) -> SampleSource:
+    if data.dataset_type == "idxmap":
+        from patch.data.pretraining.indexed_sft import load_indexed_sft
+
+        return load_indexed_sft(
+            path, tokenizer, sequence_length=model.seq_length, vocab_size=model.vocab_size
+        )
+    ensure_chat_template(tokenizer, data.chat_template)
+    source = load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache))
+    return packed(source, data.max_padding_length, path) if data.packing else source

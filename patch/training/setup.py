@@ -61,6 +61,7 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
         config.data,
         config.model,
         tokenizer,
+        sft=config.training.sft,
         num_train_samples=config.training.train_iters * config.training.global_batch_size,
         seed=config.training.seed,
         index_folder=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER,

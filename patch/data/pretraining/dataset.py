@@ -1,24 +1,27 @@
-"""Pre-training sets: reads .bin/.idx with megatron-core's IndexedDataset and GPTDataset.
+"""Pre-training sets: reads .bin/.idx with megatron-core's IndexedDataset, GPTDataset and BlendedDataset.
 
-Upstream writes three index files for a run (documents, samples, their order) on rank 0. The other ranks read
-them from the run's folder.
+Upstream writes index files for a run (documents, samples, their order; the turns of a blend) on rank 0. The
+other ranks read them from the run's folder. Upstream's BlendedMegatronDatasetBuilder is not called, because
+a rank that fails in it leaves the others at a barrier; what it builds is built here, in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from pathlib import Path
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.utils import Split
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.gpt_dataset import GPTDataset
+from megatron.core.datasets.utils import Split, normalize
 
 from patch.data.pretraining.index_cache import kept_as_made
-from patch.data.pretraining.indexed_dataset import check_ids, open_indexed, total_tokens
+from patch.data.pretraining.indexed_dataset import check_ids
+from patch.data.pretraining.part import Part, PretrainOptions, open_part
 from patch.data.samples import Sample
 from patch.distributed.collectives import agree
 from patch.errors import DataError
@@ -26,94 +29,114 @@ from patch.logger import get_logger
 
 _logger = get_logger(__name__)
 
-_TOKENS_CHECKED = 1 << 24
+_SURPLUS = 1.005
+"""Upstream builds so many times a blended set's samples (`mid_level_dataset_surplus`). That decides how many
+epochs are shuffled together, and so the order."""
+_Built = TypeVar("_Built")
 
 
 class PretrainSource:
-    """GPTDataset's samples as our Sample. All tokens are learned, except the padding of the last sample."""
+    """Upstream's samples as our Sample. All tokens are learned but the padding of the last sample."""
 
     is_shuffled = True
 
-    def __init__(self, dataset: GPTDataset, name: str, vocab_size: int) -> None:
-        # With its cache, gpt_dataset.py:230-240 uses the first sample's loss mask, which includes that
-        # sample's padding, for all other samples. Without it each sample gets its own mask.
-        dataset.masks_and_position_ids_are_cacheable = False
-        self._dataset, self._name, self._vocab_size = dataset, name, vocab_size
-        self.num_tokens = total_tokens(dataset.dataset)
-        """Tokens of the whole set, which is one epoch."""
+    def __init__(
+        self,
+        dataset: GPTDataset | BlendedDataset,
+        parts: Sequence[Part],
+        options: PretrainOptions,
+        num_samples: int,
+    ) -> None:
+        self._dataset, self._options = dataset, options
+        self.parts = parts
+        self.num_samples = num_samples
+        """How many the run takes; upstream makes a few more of them."""
+        for each in getattr(dataset, "datasets", [dataset]):
+            # With its cache, gpt_dataset.py:230-240 uses the first sample's loss mask, which includes that
+            # sample's padding, for all other samples. Without it each sample gets its own mask.
+            each.masks_and_position_ids_are_cacheable = False
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> Sample:
         item = self._dataset[index]
-        sample = Sample(item["tokens"], item["labels"], item["loss_mask"])
-        ids = torch.cat([sample.tokens, sample.labels])
-        check_ids(self._name, int(ids.min()), int(ids.max()), self._vocab_size)
-        return sample
+        part = self.parts[item.get("dataset_id", 0)]
+        tokens, labels = item["tokens"], item["labels"]
+        ids = torch.cat([tokens, labels])
+        check_ids(part.prefix, int(ids.min()), int(ids.max()), self._options.vocab_size)
+        lengths = _document_lengths(tokens, part.eod) if self._options.reset_attention_mask else None
+        return Sample(tokens, labels, item["loss_mask"], lengths)
 
 
-class _Vocabulary:
-    """The attributes of a tokenizer that GPTDataset reads."""
-
-    pad = int(np.iinfo(np.int64).min)
-    """A value that no token id can have, so that upstream never takes a token of the set for padding."""
-
-    def __init__(self, prefix: str, vocab_size: int, eod: int | None) -> None:
-        self.vocab_size, self.eod = vocab_size, eod
-        file = Path(f"{prefix}.bin").stat()
-        # Upstream names its index files by a hash of this and of the path. With size and time in it, it does
-        # not use old index files after the data at the path has changed.
-        self.unique_identifiers = {"bytes": file.st_size, "modified_ns": file.st_mtime_ns}
-
-
-def load_pretrain(
-    prefix: str,
-    *,
-    sequence_length: int,
-    vocab_size: int,
-    eod: int | None,
-    seed: int,
-    cache: Path,
-    num_samples: int | None = None,
+def load_training(
+    prefixes: Sequence[str],
+    weights: Sequence[float] | None,
+    options: PretrainOptions,
+    num_samples: Callable[[int], int],
 ) -> PretrainSource:
-    """Open the set `prefix`.bin and `prefix`.idx; a collective in a job, and usable without a process group.
+    """The training documents of one set or several; a collective in a job, usable without a process group.
 
     Args:
-        prefix: path of the two files without their endings.
-        sequence_length: tokens of one sample.
-        vocab_size: rows of the model's vocabulary; larger ids are refused.
-        eod: the tokenizer's end-of-document id.
-        seed: decides the order of the samples.
-        cache: the folder of the index files, which state where each sample is; all ranks must share it.
-        num_samples: how many samples the run takes, over as many epochs as needed; None: one epoch, whose
-            last sample is padded.
+        prefixes: paths of .bin and .idx without their endings.
+        weights: the share of each set in the samples, in any unit; None: in proportion to its samples, so
+            that all sets together are read as one.
+        options: see `PretrainOptions`.
+        num_samples: from the samples of one pass over all sets, how many the run takes, over as many epochs
+            as it needs.
 
     Raises:
-        DataError: on all ranks, if files are missing or damaged, or have ids beyond the vocabulary.
+        DataError: on all ranks, if files are missing or damaged, have ids beyond the vocabulary or those of
+            another tokenizer, have no documents for training, or none of an end where borders are asked for.
     """
 
-    def build() -> PretrainSource:
-        indexed = _open_checked(prefix, vocab_size)
-        upstream = _upstream_config(prefix, sequence_length, vocab_size, eod, seed, cache)
-        return PretrainSource(_dataset(indexed, prefix, num_samples, upstream), prefix, vocab_size)
+    length = options.sequence_length
 
-    source = _rank_zero_first(build)
-    num_tokens = source.num_tokens
-    if num_samples is None:
-        _logger.info("%s: %d samples of %d tokens", prefix, len(source), sequence_length)
-        return source
-    _logger.info(
-        "%s: the run takes %d samples of %d tokens, %.1f passes over its %d tokens",
-        prefix, num_samples, sequence_length, num_samples * sequence_length / num_tokens, num_tokens,
-    )  # fmt: skip
+    def build() -> tuple[PretrainSource, list[float]]:
+        parts = [open_part(prefix, options, Split.train) for prefix in prefixes]
+        taken = num_samples(sum(max(1, part.samples(length)) for part in parts))
+        with _index_files(parts, options, Split.train):
+            if len(parts) == 1:
+                return PretrainSource(_dataset(parts[0], taken, Split.train), parts, options, taken), [1.0]
+            blend, shares = _blend(parts, weights, taken, length)
+            return PretrainSource(blend, parts, options, taken), shares
+
+    source, shares = _rank_zero_first(build)
+    for part, share in zip(source.parts, shares, strict=True):
+        taken = source.num_samples * share
+        _logger.info(
+            "%s: the run takes %.0f samples of %d tokens, %.1f passes over its %d tokens",
+            part.prefix, taken, length, taken * length / part.tokens, part.tokens,
+        )  # fmt: skip
     return source
 
 
-def _rank_zero_first(build: Callable[[], PretrainSource]) -> PretrainSource:
-    """Build the source on rank 0, which writes the index files, then on the other ranks, which read them."""
+def load_validation(prefix: str, options: PretrainOptions) -> PretrainSource:
+    """The validation documents of one set, once; the last sample is padded. A collective in a job.
+
+    Args:
+        prefix: path of .bin and .idx without their endings.
+        options: see `PretrainOptions`; with the split `WHOLE` all documents are for validation.
+
+    Raises:
+        DataError: see `load_training`.
+    """
+
+    def build() -> PretrainSource:
+        part = open_part(prefix, options, Split.valid)
+        with _index_files([part], options, Split.valid):
+            dataset = _dataset(part, None, Split.valid)
+            return PretrainSource(dataset, [part], options, len(dataset))
+
+    source = _rank_zero_first(build)
+    _logger.info("%s: %d samples of %d tokens", prefix, len(source), options.sequence_length)
+    return source
+
+
+def _rank_zero_first(build: Callable[[], _Built]) -> _Built:
+    """Build something on rank 0, which writes the index files, then on the other ranks, which read them."""
     rank = dist.get_rank() if dist.is_initialized() else 0
-    built: list[PretrainSource] = []
+    built: list[_Built] = []
     for is_my_turn in (rank == 0, rank != 0):
         failed: Exception | None = None
         if is_my_turn:
@@ -125,46 +148,59 @@ def _rank_zero_first(build: Callable[[], PretrainSource]) -> PretrainSource:
     return built[0]
 
 
-def _open_checked(prefix: str, vocab_size: int) -> IndexedDataset:
-    """Open the set's files and check the first token ids; the others are checked when they are read."""
-    indexed = open_indexed(prefix)
-    head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, total_tokens(indexed)), 0)
-    check_ids(prefix, int(head.min()), int(head.max()), vocab_size)
-    return indexed
-
-
-def _dataset(
-    indexed: IndexedDataset, prefix: str, num_samples: int | None, upstream: GPTDatasetConfig
-) -> GPTDataset:
-    """Upstream's data set. Its index files have different names for training and for evaluation."""
-    cache = Path(upstream.path_to_cache or "")
-    split = Split.valid if num_samples is None else Split.train
-    documents = np.arange(len(indexed), dtype=np.int32)
-    writes_index_files = not dist.is_initialized() or dist.get_rank() == 0
+@contextmanager
+def _index_files(parts: Sequence[Part], options: PretrainOptions, split: Split) -> Iterator[None]:
+    """A context in which upstream writes or reads index files; their names tell training from validation."""
+    writes = not dist.is_initialized() or dist.get_rank() == 0
     try:
-        with kept_as_made(cache, split.name) if writes_index_files else nullcontext():
-            return GPTDataset(indexed, prefix, documents, num_samples, split, upstream)
+        with kept_as_made(options.cache, split.name) if writes else nullcontext():
+            yield
     except OSError as error:
         raise DataError(
-            f"{cache}: the index files of {prefix} cannot be written by rank 0, or read by the others: "
-            f"{error.strerror}; expected a folder that all machines share",
+            f"{options.cache}: the index files of {', '.join(part.prefix for part in parts)} cannot be "
+            f"written by rank 0, or read by the others: {error.strerror}; expected a folder that all "
+            "machines share",
             field="output_path",
         ) from error
 
 
-def _upstream_config(
-    prefix: str, sequence_length: int, vocab_size: int, eod: int | None, seed: int, cache: Path
-) -> GPTDatasetConfig:
-    return GPTDatasetConfig(
-        random_seed=seed,
-        sequence_length=sequence_length,
-        blend=([prefix], None),
-        split="1",
-        path_to_cache=str(cache),
-        tokenizer=_Vocabulary(prefix, vocab_size, eod),
-        reset_position_ids=False,
-        reset_attention_mask=False,
-        eod_mask_loss=False,
-        create_attention_mask=False,
-        drop_last_partial_validation_sequence=False,
-    )
+def _whole_samples(part: Part, length: int) -> int:
+    """The samples of one pass over a set; refuses one that has none."""
+    if part.samples(length) == 0:
+        raise DataError(
+            f"{part.prefix}: has {part.tokens} tokens for training, expected at least {length + 1} in a set "
+            "that is read together with others: leave it out, or give weights"
+        )
+    return part.samples(length)
+
+
+def _dataset(part: Part, num_samples: int | None, split: Split) -> GPTDataset:
+    return GPTDataset(part.indexed, part.prefix, part.documents, num_samples, split, part.config)
+
+
+def _document_lengths(tokens: torch.Tensor, eod: int | None) -> torch.Tensor:
+    """int32: tokens of each document in a sample; the end token belongs to its document."""
+    assert eod is not None, "open_part refuses a set without ends"
+    starts = torch.nonzero(tokens[:-1].eq(eod)).flatten() + 1
+    borders = torch.cat([starts.new_zeros(1), starts, starts.new_full((1,), len(tokens))])
+    return borders.diff().int()
+
+
+def _blend(
+    parts: Sequence[Part], weights: Sequence[float] | None, num_samples: int, length: int
+) -> tuple[BlendedDataset, list[float]]:
+    """Upstream's blend of several sets, and the share of each in the samples.
+
+    Upstream gives the blend as many samples as the rounded shares add up to, which may be more than its sets
+    have (blended_dataset.py:159 then raises). Here it has the run's samples, the first of upstream's.
+    """
+    turns = [_whole_samples(part, length) for part in parts] if weights is None else normalize(weights)
+    shares = normalize(turns)
+    wanted: list[int | None] = [math.ceil(math.ceil(num_samples * share) * _SURPLUS) for share in shares]
+    if weights is None and num_samples <= sum(turns):
+        wanted = [None] * len(parts)  # upstream's way to read each set at most once
+    datasets = [_dataset(part, size, Split.train) for part, size in zip(parts, wanted, strict=True)]
+    config = parts[0].config
+    if not dist.is_initialized():  # with a folder, blended_dataset.py:139 asks for this process's rank
+        config = dataclasses.replace(config, path_to_cache=None)
+    return BlendedDataset(datasets, turns, num_samples, config), shares

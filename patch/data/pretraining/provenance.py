@@ -67,13 +67,14 @@ def vocabulary_hash(tokenizer: PreTrainedTokenizerBase, size: int) -> str:
     return hashlib.sha256(json.dumps(by_id).encode()).hexdigest()
 
 
-def read_provenance(prefix: str, documents: int, tokens: int) -> Provenance | None:
-    """What PREFIX.meta.json says; None, with a warning, if it says nothing about these files.
+def read_provenance(prefix: str, documents: int, tokens: int, *, warns: bool = True) -> Provenance | None:
+    """What PREFIX.meta.json says; None if it says nothing about these files.
 
     Args:
         prefix: path of the set without the endings.
         documents: documents in the .idx.
         tokens: ids in the .bin.
+        warns: say so in the log if it is None.
     """
     path = path_of(prefix)
     try:
@@ -85,7 +86,8 @@ def read_provenance(prefix: str, documents: int, tokens: int) -> Provenance | No
         complaint = "cannot be read"
     if complaint is None:
         return found
-    _logger.warning("%s %s, so it cannot be checked which tokenizer made the set", path, complaint)
+    if warns:
+        _logger.warning("%s %s, so it cannot be checked which tokenizer made the set", path, complaint)
     return None
 
 
@@ -110,8 +112,8 @@ def check_tokenizer(prefix: str, found: Provenance, tokenizer: PreTrainedTokeniz
     """
     if vocabulary_hash(tokenizer, found.vocabulary_size) != found.vocabulary_sha256:
         raise DataError(
-            f"{prefix}.bin: was made with the tokenizer {found.tokenizer} (see {path_of(prefix).name}), "
-            f"whose {found.vocabulary_size} ids differ from those of {tokenizer.name_or_path}; expected "
+            f"{prefix}.bin: was made with tokenizer {found.tokenizer} (says {path_of(prefix).name}), whose "
+            f"{found.vocabulary_size} ids are not all the same tokens in {tokenizer.name_or_path}; expected "
             "the same vocabulary: give that tokenizer, or make the set again",
             field="tokenizer_name_or_path",
         )

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from rich.progress import TextColumn
 from transformers import PreTrainedTokenizerBase
 
@@ -63,7 +64,11 @@ def tokenize(
             for items, tokenized in rows(reading.batches()):
                 for item, row in zip(items, tokenized, strict=True):
                     report.add(item.place, row)
-                    writer.write(row.ids, row.learned, row.sizes)
+                writer.write(
+                    np.concatenate([row.ids for row in tokenized]),
+                    np.concatenate([row.learned for row in tokenized]),
+                    [size for row in tokenized for size in row.sizes],
+                )
                 writer.share = reading.share
                 show()
         except ChildEndedError as error:

@@ -157,7 +157,7 @@ def test_padding_in_pretraining_is_noted(command):
         WARMUP_TOKENS_OR_ITERS="0",
     ).config
     (note,) = validate_run(config, GPUS)
-    assert note.startswith("--max-padding-length (position 8 PAD_LEN) has no effect in pre-training")
+    assert note.startswith("--max-padding-length (position 8 PAD_LEN) has no effect on .bin/.idx")
 
 
 def test_names_of_columns_have_no_effect_on_indexed_data(command):

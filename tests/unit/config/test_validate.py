@@ -16,6 +16,7 @@ GPUS = MachineFacts(cuda_devices=2, cpu_cores=2)
 VPP = "--num-layers-per-virtual-pipeline-stage"
 
 # (positions, flags, every part the message must hold)
+DOCUMENTS = dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITERS="0")
 REFUSED = [
     (
         dict(PR="fp8"),
@@ -57,14 +58,13 @@ REFUSED = [
     ),
     ({}, ["--columns=text=a,text=b"], ["--columns: got text twice (a, b), expected it once"]),
     (
-        dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITERS="0"),
+        DOCUMENTS,
         ["--packing", "--dataset-type=idxmap"],
-        ["--packing (MP_SFT_PACKING): got true", "sequences of .bin/.idx are full"],
+        ["--packing (MP_SFT_PACKING): got true", "sequences of pre-training are full"],
     ),
     ({}, ["--no-distributed-checkpointing"], ["--distributed-checkpointing: got false, expected true"]),
-    ({}, ["--dataset-type=idxmap"], ["(MP_DATASET_TYPE): got idxmap, expected raw", "not built yet"]),
     (
-        dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITERS="0"),
+        DOCUMENTS,
         [],
         ["(MP_DATASET_TYPE): got raw, expected idxmap, or SFT=true"],
     ),
@@ -163,6 +163,20 @@ REFUSED = [
     ({}, ["--tokenizer-name-or-path=/no/tok"], ["(TOKENIZER_PATH): got /no/tok", "tokenizer.json"]),
     ({}, ["--chat-template=chatlm"], ["--chat-template: got chatlm", "plain, or a .jinja file", "chatml?"]),
     ({}, ["--tokenizer-name-or-path=none"], ["(TOKENIZER_PATH): got none", "PRETRAIN_CHECKPOINT_PATH"]),
+    ({}, ["--split=99,1,0"], ["--split: got 99,1,0, expected none", "of a pre-training set"]),
+    ({}, ["--eod-mask-loss"], ["--eod-mask-loss: got true, expected", "SFT=false"]),
+    *(
+        (DOCUMENTS, ["--dataset-type=idxmap", *flags], parts)
+        for flags, parts in (
+            (["--reset-position-ids"], ["--reset-position-ids: got true", "or --reset-attention-mask too"]),
+            (["--split=99,1,0", "--valid-data-path=x"], ["position 21", "/x, expected none"]),
+            (["--split=0,1"], ["--split: got '0,1', expected shares", "99,1,0"]),
+            (["--split=9,x"], ["--split: got '9,x', expected shares"]),
+            (["--split=9,1,0,0"], ["--split: got '9,1,0,0', expected shares"]),
+            (["--split=1,-1"], ["--split: got '1,-1', expected shares"]),
+            (["--split=1e3,1"], ["--split: got '1e3,1', expected shares"]),
+        )
+    ),
     *(
         ({}, [flag], ["is not built yet"])
         for flag in (
@@ -174,10 +188,6 @@ REFUSED = [
             "--cache-dir=/cache",
             "--data-workers=2",
             "--data-prefetch=0",
-            "--split=99,1,0",
-            "--reset-position-ids",
-            "--reset-attention-mask",
-            "--eod-mask-loss",
         )
     ),
 ]

@@ -35,7 +35,7 @@ def raw_run(folder: Path, **changes) -> RunConfig:
 
 def build(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> DataSets:
     return build_datasets(
-        config.data, config.model, tokenizer,
+        config.data, config.model, tokenizer, sft=config.training.sft,
         num_train_samples=config.training.train_iters * config.training.global_batch_size,
         seed=config.training.seed, index_folder=Path(config.checkpoint.output_path) / "data_index",
     )  # fmt: skip
@@ -73,7 +73,8 @@ def test_pretraining_sets_feed_every_step_and_one_evaluation(tmp_path: Path, sha
     tokenizer = tiny_tokenizer()
     write_indexed([shared_data / "c4_demo.jsonl"], tokenizer, {"text": str(tmp_path / "c4")}, append_eod=True)
     config = small_run(
-        dataset_type="idxmap", train_data_path=str(tmp_path / "c4"), valid_data_path=str(tmp_path / "c4"),
+        dataset_type="idxmap", sft=False,
+        train_data_path=str(tmp_path / "c4"), valid_data_path=str(tmp_path / "c4"),
         seq_length=64, vocab_size=400, train_iters=5, global_batch_size=4, output_path=str(tmp_path / "out"),
     )  # fmt: skip
     train, valid = build(config, tokenizer)

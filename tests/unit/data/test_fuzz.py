@@ -13,7 +13,8 @@ from small_runs import small_run
 
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.formats import to_conversation
-from patch.data.pretraining.dataset import load_pretrain
+from patch.data.pretraining.dataset import load_training
+from patch.data.pretraining.part import PretrainOptions
 from patch.data.readers.json_rows import read_rows
 from patch.data.rendering.bounded_process import BoundedMap
 from patch.data.rendering.template import Row, Template
@@ -151,10 +152,8 @@ def fuzz_indexed(folder: Path, cases: int, seed: int) -> Counter:
             dataset_type="idxmap", seq_length=8, train_iters=3, output_path=str(folder / str(case))
         )
         try:
-            source = load_pretrain(
-                str(prefix), sequence_length=8, vocab_size=run.model.vocab_size, eod=0,
-                seed=run.training.seed, cache=folder / str(case) / "data_index", num_samples=12,
-            )  # fmt: skip
+            options = PretrainOptions(8, run.model.vocab_size, run.training.seed, folder / f"index {case}")
+            source = load_training([str(prefix)], None, options, lambda one_pass: 12)
             samples = [source[index] for index in range(len(source))]
         except DataError:
             outcomes["refused"] += 1

@@ -14,7 +14,8 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from small_runs import small_run
 
 from patch.config.schema import RunConfig
-from patch.data.pretraining.dataset import load_pretrain
+from patch.data.pretraining.dataset import PretrainSource, load_training, load_validation
+from patch.data.pretraining.part import PretrainOptions
 from patch.errors import DataError
 
 LENGTH = 8
@@ -36,23 +37,23 @@ def run(folder: Path, **changes) -> RunConfig:
     return small_run(**(defaults | changes))
 
 
-def load(prefix: Path, config: RunConfig, is_train: bool = True):
-    taken = config.training.train_iters * config.training.global_batch_size
-    return load_pretrain(
-        str(prefix),
+def load(prefix: Path, config: RunConfig, is_train: bool = True) -> PretrainSource:
+    options = PretrainOptions(
         sequence_length=config.model.seq_length,
         vocab_size=config.model.vocab_size,
-        eod=0,
         seed=config.training.seed,
         cache=Path(config.checkpoint.output_path) / "data_index",
-        num_samples=taken if is_train else None,
     )
+    if not is_train:
+        return load_validation(str(prefix), options)
+    taken = config.training.train_iters * config.training.global_batch_size
+    return load_training([str(prefix)], None, options, lambda one_pass: taken)
 
 
 def check_samples(source) -> None:
     for index in range(len(source)):
         sample = source[index]
-        assert all(part.shape == (LENGTH,) for part in sample)
+        assert all(part.shape == (LENGTH,) for part in sample[:3])
         assert (sample.tokens.dtype, sample.labels.dtype) == (torch.int64, torch.int64)
         assert sample.loss_mask.dtype == torch.float32
         torch.testing.assert_close(sample.tokens[1:], sample.labels[:-1])
@@ -258,7 +259,7 @@ def test_damaged_index_is_refused_with_the_file(tmp_path: Path, damage: dict, sa
 @pytest.mark.parametrize("checked", [1, 1 << 24])
 def test_id_without_an_embedding_is_refused(tmp_path: Path, monkeypatch, first: int, checked: int) -> None:
     """Upstream pads with -1 by default, and would take one in the data for padding."""
-    monkeypatch.setattr("patch.data.pretraining.dataset._TOKENS_CHECKED", checked)
+    monkeypatch.setattr("patch.data.pretraining.part._TOKENS_CHECKED", checked)
     prefix = tmp_path / "set"
     write_set(prefix, [60, 40])
     tokens = np.fromfile(f"{prefix}.bin", np.int32)
@@ -334,7 +335,7 @@ def test_index_file_that_a_run_left_unfinished_is_made_again(
 
 
 def test_id_beyond_the_checked_head_is_refused_when_it_is_read(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("patch.data.pretraining.dataset._TOKENS_CHECKED", 10)
+    monkeypatch.setattr("patch.data.pretraining.part._TOKENS_CHECKED", 10)
     write_set(tmp_path / "set", [100], first=200)
     source = load(tmp_path / "set", run(tmp_path))
     with pytest.raises(DataError, match="token id 2.. *, the model's vocabulary has 250 rows"):

@@ -1,0 +1,142 @@
+"""One set of a pre-training run: its files, the documents of a split, and what ends them, all checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from megatron.core.datasets.gpt_dataset import GPTDatasetConfig
+from megatron.core.datasets.indexed_dataset import IndexedDataset
+from megatron.core.datasets.utils import Split
+from transformers import PreTrainedTokenizerBase
+
+from patch.data.pretraining.indexed_dataset import check_ids, open_indexed, total_tokens
+from patch.data.pretraining.provenance import check_tokenizer, read_provenance
+from patch.errors import DataError
+
+WHOLE = "1"
+"""The split of a set that is not split."""
+_TOKENS_CHECKED = 1 << 24
+_PURPOSE = {Split.train: "training", Split.valid: "validation"}
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainOptions:
+    """How the sets of a run are read."""
+
+    sequence_length: int
+    """Tokens of one sample."""
+    vocab_size: int
+    """Rows of the model's vocabulary; larger ids are refused."""
+    seed: int
+    """Decides the order of the samples."""
+    cache: Path
+    """The folder of the index files, which state where each sample is; all ranks must share it."""
+    tokenizer: PreTrainedTokenizerBase | None = None
+    """A set that is known to have another vocabulary is refused; None: not checked."""
+    split: str = WHOLE
+    """Shares of each set's documents for training, validation and neither, as in Megatron-LM: 99,1,0."""
+    reset_attention_mask: bool = False
+    """A sample's documents are sequences of their own (`Sample.lengths`)."""
+    eod_mask_loss: bool = False
+    """What follows an end of document is not learned."""
+
+
+class Part(NamedTuple):
+    """The documents of one set that a run trains on, or evaluates."""
+
+    prefix: str
+    eod: int | None
+    """The id that ends its documents."""
+    indexed: IndexedDataset
+    documents: np.ndarray
+    """int32: the documents of the split, in upstream's words sequences."""
+    config: GPTDatasetConfig
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of these documents."""
+        return int(self.indexed.sequence_lengths[self.documents].sum(dtype=np.int64))
+
+    def samples(self, length: int) -> int:
+        """Whole samples of `length` tokens in one pass."""
+        return (self.tokens - 1) // length
+
+
+def open_part(prefix: str, options: PretrainOptions, split: Split) -> Part:
+    """Open a set's files and check the first token ids; the others are checked when they are read."""
+    indexed = open_indexed(prefix)
+    head = indexed.bin_reader.read(indexed.index.dtype, min(_TOKENS_CHECKED, total_tokens(indexed)), 0)
+    check_ids(prefix, int(head.min()), int(head.max()), options.vocab_size)
+    is_known = split is Split.valid and options.split != WHOLE  # it was opened for training
+    eod = _end_of_document(prefix, indexed, options, warns=not is_known)
+    config = GPTDatasetConfig(
+        random_seed=options.seed,
+        sequence_length=options.sequence_length,
+        blend=([prefix], None),
+        split=options.split,
+        path_to_cache=str(options.cache),
+        tokenizer=_Vocabulary(prefix, options.vocab_size, eod),
+        reset_position_ids=False,
+        reset_attention_mask=False,
+        eod_mask_loss=options.eod_mask_loss,
+        create_attention_mask=False,
+        drop_last_partial_validation_sequence=False,
+    )
+    part = Part(prefix, eod, indexed, _documents(indexed, config, options, split), config)
+    if part.tokens < 2:
+        raise DataError(
+            f"{prefix}: --split {options.split} leaves {part.tokens} tokens in {len(part.documents)} of "
+            f"{len(indexed)} documents for {_PURPOSE[split]}, expected at least two",
+            field="split",
+        )
+    return part
+
+
+def _documents(
+    indexed: IndexedDataset, config: GPTDatasetConfig, options: PretrainOptions, split: Split
+) -> np.ndarray:
+    """The documents of a split, by upstream's rule (blended_megatron_dataset_builder.py:441)."""
+    shares = (0.0, 1.0) if options.split == WHOLE else config.split_matrix[split.value]
+    first, last = (0, 0) if shares is None else (int(round(share * len(indexed))) for share in shares)
+    return np.arange(first, last, dtype=np.int32)
+
+
+def _end_of_document(
+    prefix: str, indexed: IndexedDataset, options: PretrainOptions, *, warns: bool
+) -> int | None:
+    """The id that ends documents: what the set's file says, or else the tokenizer's end-of-text token.
+
+    Raises:
+        DataError: the set was made with another vocabulary; or no id ends its documents, but one is needed.
+    """
+    provenance = read_provenance(
+        prefix, len(indexed.document_indices) - 1, total_tokens(indexed), warns=warns
+    )
+    if provenance is not None and options.tokenizer is not None:
+        check_tokenizer(prefix, provenance, options.tokenizer)
+    if provenance is not None:
+        eod, why = provenance.eod, "was made with --no-append-eod"
+    else:
+        eod = None if options.tokenizer is None else options.tokenizer.eos_token_id
+        why = "the tokenizer has no eos token"
+    for field in ("reset_attention_mask", "eod_mask_loss"):
+        if eod is None and getattr(options, field):
+            raise DataError(f"{prefix}: no token ends its documents: {why}; expected one", field=field)
+    return eod
+
+
+class _Vocabulary:
+    """The attributes of a tokenizer that GPTDataset reads."""
+
+    pad = int(np.iinfo(np.int64).min)
+    """A value that no token id can have, so that upstream never takes a token of the set for padding."""
+
+    def __init__(self, prefix: str, vocab_size: int, eod: int | None) -> None:
+        self.vocab_size, self.eod = vocab_size, eod
+        file = Path(f"{prefix}.bin").stat()
+        # Upstream names its index files by a hash of this and of the path. With size and time in it, it does
+        # not use old index files after the data at the path has changed.
+        self.unique_identifiers = {"bytes": file.st_size, "modified_ns": file.st_mtime_ns}
