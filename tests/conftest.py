@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import pytest
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the network
+
 gc.disable()  # while test modules import torch and megatron-core: a quarter of that time
 
 

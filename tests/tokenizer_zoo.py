@@ -5,7 +5,16 @@ from collections.abc import Callable
 from functools import cache, partial
 
 from llama3_tokenizer import CORPUS, GPT2_PATTERN, SPECIAL_TOKENS, tiny_tokenizer
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+    trainers,
+)
 from transformers import PreTrainedTokenizerFast
 
 CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -58,6 +67,9 @@ def sentencepiece_tokenizer(
     # The bytes were made special for training only: as tokens of LLaMA 2 they are ordinary.
     if kind != "unigram":
         core = _without_added_bytes(core)
+    core.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", core.token_to_id("<s>"))]
+    )
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         bos_token="<s>",

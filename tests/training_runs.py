@@ -72,7 +72,7 @@ def build_seeded_run(
     optimizer = build_run_optimizer(stages, config, groups)
     return Run(
         config=config, device=context.device, groups=groups, tokenizer=None, train_reader=reader,
-        valid_reader=reader, stages=stages, optimizer=optimizer,
+        valid_readers={"valid": reader}, stages=stages, optimizer=optimizer,
         start_iteration=0,
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def train_run(run: Run) -> list[StepResult]:
             result = train_step(run, iteration)
         results.append(result._replace(loss=max_over_world([result.loss], run.device)[0]))
     with no_stale_reads(run.optimizer):
-        valid_loss = max_over_world([evaluate(run)], run.device)[0]
+        valid_loss = evaluate(run)["valid_loss"]
     return [*results, results[-1]._replace(loss=valid_loss)]
 
 

@@ -14,14 +14,17 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     from patch.convert import hf_to_mcore, mcore_to_hf
     from patch.device import torch_dtype
-    from patch.errors import PatchError
+    from patch.errors import ConversionError, PatchError
     from patch.logger import configure_logging
+    from patch.storage.hub import fetch_model, hub_name
 
     configure_logging()
     try:
         if options.direction == "hf2mcore":
             dtype = torch_dtype(options.params_dtype) if options.params_dtype else None
-            hf_to_mcore(options.load, options.save, dtype, overwrite=options.overwrite)
+            name = hub_name(str(options.load), "model")
+            load = options.load if name is None else fetch_model(name, weights=True, error=ConversionError)
+            hf_to_mcore(load, options.save, dtype, overwrite=options.overwrite)
         else:
             mcore_to_hf(options.load, options.save, options.hf_config, overwrite=options.overwrite)
     except PatchError as error:
@@ -36,7 +39,10 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     directions = parser.add_subparsers(dest="direction", required=True)
     hf2mcore = directions.add_parser("hf2mcore", help="Hugging Face folder -> torch_dist checkpoint")
-    hf2mcore.add_argument("--load", type=Path, required=True, metavar="HF_DIR", help="safetensors or .bin")
+    hf2mcore.add_argument(
+        "--load", type=Path, required=True, metavar="HF_DIR",
+        help="a folder with safetensors or .bin, or a name of the hub (org/name, safetensors)",
+    )  # fmt: skip
     hf2mcore.add_argument(
         "--save",
         type=Path,

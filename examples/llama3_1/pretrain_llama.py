@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an
 from patch.config import (  # noqa: E402
     Invocation,
     RunConfig,
+    fetch_from_hub,
     parse_args,
     resume_notes,
     run_warnings,
@@ -34,8 +35,9 @@ from patch.plan import describe_plan, resolve_sharding  # noqa: E402
 _logger = get_logger(__name__)
 
 
-def _check(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
-    notes = validate_run(config, machine)
+def _check(invocation: Invocation, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+    notes = validate_run(invocation.config, machine)
+    config = fetch_from_hub(invocation.config, weights=not invocation.dry_run)
     config, choices = resolve_sharding(config, machine)
     return config, notes + choices + resume_notes(config)
 
@@ -59,7 +61,7 @@ def main(argv: list[str]) -> int:
     try:
         machine = MachineFacts.probe()
         invocation = parse_args(argv, os.environ, machine)
-        config, notes = _check(invocation.config, machine)
+        config, notes = _check(invocation, machine)
         invocation = invocation._replace(config=config)
         if is_worker and not invocation.dry_run:
             # Upstream warns at import that Apex and Transformer Engine are missing; they are not used.

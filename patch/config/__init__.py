@@ -6,6 +6,7 @@ Imports neither torch nor megatron, so that a wrong command fails at once.
 from patch.config.cluster import Rendezvous
 from patch.config.file_rules import run_warnings
 from patch.config.flags import to_flags
+from patch.config.hub_names import fetch_from_hub
 from patch.config.parse import Invocation, parse_args
 from patch.config.positions import user_message
 from patch.config.resume_guard import remember_data, resume_notes
@@ -33,6 +34,7 @@ __all__ = [
     "Rendezvous",
     "RunConfig",
     "TrainingConfig",
+    "fetch_from_hub",
     "parse_args",
     "read_yaml",
     "remember_data",

@@ -27,7 +27,7 @@ from patch.parse_numbers import to_float
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
 """The endings of the files that are read from a folder. The format of a file is found by its content."""
 
-_SPLITS = {
+SPLITS = {
     "training": re.compile(r"(?<![a-z])train(ing)?(?![a-z])"),
     "validation": re.compile(r"(?<![a-z])(validation|valid|val|dev)(?![a-z])"),
     "test": re.compile(r"(?<![a-z])(test|testing|eval|evaluation)(?![a-z])"),
@@ -200,7 +200,7 @@ def _refuse_several_splits(folder: str, files: list[Path], field: str | None) ->
     found: dict[str, str] = {}
     for file in files:
         name = str(file.relative_to(folder))
-        for split, words in _SPLITS.items():
+        for split, words in SPLITS.items():
             if words.search(name.lower()):
                 found.setdefault(split, name)
     if len(found) > 1:

@@ -23,6 +23,7 @@ from patch.config.stored_shape import run_behind, shape_at
 from patch.device import MachineFacts
 from patch.errors import DataError, nearest
 from patch.families import WEIGHT_FIELDS
+from patch.storage.hub import hub_name
 from patch.storage.names import (
     RELEASE,
     TOKENIZER_FILES,
@@ -213,6 +214,8 @@ def check_data(config: RunConfig) -> None:
     texts = {"train_data_path": data.train_data_path, "valid_data_path": data.valid_data_path}
     for field, text in texts.items():
         for part in parse_data(text, field) if text is not None else ():
+            if data.dataset_type == "raw" and hub_name(part.path, "dataset") is not None:
+                continue  # fetched and checked by `fetch_from_hub`
             for file in data_files(data, part.path, field):
                 _check_file(field, part.path, file)
 

@@ -20,6 +20,7 @@ from patch.config.data_spec import format_data, parse_data
 from patch.config.fields import FIELDS, assemble, check_choice, missing
 from patch.config.flags import build_parser, read_flags
 from patch.config.hf_config import has_hf_config
+from patch.config.hub_names import take_models
 from patch.config.positions import read_positions, read_variables, where
 from patch.config.presets import MODEL_SIZES, PRESETS, REQUIRED_SHAPE, SHAPE_FIELDS
 from patch.config.schema import RunConfig
@@ -28,6 +29,7 @@ from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.parse_numbers import to_float
+from patch.storage.hub import hub_name
 
 _PATHS = ("tokenizer_name_or_path", "load", "output_path")
 _DATA = ("train_data_path", "valid_data_path")
@@ -58,11 +60,13 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
         build_parser().parse_args(["--help"])
     texts, rest = _split(argv)
     flags = read_flags(rest)
+    _refuse_two_lengths(flags.fields)
     file = read_yaml(flags.config) if flags.config is not None else {}
     env, positions = "dsw", read_variables(environ)
     if texts:
         env, positions = read_positions(texts, environ, flags.fields)
     merged = _merge([file, positions, flags.fields])
+    take_models(merged)
     merged = {**_shape(merged), **merged}
     # positions say how many machines there are, so only a flag may overrule them
     nnodes = (flags.fields if texts else merged).get("nnodes")
@@ -84,13 +88,28 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     return list(argv), []
 
 
+def _refuse_two_lengths(flags: Mapping[str, Any]) -> None:
+    if flags.get("train_iters") and flags.get("train_epochs"):
+        raise ConfigError(
+            f"got {flags['train_epochs']:g} with --train-iters {flags['train_iters']}, expected one of them",
+            field="train_epochs",
+        )
+
+
 def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge layers into one; a later layer overrides an earlier one."""
+    """Merge layers into one; a later layer overrides an earlier one.
+
+    Epochs and steps are two ways to give the length of a run: the later layer counts, within a layer epochs.
+    """
     merged: dict[str, Any] = {}
     for layer in layers:
         if "model_size" in layer:
             merged = {name: value for name, value in merged.items() if name not in SHAPE_FIELDS}
         merged.update(layer)
+        if layer.get("train_epochs"):
+            merged["train_iters"] = 0
+        elif layer.get("train_iters"):
+            merged["train_epochs"] = None
     return merged
 
 
@@ -108,9 +127,7 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if load is not None and not Path(load).exists():
         raise ConfigError(
-            f"{load!r} does not exist, expected a folder; models are not downloaded from the hub, "
-            "do that first: hf download NAME --local-dir FOLDER",
-            field="load",
+            f"{load!r} does not exist, expected a folder, or a name of the hub (org/name)", field="load"
         )
     raise ConfigError(
         f"auto reads the shape from the folder at {where('load')}; got {FIELDS['load'].to_scalar(load)!r}, "
@@ -148,7 +165,15 @@ def _make_absolute(merged: dict[str, Any]) -> None:
     for name in _DATA:
         if merged.get(name) is not None:
             parts = parse_data(merged[name], name)
-            merged[name] = format_data(part._replace(path=os.path.abspath(part.path)) for part in parts)
+            merged[name] = format_data(
+                part._replace(path=_absolute_data(part.path, merged)) for part in parts
+            )
+
+
+def _absolute_data(path: str, merged: Mapping[str, Any]) -> str:
+    """The absolute path of a set; a name of the hub stays as it is until the rules have been checked."""
+    is_name = merged.get("dataset_type") == "raw" and hub_name(path, "dataset") is not None
+    return path if is_name else os.path.abspath(path)
 
 
 def _replica(merged: Mapping[str, Any]) -> int:

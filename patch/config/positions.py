@@ -63,7 +63,7 @@ POSITIONS: tuple[Position, ...] = (
     Position("SAVE_INTERVAL", INT, ("save_interval",), "steps between checkpoints"),
     Position("DATASET_PATH", PATH, ("train_data_path",), "file, folder or glob of rows; prefix of .bin/.idx"),
     Position("VALID_DATASET_PATH", PATH, ("valid_data_path",), "the same for evaluation, or none"),
-    Position("PRETRAIN_CHECKPOINT_PATH", PATH, ("load",), "Hugging Face folder, checkpoint, or none"),
+    Position("PRETRAIN_CHECKPOINT_PATH", PATH, ("load",), "Hugging Face folder or name, checkpoint, or none"),
     Position("TRAIN_TOKENS_OR_ITERS", INT, ("train_iters",), "tokens; with SFT=true iterations"),
     Position("WARMUP_TOKENS_OR_ITERS", INT, ("lr_warmup_iters",), "tokens; with SFT=true iterations"),
     Position("OUTPUT_BASEPATH", PATH, ("output_path",), "the run's folder"),
@@ -203,7 +203,8 @@ def _tokens_to_iters(layer: dict[str, Any], flags: Mapping[str, Any]) -> None:
     for field, may_be_zero in (("train_iters", False), ("lr_warmup_iters", True)):
         tokens = layer[field]
         layer[field] = tokens // tokens_per_step
-        if layer[field] < 1 and field not in flags and not (may_be_zero and tokens == 0):
+        is_overruled = field in flags or (field == "train_iters" and flags.get("train_epochs"))
+        if layer[field] < 1 and not is_overruled and not (may_be_zero and tokens == 0):
             zero = ", or 0" if may_be_zero else ""
             raise ConfigError(
                 f"{_OTHER_NAMES[field]}: got {tokens} tokens, expected at least {tokens_per_step}{zero}: "

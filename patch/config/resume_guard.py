@@ -91,8 +91,13 @@ def resume_notes(config: RunConfig) -> list[str]:
     return [
         f"{where(field)}: {scalar_of(before, field)} before, {scalar_of(config, field)} from here on"
         for field in FIELDS
-        if not _same(value_of(before, field), value_of(config, field))
+        if not _same(value_of(before, field), value_of(config, field)) and not _is_open(config, field)
     ]
+
+
+def _is_open(config: RunConfig, field: str) -> bool:
+    """Whether the field gets its value only when the data has been read."""
+    return field == "train_iters" and config.training.train_epochs is not None
 
 
 def _was_begun(root: Path) -> bool:
@@ -115,10 +120,19 @@ def _check_derived(config: RunConfig, before: RunConfig) -> None:
     if before.world_size != config.world_size:
         then, now = (f"{run.world_size} process(es) on all machines" for run in (before, config))
         _refuse(config, "nproc_per_node", then, now, _LAYOUT)
-    then, now = (length_text(run, run.training.train_iters) for run in (before, config))
+    in_epochs = config.training.train_epochs is not None
+    then, now = (_length(run, in_epochs=in_epochs) for run in (before, config))
     if config.data.dataset_type == "idxmap" and not config.training.sft and then != now:
         # megatron-core shuffles all epochs of a run together, so another number of epochs moves every sample.
         _refuse(config, "train_iters", then, now, _LENGTH)
+
+
+def _length(run: RunConfig, *, in_epochs: bool) -> str:
+    """The length of a run, also in epochs where it was given so."""
+    epochs = run.training.train_epochs
+    if in_epochs and epochs is not None:
+        return f"{epochs:g} epochs"
+    return length_text(run, run.training.train_iters)
 
 
 def _same(before: Any, now: Any) -> bool:

@@ -253,12 +253,26 @@ def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
         refuse("data_parallel_sharding", "none", expected, "DO=true shards the optimizer's states")
 
 
+def run_has_steps(config: RunConfig, machine: MachineFacts) -> None:
+    """The run has at least one step, or a number of epochs."""
+    training = config.training
+    if training.train_iters < 1 and training.train_epochs is None:
+        refuse("train_iters", training.train_iters, "at least 1, or --train-epochs", "steps of the run")
+
+
+def warmup_fits(config: RunConfig) -> None:
+    """The warm-up is shorter than the run, whose steps are known."""
+    warmup, iters = config.optimizer.lr_warmup_iters, config.training.train_iters
+    if warmup >= iters:
+        got, expected = length_text(config, warmup), length_text(config, iters)
+        refuse("lr_warmup_iters", got, f"less than the run's {expected}", "the warm-up is part of the run")
+
+
 def schedule_fits(config: RunConfig, machine: MachineFacts) -> None:
     """The warm-up ends within the run, and the last learning rate is not above the highest one."""
-    optimizer, iters = config.optimizer, config.training.train_iters
-    if optimizer.lr_warmup_iters >= iters:
-        got, expected = (length_text(config, steps) for steps in (optimizer.lr_warmup_iters, iters))
-        refuse("lr_warmup_iters", got, f"less than the run's {expected}", "the warm-up is part of the run")
+    optimizer = config.optimizer
+    if config.training.train_epochs is None:
+        warmup_fits(config)
     if optimizer.min_lr > optimizer.lr:
         refuse("min_lr", optimizer.min_lr, f"at most LR {optimizer.lr}", "the cosine ends below its top")
     decoupled, decoupled_min = optimizer.decoupled_lr, optimizer.decoupled_min_lr
@@ -268,13 +282,6 @@ def schedule_fits(config: RunConfig, machine: MachineFacts) -> None:
     elif decoupled < (optimizer.min_lr if decoupled_min is None else decoupled_min):
         expected = "at least --decoupled-min-lr, or without it --min-lr"
         refuse("decoupled_lr", decoupled, expected, "the cosine ends below its top")
-
-
-def evaluation_is_possible(config: RunConfig, machine: MachineFacts) -> None:
-    """An evaluation has at least one batch."""
-    data = config.data
-    if data.eval_interval and data.valid_data_path is not None and data.eval_iters < 1:
-        refuse("eval_iters", data.eval_iters, "at least 1", "--eval-interval 0 turns evaluation off")
 
 
 RULES: tuple[Rule, ...] = (
@@ -298,8 +305,8 @@ RULES: tuple[Rule, ...] = (
     global_batch_divides,
     interleaving_has_enough_batches,
     sharding_is_said_once,
+    run_has_steps,
     schedule_fits,
-    evaluation_is_possible,
 )
 """All rules in the order in which they are checked; later rules may rely on earlier ones."""
 
@@ -317,6 +324,13 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         yield f"{where('attention_backend')} has no effect on the CPU: attention is torch's SDPA either way"
     if config.training.recompute_num_layers != 1 and config.training.recompute_granularity != "full":
         yield f"{where('recompute_num_layers')} has no effect without AC=full"
+    yield from _data_notes(config)
+
+
+def _data_notes(config: RunConfig) -> Iterator[str]:
+    """What the data decides instead of a flag, and flags that have no effect on its kind."""
+    if (epochs := config.training.train_epochs) is not None:
+        yield f"{where('train_iters')} has no effect with {where('train_epochs')} {epochs:g}"
     if config.data.dataset_type == "idxmap" and config.data.max_padding_length != config.model.seq_length:
         yield f"{where('max_padding_length')} has no effect on .bin/.idx: sequences are SEQ_LEN long"
     if config.data.dataset_type == "idxmap":

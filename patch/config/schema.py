@@ -184,9 +184,11 @@ class TrainingConfig:
 
     micro_batch_size: int = flag("samples of one forward on one data-parallel rank", at_least=1)
     global_batch_size: int = flag("samples of one optimizer step over all ranks", at_least=1)
-    train_iters: int = flag("optimizer steps of the whole run", at_least=1)
+    train_iters: int = flag(
+        "optimizer steps of the whole run; 0: as many as --train-epochs needs", at_least=0
+    )
     train_epochs: float | None = flag(
-        "passes over the training set, instead of --train-iters; 0: --train-iters counts",
+        "passes over the training set, which decide the steps of the run; 0: --train-iters counts",
         None,
         none=0,
         at_least=0,
@@ -269,7 +271,7 @@ class DataConfig:
     max_padding_length: int = flag("raw samples are padded and truncated to this many tokens", at_least=1)
     tokenizer_type: TokenizerType = flag("where the tokenizer comes from", "PretrainedFromHF")
     tokenizer_name_or_path: str | None = flag(
-        "folder of a Hugging Face tokenizer; none: that of --load", None, none="none"
+        "folder of a Hugging Face tokenizer, or org/name; none: that of --load", None, none="none"
     )
     columns: str | None = flag(
         "names of the rows' keys where they are not the usual ones: instruction=question,output=answer; none",
@@ -314,7 +316,9 @@ class DataConfig:
     reset_attention_mask: bool = flag("idxmap: no attention over an end of document", False)
     eod_mask_loss: bool = flag("idxmap: what follows an end of document is not learned", False)
     eval_interval: int | None = flag("steps between evaluations; 0: none", 100, none=0, at_least=0)
-    eval_iters: int = flag("global batches of one evaluation; at most one pass over the set", 10, at_least=0)
+    eval_iters: int | None = flag(
+        "most global batches of one evaluation of a set; 0: the whole set", None, none=0, at_least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -322,7 +326,7 @@ class CheckpointConfig:
     """Where the initial weights come from, and what the run writes where."""
 
     load: str | None = flag(
-        "a Hugging Face folder, a checkpoint of ours, or none: random weights", None, none="none"
+        "a Hugging Face folder or org/name, a checkpoint of ours, or none: random weights", None, none="none"
     )
     output_path: str = flag("the run's folder; the same command again resumes from it")
     distributed_checkpointing: bool = flag("every rank writes its part of a checkpoint; always so", True)

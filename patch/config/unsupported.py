@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from patch.config.data_spec import parse_data
-
 
 class NotBuilt(NamedTuple):
     """Values of one field whose feature does not exist yet."""
@@ -25,18 +23,10 @@ class NotBuilt(NamedTuple):
     """What to give instead, for the message."""
 
 
-def _names_several(text: str | None) -> bool:
-    return text is not None and len(parse_data(text)) > 1
-
-
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("precision", lambda v: v == "fp8", "fp8", "fp8 training", "bf16, fp16 or fp32"),
     NotBuilt("context_parallel_size", lambda v: v > 1, "above 1", "context parallelism", "1"),
     NotBuilt("cpu_offloading", bool, "true", "activation offload", "AC=sel or full"),
-    NotBuilt("train_epochs", bool, "above 0", "a run's length in epochs", "0"),
-    NotBuilt("train_data_path", _names_several, "several sets", "a blend of sets", "one set"),
-    NotBuilt("valid_data_path", _names_several, "several sets", "several validation sets", "one set"),
-    NotBuilt("data_prefetch", lambda v: v != 2, "other than 2", "background reading", "2"),
     NotBuilt(
         "distributed_checkpointing",
         lambda v: not v,

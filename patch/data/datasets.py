@@ -1,29 +1,44 @@
-"""The training and the validation set of a run."""
+"""The training set and the validation sets of a run."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from glob import has_magic
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from patch.config.data_spec import DATA_SUFFIXES, DataPart, parse_data
 from patch.config.schema import DataConfig, ModelConfig
+from patch.data.blend import Blend, Concatenation
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.packing import packed
 from patch.data.samples import SampleSource
 from patch.data.sft.options import sft_options
-from patch.data.sft.source import load_sft
+from patch.data.sft.source import SftSource, load_sft
 from patch.data.tokenizer import check_vocabulary
-from patch.distributed.collectives import all_or_none
+from patch.distributed.collectives import all_gather_object, all_or_none
+from patch.errors import DataError
+from patch.logger import get_logger
 from patch.storage.names import DATA_CACHE_FOLDER
+
+_logger = get_logger(__name__)
 
 
 class DataSets(NamedTuple):
-    """The training set and the validation set; the latter may be missing."""
+    """What a run trains on and evaluates."""
 
     train: SampleSource
-    valid: SampleSource | None
+    num_train_samples: int
+    """Samples that the run takes: whole global batches."""
+    valid: dict[str, SampleSource]
+    """The validation sets by name, in the order in which they were given; empty if there is none."""
+    valid_weights: list[float] | None
+    """Of the validation sets; None if they were given without."""
 
 
 def build_datasets(
@@ -32,11 +47,11 @@ def build_datasets(
     tokenizer: PreTrainedTokenizerBase,
     *,
     sft: bool,
-    num_train_samples: int,
+    num_train_samples: Callable[[int], int],
     seed: int,
     index_folder: Path,
 ) -> DataSets:
-    """Read both sets; a collective over the job.
+    """Read all sets; a collective over the job.
 
     For raw rows, the tokenizer gets the chosen chat template (see `ensure_chat_template`).
 
@@ -45,28 +60,36 @@ def build_datasets(
         model: vocabulary and sequence length.
         tokenizer: encodes raw rows; .bin/.idx must have its vocabulary.
         sft: .bin/.idx hold conversations, not documents to learn as a whole.
-        num_train_samples: how many samples the run takes from a pre-training set.
-        seed: decides the order of a pre-training set's samples.
+        num_train_samples: how many samples the run takes, given those of one pass over the training sets.
+        seed: decides the order of samples that come from several sets or from a pre-training set.
         index_folder: the folder of a pre-training set's index files; all ranks must share it.
 
     Raises:
-        DataError: on all ranks, if either set or the tokenizer cannot be used.
+        DataError: on all ranks, if a set or the tokenizer cannot be used, or a rank has read other data than
+            the others.
     """
     check_vocabulary(tokenizer, model.vocab_size)
-    train_path, valid_path = data.train_data_path, data.valid_data_path
-    if sft:
-        cache = index_folder.with_name(DATA_CACHE_FOLDER)
-        load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer, cache=cache)
-        with all_or_none():
-            return DataSets(load(train_path), load(valid_path) if valid_path else None)
-    # It imports megatron-core, which raw rows do not need.
-    from patch.data.pretraining.run_sets import load_run_sets
+    if not sft:
+        # It imports megatron-core, which raw rows do not need.
+        from patch.data.pretraining.run_sets import load_run_sets
 
-    sets = load_run_sets(
-        data, model, tokenizer,
-        num_train_samples=lambda one_pass: num_train_samples, seed=seed, index_folder=index_folder,
-    )  # fmt: skip
-    return DataSets(sets.train, next(iter(sets.valid), None))
+        sets = load_run_sets(
+            data, model, tokenizer, num_train_samples=num_train_samples, seed=seed, index_folder=index_folder
+        )
+        return _named(sets.train, sets.num_train_samples, sets.valid_parts, sets.valid)
+    cache = index_folder.with_name(DATA_CACHE_FOLDER)
+    load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer, cache=cache)
+    train = parse_data(data.train_data_path, "train_data_path")
+    valid = parse_data(data.valid_data_path, "valid_data_path") if data.valid_data_path else ()
+    with all_or_none():
+        sources = [load(part.path) for part in (*train, *valid)]
+    _check_same_everywhere((*train, *valid), sources)
+    if data.packing:
+        named = zip((*train, *valid), sources, strict=True)
+        sources = [_packed(source, data, part) for part, source in named]
+    train_sources, valid_sources = sources[: len(train)], sources[len(train) :]
+    num_samples = num_train_samples(sum(map(len, train_sources)))
+    return _named(_joined(train, train_sources, num_samples, seed), num_samples, valid, valid_sources)
 
 
 def _load_sft(
@@ -79,5 +102,73 @@ def _load_sft(
             path, tokenizer, sequence_length=model.seq_length, vocab_size=model.vocab_size
         )
     ensure_chat_template(tokenizer, data.chat_template)
-    source = load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache))
-    return packed(source, data.max_padding_length, path) if data.packing else source
+    return load_sft(Path(path), tokenizer, data.max_padding_length, sft_options(data, cache))
+
+
+def _packed(source: SampleSource, data: DataConfig, part: DataPart) -> SampleSource:
+    """The set as packs; a set in .bin/.idx is as it was made."""
+    return packed(source, data.max_padding_length, part.path) if isinstance(source, SftSource) else source
+
+
+def _named(
+    train: SampleSource, num_samples: int, valid: Sequence[DataPart], sources: Sequence[SampleSource]
+) -> DataSets:
+    return DataSets(train, num_samples, dict(zip(_names(valid), sources, strict=True)), _weights(valid))
+
+
+def _check_same_everywhere(parts: Sequence[DataPart], sources: Sequence[SampleSource]) -> None:
+    """Refuse sets that are not the same on all ranks, which may read them on different machines."""
+    if not dist.is_initialized():
+        return
+    everywhere = all_gather_object([_fingerprint(source) for source in sources])
+    for rank, theirs in enumerate(everywhere):
+        for part, first, other in zip(parts, everywhere[0], theirs, strict=True):
+            if first != other:
+                raise DataError(
+                    f"{part.path}: rank 0 has read {first[0]} samples, rank {rank} {other[0]}, which are not "
+                    "the same: expected the same files, tokenizer and versions on every machine"
+                )
+
+
+def _fingerprint(source: SampleSource) -> tuple[int, str]:
+    return len(source), source.fingerprint if isinstance(source, SftSource) else ""
+
+
+def _joined(
+    parts: Sequence[DataPart], sources: Sequence[SampleSource], num_samples: int, seed: int
+) -> SampleSource:
+    """The training set of a run from one set or several; the log says how often the run goes over each."""
+    weights = _weights(parts)
+    joined: SampleSource
+    if len(sources) == 1:
+        (joined,) = sources
+    elif weights is None:
+        joined = Concatenation(sources)
+    else:
+        joined = Blend(sources, weights, num_samples=num_samples, seed=seed)
+    passes = joined.passes() if isinstance(joined, Blend) else [num_samples / len(joined)] * len(sources)
+    for part, source, times in zip(parts, sources, passes, strict=True):
+        _logger.info(
+            "%s: the run takes %.0f samples, %.2f passes over its %d",
+            part.path, times * len(source), times, len(source),
+        )  # fmt: skip
+    return joined
+
+
+def _weights(parts: Sequence[DataPart]) -> list[float] | None:
+    """The weights of the sets, of which all have one or none."""
+    return [part.weight for part in parts if part.weight is not None] or None
+
+
+def _names(parts: Sequence[DataPart]) -> list[str]:
+    """A name for each set, made from its file or folder: `valid_loss/NAME` is its loss."""
+    names: list[str] = []
+    for part in parts:
+        path = Path(part.path)
+        while has_magic(path.name):
+            path = path.parent
+        while path.suffix.lower() in DATA_SUFFIXES:
+            path = path.with_suffix("")
+        alike = (path.name if number == 1 else f"{path.name}_{number}" for number in count(1))
+        names.append(next(name for name in alike if name not in names))
+    return names

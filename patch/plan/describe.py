@@ -42,10 +42,18 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             f"step        {training.global_batch_size} samples x {config.sample_length} tokens = "
             f"{tokens} tokens, {config.num_micro_batches} micro-batch(es) a replica, "
             f"{_scaled(model_flops_per_step(config))}FLOP",
-            f"run         {training.train_iters} steps = {_scaled(training.train_iters * tokens)} tokens",
+            f"run         {_length(config)}",
             *_shortages(config, machine),
         )
     )
+
+
+def _length(config: RunConfig) -> str:
+    training = config.training
+    if training.train_epochs is not None:
+        return f"{training.train_epochs:g} epochs; the steps follow from the training set"
+    tokens = training.train_iters * training.global_batch_size * config.sample_length
+    return f"{training.train_iters} steps = {_scaled(tokens)} tokens"
 
 
 def _split_layers(config: RunConfig) -> list[str]:

@@ -4,6 +4,7 @@ OUTPUT_BASEPATH/config.yaml                                        the resolved 
 OUTPUT_BASEPATH/data.sha256                                        a hash of its training data
 OUTPUT_BASEPATH/checkpoint/iter_0000100/                           .metadata  common.pt  metadata.json  ...
 OUTPUT_BASEPATH/checkpoint/latest_checkpointed_iteration.txt       "100"
+OUTPUT_BASEPATH/checkpoint/best_checkpointed_iteration.txt         "100", the lowest validation loss
 OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      the run's metrics
 OUTPUT_BASEPATH/data_index/                                        index files: the document of each sample
 OUTPUT_BASEPATH/data_cache/                                        tokenized sets, if the user has no cache
@@ -32,6 +33,7 @@ HF_FOLDER = "hf"
 RELEASE = "release"
 """The tracker's content and the folder's name for weights without a training state."""
 TRACKER = "latest_checkpointed_iteration.txt"
+BEST_TRACKER = "best_checkpointed_iteration.txt"
 _ITERATION_PREFIX = "iter_"
 
 # In a checkpoint. METADATA_FILE is the index of its tensors, METADATA_JSON_FILE names the format.

@@ -32,7 +32,10 @@ class TrainerHook:
         """Called every `--log-interval` steps and after the last step; metrics are the largest over ranks."""
 
     def on_evaluate(self, record: Record) -> None:
-        """Called after an evaluation, with `iteration`, `valid_loss` and `valid_ppl`."""
+        """Called after an evaluation, with `iteration`, `valid_loss` and `valid_ppl`.
+
+        With several validation sets there are also `valid_loss/NAME` and `valid_ppl/NAME` of each.
+        """
 
     def on_save(self, iteration: int) -> None:
         """Called after a checkpoint is complete; all ranks wait for each other afterwards."""

@@ -43,6 +43,7 @@ def measure(run: Run, result: StepResult, step_time_ms: float) -> dict[str, floa
         "loss": result.loss,
         "step_time_ms": step_time_ms,
         "comm_exposed_ms": result.comm_exposed_ms,
+        "data_wait_ms": result.data_wait_ms,
         "peak_memory_gib": max(_peak_memory(run.device), report.largest_peak) / _GIB,
         "host_memory_gib": psutil.Process().memory_info().rss / _GIB,
         "offload_fraction": report.offload_fraction,

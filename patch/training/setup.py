@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,14 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.hf_config import is_hf_folder
+from patch.config.run_length import num_train_samples, with_samples
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import BatchReader, build_datasets, load_tokenizer
+from patch.data.prefetch import StepReader
 from patch.data.samples import SampleSource, StepWork
 from patch.device import DeviceContext, usable_memory
+from patch.distributed.async_collectives import WaitClock
 from patch.distributed.collectives import all_or_none
 from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
@@ -31,11 +35,13 @@ class Run:
     """One rank's parts of a run."""
 
     config: RunConfig
+    """With the steps that the training set decided, if the length was given in epochs."""
     device: torch.device
     groups: ProcessGroupCollection
     tokenizer: Any
-    train_reader: BatchReader
-    valid_reader: BatchReader | None
+    train_reader: StepReader
+    valid_readers: dict[str, BatchReader]
+    """Of each validation set, by its name; empty if there is none."""
     stages: list[LlamaModel]
     """This rank's pipeline stages, in the order in which a batch passes them."""
     optimizer: OverlappedDistributedOptimizer
@@ -43,6 +49,10 @@ class Run:
     """Optimizer steps already done: 0, or those of the checkpoint that was resumed."""
     upcoming: StepWork | None = None
     """The batches of the next step, read while the last step ended; None: not read yet."""
+    valid_weights: list[float] | None = None
+    """Of the validation sets, if position 21 has weights."""
+    data_clock: WaitClock = field(default_factory=lambda: WaitClock(torch.device("cpu")))
+    """Counts how long steps wait for their data."""
 
 
 def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCollection) -> Run:
@@ -62,10 +72,11 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
         config.model,
         tokenizer,
         sft=config.training.sft,
-        num_train_samples=config.training.train_iters * config.training.global_batch_size,
+        num_train_samples=partial(num_train_samples, config),
         seed=config.training.seed,
         index_folder=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER,
     )
+    config = with_samples(config, datasets.num_train_samples)
     stages, optimizer = build_model(config, groups, context.device)
     run = Run(
         config=config,
@@ -73,7 +84,10 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
         groups=groups,
         tokenizer=tokenizer,
         train_reader=_reader(config, datasets.train, groups, shuffle=not datasets.train.is_shuffled),
-        valid_reader=_reader(config, datasets.valid, groups, shuffle=False) if datasets.valid else None,
+        valid_readers={
+            name: _reader(config, source, groups, shuffle=False) for name, source in datasets.valid.items()
+        },
+        valid_weights=datasets.valid_weights,
         stages=stages,
         optimizer=optimizer,
         start_iteration=0,

@@ -17,7 +17,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 
 from patch.config.schema import RunConfig
 from patch.data import Batch
-from patch.data.samples import StepWork, learned_tokens
+from patch.data.samples import StepWork
 from patch.device import send
 from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
 from patch.distributed.collectives import sum_over
@@ -25,6 +25,7 @@ from patch.model import LlamaModel, PackedSequences, sum_learned
 from patch.optimizer import ParamGroup, learning_rate
 from patch.plan import attended_pairs
 from patch.training.oom_retry import OomRetry
+from patch.training.reading import Reading, read
 from patch.training.setup import Run
 from patch.training.state_placement import apply_placement
 
@@ -43,6 +44,8 @@ class StepResult(NamedTuple):
     """Time that this rank waited for gradients and for the updated weights of the previous step."""
     attended_pairs: float
     """See `StepWork`."""
+    data_wait_ms: float
+    """Time that this rank waited for the data of the next step; in the first step for its own data too."""
 
 
 def train_step(run: Run, iteration: int) -> StepResult:
@@ -53,6 +56,7 @@ def train_step(run: Run, iteration: int) -> StepResult:
         iteration: counted from 0; selects the samples.
     Raises:
         TrainingError: the gradient norm is not finite; nothing has been updated.
+        DataError: on all ranks, if one of them cannot read the data of this step or of the next one.
     """
     optimizer = run.optimizer
     work, lr = _work_of(run, iteration), _rate_of(run.config, iteration)
@@ -72,37 +76,44 @@ def train_step(run: Run, iteration: int) -> StepResult:
         is_done = retry.is_done()
     outcome = optimizer.step()
     loss, *counts = read_values(sums, pending, WaitClock(run.device))
-    run.upcoming = StepWork(iteration + 1, following, *counts)
+    following.raise_together(counts[0], f"step {iteration + 2}")
+    run.upcoming = StepWork(iteration + 1, following.batches, *counts)
     optimizer.record_memory("train")
     waited_ms = optimizer.exposed_communication_ms()
+    data_wait_ms = run.data_clock.read_ms()
     is_skipped = int(outcome.is_skipped)
-    return StepResult(loss, outcome.grad_norm, lr, is_skipped, waited_ms, work.attended_pairs)
+    return StepResult(loss, outcome.grad_norm, lr, is_skipped, waited_ms, work.attended_pairs, data_wait_ms)
 
 
 def _work_of(run: Run, iteration: int) -> StepWork:
     """The batches of a step, from `run.upcoming` if they were read before, otherwise read now."""
     if run.upcoming is not None and run.upcoming.iteration == iteration:
         return run.upcoming
-    batches = _read(run, iteration)
-    return StepWork(iteration, batches, *sum_over(run.groups.dp_cp, _counts(run, batches), run.device))
+    reading = _read(run, iteration)
+    counts = sum_over(run.groups.dp_cp, _counts(run, reading), run.device)
+    reading.raise_together(counts[0], f"step {iteration + 1}")
+    return StepWork(iteration, reading.batches, *counts)
 
 
 def _rate_of(config: RunConfig, iteration: int, group: ParamGroup | None = None) -> float:
     return learning_rate(iteration + 1, config.training.train_iters, config.optimizer, group)
 
 
-def _read(run: Run, iteration: int) -> list[Batch]:
-    """This rank's micro-batches of a step; [] after the last step."""
-    return run.train_reader.step(iteration) if iteration < run.config.training.train_iters else []
+def _read(run: Run, iteration: int) -> Reading:
+    """This rank's micro-batches of a step; none after the last step."""
+    if iteration >= run.config.training.train_iters:
+        return Reading([])
+    with run.data_clock.waiting():
+        return read(run.train_reader, iteration)
 
 
-def _counts(run: Run, batches: list[Batch]) -> list[float]:
+def _counts(run: Run, reading: Reading) -> list[float]:
     """What a StepWork says of these micro-batches."""
-    packed = [batch.cu_seqlens.diff().tolist() for batch in batches if batch.cu_seqlens is not None]
-    return [learned_tokens(batches), attended_pairs(chain(*packed), run.config.model.window_size)]
+    packed = [batch.cu_seqlens.diff().tolist() for batch in reading.batches if batch.cu_seqlens is not None]
+    return [reading.learned, attended_pairs(chain(*packed), run.config.model.window_size)]
 
 
-def _start_sums(run: Run, losses: list[torch.Tensor], following: list[Batch]) -> tuple[torch.Tensor, Pending]:
+def _start_sums(run: Run, losses: list[torch.Tensor], following: Reading) -> tuple[torch.Tensor, Pending]:
     """Start the sum over data-parallel ranks of the losses and of the next batch's counts."""
     # On a GPU torch.tensor([...]) would wait for backward.
     sums = torch.zeros(3, dtype=torch.float64, device=run.device)

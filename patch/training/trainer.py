@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from patch.config import to_yaml
+from patch.data.prefetch import read_ahead
 from patch.distributed.collectives import barrier, max_over_world
 from patch.training.evaluation import evaluate
 from patch.training.hooks import TrainerHook
@@ -44,9 +44,14 @@ class Trainer:
             CheckpointError: a checkpoint cannot be written.
         """
         self._step_begin = time.perf_counter()
+        run = self.run
+        steps = range(run.start_iteration, run.config.training.train_iters)
         try:
-            with self._listening():
-                for iteration in range(self.run.start_iteration, self.run.config.training.train_iters):
+            with (
+                self._listening(),
+                read_ahead(run.train_reader, steps, run.config.data.data_prefetch) as run.train_reader,
+            ):
+                for iteration in steps:
                     self._step(iteration)
                     if self._stopping_signal:
                         break
@@ -69,12 +74,17 @@ class Trainer:
             record = make_record(config, self.run.device, done, result, worst)
             for hook in self._hooks:
                 hook.on_log(record)
+        is_saving_step = done % config.checkpoint.save_interval == 0 or is_last
         interval = config.data.eval_interval
-        if self.run.valid_reader is not None and interval and (done % interval == 0 or is_last):
-            self._evaluate(done)
-            self._step_begin = time.perf_counter()
-        if done % config.checkpoint.save_interval == 0 or is_last or self._stopping_signal:
-            self._save(done)
+        tasks = []
+        if self.run.valid_readers and interval and (done % interval == 0 or is_saving_step):
+            tasks.append(self._evaluate)
+        if is_saving_step or self._stopping_signal:
+            tasks.append(self._save)
+        if self._stopping_signal:  # who sent it may kill the run before a long evaluation has ended
+            tasks.reverse()
+        for task in tasks:
+            task(done)
             self._step_begin = time.perf_counter()
 
     def _share(self, measured: dict[str, float]) -> dict[str, float]:
@@ -84,8 +94,7 @@ class Trainer:
         return dict(zip(measured, worst, strict=True))
 
     def _evaluate(self, done: int) -> None:
-        (loss,) = max_over_world([evaluate(self.run)], self.run.device)
-        record = {"iteration": done, "valid_loss": loss, "valid_ppl": math.exp(min(loss, 700.0))}
+        record = {"iteration": done, **evaluate(self.run)}
         for hook in self._hooks:
             hook.on_evaluate(record)
 

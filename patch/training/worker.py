@@ -24,6 +24,7 @@ from patch.logger import configure_logging, get_logger
 from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run
 from patch.storage.names import CONFIG_FILE, HF_FOLDER
+from patch.training.best_checkpoint import BestCheckpoint
 from patch.training.error_translation import translate_errors
 from patch.training.hooks import TrainerHook
 from patch.training.loss_plot import LossPlot
@@ -64,6 +65,7 @@ def _train(config: RunConfig) -> int:
     groups = initialize(config, context)
     with _locked_folder(config):
         this_run = build_run(config, context, groups)
+        config = this_run.config
         if this_run.start_iteration < config.training.train_iters:
             _write_config(config)
         with all_or_none():
@@ -88,6 +90,7 @@ def build_hooks(run: Run) -> list[TrainerHook]:
             MetricsLog(output, run.start_iteration),
             LossPlot(output),
             ProgressDisplay(run.start_iteration, run.config.training.train_iters),
+            BestCheckpoint(output, run.start_iteration),
         ]
     return hooks
 

@@ -14,6 +14,7 @@ from end_to_end.shell import (
     assert_same_weights,
     call,
     command,
+    cut_back,
     environment,
     losses,
     training_records,
@@ -28,14 +29,15 @@ NUM_STEPS = 80
 LOSS_TOLERANCE = 1e-4
 STEP_KEYS = (
     "iteration consumed_samples consumed_tokens loss grad_norm lr step_time_ms tokens_per_s_per_gpu "
-    "tflops_per_gpu mfu peak_memory_gib host_memory_gib skipped offload_fraction comm_exposed_ms"
+    "tflops_per_gpu mfu peak_memory_gib host_memory_gib skipped offload_fraction comm_exposed_ms "
+    "data_wait_ms"
 ).split()
 
 
 def sft_command(office: Office, output: Path, **changes: str) -> list[str]:
     """Four micro-batches a step, so that a signal can find the run on its way."""
     lengths = {"GLOBAL_BATCH_SIZE": 16, "TRAIN_TOKENS_OR_ITERS": NUM_STEPS, "SAVE_INTERVAL": 50}
-    flags = ["--eval-interval", str(NUM_STEPS // 2), "--eval-iters", "1", "--export-hf"]
+    flags = ["--eval-interval", str(NUM_STEPS // 2), "--export-hf"]
     return [*command(**office.positions(output), **{**lengths, **changes}), *flags]
 
 
@@ -63,7 +65,10 @@ def test_run_leaves_its_files(unbroken: Path) -> None:
     records = training_records(unbroken)
     assert [record["iteration"] for record in records] == list(range(1, NUM_STEPS + 1))
     assert sorted(records[0]) == sorted(STEP_KEYS)
-    assert list(validation_losses(unbroken)) == [NUM_STEPS // 2, NUM_STEPS]
+    found = validation_losses(unbroken)
+    assert list(found) == [NUM_STEPS // 2, 50, NUM_STEPS], "also at each save"
+    best = (unbroken / "checkpoint" / "best_checkpointed_iteration.txt").read_text()
+    assert int(best) == min((50, NUM_STEPS), key=found.__getitem__)
 
 
 def test_loss_falls(unbroken: Path) -> None:
@@ -155,3 +160,23 @@ def test_another_shape_in_the_same_folder_is_refused(office: Office, unbroken: P
     result = call(command(**other, GLOBAL_BATCH_SIZE=16), TOKENIZER_PATH=office.model)
     assert result.returncode == 2
     assert "has a run with another model shape" in result.stderr
+
+
+def test_packed_run_goes_on_after_a_resume_as_if_it_had_never_stopped(office: Office, tmp_path: Path) -> None:
+    """In packs of 96 tokens: two to four of the office's questions each."""
+    output = tmp_path / "out"
+    sizes = {"SEQ_LEN": 96, "PAD_LEN": 96, "SAVE_INTERVAL": 5, "TRAIN_TOKENS_OR_ITERS": 10}
+    arguments = [*sft_command(office, output, GLOBAL_BATCH_SIZE=8, **sizes)]
+    packing = {"MP_SFT_PACKING": "true", "NPROC_PER_NODE": 1}
+    straight = call(arguments, **packing)
+    assert straight.returncode == 0, straight.stderr
+    assert "400 conversations in " in straight.stderr and "% padding (unpacked " in straight.stderr
+    expected = losses(output)
+    assert expected[-1] < expected[0]
+    hf = shutil.move(output / "hf", tmp_path / "hf")
+    cut_back(output, 5)
+    resumed = call(arguments, **packing)
+    assert resumed.returncode == 0 and "resumed after step 5" in resumed.stderr, resumed.stderr
+    assert losses(output) == expected
+    assert_same_weights(output / "hf", hf)
+    assert validation_losses(output).keys() == {10}

@@ -119,8 +119,9 @@ def measure_together(rank: int, world_size: int, folder: Path) -> dict[str, Any]
         kind = changes["dataset_type"]
         config = _with_data(folder, changes)
         run = build_run(config, CPU, initialize(config, CPU))
+        (valid_reader,) = run.valid_readers.values()
         found[f"{kind} training batches"] = _of_batches(run.train_reader, 3)
-        found[f"{kind} validation batches"] = _of_batches(run.valid_reader, len(run.valid_reader))
+        found[f"{kind} validation batches"] = _of_batches(valid_reader, len(valid_reader))
         runs[name] = measure(run)
     found["export at tp=2"] = _export(folder / "hf", folder / "export")
     return {"runs": runs, "bytes": found}

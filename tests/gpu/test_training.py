@@ -57,7 +57,7 @@ def train(run: Run, first: int = 0, last: int = STEPS) -> list:
     """Loss, norm and whether it was skipped, of each step; the loss of an evaluation; the weights' digest."""
     results = [train_step(run, iteration) for iteration in range(first, last)]
     steps = [(result.loss, result.grad_norm, result.skipped) for result in results]
-    valid = evaluate(run)
+    valid = evaluate(run)["valid_loss"]
     run.optimizer.finish_param_sync()
     digest = hashlib.sha256()
     for parameter in run.stages[0].parameters():

@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import RunConfig
-from patch.data import Batch
+from patch.data import Batch, BatchReader
 from patch.distributed.async_collectives import WaitClock, start_all_gather, start_reduce_scatter
 from patch.model import build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
@@ -72,7 +72,11 @@ class OurTrainer:
     """
 
     def __init__(
-        self, config: RunConfig, groups: ProcessGroupCollection, device: torch.device, reader: SameBatches
+        self,
+        config: RunConfig,
+        groups: ProcessGroupCollection,
+        device: torch.device,
+        reader: BatchReader | SameBatches,
     ) -> None:
         stages = build_llama_model(config.model, groups, device, config.execution)
         initialize_weights(stages, config.model, config.training.seed)
@@ -83,7 +87,7 @@ class OurTrainer:
             groups=groups,
             tokenizer=None,
             train_reader=reader,  # type: ignore[arg-type]
-            valid_reader=None,
+            valid_readers={},
             stages=stages,
             optimizer=optimizer,
             start_iteration=0,

@@ -211,7 +211,8 @@ def _print(measured: dict[str, Any], aims: Sequence[Aim]) -> None:
     first = measured["first"]
     print(
         f"{measured['bytes'] / 2**30:.2f} GiB of rows: {first['seconds']:.0f} s, "
-        f"{first['tokens'] / 1e6:.0f} M tokens, peak memory {first['peak_gib']:.2f} GiB; second start {measured['second']['seconds']:.2f} s"
+        f"{first['tokens'] / 1e6:.0f} M tokens, peak memory {first['peak_gib']:.2f} GiB; "
+        f"second start {measured['second']['seconds']:.2f} s"
     )
     print("\n".join(aim_lines(aims)))
 

@@ -23,11 +23,18 @@ LLAMA3_PATTERN = (
 )
 
 
-def write_tokenizer(folder: Path, texts: Iterable[str]) -> PreTrainedTokenizerFast:
+def write_tokenizer(
+    folder: Path, texts: Iterable[str], vocab_size: int = VOCAB_SIZE
+) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on the texts, with LLaMA-3's special tokens and chat template, and save it.
 
     Digits are removed from the training texts, so no merge of digits is learned. The split pattern groups up
     to three digits, but each digit stays a token of its own, which a tiny model needs to count places.
+
+    Args:
+        folder: the folder to write.
+        texts: what to learn merges from.
+        vocab_size: tokens at most.
     """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
@@ -38,7 +45,7 @@ def write_tokenizer(folder: Path, texts: Iterable[str]) -> PreTrainedTokenizerFa
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
+        vocab_size=vocab_size,
         special_tokens=[BEGIN, END, HEADER, END_OF_HEADER, END_OF_TURN, PADDING],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,

@@ -140,6 +140,21 @@ class Template:
             )
         return last.end()
 
+    def begin_of_block(self, text: str, start: int) -> int:
+        """Where the answer begins that a `{% generation %}` block writes: after the header, if that is in it.
+
+        Args:
+            text: the text of the conversation.
+            start: where the block begins.
+        """
+        size = len(self.prompt)
+        header = text.find(self.prompt, max(0, start - size), start + size)
+        return start if header < 0 else max(start, header + size)
+
+    def has_words(self, text: str) -> bool:
+        """Whether there is more in a text than special tokens and blanks."""
+        return bool(self._special.sub("", text).strip())
+
     def end_of_block(self, text: str, start: int, end: int, row: Row) -> int:
         """Where the turn ends that a `{% generation %}` block writes.
 
@@ -169,34 +184,40 @@ class Template:
 
     @cached_property
     def header(self) -> str:
-        """What the template writes before an answer, where it has no prompt for generation that says so.
-
-        Blanks before the words belong to the words, as LLaMA 2's tokenizer has them.
-        """
+        """What the template writes before an answer, where it has no prompt for generation that says so."""
         prompt = self.write(_PROBE_ROW.beginning(1), generate=True)
-        if prompt != self.write(_PROBE_ROW.beginning(1)):
-            return ""
-        answers = [
-            self.write(Row([PROBE[0], answer], None, _PROBE_ROW.where)).removeprefix(prompt)
-            for answer in (PROBE[1], _OTHER_ANSWER)
-        ]
-        header = os.path.commonprefix(answers).rstrip(" ")
-        if not header.strip():
+        if prompt != self.write(_PROBE_ROW.beginning(1)) or not self._header:
             return ""
         _logger.warning(
             "%s writes no prompt for generation: %r before each answer is not learned, so it must be written "
             "before the model answers",
             self.name,
-            header,
+            self._header,
         )
-        return header
+        return self._header
 
     @cached_property
     def prompt(self) -> str:
         """What the template writes before an answer, as its prompt for generation or else as its header."""
         told = self.write(_PROBE_ROW.beginning(1))
         prompt = self.write(_PROBE_ROW.beginning(1), generate=True)
-        return prompt[len(told) :] + self.header if prompt.startswith(told) else self.header
+        if prompt != told and self.write(_PROBE_ROW).startswith(prompt):
+            return prompt.removeprefix(told)
+        return self._header
+
+    @cached_property
+    def _header(self) -> str:
+        """What two different answers have in common at their beginning.
+
+        Blanks before the words belong to the words, as LLaMA 2's tokenizer has them.
+        """
+        told = self.write(_PROBE_ROW.beginning(1))
+        answers = [
+            self.write(Row([PROBE[0], answer], None, _PROBE_ROW.where)).removeprefix(told)
+            for answer in (PROBE[1], _OTHER_ANSWER)
+        ]
+        header = os.path.commonprefix(answers).rstrip(" ")
+        return header if header.strip() else ""
 
     @cached_property
     def _end_token(self) -> str:

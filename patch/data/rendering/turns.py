@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from patch.data.rendering.spans import Span
 from patch.data.rendering.template import CURE, PROBE, Row, Template
-from patch.data.rendering.written import check_answer, check_row, words_of
+from patch.data.rendering.written import check_answer, check_row, says_something, words_of
 from patch.errors import DataError
 
 _MANY_TURNS = 4
@@ -63,21 +63,26 @@ def cut(template: Template, row: Row, turns: Sequence[int]) -> list[list[Span]]:
 def _from_blocks(template: Template, row: Row, turns: Sequence[int]) -> list[Span]:
     """One sample, of a template that marks what the assistant says."""
     text, blocks = template.write_marked(row)
-    answers = [index for index, message in enumerate(row.messages) if message["role"] == "assistant"]
+    check_row(template.name, row, text)
+    answers = [
+        index
+        for index, message in enumerate(row.messages)
+        if message["role"] == "assistant" and says_something(message)
+    ]
+    # A block of special tokens alone is an answer without words, or an eos token after the conversation.
+    blocks = [(start, end) for start, end in blocks if template.has_words(text[start:end])]
     if len(blocks) != len(answers):
         raise DataError(
             f"{row.where}: {template.name} has {len(blocks)} blocks of generation for {len(answers)} "
             "answers; expected one for each (--chat-template)",
             field="chat_template",
         )
-    check_row(template.name, row, text)
     spans: list[Span] = []
     done = 0
     for index, (start, end) in zip(answers, blocks, strict=True):
         if index not in turns:
             continue
-        if text.startswith(template.prompt, start, end):
-            start += len(template.prompt)
+        start = template.begin_of_block(text, start)
         check_answer(template.name, row, index, text[start:end])
         end = template.end_of_block(text, start, end, row)
         spans += [Span(text[done:start], False), Span(text[start:end], True)]

@@ -47,6 +47,9 @@ def check_answer(name: str, row: Row, index: int, answer: str) -> None:
     last_line = words_of(message).rpartition("\n")[2].strip()
     if not _is_in(answer, last_line):
         raise _loss(name, row, index, "what the assistant says", last_line)
+    thoughts = next((message[key] for key in _REASONING if message.get(key)), "")
+    if not _is_in(answer, thoughts):
+        raise _loss(name, row, index, "what the assistant thinks", thoughts)
     for call in message.get("tool_calls") or ():
         for value in _texts_of_call(call):
             if not _is_in(answer, value):

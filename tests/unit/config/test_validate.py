@@ -158,7 +158,6 @@ REFUSED = [
         ["position 24", "got 1024 tokens (2 steps), expected less than the run's 1024 tokens (2 steps)"],
     ),
     (dict(MIN_LR="1"), [], ["position 6 MIN_LR): got 1.0, expected at most LR 0.001"]),
-    (dict(VALID_DATASET_PATH="x"), ["--eval-iters=0"], ["--eval-iters: got 0", "--eval-interval 0 turns"]),
     (dict(PRETRAIN_CHECKPOINT_PATH="/no/model"), [], ["position 22", "got /no/model", "no such folder"]),
     ({}, ["--tokenizer-name-or-path=/no/tok"], ["(TOKENIZER_PATH): got /no/tok", "tokenizer.json"]),
     ({}, ["--chat-template=chatlm"], ["--chat-template: got chatlm", "plain, or a .jinja file", "chatml?"]),
@@ -175,19 +174,6 @@ REFUSED = [
             (["--split=9,1,0,0"], ["--split: got '9,1,0,0', expected shares"]),
             (["--split=1,-1"], ["--split: got '1,-1', expected shares"]),
             (["--split=1e3,1"], ["--split: got '1e3,1', expected shares"]),
-        )
-    ),
-    *(
-        ({}, [flag], ["is not built yet"])
-        for flag in (
-            "--train-epochs=2",
-            "--train-data-path=a.json b.json",
-            "--valid-data-path=0.5 a.json 0.5 b.json",
-            "--long-samples=drop",
-            "--max-dropped-share=0.5",
-            "--cache-dir=/cache",
-            "--data-workers=2",
-            "--data-prefetch=0",
         )
     ),
 ]

@@ -1,6 +1,9 @@
 """build_datasets: both kinds of sets, and one rank's error on all ranks."""
 
+import dataclasses
 import json
+import math
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,8 +13,9 @@ from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 from small_runs import small_run
 from transformers import PreTrainedTokenizerBase
 
+from patch.config.run_length import num_train_samples
 from patch.config.schema import RunConfig
-from patch.data import BatchReader, DataSets, build_datasets, load_tokenizer
+from patch.data import BatchReader, DataSets, SampleSource, build_datasets, load_tokenizer
 from patch.data.pretraining.preprocess import write_indexed
 from patch.errors import DataError
 
@@ -36,14 +40,14 @@ def raw_run(folder: Path, **changes) -> RunConfig:
 def build(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> DataSets:
     return build_datasets(
         config.data, config.model, tokenizer, sft=config.training.sft,
-        num_train_samples=config.training.train_iters * config.training.global_batch_size,
+        num_train_samples=partial(num_train_samples, config),
         seed=config.training.seed, index_folder=Path(config.checkpoint.output_path) / "data_index",
     )  # fmt: skip
 
 
 def test_raw_sets_have_the_padded_length(tmp_path: Path) -> None:
-    train, valid = build(raw_run(tmp_path, max_padding_length=24), tiny_tokenizer())
-    assert (len(train), len(valid)) == (3, 1)
+    train, num_samples, valid, _ = build(raw_run(tmp_path, max_padding_length=24), tiny_tokenizer())
+    assert (len(train), num_samples, list(valid), len(valid["valid"])) == (3, 80, ["valid"], 1)
     assert train[0].tokens.shape == (24,)
 
 
@@ -60,7 +64,7 @@ def test_names_and_join_of_the_rows_reach_the_samples(tmp_path: Path) -> None:
 
 
 def test_without_validation_data_there_is_no_validation_set(tmp_path: Path) -> None:
-    assert build(raw_run(tmp_path, valid_data_path="none"), tiny_tokenizer()).valid is None
+    assert build(raw_run(tmp_path, valid_data_path="none"), tiny_tokenizer()).valid == {}
 
 
 def test_tokenizer_beyond_the_models_vocabulary_is_refused(tmp_path: Path) -> None:
@@ -73,17 +77,17 @@ def test_pretraining_sets_feed_every_step_and_one_evaluation(tmp_path: Path, sha
     tokenizer = tiny_tokenizer()
     write_indexed([shared_data / "c4_demo.jsonl"], tokenizer, {"text": str(tmp_path / "c4")}, append_eod=True)
     config = small_run(
-        dataset_type="idxmap", sft=False,
+        dataset_type="idxmap", sft=False, seq_length=64,
         train_data_path=str(tmp_path / "c4"), valid_data_path=str(tmp_path / "c4"),
-        seq_length=64, vocab_size=400, train_iters=5, global_batch_size=4, output_path=str(tmp_path / "out"),
+        vocab_size=400, train_iters=5, global_batch_size=4, output_path=str(tmp_path / "out"),
     )  # fmt: skip
-    train, valid = build(config, tokenizer)
+    train, _, valid, _ = build(config, tokenizer)
     assert len(train) >= 20
     options = dict(micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1, seed=1, shuffle=False)
     for batch in BatchReader(train, **options).step(4):
         assert batch.tokens.shape == (2, 64) and batch.loss_mask.all()
     size = (tmp_path / "c4.bin").stat().st_size // 2
-    assert len(valid) == -(-(size - 1) // 64)
+    assert len(valid["c4"]) == -(-(size - 1) // 64)
 
 
 def build_on_rank(rank: int, world_size: int, folder: str, config: RunConfig, break_rank: int) -> str:
@@ -102,3 +106,100 @@ def test_error_on_one_rank_is_raised_on_all(tmp_path: Path) -> None:
     build_tiny_tokenizer(tmp_path / "tok")
     said = run_distributed(build_on_rank, 2, str(tmp_path / "tok"), config, 1)
     assert all("broken here" in each for each in said)
+
+
+def rows_of(folder: Path, name: str, answers: list[str]) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps([{"instruction": "hello", "output": answer} for answer in answers]))
+    return path
+
+
+def texts(source: SampleSource, count: int) -> list[str]:
+    tokenizer = tiny_tokenizer()
+    samples = [source[index] for index in range(count)]
+    return [tokenizer.decode(sample.labels[sample.loss_mask > 0].tolist()) for sample in samples]
+
+
+def test_training_sets_with_weights_are_blended(tmp_path: Path) -> None:
+    big = rows_of(tmp_path, "big.json", [f"number {index}" for index in range(40)])
+    small = rows_of(tmp_path, "small.json", ["yes", "no"])
+    spec = f"0.75 {big} 0.25 {small}"
+    train, num_samples, *_ = build(raw_run(tmp_path, train_data_path=spec), tiny_tokenizer())
+    assert train.is_shuffled and num_samples == len(train) == 80
+    drawn = texts(train, 80)
+    of_big = [text for text in drawn if "number" in text]
+    assert len(of_big) == 60 and len(set(of_big[:40])) == 40
+    assert sum("yes" in text for text in drawn) == 10
+
+
+def test_training_sets_without_weights_are_the_set_of_all_rows(tmp_path: Path) -> None:
+    first = rows_of(tmp_path, "first.json", ["one", "two"])
+    second = rows_of(tmp_path, "second.json", ["three"])
+    both = rows_of(tmp_path, "both.json", ["one", "two", "three"])
+    joined, alone = (
+        build(raw_run(tmp_path, train_data_path=spec), tiny_tokenizer()).train
+        for spec in (f"{first} {second}", str(both))
+    )
+    assert not joined.is_shuffled and len(joined) == len(alone) == 3
+    assert texts(joined, 3) == texts(alone, 3)
+
+
+def test_epochs_count_the_samples_of_all_training_sets(tmp_path: Path) -> None:
+    first = rows_of(tmp_path, "first.json", ["one", "two"])
+    second = rows_of(tmp_path, "second.json", ["three", "four", "five"])
+    for spec in (f"{first} {second}", f"0.9 {first} 0.1 {second}"):
+        config = raw_run(tmp_path, train_data_path=spec, train_epochs=2.0)
+        assert build(config, tiny_tokenizer()).num_train_samples == 12  # 10, in whole batches of 4
+
+
+def test_epochs_of_a_pretraining_set_are_passes_over_its_tokens(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"text": "hello world " * 100}) + "\n")
+    write_indexed([rows], tiny_tokenizer(), {"text": str(tmp_path / "set")}, append_eod=True)
+    tokens = (tmp_path / "set.bin").stat().st_size // 2
+    config = small_run(
+        dataset_type="idxmap", sft=False, train_data_path=str(tmp_path / "set"), vocab_size=400,
+        train_epochs=1.5,
+        seq_length=16, global_batch_size=1, micro_batch_size=1, output_path=str(tmp_path / "out"),
+    )  # fmt: skip
+    train, num_samples, *_ = build(config, tiny_tokenizer())
+    assert num_samples == math.ceil(1.5 * ((tokens - 1) // 16)) <= len(train)
+
+
+def test_each_validation_set_has_a_name_of_its_own(tmp_path: Path) -> None:
+    parts = ["a.json", "b.v2.json", "x/a.json", "y/part.json"]
+    paths = [rows_of(tmp_path, part, ["there"] * (index + 1)) for index, part in enumerate(parts)]
+    paths[3] = tmp_path / "y" / "*.json"
+    config = raw_run(tmp_path, valid_data_path=" ".join(map(str, paths)))
+    valid = build(config, tiny_tokenizer()).valid
+    assert {name: len(source) for name, source in valid.items()} == {"a": 1, "b.v2": 2, "a_2": 3, "y": 4}
+    weighted = raw_run(tmp_path, valid_data_path=f"3 {paths[0]} 1 {paths[1]}")
+    assert build(weighted, tiny_tokenizer()).valid_weights == [3.0, 1.0]
+
+
+def build_on_machine(rank: int, world_size: int, folder: str, config: RunConfig, broken: str) -> str:
+    """Each rank has a disk of its own, under one name; rank 1 has other rows in one file."""
+    own = Path(config.data.train_data_path).parent / "disk"
+    mine = own.with_name(f"disk of {rank}")
+    for name in ("train.json", "valid.json"):
+        rows_of(mine, name, ["one", "two three" if rank == 1 and name == broken else "two"])
+    changed = dataclasses.replace(
+        config.data, train_data_path=str(mine / "train.json"), valid_data_path=str(mine / "valid.json")
+    )
+    try:
+        build(dataclasses.replace(config, data=changed), load_tokenizer(folder))
+    except DataError as error:
+        return str(error)
+    return "built"
+
+
+@pytest.mark.parametrize("broken", ["train.json", "valid.json", "none"])
+def test_ranks_that_read_other_data_are_refused_on_all(tmp_path: Path, broken: str) -> None:
+    build_tiny_tokenizer(tmp_path / "tok")
+    said = run_distributed(build_on_machine, 2, str(tmp_path / "tok"), raw_run(tmp_path), broken)
+    if broken == "none":
+        assert said == ["built", "built"]
+    else:
+        differing = f"{broken}: rank 0 has read 2 samples, rank 1 2, which are not the same"
+        assert all(differing in each for each in said)

@@ -1,4 +1,4 @@
-"""Background reading gives a reader's batches in order, a few steps ahead; errors rise in their step."""
+"""Background reading gives the reader's batches, in order, a few steps ahead; errors rise in their step."""
 
 import threading
 import time

@@ -83,7 +83,7 @@ def tokens_of(source: Any, count: int) -> list[list[int]]:
         ((1, 0), [1e-9, 1.0], 30),
         ((0, 1, 1), [1.0, 1.0, 2.0], 200),
         ((0, 1), None, 1),
-        ((0, 1), None, 30),
+        ((0, 1), None, 29),
         ((1,), None, 100),
     ],
 )

@@ -61,7 +61,7 @@ def train(
         run = build_seeded_run(config, is_frozen=is_frozen)
         assert resume(folder, run.stages, run.optimizer) == NUM_STEPS - 1
     results.append(train_step(run, NUM_STEPS - 1))
-    valid = evaluate(run)
+    valid = evaluate(run)["valid_loss"]
     frozen = [p for p in run.stages[0].parameters() if not p.requires_grad]
     assert all(map(torch.equal, before, frozen))
     new_job()

@@ -79,7 +79,7 @@ def train(run: Run, first: int = 0, last: int = STEPS) -> dict[str, Any]:
     results = [train_step(run, iteration) for iteration in range(first, last)]
     bits = [(result.loss, result.grad_norm, result.skipped) for result in results]
     return {
-        "bits": [*bits, evaluate(run), digests(run)],
+        "bits": [*bits, evaluate(run)["valid_loss"], digests(run)],
         "fraction": run.optimizer.adam.manager.offload_fraction,
         "largest": max(chunk.numel for chunk in run.optimizer.adam.manager.chunks)
         / run.optimizer.adam.manager.num_elements,

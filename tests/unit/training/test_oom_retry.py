@@ -88,7 +88,7 @@ def trained(case: tuple[str, int, str], short: bool) -> dict[str, Any]:
         result = train_step(run, iteration)
         found.append((result.loss, result.grad_norm))
     fault.is_armed = short and place == "evaluation"
-    found += [evaluate(run), digests(run), torch.get_rng_state().tolist()]
+    found += [evaluate(run)["valid_loss"], digests(run), torch.get_rng_state().tolist()]
     fraction = run.optimizer.adam.manager.offload_fraction
     new_job()
     return {"bits": found, "fraction": fraction}

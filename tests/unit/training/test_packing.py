@@ -58,7 +58,9 @@ TRAINED = {
         "families tp, sp": small_run(tp=2, sequence_parallel=True, **PACKED, **FAMILIES),
     },
 }
-LIKE_PADDED = [name for configs in TRAINED.values() for name in configs if "families" not in name]
+LIKE_PADDED = [
+    name for configs in TRAINED.values() for name in configs if name != "padded" and "families" not in name
+]
 SAME_BITS = [("packed, full", "packed"), ("packed, selective", "packed"), ("dp", "packed"), ("pp", "packed")]
 SAME_BITS += [("vpp", "packed"), ("vpp, full", "packed"), ("tp, sp, full", "tp, sp")]
 

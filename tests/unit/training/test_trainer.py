@@ -65,10 +65,10 @@ def test_hooks_are_called_in_order_after_what_they_are_named_for(tmp_path: Path)
     )
     (notes, losses, saved), (no_notes, same_losses, _) = run_distributed(train, 2, config)
     assert notes == [
-        *["step 1", "step 2", "log 2", "evaluate 2", "step 3", "save 3"],
+        *["step 1", "step 2", "log 2", "evaluate 2", "step 3", "evaluate 3", "save 3"],
         *["step 4", "log 4", "evaluate 4", "save 4", "close"],
     ]
     assert no_notes == []
-    assert losses == same_losses and len(losses) == 2
+    assert losses == same_losses and len(losses) == 3
     assert all(first == second > 0 for first, second in losses)
     assert saved == ["iter_0000003", "iter_0000004", "latest_checkpointed_iteration.txt"]

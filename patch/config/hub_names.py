@@ -1,0 +1,155 @@
+"""Names of the hub in a run's configuration: org/name at position 22, for the tokenizer, in a data position.
+
+They are replaced in two steps. `take_models`, while the command line is read, fetches what a run is planned
+with: config.json and the tokenizer. `fetch_from_hub`, after all rules have been checked, fetches the rest:
+weights (not for --dry-run) and data. The resolved run names the folders of the snapshots, which hold the name
+and the revision, so its config.yaml repeats the run. If the same command line, with org/name, resumes a run,
+the revision is looked up in that config.yaml.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from glob import escape
+from pathlib import Path
+from typing import Any
+
+from patch.config.data_spec import SPLITS, format_data, parse_data
+from patch.config.file_rules import check_data
+from patch.config.schema import RunConfig
+from patch.errors import DataError
+from patch.storage.hub import (
+    HubName,
+    data_files,
+    fetch_data,
+    fetch_model,
+    fetch_tokenizer,
+    hub_name,
+    lacking_weights,
+    snapshot_name,
+)
+from patch.storage.names import CONFIG_FILE, complete_iterations, find_checkpoint_root
+
+_SPLITS_OF = {"train_data_path": ("training",), "valid_data_path": ("validation", "test")}
+"""The splits of a data set that a position means, the first of them that is there."""
+_SHARD = re.compile(r"([-_.]?\d+(-of-\d+)?(-[0-9a-f]{16})?)?(\.[a-z]+){1,2}$", re.IGNORECASE)
+"""The number of a file among those of one set, and its endings."""
+
+
+def take_models(merged: dict[str, Any]) -> None:
+    """Replace names of models and tokenizers by the folders of their snapshots, without weights.
+
+    Args:
+        merged: fields of the configuration; changed in place.
+    Raises:
+        ConfigError: see `fetch_model`.
+    """
+    output = merged.get("output_path")
+    for field, fetch in (("load", _without_weights), ("tokenizer_name_or_path", fetch_tokenizer)):
+        name = hub_name(merged[field], "model") if merged.get(field) is not None else None
+        if name is not None:
+            merged[field] = str(fetch(_pinned(name, output), field=field))
+
+
+def fetch_from_hub(config: RunConfig, *, weights: bool) -> RunConfig:
+    """The run with all its data and, unless it resumes, its first weights on this machine.
+
+    Args:
+        config: a run that `validate_run` has accepted.
+        weights: whether weights are downloaded, if the cache lacks them.
+    Raises:
+        ConfigError: the weights cannot be had.
+        DataError: a data set cannot be had, or its files are several sets.
+    """
+    load = config.checkpoint.load
+    model = snapshot_name(load) if load is not None and weights and not _resumes(config) else None
+    if model is not None and lacking_weights(Path(load or "")) and not [*Path(load or "").glob("*.bin")]:
+        load = str(fetch_model(model, weights=True, field="load"))
+        config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=load))
+    if config.data.dataset_type != "raw":
+        return config
+    texts = {field: getattr(config.data, field) for field in _SPLITS_OF}
+    changed: dict[str, Any] = {
+        field: fetch_sets(text, field, config.checkpoint.output_path)
+        for field, text in texts.items()
+        if text is not None
+    }
+    if changed.items() <= texts.items():
+        return config
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, **changed))
+    check_data(config)
+    return config
+
+
+def fetch_sets(text: str, field: str, output: str | None = None) -> str:
+    """A data position with the names of the hub replaced by files of their snapshots.
+
+    Args:
+        text: the position, see `parse_data`.
+        field: `train_data_path` or `valid_data_path`: which split of a data set is meant.
+        output: the run's folder; the revisions that its config.yaml names are taken again.
+    Raises:
+        DataError: a data set cannot be had, or its files are several sets.
+    """
+    parts = parse_data(text, field)
+    names = [hub_name(part.path, "dataset") for part in parts]
+    if not any(names):
+        return text
+    return format_data(
+        part if name is None else part._replace(path=_set_of(_pinned(name, output), field))
+        for part, name in zip(parts, names, strict=True)
+    )
+
+
+def _without_weights(name: HubName, *, field: str) -> Path:
+    return fetch_model(name, weights=False, field=field)
+
+
+def _pinned(name: HubName, output: str | None) -> HubName:
+    """The revision that the run in this folder began with, if it used this name."""
+    file = Path(output or "") / CONFIG_FILE
+    if name.revision is not None or output is None or not file.is_file():
+        return name
+    text = file.read_text(encoding="utf-8", errors="replace")
+    match = re.search(rf"{re.escape(name.folder_name)}/snapshots/([0-9a-f]{{40}})", text)
+    return name if match is None else name._replace(revision=match[1])
+
+
+def _resumes(config: RunConfig) -> bool:
+    return bool(complete_iterations(find_checkpoint_root(config.checkpoint.output_path)))
+
+
+def _set_of(name: HubName, field: str) -> str:
+    """The file, or the glob of files, that this position takes from a data set.
+
+    Raises:
+        DataError: the data set lacks this split, or has it several times.
+    """
+    folder = fetch_data(name, field=field)
+    if name.inside:
+        return escape(str(folder)) + name.inside
+    sets = _sets(folder, data_files(folder))
+    splits = {split: {text for text in sets if words.search(text.lower())} for split, words in SPLITS.items()}
+    meant = next((splits[split] for split in _SPLITS_OF[field] if splits[split]), set())
+    if not any(splits.values()):
+        meant = set(sets)
+    if len(meant) != 1:
+        found = "several sets" if meant else f"no {' or '.join(_SPLITS_OF[field])} set"
+        raise DataError(
+            f"{name.repo} holds {found}: {', '.join(sorted(sets)[:20])}; expected one of them, such as "
+            f"'{folder}/{min(meant or sets)}'",
+            field=field,
+        )
+    return f"{escape(str(folder))}/{meant.pop()}"
+
+
+def _sets(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
+    """The sets in a folder: a file, or the glob of files that differ only in a number."""
+    sets: dict[str, list[Path]] = {}
+    for file in files:
+        relative = str(file.relative_to(folder))
+        sets.setdefault(f"{_SHARD.sub('', relative)}*", []).append(file)
+    return {
+        text if len(found) > 1 else str(found[0].relative_to(folder)): found for text, found in sets.items()
+    }

@@ -1,0 +1,225 @@
+"""Names of the Hugging Face hub: org/name becomes a folder of the Hugging Face cache.
+
+The cache is asked first, so a name keeps its meaning as long as the cache keeps its copy, and nothing is
+downloaded twice. What is missing there is downloaded by huggingface_hub, which respects HF_TOKEN,
+HF_HUB_OFFLINE, HF_HOME and HF_ENDPOINT and shows its progress. One process of a machine downloads, the others
+wait for it.
+
+The folder of a snapshot holds name and revision (models--org--name/snapshots/REVISION). So such a path is a
+name too: a machine whose cache lacks it fetches the same revision.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from patch.errors import ConfigError, DataError, PatchError
+from patch.logger import get_logger
+from patch.storage.names import TOKENIZER_FILES
+
+_logger = get_logger(__name__)
+
+Kind = Literal["model", "dataset"]
+
+MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
+"""Configuration and tokenizer: all that a run is planned with. Names of folders below are not matched."""
+WEIGHT_FILES = ("model*.safetensors",)
+"""Weights that cannot execute code, and no second copy of them under another name."""
+DATA_FILES = ("*.json", "*.jsonl", "*.ndjson", "*.parquet", "*.gz", "*.zst")
+
+_WORD = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
+_NAME = re.compile(rf"{_WORD}/{_WORD}", re.ASCII)
+_FILE = re.compile(r"\.(json|jsonl|ndjson|parquet|gz|zst|txt|csv|bin|idx|yaml|model)$", re.IGNORECASE)
+"""Endings of files; a path with one is a misspelled path, not a name."""
+_SNAPSHOT = re.compile(r"(models|datasets)--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})(/.*)?$")
+_INDEX = "model.safetensors.index.json"
+_FORBIDDEN = "HF_HUB_OFFLINE forbids to download"
+_DESCRIPTION = re.compile(r"(dataset_infos?|dataset_dict|state|\..*)\.json")
+
+
+class HubName(NamedTuple):
+    """A model or data set of the hub."""
+
+    kind: Kind
+    repo: str
+    """org/name."""
+    revision: str | None = None
+    """The commit; None: the one that the cache has, or the newest."""
+    inside: str = ""
+    """What is meant inside the snapshot: "/data/train*"; "" for all."""
+
+    @property
+    def folder_name(self) -> str:
+        """The name of its folder in the cache."""
+        return f"{self.kind}s--{self.repo.replace('/', '--')}"
+
+
+class _Wanted(NamedTuple):
+    """What is needed of a repository, and what is said where it is missing."""
+
+    patterns: Sequence[str]
+    is_there: Callable[[Path], bool]
+    """Whether a snapshot's folder holds it."""
+    words: str
+    error: type[PatchError]
+    field: str | None
+
+
+def hub_name(text: str, kind: Kind) -> HubName | None:
+    """The name of the hub that a path stands for: org/name, or a snapshot; None if there is such a path."""
+    if os.path.lexists(text):
+        return None
+    if (name := snapshot_name(text)) is not None:
+        return name if name.kind == kind else None
+    is_name = _NAME.fullmatch(text) and not _FILE.search(text) and ".." not in text and "--" not in text
+    return HubName(kind, text) if is_name else None
+
+
+def snapshot_name(path: str) -> HubName | None:
+    """The name and revision that a path into a cache of the hub holds; None for any other path."""
+    match = _SNAPSHOT.search(path)
+    if match is None:
+        return None
+    kinds, organisation, name, revision, inside = match.groups()
+    kind: Kind = "model" if kinds == "models" else "dataset"
+    return HubName(kind, f"{organisation}/{name}", revision, inside or "")
+
+
+def lacking_weights(folder: Path) -> list[str]:
+    """The files of weights that a snapshot's folder lacks, by its index; without one, model.safetensors."""
+    try:
+        names = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+    ):  # who reads the weights says what is wrong
+        names = {"model.safetensors"}
+    return sorted(name for name in names if not (folder / name).is_file())
+
+
+def fetch_model(
+    name: HubName, *, weights: bool, error: type[PatchError] = ConfigError, field: str | None = None
+) -> Path:
+    """The folder of a model's snapshot: its configuration, its tokenizer if it has one, and its weights.
+
+    Args:
+        name: the model.
+        weights: whether weights are needed; without them a few megabytes are downloaded.
+        error: the kind of error to raise.
+        field: the field of the configuration that holds the name, for messages.
+    Raises:
+        PatchError: of that kind: the hub does not know the name or cannot be reached, the download fails, or
+            the repository does not hold what is needed.
+    """
+
+    def is_there(folder: Path) -> bool:
+        return (folder / "config.json").is_file() and not (weights and lacking_weights(folder))
+
+    patterns = MODEL_FILES + WEIGHT_FILES if weights else MODEL_FILES
+    words = "weights as safetensors" if weights else "config.json"
+    return _fetch(name, _Wanted(patterns, is_there, words, error, field))
+
+
+def fetch_tokenizer(
+    name: HubName, *, error: type[PatchError] = ConfigError, field: str | None = None
+) -> Path:
+    """The folder of a snapshot with a tokenizer; see `fetch_model`."""
+
+    def is_there(folder: Path) -> bool:
+        return any((folder / file).is_file() for file in TOKENIZER_FILES)
+
+    return _fetch(name, _Wanted(MODEL_FILES, is_there, " or ".join(TOKENIZER_FILES), error, field))
+
+
+def fetch_data(name: HubName, *, field: str | None = None) -> Path:
+    """The folder of a data set's snapshot: all files of rows.
+
+    Raises:
+        DataError: see `fetch_model`.
+    """
+    words = "files of rows (JSON or Parquet)"
+    return _fetch(name, _Wanted(DATA_FILES, lambda folder: bool(data_files(folder)), words, DataError, field))
+
+
+def data_files(folder: Path) -> list[Path]:
+    """The files of rows in a snapshot, sorted; not those that describe the data set."""
+    files = {file for pattern in DATA_FILES for file in folder.rglob(pattern)}
+    return sorted(file for file in files if not _DESCRIPTION.fullmatch(file.name))
+
+
+def _fetch(name: HubName, wanted: _Wanted) -> Path:
+    """The folder of a snapshot that holds what is wanted: from the cache, or downloaded into it."""
+    from huggingface_hub import constants, snapshot_download  # takes 0.6 s, and few runs need it
+
+    def snapshot(*, local: bool) -> Path:
+        folder = snapshot_download(
+            name.repo,
+            repo_type=name.kind,
+            revision=name.revision,
+            allow_patterns=list(wanted.patterns),
+            # Files in a model's folders are other forms of the same weights and tokenizers of other programs.
+            ignore_patterns=["*/*"] if name.kind == "model" else None,
+            local_files_only=local,
+        )
+        return Path(folder)
+
+    cache = Path(constants.HF_HUB_CACHE)
+    try:
+        folder = _held(snapshot, wanted) or _downloaded(snapshot, wanted, cache, name)
+    except Exception as error:  # noqa: BLE001 - it raises errors of httpx, OSError and ValueError
+        reason = _reason(error, name, offline=constants.HF_HUB_OFFLINE)
+        part = getattr(error, "snapshot_path", None)
+        found = f"has no {wanted.words} in {part}" if part else f"is neither a path nor in {cache}"
+        raise wanted.error(f"{name.repo} {found}, and {reason}", field=wanted.field) from error
+    if not wanted.is_there(folder):
+        reason = _FORBIDDEN if constants.HF_HUB_OFFLINE else "the hub does not have them or cannot be reached"
+        message = f"{name.repo} has no {wanted.words} in {folder}, and {reason}"
+        raise wanted.error(message, field=wanted.field)
+    return folder
+
+
+def _held(snapshot: Callable[..., Path], wanted: _Wanted) -> Path | None:
+    """The snapshot's folder if the cache has all that is wanted."""
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = snapshot(local=True)
+    except LocalEntryNotFoundError:
+        return None
+    return folder if wanted.is_there(folder) else None
+
+
+def _downloaded(snapshot: Callable[..., Path], wanted: _Wanted, cache: Path, name: HubName) -> Path:
+    from huggingface_hub.utils import WeakFileLock
+
+    lock = cache / ".locks" / f"{name.folder_name}.lock"
+    lock.parent.mkdir(parents=True, exist_ok=True)
+    with WeakFileLock(lock):
+        folder = _held(snapshot, wanted)
+        if folder is None:
+            _logger.info("%s: %s is downloaded into %s", name.repo, wanted.words, cache)
+            folder = snapshot(local=False)
+    return folder
+
+
+def _reason(error: Exception, name: HubName, *, offline: bool) -> str:
+    """Why a download failed, in one line."""
+    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    if offline:
+        return _FORBIDDEN
+    if isinstance(error, GatedRepoError):
+        return "its terms must be accepted on its page of the hub, then log in (hf auth login, or HF_TOKEN)"
+    if isinstance(error, RevisionNotFoundError):
+        return f"the hub does not have its revision {name.revision}"
+    if isinstance(error, RepositoryNotFoundError):
+        return f"the hub has no {name.kind} of that name, or it is private (hf auth login, or HF_TOKEN)"
+    return f"it cannot be downloaded: {next(iter(str(error).splitlines()), type(error).__name__)[:300]}"

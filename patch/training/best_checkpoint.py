@@ -1,0 +1,70 @@
+"""Marks the checkpoint with the lowest validation loss: checkpoint/best_checkpointed_iteration.txt."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from patch.errors import CheckpointError
+from patch.logger import get_logger
+from patch.storage.atomic import write_atomically
+from patch.storage.names import BEST_TRACKER, CHECKPOINT_FOLDER, METRICS_FILE, complete_iterations
+from patch.training.hooks import Record, TrainerHook
+from patch.training.metrics import read_metrics
+
+_logger = get_logger(__name__)
+
+
+class BestCheckpoint(TrainerHook):
+    """Keeps the number of the best checkpoint in a file beside the checkpoints.
+
+    A checkpoint counts if its step was evaluated. On resume the losses of earlier ones come from
+    metrics.jsonl, so this hook is created after `MetricsLog`, which cuts the file back.
+
+    Args:
+        output: the run's folder.
+        start_iteration: steps already done; later checkpoints do not count.
+
+    Raises:
+        CheckpointError: the file cannot be written.
+    """
+
+    def __init__(self, output: Path, start_iteration: int) -> None:
+        self._file = output / CHECKPOINT_FOLDER / BEST_TRACKER
+        self._losses = {
+            record["iteration"]: record["valid_loss"]
+            for record in read_metrics(output / METRICS_FILE)
+            if record.get("valid_loss") is not None
+        }
+        complete = complete_iterations(self._file.parent)
+        self._saved = {iteration for iteration in complete if iteration <= start_iteration}
+        self._best: int | None = None
+        self._mark()
+        if self._best is None:
+            self._file.unlink(missing_ok=True)
+
+    def on_evaluate(self, record: Record) -> None:
+        """Note the validation loss; the checkpoint of this step may be saved before or after."""
+        if not math.isnan(record["valid_loss"]):
+            self._losses[record["iteration"]] = record["valid_loss"]
+        self._mark()
+
+    def on_save(self, iteration: int) -> None:
+        """Note that there is a checkpoint of this step."""
+        self._saved.add(iteration)
+        self._mark()
+
+    def _mark(self) -> None:
+        """Write the file if another checkpoint is the best one; the earlier one of two with equal losses."""
+        candidates = sorted(self._saved & self._losses.keys())
+        if not candidates:
+            return
+        best = min(candidates, key=self._losses.__getitem__)
+        if best == self._best:
+            return
+        try:
+            write_atomically(self._file, f"{best}\n")
+        except OSError as error:
+            raise CheckpointError(f"{self._file} was not written: {error}; free space, resume") from error
+        self._best, loss = best, self._losses[best]
+        _logger.info("the checkpoint of step %d is the best so far: validation loss %.4f", best, loss)

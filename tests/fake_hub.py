@@ -1,0 +1,93 @@
+"""A server that answers as the Hugging Face hub does, as far as huggingface_hub needs it to download."""
+
+import hashlib
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from hub_cache import REVISION
+
+Repositories = Mapping[str, Mapping[str, bytes]]
+"""Files by name, of each repository by its address: "models/org/name"."""
+
+
+class FakeHub(ThreadingHTTPServer):
+    """Serves repositories, each with one revision; `sent` lists the files whose content was sent."""
+
+    def __init__(self, repositories: Repositories) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.repositories = repositories
+        self.sent: list[str] = []
+
+    @property
+    def url(self) -> str:
+        """For HF_ENDPOINT."""
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: FakeHub
+
+    def do_HEAD(self) -> None:
+        self._answer(send_content=False)
+
+    def do_GET(self) -> None:
+        self._answer(send_content=True)
+
+    def _answer(self, *, send_content: bool) -> None:
+        path = self.path.split("?")[0].strip("/")
+        if path.startswith("api/"):
+            return self._answer_api(path.removeprefix("api/"))
+        repo, _, name = path.partition(f"/resolve/{REVISION}/")
+        repo = repo if repo.startswith("datasets/") else f"models/{repo}"
+        content = self.server.repositories.get(repo, {}).get(name)
+        if content is None:
+            return self._reply(404, b"", {"X-Error-Code": "EntryNotFound"})
+        if send_content:
+            self.server.sent.append(name)
+        self._reply(200, content, {"X-Repo-Commit": REVISION, "ETag": f'"{_digest(content)}"'}, send_content)
+
+    def _answer_api(self, path: str) -> None:
+        repo = "/".join(path.split("/")[:3])
+        files = self.server.repositories.get(repo)
+        if files is None:
+            return self._reply(404, b"{}", {"X-Error-Code": "RepoNotFound"})
+        if "/tree/" in path:
+            answer: object = [
+                {"type": "file", "path": name, "size": len(content), "oid": _digest(content)}
+                for name, content in files.items()
+            ]
+        else:
+            answer = {"id": repo.partition("/")[2], "sha": REVISION, "siblings": []}
+        self._reply(200, json.dumps(answer).encode(), {"Content-Type": "application/json"})
+
+    def _reply(self, status: int, content: bytes, headers: dict[str, str], send_content: bool = True) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(content))}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if send_content and self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing: the tests ask `sent`."""
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha1(content).hexdigest()  # git's, for small files
+
+
+@contextmanager
+def serving(repositories: Repositories) -> Iterator[FakeHub]:
+    """A hub that serves until the context ends."""
+    hub = FakeHub(repositories)
+    thread = threading.Thread(target=hub.serve_forever)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        hub.shutdown()
+        thread.join()
+        hub.server_close()

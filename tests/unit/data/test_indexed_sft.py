@@ -1,0 +1,159 @@
+"""Fine-tuning sets in .bin/.idx, written by Pai-Megatron-Patch's description, read back and trained on."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from distributed_runner import run_distributed
+from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from small_runs import hf_llama, small_run
+from training_runs import CPU
+
+from patch.config.schema import RunConfig
+from patch.data.pretraining.indexed_sft import IndexedSftSource, load_indexed_sft
+from patch.errors import DataError
+
+LENGTH, PAD, ROWS = 16, 4, 400
+LOSS_BOUND = 1e-5
+"""fp32: transformers sums attention in another order, conversation by conversation."""
+
+
+class Talk(NamedTuple):
+    """A conversation of a prompt and an answer, in ids."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+def talk(prompt: int, answer: int, first: int) -> Talk:
+    return Talk([*range(first, first + prompt)], [*range(first + prompt, first + prompt + answer)])
+
+
+PACKS = [
+    [talk(3, 5, 10), talk(2, 6, 30)],  # full: two conversations of eight
+    [talk(6, 10, 50)],  # one full sequence
+    [talk(4, 3, 70)],  # padded
+    [talk(1, 1, 90), talk(1, 2, 100), talk(5, 1, 110)],  # padded, with short ones
+    [talk(2, 13, 200)],  # padding of one token
+]
+
+
+def document(pack: list[Talk], length: int = LENGTH) -> list[int]:
+    """2 x length numbers: ids, the last of each conversation negated; then labels, shifted already."""
+    ids, labels = [], []
+    for prompt, answer in pack:
+        whole = prompt + answer
+        labels += [-100] * (len(prompt) - 1) + answer + [-100]
+        ids += [*whole[:-1], -1 - whole[-1]]
+    padding = length - len(ids)
+    return ids + [PAD] * padding + labels + [-100] * padding
+
+
+def write_documents(prefix: Path, documents: list[list[int]], dtype: type = np.int32) -> str:
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for each in documents:
+        builder.add_document(np.array(each).astype(dtype), [len(each)])
+    builder.finalize(f"{prefix}.idx")
+    return str(prefix)
+
+
+def load(prefix: str, length: int = LENGTH, rows: int = ROWS) -> IndexedSftSource:
+    return load_indexed_sft(prefix, tiny_tokenizer(), sequence_length=length, vocab_size=rows)
+
+
+def test_every_pack_is_read_as_its_conversations(tmp_path: Path, logged: list[str]) -> None:
+    source = load(write_documents(tmp_path / "set", [document(pack) for pack in PACKS]))
+    assert len(source) == len(PACKS) and not source.is_shuffled
+    for index, pack in enumerate(PACKS):
+        sample = source[index]
+        sizes = [len(prompt) + len(answer) for prompt, answer in pack]
+        padding = LENGTH - sum(sizes)
+        assert sample.lengths.tolist() == sizes + ([padding] if padding else [])
+        assert (sample.tokens.dtype, sample.labels.dtype) == (torch.int64, torch.int64)
+        assert (sample.loss_mask.dtype, sample.lengths.dtype) == (torch.float32, torch.int32)
+        start, learned = 0, []
+        for prompt, answer in pack:
+            end = start + len(prompt) + len(answer)
+            assert sample.tokens[start:end].tolist() == prompt + answer
+            learned += answer
+            assert not sample.loss_mask[end - 1]
+            start = end
+        assert sample.labels[sample.loss_mask.bool()].tolist() == learned
+        assert not sample.loss_mask[start:].any()
+    assert any("cannot be checked which tokenizer made the set" in message for message in logged)
+
+
+def test_set_of_an_older_version_without_marked_ends_is_one_conversation_each(tmp_path: Path) -> None:
+    documents = [[id if id >= 0 or id == -100 else -1 - id for id in document(pack)] for pack in PACKS[1:3]]
+    source = load(write_documents(tmp_path / "set", documents))
+    assert source[0].lengths.tolist() == [LENGTH] == source[1].lengths.tolist()
+
+
+def changed(place: int, value: int) -> list[int]:
+    numbers = document(PACKS[0])
+    numbers[place] = value
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("documents", "said"),
+    [
+        ([document(PACKS[0], 20)], "documents of 40 numbers, expected 32: .* made for sequences of 20"),
+        ([document(PACKS[0]), document(PACKS[0], 20)], "documents of 32 to 40 numbers; expected a fine-t"),
+        ([[5] * 31], "documents of 31 to 31 numbers"),
+        ([[5, 6] * 16], "document 1: label 1 is not the next token"),
+        ([document(PACKS[0]), changed(LENGTH + 3, 15)], "document 2: label 4 is not the next token"),
+        ([changed(LENGTH + 7, 30)], "document 1: label 8 is not the next token"),
+        ([changed(2 * LENGTH - 1, 30)], "document 1: label 16 is not the next token"),
+        ([changed(LENGTH + 3, -7)], "has token id -7"),
+        ([changed(0, ROWS)], f"has token id {ROWS}, the model's vocabulary has {ROWS} rows"),
+        ([changed(0, -1 - ROWS)], f"has token id {ROWS}"),
+    ],
+)
+def test_other_sets_are_refused(tmp_path: Path, documents: list[list[int]], said: str) -> None:
+    with pytest.raises(DataError, match=said):
+        load(write_documents(tmp_path / "set", documents))
+
+
+def test_ids_without_a_sign_are_refused(tmp_path: Path) -> None:
+    """NumPy 1 wrapped -100 around where the vocabulary is small."""
+    prefix = write_documents(tmp_path / "set", [document(PACKS[0])], np.uint16)
+    with pytest.raises(DataError, match="ids of type uint16, which cannot hold -100"):
+        load(prefix)
+
+
+def sft_run(folder: Path, prefix: str, **changes) -> RunConfig:
+    return small_run(
+        dataset_type="idxmap", sft=True, seq_length=LENGTH, max_padding_length=LENGTH, vocab_size=ROWS,
+        micro_batch_size=1, train_iters=1, train_data_path=prefix, load=str(folder / "hf"),
+        tokenizer_name_or_path=str(folder / "tokenizer"), output_path=str(folder / "out"), **changes,
+    )  # fmt: skip
+
+
+def first_loss(rank: int, world_size: int, folder: Path, prefix: str) -> float:
+    from patch import compat
+    from patch.distributed.groups import initialize
+    from patch.training.setup import build_run
+    from patch.training.step import train_step
+
+    compat.apply(cuda=False)
+    config = sft_run(folder, prefix, global_batch_size=len(PACKS))
+    return train_step(build_run(config, CPU, initialize(config, CPU)), 0).loss
+
+
+def test_run_trains_each_conversation_for_itself(tmp_path: Path) -> None:
+    """The loss of one step over all packs is transformers' on the conversations one by one."""
+    prefix = write_documents(tmp_path / "set", [document(pack) for pack in PACKS])
+    build_tiny_tokenizer(tmp_path / "tokenizer")
+    model = hf_llama(sft_run(tmp_path, prefix), tmp_path / "hf")
+    total = learned = 0.0
+    for prompt, answer in (each for pack in PACKS for each in pack):
+        ids = torch.tensor([prompt + answer])
+        labels = torch.tensor([[-100] * len(prompt) + answer])
+        total += float(model(ids, labels=labels).loss) * len(answer)
+        learned += len(answer)
+    (loss,) = run_distributed(first_loss, 1, tmp_path, prefix)
+    assert loss == pytest.approx(total / learned, abs=LOSS_BOUND)
