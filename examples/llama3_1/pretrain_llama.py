@@ -48,8 +48,12 @@ def _launch(invocation: Invocation, machine: MachineFacts) -> int:
 
 
 def _describe(invocation: Invocation, machine: MachineFacts) -> None:
-    sys.stdout.write(to_yaml(invocation.config))
-    sys.stderr.write(describe_plan(invocation.config, machine) + "\n")
+    config = invocation.config
+    sys.stdout.write(to_yaml(config))
+    sys.stderr.write(describe_plan(config, machine) + "\n")
+    from patch.data.preview import show_first_row  # it imports torch, which the launcher does not need
+
+    show_first_row(config.data, config.tokenizer_folder, config.model.vocab_size, sys.stderr)
 
 
 def main(argv: list[str]) -> int:

@@ -7,7 +7,7 @@ A boolean flag takes no value; its `--no-NAME` overrides a true from a position,
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from patch.config.fields import FIELDS, SECTIONS, Field, coerce, scalar_of
@@ -95,12 +95,30 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def add_flags(parser: argparse._ActionsContainer, names: Iterable[str]) -> None:
+    """Give another program's parser, or a group of it, the flags of some fields; `fields_of` reads them."""
+    for name in names:
+        _add(parser, FIELDS[name])
+
+
+def fields_of(namespace: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Those of the fields that were given by flags of `add_flags`.
+
+    Raises:
+        ConfigError: a wrong value, or a flag given twice with different values.
+    """
+    given = {name: values for name in names if (values := getattr(namespace, name, None)) is not None}
+    return {
+        name: coerce(FIELDS[name], _single(name, values), FIELDS[name].flag) for name, values in given.items()
+    }
+
+
 def _spellings(field: Field) -> list[str]:
     """The flag, and for a boolean also its `--no-` form."""
     return [field.flag, "--no-" + field.flag[2:]] if field.kind is bool else [field.flag]
 
 
-def _add(group: argparse._ArgumentGroup, field: Field) -> None:
+def _add(group: argparse._ActionsContainer, field: Field) -> None:
     if field.kind is bool:
         for flag, const, text in zip(
             _spellings(field), (True, False), (_help(field), argparse.SUPPRESS), strict=True
@@ -123,10 +141,8 @@ def read_flags(argv: Sequence[str]) -> Flags:
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
         _refuse_unknown(unknown[0].split("=")[0])
-    given = {name: _single(name, values) for name, values in vars(namespace).items()}
-    config, dry_run = given.pop("config", None), given.pop("dry_run", False)
-    fields = {name: coerce(FIELDS[name], value, FIELDS[name].flag) for name, value in given.items()}
-    return Flags(fields, config, dry_run)
+    config = _single("config", getattr(namespace, "config", None))
+    return Flags(fields_of(namespace, FIELDS), config, getattr(namespace, "dry_run", False))
 
 
 def _refuse_unknown(name: str) -> NoReturn:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from patch.config.choices import ZeroStage
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
-from patch.config.fields import FIELDS, scalar_of, value_of
+from patch.config.fields import FIELDS, Field, scalar_of, value_of
 from patch.config.positions import length_text, where
 from patch.config.schema import RunConfig
 from patch.config.unsupported import NOT_BUILT
@@ -91,9 +91,13 @@ def packing_has_conversations(config: RunConfig, machine: MachineFacts) -> None:
 def numbers_are_in_range(config: RunConfig, machine: MachineFacts) -> None:
     """Every number is within the bounds that its field states."""
     for field in FIELDS.values():
-        value = value_of(config, field.name)
-        if field.kind in (int, float) and value is not None and not field.bounds.hold(float(value)):
-            refuse(field.name, value, str(field.bounds), field.help)
+        check_range(field, value_of(config, field.name))
+
+
+def check_range(field: Field, value: Any) -> None:
+    """Refuse a number that is not within the bounds of its field; other values pass."""
+    if field.kind in (int, float) and value is not None and not field.bounds.hold(float(value)):
+        refuse(field.name, value, str(field.bounds), field.help)
 
 
 def offload_is_possible(config: RunConfig, machine: MachineFacts) -> None:

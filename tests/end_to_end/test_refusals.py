@@ -107,6 +107,16 @@ def test_dry_run_prints_the_run_and_writes_nothing(office: Office, tmp_path: Pat
     assert run["model"]["hidden_size"] == 64
     assert run["parallel"]["nproc_per_node"] == 2
     assert list(tmp_path.iterdir()) == []
+    assert f"{office.train}: line 1: " in result.stderr and "learned \u2503 " in result.stderr
+
+
+def test_dry_run_refuses_a_first_row_that_cannot_be_used(office: Office, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"question": "x", "answer": "y"}\n' + office.train.read_text())
+    positions = {**office.positions(tmp_path / "out"), "DATASET_PATH": rows}
+    result = call([*command(**positions), "--dry-run"])
+    assert result.returncode == 3 and "rows.jsonl: line 1" in result.stderr, result.stderr
+    assert list(tmp_path.iterdir()) == [rows]
 
 
 def test_malformed_row_ends_all_workers_with_one_message(office: Office, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.progress import TextColumn
 
 from patch.data.formats import missing_keys
-from patch.data.readers.json_rows import Row, read_rows
+from patch.data.readers import Row, read_rows
 from patch.errors import DataError
 from patch.logger import get_logger
 from patch.progress import LineTimer, ProgressBar, is_terminal

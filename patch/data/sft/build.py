@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -13,7 +13,7 @@ import numpy as np
 from rich.progress import TextColumn
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.readers.json_rows import read_rows
+from patch.data.readers import read_rows
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.data.sft.options import SftOptions
 from patch.data.sft.report import SetReport
@@ -29,6 +29,10 @@ _BYTES_AT_ONCE = 1 << 18
 """Limits of one batch. Each worker has one, and a few more wait, so they also limit the memory."""
 _BAR_STEPS = 1000
 _PARALLEL_TOKENIZERS = "TOKENIZERS_PARALLELISM"
+
+Work = Callable[[Iterable[list[Item]]], Iterator[tuple[list[Item], list[TokenizedRow]]]]
+"""For batches of rows: each batch and what became of its rows, in order. It raises a DataError for a row of
+no known format, or one that cannot be rendered or encoded."""
 
 
 def tokenize(
@@ -55,25 +59,44 @@ def tokenize(
         OSError: the samples cannot be written.
     """
     report = SetReport(length, options.long_samples, options.render.allow_special_tokens)
-    work = RowTokenizer(tokenizer, options, length)
     reading = _Reading(files, names_of(files))
+    tokenized = start_workers(tokenizer, options, length)
+    with _progress(name, reading, report) as show:
+        for items, rows in tokenized(reading.batches()):
+            for item, row in zip(items, rows, strict=True):
+                report.add(item.place, row)
+            writer.write(
+                np.concatenate([row.ids for row in rows]),
+                np.concatenate([row.learned for row in rows]),
+                [size for row in rows for size in row.sizes],
+            )
+            writer.share = reading.share
+            show()
+    return report
+
+
+def start_workers(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> Work:
+    """Start the processes that tokenize rows; they end with the function that is returned.
+
+    Args:
+        tokenizer: renders and encodes the rows.
+        options: how rows become samples, and how many processes share the work.
+        length: tokens of a sample.
+
+    Raises:
+        TrainingError: the processes cannot be started.
+    """
+    work = RowTokenizer(tokenizer, options, length)
     with _without_threads_of_tokenizers():
         rows: BoundedMap[Item, TokenizedRow] = BoundedMap(work, options.num_workers)
-    with _progress(name, reading, report) as show:
+
+    def tokenized(batches: Iterable[list[Item]]) -> Iterator[tuple[list[Item], list[TokenizedRow]]]:
         try:
-            for items, tokenized in rows(reading.batches()):
-                for item, row in zip(items, tokenized, strict=True):
-                    report.add(item.place, row)
-                writer.write(
-                    np.concatenate([row.ids for row in tokenized]),
-                    np.concatenate([row.learned for row in tokenized]),
-                    [size for row in tokenized for size in row.sizes],
-                )
-                writer.share = reading.share
-                show()
+            yield from rows(batches)
         except ChildEndedError as error:
             raise work.renderer.too_costly(error) from error
-    return report
+
+    return tokenized
 
 
 def names_of(files: Sequence[Path]) -> list[str]:

@@ -1,0 +1,69 @@
+"""The data settings of a run, for programs that look at its data and train nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from patch.config.data_spec import parse_data
+from patch.config.fields import FIELDS
+from patch.config.rules import check_range
+from patch.config.schema import DataConfig
+from patch.config.yaml_io import read_yaml
+from patch.errors import ConfigError
+
+DATA_FLAGS = (
+    "tokenizer_name_or_path",
+    "max_padding_length",
+    "columns",
+    "alpaca_input_join",
+    "chat_template",
+    "train_on",
+    "allow_special_tokens",
+    "long_samples",
+    "max_dropped_share",
+    "cache_dir",
+    "data_workers",
+)
+"""The fields that decide what becomes of raw rows."""
+DEFAULT_LENGTH = 4096
+"""Tokens of a sample if neither a flag nor a run says it."""
+
+
+class DataSettings(NamedTuple):
+    """What is needed to read the training data of a run."""
+
+    data: DataConfig
+    tokenizer: str | None
+    """Folder or name of the tokenizer; None if none is given."""
+
+
+def read_data_settings(text: str | None, flags: Mapping[str, Any], run: str | None) -> DataSettings:
+    """The settings: those of a run, if there is one, with flags over them.
+
+    Args:
+        text: what DATASET_PATH would be; None: the run's.
+        flags: some fields of `DATA_FLAGS` and their values.
+        run: a YAML file, such as the config.yaml of a run.
+
+    Raises:
+        ConfigError: no data is named, a value is out of range, or the file cannot be used.
+    """
+    values = {**(read_yaml(run) if run is not None else {}), **flags}
+    if text is not None:
+        values |= {"train_data_path": text, "dataset_type": "idxmap" if _is_indexed(text) else "raw"}
+    if "train_data_path" not in values:
+        raise ConfigError(
+            "no data is named, expected what DATASET_PATH of the run would be, or --config FILE"
+        )
+    values.setdefault("max_padding_length", values.get("seq_length", DEFAULT_LENGTH))
+    for name in DATA_FLAGS:
+        if name in values:
+            check_range(FIELDS[name], values[name])
+    of_data = {name: value for name, value in values.items() if FIELDS[name].section == "data"}
+    return DataSettings(DataConfig(**of_data), values.get("tokenizer_name_or_path") or values.get("load"))
+
+
+def _is_indexed(text: str) -> bool:
+    return all(Path(f"{part.path}.idx").is_file() for part in parse_data(text, "train_data_path"))

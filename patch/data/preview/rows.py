@@ -1,0 +1,105 @@
+"""Some rows of a set as tokens. Nothing is read or tokenized beyond them."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+from transformers import PreTrainedTokenizerBase
+
+from patch.data.preview.pieces import TokenTexts
+from patch.data.preview.shown import ShownRow, ShownToken
+from patch.data.readers import read_rows
+from patch.data.sft.build import start_workers
+from patch.data.sft.options import SftOptions
+from patch.data.sft.rows import Item, TokenizedRow
+from patch.errors import DataError
+
+
+def first_rows(
+    files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int, count: int
+) -> Iterator[ShownRow]:
+    """The first rows of a set, and what becomes of them.
+
+    Args:
+        files: of the set.
+        tokenizer: has its chat template.
+        options: of the set.
+        length: tokens of a sample.
+        count: how many rows; fewer if the set has fewer.
+
+    Raises:
+        DataError: as when the whole set is read.
+    """
+    yield from _shown(list(islice(_items(files), count)), tokenizer, options, length)
+
+
+def numbered_row(
+    files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int, number: int
+) -> Iterator[ShownRow]:
+    """The row that messages call line `number` or row `number`, of each file that has one.
+
+    Args:
+        files: of the set.
+        tokenizer: has its chat template.
+        options: of the set.
+        length: tokens of a sample.
+        number: of the row, from 1.
+
+    Raises:
+        DataError: no file has it; or as when the whole set is read.
+    """
+    found = [item for file in files if (item := _numbered(file, number)) is not None]
+    if not found:
+        names = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
+        raise DataError(f"{names}: no line {number} with a row, and no row {number} (--row)")
+    yield from _shown(found, tokenizer, options, length)
+
+
+def _items(files: Sequence[Path]) -> Iterator[Item]:
+    for file in files:
+        for row in read_rows(file):
+            yield Item(f"{file}: {row.place}", row.place, pickle.dumps(row.value))
+
+
+def _numbered(file: Path, number: int) -> Item | None:
+    """The row whose place ends in this number. Numbers ascend within a file."""
+    for item in _items([file]):
+        if (place := int(item.place.rsplit(" ", 1)[1])) >= number:
+            return item if place == number else None
+    return None
+
+
+def _shown(
+    items: list[Item], tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int
+) -> Iterator[ShownRow]:
+    texts = TokenTexts(tokenizer)
+    for _, rows in start_workers(tokenizer, options, length)([items]):
+        for item, row in zip(items, rows, strict=True):
+            yield ShownRow(item.where, _samples(row, texts), _remarks(row, options, length))
+
+
+def _samples(row: TokenizedRow, texts: TokenTexts) -> list[list[ShownToken]]:
+    ends = np.cumsum(row.sizes)[:-1]
+    ids, learned = np.split(row.ids, ends), np.split(row.learned, ends)
+    return [
+        [ShownToken(*token) for token in zip(texts.pieces(some.tolist()), are_learned.tolist(), strict=True)]
+        for some, are_learned in zip(ids, learned, strict=True)
+        if len(some)
+    ]
+
+
+def _remarks(row: TokenizedRow, options: SftOptions, length: int) -> list[str]:
+    remarks = []
+    if row.dropped is not None:
+        remarks.append(f"dropped: {row.dropped}")
+    elif row.longest > length:
+        lost = "learned tokens are lost" if row.loses_learned else "no learned token is lost"
+        remarks.append(f"{row.longest} tokens, {length} fit: --long-samples {options.long_samples}; {lost}")
+    if row.is_special:
+        are = "are encoded as such" if options.render.allow_special_tokens else "are encoded as text"
+        remarks.append(f"special tokens that its text spells out {are} (--allow-special-tokens)")
+    return remarks

@@ -1,0 +1,138 @@
+"""Rows as coloured tokens on a terminal. Without colours (pipes, NO_COLOR) the same text shows the same.
+
+    samples.jsonl: line 1: 12 tokens, 2 learned
+            | [[<|begin_of_text|>]]|user|...
+    learned | 4|[[<|eot_id|>]]
+
+A line is learned as a whole or not at all, and its margin says so.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from typing import TextIO
+
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+from patch.data.preview.shown import ShownRow, ShownToken, lines_of
+from patch.data.preview.statistics import SetStatistics
+from patch.data.preview.visible import (
+    BORDER,
+    INNER_BORDER,
+    NEWLINE,
+    SPACE,
+    SPECIAL,
+    TAB,
+    is_right_to_left,
+    visible,
+    visible_name,
+)
+
+_MARGINS = {True: "learned \u2503 ", False: "        \u2503 "}
+_LEFT_TO_RIGHT = "\u200e"
+"""An invisible mark on both sides of a token that is written from right to left, so that a terminal does not
+exchange tokens."""
+
+_STYLES = {True: ("black on green", "black on bright_green"), False: ("default", "dim")}
+"""Of learned and other tokens; two each, so that neighbours differ."""
+_SPECIAL_STYLES = {True: "bold underline", False: "magenta"}
+_BORDER_STYLE = "dim"
+
+_BAR_CELLS = 40
+
+
+def terminal(stream: TextIO) -> Console:
+    """A console on a stream. What its encoding lacks is shown as an escape, such as \\u2502."""
+    if isinstance(stream, io.TextIOWrapper):
+        stream.reconfigure(errors="backslashreplace")
+    return Console(file=stream, highlight=False, soft_wrap=True, markup=False, emoji=False)
+
+
+def print_legend(console: Console) -> None:
+    """Print what the signs mean."""
+    legend = Text.assemble(
+        ("learned \u2503", "bold"), " the loss covers this line; ", f"{BORDER} between tokens, ",
+        f"{INNER_BORDER} between two tokens within a character; {SPECIAL[0]}special token{SPECIAL[1]}; "
+        f"{SPACE} space, {NEWLINE} new line, {TAB} tab",
+    )  # fmt: skip
+    console.print(legend, style="dim")
+
+
+def print_row(console: Console, row: ShownRow, max_lines: int | None = None) -> None:
+    """Print a row: its place, what happened to it, and the tokens of its samples.
+
+    Args:
+        console: where it is printed; its width decides where lines are wrapped.
+        row: the row.
+        max_lines: print at most so many lines of tokens; None: all.
+    """
+    for number, sample in enumerate(row.samples or [[]], start=1):
+        heading = Text(visible_name(row.where), style="bold")
+        if len(row.samples) > 1:
+            heading.append(f", sample {number} of {len(row.samples)}")
+        if sample:
+            learned = sum(token.is_learned for token in sample)
+            heading.append(f": {len(sample)} tokens, {learned} learned ({learned / len(sample):.1%})")
+        console.print(heading)
+        for remark in row.remarks if number == 1 else ():
+            console.print(Text(f"  {visible_name(remark)}", style="yellow"))
+        lines = list(_lines(sample, console.width))
+        for line in lines[:max_lines]:
+            console.print(line)
+        if max_lines is not None and len(lines) > max_lines:
+            console.print(Text(f"        \u2503 ... {len(lines) - max_lines} more lines"))
+
+
+def print_statistics(console: Console, figures: SetStatistics) -> None:
+    """Print the figures of a set, and a bar for each range of lengths."""
+    console.print(Text(visible_name(figures.name), style="bold"))
+    table = figures.table()
+    longest = max(len(name) for name, _ in table)
+    for name, value in table:
+        console.print(Text.assemble((f"  {name:<{longest}}  ", "dim"), visible_name(value)))
+    edges, counts = figures.lengths.edges, figures.lengths.counts
+    width, most = len(f"{edges[-1]:,}"), max(counts)
+    for first, end, count in zip(edges, edges[1:], counts, strict=False):
+        bar = "\u2588" * -(-count * _BAR_CELLS // most)
+        console.print(
+            Text.assemble(
+                f"  {first:>{width},} to {end - 1:>{width},} tokens  ", (bar, "green"), f" {count:,}"
+            )
+        )
+
+
+def _lines(sample: list[ShownToken], width: int) -> Iterator[Text]:
+    """The tokens, wrapped between tokens where a line is longer than `width` cells."""
+    index = 0
+    for tokens in lines_of(sample):
+        line = _begun(tokens[0].is_learned)
+        for place, token in enumerate(tokens):
+            text = _token_text(token)
+            if place and line.cell_len + 1 + cell_len(text) > width:
+                yield line
+                line, place = _begun(token.is_learned), 0
+            if place or token.piece.continues:
+                line.append(INNER_BORDER if token.piece.continues else BORDER, style=_BORDER_STYLE)
+            line.append(text, style=_style(token, index))
+            index += 1
+        yield line
+
+
+def _begun(is_learned: bool) -> Text:
+    """A line with its margin."""
+    return Text.assemble((_MARGINS[is_learned], "bold" if is_learned else "dim"))
+
+
+def _token_text(token: ShownToken) -> str:
+    text = visible(token.piece.text)
+    if token.piece.is_special:
+        return SPECIAL[0] + text + SPECIAL[1]
+    return _LEFT_TO_RIGHT + text + _LEFT_TO_RIGHT if is_right_to_left(text) else text
+
+
+def _style(token: ShownToken, index: int) -> str:
+    style = _STYLES[token.is_learned][index % 2]
+    return f"{_SPECIAL_STYLES[token.is_learned]} {style}" if token.piece.is_special else style

@@ -1,0 +1,232 @@
+"""preview_data: figures counted by hand, the page as a parser reads it, exit codes, hostile rows."""
+
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from llama3_tokenizer import tiny_tokenizer
+
+from patch.data import load_sft, load_tokenizer
+from patch.data.sft.options import SftOptions
+from toolkits.preview_data import main
+
+ROWS = [
+    {"instruction": "hello", "output": "world"},
+    {"instruction": "hello", "output": "world"},
+    {"instruction": "hello", "output": ""},
+    {"instruction": "<|eot_id|>", "output": "world"},
+    {"instruction": "hello", "output": "the quick " * 10},
+]
+LENGTH = 30
+HEADERS = "<|begin_of_text|> <|start_header_id|> user <|end_header_id|> \u21b5\u21b5".split()
+ANSWER = "<|eot_id|> <|start_header_id|> assistant <|end_header_id|> \u21b5\u21b5".split()
+HOSTILE = "<script>alert(1)</script> </mark> &amp; \"'> \x1b[31m [bold]"
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
+def _write(folder: Path, rows: list, name: str = "rows.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _flags(tokenizer: Path, *more: object, length: int = LENGTH) -> list[str]:
+    return ["--tokenizer-name-or-path", str(tokenizer), "--max-padding-length", str(length), *map(str, more)]
+
+
+class _Page(HTMLParser):
+    """The tokens of a page: text, classes, whether marked as learned; and all its tags and attributes."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(convert_charrefs=True)
+        self.tokens: list[tuple[str, bool]] = []
+        self.titles: list[str] = []
+        self.tags: set[str] = set()
+        self.loads: list[str] = []
+        self._is_token = self._in_sample = False
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs) -> None:
+        values = dict(attrs)
+        self.tags.add(tag)
+        self.loads += [values[name] for name in ("src", "href", "xlink:href", "style") if name in values]
+        if values.get("class") == "sample":
+            self._in_sample = True
+        if self._in_sample and tag in ("mark", "span"):
+            assert "token" in values["class"].split()
+            self.tokens.append(("", tag == "mark"))
+            self.titles.append(values["title"])
+            self._is_token = True
+
+    def handle_endtag(self, tag) -> None:
+        self._is_token &= tag not in ("mark", "span")
+
+    def handle_data(self, data) -> None:
+        if self._is_token:
+            text, is_learned = self.tokens[-1]
+            self.tokens[-1] = (text + data, is_learned)
+
+
+@pytest.fixture(scope="module")
+def seen(tokenizer, tmp_path_factory):
+    """All five rows as JSON and as a page."""
+    folder = tmp_path_factory.mktemp("seen")
+    rows = _write(folder, ROWS)
+    more = ("--rows", 9, "--max-dropped-share", 0.2, "--cache-dir", folder / "cache")
+    outputs = ("--json", folder / "it.json", "--html", folder / "it.html", "--plot", folder / "it.png")
+    assert main([str(rows), *_flags(tokenizer, *more, *outputs)]) == 0
+    assert (folder / "it.png").read_bytes().startswith(b"\x89PNG")
+    return json.loads((folder / "it.json").read_text()), (folder / "it.html").read_text(), rows
+
+
+def test_figures_are_those_counted_by_hand(seen):
+    (figures,) = seen[0]["sets"]
+    report = figures["report"]
+    assert (report["rows"], report["samples"], report["longest"]) == (5, 4, 31)
+    assert report["dropped"] == {"nothing to learn": {"count": 1, "first": ["line 3"]}}
+    assert report["cut"] == {"count": 1, "first": ["line 5"]} and report["unlearned"] == 1
+    assert report["special"] == {"count": 1, "first": ["line 4"]}
+    assert (figures["duplicates"], figures["most_copies"], figures["median"]) == (1, 2, 16)
+    # 12, 12, 21 and 30 tokens
+    assert figures["lengths"] == {"edges": [0, 5, 10, 15, 20, 25, 31], "counts": [0, 0, 2, 0, 1, 1]}
+    assert figures["padded_share"] == pytest.approx(1 - 75 / 120)
+    packing = figures["packing"]
+    assert (packing["num_tokens"], packing["num_learned"], packing["num_packs"]) == (75, 26, 3)
+    assert packing["used_share"] == pytest.approx(75 / 90) and packing["gain"] == pytest.approx(4 / 3)
+
+
+def test_rows_are_shown_with_what_became_of_them(seen):
+    rows = seen[0]["rows"]
+    assert [row["where"].rsplit(": ")[-1] for row in rows] == [f"line {number}" for number in range(1, 6)]
+    assert [len(row["samples"]) for row in rows] == [1, 1, 0, 1, 1]
+    assert rows[2]["remarks"] == ["dropped: nothing to learn"]
+    assert rows[3]["remarks"] == [
+        "special tokens that its text spells out are encoded as text (--allow-special-tokens)"
+    ]
+    assert rows[4]["remarks"] == ["31 tokens, 30 fit: --long-samples cut-end; learned tokens are lost"]
+    sample = rows[0]["samples"][0]
+    assert sample["texts"] == [*HEADERS, "hello", *ANSWER, "world", "<|eot_id|>"]
+    assert sample["learned"] == [0] * 11 + [1, 1]
+
+
+def test_shown_tokens_are_those_that_a_run_learns(seen, tokenizer):
+    values, _, rows = seen
+    source = load_sft(rows, load_tokenizer(str(tokenizer)), LENGTH, SftOptions(max_dropped_share=1.0))
+    shown = [sample for row in values["rows"] for sample in row["samples"]]
+    assert len(shown) == len(source)
+    for index, sample in enumerate(shown):
+        size = len(sample["ids"]) - 1
+        assert sample["ids"][1:] == source[index].labels[:size].tolist()
+        assert sample["learned"][1:] == source[index].loss_mask[:size].tolist()
+
+
+def test_page_has_the_same_tokens_and_figures(seen):
+    values, text, _ = seen
+    expected = [
+        (text, bool(learned))
+        for row in values["rows"]
+        for sample in row["samples"]
+        for text, learned in zip(sample["texts"], sample["learned"], strict=True)
+    ]
+    parsed = _Page(text)
+    assert parsed.tokens == expected
+    assert parsed.titles[5] == f"id {values['rows'][0]['samples'][0]['ids'][5]}: hello"
+    for figure in ("37.5% of all slots", "3 sequences, 83.3% of all slots used", "1: line 3"):
+        assert figure in text
+
+
+def test_page_loads_nothing_and_runs_nothing(seen):
+    _, text, _ = seen
+    parsed = _Page(text)
+    assert "script" not in parsed.tags and {"svg", "style", "mark"} <= parsed.tags
+    assert all(value.startswith("#") or ":" in value for value in parsed.loads)
+    assert not re.search(r"url\((?!#)|@import|javascript:|src=", text)
+    # The namespaces of SVG are names, which nothing loads.
+    assert set(re.findall(r"https?://[^\"' ]+", text)) <= {
+        "http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink",
+    }  # fmt: skip
+    assert "prefers-color-scheme: dark" in text and "default-src 'none'" in text
+
+
+def test_hostile_rows_are_text_everywhere(tokenizer, tmp_path, capsys):
+    folder = tmp_path / "<b>\x1b[2J&"
+    folder.mkdir()
+    rows = _write(folder, [{"instruction": HOSTILE, "output": HOSTILE}])
+    page = tmp_path / "it.html"
+    assert main([str(rows), *_flags(tokenizer, "--html", page, length=200)]) == 0
+    assert "\x1b" not in capsys.readouterr().out
+    text = page.read_text()
+    parsed = _Page(text)
+    assert "script" not in parsed.tags and "b" not in parsed.tags and "\x1b" not in text
+    shown = "".join(token for token, is_learned in parsed.tokens if is_learned)
+    assert shown == HOSTILE.replace(" ", "\u2423").replace("\x1b", "\u241b") + "<|eot_id|>"
+
+
+def test_too_many_drops_are_shown_and_end_with_exit_code_3(tokenizer, tmp_path, capsys):
+    page = tmp_path / "it.html"
+    assert main([str(_write(tmp_path, ROWS)), *_flags(tokenizer, "--html", page)]) == 3
+    said = capsys.readouterr()
+    assert "--max-dropped-share" in said.err and "dropped: nothing to learn  1: line 3" in said.out
+    assert page.is_file()
+
+
+def test_one_row_is_found_by_the_number_that_messages_give(tokenizer, tmp_path, capsys):
+    rows = _write(tmp_path, ROWS)
+    rows.write_text("\n" + rows.read_text())
+    assert main([str(rows), *_flags(tokenizer, "--row", 5, "--no-statistics")]) == 0
+    said = capsys.readouterr().out
+    assert "rows.jsonl: line 5: 22 tokens, 2 learned" in said and said.count("line ") == 1
+    assert main([str(rows), *_flags(tokenizer, "--row", 9, "--no-statistics")]) == 3
+    assert "no line 9" in capsys.readouterr().err
+
+
+def test_several_sets_have_their_own_rows_and_figures(tokenizer, tmp_path, capsys):
+    for name in ("a.jsonl", "b.jsonl"):
+        _write(tmp_path, ROWS[:1], name)
+    output = tmp_path / "it.json"
+    text = f"0.7 {tmp_path}/a.jsonl 0.3 {tmp_path}/b.jsonl"
+    assert main([text, *_flags(tokenizer, "--json", output)]) == 0
+    values = json.loads(output.read_text())
+    assert [each["name"] for each in values["sets"]] == [
+        f"0.7 {tmp_path}/a.jsonl", f"0.3 {tmp_path}/b.jsonl",
+    ]  # fmt: skip
+    assert [Path(row["where"]).name for row in values["rows"]] == ["a.jsonl: line 1", "b.jsonl: line 1"]
+
+
+def test_a_run_says_what_flags_do_not(tokenizer, tmp_path, capsys):
+    run = tmp_path / "run.yaml"
+    data = {"train_data_path": str(_write(tmp_path, ROWS)), "dataset_type": "raw", "max_padding_length": 20}
+    run.write_text(json.dumps({"data": data, "checkpoint": {"load": str(tokenizer)}}))
+    assert main(["--config", str(run), "--row", "5", "--no-statistics"]) == 0
+    assert "31 tokens, 20 fit" in capsys.readouterr().out
+    assert main(["--config", str(run), "--row", "5", "--no-statistics", "--max-padding-length", "25"]) == 0
+    assert "31 tokens, 25 fit" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        ([], 2, "no data is named"),
+        (["none.jsonl", "--max-padding-length", "0"], 2, "--max-padding-length"),
+        (["none.jsonl", "--train-on", "first"], 2, "expected one of all, last"),
+        (["none.jsonl", "--train-on", "all", "--train-on", "last"], 2, "given twice"),
+        (["none.jsonl"], 3, "none.jsonl does not exist"),
+    ],
+)
+def test_wrong_commands_are_refused(arguments, code, said, tokenizer, capsys):
+    assert main([*arguments, "--tokenizer-name-or-path", str(tokenizer)]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written_is_refused(tokenizer, tmp_path, capsys):
+    arguments = _flags(tokenizer, "--no-statistics", "--html", tmp_path / "no" / "it.html")
+    assert main([str(_write(tmp_path, ROWS[:1])), *arguments]) == 2
+    assert "it.html cannot be written" in capsys.readouterr().err

@@ -1,0 +1,77 @@
+"""python -m toolkits.preview_data: shows rows as tokens, learned or not, and figures of the whole set."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from patch.config.data_settings import DATA_FLAGS, DEFAULT_LENGTH
+from patch.config.flags import add_flags, fields_of
+from patch.errors import PatchError
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; returns 0, or the exit code of the error."""
+    from patch.config import user_message
+    from patch.logger import configure_logging
+
+    configure_logging()
+    try:
+        return _preview(_parser().parse_args(argv))
+    except PatchError as error:
+        print(f"ERROR {user_message(error)}", file=sys.stderr)
+        return error.exit_code
+
+
+def _preview(options: argparse.Namespace) -> int:
+    from patch.config.data_settings import read_data_settings
+    from patch.data.preview import Preview, terminal
+    from patch.data.tokenizer import load_tokenizer
+
+    settings = read_data_settings(options.data, fields_of(options, DATA_FLAGS), options.config)
+    preview = Preview(settings.data, load_tokenizer(settings.tokenizer))
+    console = terminal(sys.stdout)
+    preview.show_rows(console, options.rows, options.row)
+    if options.statistics:
+        preview.show_statistics(console)
+    preview.write(options.html, options.plot, options.json)
+    preview.check()
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m toolkits.preview_data", description=__doc__)
+    parser.add_argument(
+        "data", nargs="?", metavar="DATA",
+        help="what DATASET_PATH is: a file, folder or glob, several with weights in quotation marks, or the "
+        "prefix of a .bin and an .idx (default: that of --config)",
+    )  # fmt: skip
+    parser.add_argument("--config", metavar="FILE", help="a run as YAML, such as the config.yaml of a run")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--rows", type=_count, default=1, metavar="N", help="show the first N rows of each set [1]"
+    )
+    which.add_argument(
+        "--row", type=_count, metavar="N", help="show line N of a JSONL file, row N of another"
+    )
+    parser.add_argument(
+        "--no-statistics", dest="statistics", action="store_false", help="do not read the sets to their ends"
+    )
+    parser.add_argument("--html", type=Path, metavar="FILE", help="also write one HTML page with all of this")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also write the histogram of lengths")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of this as JSON")
+    note = f"Where neither they nor --config say it, --max-padding-length is {DEFAULT_LENGTH}."
+    add_flags(parser.add_argument_group("the run's own flags", note), DATA_FLAGS)
+    return parser
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"got {number}, expected at least 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
