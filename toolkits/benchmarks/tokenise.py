@@ -120,7 +120,7 @@ def _memory(folder: Path, tokenizer: Path, rows: list[dict[str, str]], quick: bo
 
 def _run_worker(way: str, rows: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
     """Tokenize in a new process. Adds the peak memory of its whole tree of processes."""
-    result = folder.with_suffix(".json")
+    result = folder.with_name(f"{folder.name}.json")
     command = [sys.executable, "-m", "toolkits.benchmarks.tokenise", "--worker", way]
     worker = subprocess.Popen([*command, *map(str, (rows, tokenizer, folder, result))])
     peak = 0
