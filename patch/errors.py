@@ -5,6 +5,8 @@ A message says what failed, what was got and what was expected; `field` names th
 """
 
 import difflib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class PatchError(Exception):
@@ -51,6 +53,16 @@ class TrainingError(PatchError, RuntimeError):
     """Training stopped itself: non-finite gradients, a hang, out of memory."""
 
     exit_code = 5
+
+
+@contextmanager
+def about(field: str) -> Iterator[None]:
+    """Errors from within that name no field are about this one."""
+    try:
+        yield
+    except PatchError as error:
+        error.field = error.field or field
+        raise
 
 
 def nearest(name: str, known: list[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
 
 def main(argv: list[str]) -> int:
@@ -13,6 +12,7 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     # Set before the first use of a tokenizer, which would start threads; the processes use all cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from patch.config.data_spec import files_of
     from patch.data.pretraining.preprocess import write_indexed
     from patch.data.tokenizer import load_tokenizer
     from patch.errors import PatchError
@@ -22,8 +22,9 @@ def main(argv: list[str]) -> int:
     outputs = {key: f"{options.output_prefix}_{key}_document" for key in options.json_keys}
     try:
         tokenizer = load_tokenizer(options.tokenizer)
+        files = [file for path in options.input for file in files_of(path)]
         written = write_indexed(
-            options.input, tokenizer, outputs, append_eod=options.append_eod, workers=options.workers
+            files, tokenizer, outputs, append_eod=options.append_eod, workers=options.workers
         )
     except PatchError as error:
         print(f"ERROR {error}", file=sys.stderr)
@@ -36,7 +37,11 @@ def main(argv: list[str]) -> int:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m toolkits.preprocess_pretrain", description=__doc__)
     parser.add_argument(
-        "--input", type=Path, nargs="+", required=True, help="files of rows, one document a row"
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="PATH",
+        help="files, folders or quoted globs of rows (JSON, JSONL, parquet, gz, zst), one document a row",
     )
     parser.add_argument("--tokenizer", required=True, help="folder of a Hugging Face tokenizer")
     parser.add_argument(

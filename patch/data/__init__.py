@@ -5,7 +5,7 @@ for a DataLoader (with `collate`) or for `BatchReader`, which gives each data-pa
 `SampleSource` is any object with samples by index; `build_datasets` builds the `DataSets` of a run.
 
 The names exported here do not need megatron-core. Pre-training sets do, so they are imported from their own
-package: `pretraining.dataset.load_pretrain` reads a set, `pretraining.preprocess.write_indexed` writes one.
+package: `pretraining.dataset.load_training` reads sets, `pretraining.preprocess.write_indexed` writes them.
 """
 
 from patch.data.batches import BatchReader

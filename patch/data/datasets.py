@@ -22,7 +22,7 @@ from patch.data.sft.options import sft_options
 from patch.data.sft.source import SftSource, load_sft
 from patch.data.tokenizer import check_vocabulary
 from patch.distributed.collectives import all_gather_object, all_or_none
-from patch.errors import DataError
+from patch.errors import DataError, about
 from patch.logger import get_logger
 from patch.storage.names import DATA_CACHE_FOLDER
 
@@ -82,7 +82,10 @@ def build_datasets(
     train = parse_data(data.train_data_path, "train_data_path")
     valid = parse_data(data.valid_data_path, "valid_data_path") if data.valid_data_path else ()
     with all_or_none():
-        sources = [load(part.path) for part in (*train, *valid)]
+        with about("train_data_path"):
+            sources = [load(part.path) for part in train]
+        with about("valid_data_path"):
+            sources += [load(part.path) for part in valid]
     _check_same_everywhere((*train, *valid), sources)
     if data.packing:
         named = zip((*train, *valid), sources, strict=True)

@@ -105,7 +105,7 @@ class CausalAttention(torch.nn.Module):
             context = attend_varlen(query, key, value, packed, scale=self.scale, window=self.window)
         else:
             context = self._attend_each(query, key, value, packed)
-        return context.view(rows, length, -1).transpose(0, 1).contiguous()
+        return context.reshape(rows, length, -1).transpose(0, 1).contiguous()
 
     def _attend_each(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
@@ -113,10 +113,11 @@ class CausalAttention(torch.nn.Module):
         """One sequence after the other: [T, N or G, D] in, [T, N, D] out.
 
         Splitting and concatenating copies each token once in backward; slices would copy all tokens each.
+        Batches of sequences of nearly equal length were not faster, not even at 30 tokens.
         """
-        parts = zip(*(tensor.split(packed.lengths) for tensor in (query, key, value)), strict=True)
-        contexts = [self._attend_rows(*(part.transpose(0, 1)[None] for part in each)) for each in parts]
-        return torch.cat([context[0].transpose(0, 1) for context in contexts])
+        heads_first = (tensor.transpose(0, 1)[None] for tensor in (query, key, value))
+        parts = zip(*(tensor.split(packed.lengths, dim=2) for tensor in heads_first), strict=True)
+        return torch.cat([self._attend_rows(*part) for part in parts], dim=2)[0].transpose(0, 1)
 
     def _attend_rows(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         """Attend causally, or within the window: [B, N or G, S, D] in, [B, N, S, D] out."""

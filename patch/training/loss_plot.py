@@ -45,7 +45,10 @@ def plot_losses(records: list[Record], path: Path) -> None:
     figure = Figure(figsize=(8, 5))
     FigureCanvasAgg(figure)
     axes = figure.add_subplot(xlabel="iteration", ylabel="loss (mean over learned tokens)")
-    for key, label, style in (("loss", "training", "-"), ("valid_loss", "validation", "o-")):
+    of_sets = dict.fromkeys(key for record in records for key in record if key.startswith("valid_loss/"))
+    lines = [("loss", "training", "-"), ("valid_loss", "validation", "o-")]
+    lines += [(key, key.removeprefix("valid_loss/"), ".--") for key in of_sets]
+    for key, label, style in lines:
         points = [(record["iteration"], record[key]) for record in records if key in record]
         if points:
             axes.plot(*zip(*points, strict=True), style, label=label, linewidth=1, markersize=4)

@@ -48,6 +48,11 @@ class ProgressDisplay(TrainerHook):
             f"step {record['iteration']}  validation loss {record['valid_loss']:.4f}  "
             f"perplexity {record['valid_ppl']:.3f}"
         )
+        prefix = "valid_loss/"
+        losses = {key: loss for key, loss in record.items() if key.startswith(prefix)}
+        if losses:
+            each = ", ".join(f"{key.removeprefix(prefix)} {loss:.4f}" for key, loss in losses.items())
+            message += f"  ({each})"
         if self._bar is not None:
             self._bar.print(message)
         else:

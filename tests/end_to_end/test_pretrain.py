@@ -1,4 +1,4 @@
-"""Pre-training from documents through the shell: preprocess, train, resume to the bit."""
+"""Pre-training through the shell: preprocess, train on documents kept apart, resume to the bit."""
 
 import json
 import subprocess
@@ -19,12 +19,14 @@ def test_documents_are_preprocessed_trained_and_resumed_to_the_bit(office: Offic
     preprocess = [sys.executable, "-m", "toolkits.preprocess_pretrain", "--input", str(documents)]
     preprocess += ["--output-prefix", str(tmp_path / "set"), "--tokenizer", str(office.model)]
     subprocess.run(preprocess, cwd=REPOSITORY, check=True, timeout=120)
-    paths = {**office.positions(output), "DATASET_PATH": prefix, "VALID_DATASET_PATH": prefix}
+    paths = {**office.positions(output), "DATASET_PATH": prefix, "VALID_DATASET_PATH": "none"}
     lengths = {"TRAIN_TOKENS_OR_ITERS": 6 * TOKENS_PER_STEP, "WARMUP_TOKENS_OR_ITERS": TOKENS_PER_STEP}
     arguments = command(**{**paths, **lengths, "SFT": "false", "DO": "true", "SAVE_INTERVAL": 3})
+    arguments += ["--split", "90,10,0", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
     result = call(arguments, MP_DATASET_TYPE="idxmap")
     assert result.returncode == 0, result.stderr
     unbroken = losses(output)
+    assert "valid_loss" in (output / "log" / "metrics.jsonl").read_text()
     assert len(unbroken) == 6 and unbroken[-1] < unbroken[0] - 0.1
     cut_back(output, 3)
     resumed = call(arguments, MP_DATASET_TYPE="idxmap")

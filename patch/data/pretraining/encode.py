@@ -15,11 +15,10 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType
 from transformers import PreTrainedTokenizerBase
 
+from patch.data.pretraining.documents import Document
 from patch.data.tokenizer import special_tokens, vocabulary_size
 from patch.errors import DataError
 
-Document = list[str]
-"""A document: its sentences, which Megatron-LM's index lists one by one. Most documents are one text."""
 _BATCHES_AHEAD = 3
 """Batches that are read for each worker before the first of them is done; they bound the memory."""
 

@@ -15,21 +15,15 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from transformers import PreTrainedTokenizerBase
 
 import patch
-from patch.data.formats import missing_keys
-from patch.data.pretraining.encode import Document, EncodedBatch, Encoder, encode_in_order
+from patch.data.pretraining.documents import DocumentReader, progress_of
+from patch.data.pretraining.encode import EncodedBatch, Encoder, encode_in_order
 from patch.data.pretraining.provenance import Provenance, path_of, vocabulary_hash
-from patch.data.readers.json_rows import Row, read_rows
 from patch.data.tokenizer import vocabulary_size
 from patch.errors import DataError
 from patch.logger import get_logger
-from patch.progress import LineTimer
 from patch.storage.atomic import publish_file
 
 _logger = get_logger(__name__)
-
-_ROWS_AT_ONCE = 1000
-_CHARACTERS_AT_ONCE = 1 << 20
-"""A batch ends with the row that passes this."""
 
 
 class Written(NamedTuple):
@@ -81,8 +75,9 @@ def write_indexed(
             for each in sets.values():
                 cleanup.callback(each.discard)
                 each.open()
-            encoded = encode_in_order(_batches(files, list(outputs)), encoder, workers)
-            _fill(list(sets.values()), cleanup.enter_context(closing(encoded)))
+            reading = DocumentReader(files, list(outputs))
+            encoded = encode_in_order(reading.batches(), encoder, workers)
+            _fill(list(sets.values()), cleanup.enter_context(closing(encoded)), reading)
             for each in sets.values():
                 each.check(files)
             for each in sets.values():
@@ -169,39 +164,12 @@ class _Set:
             )  # fmt: skip
 
 
-def _fill(sets: list[_Set], encoded: Iterator[list[EncodedBatch]]) -> None:
-    timer = LineTimer()
-    documents = 0
-    for batches in encoded:
-        for each, batch in zip(sets, batches, strict=True):
-            each.add(batch)
-        documents += len(batches[0].lengths)
-        if timer.is_due():
-            tokens = sum(each.tokens for each in sets)
-            rate = tokens / timer.elapsed_s()
-            _logger.info("%d documents, %d tokens, %.0f tokens/s", documents, tokens, rate)
-
-
-def _batches(files: Sequence[Path], keys: list[str]) -> Iterator[list[tuple[Document, ...]]]:
-    """The documents of all rows, one a key, in batches of about equal work."""
-    rows: list[tuple[Document, ...]] = []
-    characters = 0
-    for file in files:
-        for row in read_rows(file):
-            rows.append(tuple(_document(row, key, f"{file}: {row.place}") for key in keys))
-            characters += sum(len(sentence) for document in rows[-1] for sentence in document)
-            if len(rows) == _ROWS_AT_ONCE or characters >= _CHARACTERS_AT_ONCE:
-                yield rows
-                rows, characters = [], 0
-    if rows:
-        yield rows
-
-
-def _document(row: Row, key: str, where: str) -> Document:
-    if key not in row.value:
-        raise DataError(f"{where}: {missing_keys(row.value, f'{key} (--json-keys)', [key])}")
-    text = row.value[key]
-    sentences = text if isinstance(text, list) else [text]
-    if not all(isinstance(sentence, str) for sentence in sentences):
-        raise DataError(f"{where}: {key}: got {text!r:.60}, expected text, or a list of texts")
-    return sentences
+def _fill(sets: list[_Set], encoded: Iterator[list[EncodedBatch]], reading: DocumentReader) -> None:
+    documents = tokens = 0
+    with progress_of(reading) as show:
+        for batches in encoded:
+            for each, batch in zip(sets, batches, strict=True):
+                each.add(batch)
+            documents += len(batches[0].lengths)
+            tokens += sum(len(batch.ids) for batch in batches)
+            show(documents, tokens)

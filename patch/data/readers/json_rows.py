@@ -1,119 +1,183 @@
-"""Reads the rows of a JSON file: one list of objects, or one object on each line (JSONL).
-
-The file's content decides which of the two it is, not its name.
-"""
+"""Reads the values of JSON text: a list, one value on each line, or values one after another."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import count
+from collections.abc import Iterable, Iterator
+from io import BufferedReader
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any
 
 import orjson
 
+from patch.data.readers.brackets import outermost_values
 from patch.errors import DataError
 
-_BOM = b"\xef\xbb\xbf"
-_LONGEST_LINE = 1 << 28
-_PIECE_BYTES = 1 << 20
+_LONGEST_ROW = 1 << 28
+_PIECE_BYTES = 1 << 17
+"""Bytes that are cut into values at once; more do not fit into a core's cache."""
+_BLANKS = b" \t\r\n"
 
 
-class Row(NamedTuple):
-    """One object of the file."""
+def json_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
+    """Place and value of each row; memory holds one row.
 
-    place: str
-    """Its position, for messages: "line 7" of JSONL, "row 7" of a list; counted from 1."""
-    value: dict[str, Any]
-
-
-def read_rows(path: Path) -> Iterator[Row]:
-    """The rows of a JSON list or of a JSONL file. A list is loaded into memory, JSONL is read line by line.
-
-    A UTF-8 byte-order mark and blank lines are skipped.
+    Args:
+        path: the file, for messages.
+        stream: its text in UTF-8.
 
     Raises:
-        DataError: the file cannot be read, has malformed JSON (the message names the line), a line over
-            256 MiB, a row that is not an object, or no rows; or there is not enough memory for a list.
+        DataError: malformed JSON, or a row over 256 MiB.
     """
-    empty = True
-    if path.exists() and not (path.is_file() or path.is_dir()):
-        raise DataError(f"{path}: is a pipe or a device, expected a JSON or JSONL file")
-    try:
-        with path.open("rb") as file:
-            for row in _list_rows(path, file) if _holds_list(file) else _line_rows(path, file):
-                empty = False
-                yield row
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}; expected a JSON or JSONL file") from error
-    except MemoryError as error:
+    head = stream.peek().lstrip(_BLANKS)
+    if head[:1] == b"[":
+        yield from _list_rows(path, stream)
+    elif head[:1] not in (b"{", b""):
         raise DataError(
-            f"{path}: there is not enough memory to load this JSON list as a whole; use JSONL, one object on "
-            "each line, which is read line by line"
-        ) from error
-    if empty:
-        raise DataError(f"{path}: has no rows, expected at least one JSON object")
+            f"{path}: begins with {_excerpt(head)}, expected JSON, which begins with [ or {{, or parquet"
+        )
+    elif _begins_with_a_line(head):
+        yield from _line_rows(path, stream)
+    else:
+        yield from _joined_rows(path, _pieces(stream), 1)
 
 
-def _holds_list(file: BinaryIO) -> bool:
-    head = file.read(4096).removeprefix(_BOM).lstrip()
-    file.seek(0)
-    return head.startswith(b"[")
+def _begins_with_a_line(head: bytes) -> bool:
+    first, end, _ = head.partition(b"\n")
+    try:
+        return bool(end and orjson.loads(first))
+    except orjson.JSONDecodeError:
+        return False
 
 
-def _list_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
-    _refuse_binary(path, file)
-    for number, value in enumerate(_parse(path, file.read().removeprefix(_BOM), 1), start=1):
-        yield _row(path, f"row {number}", value)
+def _pieces(stream: BufferedReader) -> Iterator[bytes]:
+    while piece := stream.read(_PIECE_BYTES):
+        yield piece
 
 
-def _line_rows(path: Path, file: BinaryIO) -> Iterator[Row]:
-    for number in count(1):
-        line = file.readline(_LONGEST_LINE + 1)
-        if not line:
+def _line_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
+    """One value on each line; from the first line that is none on, values one after another."""
+    number = 0
+    while line := stream.readline(_LONGEST_ROW + 1):
+        number += 1
+        if line.isspace():
+            continue
+        if len(line) > _LONGEST_ROW:
+            raise _too_long(path, number)
+        try:
+            value = orjson.loads(line)
+        except orjson.JSONDecodeError as error:
+            cut = (line[start : start + _PIECE_BYTES] for start in range(0, len(line), _PIECE_BYTES))
+            joined = _joined_rows(path, chain(cut, _pieces(stream)), number)
+            try:
+                yield next(joined)
+            except DataError:
+                raise _malformed(path, line, number, error) from error
+            yield from joined
             return
-        if len(line) > _LONGEST_LINE:
-            raise DataError(
-                f"{path}: line {number}: has more than {_LONGEST_LINE} bytes, expected one JSON object; "
-                "is it a text file?"
-            )
-        line = (line.removeprefix(_BOM) if number == 1 else line).strip()
-        if line:
-            yield _row(path, f"line {number}", _parse(path, line, number))
+        yield f"line {number}", value
 
 
-def _refuse_binary(path: Path, file: BinaryIO) -> None:
-    """Refuse a file with a zero byte before it is read into memory: it is no JSON, perhaps a sparse file."""
-    line = 1
-    while piece := file.read(_PIECE_BYTES):
-        if (place := piece.find(b"\0")) >= 0:
-            line += piece.count(b"\n", 0, place)
-            raise DataError(f"{path}: line {line}: malformed JSON: a zero byte; is it a text file?")
-        line += piece.count(b"\n")
-    file.seek(0)
+def _joined_rows(path: Path, pieces: Iterable[bytes], line: int) -> Iterator[tuple[str, Any]]:
+    """Values one after another, over any number of lines; the first piece begins with this line."""
+    for between, value in outermost_values(pieces, 0, _LONGEST_ROW):
+        if between.strip():
+            _refuse_unreadable(path, between, line)
+            yield f"line {line}", _parse(path, between, line)
+        line += between.count(b"\n")
+        if value:
+            yield f"line {line}", _parse(path, value, line)
+            line += value.count(b"\n")
 
 
-def _row(path: Path, place: str, value: Any) -> Row:
-    if not isinstance(value, dict):
-        raise DataError(f"{path}: {place}: got {_json_type(value)}, expected an object")
-    return Row(place, value)
+def _list_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
+    """The values of a list, or of several lists one after another, as joined files have them."""
+    number, line = 1, 1
+    for between, value in outermost_values(_pieces(stream), 1, _LONGEST_ROW):
+        signs = between.translate(None, _BLANKS)
+        if value:
+            is_good = signs == b"[" if number == 1 else signs in (b",", b"][")
+        else:
+            is_good = signs == b"]" or (signs == b"[]" and number == 1)
+        if not is_good:
+            yield from _stray_rows(path, between, number, line, is_end=not value)
+        line += between.count(b"\n")
+        if value:
+            yield f"row {number}", _parse(path, value, line)
+            line += value.count(b"\n")
+            number += 1
+
+
+def _stray_rows(
+    path: Path, text: bytes, number: int, line: int, *, is_end: bool
+) -> Iterator[tuple[str, Any]]:
+    """The numbers, strings and words that stand where a list has a comma or ends; or why it is malformed.
+
+    Args:
+        path: the file, for messages.
+        text: what stands there.
+        number: of the next row.
+        line: where the text begins.
+        is_end: whether the file ends behind the text.
+    """
+    _refuse_unreadable(path, text, line)
+    body = text.lstrip(_BLANKS + b"[,")
+    first_line = line + text.count(b"\n", 0, len(text) - len(body))
+    if body[:1] in (b"{", b"["):
+        _parse(path, body, first_line)  # it has no end, so it cannot be parsed
+    elif body[:1] not in (b"]", b""):
+        values = _parse(path, b"[" + body.rstrip(_BLANKS + b"],") + b"]", first_line)
+        yield from ((f"row {number + index}", value) for index, value in enumerate(values))
+        return
+    found = "the end of the file inside the list" if is_end and not body else _excerpt(text)
+    raise DataError(
+        f"{path}: line {first_line}: malformed JSON: got {found}, expected a comma between two rows and ] "
+        "after the last one"
+    )
+
+
+def _excerpt(text: bytes) -> str:
+    return repr(text.strip()[:20].decode(errors="replace")) if text.strip() else "nothing"
+
+
+def _refuse_unreadable(path: Path, text: bytes, line: int) -> None:
+    """Refuse text in which no value ends, if that is because of a zero byte or of its length."""
+    if (place := text.find(b"\0")) >= 0:
+        line += text.count(b"\n", 0, place)
+        raise DataError(f"{path}: line {line}: malformed JSON: a zero byte; is it a text file?")
+    if len(text) > _LONGEST_ROW:
+        raise _too_long(path, line)
+
+
+def _too_long(path: Path, line: int) -> DataError:
+    return DataError(
+        f"{path}: line {line}: has more than {_LONGEST_ROW} bytes, expected one JSON object; is it a text "
+        "file?"
+    )
 
 
 def _parse(path: Path, data: bytes, first_line: int) -> Any:
     try:
         return orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        message, line = error.msg, first_line + error.lineno - 1
-        try:
-            data.decode()
-        except UnicodeDecodeError as undecodable:
-            # orjson reports every encoding error at the first character, so find the line here.
-            message, line = "not UTF-8", first_line + data.count(b"\n", 0, undecodable.start)
-        raise DataError(
-            f"{path}: line {line}: malformed JSON: {message}; expected a list of objects or one object a line"
-        ) from error
+        raise _malformed(path, data, first_line, error) from error
 
 
-def _json_type(value: Any) -> str:
-    names = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
-    return names.get(type(value), "a number")
+def _malformed(path: Path, data: bytes, first_line: int, error: orjson.JSONDecodeError) -> DataError:
+    """What is wrong with a text that orjson refuses, and where."""
+    line = first_line + error.lineno - 1
+    found = error.doc[error.pos : error.pos + 20]
+    what = f"{error.msg}, got {found!r}" if found else f"{error.msg}; is the file cut off?"
+    if found.startswith(("NaN", "Infinity")):
+        what = (
+            f"got {found[: 3 if found[0] == 'N' else 8]}, which is no JSON value; expected a number or null"
+        )
+    try:
+        data.decode()
+    except UnicodeDecodeError as undecodable:
+        # orjson reports every encoding error at the first character, so find the line here.
+        line = first_line + data.count(b"\n", 0, undecodable.start)
+        got = data[undecodable.start : undecodable.end]
+        what = f"got {got!r}, which is not UTF-8; convert it: iconv -f ENCODING -t UTF-8 FILE > NEW"
+    begin = "" if line == first_line else f" (in the text that begins at line {first_line})"
+    return DataError(f"{path}: line {line}: malformed JSON{begin}: {what}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from rich.progress import TextColumn
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.readers.json_rows import read_rows
+from patch.data.readers import read_rows
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
 from patch.data.sft.options import SftOptions
 from patch.data.sft.report import SetReport

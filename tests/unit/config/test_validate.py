@@ -176,15 +176,6 @@ REFUSED = [
             (["--split=1e3,1"], ["--split: got '1e3,1', expected shares"]),
         )
     ),
-    *(
-        ({}, [flag], ["is not built yet"])
-        for flag in (
-            "--long-samples=drop",
-            "--max-dropped-share=0.5",
-            "--cache-dir=/cache",
-            "--data-workers=2",
-        )
-    ),
 ]
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from distributed_runner import run_distributed
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
+from refusals import refused
 from small_runs import small_run
 from transformers import PreTrainedTokenizerBase
 
@@ -65,6 +66,16 @@ def test_names_and_join_of_the_rows_reach_the_samples(tmp_path: Path) -> None:
 
 def test_without_validation_data_there_is_no_validation_set(tmp_path: Path) -> None:
     assert build(raw_run(tmp_path, valid_data_path="none"), tiny_tokenizer()).valid == {}
+
+
+@pytest.mark.parametrize("name", ["train", "valid"])
+@pytest.mark.parametrize("row", ['{"instruction": "a", "output": }', '{"instruction": "a", "output": 5}'])
+def test_bad_row_is_about_the_position_of_its_file(tmp_path: Path, name: str, row: str) -> None:
+    config = raw_run(tmp_path)
+    (tmp_path / f"{name}.json").write_text(f"[{row}]")
+    with refused(DataError, rf"position 2[01] .*DATASET_PATH\): .*{name}\.json: ") as caught:
+        build(config, tiny_tokenizer())
+    assert caught.value.field == f"{name}_data_path"
 
 
 def test_tokenizer_beyond_the_models_vocabulary_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import pytest
 from llama3_tokenizer import tiny_tokenizer
 
 from patch.data.formats import Conversation, FormatOptions, Text, to_conversation
-from patch.data.readers.json_rows import read_rows
+from patch.data.readers import read_rows
 from patch.errors import DataError
 
 WHERE = "f.json: row 9"

@@ -1,11 +1,15 @@
 """Damaged files and templates, by the hundred and from a fixed seed: a DataError, or a right result."""
 
+import gzip
 import json
 import random
 from collections import Counter
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 from llama3_tokenizer import tiny_tokenizer
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
@@ -15,7 +19,7 @@ from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.formats import to_conversation
 from patch.data.pretraining.dataset import load_training
 from patch.data.pretraining.part import PretrainOptions
-from patch.data.readers.json_rows import read_rows
+from patch.data.readers import read_rows
 from patch.data.rendering.bounded_process import BoundedMap
 from patch.data.rendering.template import Row, Template
 from patch.data.rendering.turns import cut
@@ -100,12 +104,44 @@ def mutated(pick: random.Random, whole, words: list):
     return whole
 
 
+def joined_values(text: str):
+    """JSON values one after another, as Python's own json reads them."""
+    place = 0
+    while rest := text[place:].lstrip():
+        value, end = json.JSONDecoder().raw_decode(rest)
+        yield value
+        place = len(text) - len(rest) + end
+
+
+def fuzz_packed(folder: Path, cases: int, seed: int) -> Counter:
+    """Of a damaged parquet or compressed file, what is read before the fault are rows."""
+    pick = random.Random(seed)
+    path = folder / "rows"
+    outcomes: Counter = Counter()
+    rows = [{"a": f"text {index}", "b": [{"c": index}]} for index in range(40)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=30)
+    with pyarrow.CompressedOutputStream(folder / "zst", "zstd") as file:
+        file.write(json.dumps(rows).encode())
+    files = [path.read_bytes(), (folder / "zst").read_bytes(), gzip.compress(json.dumps(rows).encode())]
+    words = [b"\0", b"\xff", b"\xff" * 8, b"PAR1", b"\x7f", b"\x1f\x8b"]
+    for _ in range(cases):
+        path.write_bytes(mutated(pick, pick.choice(files), words))
+        try:
+            outcomes["read"] += len(list(read_rows(path))) > 0
+        except DataError as error:
+            assert len(str(error)) < 1000
+            outcomes["refused"] += 1
+    return outcomes
+
+
 def fuzz_rows(folder: Path, cases: int, seed: int) -> Counter:
     """What is read equals what Python's own json reads."""
     pick = random.Random(seed)
     path = folder / "rows"
     outcomes: Counter = Counter()
-    files = [json.dumps(ROWS, indent=1).encode(), b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)]
+    lines = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+    pretty = "\n".join(json.dumps(row, indent=1) for row in ROWS)
+    files = [json.dumps(ROWS, indent=1).encode(), lines, pretty.encode()]
     for _ in range(cases):
         data = mutated(pick, pick.choice(files), JSON_WORDS)
         path.write_bytes(data)
@@ -117,9 +153,9 @@ def fuzz_rows(folder: Path, cases: int, seed: int) -> Counter:
             outcomes["refused"] += 1
             continue
         text = data.decode("utf-8-sig")
-        lines = [line for line in text.split("\n") if line.strip()]
+        values = list(joined_values(text))
         is_list = text.lstrip().startswith("[")
-        assert rows == (json.loads(text) if is_list else [json.loads(line) for line in lines])
+        assert rows == (list(chain(*values)) if is_list else values), text
         assert all(set(message) == {"role", "content"} for each in conversations for message in each.messages)
         outcomes["read"] += 1
     return outcomes
@@ -193,6 +229,12 @@ def fuzz_templates(cases: int, seed: int) -> Counter:
 def test_damaged_rows(tmp_path: Path) -> None:
     outcomes = fuzz_rows(tmp_path, 400, SEED)
     assert outcomes["refused"] > 40 and outcomes["read"] > 40
+
+
+@pytest.mark.timeout(100)
+def test_damaged_parquet_and_compressed_files(tmp_path: Path) -> None:
+    outcomes = fuzz_packed(tmp_path, 400, SEED)
+    assert outcomes["refused"] > 100
 
 
 @pytest.mark.timeout(100)

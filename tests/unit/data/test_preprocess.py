@@ -12,6 +12,7 @@ from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, IndexedDatasetBuilder
 from megatron.core.tokenizers import MegatronTokenizer
 
+from patch.data.pretraining.documents import DocumentReader
 from patch.data.pretraining.preprocess import Written, write_indexed
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
@@ -91,6 +92,16 @@ def test_every_key_has_the_bytes_of_megatron_lm(
         sorted(path.suffix for path in (tmp_path / "new").iterdir())
         == [".bin"] * 2 + [".idx"] * 2 + [".json"] * 2
     )
+
+
+def test_reader_knows_how_much_is_read(tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS * 2000))
+    reading = DocumentReader([tmp_path / "one", tmp_path / "two"], ["text"])
+    assert reading.share == 0
+    shares = [reading.share for _ in reading.batches()]
+    assert shares == sorted(shares) and 0.8 < shares[-1] <= reading.share == 1
+    assert any(0.2 < share < 0.5 for share in shares) and any(0.6 < share < 1 for share in shares)
 
 
 def test_large_vocabulary_has_the_bytes_of_megatron_lm(
@@ -211,15 +222,16 @@ def test_full_disk_is_named_and_leaves_the_old_set(tmp_path: Path, rows: Path) -
 
 def test_command_line_makes_a_set_of_each_key(tmp_path: Path, tiny_folder: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    for name in ("one", "two"):
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    files = [str(tmp_path / f"{name}.jsonl") for name in ("one", "two")]
+    (tmp_path / "folder").mkdir()
+    for name in ("folder/one.jsonl", "two.jsonl", "three.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    files = [str(tmp_path / name) for name in ("folder", "t*.jsonl")]
     options = ["--tokenizer", str(tiny_folder), "--output-prefix", str(tmp_path / "set"), "--workers", "2"]
     assert main(["--input", *files, *options, "--json-keys", "text", "title"]) == 0
     said = capsys.readouterr().out
     for key in ("text", "title"):
         prefix = tmp_path / f"set_{key}_document"
-        assert set_bytes(prefix) == upstream_bytes(tmp_path, ROWS * 2, key, tiny_folder, True)
+        assert set_bytes(prefix) == upstream_bytes(tmp_path, ROWS * 3, key, tiny_folder, True)
         assert f"DATASET_PATH is {prefix}\n" in said
 
 
@@ -228,6 +240,6 @@ def test_command_line_names_a_missing_file(tmp_path: Path, capsys, monkeypatch) 
     build_tiny_tokenizer(tmp_path / "tok")
     options = ["--tokenizer", str(tmp_path / "tok"), "--output-prefix", str(tmp_path / "set")]
     assert main(["--input", str(tmp_path / "absent"), *options]) == DataError.exit_code
-    assert "absent: cannot be read" in capsys.readouterr().err
+    assert "absent does not exist, expected a file, a folder or a glob" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--input", "x", *options, "--workers", "0"])

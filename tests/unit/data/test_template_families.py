@@ -100,9 +100,9 @@ def test_system_message_and_two_turns(family: str, expected: list[list[str]]) ->
     [
         (
             "MISTRAL",
-            [["[/INST] > [TOOL_CALLS] \u2581 [ <0x7B> <0x22> n a m e <0x22> <0x3A> \u2581 <0x22> g e t <0x22> "
-              "<0x2C> \u2581 <0x22> a r g u m e n t s <0x22> <0x3A> \u2581 <0x7B> <0x22> c i t y <0x22> <0x3A> "
-              "\u2581 <0x22> a <0x22> <0x7D> <0x7D> ] </s>",
+            [["[/INST] > [TOOL_CALLS] \u2581 [ <0x7B> <0x22> n a m e <0x22> <0x3A> \u2581 <0x22> g e t "
+              "<0x22> <0x2C> \u2581 <0x22> a r g u m e n t s <0x22> <0x3A> \u2581 <0x7B> <0x22> c i t y "
+              "<0x22> <0x3A> \u2581 <0x22> a <0x22> <0x7D> <0x7D> ] </s>",
               "[/TOOL_RESULTS] > \u2581yes </s>"]],
         ),
         (

@@ -16,6 +16,15 @@ def test_plot_is_a_png_with_and_without_points(tmp_path: Path, records: list) ->
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_each_validation_set_has_a_line_with_its_name(tmp_path: Path) -> None:
+    records = [{"iteration": step, "valid_loss": 2.0, "valid_loss/chat": 2.0 - step} for step in (1, 2)]
+    plots = []
+    for number, shown in enumerate((records, [{**r, "valid_loss/code": 3.0} for r in records])):
+        plot_losses(shown, tmp_path / f"{number}.png")
+        plots.append((tmp_path / f"{number}.png").read_bytes())
+    assert plots[0] != plots[1]
+
+
 def test_plot_is_drawn_again_at_every_save_and_at_the_end(tmp_path: Path) -> None:
     log, plot = MetricsLog(tmp_path, 0), LossPlot(tmp_path)
     picture = tmp_path / "log" / "loss.png"

@@ -28,6 +28,7 @@ def draw() -> None:
         )
         log.info("saved %d", iteration)
     display.on_evaluate({"iteration": STEPS, "valid_loss": 1.0, "valid_ppl": 2.718})
+    display.on_evaluate({"iteration": STEPS, "valid_loss": 2.0, "valid_ppl": 7.389, "valid_loss/chat": 2.5})
     display.close()
     log.info("the bar is gone")
 
@@ -55,6 +56,7 @@ def test_log_lines_stand_on_lines_of_their_own_above_the_bar() -> None:
     expected = [f"INFO saved {iteration}" for iteration in range(1, STEPS + 1)] + ["INFO the bar is gone"]
     assert [segment for segment in segments if "INFO" in segment] == expected
     assert f"step {STEPS}  validation loss 1.0000  perplexity 2.718" in segments
+    assert f"step {STEPS}  validation loss 2.0000  perplexity 7.389  (chat 2.5000)" in segments
 
 
 if __name__ == "__main__":

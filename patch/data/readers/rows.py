@@ -1,0 +1,70 @@
+"""Reads the rows of one file: JSON, JSONL, both also compressed, or parquet.
+
+The file's first bytes decide what it is, not its name. Memory does not grow with the file: it holds one row,
+or one batch of a parquet file's rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from patch.data.readers.json_rows import json_rows
+from patch.data.readers.parquet_rows import MAGIC, parquet_rows
+from patch.data.readers.streams import open_stream
+from patch.errors import DataError
+
+
+class Row(NamedTuple):
+    """One object of the file."""
+
+    place: str
+    """Its position, for messages: "line 7" of JSONL, "row 7" of a list or a parquet file; counted from 1."""
+    value: dict[str, Any]
+
+
+def read_rows(path: Path) -> Iterator[Row]:
+    """The rows of a file in their order.
+
+    A file is a JSON list of objects, one JSON object on each line (JSONL), JSON objects one after another
+    over any number of lines, any of these compressed by gzip or zstd, or parquet. A UTF-8 byte-order mark
+    and blank lines are skipped. In rows of a parquet file, keys without a value (null) are absent.
+
+    Raises:
+        DataError: the file cannot be read, is damaged, of another kind or in another encoding, has malformed
+            JSON (the message names the line), a row over 256 MiB, a row that is not an object, or no rows; or
+            there is not enough memory for a row. The rows before the fault are given first.
+    """
+    empty = True
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise DataError(f"{path}: is a pipe or a device, expected a file of rows")
+    try:
+        for place, value in _places_and_values(path):
+            if not isinstance(value, dict):
+                raise DataError(f"{path}: {place}: got {_json_type(value)}, expected an object")
+            empty = False
+            yield Row(place, value)
+    except OSError as error:
+        raise DataError(
+            f"{path}: cannot be read: {error.strerror or error}; expected a file of rows"
+        ) from error
+    except MemoryError as error:
+        raise DataError(f"{path}: there is not enough memory for a row of this file") from error
+    if empty:
+        raise DataError(f"{path}: has no rows, expected at least one JSON object")
+
+
+def _places_and_values(path: Path) -> Iterator[tuple[str, Any]]:
+    with path.open("rb") as file:
+        is_parquet = file.read(len(MAGIC)) == MAGIC
+    if is_parquet:
+        yield from parquet_rows(path)
+        return
+    with open_stream(path) as stream:
+        yield from json_rows(path, stream)
+
+
+def _json_type(value: Any) -> str:
+    names = {list: "a list", str: "a string", bool: "true or false", type(None): "null"}
+    return names.get(type(value), "a number")
