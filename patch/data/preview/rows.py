@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.data.preview.pieces import TokenTexts
 from patch.data.preview.shown import ShownRow, ShownToken
-from patch.data.readers.json_rows import read_rows
+from patch.data.readers import read_rows
 from patch.data.sft.build import start_workers
 from patch.data.sft.options import SftOptions
 from patch.data.sft.rows import Item, TokenizedRow
