@@ -15,13 +15,16 @@ def main(argv: list[str]) -> int:
     from patch.config.data_spec import files_of
     from patch.data.pretraining.preprocess import write_indexed
     from patch.data.tokenizer import load_tokenizer
-    from patch.errors import PatchError
+    from patch.errors import DataError, PatchError
     from patch.logger import configure_logging
+    from patch.storage.hub import fetch_tokenizer, hub_name
 
     configure_logging()
     outputs = {key: f"{options.output_prefix}_{key}_document" for key in options.json_keys}
     try:
-        tokenizer = load_tokenizer(options.tokenizer)
+        name = hub_name(options.tokenizer, "model")
+        folder = options.tokenizer if name is None else str(fetch_tokenizer(name, error=DataError))
+        tokenizer = load_tokenizer(folder)
         files = [file for path in options.input for file in files_of(path)]
         written = write_indexed(
             files, tokenizer, outputs, append_eod=options.append_eod, workers=options.workers
@@ -43,7 +46,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         metavar="PATH",
         help="files, folders or quoted globs of rows (JSON, JSONL, parquet, gz, zst), one document a row",
     )
-    parser.add_argument("--tokenizer", required=True, help="folder of a Hugging Face tokenizer")
+    parser.add_argument("--tokenizer", required=True, help="folder of a Hugging Face tokenizer, or org/name")
     parser.add_argument(
         "--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin and .idx, for each key"
     )

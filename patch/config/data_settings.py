@@ -1,4 +1,4 @@
-"""The data settings of a run, for programs that look at its data and train nothing."""
+"""The data settings of a run, for programs that look at its rows and train nothing."""
 
 from __future__ import annotations
 
@@ -49,7 +49,8 @@ def read_data_settings(text: str | None, flags: Mapping[str, Any], run: str | No
         run: a YAML file, such as the config.yaml of a run.
 
     Raises:
-        ConfigError: no data is named, a value is out of range, or the file cannot be used.
+        ConfigError: no data is named, it is no set of rows, a value is out of range, or the file cannot be
+            used.
         DataError: a name of the hub cannot be had.
     """
     values = {**(read_yaml(run) if run is not None else {}), **flags}
@@ -65,6 +66,11 @@ def read_data_settings(text: str | None, flags: Mapping[str, Any], run: str | No
     for name in DATA_FLAGS:
         if name in values:
             check_range(FIELDS[name], values[name])
+    if values.get("dataset_type") == "idxmap":
+        raise ConfigError(
+            f"got {values['train_data_path']}, a set of .bin/.idx; expected rows: only they are shown",
+            field="train_data_path",
+        )
     of_data = {name: value for name, value in values.items() if FIELDS[name].section == "data"}
     return DataSettings(DataConfig(**of_data), values.get("tokenizer_name_or_path") or values.get("load"))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from itertools import islice
 from typing import Any
 
@@ -30,13 +30,23 @@ def missing_keys(row: Mapping[str, Any], expected: str, known: Sequence[str]) ->
 
 def is_absent(value: Any) -> bool:
     """Whether a value says nothing. Parquet and many writers of JSON give each row all keys of the file."""
-    return value in _ABSENT
+    return not value and value in _ABSENT
 
 
 def first_key(row: Mapping[str, Any], names: Sequence[str]) -> str | None:
     """The first of these keys under which the row has something, else the first that it has at all."""
-    there = [name for name in names if name in row]
-    return next((name for name in there if not is_absent(row[name])), there[0] if there else None)
+    first = None
+    for name in names:
+        if name in row:
+            if not is_absent(row[name]):
+                return name
+            first = first or name
+    return first
+
+
+def present(row: Mapping[str, Any], names: Set[str]) -> list[str]:
+    """Those of these keys under which the row has something, sorted."""
+    return sorted(name for name in row.keys() & names if not is_absent(row[name]))
 
 
 def rename(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
@@ -49,6 +59,8 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> di
     Raises:
         DataError: the row lacks one of the columns.
     """
+    if not columns:
+        return dict(row)
     for ours, theirs in columns.items():
         if theirs not in row:
             found = missing_keys(row, f"the key {theirs:.60} (null if it has none)", [theirs])

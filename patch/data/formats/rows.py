@@ -17,7 +17,7 @@ from typing import Any
 
 from patch.config.columns import COLUMNS_OF_TURNS
 from patch.data.formats.conversation import PLAIN, Conversation, FormatOptions, Text
-from patch.data.formats.keys import first_key, is_absent, missing_keys, rename, shown, text_of
+from patch.data.formats.keys import first_key, is_absent, missing_keys, present, rename, shown, text_of
 from patch.data.formats.tools import read_tools
 from patch.data.formats.turns import Turn, read_turns
 from patch.errors import DataError
@@ -94,9 +94,8 @@ def _format_key(row: Mapping[str, Any], columns: Mapping[str, str]) -> str | Non
 
 
 def _refuse(row: Mapping[str, Any], where: str) -> None:
-    for key, reason in _NOT_SUPPORTED.items():
-        if not is_absent(row.get(key)):
-            raise DataError(f"{where}: key {key} is not supported: {reason}")
+    for key in present(row, _NOT_SUPPORTED.keys()):
+        raise DataError(f"{where}: key {key} is not supported: {_NOT_SUPPORTED[key]}")
     if isinstance(row.get("label"), bool) and ("completion" in row or "messages" in row):
         raise DataError(f"{where}: key label is not supported: {_NOT_SUPPORTED['kto_tag']}")
 

@@ -13,7 +13,16 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from patch.data.formats.conversation import Message
-from patch.data.formats.keys import first_key, from_json, is_absent, missing_keys, rename, shown, text_of
+from patch.data.formats.keys import (
+    first_key,
+    from_json,
+    is_absent,
+    missing_keys,
+    present,
+    rename,
+    shown,
+    text_of,
+)
 from patch.data.formats.tools import read_calls
 from patch.errors import DataError, nearest
 
@@ -31,10 +40,10 @@ _ROLES_NAMED = "system, user, assistant, tool (or human, gpt, observation, funct
 
 _ROLE_KEYS = ("role", "from")
 _CONTENT_KEYS = ("content", "value")
-_REASONING = ("reasoning_content", "reasoning", "thinking")
-_KEPT = (*_REASONING, "name", "tool_call_id")
+_REASONING = {"reasoning_content", "reasoning", "thinking"}
+_KEPT = {*_REASONING, "name", "tool_call_id"}
 """Keys that templates read beside role, content and tool_calls, where they are text."""
-_WEIGHTS = ("weight", "train", "loss", "loss_scale")
+_WEIGHTS = {"weight", "train", "loss", "loss_scale"}
 _NOT_SUPPORTED = {
     **dict.fromkeys(("images", "videos", "audios", "audio"), "only text can be trained"),
     **dict.fromkeys(("tools", "functions"), "they belong to the row, beside its messages"),
@@ -69,9 +78,10 @@ def read_turns(value: Any, key: str, where: str, columns: Mapping[str, str]) -> 
     turns = []
     for number, item in enumerate(items, start=1):
         place = f"{where}: message {number}"
-        asked = {ours: theirs for ours, theirs in columns.items() if _has_column(item, ours, theirs)}
-        named = rename(item, asked, place)
-        turns += [_turn(each, place) for each in _spoken(named, place)]
+        if columns:
+            asked = {ours: theirs for ours, theirs in columns.items() if _has_column(item, ours, theirs)}
+            item = rename(item, asked, place)
+        turns += [_turn(each, place) for each in _spoken(item, place)]
     return turns
 
 
@@ -93,9 +103,8 @@ def _spoken(item: dict[str, Any], where: str) -> list[dict[str, Any]]:
 
 
 def _turn(item: dict[str, Any], where: str) -> Turn:
-    for key, reason in _NOT_SUPPORTED.items():
-        if not is_absent(item.get(key)):
-            raise DataError(f"{where}: key {key} is not supported: {reason}")
+    for key in present(item, _NOT_SUPPORTED.keys()):
+        raise DataError(f"{where}: key {key} is not supported: {_NOT_SUPPORTED[key]}")
     role = _role(item, where)
     content_key = first_key(item, _CONTENT_KEYS)
     if role == _CALL:
@@ -104,10 +113,10 @@ def _turn(item: dict[str, Any], where: str) -> Turn:
     else:
         calls = _calls(item, where)
         content = _content(item, content_key, where, has_calls=bool(calls), is_result=role == "tool")
-    kept = {key: text_of(item, key, where) for key in _KEPT if not is_absent(item.get(key))}
+    kept = {key: text_of(item, key, where) for key in present(item, _KEPT)}
     message = {"role": role, "content": content, **kept, **({"tool_calls": calls} if calls else {})}
-    says_something = any(text.strip() for text in (content, *(kept.get(key, "") for key in _REASONING)))
-    return Turn(message, role == "assistant" and _has_weight(item, where) and bool(says_something or calls))
+    says_something = calls or content.strip() or any(kept[key].strip() for key in kept.keys() & _REASONING)
+    return Turn(message, _has_weight(item, where) and role == "assistant" and bool(says_something))
 
 
 def _role(item: dict[str, Any], where: str) -> str:
@@ -163,8 +172,8 @@ def _part(part: Any, where: str) -> str:
 
 def _has_weight(item: dict[str, Any], where: str) -> bool:
     """Whether no key of the message says that it is not learned."""
-    for key in _WEIGHTS:
-        value = item.get(key)
-        if value not in (None, 0, 1):
+    weights = {key: item[key] for key in item.keys() & _WEIGHTS if item[key] is not None}
+    for key, value in weights.items():
+        if value not in (0, 1):
             raise DataError(f"{where}: {key}: got {shown(value)}, expected 0, 1, true or false")
-    return all(item.get(key) in (None, 1) for key in _WEIGHTS)
+    return all(weights.values())

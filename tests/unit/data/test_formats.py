@@ -4,10 +4,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from llama3_tokenizer import tiny_tokenizer
 
 from patch.data.formats import Conversation, FormatOptions, Text, to_conversation
 from patch.data.readers import read_rows
+from patch.data.sft.source import load_sft
 from patch.errors import DataError
 
 WHERE = "f.json: row 9"
@@ -362,7 +364,6 @@ def test_keys_and_roles_of_any_size_and_number_are_named_in_part() -> None:
         {"messages": [{"role": long, "content": ""}]},
         {"messages": [{long: "user", "content": ""}]},
         {"messages": QA, "tools": [{long: 1}]},
-        {"messages": QA, "tools": long},
     ):
         with pytest.raises(DataError, match="instructioninstruction") as caught:
             to_conversation(row, WHERE)
@@ -414,3 +415,28 @@ def test_real_tool_rows_as_a_template_writes_them(shared_data: Path) -> None:
         )
         assert written == expected
     assert calls > 100
+
+
+def test_one_conversation_in_every_format_is_one_sample(tmp_path: Path) -> None:
+    """Through reading, rendering and tokenizing, in one file of mixed rows."""
+    turns = [("user", "hello"), ("assistant", "world"), ("user", "again"), ("assistant", "there")]
+    names = {"user": "human", "assistant": "gpt"}
+    messages = [{"role": role, "content": text} for role, text in turns]
+    rows = [
+        {"system": "be", "instruction": "again", "output": "there", "history": [["hello", "world"]]},
+        {"system": "be", "query": "again", "response": "there", "history": [["hello", "world"]]},
+        {"system": "be", "conversations": [{"from": names[role], "value": text} for role, text in turns]},
+        {"system": "be", "conversation": [{names[role]: text} for role, text in turns]},
+        {"messages": [system("be"), *messages]},
+        {"messages": [{"role": "developer", "content": [{"type": "text", "text": "be"}]}, *messages]},
+        {"prompt": [system("be"), user("hello")], "completion": messages[1:]},
+        {"messages": None, "text": None, "system_prompt": "be", "conversations": messages},
+    ]  # fmt: skip
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = load_sft(path, tiny_tokenizer(), 64)
+    assert len(source) == len(rows)
+    learned = source[0].labels[source[0].loss_mask.bool()].tolist()
+    assert tiny_tokenizer().decode(learned) == "world<|eot_id|>there<|eot_id|>"
+    for index in range(1, len(rows)):
+        assert torch.equal(torch.stack(source[index][:3]), torch.stack(source[0][:3])), rows[index]
