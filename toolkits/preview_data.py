@@ -44,8 +44,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m toolkits.preview_data", description=__doc__)
     parser.add_argument(
         "data", nargs="?", metavar="DATA",
-        help="what DATASET_PATH is: a file, folder or glob, several with weights in quotation marks, or the "
-        "prefix of a .bin and an .idx (default: that of --config)",
+        help="what DATASET_PATH is: a file, folder or glob, or several with weights in quotation "
+        "marks (default: that of --config)",
     )  # fmt: skip
     parser.add_argument("--config", metavar="FILE", help="a run as YAML, such as the config.yaml of a run")
     which = parser.add_mutually_exclusive_group()

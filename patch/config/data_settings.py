@@ -1,4 +1,4 @@
-"""The data settings of a run, for programs that look at its data and train nothing."""
+"""The data settings of a run, for programs that look at its rows and train nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from patch.config.data_spec import parse_data
 from patch.config.fields import FIELDS
+from patch.config.hub_names import fetch_sets, take_models
 from patch.config.rules import check_range
 from patch.config.schema import DataConfig
 from patch.config.yaml_io import read_yaml
@@ -43,15 +44,19 @@ def read_data_settings(text: str | None, flags: Mapping[str, Any], run: str | No
     """The settings: those of a run, if there is one, with flags over them.
 
     Args:
-        text: what DATASET_PATH would be; None: the run's.
+        text: what DATASET_PATH would be, also with names of the hub; None: the run's.
         flags: some fields of `DATA_FLAGS` and their values.
         run: a YAML file, such as the config.yaml of a run.
 
     Raises:
-        ConfigError: no data is named, a value is out of range, or the file cannot be used.
+        ConfigError: no data is named, it is no set of rows, a value is out of range, or the file cannot be
+            used.
+        DataError: a name of the hub cannot be had.
     """
     values = {**(read_yaml(run) if run is not None else {}), **flags}
+    take_models(values)
     if text is not None:
+        text = fetch_sets(text, "train_data_path")
         values |= {"train_data_path": text, "dataset_type": "idxmap" if _is_indexed(text) else "raw"}
     if "train_data_path" not in values:
         raise ConfigError(
@@ -61,6 +66,11 @@ def read_data_settings(text: str | None, flags: Mapping[str, Any], run: str | No
     for name in DATA_FLAGS:
         if name in values:
             check_range(FIELDS[name], values[name])
+    if values.get("dataset_type") == "idxmap":
+        raise ConfigError(
+            f"got {values['train_data_path']}, a set of .bin/.idx; expected rows: only they are shown",
+            field="train_data_path",
+        )
     of_data = {name: value for name, value in values.items() if FIELDS[name].section == "data"}
     return DataSettings(DataConfig(**of_data), values.get("tokenizer_name_or_path") or values.get("load"))
 

@@ -85,7 +85,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--config", metavar="FILE", action="append", help="a run as YAML, such as config.yaml"
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="check, print the run as YAML and its plan; start nothing"
+        "--dry-run",
+        action="store_true",
+        help="check, print the run as YAML, its plan and the first row as tokens; start nothing",
     )
     for section, cls in SECTIONS.items():
         group = parser.add_argument_group(section, cls.__doc__)

@@ -226,6 +226,13 @@ def test_wrong_commands_are_refused(arguments, code, said, tokenizer, capsys):
     assert said in capsys.readouterr().err
 
 
+def test_a_set_of_documents_is_refused_by_name(tokenizer, tmp_path, capsys):
+    for ending in (".bin", ".idx"):
+        (tmp_path / f"text{ending}").touch()
+    assert main([str(tmp_path / "text"), *_flags(tokenizer)]) == 2
+    assert "a set of .bin/.idx; expected rows" in capsys.readouterr().err
+
+
 def test_a_file_that_cannot_be_written_is_refused(tokenizer, tmp_path, capsys):
     arguments = _flags(tokenizer, "--no-statistics", "--html", tmp_path / "no" / "it.html")
     assert main([str(_write(tmp_path, ROWS[:1])), *arguments]) == 2
