@@ -12,7 +12,7 @@ _NAME = "llama-megatron-patch"
 
 
 def user_cache(fallback: Path) -> Path:
-    """This project's folder in XDG_CACHE_HOME or ~/.cache.
+    """This project's folder in XDG_CACHE_HOME or ~/.cache, which is created.
 
     Args:
         fallback: the folder to use where there is no home, or one that cannot be written.
@@ -22,5 +22,8 @@ def user_cache(fallback: Path) -> Path:
     if not os.path.isabs(chosen):  # the specification: other values are to be ignored
         return fallback
     folder = Path(chosen, _NAME)
-    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    return folder if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK) else fallback
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return fallback
+    return folder if os.access(folder, os.W_OK | os.X_OK) else fallback

@@ -169,7 +169,7 @@ def _ours(rows: Path, tokenizer: Any, folder: Path) -> dict[str, float]:
 
 def _rival(rows: Path, tokenizer: Any, folder: Path) -> dict[str, float]:
     """Time `map` alone: that the rows are read from JSON before is not counted."""
-    import datasets  # type: ignore[import-not-found]
+    import datasets
 
     def tokenize(row: dict[str, str]) -> dict[str, list[int]]:
         prompt = row["instruction"] + (f"\n{row['input']}" if row.get("input") else "")

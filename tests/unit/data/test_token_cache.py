@@ -5,12 +5,14 @@ import os
 import signal
 import time
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 from full_disk import disk_full_after
 from llama3_tokenizer import tiny_tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from patch.data.formats import FormatOptions
 from patch.data.rendering import RenderOptions
@@ -22,6 +24,11 @@ from patch.errors import DataError
 from patch.storage.user_cache import user_cache
 
 LENGTH = 40
+
+
+@cache
+def the_tokenizer() -> PreTrainedTokenizerFast:
+    return tiny_tokenizer()
 
 
 def write_rows(path: Path, count: int = 60) -> Path:
@@ -42,7 +49,7 @@ def plain(rows: Path) -> SftSource:
 
 
 def load(path: Path, cache: Path | None, **options) -> SftSource:
-    return load_sft(path, tiny_tokenizer(), LENGTH, SftOptions(cache_dir=cache, **options))
+    return load_sft(path, the_tokenizer(), LENGTH, SftOptions(cache_dir=cache, **options))
 
 
 def assert_same(source: SftSource, other: SftSource) -> None:
@@ -354,7 +361,8 @@ def test_default_folder_is_the_users_cache_or_that_of_the_run(tmp_path: Path, mo
     monkeypatch.delenv("XDG_CACHE_HOME")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     assert user_cache(fallback) == tmp_path / "home" / ".cache" / "llama-megatron-patch"
-    (tmp_path / "home").touch()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("HOME", str(tmp_path / "file"))
     assert user_cache(fallback) == fallback
     monkeypatch.setenv("HOME", "/proc/nowhere")
     assert user_cache(fallback) == fallback
