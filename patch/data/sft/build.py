@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from rich.progress import TextColumn
 from transformers import PreTrainedTokenizerBase
 
@@ -64,7 +65,11 @@ def tokenize(
         for items, rows in tokenized(reading.batches()):
             for item, row in zip(items, rows, strict=True):
                 report.add(item.place, row)
-                writer.write(row.ids, row.learned, row.sizes)
+            writer.write(
+                np.concatenate([row.ids for row in rows]),
+                np.concatenate([row.learned for row in rows]),
+                [size for row in rows for size in row.sizes],
+            )
             writer.share = reading.share
             show()
     return report

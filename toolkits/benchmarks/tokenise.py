@@ -1,0 +1,236 @@
+"""Compares the tokenizing of chat rows with `datasets.map`, and measures memory and a second start.
+
+Both get the same rows, tokenizer and chat template and two processes, and take turns, each time in a new
+process. The rival does what is usual: `apply_chat_template` for each row in a function for `datasets.map`. It
+makes ids alone; ours also makes loss masks, and writes the token cache.
+
+python -m toolkits.benchmarks.tokenise [--quick] [--json FILE] [--plot FILE] [--tokenizer FOLDER]
+                                       [--data FILE] [--folder FOLDER]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
+
+_ROUNDS, _QUICK_ROUNDS = 5, 2
+_SPEED_BYTES, _QUICK_SPEED_BYTES = 24 << 20, 6 << 20
+_MEMORY_BYTES, _QUICK_MEMORY_BYTES = 1 << 30, 32 << 20
+_PROCESSES = 2
+_LENGTH = 4096
+_SAMPLE_S = 0.2
+_WORDS = "the of a in to is and that for it as was with be by on not he his but at are this have from".split()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark and report."""
+    arguments = _parse(argv)
+    if arguments.worker:
+        return _work(*arguments.worker)
+    rounds = _QUICK_ROUNDS if arguments.quick else _ROUNDS
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        rows = _rows(arguments.data)
+        tokenizer = arguments.tokenizer or _make_tokenizer(folder / "tokenizer", rows)
+        measured: dict[str, Any] = {"speed": _speed(folder, tokenizer, rows, rounds, arguments.quick)}
+        measured |= _memory(folder, tokenizer, rows, arguments.quick)
+    aims = _aims(measured)
+    _print(measured, aims)
+    if arguments.json:
+        write_json(arguments.json, aims, **measured)
+    _plot(measured, arguments.plot)
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argument_parser("tokenise", __doc__, "fewer rows and rounds, no large file")
+    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer (default: trained here)")
+    parser.add_argument("--data", type=Path, help="a JSON list of alpaca rows (default: generated rows)")
+    parser.add_argument("--folder", type=Path, help="folder for 4 GB of temporary files (default: TMPDIR)")
+    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+def _rows(data: Path | None, count: int = 1000) -> list[dict[str, str]]:
+    """The rows of a file, or generated ones: a question and an answer of some sentences."""
+    if data is not None:
+        return json.loads(data.read_text(encoding="utf-8"))
+    pick = random.Random(0)
+
+    def text(count: int) -> str:
+        words = (pick.choice(_WORDS) for _ in range(count))
+        return " ".join(word if pick.random() < 0.95 else f"{word}{pick.randrange(1000)}" for word in words)
+
+    return [{"instruction": text(20), "output": text(pick.randrange(20, 200))} for _ in range(count)]
+
+
+def _write_rows(path: Path, rows: list[dict[str, str]], size: int) -> Path:
+    """Write the rows again and again, each time with another number, as JSONL of `size` bytes or more."""
+    written = repeat = 0
+    with path.open("w", encoding="utf-8") as file:
+        while written < size:
+            for row in rows:
+                written += file.write(
+                    json.dumps({**row, "instruction": f"{repeat} {row['instruction']}"}) + "\n"
+                )
+            repeat += 1
+    return path
+
+
+def _make_tokenizer(folder: Path, rows: list[dict[str, str]]) -> Path:
+    from toolkits.quickstart.seed_model import write_tokenizer
+
+    write_tokenizer(folder, (text for row in rows for text in row.values()))
+    return folder
+
+
+def _speed(
+    folder: Path, tokenizer: Path, rows: list[dict[str, str]], rounds: int, quick: bool
+) -> dict[str, Any]:
+    """Tokens per second of both, in turns; the rival is named as missing if it is not installed."""
+    path = _write_rows(folder / "speed.jsonl", rows, _QUICK_SPEED_BYTES if quick else _SPEED_BYTES)
+    ways = ["ours", "datasets.map"] if find_spec("datasets") else ["ours"]
+    measured: dict[str, list[float]] = {way: [] for way in ways}
+    for number in range(rounds):
+        for way in ways if number % 2 == 0 else ways[::-1]:
+            result = _run_worker(way, path, tokenizer, folder / f"{way}{number}")
+            measured[way].append(result["tokens"] / result["seconds"])
+    return measured
+
+
+def _memory(folder: Path, tokenizer: Path, rows: list[dict[str, str]], quick: bool) -> dict[str, Any]:
+    """Peak memory of a large file, and the time of a second start."""
+    path = _write_rows(folder / "memory.jsonl", rows, _QUICK_MEMORY_BYTES if quick else _MEMORY_BYTES)
+    first = _run_worker("ours", path, tokenizer, folder / "large")
+    second = _run_worker("ours", path, tokenizer, folder / "large")
+    return {"bytes": path.stat().st_size, "first": first, "second": second}
+
+
+def _run_worker(way: str, rows: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
+    """Tokenize in a new process. Adds the peak memory of its whole tree of processes."""
+    result = folder.with_name(f"{folder.name}.json")
+    command = [sys.executable, "-m", "toolkits.benchmarks.tokenise", "--worker", way]
+    worker = subprocess.Popen([*command, *map(str, (rows, tokenizer, folder, result))])
+    peak = 0
+    while worker.poll() is None:
+        peak = max(peak, _tree_bytes(worker.pid))
+        time.sleep(_SAMPLE_S)
+    if worker.returncode:
+        raise subprocess.CalledProcessError(worker.returncode, worker.args)
+    return {**json.loads(result.read_text()), "peak_gib": peak / 2**30}
+
+
+def _tree_bytes(pid: int) -> int:
+    """Memory of a process and its children; what they share counts once (PSS)."""
+    import psutil
+
+    total = 0
+    try:
+        for process in [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]:
+            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+            total += sum(1024 * int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+    except (psutil.Error, OSError, ValueError):
+        pass  # one has ended meanwhile
+    return total
+
+
+def _work(way: str, rows: str, tokenizer_folder: str, folder: str, result: str) -> int:
+    from patch.data.chat_templates import ensure_chat_template
+    from patch.data.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(tokenizer_folder)
+    ensure_chat_template(tokenizer)
+    measure = _ours if way == "ours" else _rival
+    Path(result).write_text(json.dumps(measure(Path(rows), tokenizer, Path(folder))))
+    return 0
+
+
+def _ours(rows: Path, tokenizer: Any, folder: Path) -> dict[str, float]:
+    from patch.data.sft.options import SftOptions
+    from patch.data.sft.source import load_sft
+
+    options = SftOptions(num_workers=_PROCESSES, cache_dir=folder, max_dropped_share=1.0)
+    begin = time.perf_counter()
+    source = load_sft(rows, tokenizer, _LENGTH, options)
+    return {"seconds": time.perf_counter() - begin, "tokens": source.report.tokens}
+
+
+def _rival(rows: Path, tokenizer: Any, folder: Path) -> dict[str, float]:
+    """Time `map` alone: that the rows are read from JSON before is not counted."""
+    import datasets  # type: ignore[import-not-found]
+
+    def tokenize(row: dict[str, str]) -> dict[str, list[int]]:
+        prompt = row["instruction"] + (f"\n{row['input']}" if row.get("input") else "")
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": row["output"]}]
+        ids = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)["input_ids"]
+        return {"input_ids": ids[: _LENGTH + 1]}
+
+    datasets.disable_progress_bars()
+    read = datasets.Dataset.from_json(str(rows), cache_dir=str(folder))
+    begin = time.perf_counter()
+    mapped = read.map(tokenize, num_proc=_PROCESSES, remove_columns=read.column_names)
+    seconds = time.perf_counter() - begin
+    return {"seconds": seconds, "tokens": sum(map(len, mapped["input_ids"]))}
+
+
+def _ratios(speed: dict[str, list[float]]) -> list[float]:
+    return [rival / ours for ours, rival in zip(speed["ours"], speed["datasets.map"], strict=True)]
+
+
+def _aims(measured: dict[str, Any]) -> list[Aim]:
+    """The aims: 1.5 times the rival's speed, 1 GiB of memory for 1 GiB of rows, 2 s for a second start."""
+    aims = [
+        Aim("peak memory, GiB", measured["first"]["peak_gib"], 1.0),
+        Aim("second start, s", measured["second"]["seconds"], 2.0),
+    ]
+    if "datasets.map" in measured["speed"]:
+        aims.insert(
+            0, Aim("datasets.map's tokens/s / ours", statistics.median(_ratios(measured["speed"])), 1 / 1.5)
+        )
+    return aims
+
+
+def _print(measured: dict[str, Any], aims: Sequence[Aim]) -> None:
+    print(f"{'tokens/s':14}{'median':>10}{'lowest':>10}{'highest':>10}")
+    for way, speeds in measured["speed"].items():
+        print(f"{way:14}{statistics.median(speeds):10.0f}{min(speeds):10.0f}{max(speeds):10.0f}")
+    if "datasets.map" not in measured["speed"]:
+        print("datasets.map: missing (pip install datasets)")
+    first = measured["first"]
+    print(
+        f"{measured['bytes'] / 2**30:.2f} GiB of rows: {first['seconds']:.0f} s, "
+        f"{first['tokens'] / 1e6:.0f} M tokens, peak memory {first['peak_gib']:.2f} GiB; "
+        f"second start {measured['second']['seconds']:.2f} s"
+    )
+    print("\n".join(aim_lines(aims)))
+
+
+def _plot(measured: dict[str, Any], path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(4, 3.2), layout="constrained")
+    for index, (_, speeds) in enumerate(measured["speed"].items()):
+        axes.bar(index, statistics.median(speeds), color="lightsteelblue")
+        axes.plot([index] * len(speeds), speeds, "k.", markersize=4)
+    axes.set_xticks(range(len(measured["speed"])), list(measured["speed"]))
+    axes.set_ylabel("tokens/s")
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
