@@ -294,7 +294,7 @@ class DataConfig:
     max_dropped_share: float = flag(
         "the run stops if a larger share of a set's rows is dropped", 0.1, at_least=0, at_most=1
     )
-    packing: bool = flag("several raw samples in one sequence", False)
+    packing: bool = flag("several raw samples in one sequence of --max-padding-length tokens", False)
     cache_dir: str | None = flag(
         "folder of tokenized sets, shared by runs; default: llama-megatron-patch in the user's cache folder",
         None,

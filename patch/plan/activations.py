@@ -15,7 +15,8 @@ def activation_bytes(
     """Bytes of one layer and one micro-batch on one rank, for each value of `recompute_granularity`.
 
     Not included: norms of heads, masks of a sliding window, the order of operations of Hugging Face
-    (`--precision-align`), and what backward itself allocates (with `full`, all of a block of layers).
+    (`--precision-align`), packing (a CPU may keep attention's result twice), and what backward itself
+    allocates (with `full`, all of a block of layers).
 
     Args:
         model: the model's shape.

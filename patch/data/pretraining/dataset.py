@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.datasets.blended_dataset import BlendedDataset
@@ -175,7 +176,8 @@ def _whole_samples(part: Part, length: int) -> int:
 
 
 def _dataset(part: Part, num_samples: int | None, split: Split) -> GPTDataset:
-    return GPTDataset(part.indexed, part.prefix, part.documents, num_samples, split, part.config)
+    documents = np.arange(part.documents.start, part.documents.stop, dtype=np.int32)
+    return GPTDataset(part.indexed, part.prefix, documents, num_samples, split, part.config)
 
 
 def _document_lengths(tokens: torch.Tensor, eod: int | None) -> torch.Tensor:

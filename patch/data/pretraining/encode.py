@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from itertools import chain, islice
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from typing import NamedTuple
 
 import numpy as np
@@ -129,6 +130,15 @@ def _begin_worker(encoder: Encoder) -> None:
     # Threads do not survive a fork, and the processes use all cores already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """A worker would wait for work for ever if its parent was killed."""
+    parent = parent_process()
+    assert parent is not None, "a worker is a child"
+    parent.join()
+    os._exit(1)
 
 
 def _work(rows: list[tuple[Document, ...]]) -> list[EncodedBatch]:

@@ -24,7 +24,7 @@ from patch.logger import get_logger
 _logger = get_logger(__name__)
 
 _NOT_LEARNED = -100
-_DOCUMENTS_CHECKED = 1000
+_NUMBERS_CHECKED = 1 << 22
 """At the start of a run; the others are checked when they are read."""
 
 
@@ -72,7 +72,7 @@ class IndexedSftSource:
             )
         if smallest != largest or largest % 2:
             self._refuse(f"documents of {smallest} to {largest} numbers")
-        for index in range(min(len(self), _DOCUMENTS_CHECKED)):
+        for index in range(min(len(self), _NUMBERS_CHECKED // largest + 1)):
             self[index]
 
     def _refuse(self, found: str) -> NoReturn:

@@ -51,14 +51,15 @@ class Part(NamedTuple):
     eod: int | None
     """The id that ends its documents."""
     indexed: IndexedDataset
-    documents: np.ndarray
-    """int32: the documents of the split, in upstream's words sequences."""
+    documents: range
+    """The documents of the split; upstream counts sequences, of which a document may have several."""
     config: GPTDatasetConfig
 
     @property
     def tokens(self) -> int:
         """Tokens of these documents."""
-        return int(self.indexed.sequence_lengths[self.documents].sum(dtype=np.int64))
+        lengths = self.indexed.sequence_lengths[self.documents.start : self.documents.stop]
+        return int(lengths.sum(dtype=np.int64))
 
     def samples(self, length: int) -> int:
         """Whole samples of `length` tokens in one pass."""
@@ -97,11 +98,11 @@ def open_part(prefix: str, options: PretrainOptions, split: Split) -> Part:
 
 def _documents(
     indexed: IndexedDataset, config: GPTDatasetConfig, options: PretrainOptions, split: Split
-) -> np.ndarray:
+) -> range:
     """The documents of a split, by upstream's rule (blended_megatron_dataset_builder.py:441)."""
     shares = (0.0, 1.0) if options.split == WHOLE else config.split_matrix[split.value]
     first, last = (0, 0) if shares is None else (int(round(share * len(indexed))) for share in shares)
-    return np.arange(first, last, dtype=np.int32)
+    return range(first, last)
 
 
 def _end_of_document(

@@ -168,10 +168,8 @@ def _malformed(path: Path, data: bytes, first_line: int, error: orjson.JSONDecod
     line = first_line + error.lineno - 1
     found = error.doc[error.pos : error.pos + 20]
     what = f"{error.msg}, got {found!r}" if found else f"{error.msg}; is the file cut off?"
-    if found.startswith(("NaN", "Infinity")):
-        what = (
-            f"got {found[: 3 if found[0] == 'N' else 8]}, which is no JSON value; expected a number or null"
-        )
+    if word := next((word for word in ("NaN", "Infinity") if found.startswith(word)), None):
+        what = f"got {word}, which is no JSON value; expected a number or null"
     try:
         data.decode()
     except UnicodeDecodeError as undecodable:

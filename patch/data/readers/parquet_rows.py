@@ -36,7 +36,7 @@ def parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             for batch in file.iter_batches(_ROWS_AT_ONCE, use_threads=False):
                 for row in batch.to_pylist():
                     number += 1
-                    yield f"row {number}", _without_nulls(row)
+                    yield f"row {number}", {key: _without_nulls(value) for key, value in row.items()}
     except (DataError, MemoryError):
         raise
     except Exception as error:  # noqa: BLE001 - pyarrow has many errors for damaged data, ValueError among them
@@ -55,6 +55,7 @@ def _check_names(path: Path, names: list[str]) -> None:
 
 
 def _without_nulls(value: Any) -> Any:
+    """A struct has every field that any row has; the ones that this row lacks are null."""
     if isinstance(value, dict):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):

@@ -9,11 +9,11 @@ from collections.abc import Iterable, Iterator
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from patch.data.formats import Conversation, Message, Text
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
-from patch.data.rendering.encoder import SpanEncoder
 from patch.data.rendering.spans import PLAIN, RenderOptions, Span
 from patch.data.rendering.special_tokens import SpecialTokenMarker
 from patch.data.rendering.template import FOREIGN_CURE, PROBE, Row, Template
@@ -35,7 +35,8 @@ def end_of_turn(tokenizer: PreTrainedTokenizerBase) -> int | None:
         ((*_, answer),) = ChatRenderer(tokenizer).render(_PROBES[0])
     except DataError:
         return None
-    return SpanEncoder(tokenizer).encode([[answer]])[0][0][-1]
+    ending = [token for token in special_tokens(tokenizer) if answer.text.endswith(token)]
+    return tokenizer.get_vocab()[max(ending, key=len)]
 
 
 class ChatRenderer:
@@ -53,8 +54,7 @@ class ChatRenderer:
         self._options = options
         self._marker = SpecialTokenMarker(special_tokens(tokenizer))
         self._tokenizer = tokenizer
-        ids = tokenizer("")["input_ids"]
-        self._bos = tokenizer.bos_token if ids[:1] == [tokenizer.bos_token_id] else ""
+        self._bos = _bos_of_texts(tokenizer)
         self._template = Template(tokenizer)
         self._is_probed = False
 
@@ -152,6 +152,15 @@ class ChatRenderer:
 
     def _marked(self, value: Any) -> Any:
         return value if self._options.allow_special_tokens else self._marker.marked(value)
+
+
+def _bos_of_texts(tokenizer: PreTrainedTokenizerBase) -> str:
+    """The bos token, if the tokenizer writes it before a text; otherwise ""."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    # Not `tokenizer("")`: it starts the threads of tokenizers, which do not survive a fork.
+    ids = backend.encode("").ids if isinstance(backend, Tokenizer) else []
+    is_written = tokenizer.bos_token is not None and ids[:1] == [tokenizer.bos_token_id]
+    return str(tokenizer.bos_token) if is_written else ""
 
 
 def _normal(message: Message) -> Message:

@@ -40,7 +40,7 @@ class _Piece(NamedTuple):
 class SpanEncoder:
     """Encodes the spans of samples.
 
-    It can be pickled, and used after a fork.
+    With a large vocabulary it takes seconds to make: make it once. It can be pickled, and used after a fork.
 
     Args:
         tokenizer: a fast tokenizer, one with a `tokenizers.Tokenizer` behind it.
@@ -74,7 +74,8 @@ class SpanEncoder:
         self._names: dict[str, str] = {}
         """The other name of each special token."""
         if not allow_special_tokens:
-            self._names = {token: secrets.token_hex(_NAME_BYTES) for token in special}
+            # A single character is a piece of every text: without it in the vocabulary, text would be lost.
+            self._names = {token: secrets.token_hex(_NAME_BYTES) for token in special if len(token) > 1}
         _rename(described, self._names)
         self._tokenizer = self._without_prefix = Tokenizer.from_str(json.dumps(described))
         schemes = _remove_prefix(described)

@@ -63,7 +63,8 @@ class Template:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        self._special = re.compile("|".join(map(re.escape, special_tokens(tokenizer))) or r"(?!)")
+        longest_first = sorted(special_tokens(tokenizer), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self.name = template_name(tokenizer)
 
     def marks_answers(self, row: Row) -> bool:

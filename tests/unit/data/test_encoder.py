@@ -126,6 +126,14 @@ def test_allowed_special_tokens_are_tokens(name: str) -> None:
     assert encoded(SpanEncoder(tokenizer, allow_special_tokens=True), text) == plain(tokenizer, text)
 
 
+def test_special_token_that_is_a_character_loses_no_text() -> None:
+    """As where somebody made an ordinary token the pad token."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = "Q"
+    marked = SpecialTokenMarker(special_tokens(tokenizer)).marked("a Q <|eot_id|> QQ")
+    assert tokenizer.decode(encoded(SpanEncoder(tokenizer), marked)) == "a Q <|eot_id|> QQ"
+
+
 def test_text_that_begins_anew_has_the_prefix_of_a_beginning() -> None:
     for kind in ("legacy", "first", "always"):
         tokenizer = sentencepiece_tokenizer(kind)

@@ -1,5 +1,6 @@
 """Fine-tuning sets in .bin/.idx, written by Pai-Megatron-Patch's description, read back and trained on."""
 
+import functools
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from patch.data.pretraining.indexed_sft import IndexedSftSource, load_indexed_sf
 from patch.errors import DataError
 
 LENGTH, PAD, ROWS = 16, 4, 400
+tokenizer = functools.cache(tiny_tokenizer)
 LOSS_BOUND = 1e-5
 """fp32: transformers sums attention in another order, conversation by conversation."""
 
@@ -61,7 +63,7 @@ def write_documents(prefix: Path, documents: list[list[int]], dtype: type = np.i
 
 
 def load(prefix: str, length: int = LENGTH, rows: int = ROWS) -> IndexedSftSource:
-    return load_indexed_sft(prefix, tiny_tokenizer(), sequence_length=length, vocab_size=rows)
+    return load_indexed_sft(prefix, tokenizer(), sequence_length=length, vocab_size=rows)
 
 
 def test_every_pack_is_read_as_its_conversations(tmp_path: Path, logged: list[str]) -> None:
@@ -125,10 +127,35 @@ def test_ids_without_a_sign_are_refused(tmp_path: Path) -> None:
         load(prefix)
 
 
+def test_damaged_numbers_are_refused_or_harmless(tmp_path: Path) -> None:
+    """What is read is a sample: a learned label is the next token, sequences fill the row, ids have rows."""
+    prefix = write_documents(tmp_path / "set", [document(pack) for pack in PACKS])
+    whole = np.fromfile(f"{prefix}.bin", np.int32)
+    pick = np.random.RandomState(3)
+    refused = 0
+    for _ in range(150):
+        numbers = whole.copy()
+        numbers[pick.randint(len(numbers), size=pick.randint(1, 4))] = pick.choice(
+            [-(2**31), -ROWS - 1, -101, -100, -20, -1, 0, 5, 60, ROWS, 2**31 - 1]
+        )
+        numbers.tofile(f"{prefix}.bin")
+        try:
+            samples = list(load(prefix))
+        except DataError:
+            refused += 1
+            continue
+        for sample in samples:
+            learned = sample.loss_mask.bool()
+            assert torch.equal(sample.labels[:-1][learned[:-1]], sample.tokens[1:][learned[:-1]])
+            assert 0 <= int(sample.tokens.min()) and int(sample.tokens.max()) < ROWS and not learned[-1]
+            assert int(sample.lengths.sum()) == LENGTH and int(sample.lengths.min()) > 0
+    assert 30 < refused < 145
+
+
 def sft_run(folder: Path, prefix: str, **changes) -> RunConfig:
     return small_run(
         dataset_type="idxmap", sft=True, seq_length=LENGTH, max_padding_length=LENGTH, vocab_size=ROWS,
-        micro_batch_size=1, train_iters=1, train_data_path=prefix, load=str(folder / "hf"),
+        micro_batch_size=1, train_iters=5, train_data_path=prefix, load=str(folder / "hf"),
         tokenizer_name_or_path=str(folder / "tokenizer"), output_path=str(folder / "out"), **changes,
     )  # fmt: skip
 

@@ -1,11 +1,16 @@
 """Sets that toolkits.preprocess_pretrain writes, against upstream's tokenizer and builder."""
 
+import gzip
 import json
 import os
+import signal
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
+import psutil
 import pytest
 from full_disk import disk_full_after
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
@@ -13,6 +18,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset, Indexe
 from megatron.core.tokenizers import MegatronTokenizer
 
 from patch.data.pretraining.documents import DocumentReader
+from patch.data.pretraining.encode import Encoder, encode_in_order
 from patch.data.pretraining.preprocess import Written, write_indexed
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
@@ -209,6 +215,35 @@ def test_kill_between_two_files_never_leaves_a_pair_that_does_not_match(
     assert seen == {"old", "neither", "new"} and code == 0
 
 
+def test_workers_of_a_killed_process_end(monkeypatch) -> None:
+    """They wait for work that nobody will give them."""
+    monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
+    encoder = Encoder(tiny_tokenizer(), None)
+
+    def batches() -> Iterator[list[tuple[list[str], ...]]]:
+        yield [(["hello"],)]
+        time.sleep(60)
+
+    child = os.fork()
+    if not child:
+        list(encode_in_order(batches(), encoder, 2))
+    try:
+        process = psutil.Process(child)
+        wait_for(lambda: len(process.children()) == 2)
+        workers = process.children()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    wait_for(lambda: not any(worker.is_running() for worker in workers))
+
+
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
 def test_full_disk_is_named_and_leaves_the_old_set(tmp_path: Path, rows: Path) -> None:
     outputs = {"text": str(tmp_path / "set")}
     write_indexed([rows], tiny_tokenizer(), outputs, append_eod=True)
@@ -223,9 +258,11 @@ def test_full_disk_is_named_and_leaves_the_old_set(tmp_path: Path, rows: Path) -
 def test_command_line_makes_a_set_of_each_key(tmp_path: Path, tiny_folder: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     (tmp_path / "folder").mkdir()
-    for name in ("folder/one.jsonl", "two.jsonl", "three.jsonl"):
-        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in ROWS))
-    files = [str(tmp_path / name) for name in ("folder", "t*.jsonl")]
+    lines = "".join(json.dumps(row) + "\n" for row in ROWS).encode()
+    (tmp_path / "folder" / "one.jsonl").write_bytes(lines)
+    (tmp_path / "two.json").write_text(json.dumps(ROWS))
+    (tmp_path / "two.jsonl.gz").write_bytes(gzip.compress(lines))
+    files = [str(tmp_path / name) for name in ("folder", "two.*")]
     options = ["--tokenizer", str(tiny_folder), "--output-prefix", str(tmp_path / "set"), "--workers", "2"]
     assert main(["--input", *files, *options, "--json-keys", "text", "title"]) == 0
     said = capsys.readouterr().out
