@@ -179,4 +179,4 @@ def test_packed_run_goes_on_after_a_resume_as_if_it_had_never_stopped(office: Of
     assert resumed.returncode == 0 and "resumed after step 5" in resumed.stderr, resumed.stderr
     assert losses(output) == expected
     assert_same_weights(output / "hf", hf)
-    assert validation_losses(output).keys() == {10}
+    assert 10 in validation_losses(output)
