@@ -99,6 +99,8 @@ class SpanEncoder:
         ids: list[list[int]] = [[]] * len(pieces)
         for tokenizer, has_prefix in ((self._tokenizer, True), (self._without_prefix, False)):
             chosen = [index for index, piece in enumerate(pieces) if piece.has_prefix == has_prefix]
+            if not chosen:
+                continue
             texts = [pieces[index].text for index in chosen]
             for index, encoding in zip(
                 chosen, tokenizer.encode_batch_fast(texts, add_special_tokens=False), strict=True
