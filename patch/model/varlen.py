@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,28 +18,32 @@ _LARGEST_HEAD = 256
 _AMPERE = (8, 0)
 
 
-def _find_kernel() -> Callable[..., Any] | None:
-    """torch's varlen_attn; None where torch has none, or one without windows."""
+@cache
+def _kernel() -> Callable[..., Any] | None:
+    """torch's varlen_attn; None where torch has none, or one without windows.
+
+    It is imported when it is first needed, because it imports torch's compiler, which takes seconds.
+    """
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
         return None
-    return varlen_attn if {"scale", "window_size"} <= set(inspect.signature(varlen_attn).parameters) else None
+    return varlen_attn if {"scale", "window_size"} <= _arguments(varlen_attn) else None
 
 
-_KERNEL = _find_kernel()
-_GROUPS_HEADS = _KERNEL is not None and "enable_gqa" in inspect.signature(_KERNEL).parameters
+def _arguments(function: Callable[..., Any]) -> set[str]:
+    return set(inspect.signature(function).parameters)
 
 
 def takes_varlen(query: torch.Tensor) -> bool:
     """Whether the kernel can be used for queries [T, N, D] of this type, device and head size."""
     return (
-        _KERNEL is not None
-        and query.is_cuda
+        query.is_cuda
         and query.dtype in (torch.float16, torch.bfloat16)
         and query.shape[-1] % 8 == 0
         and query.shape[-1] <= _LARGEST_HEAD
         and torch.cuda.get_device_capability(query.device) >= _AMPERE
+        and _kernel() is not None
     )
 
 
@@ -61,13 +66,14 @@ def attend_varlen(
     Returns:
         [T, N, D].
     """
-    assert _KERNEL is not None
+    kernel = _kernel()
+    assert kernel is not None
     grouped: dict[str, Any] = {}
-    if _GROUPS_HEADS:
+    if "enable_gqa" in _arguments(kernel):
         grouped["enable_gqa"] = True
     else:
         num_queries = query.shape[1] // key.shape[1]
         key, value = (heads.repeat_interleave(num_queries, dim=1) for heads in (key, value))
     borders = packed.cu_seqlens_q, packed.cu_seqlens_kv, packed.max_seqlen_q, packed.max_seqlen_kv
     left = -1 if window is None else window - 1
-    return _KERNEL(query, key, value, *borders, scale=scale, window_size=(left, 0), **grouped)
+    return kernel(query, key, value, *borders, scale=scale, window_size=(left, 0), **grouped)
