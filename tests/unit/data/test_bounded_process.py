@@ -42,7 +42,8 @@ def test_several_processes_work_at_the_same_time(tmp_path: Path) -> None:
             time.sleep(0.01)
         return number
 
-    assert [results for _, results in BoundedMap(meet, 4)([[number] for number in range(4)])] == [
+    given = BoundedMap(meet, 4)([[number] for number in range(4)])
+    assert [results for _, results in given] == [[0], [1], [2], [3]]
         [0],
         [1],
         [2],
