@@ -17,6 +17,8 @@ _LONGEST_ROW = 1 << 28
 _PIECE_BYTES = 1 << 17
 """Bytes that are cut into values at once; more do not fit into a core's cache."""
 _BLANKS = b" \t\r\n"
+_FILE_ENDS = "is the file cut off?"
+_LINE_ENDS = "the line ends before its object does, and the lines below do not complete it"
 
 
 def json_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
@@ -67,12 +69,13 @@ def _line_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
         try:
             value = orjson.loads(line)
         except orjson.JSONDecodeError as error:
+            end = _LINE_ENDS if stream.peek().strip(_BLANKS) else _FILE_ENDS
             cut = (line[start : start + _PIECE_BYTES] for start in range(0, len(line), _PIECE_BYTES))
             joined = _joined_rows(path, chain(cut, _pieces(stream)), number)
             try:
                 yield next(joined)
             except DataError:
-                raise _malformed(path, line, number, error) from error
+                raise _malformed(path, line, number, error, end) from error
             yield from joined
             return
         yield f"line {number}", value
@@ -163,11 +166,23 @@ def _parse(path: Path, data: bytes, first_line: int) -> Any:
         raise _malformed(path, data, first_line, error) from error
 
 
-def _malformed(path: Path, data: bytes, first_line: int, error: orjson.JSONDecodeError) -> DataError:
-    """What is wrong with a text that orjson refuses, and where."""
-    line = first_line + error.lineno - 1
+def _malformed(
+    path: Path, data: bytes, first_line: int, error: orjson.JSONDecodeError, end: str = _FILE_ENDS
+) -> DataError:
+    """What is wrong with a text that orjson refuses, and where.
+
+    Args:
+        path: the file.
+        data: the text.
+        first_line: where it begins.
+        error: what orjson says.
+        end: what is said if the text ends too early. The place is then where it begins, because its end says
+            nothing about where the mistake is.
+    """
     found = error.doc[error.pos : error.pos + 20]
-    what = f"{error.msg}, got {found!r}" if found else f"{error.msg}; is the file cut off?"
+    is_short = not found.strip()
+    line = first_line + (0 if is_short else error.lineno - 1)
+    what = f"{error.msg}; {end}" if is_short else f"{error.msg}, got {found!r}"
     if word := next((word for word in ("NaN", "Infinity") if found.startswith(word)), None):
         what = f"got {word}, which is no JSON value; expected a number or null"
     try:
