@@ -11,7 +11,7 @@ from patch.data.formats.conversation import (
     Text,
     format_options,
 )
-from patch.data.formats.keys import missing_keys
+from patch.data.formats.keys import columns_in, missing_keys
 from patch.data.formats.rows import to_conversation
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "FormatOptions",
     "Message",
     "Text",
+    "columns_in",
     "format_options",
     "missing_keys",
     "to_conversation",

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 
+from patch.config.columns import COLUMNS_OF_TURNS
 from patch.errors import DataError, nearest
 
 _KEYS_SHOWN = 50
@@ -68,6 +69,15 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> di
     replaced = set(columns.values())
     kept = {key: value for key, value in row.items() if key not in replaced}
     return kept | {ours: row[theirs] for ours, theirs in columns.items()}
+
+
+def columns_in(row: Mapping[str, Any], columns: Mapping[str, str]) -> frozenset[str]:
+    """Those of the user's columns (our names) that a row has, or for role and content one of its turns."""
+    found = {ours for ours, theirs in columns.items() if theirs in row and ours not in COLUMNS_OF_TURNS}
+    of_turns = [ours for ours in columns if ours in COLUMNS_OF_TURNS]
+    lists = (from_json(value) for value in row.values()) if of_turns else ()
+    turns = [turn for items in lists if isinstance(items, list) for turn in items if isinstance(turn, dict)]
+    return frozenset(found | {ours for ours in of_turns if any(columns[ours] in turn for turn in turns)})
 
 
 def text_of(row: Mapping[str, Any], key: str, where: str) -> str:

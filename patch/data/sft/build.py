@@ -58,7 +58,12 @@ def tokenize(
         TrainingError: the processes cannot be started.
         OSError: the samples cannot be written.
     """
-    report = SetReport(length, options.long_samples, options.render.allow_special_tokens)
+    report = SetReport(
+        length,
+        options.long_samples,
+        options.render.allow_special_tokens,
+        unseen_columns=dict(options.format.columns),
+    )
     reading = _Reading(files, names_of(files))
     tokenized = start_workers(tokenizer, options, length)
     with _progress(name, reading, report) as show:

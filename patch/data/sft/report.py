@@ -69,6 +69,8 @@ class SetReport:
     """Rows whose text spells out a special token."""
     partly_encoded: Rows = field(default_factory=Rows)
     """Rows so long that only a part of them was encoded."""
+    unseen_columns: dict[str, str] = field(default_factory=dict)
+    """What `--columns` names and no row has: our name and the column."""
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> SetReport:
@@ -111,6 +113,8 @@ class SetReport:
             self.special.add(place)
         if row.is_partly_encoded:
             self.partly_encoded.add(place)
+        for name in row.columns & self.unseen_columns.keys():
+            del self.unseen_columns[name]
 
     def refuse_empty(self, name: str) -> None:
         """Refuse a set without samples.
@@ -170,6 +174,11 @@ class SetReport:
         ):
             if rows.count:
                 _logger.warning("%s: %d of %d rows %s: %s", name, rows.count, self.rows, what, rows)
+        for ours, theirs in self.unseen_columns.items():
+            _logger.warning(
+                "%s: no row has the key %s of --columns %s=%s; rows were read by their usual keys",
+                name, theirs, ours, theirs,
+            )  # fmt: skip
 
     def _reasons(self) -> str:
         return "; ".join(f"{rows.count} {reason}: {rows}" for reason, rows in self.dropped.items())

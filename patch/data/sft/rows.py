@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats import to_conversation
+from patch.data.formats import columns_in, to_conversation
 from patch.data.rendering import ChatRenderer, Span, SpanEncoder
 from patch.data.sft.cuts import Tokens, cut
 from patch.data.sft.options import SftOptions
@@ -54,6 +54,8 @@ class TokenizedRow(NamedTuple):
     is_special: bool
     """Whether its text spells out a special token."""
     is_partly_encoded: bool
+    columns: frozenset[str]
+    """The names in `--columns` whose column the row has."""
 
 
 class RowTokenizer:
@@ -78,7 +80,8 @@ class RowTokenizer:
         Raises:
             DataError: the row is not one of a known format, or cannot be rendered or encoded.
         """
-        row = to_conversation(pickle.loads(item.value), item.where, self._options.format)
+        value = pickle.loads(item.value)
+        row = to_conversation(value, item.where, self._options.format)
         is_special, is_partly_encoded = self.renderer.holds_special_token(row), False
         kept: list[Tokens] = []
         longest = num_learned = 0
@@ -103,6 +106,7 @@ class RowTokenizer:
             num_kept < num_learned,
             is_special,
             is_partly_encoded,
+            columns_in(value, self._options.format.columns),
         )
 
     def _why_dropped(self, longest: int) -> str:

@@ -110,7 +110,10 @@ def test_values_are_cut_alike_whatever_the_pieces(size: int) -> None:
         ),
         (b'{\n"a":\n-Infinity}', "line 3: malformed JSON (in the text that begins at line 1): got Infinity"),
         (b'{\n  "a": 1\n', "line 1: malformed JSON: unexpected end of data; is the file cut off?"),
-        (b'{"a": 1}\n{"a": \n{"a": 1}\n', "line 2: malformed JSON: unexpected end of data; the line ends before"),
+        (
+            b'{"a": 1}\n{"a": \n{"a": 1}\n',
+            "line 2: malformed JSON: unexpected end of data; the line ends",
+        ),
         (b'{"a": 1}\n{"a": \n\n', "line 2: malformed JSON: unexpected end of data; is the file cut off?"),
         (b'{"a": 1}}\n{"b": 2}', "line 1: malformed JSON: "),
         (b'{"a": 1},\n{"b": 2}', "line 1: malformed JSON: "),

@@ -11,6 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
+from patch.data.formats import FormatOptions, columns_in
 from patch.data.sft.options import SftOptions
 from patch.data.sft.source import load_sft
 from patch.data.tokenizer import load_tokenizer
@@ -256,3 +257,21 @@ def test_masks_equal_transformers_on_real_data(name: str, shared_data: Path, lla
     check_against_transformers(source, tokenizer, conversations, length)
     learned = sum(int(source[index].loss_mask.sum()) for index in range(len(source)))
     assert learned == sum(sum(expected_by_transformers(tokenizer, each)[1]) for each in conversations)
+
+
+def test_columns_that_no_row_has_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    rows = [{**alpaca("hello", "world"), "topic": "x"}, {"messages": [{"role": "user", "content": "hello"}]}]
+    columns = {"output": "answre", "system": "topic", "content": "text", "role": "role"}
+    misspelled = FormatOptions({"output": "answre"})
+    options = SftOptions(misspelled, max_dropped_share=1.0, cache_dir=tmp_path / "cache")
+    path = write_rows(tmp_path, rows)
+    said = (
+        "rows.json: no row has the key answre of --columns output=answre; rows were read by their usual keys"
+    )
+    for _ in ("tokenized", "from the cache"):
+        caplog.clear()
+        load_sft(path, tiny_tokenizer(), 16, options)
+        assert [line for line in caplog.messages if "no row has" in line] == [f"{path}: {said}"]
+    assert columns_in(rows[0], columns) == {"system"}
+    assert columns_in(rows[1], columns) == {"role"}
+    assert columns_in({"messages": json.dumps([{"text": "hello"}])}, columns) == {"content"}
