@@ -171,6 +171,12 @@ def test_what_a_template_does_not_write_is_noticed(family: str, row: Conversatio
     assert caught.value.field == "chat_template"
 
 
+def test_thoughts_within_the_words_need_no_line_break_after_them() -> None:
+    ((run,),) = learned("QWEN3", chat(turns("hello", "<think>no</think>yes")))
+    (expected,) = learned("QWEN3", chat(turns("hello", "<think>\nno\n</think>\n\nyes")))
+    assert [run] == expected
+
+
 def test_answer_of_a_tool_that_is_not_written_is_noticed() -> None:
     deaf = tiny_tokenizer(template=families.LLAMA31.replace("m.content | tojson", "'...'"))
     with pytest.raises(DataError, match="message 3: .* does not write what the tool says"):
