@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 
@@ -29,7 +30,8 @@ def _preview(options: argparse.Namespace) -> int:
     from patch.data.preview import Preview, terminal
     from patch.data.tokenizer import load_tokenizer
 
-    settings = read_data_settings(options.data, fields_of(options, DATA_FLAGS), options.config)
+    flags = fields_of(options, DATA_FLAGS)
+    settings = read_data_settings(options.data, flags, options.config, os.environ)
     preview = Preview(settings.data, load_tokenizer(settings.tokenizer))
     console = terminal(sys.stdout)
     preview.show_rows(console, options.rows, options.row)

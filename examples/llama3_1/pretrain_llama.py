@@ -23,6 +23,7 @@ from patch.config import (  # noqa: E402
     run_warnings,
     to_flags,
     to_yaml,
+    unknown_variables,
     user_message,
     validate_run,
 )
@@ -77,7 +78,7 @@ def main(argv: list[str]) -> int:
 
             run(config)
             return 0
-        for warning in run_warnings(config):
+        for warning in [*run_warnings(config), *unknown_variables(os.environ)]:
             _logger.warning("%s", warning)
         for note in notes:
             _logger.info("%s", note)

@@ -8,7 +8,7 @@ from patch.config.file_rules import run_warnings
 from patch.config.flags import to_flags
 from patch.config.hub_names import fetch_from_hub
 from patch.config.parse import Invocation, parse_args
-from patch.config.positions import user_message
+from patch.config.positions import unknown_variables, user_message
 from patch.config.resume_guard import remember_data, resume_notes
 from patch.config.schema import (
     CheckpointConfig,
@@ -42,6 +42,7 @@ __all__ = [
     "run_warnings",
     "to_flags",
     "to_yaml",
+    "unknown_variables",
     "user_message",
     "validate_run",
 ]

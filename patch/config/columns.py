@@ -12,6 +12,9 @@ COLUMNS = (
 )
 """Every key that can be given another name. `role` and `content` are those inside the turns."""
 
+_SHAREGPT = {"conversations": "messages", "conversation": "messages", "from": "role", "value": "content"}
+"""ShareGPT's keys, and ours for the same."""
+
 
 def parse_columns(text: str | None) -> dict[str, str]:
     """Our name of a key to the name that the rows have: "instruction=question,output=answer".
@@ -26,7 +29,8 @@ def parse_columns(text: str | None) -> dict[str, str]:
             example = "expected NAME=COLUMN, such as instruction=question,output=answer"
             raise ConfigError(f"got {part.strip()!r}, {example}", field="columns")
         if ours not in COLUMNS:
-            hint = nearest(ours, list(COLUMNS))
+            meant = _SHAREGPT.get(ours)
+            hint = nearest(ours, list(COLUMNS)) if meant is None else f", did you mean {meant}?"
             raise ConfigError(
                 f"got the name {ours!r}, expected one of {', '.join(COLUMNS)}{hint}; the rows' own name "
                 "follows the =",

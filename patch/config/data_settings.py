@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from patch.config.data_spec import parse_data
 from patch.config.fields import FIELDS
 from patch.config.hub_names import fetch_sets, take_models
+from patch.config.positions import read_variables
 from patch.config.rules import check_range
 from patch.config.schema import DataConfig
 from patch.config.yaml_io import read_yaml
@@ -40,20 +41,23 @@ class DataSettings(NamedTuple):
     """Folder or name of the tokenizer; None if none is given."""
 
 
-def read_data_settings(text: str | None, flags: Mapping[str, Any], run: str | None) -> DataSettings:
-    """The settings: those of a run, if there is one, with flags over them.
+def read_data_settings(
+    text: str | None, flags: Mapping[str, Any], run: str | None, environ: Mapping[str, str]
+) -> DataSettings:
+    """The settings: those of a run, if there is one, with environment variables and flags over them.
 
     Args:
         text: what DATASET_PATH would be, also with names of the hub; None: the run's.
         flags: some fields of `DATA_FLAGS` and their values.
         run: a YAML file, such as the config.yaml of a run.
+        environ: the environment variables, of which a run's (TOKENIZER_PATH) count.
 
     Raises:
         ConfigError: no data is named, it is no set of rows, a value is out of range, or the file cannot be
             used.
         DataError: a name of the hub cannot be had.
     """
-    values = {**(read_yaml(run) if run is not None else {}), **flags}
+    values = {**(read_yaml(run) if run is not None else {}), **read_variables(environ), **flags}
     take_models(values)
     if text is not None:
         text = fetch_sets(text, "train_data_path")

@@ -21,7 +21,7 @@ from glob import has_magic, iglob
 from pathlib import Path
 from typing import NamedTuple
 
-from patch.errors import ConfigError, DataError
+from patch.errors import ConfigError, DataError, nearest
 from patch.parse_numbers import to_float
 
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
@@ -134,8 +134,8 @@ def files_of(path: str, field: str | None = None) -> list[Path]:
     if os.path.lexists(path) or not has_magic(path):
         if not os.path.exists(path):
             raise DataError(
-                f"{path} does not exist, expected a file, a folder or a glob (several paths: quote one that "
-                "has blanks)",
+                f"{path} does not exist{_nearest_file(path)}, expected a file, a folder or a glob (several "
+                "paths: quote one that has blanks)",
                 field=field,
             )
         return [Path(path)]
@@ -143,6 +143,15 @@ def files_of(path: str, field: str | None = None) -> list[Path]:
     if not files:
         raise DataError(f"{path}: no file matches, expected at least one", field=field)
     return [Path(name) for name in files]
+
+
+def _nearest_file(path: str) -> str:
+    """A hint with the file beside a path that is called almost like it."""
+    folder, name = os.path.split(path)
+    try:
+        return nearest(name, os.listdir(folder or "."))
+    except OSError:
+        return ""
 
 
 def _names_files(text: str) -> bool:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple, NoReturn
 
 from patch.config.fields import FIELDS, SECTIONS, Field, coerce, scalar_of
@@ -139,6 +140,7 @@ def read_flags(argv: Sequence[str]) -> Flags:
             with different values.
         SystemExit: --help, after printing it.
     """
+    _refuse_values_of_booleans(argv)
     parser = build_parser()
     namespace, unknown = parser.parse_known_args(list(argv))
     if unknown:
@@ -147,9 +149,22 @@ def read_flags(argv: Sequence[str]) -> Flags:
     return Flags(fields_of(namespace, FIELDS), config, getattr(namespace, "dry_run", False))
 
 
+def _refuse_values_of_booleans(argv: Sequence[str]) -> None:
+    booleans = {flag for field in FIELDS.values() if field.kind is bool for flag in _spellings(field)}
+    for text, following in zip_longest(argv, argv[1:], fillvalue=""):
+        flag, sign, value = text.partition("=")
+        if flag in booleans and (sign or following in ("true", "false")):
+            positive = flag.replace("--no-", "--")
+            raise ConfigError(
+                f"{flag} takes no value, got {value or following!r}; expected {positive} for true, "
+                f"--no-{positive[2:]} for false"
+            )
+
+
 def _refuse_unknown(name: str) -> NoReturn:
     known = ["--config", "--dry-run", *(flag for field in FIELDS.values() for flag in _spellings(field))]
-    raise ConfigError(f"unknown argument {name}{nearest(name, known)} (--help lists the flags)")
+    hint = ", did you mean --tokenizer-name-or-path?" if name == "--tokenizer" else nearest(name, known)
+    raise ConfigError(f"unknown argument {name}{hint} (--help lists the flags)")
 
 
 def _single(name: str, values: Any) -> Any:

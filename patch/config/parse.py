@@ -127,7 +127,7 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
         return {}
     if load is not None and not Path(load).exists():
         raise ConfigError(
-            f"{load!r} does not exist, expected a folder, or a name of the hub (org/name)", field="load"
+            f"got {load!r}, no such folder, expected a folder, or a name of the hub (org/name)", field="load"
         )
     raise ConfigError(
         f"auto reads the shape from the folder at {where('load')}; got {FIELDS['load'].to_scalar(load)!r}, "

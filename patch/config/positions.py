@@ -13,7 +13,7 @@ from patch.config.fields import FIELDS, check_choice, coerce
 from patch.config.presets import MODEL_SIZES
 from patch.config.schema import RunConfig
 from patch.config.unsupported import is_built
-from patch.errors import ConfigError, PatchError
+from patch.errors import ConfigError, PatchError, nearest
 from patch.parse_numbers import to_float, to_int
 
 INT, FLOAT, PATH = "int", "float", "path"
@@ -176,9 +176,11 @@ def _parse(index: int, position: Position, text: str) -> Any:
     if isinstance(position.kind, tuple):
         check_choice(text, position.kind, origin, built_words(position))
         return _word_or_bool(position, text)
+    may_be_none = position.kind == PATH and FIELDS[position.fields[0]].none is not None
     value = {INT: to_int, FLOAT: to_float, PATH: lambda path: path or None}[position.kind](text)
-    if value is None:
-        expected = {INT: "a whole number", FLOAT: "a finite number", PATH: "a path"}[position.kind]
+    if value is None or (may_be_none and text in ("None", "NONE", "null")):
+        path = "a path, or none" if may_be_none else "a path"
+        expected = {INT: "a whole number", FLOAT: "a finite number", PATH: path}[position.kind]
         raise ConfigError(f"{origin}: got {text!r}, expected {expected}")
     return value
 
@@ -194,6 +196,17 @@ def read_variables(environ: Mapping[str, str]) -> dict[str, Any]:
         for variable, (field, _) in VARIABLES.items()
         if environ.get(variable)
     }
+
+
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
+    """One line for each variable that begins with MP_ as ours do, but is none of them and has no effect."""
+    known = [*VARIABLES, "NPROC_PER_NODE"]
+    return [
+        f"environment variable {name} has no effect: it is unknown{nearest(name, known)} (known: "
+        f"{', '.join(known)})"
+        for name in sorted(environ)
+        if name.startswith("MP_") and name not in VARIABLES
+    ]
 
 
 def _tokens_to_iters(layer: dict[str, Any], flags: Mapping[str, Any]) -> None:

@@ -60,7 +60,8 @@ def columns_are_pairs(config: RunConfig, machine: MachineFacts) -> None:
 def pretraining_reads_indexed_sets(config: RunConfig, machine: MachineFacts) -> None:
     """Pre-training reads .bin/.idx, SFT also raw rows."""
     if not config.training.sft and config.data.dataset_type == "raw":
-        refuse("dataset_type", "raw", "idxmap, or SFT=true", "pre-training on raw rows is not built yet")
+        why = "pre-training reads .bin/.idx, which python -m toolkits.preprocess_pretrain makes from rows"
+        refuse("dataset_type", "raw", "idxmap, or SFT=true", why)
 
 
 def documents_are_pretraining(config: RunConfig, machine: MachineFacts) -> None:

@@ -34,6 +34,11 @@ class Concatenation:
         return source[index - self._ends[which] + len(source)]
 
 
+def passes_text(passes: float) -> str:
+    """How often a set is read, with two digits that count: "9.6", "0.0012", "1234"."""
+    return f"{passes:.2g}" if passes < 99.5 else f"{passes:.0f}"
+
+
 class Blend:
     """Sets with weights: each has its share of the samples at any time, and epochs and orders of its own.
 

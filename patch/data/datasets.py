@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import DATA_SUFFIXES, DataPart, parse_data
 from patch.config.schema import DataConfig, ModelConfig
-from patch.data.blend import Blend, Concatenation
+from patch.data.blend import Blend, Concatenation, passes_text
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.packing import packed
 from patch.data.samples import SampleSource
@@ -152,8 +152,8 @@ def _joined(
     passes = joined.passes() if isinstance(joined, Blend) else [num_samples / len(joined)] * len(sources)
     for part, source, times in zip(parts, sources, passes, strict=True):
         _logger.info(
-            "%s: the run takes %.0f samples, %.2f passes over its %d",
-            part.path, times * len(source), times, len(source),
+            "%s: the run takes %.0f samples, %s passes over its %d",
+            part.path, times * len(source), passes_text(times), len(source),
         )  # fmt: skip
     return joined
 

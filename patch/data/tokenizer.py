@@ -73,7 +73,8 @@ def check_vocabulary(tokenizer: PreTrainedTokenizerBase, vocab_size: int) -> Non
         last = tokenizer.convert_ids_to_tokens(needed - 1)
         raise DataError(
             f"tokenizer: {tokenizer.name_or_path} has ids up to {needed - 1} ({last}), the model's "
-            f"vocabulary has {vocab_size} rows (--vocab-size); expected the tokenizer of this model"
+            f"vocabulary has {vocab_size} rows (--vocab-size is the model's); expected the tokenizer of this "
+            "model, without the tokens that were added to it"
         )
 
 

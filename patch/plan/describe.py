@@ -42,6 +42,7 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             f"step        {training.global_batch_size} samples x {config.sample_length} tokens = "
             f"{tokens} tokens, {config.num_micro_batches} micro-batch(es) a replica, "
             f"{_scaled(model_flops_per_step(config))}FLOP",
+            *_packing(config),
             f"run         {_length(config)}",
             *_shortages(config, machine),
         )
@@ -54,6 +55,16 @@ def _length(config: RunConfig) -> str:
         return f"{training.train_epochs:g} epochs; the steps follow from the training set"
     tokens = training.train_iters * training.global_batch_size * config.sample_length
     return f"{training.train_iters} steps = {_scaled(tokens)} tokens"
+
+
+def _packing(config: RunConfig) -> list[str]:
+    """A line about packed sequences; none for .bin/.idx, which are packed, or not, as they were made."""
+    if not config.data.packing or config.data.dataset_type != "raw":
+        return []
+    return [
+        f"packing     on: several rows share a sequence of {config.sample_length} tokens, a sample of the "
+        "step is such a sequence"
+    ]
 
 
 def _split_layers(config: RunConfig) -> list[str]:

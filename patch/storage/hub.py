@@ -71,11 +71,16 @@ class _Wanted(NamedTuple):
 
 
 def hub_name(text: str, kind: Kind) -> HubName | None:
-    """The name of the hub that a path stands for: org/name, or a snapshot; None if there is such a path."""
+    """The name of the hub that a path stands for: org/name, or a snapshot.
+
+    None if there is such a path, or a folder here is called like its first part: it is a misspelled path.
+    """
     if os.path.lexists(text):
         return None
     if (name := snapshot_name(text)) is not None:
         return name if name.kind == kind else None
+    if os.path.isdir(text.partition("/")[0]):
+        return None
     is_name = _NAME.fullmatch(text) and not _FILE.search(text) and ".." not in text and "--" not in text
     return HubName(kind, text) if is_name else None
 

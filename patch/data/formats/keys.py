@@ -64,7 +64,8 @@ def rename(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> di
         return dict(row)
     for ours, theirs in columns.items():
         if theirs not in row:
-            found = missing_keys(row, f"the key {theirs:.60} (null if it has none)", [theirs])
+            hint = nearest(theirs, list(islice(row, _KEYS_SHOWN)))
+            found = missing_keys(row, f"the key {theirs:.60} (null if it has none){hint}", [])
             raise DataError(f"{where}: --columns {ours}={theirs}: {found}")
     replaced = set(columns.values())
     kept = {key: value for key, value in row.items() if key not in replaced}

@@ -40,6 +40,9 @@ _ROLES_NAMED = "system, user, assistant, tool (or human, gpt, observation, funct
 
 _ROLE_KEYS = ("role", "from")
 _CONTENT_KEYS = ("content", "value")
+_EXPECTED = (
+    "role and content (or from and value); where turns have other names: --columns role=speaker,content=text"
+)
 _REASONING = {"reasoning_content", "reasoning", "thinking"}
 _KEPT = {*_REASONING, "name", "tool_call_id"}
 """Keys that templates read beside role, content and tool_calls, where they are text."""
@@ -99,7 +102,7 @@ def _spoken(item: dict[str, Any], where: str) -> list[dict[str, Any]]:
     if said and all(key.lower() in _ROLES for key in said):
         return [{"role": role, "content": content} for role, content in said.items()]
     known = [*_ROLE_KEYS, *_CONTENT_KEYS]
-    raise DataError(f"{where}: {missing_keys(item, 'role and content (or from and value)', known)}")
+    raise DataError(f"{where}: {missing_keys(item, _EXPECTED, known)}")
 
 
 def _turn(item: dict[str, Any], where: str) -> Turn:
@@ -149,7 +152,7 @@ def _content(item: dict[str, Any], key: str | None, where: str, *, has_calls: bo
         return ""
     if key is None:
         known = [*_ROLE_KEYS, *_CONTENT_KEYS, "tool_calls"]
-        raise DataError(f"{where}: {missing_keys(item, 'role and content (or from and value)', known)}")
+        raise DataError(f"{where}: {missing_keys(item, _EXPECTED, known)}")
     if is_result and isinstance(item[key], dict):
         return json.dumps(item[key], ensure_ascii=False)
     if isinstance(item[key], list):

@@ -20,6 +20,7 @@ from megatron.core.datasets.blended_dataset import BlendedDataset
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import Split, normalize
 
+from patch.data.blend import passes_text
 from patch.data.pretraining.index_cache import kept_as_made
 from patch.data.pretraining.indexed_dataset import check_ids
 from patch.data.pretraining.part import Part, PretrainOptions, open_part
@@ -106,8 +107,8 @@ def load_training(
     for part, share in zip(source.parts, shares, strict=True):
         taken = source.num_samples * share
         _logger.info(
-            "%s: the run takes %.0f samples of %d tokens, %.1f passes over its %d tokens",
-            part.prefix, taken, length, taken * length / part.tokens, part.tokens,
+            "%s: the run takes %.0f samples of %d tokens, %s passes over its %d tokens",
+            part.prefix, taken, length, passes_text(taken * length / part.tokens), part.tokens,
         )  # fmt: skip
     return source
 

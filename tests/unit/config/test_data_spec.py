@@ -123,3 +123,9 @@ def test_missing_files_are_named(tmp_path: Path):
         files_of(f"{tmp_path}/absent.json")
     with pytest.raises(DataError, match=r"\*.json: no file matches"):
         files_of(f"{tmp_path}/*.json")
+
+
+def test_misspelled_file_names_the_one_beside_it(tmp_path):
+    (tmp_path / "alpaca_zh_demo.json").touch()
+    with pytest.raises(DataError, match=r"dmo.json does not exist, did you mean alpaca_zh_demo.json\?"):
+        files_of(str(tmp_path / "alpaca_zh_dmo.json"))

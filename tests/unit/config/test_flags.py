@@ -6,6 +6,7 @@ import pytest
 
 from patch.config import parse_args, to_flags
 from patch.config.fields import FIELDS
+from patch.config.flags import read_flags
 from patch.config.positions import POSITIONS, VARIABLES
 from patch.config.unsupported import NOT_BUILT
 from patch.errors import ConfigError
@@ -36,7 +37,7 @@ def test_whole_numbers_may_be_scientific(command, text, number):
             "--precision: got 'bf17', expected one of fp32, fp16, bf16, did you mean",
         ),
         (["--seed"], "argument --seed: expected one argument; --help lists the flags"),
-        (["--sft=yes"], "argument --sft: ignored explicit argument 'yes'"),
+        (["--sft=yes"], "--sft takes no value, got 'yes'; expected --sft for true"),
         (["--seed", "1", "--seed", "2"], "--seed is given twice: 1 and 2"),
         (["--sft", "--no-sft"], "--sft is given twice: True and False"),
         (["--config", "/no/such.yaml"], "--config /no/such.yaml: cannot be read"),
@@ -125,3 +126,15 @@ def test_shape_by_flags_alone_derives_the_rest(command):
 def test_config_is_frozen(command):
     with pytest.raises(dataclasses.FrozenInstanceError):
         command.parse().config.optimizer.lr = 1.0
+
+
+@pytest.mark.parametrize("argv", [["--packing", "true"], ["--packing=true"], ["--no-packing", "false"]])
+def test_booleans_take_no_value(argv):
+    expected = "takes no value, got '(true|false)'; expected --packing for true, --no-packing for false"
+    with pytest.raises(ConfigError, match=expected):
+        read_flags(argv)
+
+
+def test_tokenizer_is_sent_to_the_flag_of_its_folder():
+    with pytest.raises(ConfigError, match=r"did you mean --tokenizer-name-or-path\?"):
+        read_flags(["--tokenizer", "folder"])

@@ -167,3 +167,13 @@ def test_a_prefix_of_indexed_data_is_no_name(command, monkeypatch: pytest.Monkey
     config = command.parse(SFT="false", DATASET_PATH="data/text_document", **steps).config
     assert config.data.train_data_path == str(command.folder / "data" / "text_document")
     assert fetch_from_hub(config, weights=True) == dataclasses.replace(config)
+
+
+def test_a_path_into_a_folder_that_is_here_is_no_name(command, monkeypatch) -> None:
+    monkeypatch.chdir(command.folder)
+    (command.folder / "output").mkdir()
+    with refused(ConfigError, "got 'output/seed_model', no such folder"):
+        command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH="output/seed_model")
+    config = command.parse(PRETRAIN_CHECKPOINT_PATH="output/seed_model").config
+    with refused(ConfigError, "output/seed_model.*no such folder"):
+        validate_run(config, command.machine)

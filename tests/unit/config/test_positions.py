@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from patch.config.positions import POSITIONS
+from patch.config.positions import POSITIONS, unknown_variables
 from patch.errors import ConfigError
 
 
@@ -157,3 +157,16 @@ def test_bad_variable_is_named(command, variable, value):
     command.environ[variable] = value
     with pytest.raises(ConfigError, match=f"environment variable {variable}:"):
         command.parse()
+
+
+def test_misspelled_variables_are_warned_of():
+    environ = {"MP_SFT_PAKING": "true", "MP_VP": "1", "MPI_HOME": "x", "MP_PP0_LAYERS": "3"}
+    other, packing = unknown_variables(environ)
+    assert other.startswith("environment variable MP_PP0_LAYERS has no effect: it is unknown")
+    assert "MP_SFT_PAKING has no effect: it is unknown, did you mean MP_SFT_PACKING?" in packing
+
+
+@pytest.mark.parametrize("text", ["None", "null", ""])
+def test_none_is_offered_where_it_is_legal(command, text):
+    with pytest.raises(ConfigError, match="position 21 VALID_DATASET_PATH: got .* expected a path, or none$"):
+        command.parse(VALID_DATASET_PATH=text)

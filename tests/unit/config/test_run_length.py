@@ -131,3 +131,11 @@ def test_pretraining_of_other_epochs_is_refused(command, run_folder):
         resume_notes(command.parse("--train-epochs=3", **positions).config)
     same_steps = command.parse(**positions | dict(TRAIN_TOKENS_OR_ITERS=str(10 * 8 * 64))).config
     assert [note.split(":")[0] for note in resume_notes(same_steps)] == ["--train-epochs"]
+
+
+def test_plan_says_that_rows_are_packed(command):
+    assert "\npacking " not in describe_plan(command.parse().config, command.machine)
+    command.environ["MP_SFT_PACKING"] = "true"
+    assert "\npacking     on: several rows share a sequence of 32 tokens" in describe_plan(
+        command.parse().config, command.machine
+    )

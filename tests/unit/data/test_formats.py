@@ -340,7 +340,7 @@ def test_bad_row_says_what_was_found_and_expected(row: dict, said: str) -> None:
             {"instruction": "question"},
             "--columns instruction=question: ",
         ),
-        ({"qestion": "Q", "output": "A"}, {"instruction": "question"}, "qestion, did you mean question?"),
+        ({"qestion": "Q", "output": "A"}, {"instruction": "question"}, "did you mean qestion?"),
         (
             {"instruction": "Q", "output": "A"},
             {"system": "persona"},
@@ -440,3 +440,15 @@ def test_one_conversation_in_every_format_is_one_sample(tmp_path: Path) -> None:
     assert tiny_tokenizer().decode(learned) == "world<|eot_id|>there<|eot_id|>"
     for index in range(1, len(rows)):
         assert torch.equal(torch.stack(source[index][:3]), torch.stack(source[0][:3])), rows[index]
+
+
+def test_misspelled_column_names_the_key_that_the_rows_have() -> None:
+    options = FormatOptions({"instruction": "questoin"})
+    with pytest.raises(DataError, match=r"key questoin \(null if it has none\), did you mean question\?$"):
+        to_conversation({"question": "a", "answer": "b"}, "f: line 1", options)
+
+
+def test_turns_with_other_keys_are_sent_to_columns() -> None:
+    row = {"messages": [{"speaker": "user", "text": "a"}]}
+    with pytest.raises(DataError, match="--columns role=speaker,content=text"):
+        to_conversation(row, "f: line 1")

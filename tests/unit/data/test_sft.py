@@ -265,9 +265,7 @@ def test_columns_that_no_row_has_are_named(tmp_path: Path, caplog: pytest.LogCap
     misspelled = FormatOptions({"output": "answre"})
     options = SftOptions(misspelled, max_dropped_share=1.0, cache_dir=tmp_path / "cache")
     path = write_rows(tmp_path, rows)
-    said = (
-        "rows.json: no row has the key answre of --columns output=answre; rows were read by their usual keys"
-    )
+    said = "no row has the key answre of --columns output=answre; rows were read by their usual keys"
     for _ in ("tokenized", "from the cache"):
         caplog.clear()
         load_sft(path, tiny_tokenizer(), 16, options)

@@ -237,3 +237,9 @@ def test_a_file_that_cannot_be_written_is_refused(tokenizer, tmp_path, capsys):
     arguments = _flags(tokenizer, "--no-statistics", "--html", tmp_path / "no" / "it.html")
     assert main([str(_write(tmp_path, ROWS[:1])), *arguments]) == 2
     assert "it.html cannot be written" in capsys.readouterr().err
+
+
+def test_tokenizer_may_be_named_by_the_variable_of_a_run(tokenizer, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("TOKENIZER_PATH", str(tokenizer))
+    assert main([str(_write(tmp_path, ROWS[:1])), "--no-statistics"]) == 0
+    assert "learned" in capsys.readouterr().out
