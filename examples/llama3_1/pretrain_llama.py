@@ -63,6 +63,9 @@ def main(argv: list[str]) -> int:
     is_worker = "LOCAL_RANK" in os.environ
     if is_worker:  # also for workers that torchrun started
         os.environ.update(allocator_environment(os.environ))
+    else:  # first of all, because the misspelled variable may be why the run is refused
+        for warning in unknown_variables(os.environ):
+            _logger.warning("%s", warning)
     try:
         machine = MachineFacts.probe()
         invocation = parse_args(argv, os.environ, machine)
@@ -78,7 +81,7 @@ def main(argv: list[str]) -> int:
 
             run(config)
             return 0
-        for warning in [*run_warnings(config), *unknown_variables(os.environ)]:
+        for warning in run_warnings(config):
             _logger.warning("%s", warning)
         for note in notes:
             _logger.info("%s", note)
