@@ -54,16 +54,16 @@ def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
         field: the field of the configuration that holds it, for messages.
 
     Raises:
-        ConfigError: there is no path, a weight is missing or not positive, or a quotation mark is not closed.
+        DataError: there is no path, a weight is missing or not positive, or a quotation mark is not closed.
     """
     if _names_files(text):
         return (DataPart(None, text),)
     words = _words(text, field)
     if not words:
-        raise ConfigError(f"got {text!r}, expected a path", field=field)
+        raise DataError(f"got {text!r}, expected a path", field=field)
     if to_float(words[0]) is None:
         if late := next((word for word in words if to_float(word) is not None), None):
-            raise ConfigError(
+            raise DataError(
                 f"got {text!r}: {late} is a weight, but {words[0]} has none, expected WEIGHT PATH WEIGHT "
                 "PATH ..., or paths alone (a path that is a number: ./NUMBER)",
                 field=field,
@@ -74,7 +74,7 @@ def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
         number = to_float(weight)
         if number is None or number <= 0 or index == len(paths):
             what = f"{weight} has no path" if number is not None and number > 0 else f"{weight} is no weight"
-            raise ConfigError(
+            raise DataError(
                 f"got {text!r}: {what}, expected WEIGHT PATH WEIGHT PATH ..., each weight above 0",
                 field=field,
             )
@@ -159,7 +159,7 @@ def _words(text: str, field: str | None) -> list[str]:
     try:
         return list(lexer)
     except ValueError:
-        raise ConfigError(
+        raise DataError(
             f"got {text!r}: a quotation mark is not closed, expected a path, or WEIGHT PATH WEIGHT PATH ...",
             field=field,
         ) from None

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
@@ -21,6 +23,7 @@ from patch.storage.names import (
     CHECKPOINT_FOLDER,
     CONFIG_FILE,
     DATA_FINGERPRINT_FILE,
+    TOKENIZER_FILES,
     TRACKER,
     complete_iterations,
 )
@@ -151,7 +154,9 @@ def _refuse(config: RunConfig, field: str, before: Any, now: Any, reason: _Reaso
 
 
 def remember_data(config: RunConfig) -> None:
-    """Write a hash of the training data into the run's folder, so that a resume notices changed data.
+    """Write hashes of the training data into the run's folder, so that a resume notices changed data.
+
+    The second one is of what encodes raw rows: the tokenizer and the chat template.
 
     Does nothing if the folder already has checkpoints. Call it in one process of the run, before training.
 
@@ -161,7 +166,7 @@ def remember_data(config: RunConfig) -> None:
     output = Path(config.checkpoint.output_path)
     if _was_begun(output / CHECKPOINT_FOLDER):
         return
-    text = _fingerprint(config) + "\n"
+    text = f"{_fingerprint(config)}\n{_encoding_fingerprint(config)}\n"
     try:
         output.mkdir(parents=True, exist_ok=True)
         write_atomically(output / DATA_FINGERPRINT_FILE, text)
@@ -176,7 +181,17 @@ def remember_data(config: RunConfig) -> None:
 def _check_data(config: RunConfig, before: RunConfig) -> None:
     """Check that the training data is that of the earlier run; equal files may lie at another path."""
     file = Path(config.checkpoint.output_path) / DATA_FINGERPRINT_FILE
-    if file.is_file() and file.read_bytes().strip() == _fingerprint(config).encode():
+    known = file.read_bytes().decode(errors="replace").split() if file.is_file() else []
+    if len(known) > 1 and known[1] != _encoding_fingerprint(config):
+        chosen = config.data.chat_template
+        with_template = "its chat template" if chosen is None else chosen
+        raise ConfigError(
+            f"the tokenizer in {config.tokenizer_folder} or {with_template} has changed since the run in "
+            f"{file.parent} began, expected the same tokens for the same rows; put it back, or give "
+            f"{_FROM_WEIGHTS}",
+            field="tokenizer_name_or_path" if chosen is None else "chat_template",
+        )
+    if known[:1] == [_fingerprint(config)]:
         return
     then, now = before.data.train_data_path, config.data.train_data_path
     if not _same(then, now):
@@ -206,6 +221,27 @@ def _fingerprint(config: RunConfig) -> str:
             with open(name, "rb") as file:
                 for piece in _samples(file):
                     digest.update(piece)
+    return digest.hexdigest()
+
+
+def _encoding_fingerprint(config: RunConfig) -> str:
+    """A hash of the tokenizer's files and of the chat template; "none" where no raw rows are encoded.
+
+    Of tokenizer_config.json only the chat template counts: its other values are often written anew.
+    """
+    if config.data.dataset_type != "raw":
+        return "none"
+    folder, chosen = Path(config.tokenizer_folder or ""), config.data.chat_template
+    digest = hashlib.sha256()
+    files = [folder / name for name in TOKENIZER_FILES]
+    files.append(folder / "chat_template.jinja" if chosen is None else Path(chosen))
+    for file in files:
+        content = file.read_bytes() if file.is_file() else b""
+        digest.update(f"{len(content)}\n".encode() + content)
+    settings = folder / "tokenizer_config.json"
+    if chosen is None and settings.is_file():
+        with suppress(ValueError, AttributeError):  # damaged: the tokenizer's reader says so
+            digest.update(json.dumps(json.loads(settings.read_bytes()).get("chat_template")).encode())
     return digest.hexdigest()
 
 

@@ -18,7 +18,8 @@ _logger = get_logger(__name__)
 class BestCheckpoint(TrainerHook):
     """Keeps the number of the best checkpoint in a file beside the checkpoints.
 
-    A checkpoint counts if its step was evaluated. On resume the losses of earlier ones come from
+    A checkpoint counts if its step was evaluated on what the last evaluation took, known by its number of
+    learned tokens: losses of other sets cannot be compared. On resume the losses of earlier ones come from
     metrics.jsonl, so this hook is created after `MetricsLog`, which cuts the file back.
 
     Args:
@@ -31,11 +32,12 @@ class BestCheckpoint(TrainerHook):
 
     def __init__(self, output: Path, start_iteration: int) -> None:
         self._file = output / CHECKPOINT_FOLDER / BEST_TRACKER
-        self._losses = {
-            record["iteration"]: record["valid_loss"]
-            for record in read_metrics(output / METRICS_FILE)
-            if record.get("valid_loss") is not None
-        }
+        self._losses: dict[int, float] = {}
+        self._num_tokens: float | None = None
+        """Learned tokens of the last evaluation, and so of all that `_losses` holds."""
+        for record in read_metrics(output / METRICS_FILE):
+            if record.get("valid_loss") is not None:
+                self._note(record)
         complete = complete_iterations(self._file.parent)
         self._saved = {iteration for iteration in complete if iteration <= start_iteration}
         self._best: int | None = None
@@ -45,14 +47,20 @@ class BestCheckpoint(TrainerHook):
 
     def on_evaluate(self, record: Record) -> None:
         """Note the validation loss; the checkpoint of this step may be saved before or after."""
-        if not math.isnan(record["valid_loss"]):
-            self._losses[record["iteration"]] = record["valid_loss"]
+        self._note(record)
         self._mark()
 
     def on_save(self, iteration: int) -> None:
         """Note that there is a checkpoint of this step."""
         self._saved.add(iteration)
         self._mark()
+
+    def _note(self, record: Record) -> None:
+        if record.get("valid_tokens") != self._num_tokens:
+            self._losses.clear()
+            self._num_tokens = record.get("valid_tokens")
+        if not math.isnan(record["valid_loss"]):
+            self._losses[record["iteration"]] = record["valid_loss"]
 
     def _mark(self) -> None:
         """Write the file if another checkpoint is the best one; the earlier one of two with equal losses."""

@@ -27,7 +27,7 @@ def evaluate(run: Run) -> dict[str, float]:
     Returns:
         `valid_loss` and `valid_ppl`: the mean over the learned tokens of all sets, or where position 21 has
         weights, the mean of the sets' losses by weight. With several sets also `valid_loss/NAME` and
-        `valid_ppl/NAME` of each. The same on all ranks.
+        `valid_ppl/NAME` of each. `valid_tokens`: the learned tokens of all sets. The same on all ranks.
     Raises:
         DataError: on all ranks, if one of them cannot read its data.
     """
@@ -59,7 +59,7 @@ def _record(run: Run, sums: list[float], tokens: list[float]) -> dict[str, float
     for name, loss in losses.items():
         record[f"valid_loss{name}"] = loss
         record[f"valid_ppl{name}"] = math.exp(min(loss, _LARGEST_EXPONENT))
-    return record
+    return {**record, "valid_tokens": sum(tokens)}
 
 
 def _sum_over_set(run: Run, name: str, reader: BatchReader) -> tuple[float, float]:

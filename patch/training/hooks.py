@@ -32,7 +32,7 @@ class TrainerHook:
         """Called every `--log-interval` steps and after the last step; metrics are the largest over ranks."""
 
     def on_evaluate(self, record: Record) -> None:
-        """Called after an evaluation, with `iteration`, `valid_loss` and `valid_ppl`.
+        """Called after an evaluation, with `iteration`, `valid_loss`, `valid_ppl` and `valid_tokens`.
 
         With several validation sets there are also `valid_loss/NAME` and `valid_ppl/NAME` of each.
         """

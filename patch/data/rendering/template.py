@@ -160,7 +160,7 @@ class Template:
         """Where the turn ends that a `{% generation %}` block writes.
 
         What the block writes after its last token, such as ChatML's line break, does not belong to the turn.
-        A token that follows the block does.
+        A token that follows the block does; a special token in the block may close a tool's call only.
 
         Args:
             text: the text of the conversation.
@@ -173,7 +173,7 @@ class Template:
         """
         *_, last = [None, *self._special.finditer(text, start, end)]
         if last is not None and not text[last.end() : end].strip():
-            return last.end()
+            return self._with_end_token(text, last.end())
         blanks = len(text[end:]) - len(text[end:].lstrip())
         following = self._special.match(text, end + blanks)
         if following is None:
@@ -181,7 +181,17 @@ class Template:
                 f"{row.where}: {self.name} ends the assistant's turn without a special token, so the model "
                 f"would not learn to stop; {CURE}"
             )
-        return following.end()
+        return self._with_end_token(text, following.end())
+
+    def _with_end_token(self, text: str, end: int) -> int:
+        """Where the end token ends, if it or the rest of it follows what ends at `end`; otherwise `end`."""
+        token = self._end_token
+        for size in range(len(token) - 1, 0, -1):
+            if text.startswith(token[size:], end) and text.endswith(token[:size], 0, end):
+                return end + len(token) - size
+        following = len(text) - len(text[end:].lstrip())
+        has_ended = text.endswith(token, 0, end)
+        return following + len(token) if not has_ended and text.startswith(token, following) else end
 
     @cached_property
     def header(self) -> str:
@@ -222,19 +232,31 @@ class Template:
 
     @cached_property
     def _end_token(self) -> str:
-        """The special token that ends an answer.
+        """The special token that ends an answer, or several that follow each other.
+
+        Of those after our own answer, as many as also stand there when a question follows: neither that
+        question's header nor what only ends the whole conversation.
 
         Raises:
             DataError: the template writes none.
         """
         text = self.write(_PROBE_ROW)
-        found = self._special.search(text, text.find(PROBE[1]["content"]))
+        begin = text.rfind(PROBE[1]["content"])
+        found = self._special.search(text, begin)
         if found is None:
             raise DataError(
                 f"{_PROBE_ROW.where}: {self.name} ends the assistant's turn without a special token, so the "
                 f"model would not learn to stop; {CURE}"
             )
-        return found[0]
+        try:
+            followed = self.write(Row([*PROBE, PROBE[0]], None, _PROBE_ROW.where))
+        except DataError:
+            followed = ""
+        end = found.end()
+        if followed.startswith(text[:end]):
+            while (more := self._special.match(text, end)) and followed.startswith(text[: more.end()]):
+                end = more.end()
+        return text[found.start() : end]
 
     def _failure(self, row: Row, error: Exception) -> DataError:
         if isinstance(error, TemplateError):

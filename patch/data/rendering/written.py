@@ -14,6 +14,8 @@ from patch.data.rendering.template import Row
 from patch.errors import DataError
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_END_OF_THOUGHTS = "</think>"
+"""Of thoughts within the words, which templates take apart."""
 _CURE = "use a chat template that writes it, such as that of the instruct model (--chat-template)"
 
 
@@ -44,7 +46,7 @@ def check_answer(name: str, row: Row, index: int, answer: str) -> None:
     """
     message = row.messages[index]
     # Templates may write thoughts, which stand before the words, in another way.
-    last_line = words_of(message).rpartition("\n")[2].strip()
+    last_line = words_of(message).rpartition("\n")[2].rpartition(_END_OF_THOUGHTS)[2].strip()
     if not _is_in(answer, last_line):
         raise _loss(name, row, index, "what the assistant says", last_line)
     thoughts = next((message[key] for key in _REASONING if message.get(key)), "")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from patch.config.data_spec import DataPart, files_of, format_data, parse_data
-from patch.errors import ConfigError, DataError
+from patch.errors import DataError
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_sets_are_read_and_written_back(text, parts):
     ],
 )
 def test_weights_that_do_not_parse_are_refused(text, said):
-    with pytest.raises(ConfigError, match=said) as caught:
+    with pytest.raises(DataError, match=said) as caught:
         parse_data(text, "train_data_path")
     assert caught.value.field == "train_data_path"
 
@@ -70,7 +70,7 @@ def test_relative_paths_of_a_blend_become_absolute(command, monkeypatch):
 
 
 def test_weights_are_refused_with_their_position(command):
-    with pytest.raises(ConfigError, match="b.json is no weight") as caught:
+    with pytest.raises(DataError, match="b.json is no weight") as caught:
         command.parse(VALID_DATASET_PATH="1 a.json b.json")
     assert caught.value.field == "valid_data_path"
 

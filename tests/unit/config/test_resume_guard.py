@@ -183,6 +183,29 @@ def test_weights_of_a_blend_are_kept(command, begun, text, same):
             resume_notes(config)
 
 
+@pytest.mark.parametrize(
+    ("name", "chosen"), [("tokenizer.json", False), ("chat_template.jinja", False), ("mine.jinja", True)]
+)
+def test_tokenizer_or_template_that_changed_in_place_is_refused(command, begun, name, chosen):
+    folder = command.folder / "encoder"
+    folder.mkdir()
+    for file in ("tokenizer.json", "chat_template.jinja", "mine.jinja"):
+        (folder / file).write_text("{}")
+    command.environ["TOKENIZER_PATH"] = str(folder)
+    config = begun(*([f"--chat-template={folder / 'mine.jinja'}"] if chosen else []))
+    assert resume_notes(config) == []
+    (folder / name).write_text("{ }")
+    with refused(ConfigError, match="the tokenizer in .* has changed since the run in .* the same tokens"):
+        resume_notes(config)
+
+
+def test_fingerprint_of_before_the_tokenizer_was_in_it_is_taken(command, begun):
+    config = begun()
+    file = command.folder / "out" / "data.sha256"
+    file.write_text(file.read_text().split()[0] + "\n")
+    assert resume_notes(config) == []
+
+
 def test_damaged_fingerprint_is_another_one(command, begun):
     config = begun()
     (command.folder / "out" / "data.sha256").write_bytes(b"\xff\xfe")

@@ -44,11 +44,6 @@ def test_several_processes_work_at_the_same_time(tmp_path: Path) -> None:
 
     given = BoundedMap(meet, 4)([[number] for number in range(4)])
     assert [results for _, results in given] == [[0], [1], [2], [3]]
-        [0],
-        [1],
-        [2],
-        [3],
-    ]
 
 
 def test_input_is_read_only_as_far_ahead_as_children_and_waiting_results_need() -> None:

@@ -171,6 +171,12 @@ def test_what_a_template_does_not_write_is_noticed(family: str, row: Conversatio
     assert caught.value.field == "chat_template"
 
 
+def test_thoughts_within_the_words_need_no_line_break_after_them() -> None:
+    ((run,),) = learned("QWEN3", chat(turns("hello", "<think>no</think>yes")))
+    (expected,) = learned("QWEN3", chat(turns("hello", "<think>\nno\n</think>\n\nyes")))
+    assert [run] == expected
+
+
 def test_answer_of_a_tool_that_is_not_written_is_noticed() -> None:
     deaf = tiny_tokenizer(template=families.LLAMA31.replace("m.content | tojson", "'...'"))
     with pytest.raises(DataError, match="message 3: .* does not write what the tool says"):
@@ -235,3 +241,51 @@ def test_rewriting_template_makes_a_bounded_number_of_samples() -> None:
     assert caught.value.field == "train_on"
     assert len(learned("QWEN3", chat(row.messages[:-2]))) == 64
     assert len(learned("QWEN3", row, LAST)) == 1
+
+
+_TURN = "{{ '<|im_start|>' + m.role + '\n' }}"
+_TWO_TOKENS = (
+    "{% for m in messages %}" + _TURN + "{{ m.content }}"
+    "{{ '<|endoftext|><|im_end|>' if m.role == 'assistant' else '<|im_end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+_TWO_AFTER_BLOCK = (
+    "{% for m in messages %}" + _TURN + "{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content + '<|endoftext|>' }}{% endgeneration %}{{ '<|im_end|>' }}"
+    "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}"
+)
+_END_OF_ALL = (
+    "{% for m in messages %}" + _TURN + "{{ m.content + '<|im_end|>' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' if add_generation_prompt else '<|endoftext|>' }}"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "ending"),
+    [
+        (_TWO_TOKENS, ["<|endoftext|>", "<|im_end|>"]),
+        (_TWO_AFTER_BLOCK, ["<|endoftext|>", "<|im_end|>"]),
+        (_END_OF_ALL, ["<|im_end|>"]),
+    ],
+)
+def test_all_tokens_that_end_a_turn_are_learned(template: str, ending: list[str]) -> None:
+    """As Command R7B has two; but not what is written once, after the whole conversation."""
+    tokenizer = qwen_tokenizer(template)
+    (sample,) = ChatRenderer(tokenizer).render(chat(turns("hello", "yes", "question", "no")))
+    (ids,) = SpanEncoder(tokenizer).encode([sample])
+    answers = [part for span, part in zip(sample, ids, strict=True) if span.learned]
+    assert [tokenizer.convert_ids_to_tokens(part[-len(ending) :]) for part in answers] == [ending, ending]
+    assert tokenizer.convert_ids_to_tokens(end_of_turn(tokenizer)) == "<|im_end|>"
+
+
+def test_end_of_turn_after_a_block_that_ends_with_the_special_end_of_a_call_is_learned() -> None:
+    template = (
+        "{% for m in messages %}" + _TURN + "{% if m.role == 'assistant' %}{% generation %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ '<|im_call|>' + c.function | tojson + '<|call_end|>' }}"
+        "{% endfor %}{% endgeneration %}{{ '<|im_end|>' }}"
+        "{% else %}{{ m.content + '<|im_end|>' }}{% endif %}{% endfor %}{{ tools | tojson }}"
+    )
+    tokenizer = qwen_tokenizer(template)
+    tokenizer.add_tokens(["<|im_call|>", "<|call_end|>"], special_tokens=True)
+    (sample,) = ChatRenderer(tokenizer).render(chat(WITH_TOOLS, tools=TOOLS))
+    assert [span.text[-10:] for span in sample if span.learned] == ["<|im_end|>", "<|im_end|>"]

@@ -24,7 +24,9 @@ def marked(output: Path) -> str | None:
     return file.read_text() if file.exists() else None
 
 
-def run(output: Path, start: int, losses: dict[int, float], saves: list[int], stops_at: int = 0) -> list:
+def run(
+    output: Path, start: int, losses: dict[int, float], saves: list[int], stops_at: int = 0, tokens: int = 9
+) -> list:
     """The file after each evaluation and save; at `stops_at` the checkpoint is saved first."""
     log = MetricsLog(output, start)
     best = BestCheckpoint(output, start)
@@ -33,7 +35,7 @@ def run(output: Path, start: int, losses: dict[int, float], saves: list[int], st
         evaluates, is_saved = iteration in losses, iteration in saves
         for what in ("save", "evaluate") if iteration == stops_at else ("evaluate", "save"):
             if what == "evaluate" and evaluates:
-                record = {"iteration": iteration, "valid_loss": losses[iteration]}
+                record = {"iteration": iteration, "valid_loss": losses[iteration], "valid_tokens": tokens}
                 log.on_evaluate(record)
                 best.on_evaluate(record)
             if what == "save" and is_saved:
@@ -88,3 +90,9 @@ def test_mark_that_cannot_be_written_is_a_checkpoint_error(tmp_path: Path) -> No
     written = "best_checkpointed_iteration.txt was not written: .*File too large"
     with disk_full_after(1), pytest.raises(CheckpointError, match=written):
         best.on_save(1)
+
+
+def test_losses_of_another_validation_set_are_not_compared(tmp_path: Path) -> None:
+    assert run(tmp_path, 0, {1: 2.0, 2: 1.0}, [1, 2])[-1] == "2\n"
+    assert run(tmp_path, 2, {3: 6.0, 4: 5.0}, [3, 4], tokens=7) == ["2\n", "3\n", "4\n"]
+    assert run(tmp_path, 4, {5: 5.5}, [5], tokens=7) == ["4\n", "4\n"]

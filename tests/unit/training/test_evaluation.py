@@ -119,11 +119,10 @@ def test_loss_is_the_mean_over_the_learned_tokens_of_each_set_and_of_all(
     found: dict, expected: dict, layout: str
 ) -> None:
     record = found[layout]
-    assert list(record) == [
-        f"{key}{name}"
-        for name in ("", *(f"/{name}" for name in SIZES))
-        for key in ("valid_loss", "valid_ppl")
-    ]
+    names = ("", *(f"/{name}" for name in SIZES))
+    keys = [f"{key}{name}" for name in names for key in ("valid_loss", "valid_ppl")]
+    assert list(record) == [*keys, "valid_tokens"]
+    assert record["valid_tokens"] == sum(count for sums in expected.values() for _, count in sums)
     assert record["valid_loss"] == pytest.approx(mean(sum(expected.values(), [])), abs=BOUND)
     for name, sums in expected.items():
         assert record[f"valid_loss/{name}"] == pytest.approx(mean(sums), abs=BOUND)
@@ -131,7 +130,7 @@ def test_loss_is_the_mean_over_the_learned_tokens_of_each_set_and_of_all(
 
 
 def test_set_that_is_alone_has_no_name(found: dict, expected: dict) -> None:
-    assert list(found["alone"]) == ["valid_loss", "valid_ppl"]
+    assert list(found["alone"]) == ["valid_loss", "valid_ppl", "valid_tokens"]
     assert found["alone"]["valid_loss"] == pytest.approx(mean(expected["nine"]), abs=BOUND)
 
 

@@ -27,7 +27,7 @@ class Notes(TrainerHook):
         self._notes.append(f"log {record['iteration']}")
 
     def on_evaluate(self, record: Record) -> None:
-        assert sorted(record) == ["iteration", "valid_loss", "valid_ppl"]
+        assert sorted(record) == ["iteration", "valid_loss", "valid_ppl", "valid_tokens"]
         self._notes.append(f"evaluate {record['iteration']}")
 
     def on_save(self, iteration: int) -> None:
