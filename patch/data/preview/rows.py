@@ -84,7 +84,8 @@ def _shown(
 
 def _samples(row: TokenizedRow, texts: TokenTexts) -> list[list[ShownToken]]:
     ends = np.cumsum(row.sizes)[:-1]
-    ids, learned = np.split(row.ids, ends), np.split(row.learned, ends)
+    ids = np.split(np.frombuffer(row.ids, np.int32), ends)
+    learned = np.split(np.frombuffer(row.learned, bool), ends)
     return [
         [ShownToken(*token) for token in zip(texts.pieces(some.tolist()), are_learned.tolist(), strict=True)]
         for some, are_learned in zip(ids, learned, strict=True)

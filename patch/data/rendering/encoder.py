@@ -11,12 +11,14 @@ space that tokenizers of LLaMA 2's kind write is left out where a span continues
 
 from __future__ import annotations
 
-import json
+import gc
 import re
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import orjson
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
@@ -37,6 +39,18 @@ class _Piece(NamedTuple):
     """Number of ids at its begin that belong to the span before."""
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """The garbage collector would look at every entry of a large vocabulary again and again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 class SpanEncoder:
     """Encodes the spans of samples.
 
@@ -50,6 +64,7 @@ class SpanEncoder:
         DataError: the tokenizer is not a fast one.
     """
 
+    @_without_collections()
     def __init__(self, tokenizer: PreTrainedTokenizerBase, allow_special_tokens: bool = False) -> None:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if not isinstance(backend, Tokenizer):
@@ -58,7 +73,7 @@ class SpanEncoder:
                 "tokenizer; expected one with a tokenizer.json (or one that transformers converts to it)",
                 field="tokenizer_name_or_path",
             )
-        described = json.loads(backend.to_str())
+        described = orjson.loads(backend.to_str())
         described |= {"truncation": None, "padding": None, "post_processor": None}
         added = described["added_tokens"]
         self._added = re.compile(_any_of(token["content"] for token in added))
@@ -77,10 +92,10 @@ class SpanEncoder:
             # A single character is a piece of every text: without it in the vocabulary, text would be lost.
             self._names = {token: secrets.token_hex(_NAME_BYTES) for token in special if len(token) > 1}
         _rename(described, self._names)
-        self._tokenizer = self._without_prefix = Tokenizer.from_str(json.dumps(described))
+        self._tokenizer = self._without_prefix = _made(described)
         schemes = _remove_prefix(described)
         if schemes:
-            self._without_prefix = Tokenizer.from_str(json.dumps(described))
+            self._without_prefix = _made(described)
         self._is_prefix_after_tokens = bool(schemes - {"first"})
         """Whether the prefix space is also written after each added token."""
 
@@ -147,6 +162,11 @@ def _any_of(tokens: Iterable[str]) -> str:
     return "|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)"
 
 
+def _made(described: dict[str, Any]) -> Tokenizer:
+    """The tokenizer of a description."""
+    return Tokenizer.from_str(orjson.dumps(described).decode())
+
+
 def _rename(described: dict[str, Any], names: dict[str, str]) -> None:
     """Give tokens other names, in place, wherever the description of a tokenizer has them.
 
@@ -164,6 +184,8 @@ def _rename(described: dict[str, Any], names: dict[str, str]) -> None:
     if model.get("unk_token") is not None:
         model["unk_token"] = renamed(model["unk_token"])
     if isinstance(model["vocab"], dict):
+        if names.keys().isdisjoint(model["vocab"]):
+            return  # the usual case with BPE: only the list of added tokens has them, so no merge does
         model["vocab"] = {renamed(token): id_ for token, id_ in model["vocab"].items()}
     else:  # Unigram: a list with the score of each token
         model["vocab"] = [[renamed(token), score] for token, score in model["vocab"]]

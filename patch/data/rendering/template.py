@@ -65,6 +65,7 @@ class Template:
         self._tokenizer = tokenizer
         longest_first = sorted(special_tokens(tokenizer), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._special_tokens_map: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self.name = template_name(tokenizer)
 
     def marks_answers(self, row: Row) -> bool:
@@ -77,8 +78,7 @@ class Template:
                 field="chat_template",
             )
         try:
-            template = self._tokenizer.get_chat_template(None, row.tools)
-            return _GENERATION.search(template) is not None
+            return _GENERATION.search(self._tokenizer.get_chat_template(None, row.tools)) is not None
         except Exception as error:  # noqa: BLE001 - a template may be missing, or no text
             raise self._failure(row, error) from error
 
@@ -110,7 +110,7 @@ class Template:
                 tools=cast(list, row.tools),
                 chat_template=self._tokenizer.get_chat_template(None, row.tools),
                 return_assistant_tokens_mask=True,
-                **cast(Any, self._tokenizer.special_tokens_map),
+                **self._special_tokens_map,
             )
         except Exception as error:  # noqa: BLE001 - the template is a program
             raise self._failure(row, error) from error

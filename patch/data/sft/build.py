@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 from rich.progress import TextColumn
 from transformers import PreTrainedTokenizerBase
 
@@ -71,8 +70,8 @@ def tokenize(
             for item, row in zip(items, rows, strict=True):
                 report.add(item.place, row)
             writer.write(
-                np.concatenate([row.ids for row in rows]),
-                np.concatenate([row.learned for row in rows]),
+                b"".join(row.ids for row in rows),
+                b"".join(row.learned for row in rows),
                 [size for row in rows for size in row.sizes],
             )
             writer.share = reading.share

@@ -101,8 +101,8 @@ class SetReport:
         """
         self.rows += 1
         self.samples += len(row.sizes)
-        self.tokens += len(row.ids)
-        self.learned += int(row.learned.sum())
+        self.tokens += sum(row.sizes)
+        self.learned += row.num_learned
         self.longest = max(self.longest, row.longest)
         if row.dropped is not None:
             self.dropped.setdefault(row.dropped, Rows()).add(place)

@@ -37,21 +37,20 @@ class TokenWriter:
         self._hashes = {name: sha256() for name in TYPES}
         self._num_tokens = 0
 
-    def write(self, ids: np.ndarray, learned: np.ndarray, sizes: list[int]) -> None:
+    def write(self, ids: bytes, learned: bytes, sizes: list[int]) -> None:
         """Append samples.
 
         Args:
-            ids: int32 [T].
-            learned: bool [T].
+            ids: of int32 [T].
+            learned: of bool [T].
             sizes: ids of each sample; the sum is T.
 
         Raises:
             OSError: there is no room for them.
         """
         ends = self._num_tokens + np.cumsum(sizes, dtype=np.int64)
-        self._num_tokens += len(ids)
-        for name, array in (("ids", ids), ("learned", learned), ("ends", ends)):
-            content = array.tobytes()
+        self._num_tokens += sum(sizes)
+        for name, content in (("ids", ids), ("learned", learned), ("ends", ends.tobytes())):
             self.streams[name].write(content)
             self._hashes[name].update(content)
             self.num_bytes += len(content)
