@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 
+from toolkits._arguments import positive
+
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, or the exit code of the error."""
@@ -60,15 +62,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="end each document with the tokenizer's eos token",
     )
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--workers", type=_positive, default=cores, help="processes (default: all cores)")
+    parser.add_argument("--workers", type=positive, default=cores, help="processes (default: all cores)")
     return parser.parse_args(argv)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}, expected at least 1")
-    return number
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from pathlib import Path
 from patch.config.data_settings import DATA_FLAGS, DEFAULT_LENGTH
 from patch.config.flags import add_flags, fields_of
 from patch.errors import PatchError
+from toolkits._arguments import positive
 
 
 def main(argv: list[str]) -> int:
@@ -52,10 +53,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--config", metavar="FILE", help="a run as YAML, such as the config.yaml of a run")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--rows", type=_count, default=1, metavar="N", help="show the first N rows of each set [1]"
+        "--rows", type=positive, default=1, metavar="N", help="show the first N rows of each set [1]"
     )
     which.add_argument(
-        "--row", type=_count, metavar="N", help="show line N of a JSONL file, row N of another"
+        "--row", type=positive, metavar="N", help="show line N of a JSONL file, row N of another"
     )
     parser.add_argument(
         "--no-statistics", dest="statistics", action="store_false", help="do not read the sets to their ends"
@@ -66,13 +67,6 @@ def _parser() -> argparse.ArgumentParser:
     note = f"Where neither they nor --config say it, --max-padding-length is {DEFAULT_LENGTH}."
     add_flags(parser.add_argument_group("the run's own flags", note), DATA_FLAGS)
     return parser
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"got {number}, expected at least 1")
-    return number
 
 
 if __name__ == "__main__":
