@@ -5,6 +5,7 @@ the micro-batches of each data-parallel rank.
 """
 
 import gc
+import time
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import reduce
@@ -22,7 +23,7 @@ from patch import compat
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.optimizer import OverlappedDistributedOptimizer
-from patch.optimizer.kernels import AdamScalars
+from patch.optimizer.kernels import AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import adam, round_to_bf16
 
 ZERO_STAGES = tuple(ZeroStage)
@@ -183,6 +184,18 @@ def assert_same_weights(model: torch.nn.Module, oracle: Oracle, atol: float = 0.
     expected = weights_of(oracle.model)
     for name, ours in weights_of(model).items():
         np.testing.assert_allclose(ours, expected[name], rtol=0, atol=atol, err_msg=name)
+
+
+class SlowKernel:
+    """The kernel of a slow host."""
+
+    def __init__(self, seconds: float) -> None:
+        self._kernel, self._seconds = adam_kernel(torch.device("cpu")), seconds
+
+    def update(self, items: Sequence[UpdateItem]) -> None:
+        """Each call takes some time more."""
+        time.sleep(self._seconds)
+        self._kernel.update(items)
 
 
 WIDTH, DEPTH = 64, 8

@@ -143,9 +143,7 @@ class OverlappedDistributedOptimizer:
             domains=domains,
             group=groups.dp_cp,
             clock=self._clock,
-            # Of modules that this step's forward did not use: an update on the host may still read gradients,
-            # and the next one of all is to write parameters that no other writes.
-            on_backward=self.finish_param_sync,
+            on_backward=self._finish_updates,
             on_final=self._on_final_gradient,
         )
         self._own = OwnShards(self.parameters, specs, self.grad_buffer.buckets, self.param_buffer, groups)
@@ -157,6 +155,12 @@ class OverlappedDistributedOptimizer:
 
     def _on_final_gradient(self, index: int, after: Pending | None) -> None:
         self.adam.grad_ready(index, after)
+
+    def _finish_updates(self) -> None:
+        # Of modules that this step's forward did not use: an update on the host may still read gradients, and
+        # the next one of all is to write parameters that no other writes.
+        self.finish_param_sync()
+        self.param_buffer.start_gathers_of_others()
 
     def connect(self, model_config: ModelParallelConfig) -> None:
         """Give megatron-core's schedules, which read it from the model's configuration, what they ask for."""
@@ -192,6 +196,7 @@ class OverlappedDistributedOptimizer:
 
         Messages that this rank sends afterwards travel behind them.
         """
+        self.param_buffer.start_gathers_of_others()
         self.grad_buffer.start_grad_sync()
 
     @torch.no_grad()
@@ -199,6 +204,7 @@ class OverlappedDistributedOptimizer:
         """Make every gradient that of the global batch; `step` calls it where nobody did before."""
         if self._is_grad_synced:
             return
+        self.param_buffer.start_gathers_of_others()
         self.grad_buffer.finish_grad_sync()
         self._own.sum_over_model_parallel(self._clock)
         self._is_grad_synced = True

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.autograd.graph import increment_version
@@ -52,6 +52,10 @@ class ParamBuffer:
         wait_for_update: waits for this rank's new part of a bucket.
         clock: gets the time that compute waits for parameters.
     """
+
+    _with_gathers_left: ClassVar[set[ParamBuffer]] = set()
+    """Those of this process with gathers that are to start. Held: other ranks expect them also of a model
+    that nobody here needs any more."""
 
     def __init__(
         self,
@@ -126,6 +130,7 @@ class ParamBuffer:
 
         Returns at once. All ranks call it for all buckets in the same order.
         """
+        self.start_gathers_of_others()
         if self._aside is not None:
             self._aside.wait_stream(self._streams.current_stream())
         with self._lock:
@@ -145,6 +150,15 @@ class ParamBuffer:
                 with self._clock.waiting():
                     self._start_gathers_to(self._updating[-1])
             self._note_settled()
+
+    def start_gathers_of_others(self) -> None:
+        """Start all gathers of the program's other models: call before messages of this one.
+
+        Each rank starts gathers when its own host has updated, and models may share a group, whose messages
+        need one order on all ranks.
+        """
+        for other in self._with_gathers_left - {self}:
+            other.start_all_gathers()
 
     def finish_param_sync(self) -> None:
         """Wait until every parameter has its new value on this rank."""
@@ -191,6 +205,10 @@ class ParamBuffer:
             self._note_settled()
 
     def _note_settled(self) -> None:
+        if self._updating and self._aside is not None:
+            self._with_gathers_left.add(self)
+        else:
+            self._with_gathers_left.discard(self)
         self.is_settled = not self._updating and not self._pending
 
     def on_read(self, parameter: torch.nn.Parameter | None) -> None:

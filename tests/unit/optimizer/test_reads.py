@@ -8,7 +8,7 @@ import copy
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_runner import run_distributed
-from optimizer_runs import LR, accumulate, build_optimizer, data_parallel_groups
+from optimizer_runs import LR, SlowKernel, accumulate, build_optimizer, data_parallel_groups
 from stale_reads import StaleReadError, no_stale_reads
 from torch.func import functional_call, grad, vmap
 from torch.nn.utils.parametrizations import weight_norm
@@ -27,7 +27,6 @@ from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED, SimulatedDevice
 from patch.optimizer import OverlappedDistributedOptimizer, host_update
 from patch.optimizer.hybrid_adam import Offload
-from patch.optimizer.kernels import UpdateItem, adam_kernel
 from patch.optimizer.placement import StaticPlacementPolicy
 
 WIDTH = 8
@@ -163,23 +162,12 @@ def threads_that_share_a_model(model: Reader) -> Any:
     return torch.stack(found)
 
 
-class SlowKernel:
-    """The host's kernel; each call takes some time."""
-
-    def __init__(self) -> None:
-        self._kernel = adam_kernel(torch.device("cpu"))
-
-    def update(self, items: Sequence[UpdateItem]) -> None:
-        time.sleep(CHUNK_S)
-        self._kernel.update(items)
-
-
 def offloaded(model: torch.nn.Module) -> OverlappedDistributedOptimizer:
     """All states on a slow host, in many chunks; none is updated ahead: gradients are always clipped."""
     config = OptimizerConfig(lr=LR, clip_grad=1e-3, reduce_bucket_size=1)
     offload = Offload(SimulatedDevice(UNLIMITED), StaticPlacementPolicy(1.0), 100)
     original = host_update.adam_kernel
-    host_update.adam_kernel = lambda device: SlowKernel()  # type: ignore[assignment]
+    host_update.adam_kernel = lambda device: SlowKernel(CHUNK_S)  # type: ignore[assignment]
     try:
         return OverlappedDistributedOptimizer(
             [model], config, ZeroStage.NONE, data_parallel_groups(), offload
