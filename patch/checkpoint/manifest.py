@@ -46,7 +46,7 @@ def damage(folder: Path) -> str | None:
 
     In a job this is a collective: rank 0 reads checksums.json, and each rank checks a share of the files.
     """
-    files = from_rank_0(lambda: _read(folder))
+    files = from_rank_0(lambda: read_manifest(folder))
     if not isinstance(files, dict):
         return files
     is_job = dist.is_initialized()
@@ -57,7 +57,18 @@ def damage(folder: Path) -> str | None:
     return next(filter(None, all_gather_object(complaint) if is_job else [complaint]), None)
 
 
-def _read(folder: Path) -> dict[str, Content] | str | None:
+def has_saved_lengths(folder: Path) -> bool:
+    """Whether the folder has checksums.json and the files that it names, as long as they were."""
+    files = read_manifest(folder)
+    try:
+        return isinstance(files, dict) and all(
+            (folder / name).stat().st_size == saved.length for name, saved in files.items()
+        )
+    except OSError:
+        return False
+
+
+def read_manifest(folder: Path) -> dict[str, Content] | str | None:
     """The files' contents by name; or what is wrong with checksums.json, in words; None if it is missing."""
     path = folder / CHECKSUMS_FILE
     try:

@@ -14,6 +14,7 @@ from megatron.core import dist_checkpointing
 from patch.checkpoint.failures import checkpoint_failures
 from patch.checkpoint.folder import iteration_folder, open_staging, publish, staged_checkpoint
 from patch.checkpoint.manifest import contents_of_rank, write_manifest
+from patch.checkpoint.retention import delete_set_aside
 from patch.checkpoint.sharded_tensors import bytes_to_write, copied, shards_of
 from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
@@ -68,10 +69,14 @@ def save_checkpoint(
 
 def _check_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target.parent).free
+    if free < needed:  # what the last save superseded is still being deleted, perhaps
+        delete_set_aside(target.parent)
+        free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise CheckpointError(
             f"checkpoint {target} needs {size_text(needed)}, {target.parent} has {size_text(free)} free; "
-            "remove older checkpoints there or choose another folder",
+            "remove older checkpoints there (--save-retain-last does so after each save) or choose another "
+            "folder",
             field="output_path",
         )
 

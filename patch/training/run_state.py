@@ -17,13 +17,17 @@ from patch.checkpoint import (
     latest_iteration,
     load_checkpoint,
     load_only_weights,
+    read_common,
     save_checkpoint,
     weights_folder,
 )
 from patch.checkpoint.compatibility import SAME_PRECISION, Cure
 from patch.config.schema import RunConfig
+from patch.distributed.collectives import from_rank_0
+from patch.errors import CheckpointError
 from patch.model import WEIGHT_PREFIXES, LlamaModel, sharded_weights
 from patch.optimizer import OverlappedDistributedOptimizer
+from patch.storage.names import iteration_name
 
 _SAME_TYING = Cure(
     "one of them ties the output layer to the embedding: change untie_embeddings_and_output_weights, or take "
@@ -37,6 +41,8 @@ CURES = {
     "optimizer.state.master_low.": SAME_PRECISION,
 }
 """Prefix of a tensor's name -> what to do if only the run or only the checkpoint has the tensor."""
+_WEIGHTS_ONLY = "weights_only"
+"""True among the common values of a checkpoint without optimizer states."""
 
 
 def save(
@@ -45,6 +51,8 @@ def save(
     stages: list[LlamaModel],
     optimizer: OverlappedDistributedOptimizer,
     config_yaml: str,
+    *,
+    weights_only: bool = False,
 ) -> None:
     """Write everything that a resumed run needs to continue with the same bits.
 
@@ -54,30 +62,67 @@ def save(
         stages: this rank's pipeline stages.
         optimizer: the optimizer of these stages.
         config_yaml: the run's configuration, which is stored with the state.
+        weights_only: leave out what only a resume needs: optimizer and random generators.
     """
     optimizer.finish_param_sync()
-    common = {"iteration": iteration, **optimizer.common_state_dict(), "config": config_yaml}
-    save_checkpoint(root, iteration, _sharded_state(stages, optimizer, is_loading=False), common)
+    common: dict[str, Any] = {"iteration": iteration, "config": config_yaml}
+    if weights_only:
+        state: dict[str, Any] = {"model": sharded_weights(stages)}
+        common |= {_WEIGHTS_ONLY: True}
+    else:
+        state = _sharded_state(stages, optimizer, is_loading=False)
+        common |= optimizer.common_state_dict()
+    save_checkpoint(root, iteration, state, common)
 
 
-def resume(root: Path, stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> int | None:
+def resume(
+    root: Path,
+    stages: list[LlamaModel],
+    optimizer: OverlappedDistributedOptimizer,
+    train_iters: int | None = None,
+) -> int | None:
     """Load the newest checkpoint in `root` into stages and optimizer.
 
     Args:
         root: the run's checkpoint folder.
         stages: this rank's pipeline stages.
         optimizer: the optimizer of these stages.
+        train_iters: the steps of the whole run: a checkpoint of weights only is enough if it has done them.
     Returns:
         the iteration of the checkpoint; None if there is no checkpoint.
+    Raises:
+        CheckpointError: the checkpoint has weights only, and there may be steps left to train.
     """
     iteration = latest_iteration(root)
     if iteration is None:
         return None
+    if from_rank_0(lambda: read_common(root, iteration)).get(_WEIGHTS_ONLY):
+        _load_finished(root, iteration, stages, optimizer, train_iters)
+        return iteration
     state = _sharded_state(stages, optimizer, is_loading=True)
     loaded = load_checkpoint(root, iteration, state, CURES)
     optimizer.load_common_state_dict(loaded)
     set_random_state({name: shard.data for name, shard in state["random"].items()})
     return iteration
+
+
+def _load_finished(
+    root: Path,
+    iteration: int,
+    stages: list[LlamaModel],
+    optimizer: OverlappedDistributedOptimizer,
+    train_iters: int | None,
+) -> None:
+    """Load a checkpoint of weights only, which is enough for a run without further steps."""
+    if train_iters is None or iteration < train_iters:
+        raise CheckpointError(
+            f"{root / iteration_name(iteration)} is the end of a run with --save-weights-only-at-end: it has "
+            "no optimizer states to train on with; start another folder from it (position 22), or remove it "
+            "to resume from an older checkpoint",
+            field="train_iters",
+        )
+    load_checkpoint(root, iteration, {"model": sharded_weights(stages)}, CURES)
+    optimizer.reload_model_params()
 
 
 def load_weights(load: Path, stages: list[LlamaModel], config: RunConfig) -> None:

@@ -156,11 +156,11 @@ def _reader(
 
 def _load(run: Run) -> None:
     """Resume this run's newest checkpoint; without one, start from --load or from random weights."""
-    resumed = resume(checkpoint_root(run.config), run.stages, run.optimizer)
+    train_iters = run.config.training.train_iters
+    resumed = resume(checkpoint_root(run.config), run.stages, run.optimizer, train_iters)
     if resumed is not None:
         run.start_iteration = resumed
         _logger.info("resumed after step %d from %s", resumed, checkpoint_root(run.config))
-        train_iters = run.config.training.train_iters
         if resumed >= train_iters:
             _logger.info(
                 "nothing is left to train of %d steps, %d are done; config.yaml stays", train_iters, resumed

@@ -100,7 +100,11 @@ class Trainer:
 
     def _save(self, done: int) -> None:
         run = self.run
-        save(checkpoint_root(run.config), done, run.stages, run.optimizer, to_yaml(run.config))
+        is_last = done == run.config.training.train_iters
+        save(
+            checkpoint_root(run.config), done, run.stages, run.optimizer, to_yaml(run.config),
+            weights_only=is_last and run.config.checkpoint.save_weights_only_at_end,
+        )  # fmt: skip
         run.optimizer.record_memory("save")
         for hook in self._hooks:
             hook.on_save(done)
