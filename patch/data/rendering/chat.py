@@ -83,7 +83,16 @@ class ChatRenderer:
             raise self.too_costly(error) from error
 
     def too_costly(self, error: ChildEndedError) -> DataError:
-        """The error for a row, an item with a `where`, that took too much time or memory."""
+        """The error for a row, an item with a `where`, that took too much time or memory.
+
+        The kernel kills a process for want of memory, whichever process needs it.
+        """
+        if error.was_killed:
+            return DataError(
+                f"{error.item.where}: the process that tokenizes this row was killed, perhaps because the "
+                "machine has no memory left; expected fewer processes that tokenize, or more free memory",
+                field="data_workers",
+            )
         return DataError(f"{error.item.where}: {self._template.name} {error}; {FOREIGN_CURE}")
 
     def samples(self, row: Conversation | Text) -> Samples:
