@@ -106,6 +106,14 @@ class ChatRenderer:
             self._samples(_PROBES[0])
         return self._samples(row)
 
+    @property
+    def headers(self) -> tuple[str, str]:
+        """What the template writes before a question that follows an answer, and before an answer.
+
+        "" where it is unknown. It tries the template in this process, whose time and memory must be bounded.
+        """
+        return self._template.question_header, self._template.answer_header
+
     def holds_special_token(self, row: Conversation | Text) -> bool:
         """Whether a text of the row spells out a special token."""
         parts = row.text if isinstance(row, Text) else [row.messages, row.tools]
