@@ -263,14 +263,18 @@ def test_last_turn_alone_is_learned_and_kept(tmp_path: Path) -> None:
     assert texts(load(path, 20, "cut-begin")) == texts(source) == texts(load(path, 20, "split"))
 
 
-def test_long_question_is_cut_outside_of_headers(tmp_path: Path) -> None:
-    """Whatever the length: a header of five tokens, the question of twelve words, the header, the answer."""
-    path = write_rows(tmp_path, [["yes " * 12, "no"]])
-    (whole,) = texts(load(path, 100, "split"))
-    headers = [f"<|start_header_id|>{role}<|end_header_id|>" for role in ("user", "assistant")]
-    for length in range(12, 24):
-        for rule in ("split", "cut-begin"):
-            (text,) = texts(load(path, length, rule))
-            rest = text.removeprefix("<|begin_of_text|>")
-            assert whole.endswith(rest) and rest.endswith("[no<|eot_id|>]")
-            assert rest.startswith(("yes", " yes", headers[1])), (length, rule, rest)
+@pytest.mark.parametrize(
+    ("row", "lengths", "begins"),
+    [
+        # 35 ids: begin of text, 4 of a header, the question, its end, 4 of a header, the answer, its end.
+        (["yes " * 12, "no"], (31, 32, 33), "yes"),  # from id 4, 3, 2 on
+        (["yes", "no " * 12], (25, 26, 27), "no"),  # from id 10, 9, 8 on
+        (["yes", "no " * 12], (28,), "<|start_header_id|>assistant<|end_header_id|>"),  # from id 7 on
+    ],
+)
+def test_no_sample_begins_inside_a_header_of_a_template(tmp_path, row, lengths, begins) -> None:
+    path = write_rows(tmp_path, [row])
+    for length in lengths:
+        (text,) = texts(load(path, length, "cut-begin"))
+        assert text.endswith("no<|eot_id|>]")
+        assert text.removeprefix("<|begin_of_text|>").startswith(begins), (length, text)
