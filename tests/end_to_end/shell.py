@@ -1,18 +1,27 @@
-"""Call the launcher's shell script as a user does, with 25 positions by name."""
+"""Call the shell script as a user does, with 25 positions by name, or its program as torchrun does.
+
+A worker that the launcher starts imports torch and megatron-core: four CPU seconds. So `call` is for what
+only the launcher does, and `call_ranks` for what a run does whoever starts it.
+"""
 
 import json
 import os
+import runpy
 import shutil
+import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from distributed_runner import rejoin, run_distributed
 from transformers import AutoModelForCausalLM
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "examples" / "llama3_1" / "run_mcore_llama.sh"
+PROGRAM = SCRIPT.with_name("pretrain_llama.py")
 TIMEOUT_S = 200
 
 POSITIONS = {
@@ -68,6 +77,44 @@ def call(arguments: list[str], **variables: object) -> subprocess.CompletedProce
         timeout=TIMEOUT_S,
         check=False,
     )
+
+
+def call_ranks(
+    world_size: int, arguments: list[str], **variables: object
+) -> subprocess.CompletedProcess[str]:
+    """The same in N processes of the tests' runner, as torchrun starts them; their common exit code."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": probe.getsockname()[1]}
+    environ = {"MP_DATASET_TYPE": "raw", **address, **variables}
+    environ = {name: str(value) for name, value in environ.items()}
+    with tempfile.NamedTemporaryFile() as messages:
+        codes = run_distributed(_run_rank, world_size, arguments, environ, messages.name, timeout_s=TIMEOUT_S)
+        assert len(set(codes)) == 1, codes
+        said = Path(messages.name).read_text()
+    return subprocess.CompletedProcess(arguments, codes[0], "", said)
+
+
+def _run_rank(
+    rank: int, world_size: int, arguments: list[str], environ: dict[str, str], messages: str
+) -> int:
+    """The program's exit code on this rank; all ranks write to one file what would be on stderr."""
+    torch.distributed.destroy_process_group()
+    os.environ.update(environ)
+    stderr = os.dup(2)
+    with open(messages, "ab") as file:
+        os.dup2(file.fileno(), 2)
+    sys.argv = arguments[1:]
+    sys.argv[0] = str(PROGRAM)
+    try:
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code
+    os.dup2(stderr, 2)
+    if torch.distributed.is_initialized():  # a process that fails ends without leaving its job
+        torch.distributed.destroy_process_group()
+    rejoin()
+    return code
 
 
 def limited(resource: str, amount: int, arguments: list[str]) -> list[str]:
