@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 from end_to_end.conftest import Office
-from end_to_end.shell import assert_same_weights, call_ranks, command, cut_back, losses
+from end_to_end.shell import assert_same_weights, call_workers, command, cut_back, losses
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkits.convert import main as convert
@@ -42,13 +42,13 @@ def run_twice(
 
     `first` holds variables of the first run alone.
     """
-    once = call_ranks(num_ranks, arguments, **{**variables, **(first or {})})
+    once = call_workers(num_ranks, arguments, **{**variables, **(first or {})})
     assert once.returncode == 0, once.stderr
     losses_at_once = losses(output)
     (output / "hf").rename(output / "hf_first")
     shutil.copy(output / "config.yaml", output / "config_first.yaml")
     cut_back(output, 2)
-    again = call_ranks(num_ranks, arguments, **variables)
+    again = call_workers(num_ranks, arguments, **variables)
     assert again.returncode == 0, again.stderr
     assert "resumed after step 2" in again.stderr
     return Finished(arguments, output, losses_at_once, losses(output), once.stderr + again.stderr)
@@ -146,7 +146,7 @@ def test_checkpoint_of_another_shape_is_refused(
     moved = shutil.copytree(four_ranks.output / "checkpoint", tmp_path / "moved")  # no config.yaml beside it
     positions = {"MODEL_SIZE": "tiny", "PRETRAIN_CHECKPOINT_PATH": moved}
     arguments = command_of(few_rows, tmp_path / "out", **positions)
-    result = call_ranks(1, arguments, TOKENIZER_PATH=few_rows.model)
+    result = call_workers(1, arguments, TOKENIZER_PATH=few_rows.model)
     assert result.returncode == 4, result.stderr
     assert "has shape" in result.stderr and "MODEL_SIZE" in result.stderr
     assert "Traceback" not in result.stderr
@@ -158,7 +158,7 @@ def test_damaged_checkpoints_do_not_begin_the_run_anew(few_rows: Office, sharded
     before = metrics.read_bytes()
     for index in (sharded.output / "checkpoint").glob("iter_*/.metadata"):
         index.unlink()
-    result = call_ranks(2, sharded.arguments, TOKENIZER_PATH=few_rows.model)
+    result = call_workers(2, sharded.arguments, TOKENIZER_PATH=few_rows.model)
     assert result.returncode == 4, result.stderr
     assert "no complete checkpoint" in result.stderr and "Traceback" not in result.stderr
     assert metrics.read_bytes() == before

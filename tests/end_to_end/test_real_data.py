@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from end_to_end.shell import REPOSITORY, call_ranks, command, losses
+from end_to_end.shell import REPOSITORY, call_workers, command, losses
 from llama3_tokenizer import build_llama3_tokenizer
 
 from toolkits.preprocess_pretrain import main as preprocess_pretrain
@@ -33,7 +33,7 @@ def test_alpaca_demo_trains(llama3_tokenizer: Path, tmp_path: Path, name: str) -
         "DATASET_PATH": data_file(name),
         "OUTPUT_BASEPATH": tmp_path / "out",
     }
-    result = call_ranks(2, command(**positions), TOKENIZER_PATH=llama3_tokenizer)
+    result = call_workers(2, command(**positions), TOKENIZER_PATH=llama3_tokenizer)
     assert result.returncode == 0, result.stderr
     assert losses(tmp_path / "out")[-1] < losses(tmp_path / "out")[0] - 0.1
 
@@ -48,7 +48,7 @@ def test_c4_demo_pretrains(llama3_tokenizer: Path, tmp_path: Path) -> None:
     positions |= {"TRAIN_TOKENS_OR_ITERS": 4 * tokens_per_step, "WARMUP_TOKENS_OR_ITERS": 2 * tokens_per_step}
     positions |= {"GLOBAL_BATCH_SIZE": 4, "TP": 2, "OUTPUT_BASEPATH": tmp_path / "out"}
     variables = {"TOKENIZER_PATH": llama3_tokenizer, "MP_DATASET_TYPE": "idxmap"}
-    result = call_ranks(2, command(**positions), **variables)
+    result = call_workers(2, command(**positions), **variables)
     assert result.returncode == 0, result.stderr
     values = losses(tmp_path / "out")
     assert len(values) == 4

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from end_to_end.conftest import Office
-from end_to_end.shell import call, call_ranks, command
+from end_to_end.shell import call, call_workers, command
 
 from patch.storage.lock import hold_run
 
@@ -70,7 +70,7 @@ def test_output_that_cannot_be_made_is_refused_without_a_process(office: Office)
 def test_empty_set_is_refused(office: Office, tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    result = call_ranks(1, command(**{**office.positions(tmp_path / "out"), "DATASET_PATH": empty}))
+    result = call_workers(1, command(**{**office.positions(tmp_path / "out"), "DATASET_PATH": empty}))
     assert result.returncode == 3, result.stderr
     assert result.stderr.count("empty.jsonl") == 1 and "Traceback" not in result.stderr
 
@@ -94,7 +94,7 @@ def test_device_as_data_is_refused_without_a_process(office: Office, tmp_path: P
 def test_chat_template_that_fails_is_refused_with_its_file(office: Office, tmp_path: Path) -> None:
     model = shutil.copytree(office.model, tmp_path / "model")
     (model / "chat_template.jinja").write_text("{{ 1 / 0 }}")
-    result = call_ranks(
+    result = call_workers(
         1, command(**{**office.positions(tmp_path / "out"), "PRETRAIN_CHECKPOINT_PATH": model})
     )
     assert result.returncode == 3, result.stderr

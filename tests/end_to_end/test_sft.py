@@ -13,7 +13,7 @@ from end_to_end.conftest import Office
 from end_to_end.shell import (
     assert_same_weights,
     call,
-    call_ranks,
+    call_workers,
     command,
     cut_back,
     environment,
@@ -159,7 +159,7 @@ def test_length_that_was_trained_already_leaves_the_run_as_it_was(
 ) -> None:
     shutil.copytree(unbroken, tmp_path / "out")
     before = (tmp_path / "out" / "config.yaml").read_bytes()
-    result = call_ranks(2, sft_command(office, tmp_path / "out", TRAIN_TOKENS_OR_ITERS="40", LR="1e-3"))
+    result = call_workers(2, sft_command(office, tmp_path / "out", TRAIN_TOKENS_OR_ITERS="40", LR="1e-3"))
     assert result.returncode == 0, result.stderr
     assert "nothing is left to train of 40 steps, 80 are done" in result.stderr
     assert (tmp_path / "out" / "config.yaml").read_bytes() == before
@@ -177,14 +177,14 @@ def test_packed_run_goes_on_after_a_resume_as_if_it_had_never_stopped(office: Of
     output = tmp_path / "out"
     sizes = {"SEQ_LEN": 96, "PAD_LEN": 96, "SAVE_INTERVAL": 5, "TRAIN_TOKENS_OR_ITERS": 10}
     arguments = [*sft_command(office, output, GLOBAL_BATCH_SIZE=8, **sizes)]
-    straight = call_ranks(1, arguments, MP_SFT_PACKING="true")
+    straight = call_workers(1, arguments, MP_SFT_PACKING="true")
     assert straight.returncode == 0, straight.stderr
     assert "400 conversations in " in straight.stderr and "% padding (unpacked " in straight.stderr
     expected = losses(output)
     assert expected[-1] < expected[0]
     hf = shutil.move(output / "hf", tmp_path / "hf")
     cut_back(output, 5)
-    resumed = call_ranks(1, arguments, MP_SFT_PACKING="true")
+    resumed = call_workers(1, arguments, MP_SFT_PACKING="true")
     assert resumed.returncode == 0 and "resumed after step 5" in resumed.stderr, resumed.stderr
     assert losses(output) == expected
     assert_same_weights(output / "hf", hf)

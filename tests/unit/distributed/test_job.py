@@ -8,7 +8,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_runner import rejoin, run_distributed
+from distributed_runner import leave, rejoin, run_distributed
 from small_runs import small_run
 
 from patch import compat
@@ -65,7 +65,7 @@ def test_groups_are_not_bound_to_a_device(monkeypatch: pytest.MonkeyPatch) -> No
 
 def join_at(rank: int, world_size: int, places: list[tuple[int, int]]) -> tuple[str, int, float]:
     """Try to join a job of two at this process's port, as this rank: the error, its exit code, seconds."""
-    dist.destroy_process_group()
+    leave()
     before = dict(os.environ)
     port, as_rank = places[rank]
     os.environ.update(RANK=str(as_rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
