@@ -14,6 +14,7 @@ from patch.config.data_spec import parse_data
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.file_rules import data_files
 from patch.config.positions import length_text, where
+from patch.config.presets import SHAPE_FIELDS
 from patch.config.schema import RunConfig
 from patch.config.stored_shape import STORED_SHAPE
 from patch.config.yaml_io import read_run
@@ -27,6 +28,7 @@ from patch.storage.names import (
     TRACKER,
     complete_iterations,
 )
+from patch.storage.sizes import counted
 
 _END_BYTES = 2**20
 _PIECE_BYTES = 2**14
@@ -109,10 +111,11 @@ def _was_begun(root: Path) -> bool:
 
 def _check_fields(config: RunConfig, before: RunConfig) -> None:
     for field in FIELDS:
-        then, now = value_of(before, field), value_of(config, field)
-        if field in _FIXED and not _same(then, now):
-            then, now = scalar_of(before, field), scalar_of(config, field)
-            _refuse(config, field, then, now, _FIXED[field])
+        if field in _FIXED and not _same(value_of(before, field), value_of(config, field)):
+            cause = field
+            if field in SHAPE_FIELDS and before.model.model_size != config.model.model_size:
+                cause = "model_size"
+            _refuse(config, cause, scalar_of(before, cause), scalar_of(config, cause), _FIXED[field])
 
 
 def _check_derived(config: RunConfig, before: RunConfig) -> None:
@@ -121,7 +124,7 @@ def _check_derived(config: RunConfig, before: RunConfig) -> None:
     if not _same(then, now):
         _refuse(config, "tokenizer_name_or_path", then, now, _TOKENIZER)
     if before.world_size != config.world_size:
-        then, now = (f"{run.world_size} process(es) on all machines" for run in (before, config))
+        then, now = (f"{counted(run.world_size, 'process')} on all machines" for run in (before, config))
         _refuse(config, "nproc_per_node", then, now, _LAYOUT)
     in_epochs = config.training.train_epochs is not None
     then, now = (_length(run, in_epochs=in_epochs) for run in (before, config))
