@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check, print the run as YAML, its plan and the first row as tokens; start nothing",
+        help="check, print the run as YAML, its plan, the first row as tokens and the steps; start nothing",
     )
     for section, cls in SECTIONS.items():
         group = parser.add_argument_group(section, cls.__doc__)

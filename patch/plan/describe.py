@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from patch.config import RunConfig
 from patch.config.choices import Recompute
+from patch.config.run_length import num_train_samples, with_samples
 from patch.device import MachineFacts
 from patch.plan.activations import activation_bytes
 from patch.plan.flops import model_flops_per_step
@@ -55,6 +56,23 @@ def _length(config: RunConfig) -> str:
         return f"{training.train_epochs:g} epochs; the steps follow from the training set"
     tokens = training.train_iters * training.global_batch_size * config.sample_length
     return f"{training.train_iters} steps = {_scaled(tokens)} tokens"
+
+
+def describe_length(config: RunConfig, one_pass: int) -> str:
+    """A line about the steps and epochs of the run.
+
+    Args:
+        config: the run.
+        one_pass: samples of one pass over its training sets.
+
+    Raises:
+        ConfigError: its epochs have fewer steps than its warm-up.
+    """
+    taken = num_train_samples(config, one_pass)
+    steps = with_samples(config, taken).training.train_iters
+    passes = f"{taken / one_pass:.3g}"
+    epochs = f"{passes} epoch{'' if passes == '1' else 's'}"
+    return f"length      {counted(steps, 'step')} = {epochs} of {counted(one_pass, 'sample')}"
 
 
 def _packing(config: RunConfig) -> list[str]:

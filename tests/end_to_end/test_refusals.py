@@ -108,6 +108,7 @@ def test_dry_run_prints_the_run_and_writes_nothing(office: Office, tmp_path: Pat
     assert run["parallel"]["nproc_per_node"] == 2
     assert list(tmp_path.iterdir()) == []
     assert f"{office.train}: line 1: " in result.stderr and "learned \u2503 " in result.stderr
+    assert "400 samples in one epoch\nlength      8 steps = 0.16 epochs of 400 samples" in result.stderr
 
 
 def test_dry_run_refuses_a_first_row_that_cannot_be_used(office: Office, tmp_path: Path) -> None:
