@@ -26,7 +26,7 @@ def is_hf_folder(path: str | Path) -> bool:
 def refuse_original_form(values: Mapping[str, Any]) -> None:
     """Refuse Meta's own form of LLaMA as weights or tokenizer.
 
-    transformers loads its tokenizer.model (of LLaMA 3) without complaint, as a tokenizer without tokens.
+    transformers loads its tokenizer.model without complaint, as a tokenizer without special tokens.
 
     Args:
         values: fields of the configuration.

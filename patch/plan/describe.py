@@ -53,7 +53,7 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
 def _length(config: RunConfig) -> str:
     training = config.training
     if training.train_epochs is not None:
-        return f"{training.train_epochs:g} epochs; the steps follow from the training set"
+        return f"{_epochs(f'{training.train_epochs:g}')}; the steps follow from the training set"
     tokens = training.train_iters * training.global_batch_size * config.sample_length
     return f"{training.train_iters} steps = {_scaled(tokens)} tokens"
 
@@ -70,9 +70,12 @@ def describe_length(config: RunConfig, one_pass: int) -> str:
     """
     taken = num_train_samples(config, one_pass)
     steps = with_samples(config, taken).training.train_iters
-    passes = f"{taken / one_pass:.3g}"
-    epochs = f"{passes} epoch{'' if passes == '1' else 's'}"
+    epochs = _epochs(f"{taken / one_pass:.3g}")
     return f"length      {counted(steps, 'step')} = {epochs} of {counted(one_pass, 'sample')}"
+
+
+def _epochs(number: str) -> str:
+    return f"{number} epoch" if number == "1" else f"{number} epochs"
 
 
 def _packing(config: RunConfig) -> list[str]:
