@@ -1,23 +1,24 @@
 """Byte-level BPE by tiktoken: the ids of tokenizers in a fraction of the time, where that can be proven.
 
 LLaMA 3's, Qwen 2's and Qwen 3's tokenizers cut a text at added tokens, cut what is between by a regular
-expression, and merge the bytes of each piece. Both libraries merge one adjacent pair of tokens after the other.
-tokenizers takes, among the pairs in its list of merges, the one that is listed first; tiktoken takes, among all
-pairs whose concatenation is a token, the one whose concatenation has the smallest id; both the leftmost of
-several. The ids are equal if
+expression, and merge the bytes of each piece. Both libraries merge two neighbours at a time. tokenizers
+takes, of the pairs in its list of merges, the one that is listed first. tiktoken takes, of all pairs whose
+concatenation is a token, the one whose concatenation has the smallest id. Of several equal pairs both take
+the leftmost. The ids are equal if
 
 1. the ids that the merges make ascend in the order of the list, and
 2. no token that tiktoken knows becomes exactly two tokens when tokenizers merges its bytes alone.
 
-Proof: suppose that both have made the same merges so far, and that the neighbours p and q together are a token
-t. All merges within t were made in the order in which tokenizers merges t alone, because which pair of t is
-first does not depend on what surrounds t. So tokenizers, merging t alone, also comes to p q. It cannot stop
-there (2.), so p q is in the list. Hence both see the same pairs; and of one t always the same p q, since merging
-t alone has one course. Both take the smallest id (1.), and the leftmost.
+Proof: suppose that both have made the same merges so far, and that the neighbours p and q together are a
+token t that tiktoken knows. The merges within t were made in the order in which tokenizers merges t alone,
+because what surrounds t does not change which pair within t is first. So tokenizers, merging t alone, also
+comes to p q. It cannot stop there (2.), so p q is in its list: both see the same pairs. Merging t alone has
+one course, so of one t it is always the same pair p q. Then the smallest id is the first in the list (1.),
+and the leftmost of equal ids is the leftmost of equal pairs: both make the same merge.
 
-If the list has all pairs of tokens that make a token (LLaMA 3), 2. is true. Otherwise the tokens that
-merging cannot make are left out of tiktoken's vocabulary, unless tokenizers takes a piece that is a token
-without merging it (`ignore_merges`), as tiktoken always does: such a tokenizer is not converted.
+If the list has every pair of tokens that makes a token, 2. is true, as for LLaMA 3. Otherwise tiktoken gets
+only the tokens that merging makes, as for Qwen. That would be wrong for a tokenizer that takes a piece which
+is a token without merging it (`ignore_merges`), as tiktoken always does: it is left to `renaming`.
 """
 
 from __future__ import annotations
@@ -43,11 +44,9 @@ in a piece, which matters because tiktoken leaves out what is in none."""
 _NEW_CHARACTERS = "\ua7d0\U0001df00\U0001e4d0\U00011f50\U0002ebf0\U000105c0\U00011bf0\U000323b0\U00011de0"
 """Letters and numbers of Unicode 14, 15, 15.1, 16 and 17, by which their tables are told apart."""
 _LONGEST_TEXT = 1 << 18
-"""Characters. tiktoken panics at 2 ** 20 blanks in a row."""
-
-
+"""Characters; tokenizers encodes a longer one. tiktoken panics at a million blanks in a row."""
 _UNUSUAL = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")
-"""What changes how a piece is merged. What says how unknown bytes are treated does not matter: all are known."""
+"""What changes how a piece is merged. How unknown bytes are treated does not matter: all are known."""
 
 
 class ByteLevelEncoder:
@@ -56,9 +55,9 @@ class ByteLevelEncoder:
     Args:
         backend: the tokenizer.
         pattern: the regular expression by which it cuts texts.
-        ranks: the bytes and id of each of its tokens that merging makes.
+        ranks: the bytes and id of each token that texts become.
         added: the id of each of its added tokens.
-        special: those of them that a row's text may spell out without meaning them.
+        special: those of them that are text where a row spells them out.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ def byte_level_encoder(
     Args:
         backend: the tokenizer.
         described: what its `to_str` writes.
-        special: the added tokens that a row's text may spell out without meaning them.
+        special: the added tokens that are text where a row spells them out.
     """
     pattern = _pattern(described["pre_tokenizer"])
     added = {token["content"]: token["id"] for token in described["added_tokens"]}
@@ -183,7 +182,7 @@ def _have_equal_tables() -> bool:
 
 
 def _ranks(backend: Tokenizer, model: dict[str, Any], special: Collection[str]) -> dict[bytes, int] | None:
-    """The bytes and id of each token that merging makes; None if the two conditions are not known to hold.
+    """The bytes and id of each token that texts become; None if 1. or 2. is not known to be true.
 
     Args:
         backend: the tokenizer.
@@ -192,17 +191,22 @@ def _ranks(backend: Tokenizer, model: dict[str, Any], special: Collection[str]) 
     """
     if model["type"] != "BPE" or any(map(model.get, _UNUSUAL)):
         return None
-    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
-    vocab = {token: id_ for token, id_ in model["vocab"].items() if byte_of.keys() >= set(token)}
-    vocab = {token: id_ for token, id_ in vocab.items() if token not in special}
-    made = [vocab.get(first + second) for first, second in model["merges"]]
-    if not byte_of.keys() <= vocab.keys() or None in made or made != sorted(made):
+    vocab: dict[str, int] = model["vocab"]
+    made = [vocab[first + second] for first, second in model["merges"]]
+    if made != sorted(made) or not {vocab.get(token) for token in special}.isdisjoint(made):
         return None
     if not model["ignore_merges"]:
         vocab = {token: id_ for token, id_ in vocab.items() if len(backend.model.tokenize(token)) == 1}
-    elif _num_pairs(vocab) != len(model["merges"]):
+    elif not vocab.keys().isdisjoint(special) or _num_pairs(vocab) != len(made):
         return None
-    return {bytes(map(byte_of.__getitem__, token)): id_ for token, id_ in vocab.items()}
+    byte_of = {character: byte for byte, character in bytes_to_unicode().items()}
+    ranks = {
+        bytes(map(byte_of.__getitem__, token)): id_
+        for token, id_ in vocab.items()
+        if byte_of.keys() >= set(token)  # what has another character, such as a blank, is in no text
+    }
+    has_all_bytes = all(bytes([byte]) in ranks for byte in range(256))
+    return ranks if has_all_bytes and len(set(ranks.values())) == len(ranks) else None
 
 
 def _num_pairs(vocab: Collection[str]) -> int:
