@@ -20,6 +20,7 @@ from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.checksums import Content
+from patch.storage.lock import check_held
 from patch.storage.names import is_complete
 from patch.storage.sizes import size_text
 
@@ -86,4 +87,5 @@ def _publish(target: Path, iteration: int, contents: dict[str, Content]) -> None
     if not is_complete(partial):
         raise CheckpointError(f"checkpoint {target} was not written: its last file, metadata.json, failed")
     write_manifest(partial, iteration, contents)
+    check_held(target)
     publish(target)
