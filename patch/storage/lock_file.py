@@ -3,8 +3,8 @@
 Where the file system has flock, the kernel releases the lock with the owner's process. Elsewhere (on some
 network and FUSE file systems) the owner is who created the file, which happens atomically. In both cases the
 owner writes to the file every few seconds, because flock cannot tell of a machine that died (NFS), and on
-some mounts holds on one machine only. A file that nobody renews is replaced atomically; its owner, if it was only
-slow, notices by `thief`.
+some mounts holds on one machine only. A file that nobody renews is replaced atomically; its owner, if it was
+only slow, notices by `thief`.
 """
 
 from __future__ import annotations
