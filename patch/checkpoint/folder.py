@@ -31,7 +31,8 @@ _logger = get_logger(__name__)
 
 _PARTIAL = ".tmp"
 _REPLACED = ".old"
-_CURE = "bring the files back, remove these checkpoints to start from step 1, or give another folder"
+_RESUME_CURE = "bring the files back, remove these checkpoints to start from step 1, or give another folder"
+_LOAD_CURE = "bring the files back, or give another checkpoint"
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -54,7 +55,8 @@ def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
             them. Or the newest one is damaged and `takes_older` is false.
     """
     damaged: list[str] = []
-    for iteration in from_rank_0(lambda: _candidates(root)):
+    cure, field = (_RESUME_CURE, "output_path") if takes_older else (_LOAD_CURE, "load")
+    for iteration in from_rank_0(lambda: _candidates(root, cure, field)):
         complaint = damage(iteration_folder(root, iteration))
         if complaint is None:
             for skipped in damaged:
@@ -67,9 +69,7 @@ def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
                 f"own folder ({root / 'iter_*'}), or let a resume of that run train the lost steps again"
             )
     if damaged:
-        raise CheckpointError(
-            f"no checkpoint below {root} is whole: {damaged[0]}; {_CURE}", field="output_path"
-        )
+        raise CheckpointError(f"no checkpoint below {root} is whole: {damaged[0]}; {cure}", field=field)
     return None
 
 
@@ -119,12 +119,18 @@ def _legacy_folder(root: Path) -> Path:
     raise CheckpointError(f"{root / TRACKER} names {tracked}, but there is no {tracked} with mp_rank_* in it")
 
 
-def _candidates(root: Path) -> list[int]:
-    """The iterations with a complete checkpoint: the tracker's first, then the others from new to old."""
+def _candidates(root: Path, cure: str, field: str) -> list[int]:
+    """The iterations with a complete checkpoint: the tracker's first, then the others from new to old.
+
+    Args:
+        root: the folder of a run's checkpoints.
+        cure: what a user can do if there are only remains.
+        field: the configuration field that names the folder.
+    """
     tracked = _tracked_iteration(root)
     complete = sorted(complete_iterations(root), key=lambda iteration: (iteration == tracked, iteration))
     if not complete:
-        _refuse_remains(root)
+        _refuse_remains(root, cure, field)
     elif complete[-1] != tracked:
         _logger.warning(
             "%s names %s, which is no complete checkpoint; the newest complete one is %s",
@@ -133,7 +139,7 @@ def _candidates(root: Path) -> list[int]:
     return complete[::-1]
 
 
-def _refuse_remains(root: Path) -> None:
+def _refuse_remains(root: Path, cure: str, field: str) -> None:
     """Refuse a folder with a tracker or an incomplete checkpoint in it.
 
     A run that was killed during its first save leaves neither, so it may start again.
@@ -143,8 +149,8 @@ def _refuse_remains(root: Path) -> None:
     if remains:
         raise CheckpointError(
             f"{root} has {', '.join(remains)} and no complete checkpoint (iter_* with .metadata, common.pt "
-            f"and metadata.json; a folder *{_REPLACED} is a checkpoint under another name): {_CURE}",
-            field="output_path",
+            f"and metadata.json; a folder *{_REPLACED} is a checkpoint under another name): {cure}",
+            field=field,
         )
 
 
