@@ -18,8 +18,8 @@ from patch.convert import export_hf
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_or_none
 from patch.distributed.groups import initialize, shutdown
-from patch.distributed.launch import announce_end
-from patch.errors import CheckpointError, PatchError
+from patch.distributed.worker_process import Reply, announce_end, failure, is_launched
+from patch.errors import CheckpointError
 from patch.logger import configure_logging, get_logger
 from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run
@@ -44,18 +44,19 @@ def run(config: RunConfig) -> None:
 
     Raises:
         PatchError: an error that the user can cure; its exit_code is the exit code of the worker.
-        SystemExit: 128 + the number of a signal, after a checkpoint was saved.
+        SystemExit: after a signal, when a checkpoint was saved: 128 + its number, and 0 under our launcher.
     """
     configure_logging()
     try:
         with translate_errors(config):
             stopped_by = _train(config)
     except Exception as error:
-        announce_end(error.exit_code if isinstance(error, PatchError) else 1)
+        announce_end(failure(error))
         raise
     if stopped_by:
         _logger.info("stopped by signal %d after saving a checkpoint; the same command resumes", stopped_by)
-        sys.exit(128 + stopped_by)
+        # The agent takes any code but 0 for a failure, and ends the others; ours reads the code in the reply.
+        sys.exit(0 if is_launched() else 128 + stopped_by)
 
 
 def _train(config: RunConfig) -> int:
@@ -73,7 +74,7 @@ def _train(config: RunConfig) -> int:
         stopped_by = Trainer(this_run, hooks).train()
         if not stopped_by and config.checkpoint.export_hf:
             _export(this_run)
-    announce_end(128 + stopped_by if stopped_by else 0)
+    announce_end(Reply(128 + stopped_by if stopped_by else 0))
     try:
         shutdown()
     except RuntimeError as error:  # the run is done, so a rank that has left already does no harm
