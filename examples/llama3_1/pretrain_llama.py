@@ -44,7 +44,7 @@ from patch.device import MachineFacts  # noqa: E402
 from patch.distributed.launch import allocator_environment, launch  # noqa: E402
 from patch.errors import ConfigError, PatchError  # noqa: E402
 from patch.logger import configure_logging, get_logger  # noqa: E402
-from patch.plan import describe_plan, resolve_sharding  # noqa: E402
+from patch.plan import describe_length, describe_plan, resolve_sharding  # noqa: E402
 
 _logger = get_logger(__name__)
 
@@ -65,9 +65,21 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
     config = invocation.config
     sys.stdout.write(to_yaml(config))
     sys.stderr.write(describe_plan(config, machine) + "\n")
-    from patch.data.preview import show_first_row  # it imports torch, which the launcher does not need
+    from patch.compat import quick_start  # it imports torch, which the launcher does not need
 
-    show_first_row(config.data, config.tokenizer_folder, config.model.vocab_size, sys.stderr)
+    with quick_start():
+        from patch.data.preview import show_data
+
+    samples = show_data(
+        config.data,
+        config.model,
+        config.tokenizer_folder,
+        sft=config.training.sft,
+        output=Path(config.checkpoint.output_path),
+        stream=sys.stderr,
+    )
+    if samples is not None:
+        sys.stderr.write(describe_length(config, samples) + "\n")
 
 
 def _work(invocation: Invocation) -> None:
@@ -77,8 +89,6 @@ def _work(invocation: Invocation) -> None:
             f"got {restarts}, expected 0: torchrun or SLURM has started this process, and starts it again",
             field="max_restarts",
         )
-    # Upstream warns at import that Apex and Transformer Engine are missing; they are not used.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
     from patch.compat import quick_start
 
     with quick_start():
@@ -111,6 +121,8 @@ def _run(argv: list[str], is_worker: bool) -> int:
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code (0, 2 to 5, 130 or 143; see the README)."""
     configure_logging()
+    # Upstream warns at import that Apex and Transformer Engine are missing; they are not used.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     try:
         os.environ.update(slurm_task(argv[0] if argv else "", os.environ))
         is_worker = "LOCAL_RANK" in os.environ
