@@ -41,7 +41,7 @@ _logger = get_logger(__name__)
 POLL_S = 0.1
 # Another signal at least this long after the first one kills the workers without a checkpoint.
 INSISTENCE_S = 3.0
-SETTLE_S = 2.0
+SETTLE_S = 5.0
 """After a failure the other ranks have so long to report a cause of their own; then they are killed."""
 KILL_GRACE_S = 10.0
 """How much longer than END_S a worker that is done may live, which then could not end itself."""

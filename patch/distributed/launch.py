@@ -79,7 +79,7 @@ def launch(
     gc.enable()
     with _environment(environment), tempfile.TemporaryDirectory(prefix="patch-launch-") as folder:
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        meeting = Meeting(rendezvous, usable_sizes(config, machine), timeout)
+        meeting = Meeting.join(rendezvous, usable_sizes(config, machine), timeout)
         return run_workers(
             [sys.executable, str(script), *flags],
             parallel.nproc_per_node,

@@ -375,8 +375,8 @@ def test_machine_beyond_what_the_batch_allows_waits_until_the_end(monkeypatch: p
     place = Rendezvous(0, "127.0.0.1", free_port())
     limit = timedelta(seconds=30)
     with ThreadPoolExecutor() as threads:
-        first = rendezvous.Meeting(place, [1, 3], limit)
-        second = rendezvous.Meeting(place._replace(node_rank=1), [1, 3], limit)
+        first = rendezvous.Meeting.join(place, [1, 3], limit)
+        second = rendezvous.Meeting.join(place._replace(node_rank=1), [1, 3], limit)
         spare = threads.submit(second.next_rendezvous)
         info = threads.submit(first.next_rendezvous).result(20)
         assert (info.rank, info.world_size) == (0, 1)
