@@ -348,25 +348,30 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_the_rest_goes_on_when_a_machine_is_lost_for_good(tmp_path: Path) -> None:
+def test_the_rest_goes_on_when_a_machine_is_lost_and_takes_it_in_again(tmp_path: Path) -> None:
     """Ranks follow the machines' indices, also if a later machine comes first."""
     body = f"""
-world = os.environ['WORLD_SIZE']
-open(f'{tmp_path}/{{rank}}of{{world}}', 'w').write(str(os.getppid()))
-while world == '2':
+start, world = os.environ['PATCH_ROUND'], os.environ['WORLD_SIZE']
+open(f'{tmp_path}/start{{start}}_{{rank}}of{{world}}', 'w').write(str(os.getppid()))
+while start == '1':
     if os.path.exists('{tmp_path}/lost'):
         sys.exit({LOST_RANK_CODE})
     time.sleep(0.05)
+if start == '2':
+    time.sleep(60)
 """
     script, port = write_script(tmp_path, body), free_port()
     settings = {"nnodes": 2, "min_nodes": 1, "max_restarts": 1}
-    machines = [start(script, 1, Rendezvous(rank, "127.0.0.1", port), **settings) for rank in (1, 0)]
-    found = await_files(tmp_path / "1of2", tmp_path / "0of2")
-    assert found == [str(machine.pid) for machine in machines]
-    machines[0].kill()
+    second, first = (start(script, 1, Rendezvous(rank, "127.0.0.1", port), **settings) for rank in (1, 0))
+    found = await_files(tmp_path / "start1_1of2", tmp_path / "start1_0of2")
+    assert found == [str(second.pid), str(first.pid)]
+    second.kill()
     (tmp_path / "lost").touch()
-    assert machines[1].wait(60) == 0
-    assert await_files(tmp_path / "0of1") == [str(machines[1].pid)]
+    assert await_files(tmp_path / "start2_0of1") == [str(first.pid)]
+    again = start(script, 1, Rendezvous(1, "127.0.0.1", port), **settings)
+    assert (first.wait(60), again.wait(60)) == (0, 0)
+    found = await_files(tmp_path / "start3_1of2", tmp_path / "start3_0of2")
+    assert found == [str(again.pid), str(first.pid)]
 
 
 def test_machine_beyond_what_the_batch_allows_waits_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
