@@ -25,6 +25,7 @@ from patch.config.choices import (
     InputJoin,
     LongSamples,
     OffloadPolicy,
+    OnNonFinite,
     Precision,
     Recompute,
     Sharding,
@@ -203,6 +204,16 @@ class TrainingConfig:
     )
     recompute_num_layers: int = flag("full recompute: layers per recomputed block", 1, at_least=1)
     cpu_offloading: bool = flag("keep activations in host memory", False)
+    on_non_finite: OnNonFinite = flag(
+        "after a step whose loss or gradient is not finite: stop, or skip its update (at most 9 in a row)",
+        "stop",
+    )
+    spike_factor: float | None = flag(
+        "warn of a loss or gradient norm so many standard deviations above those of 100 steps; 0: never",
+        10.0,
+        none=0,
+        at_least=0,
+    )
     exit_duration_in_mins: float | None = flag(
         "minutes after which this start saves a checkpoint and ends with exit code 75; 0: no limit",
         None,

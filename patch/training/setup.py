@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -47,6 +48,10 @@ class Run:
     optimizer: OverlappedDistributedOptimizer
     start_iteration: int
     """Optimizer steps already done: 0, or those of the checkpoint that was resumed."""
+    sample_place: Callable[[int], str] | None = None
+    """Where in the data a sample comes from, by its number in the run; None: not known."""
+    num_skips: int = 0
+    """Steps in a row, up to the last one, that were skipped because their gradients were not finite."""
     upcoming: StepWork | None = None
     """The batches of the next step, read while the last step ended; None: not read yet."""
     valid_weights: list[float] | None = None
@@ -78,12 +83,14 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
     )
     config = with_samples(config, datasets.num_train_samples)
     stages, optimizer = build_model(config, groups, context.device)
+    train_reader = _reader(config, datasets.train, groups, shuffle=not datasets.train.is_shuffled)
     run = Run(
         config=config,
         device=context.device,
         groups=groups,
         tokenizer=tokenizer,
-        train_reader=_reader(config, datasets.train, groups, shuffle=not datasets.train.is_shuffled),
+        train_reader=train_reader,
+        sample_place=train_reader.place,
         valid_readers={
             name: _reader(config, source, groups, shuffle=False) for name, source in datasets.valid.items()
         },

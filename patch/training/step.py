@@ -24,8 +24,10 @@ from patch.distributed.collectives import sum_over
 from patch.model import LlamaModel, PackedSequences, sum_learned
 from patch.optimizer import ParamGroup, learning_rate
 from patch.plan import attended_pairs
+from patch.training.non_finite import handle_non_finite
 from patch.training.oom_retry import OomRetry
 from patch.training.reading import Reading, read
+from patch.training.run_state import random_state, set_random_state
 from patch.training.setup import Run
 from patch.training.state_placement import apply_placement
 
@@ -39,7 +41,7 @@ class StepResult(NamedTuple):
     lr: float
     """The run's; a parameter group with a decoupled rate has another."""
     skipped: int
-    """1 when fp16 gradients overflowed and nothing was updated."""
+    """1 when nothing was updated: fp16 gradients overflowed, or --on-non-finite skips the step."""
     comm_exposed_ms: float
     """Time that this rank waited for gradients and for the updated weights of the previous step."""
     attended_pairs: float
@@ -55,7 +57,7 @@ def train_step(run: Run, iteration: int) -> StepResult:
         run: this rank's parts of the run.
         iteration: counted from 0; selects the samples.
     Raises:
-        TrainingError: the gradient norm is not finite; nothing has been updated.
+        TrainingError: the gradient norm is not finite, and --on-non-finite is stop; nothing has been updated.
         DataError: on all ranks, if one of them cannot read the data of this step or of the next one.
     """
     optimizer = run.optimizer
@@ -74,8 +76,13 @@ def train_step(run: Run, iteration: int) -> StepResult:
         retry.start_agreement()
         optimizer.finish_grad_sync()
         is_done = retry.is_done()
-    outcome = optimizer.step()
+    outcome = optimizer.step(skip_non_finite=True)
     loss, *counts = read_values(sums, pending, WaitClock(run.device))
+    if outcome.is_skipped and not outcome.is_overflow:
+        repeat = partial(_has_finite_gradients, run, work, group_lrs)
+        handle_non_finite(run, work, losses, outcome.grad_norm, repeat)
+    else:
+        run.num_skips = 0
     following.raise_together(counts[0], f"step {iteration + 2}")
     run.upcoming = StepWork(iteration + 1, following.batches, *counts)
     optimizer.record_memory("train")
@@ -126,6 +133,16 @@ def _accumulate(run: Run, work: StepWork, group_lrs: list[float]) -> list[torch.
     """Forward and backward of a whole step; the losses of the micro-batches."""
     run.optimizer.zero_grad(group_lrs)
     return run_schedule(run, work.batches, work.tokens, forward_only=False)
+
+
+def _has_finite_gradients(run: Run, work: StepWork, group_lrs: list[float]) -> bool:
+    """Whether this rank's own gradients are finite when the step is computed again, without an update."""
+    before = random_state()
+    with run.optimizer.checking_local_gradients() as check:
+        _accumulate(run, work, group_lrs)
+        run.optimizer.finish_grad_sync()
+    set_random_state(before)
+    return check.is_finite
 
 
 def _abandon(run: Run, work: StepWork) -> list[torch.Tensor]:

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
+
+import torch.distributed as dist
 
 from patch.config import to_yaml
 from patch.data.prefetch import read_ahead
 from patch.distributed.collectives import barrier, max_over_world
+from patch.errors import TrainingError
 from patch.logger import get_logger
 from patch.training.evaluation import evaluate
 from patch.training.hooks import TrainerHook
 from patch.training.metrics import make_record, measure
+from patch.training.non_finite import named_samples, samples_of_step
 from patch.training.run_state import save
 from patch.training.setup import Run, checkpoint_root
-from patch.training.step import train_step
+from patch.training.spikes import SpikeWarnings
+from patch.training.step import StepResult, train_step
 from patch.training.stop import StopRequests
 
 _logger = get_logger(__name__)
@@ -31,6 +37,7 @@ class Trainer:
     def __init__(self, run: Run, hooks: Sequence[TrainerHook]) -> None:
         self.run, self._hooks = run, hooks
         self._requests = StopRequests(run.config)
+        self._spikes = SpikeWarnings(run) if dist.get_rank() == 0 else None
         self._exit_code = 0
         """With which all ranks agreed to stop; 0: they go on. A rank may have been asked a step earlier."""
         self._step_begin = 0.0
@@ -42,7 +49,7 @@ class Trainer:
         Returns:
             the exit code: 0 after the last step, else that of what stopped the run (see `stop`).
         Raises:
-            TrainingError: the gradients are not finite.
+            TrainingError: the loss or the gradients are not finite.
             CheckpointError: a checkpoint cannot be written.
         """
         self._step_begin = time.perf_counter()
@@ -75,6 +82,7 @@ class Trainer:
         for hook in self._hooks:
             hook.on_step(done, seconds)
         worst = self._share(measure(self.run, result, seconds * 1e3), is_last=is_last)
+        self._check(iteration, result, worst["loss"])
         if done % config.checkpoint.log_interval == 0 or is_last:
             record = make_record(config, self.run.device, done, result, worst)
             for hook in self._hooks:
@@ -98,6 +106,21 @@ class Trainer:
         *worst, agreed = max_over_world([*measured.values(), asked], self.run.device)
         self._exit_code = int(agreed)
         return dict(zip(measured, worst, strict=True))
+
+    def _check(self, iteration: int, result: StepResult, loss: float) -> None:
+        """Look at the loss of a step.
+
+        Raises:
+            TrainingError: it is not finite although the gradients are, so the step was taken.
+        """
+        if not math.isfinite(loss) and not result.skipped:
+            raise TrainingError(
+                f"step {iteration + 1}: loss {loss}, expected a finite number; the gradient norm is "
+                f"{result.grad_norm}. Look at its samples: "
+                f"{named_samples(self.run, samples_of_step(self.run, iteration))}"
+            )
+        if self._spikes is not None:
+            self._spikes.note(iteration, loss, result.grad_norm)
 
     def _evaluate(self, done: int) -> None:
         record = {"iteration": done, **evaluate(self.run)}
