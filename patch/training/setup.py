@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from patch.config.data_record import SetRecord
 from patch.config.hf_config import is_hf_folder
 from patch.config.run_length import num_train_samples, with_samples
 from patch.config.schema import RunConfig
@@ -56,6 +57,8 @@ class Run:
     """The batches of the next step, read while the last step ended; None: not read yet."""
     valid_weights: list[float] | None = None
     """Of the validation sets, if position 21 has weights."""
+    records: list[SetRecord] = field(default_factory=list)
+    """Of the training sets of rows (see `DataSets`)."""
     data_clock: WaitClock = field(default_factory=lambda: WaitClock(torch.device("cpu")))
     """Counts how long steps wait for their data."""
 
@@ -95,6 +98,7 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
             name: _reader(config, source, groups, shuffle=False) for name, source in datasets.valid.items()
         },
         valid_weights=datasets.valid_weights,
+        records=datasets.records,
         stages=stages,
         optimizer=optimizer,
         start_iteration=0,
