@@ -14,6 +14,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an installation
 
+from patch.distributed.worker_process import announce_end, begin, claim_error_report, failure  # noqa: E402
+
+begin()  # before anything that takes time or starts threads
+
 from patch.config import (  # noqa: E402
     Invocation,
     RunConfig,
@@ -28,7 +32,7 @@ from patch.config import (  # noqa: E402
     validate_run,
 )
 from patch.device import MachineFacts  # noqa: E402
-from patch.distributed.launch import allocator_environment, claim_error_report, launch  # noqa: E402
+from patch.distributed.launch import allocator_environment, launch  # noqa: E402
 from patch.errors import PatchError  # noqa: E402
 from patch.logger import configure_logging, get_logger  # noqa: E402
 from patch.plan import describe_plan, resolve_sharding  # noqa: E402
@@ -95,6 +99,8 @@ def main(argv: list[str]) -> int:
     except PatchError as error:
         if claim_error_report():
             _logger.error("%s", user_message(error))
+        if is_worker:
+            announce_end(failure(error))
         return error.exit_code
     except KeyboardInterrupt:  # training has not begun, so there is nothing to save
         return 130

@@ -165,6 +165,17 @@ class ParallelConfig:
     )
     nnodes: int = flag("machines", 1, at_least=1)
     nproc_per_node: int = flag("processes on this machine", at_least=1)
+    max_restarts: int = flag(
+        "so many times the run goes on from its newest whole checkpoint after a lost process or machine",
+        0,
+        at_least=0,
+    )
+    min_nodes: int | None = flag(
+        "with --max-restarts: the run also goes on with as few machines; 0: with all of --nnodes only",
+        None,
+        none=0,
+        at_least=0,
+    )
     distributed_timeout_minutes: int = flag(
         "the run ends if a collective or its start waits longer than this", 30, at_least=1
     )
