@@ -180,6 +180,13 @@ class ParallelConfig:
         "the run ends if a collective or its start waits longer than this", 30, at_least=1
     )
 
+    hang_timeout: float | None = flag(
+        "seconds that a rank may make no progress in a step before the run ends; 0: 20 steps, at least 300 s",
+        None,
+        none=0,
+        at_least=0,
+    )
+
     def virtual_pipeline_size(self, num_layers: int) -> int:
         """Pipeline stages of one process for a model of this many layers."""
         layers = self.num_layers_per_virtual_pipeline_stage

@@ -26,6 +26,7 @@ from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
 from patch.storage.names import CHECKPOINT_FOLDER, DATA_INDEX_FOLDER
+from patch.training.phases import PhaseClock
 from patch.training.run_state import load_weights, resume
 from patch.training.state_placement import log_placement
 
@@ -53,6 +54,8 @@ class Run:
     """Where in the data a sample comes from, by its number in the run; None: not known."""
     num_skips: int = 0
     """Steps in a row, up to the last one, that were skipped because their gradients were not finite."""
+    phases: PhaseClock = field(default_factory=PhaseClock)
+    """What this rank does now."""
     upcoming: StepWork | None = None
     """The batches of the next step, read while the last step ended; None: not read yet."""
     valid_weights: list[float] | None = None

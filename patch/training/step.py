@@ -26,6 +26,7 @@ from patch.optimizer import ParamGroup, learning_rate
 from patch.plan import attended_pairs
 from patch.training.non_finite import handle_non_finite
 from patch.training.oom_retry import OomRetry
+from patch.training.phases import Phase
 from patch.training.reading import Reading, read
 from patch.training.run_state import random_state, set_random_state
 from patch.training.setup import Run
@@ -68,14 +69,17 @@ def train_step(run: Run, iteration: int) -> StepResult:
     is_done = False
     while not is_done:
         losses = retry.attempt(partial(_accumulate, run, work, group_lrs), partial(_abandon, run, work))
+        run.phases.enter(Phase.REDUCTION)
         optimizer.start_grad_sync()
         # The next batch is read while gradients are reduced. The small sums follow the gradients; after the
         # parameters they would wait for the last all-gather.
         following = _read(run, iteration + 1)
         sums, pending = _start_sums(run, losses, following)
+        run.phases.enter(Phase.REDUCTION)
         retry.start_agreement()
         optimizer.finish_grad_sync()
         is_done = retry.is_done()
+    run.phases.enter(Phase.UPDATE)
     outcome = optimizer.step(skip_non_finite=True)
     loss, *counts = read_values(sums, pending, WaitClock(run.device))
     if outcome.is_skipped and not outcome.is_overflow:
@@ -110,6 +114,7 @@ def _read(run: Run, iteration: int) -> Reading:
     """This rank's micro-batches of a step; none after the last step."""
     if iteration >= run.config.training.train_iters:
         return Reading([])
+    run.phases.enter(Phase.READING)
     with run.data_clock.waiting():
         return read(run.train_reader, iteration)
 
@@ -131,6 +136,7 @@ def _start_sums(run: Run, losses: list[torch.Tensor], following: Reading) -> tup
 
 def _accumulate(run: Run, work: StepWork, group_lrs: list[float]) -> list[torch.Tensor]:
     """Forward and backward of a whole step; the losses of the micro-batches."""
+    run.phases.enter(Phase.FORWARD)
     run.optimizer.zero_grad(group_lrs)
     return run_schedule(run, work.batches, work.tokens, forward_only=False)
 
@@ -169,11 +175,13 @@ def _forward_step(
     batches: Iterator[Batch], model: LlamaModel, *, run: Run, divisor: float
 ) -> tuple[torch.Tensor, Any]:
     """Upstream's forward_step_func: the stage's output and the function that computes the loss from it."""
+    run.phases.go_on(Phase.FORWARD)
     batch = next(batches)
     tokens, labels, mask = (send(tensor, run.device) for tensor in batch[:3])
     packed = PackedSequences.of(batch.cu_seqlens, batch.tokens, run.device)
     # RoPE needs no position ids, causal attention no mask.
     output = model(tokens, None, None, labels=labels, packed_seq_params=packed)
+    run.phases.go_on(Phase.BACKWARD)
     is_aligned = run.config.model.precision_align is not None
     return output, partial(_masked_loss, mask=mask, divisor=divisor, is_aligned=is_aligned)
 

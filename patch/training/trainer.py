@@ -17,6 +17,7 @@ from patch.training.evaluation import evaluate
 from patch.training.hooks import TrainerHook
 from patch.training.metrics import make_record, measure
 from patch.training.non_finite import named_samples, samples_of_step
+from patch.training.phases import Phase
 from patch.training.run_state import save
 from patch.training.setup import Run, checkpoint_root
 from patch.training.spikes import SpikeWarnings
@@ -79,6 +80,7 @@ class Trainer:
         # A step is timed from gradient norm to gradient norm: the GPU may still be busy with the update.
         now = time.perf_counter()
         seconds, self._step_begin = now - self._step_begin, now
+        self.run.phases.enter(Phase.METRICS)
         for hook in self._hooks:
             hook.on_step(done, seconds)
         worst = self._share(measure(self.run, result, seconds * 1e3), is_last=is_last)
@@ -99,6 +101,7 @@ class Trainer:
         for task in tasks:
             task(done)
             self._step_begin = time.perf_counter()
+        self.run.phases.end_step(seconds, result.comm_exposed_ms)
 
     def _share(self, measured: dict[str, float], *, is_last: bool) -> dict[str, float]:
         """The largest value of each metric over ranks; the same collective agrees whether to stop."""
@@ -123,12 +126,14 @@ class Trainer:
             self._spikes.note(iteration, loss, result.grad_norm)
 
     def _evaluate(self, done: int) -> None:
+        self.run.phases.enter(Phase.EVALUATION)
         record = {"iteration": done, **evaluate(self.run)}
         for hook in self._hooks:
             hook.on_evaluate(record)
 
     def _save(self, done: int) -> None:
         run = self.run
+        run.phases.enter(Phase.SAVE)
         save(checkpoint_root(run.config), done, run.stages, run.optimizer, to_yaml(run.config))
         run.optimizer.record_memory("save")
         for hook in self._hooks:

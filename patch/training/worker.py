@@ -26,6 +26,7 @@ from patch.storage.lock import hold_run
 from patch.storage.names import CONFIG_FILE, HF_FOLDER
 from patch.training.best_checkpoint import BestCheckpoint
 from patch.training.error_translation import translate_errors
+from patch.training.hang_guard import guarding
 from patch.training.hooks import TrainerHook
 from patch.training.loss_plot import LossPlot
 from patch.training.metrics import MetricsLog
@@ -44,8 +45,8 @@ def run(config: RunConfig) -> None:
 
     Raises:
         PatchError: an error that the user can cure; its exit_code is the exit code of the worker.
-        SystemExit: with the exit code of what stopped the run (see `stop`), when a checkpoint was saved; under
-            our launcher, which reads that code in the reply, with 0.
+        SystemExit: with the exit code of what stopped the run (see `stop`), when a checkpoint was saved;
+            with 0 under our launcher, which reads that code in the reply.
     """
     configure_logging()
     try:
@@ -72,7 +73,8 @@ def _train(config: RunConfig) -> int:
             _write_config(config)
         with all_or_none():
             hooks = build_hooks(this_run)
-        exit_code = Trainer(this_run, hooks).train()
+        with guarding(this_run):
+            exit_code = Trainer(this_run, hooks).train()
         if not exit_code and config.checkpoint.export_hf:
             _export(this_run)
     announce_end(Reply(exit_code))
