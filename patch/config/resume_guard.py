@@ -11,11 +11,13 @@ from patch.config.columns import parse_columns
 from patch.config.data_record import DataRecord, SetRecord, changes_of_origin
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import length_text, where
+from patch.config.presets import SHAPE_FIELDS
 from patch.config.schema import RunConfig
 from patch.config.stored_shape import STORED_SHAPE
 from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
 from patch.storage.names import CHECKPOINT_FOLDER, CONFIG_FILE, TRACKER, complete_iterations
+from patch.storage.sizes import counted
 
 _ANEW = "another OUTPUT_BASEPATH (position 25)"
 _FROM_WEIGHTS = _ANEW + ", which may start from this one's weights (this folder as position 22)"
@@ -103,14 +105,16 @@ def _check_fields(config: RunConfig, before: RunConfig) -> None:
         meaning = _MEANINGS.get(field, _itself)
         then, now = (meaning(value_of(run, field)) for run in (before, config))
         if not _same(then, now):
-            then, now = scalar_of(before, field), scalar_of(config, field)
-            _refuse(config, field, then, now, _FIXED[field])
+            cause = field
+            if field in SHAPE_FIELDS and before.model.model_size != config.model.model_size:
+                cause = "model_size"
+            _refuse(config, cause, scalar_of(before, cause), scalar_of(config, cause), _FIXED[field])
 
 
 def _check_derived(config: RunConfig, before: RunConfig) -> None:
     """Check what depends on several fields: the number of processes, the samples' order."""
     if before.world_size != config.world_size:
-        then, now = (f"{run.world_size} process(es) on all machines" for run in (before, config))
+        then, now = (f"{counted(run.world_size, 'process')} on all machines" for run in (before, config))
         _refuse(config, "nproc_per_node", then, now, _LAYOUT)
     in_epochs = config.training.train_epochs is not None
     then, now = (_length(run, in_epochs=in_epochs) for run in (before, config))

@@ -22,6 +22,7 @@ from patch.distributed.affinity import cores_of_workers
 from patch.distributed.worker_process import LAUNCHER
 from patch.logger import get_logger
 from patch.storage.lock import refuse_held_run
+from patch.storage.sizes import counted
 
 _logger = get_logger(__name__)
 
@@ -67,7 +68,8 @@ def launch(
     cores = cores_of_workers(machine, parallel.nproc_per_node)
     if cores:
         _logger.info(
-            "each process is bound to its NUMA node: %d core(s) and the node's memory", len(cores[0])
+            "each process is bound to its NUMA node: %s and the node's memory",
+            counted(len(cores[0]), "core"),
         )
     gc.disable()  # it would walk over all that torch creates, which takes a third of the import
     from patch.distributed.agent import WorkerFiles, run_workers
@@ -77,7 +79,7 @@ def launch(
     gc.enable()
     with _environment(environment), tempfile.TemporaryDirectory(prefix="patch-launch-") as folder:
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-        meeting = Meeting(rendezvous, usable_sizes(config, machine), timeout)
+        meeting = Meeting.join(rendezvous, usable_sizes(config, machine), timeout)
         return run_workers(
             [sys.executable, str(script), *flags],
             parallel.nproc_per_node,
@@ -142,6 +144,6 @@ def allocator_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _describe_threads(count: str, config: RunConfig, machine: MachineFacts) -> str:
     """A log line: the number of threads of each worker, and where the number comes from."""
-    origin = "the environment's OMP_NUM_THREADS," if "OMP_NUM_THREADS" in os.environ else "its share"
-    workers, cores = config.parallel.nproc_per_node, machine.cpu_cores
-    return f"{count} thread(s) for each of {workers} process(es): {origin} of {cores} usable core(s)"
+    origin = "as the environment has it, with" if "OMP_NUM_THREADS" in os.environ else "each one's share of"
+    workers = counted(config.parallel.nproc_per_node, "process")
+    return f"OMP_NUM_THREADS={count} in {workers}, {origin} {counted(machine.cpu_cores, 'usable core')}"

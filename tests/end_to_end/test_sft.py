@@ -147,8 +147,7 @@ def test_resume_after_sigterm_repeats_the_run_with_states_in_host_memory_too(
     assert result.returncode == 0, result.stderr
     fractions = [record["offload_fraction"] for record in training_records(tmp_path / "out")]
     assert (fractions[0], max(fractions), fractions[-1]) == (0.0, 1.0, 0.0)
-    assert "(position 18 OPTIMIZER_OFFLOAD): static before, auto from here on" in result.stderr
-    assert "OPTIMIZER_OFFLOAD): none before, auto from here on" in result.stderr
+    assert "before, auto from here on" in result.stderr
     assert "to the device" in result.stderr and "ms predicted" in result.stderr
     assert losses(tmp_path / "out") == losses(unbroken)
     assert_same_weights(tmp_path / "out" / "hf", unbroken / "hf")

@@ -185,8 +185,8 @@ def test_each_ranks_share_of_the_cores_is_said_in_one_line(
     launch_workers(script, 2)
     assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
     assert logged == [
-        "2 thread(s) for each of 2 process(es): its share of 4 usable core(s)",
-        "3 thread(s) for each of 2 process(es): the environment's OMP_NUM_THREADS, of 4 usable core(s)",
+        "OMP_NUM_THREADS=2 in 2 processes, each one's share of 4 usable cores",
+        "OMP_NUM_THREADS=3 in 2 processes, as the environment has it, with 4 usable cores",
     ]
 
 
@@ -348,25 +348,30 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def test_the_rest_goes_on_when_a_machine_is_lost_for_good(tmp_path: Path) -> None:
+def test_the_rest_goes_on_when_a_machine_is_lost_and_takes_it_in_again(tmp_path: Path) -> None:
     """Ranks follow the machines' indices, also if a later machine comes first."""
     body = f"""
-world = os.environ['WORLD_SIZE']
-open(f'{tmp_path}/{{rank}}of{{world}}', 'w').write(str(os.getppid()))
-while world == '2':
+start, world = os.environ['PATCH_ROUND'], os.environ['WORLD_SIZE']
+open(f'{tmp_path}/start{{start}}_{{rank}}of{{world}}', 'w').write(str(os.getppid()))
+while start == '1':
     if os.path.exists('{tmp_path}/lost'):
         sys.exit({LOST_RANK_CODE})
     time.sleep(0.05)
+if start == '2':
+    time.sleep(60)
 """
     script, port = write_script(tmp_path, body), free_port()
     settings = {"nnodes": 2, "min_nodes": 1, "max_restarts": 1}
-    machines = [start(script, 1, Rendezvous(rank, "127.0.0.1", port), **settings) for rank in (1, 0)]
-    found = await_files(tmp_path / "1of2", tmp_path / "0of2")
-    assert found == [str(machine.pid) for machine in machines]
-    machines[0].kill()
+    second, first = (start(script, 1, Rendezvous(rank, "127.0.0.1", port), **settings) for rank in (1, 0))
+    found = await_files(tmp_path / "start1_1of2", tmp_path / "start1_0of2")
+    assert found == [str(second.pid), str(first.pid)]
+    second.kill()
     (tmp_path / "lost").touch()
-    assert machines[1].wait(60) == 0
-    assert await_files(tmp_path / "0of1") == [str(machines[1].pid)]
+    assert await_files(tmp_path / "start2_0of1") == [str(first.pid)]
+    again = start(script, 1, Rendezvous(1, "127.0.0.1", port), **settings)
+    assert (first.wait(60), again.wait(60)) == (0, 0)
+    found = await_files(tmp_path / "start3_1of2", tmp_path / "start3_0of2")
+    assert found == [str(again.pid), str(first.pid)]
 
 
 def test_machine_beyond_what_the_batch_allows_waits_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -375,8 +380,8 @@ def test_machine_beyond_what_the_batch_allows_waits_until_the_end(monkeypatch: p
     place = Rendezvous(0, "127.0.0.1", free_port())
     limit = timedelta(seconds=30)
     with ThreadPoolExecutor() as threads:
-        first = rendezvous.Meeting(place, [1, 3], limit)
-        second = rendezvous.Meeting(place._replace(node_rank=1), [1, 3], limit)
+        first = rendezvous.Meeting.join(place, [1, 3], limit)
+        second = rendezvous.Meeting.join(place._replace(node_rank=1), [1, 3], limit)
         spare = threads.submit(second.next_rendezvous)
         info = threads.submit(first.next_rendezvous).result(20)
         assert (info.rank, info.world_size) == (0, 1)
