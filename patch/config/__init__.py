@@ -3,7 +3,7 @@
 Imports neither torch nor megatron, so that a wrong command fails at once.
 """
 
-from patch.config.cluster import Rendezvous
+from patch.config.cluster import Rendezvous, slurm_task
 from patch.config.data_record import SetRecord
 from patch.config.file_rules import run_warnings
 from patch.config.flags import to_flags
@@ -44,6 +44,7 @@ __all__ = [
     "remember_data",
     "resume_notes",
     "run_warnings",
+    "slurm_task",
     "to_flags",
     "to_yaml",
     "unknown_variables",

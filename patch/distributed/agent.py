@@ -41,12 +41,10 @@ _logger = get_logger(__name__)
 POLL_S = 0.1
 # Another signal at least this long after the first one kills the workers without a checkpoint.
 INSISTENCE_S = 3.0
-SETTLE_S = 2.0
+SETTLE_S = 5.0
 """After a failure the other ranks have so long to report a cause of their own; then they are killed."""
 KILL_GRACE_S = 10.0
 """How much longer than END_S a worker that is done may live, which then could not end itself."""
-SHUTDOWN_S = 30
-"""How long workers whose agent gives up have from SIGTERM to SIGKILL."""
 PATCH_ERROR_CODES = range(2, 6)
 # The usual reasons of signals that nobody of us has sent.
 _KILLERS: dict[int, str] = {
@@ -127,7 +125,7 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(self, spec: WorkerSpec, files: WorkerFiles) -> None:
-        super().__init__(spec, files, shutdown_timeout=SHUTDOWN_S)
+        super().__init__(spec, files)
         self._files = files
         self._signals: list[tuple[int, float]] = []
         """Number and time of each signal that came."""

@@ -21,13 +21,15 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousError,
     RendezvousGracefulExitError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
 )
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import create_handler
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
 
 from patch.config import Rendezvous
 from patch.distributed.job import ROUND, answer_within
@@ -43,64 +45,68 @@ HEARTBEAT_S = 5
 LINGER_S = 3.0
 """How long the first machine keeps the store after the end, so that the others learn of the end from it."""
 _POLL_S = 1.0
-_RUN_ID = "patch"
 
 
-class Meeting(RendezvousHandler):
-    """The meetings of one machine's launcher with those of the others: one at the start and at each restart.
+class Meeting(DynamicRendezvousHandler):
+    """The meetings of one machine's launcher with the others': one at the start and one at each restart."""
 
-    Args:
-        place: this machine's index, and the address of the first machine, whose launcher keeps the store.
-        sizes: the numbers of machines that the layout and the global batch allow.
-        timeout: how long to wait for the others.
+    place: Rendezvous
+    """This machine's index, and the address of the first machine, whose launcher keeps the store."""
+    sizes: list[int]
+    """The numbers of machines that the layout and the global batch allow, in ascending order."""
+    store: TCPStore
 
-    Raises:
-        TrainingError: no launcher of the first machine answers at its address.
-    """
+    @classmethod
+    def join(cls, place: Rendezvous, sizes: Collection[int], timeout: timedelta) -> Meeting:
+        """Connect to the first machine's launcher; on the first machine open its port.
 
-    def __init__(self, place: Rendezvous, sizes: Collection[int], timeout: timedelta) -> None:
-        self._place, self._sizes = place, sorted(sizes)
+        Args:
+            place: this machine's index, and the address of the first machine.
+            sizes: the numbers of machines that the layout and the global batch allow.
+            timeout: how long to wait for the others.
+
+        Raises:
+            TrainingError: no launcher of the first machine answers at its address.
+        """
         # torch would keep another store for the workers, and each machine the address of the first round's.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        low, high = min(sizes), max(sizes)
+        address = f"{place.master_addr}:{place.master_port}"
+        is_first, seconds = place.node_rank == 0, int(timeout.total_seconds())
         parameters = RendezvousParameters(
-            backend="c10d",
-            endpoint=f"{place.master_addr}:{place.master_port}",
-            run_id=_RUN_ID,
-            min_nodes=self._sizes[0],
-            max_nodes=self._sizes[-1],
-            local_addr=f"{place.node_rank:06d}",  # torch sorts by it, and does not connect to it
-            is_host=place.node_rank == 0,
-            join_timeout=int(timeout.total_seconds()),
-            read_timeout=int(timeout.total_seconds()),
-            last_call_timeout=LAST_CALL_S,
-            keep_alive_interval=HEARTBEAT_S,
+            "c10d", address, "patch", low, high, is_host=is_first, read_timeout=seconds
         )
         try:
-            backend, self._store = answer_within(timeout, lambda: create_backend(parameters))
+            backend, store = answer_within(timeout, lambda: create_backend(parameters))
         except (RendezvousError, TimeoutError) as error:
-            reason = str(error.__cause__ or error).strip().partition("\n")[0]
-            raise TrainingError(
-                f"machine {place.node_rank} could not join the job at {parameters.endpoint} "
-                f"(MASTER_ADDR:MASTER_PORT): {reason}. Expected the launcher of machine 0 there: give that "
-                "machine's address and a port that no other program uses; --distributed-timeout-minutes is "
-                "how long machines wait for each other"
-            ) from error
-        self._torch = create_handler(self._store, backend, parameters)
+            raise _unreachable(place, error) from error
+        assert isinstance(store, TCPStore), "the default of torch's parameters"
+        meeting = cls.from_backend(
+            parameters.run_id,
+            store,
+            backend,
+            low,
+            high,
+            local_addr=f"{place.node_rank:06d}",  # torch sorts by it, and does not connect to it
+            timeout=RendezvousTimeout(join=timeout, last_call=timedelta(seconds=LAST_CALL_S)),
+            keep_alive_interval=HEARTBEAT_S,
+        )
+        meeting.place, meeting.sizes, meeting.store = place, sorted(sizes), store
+        return meeting
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the others; returns when this machine takes part in a round. See the base class."""
         while True:
-            info = self._torch.next_rendezvous()
-            size = max(size for size in self._sizes if size <= info.world_size)
+            info = super().next_rendezvous()
+            size = max(size for size in self.sizes if size <= info.world_size)
             if info.rank < size:
                 break
             self._wait_as_spare(size, info.world_size)
         if info.rank == 0:
-            info.store.set(ROUND, str(self._store.add(ROUND, 1)))
+            info.store.set(ROUND, str(self.store.add(ROUND, 1)))
         os.environ[ROUND] = info.store.get(ROUND).decode()  # the workers inherit it
-        assert isinstance(self._store, TCPStore), "the default of torch's parameters"
-        place = RendezvousStoreInfo(self._place.master_addr, self._store.port)
-        return RendezvousInfo(info.store, info.rank, size, place)
+        workers = RendezvousStoreInfo(self.place.master_addr, self.store.port)
+        return RendezvousInfo(info.store, info.rank, size, workers)
 
     def _wait_as_spare(self, size: int, present: int) -> None:
         """Wait until the others meet again.
@@ -110,8 +116,8 @@ class Meeting(RendezvousHandler):
         """
         _logger.info("%d of %d machines train; this one waits until another is lost", size, present)
         try:
-            while not self._torch.num_nodes_waiting():
-                if self._torch.is_closed():
+            while not self.num_nodes_waiting():
+                if self.is_closed():
                     raise RendezvousGracefulExitError("the job has ended")
                 time.sleep(_POLL_S)
         except RendezvousConnectionError as error:
@@ -122,29 +128,19 @@ class Meeting(RendezvousHandler):
         """Whether workers meet in the launchers' store: yes."""
         return True
 
-    def get_backend(self) -> str:
-        """See the base class."""
-        return self._torch.get_backend()
-
-    def is_closed(self) -> bool:
-        """See the base class."""
-        return self._torch.is_closed()
-
-    def set_closed(self) -> None:
-        """See the base class."""
-        self._torch.set_closed()
-
-    def num_nodes_waiting(self) -> int:
-        """See the base class."""
-        return self._torch.num_nodes_waiting()
-
-    def get_run_id(self) -> str:
-        """See the base class."""
-        return self._torch.get_run_id()
-
     def shutdown(self) -> bool:
         """Close the job for all machines."""
-        closed = self._torch.shutdown()
-        if self._place.node_rank == 0 and self._sizes[-1] > 1:
+        closed = super().shutdown()
+        if self.place.node_rank == 0 and self.sizes[-1] > 1:
             time.sleep(LINGER_S)
         return closed
+
+
+def _unreachable(place: Rendezvous, error: Exception) -> TrainingError:
+    reason = str(error.__cause__ or error).strip().partition("\n")[0]
+    return TrainingError(
+        f"machine {place.node_rank} could not join the job at {place.master_addr}:{place.master_port} "
+        f"(MASTER_ADDR:MASTER_PORT): {reason}. Expected the launcher of machine 0 there: give that machine's "
+        "address and a port that no other program uses; --distributed-timeout-minutes is how long machines "
+        "wait for each other"
+    )
