@@ -19,8 +19,8 @@ from patch.convert import export_hf
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_or_none
 from patch.distributed.groups import initialize, shutdown
-from patch.distributed.launch import announce_end
-from patch.errors import CheckpointError, PatchError
+from patch.distributed.worker_process import Reply, announce_end, failure, is_launched
+from patch.errors import CheckpointError
 from patch.logger import configure_logging, get_logger
 from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run
@@ -28,6 +28,7 @@ from patch.storage.names import CONFIG_FILE, HF_FOLDER
 from patch.training.best_checkpoint import BestCheckpoint
 from patch.training.checkpoint_retention import CheckpointRetention
 from patch.training.error_translation import translate_errors
+from patch.training.hang_guard import guarding
 from patch.training.hooks import TrainerHook
 from patch.training.loss_plot import LossPlot
 from patch.training.metrics import MetricsLog
@@ -46,22 +47,23 @@ def run(config: RunConfig) -> None:
 
     Raises:
         PatchError: an error that the user can cure; its exit_code is the exit code of the worker.
-        SystemExit: 128 + the number of a signal, after a checkpoint was saved.
+        SystemExit: with the exit code of what stopped the run (see `stop`), when a checkpoint was saved;
+            with 0 under our launcher, which reads that code in the reply.
     """
     configure_logging()
     try:
         with translate_errors(config):
-            stopped_by = _train(config)
+            exit_code = _train(config)
     except Exception as error:
-        announce_end(error.exit_code if isinstance(error, PatchError) else 1)
+        announce_end(failure(error))
         raise
-    if stopped_by:
-        _logger.info("stopped by signal %d after saving a checkpoint; the same command resumes", stopped_by)
-        sys.exit(128 + stopped_by)
+    if exit_code:
+        # The agent takes any code but 0 for a failure, and ends the others; ours reads the code in the reply.
+        sys.exit(0 if is_launched() else exit_code)
 
 
 def _train(config: RunConfig) -> int:
-    """Run from joining the job to leaving it; the number of the signal that stopped training, or 0."""
+    """Run from joining the job to leaving it; the exit code of what stopped training, or 0."""
     context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
@@ -73,15 +75,16 @@ def _train(config: RunConfig) -> int:
             _write_config(config)
         with all_or_none():
             hooks = build_hooks(this_run)
-        stopped_by = Trainer(this_run, hooks).train()
-        if not stopped_by and config.checkpoint.export_hf:
+        with guarding(this_run):
+            exit_code = Trainer(this_run, hooks).train()
+        if not exit_code and config.checkpoint.export_hf:
             _export(this_run)
-    announce_end(128 + stopped_by if stopped_by else 0)
+    announce_end(Reply(exit_code))
     try:
         shutdown()
     except RuntimeError as error:  # the run is done, so a rank that has left already does no harm
         _logger.warning("leaving the job: %s", error)
-    return stopped_by
+    return exit_code
 
 
 def build_hooks(run: Run) -> list[TrainerHook]:
