@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NoReturn
+from typing import Any, BinaryIO, NamedTuple
 
 from patch.config.data_spec import parse_data
 from patch.config.fields import FIELDS, scalar_of, value_of
@@ -33,6 +33,7 @@ _PIECE_BYTES = 2**14
 _PIECES = 16
 _ANEW = "another OUTPUT_BASEPATH (position 25)"
 _FROM_WEIGHTS = _ANEW + ", which may start from this one's weights (this folder as position 22)"
+_CHANGE = f"--resume-with-changed-data, or {_FROM_WEIGHTS}"
 
 
 class _Reason(NamedTuple):
@@ -40,32 +41,37 @@ class _Reason(NamedTuple):
 
     why: str
     instead: str
+    may_change: bool = False
+    """Whether `--resume-with-changed-data` allows it."""
 
 
 _SHAPE = _Reason("has a run with another model shape", _ANEW)
 _TOKENIZER = _Reason("has a run with another tokenizer", _ANEW)
-_DATA = _Reason("has a run on other data", _FROM_WEIGHTS)
+_TASK = _Reason("has a run on other data", _FROM_WEIGHTS)
+_DATA = _Reason("has a run on other data", _CHANGE, may_change=True)
 _ORDER = _Reason(
-    "has a run that reads its data in another order, so its position in the data would be lost", _FROM_WEIGHTS
+    "has a run that reads its data in another order, so its position in the data would be lost",
+    _CHANGE,
+    may_change=True,
 )
 _LENGTH = _Reason(
-    "has a pre-training run of another length, which decides the order of its samples", _FROM_WEIGHTS
+    "has a pre-training run of another length, which decides the order of its samples",
+    _CHANGE,
+    may_change=True,
 )
 _TYPE = _Reason("has a run whose weights and states have another type", _ANEW)
-_LAYOUT = _Reason("has a run with another layout; a resume cannot change the layout yet", _FROM_WEIGHTS)
 _FIXED: dict[str, _Reason] = {
     **dict.fromkeys([*STORED_SHAPE, "seq_length"], _SHAPE),
-    **dict.fromkeys(["sft", "dataset_type", "max_padding_length", "packing", "split"], _DATA),
+    "sft": _TASK,
+    **dict.fromkeys(["dataset_type", "max_padding_length", "packing", "split"], _DATA),
     **dict.fromkeys(["columns", "alpaca_input_join", "chat_template", "train_on"], _DATA),
     **dict.fromkeys(["allow_special_tokens", "long_samples"], _DATA),
     **dict.fromkeys(["reset_position_ids", "reset_attention_mask", "eod_mask_loss"], _DATA),
     **dict.fromkeys(["global_batch_size", "seed"], _ORDER),
     "precision": _TYPE,
-    "tensor_model_parallel_size": _LAYOUT,
-    "pipeline_model_parallel_size": _LAYOUT,
-    "context_parallel_size": _LAYOUT,
 }
-"""Fields that a resumed run must keep; all others may change. Training data may move, see `_check_data`."""
+"""Fields that a resumed run must keep; all others may change: the layout (TP, PP, VPP, processes), sharding,
+offloading, lengths of SFT. Training data may move, see `_check_data`."""
 
 
 def resume_notes(config: RunConfig) -> list[str]:
@@ -75,8 +81,8 @@ def resume_notes(config: RunConfig) -> list[str]:
         One line for each value that changes; no lines if nothing will be resumed.
 
     Raises:
-        ConfigError: a value changes that must not: model shape, tokenizer, data and its order, precision,
-            layout; or there is no config.yaml to compare with.
+        ConfigError: a value changes that must not: model shape, tokenizer, precision, and, without
+            `--resume-with-changed-data`, the data and its order; or there is no config.yaml to compare with.
     """
     output = Path(config.checkpoint.output_path)
     root = output / CHECKPOINT_FOLDER
@@ -116,13 +122,10 @@ def _check_fields(config: RunConfig, before: RunConfig) -> None:
 
 
 def _check_derived(config: RunConfig, before: RunConfig) -> None:
-    """Check what depends on several fields: the tokenizer, the number of processes, the samples' order."""
+    """Check what depends on several fields: the tokenizer and the order of the samples."""
     then, now = before.tokenizer_folder, config.tokenizer_folder
     if not _same(then, now):
         _refuse(config, "tokenizer_name_or_path", then, now, _TOKENIZER)
-    if before.world_size != config.world_size:
-        then, now = (f"{run.world_size} process(es) on all machines" for run in (before, config))
-        _refuse(config, "nproc_per_node", then, now, _LAYOUT)
     in_epochs = config.training.train_epochs is not None
     then, now = (_length(run, in_epochs=in_epochs) for run in (before, config))
     if config.data.dataset_type == "idxmap" and not config.training.sft and then != now:
@@ -145,7 +148,10 @@ def _same(before: Any, now: Any) -> bool:
     return bool(before == now)
 
 
-def _refuse(config: RunConfig, field: str, before: Any, now: Any, reason: _Reason) -> NoReturn:
+def _refuse(config: RunConfig, field: str, before: Any, now: Any, reason: _Reason) -> None:
+    """Raise the error about a value that changed, unless the user allows the change."""
+    if reason.may_change and config.checkpoint.resume_with_changed_data:
+        return
     raise ConfigError(
         f"got {now}, expected {before}: {config.checkpoint.output_path} {reason.why}; "
         f"give {before} again, or {reason.instead}",
@@ -158,13 +164,14 @@ def remember_data(config: RunConfig) -> None:
 
     The second one is of what encodes raw rows: the tokenizer and the chat template.
 
-    Does nothing if the folder already has checkpoints. Call it in one process of the run, before training.
+    Does nothing if the folder already has checkpoints, unless the user allows changed data. Call it in one
+    process of the run, before training.
 
     Raises:
         CheckpointError: the file cannot be written.
     """
     output = Path(config.checkpoint.output_path)
-    if _was_begun(output / CHECKPOINT_FOLDER):
+    if _was_begun(output / CHECKPOINT_FOLDER) and not config.checkpoint.resume_with_changed_data:
         return
     text = f"{_fingerprint(config)}\n{_encoding_fingerprint(config)}\n"
     try:
@@ -180,6 +187,8 @@ def remember_data(config: RunConfig) -> None:
 
 def _check_data(config: RunConfig, before: RunConfig) -> None:
     """Check that the training data is that of the earlier run; equal files may lie at another path."""
+    if config.checkpoint.resume_with_changed_data:
+        return
     file = Path(config.checkpoint.output_path) / DATA_FINGERPRINT_FILE
     known = file.read_bytes().decode(errors="replace").split() if file.is_file() else []
     if len(known) > 1 and known[1] != _encoding_fingerprint(config):
@@ -188,7 +197,7 @@ def _check_data(config: RunConfig, before: RunConfig) -> None:
         raise ConfigError(
             f"the tokenizer in {config.tokenizer_folder} or {with_template} has changed since the run in "
             f"{file.parent} began, expected the same tokens for the same rows; put it back, or give "
-            f"{_FROM_WEIGHTS}",
+            f"{_CHANGE}",
             field="tokenizer_name_or_path" if chosen is None else "chat_template",
         )
     if known[:1] == [_fingerprint(config)]:
@@ -199,7 +208,7 @@ def _check_data(config: RunConfig, before: RunConfig) -> None:
     if file.is_file():
         raise ConfigError(
             f"{now} has changed since the run in {file.parent} began (number of files, or size, first or "
-            f"last MiB of one), expected the same data; put it back, or give {_FROM_WEIGHTS}",
+            f"last MiB of one), expected the same data; put it back, or give {_CHANGE}",
             field="train_data_path",
         )
 

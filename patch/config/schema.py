@@ -331,6 +331,10 @@ class CheckpointConfig:
     output_path: str = flag("the run's folder; the same command again resumes from it")
     distributed_checkpointing: bool = flag("every rank writes its part of a checkpoint; always so", True)
     save_interval: int = flag("steps between checkpoints; the last step is always saved", 500, at_least=1)
+    resume_with_changed_data: bool = flag(
+        "a resume may change data, GLOBAL_BATCH_SIZE, seed and length; it goes on after the consumed samples",
+        False,
+    )
     export_hf: bool = flag("write the trained model as a Hugging Face folder at the end", False)
     log_interval: int = flag("steps between lines of log/metrics.jsonl", 1, at_least=1)
 

@@ -1,13 +1,16 @@
 """The state of a run as one sharded state dict: weights, optimizer, random generators, progress.
 
-Data order and learning rate are functions of the iteration, so only the iteration is saved for them.
+Weights and optimizer states are read at any layout. A random generator belongs to a rank, so at another
+layout the generators are seeded anew. Learning rate and data order are functions of the iteration and of the
+number of consumed samples, so only these are saved for them.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -17,13 +20,20 @@ from patch.checkpoint import (
     latest_iteration,
     load_checkpoint,
     load_only_weights,
+    read_common,
     save_checkpoint,
     weights_folder,
 )
 from patch.checkpoint.compatibility import SAME_PRECISION, Cure
 from patch.config.schema import RunConfig
+from patch.distributed.collectives import from_rank_0
+from patch.distributed.groups import seed_generators
+from patch.errors import CheckpointError
+from patch.logger import get_logger
 from patch.model import WEIGHT_PREFIXES, LlamaModel, sharded_weights
 from patch.optimizer import OverlappedDistributedOptimizer
+
+_logger = get_logger(__name__)
 
 _SAME_TYING = Cure(
     "one of them ties the output layer to the embedding: change untie_embeddings_and_output_weights, or take "
@@ -39,9 +49,42 @@ CURES = {
 """Prefix of a tensor's name -> what to do if only the run or only the checkpoint has the tensor."""
 
 
+class Progress(NamedTuple):
+    """How far a run has come."""
+
+    iteration: int
+    """Finished optimizer steps."""
+    consumed_samples: int
+    """Their samples."""
+
+
+def find_progress(root: Path) -> Progress | None:
+    """The progress of the newest undamaged checkpoint in `root`; None if there is no checkpoint. Collective.
+
+    Raises:
+        CheckpointError: see `patch.checkpoint.latest_iteration`; or it was saved by another version.
+    """
+    iteration = latest_iteration(root)
+    if iteration is None:
+        return None
+    return from_rank_0(lambda: Progress(iteration, _value(root, iteration, "consumed_samples")))
+
+
+def _value(root: Path, iteration: int, name: str) -> Any:
+    """One of the plain values that `save` writes."""
+    try:
+        return read_common(root, iteration)[name]
+    except KeyError as error:
+        raise CheckpointError(
+            f"checkpoint {iteration} in {root} has no {name}: it was saved by another version of this "
+            "program; start a new run from its weights (that folder as position 22)",
+            field="output_path",
+        ) from error
+
+
 def save(
     root: Path,
-    iteration: int,
+    progress: Progress,
     stages: list[LlamaModel],
     optimizer: OverlappedDistributedOptimizer,
     config_yaml: str,
@@ -50,34 +93,54 @@ def save(
 
     Args:
         root: the run's checkpoint folder.
-        iteration: number of steps done.
+        progress: how far the run has come.
         stages: this rank's pipeline stages.
         optimizer: the optimizer of these stages.
         config_yaml: the run's configuration, which is stored with the state.
     """
     optimizer.finish_param_sync()
-    common = {"iteration": iteration, **optimizer.common_state_dict(), "config": config_yaml}
-    save_checkpoint(root, iteration, _sharded_state(stages, optimizer, is_loading=False), common)
+    common = {
+        **progress._asdict(),
+        "layout": _layout(stages),
+        **optimizer.common_state_dict(),
+        "config": config_yaml,
+    }
+    state = _sharded_state(stages, optimizer, is_loading=False) | {"random": _sharded_generators()}
+    save_checkpoint(root, progress.iteration, state, common)
 
 
-def resume(root: Path, stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> int | None:
-    """Load the newest checkpoint in `root` into stages and optimizer.
+def resume(
+    root: Path,
+    progress: Progress,
+    stages: list[LlamaModel],
+    optimizer: OverlappedDistributedOptimizer,
+    seed: int,
+) -> None:
+    """Load a checkpoint of any layout into stages and optimizer.
 
     Args:
         root: the run's checkpoint folder.
+        progress: of `find_progress`.
         stages: this rank's pipeline stages.
         optimizer: the optimizer of these stages.
-    Returns:
-        the iteration of the checkpoint; None if there is no checkpoint.
+        seed: the run's; at another layout the random generators are seeded from it and from the iteration.
     """
-    iteration = latest_iteration(root)
-    if iteration is None:
-        return None
+    then = from_rank_0(lambda: _value(root, progress.iteration, "layout"))
+    now = _layout(stages)
     state = _sharded_state(stages, optimizer, is_loading=True)
-    loaded = load_checkpoint(root, iteration, state, CURES)
+    if then == now:
+        state["random"] = _sharded_generators()
+    loaded = load_checkpoint(root, progress.iteration, state, CURES)
     optimizer.load_common_state_dict(loaded)
-    set_random_state({name: shard.data for name, shard in state["random"].items()})
-    return iteration
+    if then == now:
+        set_random_state({name: shard.data for name, shard in state["random"].items()})
+        return
+    seed_generators(int(np.random.SeedSequence((seed, progress.iteration)).generate_state(1)[0]))
+    _logger.info(
+        "the checkpoint was saved at %s, this run has %s: random generators are seeded anew from seed %d and "
+        "step %d",
+        _text(then), _text(now), seed, progress.iteration,
+    )  # fmt: skip
 
 
 def load_weights(load: Path, stages: list[LlamaModel], config: RunConfig) -> None:
@@ -102,15 +165,33 @@ def _sharded_state(
     stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
     weights = sharded_weights(stages)
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading)}
+
+
+def _sharded_generators() -> dict[str, ShardedTensor]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    random = {
+    return {
         name: ShardedTensor.from_rank_offsets(
             f"random.{name}", state, (0, rank, world_size), prepend_axis_num=1
         )
         for name, state in random_state().items()
     }
-    states = optimizer.sharded_state_dict(weights, is_loading=is_loading)
-    return {"model": weights, "optimizer": states, "random": random}
+
+
+def _layout(stages: list[LlamaModel]) -> dict[str, int | str]:
+    """What decides which generators a rank has. Interleaved stages do not: VPP may change."""
+    config = stages[0].config
+    return {
+        "TP": config.tensor_model_parallel_size,
+        "PP": config.pipeline_model_parallel_size,
+        "CP": config.context_parallel_size,
+        "processes": dist.get_world_size(),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+    }
+
+
+def _text(layout: dict[str, int | str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in layout.items())
 
 
 def random_state() -> dict[str, torch.Tensor]:

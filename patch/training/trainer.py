@@ -13,7 +13,7 @@ from patch.distributed.collectives import barrier, max_over_world
 from patch.training.evaluation import evaluate
 from patch.training.hooks import TrainerHook
 from patch.training.metrics import make_record, measure
-from patch.training.run_state import save
+from patch.training.run_state import Progress, save
 from patch.training.setup import Run, checkpoint_root
 from patch.training.step import train_step
 
@@ -71,7 +71,7 @@ class Trainer:
             hook.on_step(done, seconds)
         worst = self._share(measure(self.run, result, seconds * 1e3))
         if done % config.checkpoint.log_interval == 0 or is_last:
-            record = make_record(config, self.run.device, done, result, worst)
+            record = make_record(self.run, done, result, worst)
             for hook in self._hooks:
                 hook.on_log(record)
         is_saving_step = done % config.checkpoint.save_interval == 0 or is_last
@@ -100,7 +100,13 @@ class Trainer:
 
     def _save(self, done: int) -> None:
         run = self.run
-        save(checkpoint_root(run.config), done, run.stages, run.optimizer, to_yaml(run.config))
+        save(
+            checkpoint_root(run.config),
+            Progress(done, run.consumed_samples(done)),
+            run.stages,
+            run.optimizer,
+            to_yaml(run.config),
+        )
         run.optimizer.record_memory("save")
         for hook in self._hooks:
             hook.on_save(done)
