@@ -178,5 +178,9 @@ def test_damaged_checkpoints_do_not_begin_the_run_anew(few_rows: Office, sharded
         index.unlink()
     result = call(sharded.arguments, NPROC_PER_NODE=2, TOKENIZER_PATH=few_rows.model)
     assert result.returncode == 4, result.stderr
-    assert "no complete checkpoint" in result.stderr and "Traceback" not in result.stderr
+    assert (
+        "is whole: " in result.stderr
+        and "/.metadata is missing" in result.stderr
+        and "Traceback" not in result.stderr
+    )
     assert metrics.read_bytes() == before
