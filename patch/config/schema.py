@@ -32,6 +32,7 @@ from patch.config.choices import (
     TrainOn,
     ZeroStage,
 )
+from patch.storage.names import STOP_FILE
 
 
 class Bounds(NamedTuple):
@@ -202,6 +203,12 @@ class TrainingConfig:
     )
     recompute_num_layers: int = flag("full recompute: layers per recomputed block", 1, at_least=1)
     cpu_offloading: bool = flag("keep activations in host memory", False)
+    exit_duration_in_mins: float | None = flag(
+        "minutes after which this start saves a checkpoint and ends with exit code 75; 0: no limit",
+        None,
+        none=0,
+        at_least=0,
+    )
     seed: int = flag("seed of weights and data order", 1234, at_least=0)
     deterministic_mode: bool = flag("only kernels that give the same bits each time", False)
 
@@ -336,6 +343,11 @@ class CheckpointConfig:
         False,
     )
     export_hf: bool = flag("write the trained model as a Hugging Face folder at the end", False)
+    stop_file: str | None = flag(
+        "when this file appears, the run saves a checkpoint and ends; default: STOP in the run's folder",
+        None,
+        none="default",
+    )
     log_interval: int = flag("steps between lines of log/metrics.jsonl", 1, at_least=1)
 
 
@@ -447,6 +459,11 @@ class RunConfig:
     def tokenizer_folder(self) -> str | None:
         """The folder the tokenizer is read from: the one given for it, else that of the weights."""
         return self.data.tokenizer_name_or_path or self.checkpoint.load
+
+    @property
+    def stop_file(self) -> str:
+        """The path of the file that stops the run."""
+        return self.checkpoint.stop_file or f"{self.checkpoint.output_path}/{STOP_FILE}"
 
     @property
     def sample_length(self) -> int:

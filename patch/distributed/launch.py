@@ -41,8 +41,10 @@ INSISTENCE_S = 3.0
 PATCH_ERROR_CODES = range(2, 6)
 LOST_RANK_CODE = 6
 """The exit code of a worker that failed because another rank ended; the launcher prefers that rank's code."""
-# Exit codes of a worker that finished its work, or that saved a checkpoint after a signal.
-ORDERLY_CODES = (0, 128 + signal.SIGINT, 128 + signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+# Exit codes of a worker that finished its work, or that saved a checkpoint and stopped: after a signal, or
+# at the time limit (training/stop.py).
+ORDERLY_CODES = (0, 75, *(128 + number for number in STOP_SIGNALS))
 BLACKWELL = 10
 """Major compute capability of Blackwell GPUs."""
 DETERMINISTIC = {
@@ -68,7 +70,7 @@ def launch(
 ) -> int:
     """Run `script` with `flags` once per local rank and wait for all of them.
 
-    SIGINT and SIGTERM are forwarded once. The workers then have all the time they need to save a checkpoint,
+    Signals to stop are forwarded once. The workers then have all the time they need to save a checkpoint,
     unless another signal comes INSISTENCE_S or more after the first. If a worker fails, the others are ended.
 
     Args:
@@ -78,10 +80,10 @@ def launch(
         rendezvous: where the processes of all machines meet.
         machine: this machine, whose cores the workers share.
     Returns:
-        0 if all workers succeeded; the code of a PatchError (2 to 5) that any worker ended with; 130 or 143
-        after a signal; otherwise the code of the first worker that failed. That is 5 if it was killed by the
-        kernel, because memory ran out, or by NCCL's watchdog; and if all that is known on this machine is
-        that a rank of another machine ended.
+        0 if all workers succeeded; the code of a PatchError (2 to 5) that any worker ended with; 128 + the
+        number after a signal; 75 at the time limit; otherwise the code of the first worker that failed. That
+        is 5 if it was killed by the kernel, because memory ran out, or by NCCL's watchdog; and if all that is
+        known on this machine is that a rank of another machine ended.
 
     Raises:
         ConfigError: another run writes to this run's folder. With several machines, rank 0 checks this.
@@ -384,9 +386,8 @@ def _begin(launcher: int, cores: set[int] | None) -> None:
 
 @contextmanager
 def _handle_signals(listener: Callable[[int], None]) -> Iterator[None]:
-    """A context in which SIGINT and SIGTERM call `listener` instead of their usual handlers."""
-    handled = (signal.SIGINT, signal.SIGTERM)
-    before = {signum: signal.signal(signum, lambda number, _: listener(number)) for signum in handled}
+    """A context in which the signals to stop call `listener` instead of their usual handlers."""
+    before = {signum: signal.signal(signum, lambda number, _: listener(number)) for signum in STOP_SIGNALS}
     try:
         yield
     finally:

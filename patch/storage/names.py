@@ -9,6 +9,7 @@ OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      the run's met
 OUTPUT_BASEPATH/data_index/                                        index files: the document of each sample
 OUTPUT_BASEPATH/data_cache/                                        tokenized sets, if the user has no cache
 OUTPUT_BASEPATH/hf/                                                the exported model
+OUTPUT_BASEPATH/STOP                                               written by people: ends the run
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ TENSORBOARD_FOLDER = "tensorboard"
 DATA_INDEX_FOLDER = "data_index"
 DATA_CACHE_FOLDER = "data_cache"
 HF_FOLDER = "hf"
+STOP_FILE = "STOP"
 
 # In a folder of checkpoints.
 RELEASE = "release"

@@ -1,21 +1,23 @@
-"""The training loop: step, log, evaluate, save; after SIGINT or SIGTERM it saves a checkpoint and stops."""
+"""The training loop: step, log, evaluate, save; asked to stop, it saves a checkpoint before it ends."""
 
 from __future__ import annotations
 
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from patch.config import to_yaml
 from patch.data.prefetch import read_ahead
 from patch.distributed.collectives import barrier, max_over_world
+from patch.logger import get_logger
 from patch.training.evaluation import evaluate
 from patch.training.hooks import TrainerHook
 from patch.training.metrics import make_record, measure
 from patch.training.run_state import Progress, save
 from patch.training.setup import Run, checkpoint_root
 from patch.training.step import train_step
+from patch.training.stop import StopRequests
+
+_logger = get_logger(__name__)
 
 
 class Trainer:
@@ -28,17 +30,17 @@ class Trainer:
 
     def __init__(self, run: Run, hooks: Sequence[TrainerHook]) -> None:
         self.run, self._hooks = run, hooks
-        self._received_signal = 0
-        self._stopping_signal = 0
-        """The signal for which all ranks agreed to stop; 0: none. A rank may receive it a step earlier."""
+        self._requests = StopRequests(run.config)
+        self._exit_code = 0
+        """With which all ranks agreed to stop; 0: they go on. A rank may have been asked a step earlier."""
         self._step_begin = 0.0
         """Start time of the current step."""
 
     def train(self) -> int:
-        """Train until the last step or a signal.
+        """Train until the last step, or until a rank is asked to stop.
 
         Returns:
-            the number of the signal that stopped the run, or 0.
+            the exit code: 0 after the last step, else that of what stopped the run (see `stop`).
         Raises:
             TrainingError: the gradients are not finite.
             CheckpointError: a checkpoint cannot be written.
@@ -48,17 +50,20 @@ class Trainer:
         steps = range(run.start_iteration, run.config.training.train_iters)
         try:
             with (
-                self._listening(),
+                self._requests.listening(),
                 read_ahead(run.train_reader, steps, run.config.data.data_prefetch) as run.train_reader,
             ):
                 for iteration in steps:
                     self._step(iteration)
-                    if self._stopping_signal:
+                    if self._exit_code:
                         break
         finally:
             for hook in self._hooks:
                 hook.close()
-        return self._stopping_signal
+        if self._exit_code:
+            reason = self._requests.reason(self._exit_code)
+            _logger.info("a checkpoint was saved, the same command resumes; stopped by %s", reason)
+        return self._exit_code
 
     def _step(self, iteration: int) -> None:
         config, done = self.run.config, iteration + 1
@@ -69,7 +74,7 @@ class Trainer:
         seconds, self._step_begin = now - self._step_begin, now
         for hook in self._hooks:
             hook.on_step(done, seconds)
-        worst = self._share(measure(self.run, result, seconds * 1e3))
+        worst = self._share(measure(self.run, result, seconds * 1e3), is_last=is_last)
         if done % config.checkpoint.log_interval == 0 or is_last:
             record = make_record(self.run, done, result, worst)
             for hook in self._hooks:
@@ -79,18 +84,19 @@ class Trainer:
         tasks = []
         if self.run.valid_readers and interval and (done % interval == 0 or is_saving_step):
             tasks.append(self._evaluate)
-        if is_saving_step or self._stopping_signal:
+        if is_saving_step or self._exit_code:
             tasks.append(self._save)
-        if self._stopping_signal:  # who sent it may kill the run before a long evaluation has ended
+        if self._exit_code:  # who asked may kill the run before a long evaluation has ended
             tasks.reverse()
         for task in tasks:
             task(done)
             self._step_begin = time.perf_counter()
 
-    def _share(self, measured: dict[str, float]) -> dict[str, float]:
-        """The largest value of each metric over ranks; the same collective agrees on a signal to stop for."""
-        *worst, signal_number = max_over_world([*measured.values(), self._received_signal], self.run.device)
-        self._stopping_signal = int(signal_number)
+    def _share(self, measured: dict[str, float], *, is_last: bool) -> dict[str, float]:
+        """The largest value of each metric over ranks; the same collective agrees whether to stop."""
+        asked = self._requests.exit_code(is_last=is_last)
+        *worst, agreed = max_over_world([*measured.values(), asked], self.run.device)
+        self._exit_code = int(agreed)
         return dict(zip(measured, worst, strict=True))
 
     def _evaluate(self, done: int) -> None:
@@ -111,17 +117,3 @@ class Trainer:
         for hook in self._hooks:
             hook.on_save(done)
         barrier(run.device)  # otherwise the other ranks' next step would include the time of rank 0's hooks
-
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Within the block SIGINT and SIGTERM are only recorded; training stops after the current step."""
-
-        def note(number: int, frame: object) -> None:
-            self._received_signal = number
-
-        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)

@@ -44,22 +44,21 @@ def run(config: RunConfig) -> None:
 
     Raises:
         PatchError: an error that the user can cure; its exit_code is the exit code of the worker.
-        SystemExit: 128 + the number of a signal, after a checkpoint was saved.
+        SystemExit: with the exit code of what stopped the run (see `stop`), after a checkpoint was saved.
     """
     configure_logging()
     try:
         with translate_errors(config):
-            stopped_by = _train(config)
+            exit_code = _train(config)
     except Exception as error:
         announce_end(error.exit_code if isinstance(error, PatchError) else 1)
         raise
-    if stopped_by:
-        _logger.info("stopped by signal %d after saving a checkpoint; the same command resumes", stopped_by)
-        sys.exit(128 + stopped_by)
+    if exit_code:
+        sys.exit(exit_code)
 
 
 def _train(config: RunConfig) -> int:
-    """Run from joining the job to leaving it; the number of the signal that stopped training, or 0."""
+    """Run from joining the job to leaving it; the exit code of what stopped training, or 0."""
     context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
@@ -70,15 +69,15 @@ def _train(config: RunConfig) -> int:
             _write_config(config)
         with all_or_none():
             hooks = build_hooks(this_run)
-        stopped_by = Trainer(this_run, hooks).train()
-        if not stopped_by and config.checkpoint.export_hf:
+        exit_code = Trainer(this_run, hooks).train()
+        if not exit_code and config.checkpoint.export_hf:
             _export(this_run)
-    announce_end(128 + stopped_by if stopped_by else 0)
+    announce_end(exit_code)
     try:
         shutdown()
     except RuntimeError as error:  # the run is done, so a rank that has left already does no harm
         _logger.warning("leaving the job: %s", error)
-    return stopped_by
+    return exit_code
 
 
 def build_hooks(run: Run) -> list[TrainerHook]:
