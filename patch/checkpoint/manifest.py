@@ -52,7 +52,7 @@ def damage(folder: Path) -> str | None:
     In a job this is a collective: rank 0 reads checksums.json, and each rank checks the files that the rank
     of its number wrote. At the same layout it reads them again to load them, now from its machine's memory.
     """
-    files = from_rank_0(lambda: _read(folder))
+    files = from_rank_0(lambda: read_manifest(folder))
     if not isinstance(files, dict):
         return files
     is_job = dist.is_initialized()
@@ -78,7 +78,18 @@ def _own_checksum(manifest: dict[str, Any]) -> str:
     return f"{zlib.crc32(_text(manifest)):08x}"
 
 
-def _read(folder: Path) -> dict[str, Content] | str:
+def has_saved_lengths(folder: Path) -> bool:
+    """Whether the folder has checksums.json and the files that it names, as long as they were."""
+    files = read_manifest(folder)
+    try:
+        return isinstance(files, dict) and all(
+            (folder / name).stat().st_size == saved.length for name, saved in files.items()
+        )
+    except OSError:
+        return False
+
+
+def read_manifest(folder: Path) -> dict[str, Content] | str:
     """The files' contents by name; or what is wrong with checksums.json, in words."""
     path = folder / CHECKSUMS_FILE
     try:

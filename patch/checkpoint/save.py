@@ -25,6 +25,7 @@ from patch.checkpoint.failures import checkpoint_failures
 from patch.checkpoint.folder import iteration_folder, open_staging, publish, staged_checkpoint
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.manifest import write_manifest
+from patch.checkpoint.retention import delete_set_aside
 from patch.checkpoint.sharded_tensors import bytes_to_write, copied, shards_of
 from patch.compat.save_plan import SavePlanner
 from patch.compat.torch_checkpoint import StorageInfo
@@ -228,9 +229,13 @@ def _failure(target: Path) -> str:
 
 def _check_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target.parent).free
+    if free < needed:  # what the last save superseded is still being deleted, perhaps
+        delete_set_aside(target.parent)
+        free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise CheckpointError(
             f"checkpoint {target} needs {size_text(needed)}, {target.parent} has {size_text(free)} free; "
-            "remove older checkpoints there or choose another folder",
+            "remove older checkpoints there (--save-retain-last does so after each save) or choose another "
+            "folder",
             field="output_path",
         )

@@ -5,6 +5,7 @@ OUTPUT_BASEPATH/data.sha256                                        hashes of its
 OUTPUT_BASEPATH/checkpoint/iter_0000100/                           .metadata  common.pt  metadata.json  ...
 OUTPUT_BASEPATH/checkpoint/latest_checkpointed_iteration.txt       "100"
 OUTPUT_BASEPATH/checkpoint/best_checkpointed_iteration.txt         "100", the lowest validation loss
+OUTPUT_BASEPATH/checkpoint/last, best                              links to the two that these files name
 OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      the run's metrics
 OUTPUT_BASEPATH/data_index/                                        index files: the document of each sample
 OUTPUT_BASEPATH/data_cache/                                        tokenized sets, if the user has no cache
@@ -36,6 +37,8 @@ RELEASE = "release"
 """The tracker's content and the folder's name for weights without a training state."""
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST_TRACKER = "best_checkpointed_iteration.txt"
+LAST_LINK = "last"
+BEST_LINK = "best"
 _ITERATION_PREFIX = "iter_"
 
 # In a checkpoint. METADATA_FILE is the index of its tensors, METADATA_JSON_FILE names the format.

@@ -32,6 +32,7 @@ from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.model import WEIGHT_PREFIXES, LlamaModel, sharded_weights
 from patch.optimizer import OverlappedDistributedOptimizer
+from patch.storage.names import iteration_name
 
 _logger = get_logger(__name__)
 
@@ -47,6 +48,8 @@ CURES = {
     "optimizer.state.master_low.": SAME_PRECISION,
 }
 """Prefix of a tensor's name -> what to do if only the run or only the checkpoint has the tensor."""
+_WEIGHTS_ONLY = "weights_only"
+"""True among the common values of a checkpoint without optimizer states."""
 
 
 class Progress(NamedTuple):
@@ -88,6 +91,8 @@ def save(
     stages: list[LlamaModel],
     optimizer: OverlappedDistributedOptimizer,
     config_yaml: str,
+    *,
+    weights_only: bool = False,
 ) -> None:
     """Write everything that a resumed run needs to continue with the same bits.
 
@@ -97,15 +102,16 @@ def save(
         stages: this rank's pipeline stages.
         optimizer: the optimizer of these stages.
         config_yaml: the run's configuration, which is stored with the state.
+        weights_only: leave out what only a resume needs: optimizer and random generators.
     """
     optimizer.finish_param_sync()
-    common = {
-        **progress._asdict(),
-        "layout": _layout(stages),
-        **optimizer.common_state_dict(),
-        "config": config_yaml,
-    }
-    state = _sharded_state(stages, optimizer, is_loading=False) | {"random": _sharded_generators()}
+    common: dict[str, Any] = {**progress._asdict(), "config": config_yaml}
+    if weights_only:
+        state: dict[str, Any] = {"model": sharded_weights(stages)}
+        common |= {_WEIGHTS_ONLY: True}
+    else:
+        state = _sharded_state(stages, optimizer, is_loading=False) | {"random": _sharded_generators()}
+        common |= {"layout": _layout(stages), **optimizer.common_state_dict()}
     save_checkpoint(root, progress.iteration, state, common)
 
 
@@ -115,6 +121,7 @@ def resume(
     stages: list[LlamaModel],
     optimizer: OverlappedDistributedOptimizer,
     seed: int,
+    train_iters: int | None = None,
 ) -> None:
     """Load a checkpoint of any layout into stages and optimizer.
 
@@ -124,7 +131,13 @@ def resume(
         stages: this rank's pipeline stages.
         optimizer: the optimizer of these stages.
         seed: the run's; at another layout the random generators are seeded from it and from the iteration.
+        train_iters: the steps of the whole run: a checkpoint of weights only is enough if it has done them.
+    Raises:
+        CheckpointError: the checkpoint has weights only, and there may be steps left to train.
     """
+    if from_rank_0(lambda: read_common(root, progress.iteration)).get(_WEIGHTS_ONLY):
+        _load_finished(root, progress.iteration, stages, optimizer, train_iters)
+        return
     then = from_rank_0(lambda: _value(root, progress.iteration, "layout"))
     now = _layout(stages)
     state = _sharded_state(stages, optimizer, is_loading=True)
@@ -141,6 +154,25 @@ def resume(
         "step %d",
         _text(then), _text(now), seed, progress.iteration,
     )  # fmt: skip
+
+
+def _load_finished(
+    root: Path,
+    iteration: int,
+    stages: list[LlamaModel],
+    optimizer: OverlappedDistributedOptimizer,
+    train_iters: int | None,
+) -> None:
+    """Load a checkpoint of weights only, which is enough for a run without further steps."""
+    if train_iters is None or iteration < train_iters:
+        raise CheckpointError(
+            f"{root / iteration_name(iteration)} is the end of a run with --save-weights-only-at-end: it has "
+            "no optimizer states to train on with; start another folder from it (position 22), or remove it "
+            "to resume from an older checkpoint",
+            field="train_iters",
+        )
+    load_checkpoint(root, iteration, {"model": sharded_weights(stages)}, CURES)
+    optimizer.reload_model_params()
 
 
 def load_weights(load: Path, stages: list[LlamaModel], config: RunConfig) -> None:

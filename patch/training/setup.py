@@ -176,7 +176,9 @@ def _reader(
 def _load(run: Run, progress: Progress | None) -> None:
     """Resume this run's newest checkpoint; without one, start from --load or from random weights."""
     if progress is not None:
-        resume(checkpoint_root(run.config), progress, run.stages, run.optimizer, run.config.training.seed)
+        training = run.config.training
+        root = checkpoint_root(run.config)
+        resume(root, progress, run.stages, run.optimizer, training.seed, training.train_iters)
         _log_resume(run, progress)
         return
     load = run.config.checkpoint.load

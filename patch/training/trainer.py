@@ -106,12 +106,14 @@ class Trainer:
 
     def _save(self, done: int) -> None:
         run = self.run
+        is_last = done == run.config.training.train_iters
         save(
             checkpoint_root(run.config),
             Progress(done, run.consumed_samples(done)),
             run.stages,
             run.optimizer,
             to_yaml(run.config),
+            weights_only=is_last and run.config.checkpoint.save_weights_only_at_end,
         )
         run.optimizer.record_memory("save")
         for hook in self._hooks:
