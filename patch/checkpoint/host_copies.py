@@ -8,7 +8,10 @@ from collections.abc import Sequence
 import torch
 
 from patch.checkpoint.data_files import Value
+from patch.logger import get_logger
 from patch.memory.pinned import allocate_pinned
+
+_logger = get_logger(__name__)
 
 _ALIGNMENT = 64
 
@@ -56,9 +59,12 @@ class HostCopies:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # not both at once
         if is_pinned:
-            self._buffer = allocate_pinned(num_bytes, torch.uint8)
-        else:
-            self._buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+            try:
+                self._buffer = allocate_pinned(num_bytes, torch.uint8)
+                return
+            except MemoryError as error:
+                _logger.warning("copies for checkpoints are not pinned, and so slower: %s", error)
+        self._buffer = torch.zeros(num_bytes, dtype=torch.uint8)
 
 
 def _room(tensor: torch.Tensor) -> int:

@@ -94,10 +94,27 @@ def save(
     *,
     weights_only: bool = False,
 ) -> None:
-    """Write everything that a resumed run needs to continue with the same bits.
+    """Write everything that a resumed run needs to continue with the same bits; returns when it is written.
 
     Args:
         root: the run's checkpoint folder.
+        progress, stages, optimizer, config_yaml, weights_only: see `state_to_save`.
+    """
+    state = state_to_save(progress, stages, optimizer, config_yaml, weights_only=weights_only)
+    save_checkpoint(root, progress.iteration, *state)
+
+
+def state_to_save(
+    progress: Progress,
+    stages: list[LlamaModel],
+    optimizer: OverlappedDistributedOptimizer,
+    config_yaml: str,
+    *,
+    weights_only: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint holds: sections of shards, which are views of the state, and plain values.
+
+    Args:
         progress: how far the run has come.
         stages: this rank's pipeline stages.
         optimizer: the optimizer of these stages.
@@ -107,12 +124,9 @@ def save(
     optimizer.finish_param_sync()
     common: dict[str, Any] = {**progress._asdict(), "config": config_yaml}
     if weights_only:
-        state: dict[str, Any] = {"model": sharded_weights(stages)}
-        common |= {_WEIGHTS_ONLY: True}
-    else:
-        state = _sharded_state(stages, optimizer, is_loading=False) | {"random": _sharded_generators()}
-        common |= {"layout": _layout(stages), **optimizer.common_state_dict()}
-    save_checkpoint(root, progress.iteration, state, common)
+        return {"model": sharded_weights(stages)}, common | {_WEIGHTS_ONLY: True}
+    state = _sharded_state(stages, optimizer, is_loading=False) | {"random": _sharded_generators()}
+    return state, common | {"layout": _layout(stages), **optimizer.common_state_dict()}
 
 
 def resume(
