@@ -80,6 +80,17 @@ def rejoin() -> None:
     )
 
 
+def leave() -> None:
+    """In all ranks of a body: leave its job; `rejoin` follows.
+
+    Not before all have joined: a rank that leaves at once breaks the connections that another still makes.
+    """
+    import torch.distributed
+
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
 def new_job() -> None:
     """In all ranks of a body: leave every process group, and go on in a new job without any.
 

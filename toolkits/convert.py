@@ -12,7 +12,10 @@ from patch.device import FLOAT_TYPES
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, or the exit code of the error."""
     options = _parse(argv)
-    from patch.convert import hf_to_mcore, mcore_to_hf
+    from patch.compat import quick_start
+
+    with quick_start():
+        from patch.convert import hf_to_mcore, mcore_to_hf
     from patch.device import torch_dtype
     from patch.errors import ConversionError, PatchError
     from patch.logger import configure_logging

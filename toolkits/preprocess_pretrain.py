@@ -14,8 +14,11 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     # Set before the first use of a tokenizer, which would start threads; the processes use all cores.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    from patch.compat import quick_start
+
+    with quick_start():
+        from patch.data.pretraining.preprocess import write_indexed
     from patch.config.data_spec import files_of
-    from patch.data.pretraining.preprocess import write_indexed
     from patch.data.tokenizer import load_tokenizer
     from patch.errors import DataError, PatchError
     from patch.logger import configure_logging

@@ -27,8 +27,11 @@ def main(argv: list[str]) -> int:
 
 
 def _preview(options: argparse.Namespace) -> int:
+    from patch.compat import quick_start
+
+    with quick_start():
+        from patch.data.preview import Preview, terminal
     from patch.config.data_settings import read_data_settings
-    from patch.data.preview import Preview, terminal
     from patch.data.tokenizer import load_tokenizer
 
     flags = fields_of(options, DATA_FLAGS)

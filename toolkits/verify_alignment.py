@@ -17,7 +17,9 @@ def main(argv: list[str]) -> int:
     import torch
 
     from patch import compat
-    from patch.alignment import verify
+
+    with compat.quick_start():
+        from patch.alignment import verify
     from patch.errors import ConfigError, PatchError
     from patch.logger import configure_logging
 

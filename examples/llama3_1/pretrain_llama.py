@@ -52,7 +52,10 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
     config = invocation.config
     sys.stdout.write(to_yaml(config))
     sys.stderr.write(describe_plan(config, machine) + "\n")
-    from patch.data.preview import show_first_row  # it imports torch, which the launcher does not need
+    from patch.compat import quick_start  # it imports torch, which the launcher does not need
+
+    with quick_start():
+        from patch.data.preview import show_first_row
 
     show_first_row(config.data, config.tokenizer_folder, config.model.vocab_size, sys.stderr)
 

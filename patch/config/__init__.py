@@ -4,12 +4,13 @@ Imports neither torch nor megatron, so that a wrong command fails at once.
 """
 
 from patch.config.cluster import Rendezvous
+from patch.config.data_record import SetRecord
 from patch.config.file_rules import run_warnings
 from patch.config.flags import to_flags
 from patch.config.hub_names import fetch_from_hub
 from patch.config.parse import Invocation, parse_args
 from patch.config.positions import unknown_variables, user_message
-from patch.config.resume_guard import remember_data, resume_notes
+from patch.config.resume_guard import check_tokens, remember_data, resume_notes
 from patch.config.schema import (
     CheckpointConfig,
     DataConfig,
@@ -33,7 +34,9 @@ __all__ = [
     "ParallelConfig",
     "Rendezvous",
     "RunConfig",
+    "SetRecord",
     "TrainingConfig",
+    "check_tokens",
     "fetch_from_hub",
     "parse_args",
     "read_yaml",

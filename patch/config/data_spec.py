@@ -61,7 +61,7 @@ def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
     words = _words(text, field)
     if not words:
         raise DataError(f"got {text!r}, expected a path", field=field)
-    if to_float(words[0]) is None:
+    if not _is_number(words[0]):
         if late := next((word for word in words if to_float(word) is not None), None):
             raise DataError(
                 f"got {text!r}: {late} is a weight, but {words[0]} has none, expected WEIGHT PATH WEIGHT "
@@ -143,6 +143,15 @@ def files_of(path: str, field: str | None = None) -> list[Path]:
     if not files:
         raise DataError(f"{path}: no file matches, expected at least one", field=field)
     return [Path(name) for name in files]
+
+
+def _is_number(word: str) -> bool:
+    """Whether a word is meant as a weight: also nan and inf, which are none."""
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
 
 
 def _nearest_file(path: str) -> str:

@@ -81,9 +81,9 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Positions and flags. The flags begin at the first argument with a hyphen that is not a number."""
+    """Positions and flags. The flags begin at the first argument with a hyphen that begins with no number."""
     for index, text in enumerate(argv):
-        if text.startswith("-") and to_float(text) is None:
+        if text.startswith("-") and to_float(text.split()[0]) is None:
             return list(argv[:index]), list(argv[index:])
     return list(argv), []
 

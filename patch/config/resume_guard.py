@@ -2,35 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
-from patch.config.data_spec import parse_data
+from patch.config.columns import parse_columns
+from patch.config.data_record import DataRecord, SetRecord, changes_of_origin
 from patch.config.fields import FIELDS, scalar_of, value_of
-from patch.config.file_rules import data_files
 from patch.config.positions import length_text, where
 from patch.config.schema import RunConfig
 from patch.config.stored_shape import STORED_SHAPE
 from patch.config.yaml_io import read_run
-from patch.errors import CheckpointError, ConfigError
-from patch.storage.atomic import write_atomically
-from patch.storage.names import (
-    CHECKPOINT_FOLDER,
-    CONFIG_FILE,
-    DATA_FINGERPRINT_FILE,
-    TOKENIZER_FILES,
-    TRACKER,
-    complete_iterations,
-)
+from patch.errors import ConfigError
+from patch.storage.names import CHECKPOINT_FOLDER, CONFIG_FILE, TRACKER, complete_iterations
 
-_END_BYTES = 2**20
-_PIECE_BYTES = 2**14
-_PIECES = 16
 _ANEW = "another OUTPUT_BASEPATH (position 25)"
 _FROM_WEIGHTS = _ANEW + ", which may start from this one's weights (this folder as position 22)"
 _CHANGE = f"--resume-with-changed-data, or {_FROM_WEIGHTS}"
@@ -64,14 +50,16 @@ _FIXED: dict[str, _Reason] = {
     **dict.fromkeys([*STORED_SHAPE, "seq_length"], _SHAPE),
     "sft": _TASK,
     **dict.fromkeys(["dataset_type", "max_padding_length", "packing", "split"], _DATA),
-    **dict.fromkeys(["columns", "alpaca_input_join", "chat_template", "train_on"], _DATA),
+    **dict.fromkeys(["columns", "alpaca_input_join", "train_on"], _DATA),
     **dict.fromkeys(["allow_special_tokens", "long_samples"], _DATA),
     **dict.fromkeys(["reset_position_ids", "reset_attention_mask", "eod_mask_loss"], _DATA),
     **dict.fromkeys(["global_batch_size", "seed"], _ORDER),
     "precision": _TYPE,
 }
 """Fields that a resumed run must keep; all others may change: the layout (TP, PP, VPP, processes), sharding,
-offloading, lengths of SFT. Training data may move, see `_check_data`."""
+offloading. Tokenizer, chat template and training data may move, see `_check_data`."""
+_MEANINGS: dict[str, Callable[[Any], Any]] = {"columns": parse_columns}
+"""What a text of a field means, where several texts mean the same."""
 
 
 def resume_notes(config: RunConfig) -> list[str]:
@@ -115,17 +103,17 @@ def _was_begun(root: Path) -> bool:
 
 def _check_fields(config: RunConfig, before: RunConfig) -> None:
     for field in FIELDS:
-        then, now = value_of(before, field), value_of(config, field)
-        if field in _FIXED and not _same(then, now):
+        if field not in _FIXED:
+            continue
+        meaning = _MEANINGS.get(field, _itself)
+        then, now = (meaning(value_of(run, field)) for run in (before, config))
+        if not _same(then, now):
             then, now = scalar_of(before, field), scalar_of(config, field)
             _refuse(config, field, then, now, _FIXED[field])
 
 
 def _check_derived(config: RunConfig, before: RunConfig) -> None:
-    """Check what depends on several fields: the tokenizer and the order of the samples."""
-    then, now = before.tokenizer_folder, config.tokenizer_folder
-    if not _same(then, now):
-        _refuse(config, "tokenizer_name_or_path", then, now, _TOKENIZER)
+    """Check what depends on several fields: the samples' order."""
     in_epochs = config.training.train_epochs is not None
     then, now = (_length(run, in_epochs=in_epochs) for run in (before, config))
     if config.data.dataset_type == "idxmap" and not config.training.sft and then != now:
@@ -139,6 +127,10 @@ def _length(run: RunConfig, *, in_epochs: bool) -> str:
     if in_epochs and epochs is not None:
         return f"{epochs:g} epochs"
     return length_text(run, run.training.train_iters)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _same(before: Any, now: Any) -> bool:
@@ -159,111 +151,110 @@ def _refuse(config: RunConfig, field: str, before: Any, now: Any, reason: _Reaso
     )
 
 
-def remember_data(config: RunConfig) -> None:
-    """Write hashes of the training data into the run's folder, so that a resume notices changed data.
-
-    The second one is of what encodes raw rows: the tokenizer and the chat template.
-
-    Does nothing if the folder already has checkpoints, unless the user allows changed data. Call it in one
-    process of the run, before training.
-
-    Raises:
-        CheckpointError: the file cannot be written.
-    """
-    output = Path(config.checkpoint.output_path)
-    if _was_begun(output / CHECKPOINT_FOLDER) and not config.checkpoint.resume_with_changed_data:
-        return
-    text = f"{_fingerprint(config)}\n{_encoding_fingerprint(config)}\n"
-    try:
-        output.mkdir(parents=True, exist_ok=True)
-        write_atomically(output / DATA_FINGERPRINT_FILE, text)
-    except OSError as error:
-        raise CheckpointError(
-            f"{output / DATA_FINGERPRINT_FILE} cannot be written: {error.strerror}; make room there, or give "
-            "another folder",
-            field="output_path",
-        ) from error
-
-
 def _check_data(config: RunConfig, before: RunConfig) -> None:
-    """Check that the training data is that of the earlier run; equal files may lie at another path."""
+    """Check that tokenizer, chat template and training data are those with which the run began."""
+    output = Path(config.checkpoint.output_path)
+    known, found = DataRecord.read(output), DataRecord.of(config)
+    _check_tokenizer(config, before, known, found)
     if config.checkpoint.resume_with_changed_data:
         return
-    file = Path(config.checkpoint.output_path) / DATA_FINGERPRINT_FILE
-    known = file.read_bytes().decode(errors="replace").split() if file.is_file() else []
-    if len(known) > 1 and known[1] != _encoding_fingerprint(config):
-        chosen = config.data.chat_template
-        with_template = "its chat template" if chosen is None else chosen
-        raise ConfigError(
-            f"the tokenizer in {config.tokenizer_folder} or {with_template} has changed since the run in "
-            f"{file.parent} began, expected the same tokens for the same rows; put it back, or give "
-            f"{_CHANGE}",
-            field="tokenizer_name_or_path" if chosen is None else "chat_template",
-        )
-    if known[:1] == [_fingerprint(config)]:
+    if known is not None:
+        _check_chat_template(config, before, known, found)
+    if known is not None and known.files == found.files:
         return
     then, now = before.data.train_data_path, config.data.train_data_path
     if not _same(then, now):
         _refuse(config, "train_data_path", then, now, _DATA)
-    if file.is_file():
+    if known is not None:
         raise ConfigError(
-            f"{now} has changed since the run in {file.parent} began (number of files, or size, first or "
+            f"{now} has changed since the run in {output} began (number of files, or size, first or "
             f"last MiB of one), expected the same data; put it back, or give {_CHANGE}",
             field="train_data_path",
         )
 
 
-def _fingerprint(config: RunConfig) -> str:
-    """A hash of the training sets' shares and of samples of their files, see `_samples`.
+def _check_tokenizer(
+    config: RunConfig, before: RunConfig, known: DataRecord | None, found: DataRecord
+) -> None:
+    if known is not None and found.tokenizer is not None and known.tokenizer == found.tokenizer:
+        return
+    then, now = before.tokenizer_folder, config.tokenizer_folder
+    if not _same(then, now):
+        _refuse(config, "tokenizer_name_or_path", then, now, _TOKENIZER)
+    if known is not None and known.tokenizer != found.tokenizer:
+        raise ConfigError(
+            f"the tokenizer in {now} has changed since the run in {config.checkpoint.output_path} began, "
+            f"expected the same one; put it back, or give {_FROM_WEIGHTS}",
+            field="tokenizer_name_or_path",
+        )
 
-    Names are left out, so equal data at another path is the same data: nothing that a run reads depends on
-    where its files lie.
+
+def _check_chat_template(config: RunConfig, before: RunConfig, known: DataRecord, found: DataRecord) -> None:
+    """Refuse another name, or another text. Whether a name and a text are the same is seen in the tokens."""
+    if config.data.dataset_type != "raw" or known.chat_template == found.chat_template:
+        return
+    if known.chat_template[0] != found.chat_template[0]:
+        return
+    then, now = before.data.chat_template, config.data.chat_template
+    if then is not None and now is not None and not _same(then, now):
+        _refuse(config, "chat_template", then, now, _DATA)
+    chosen = f"the chat template in {config.tokenizer_folder}" if now is None else now
+    raise ConfigError(
+        f"{chosen} is not the chat template with which the run in {config.checkpoint.output_path} began, "
+        f"expected the same tokens for the same rows; put it back, or give {_CHANGE}",
+        field="tokenizer_name_or_path" if now is None else "chat_template",
+    )
+
+
+def remember_data(config: RunConfig, sets: Sequence[SetRecord]) -> None:
+    """Write what the training data is into the run's folder, so that a resume notices changed data.
+
+    Does nothing if the folder already has checkpoints, unless the user allows changed data. Call it in one
+    process of the run, before training.
+
+    Args:
+        config: the run.
+        sets: its training sets of rows, which have become tokens.
+
+    Raises:
+        CheckpointError: the file cannot be written.
     """
-    digest = hashlib.sha256()
-    parts = parse_data(config.data.train_data_path, "train_data_path")
-    total = sum(part.weight or 0 for part in parts)
-    for part in parts:
-        files = data_files(config.data, part.path, "train_data_path")
-        share = "" if part.weight is None else f"{part.weight / total:.6g}"
-        digest.update(f"{share} {len(files)}\n".encode())
-        for name in files:
-            with open(name, "rb") as file:
-                for piece in _samples(file):
-                    digest.update(piece)
-    return digest.hexdigest()
+    output = Path(config.checkpoint.output_path)
+    if config.checkpoint.resume_with_changed_data or not _was_begun(output / CHECKPOINT_FOLDER):
+        DataRecord.of(config, sets).write(output)
 
 
-def _encoding_fingerprint(config: RunConfig) -> str:
-    """A hash of the tokenizer's files and of the chat template; "none" where no raw rows are encoded.
+def check_tokens(config: RunConfig, sets: Sequence[SetRecord]) -> list[str]:
+    """Compare the tokens of the training sets with those with which the run in the folder began.
 
-    Of tokenizer_config.json only the chat template counts: its other values are often written anew.
+    Args:
+        config: the run.
+        sets: its training sets of rows, which have become tokens.
+
+    Returns:
+        warnings: a template that writes the date makes other tokens each day, which nobody can change.
+
+    Raises:
+        ConfigError: the tokens of a set have changed; the message says what has changed them.
     """
-    if config.data.dataset_type != "raw":
-        return "none"
-    folder, chosen = Path(config.tokenizer_folder or ""), config.data.chat_template
-    digest = hashlib.sha256()
-    files = [folder / name for name in TOKENIZER_FILES]
-    files.append(folder / "chat_template.jinja" if chosen is None else Path(chosen))
-    for file in files:
-        content = file.read_bytes() if file.is_file() else b""
-        digest.update(f"{len(content)}\n".encode() + content)
-    settings = folder / "tokenizer_config.json"
-    if chosen is None and settings.is_file():
-        with suppress(ValueError, AttributeError):  # damaged: the tokenizer's reader says so
-            digest.update(json.dumps(json.loads(settings.read_bytes()).get("chat_template")).encode())
-    return digest.hexdigest()
-
-
-def _samples(file: BinaryIO) -> Iterator[bytes]:
-    """The file's size, first and last MiB, and small pieces at equal distances between them.
-
-    This is cheap for files of any size, but may miss a change in the middle that keeps the size.
-    """
-    size = os.fstat(file.fileno()).st_size
-    yield size.to_bytes(8, "little") + file.read(_END_BYTES)
-    if size > 2 * _END_BYTES:
-        for index in range(1, _PIECES):
-            file.seek((size - _END_BYTES) * index // _PIECES)
-            yield file.read(_PIECE_BYTES)
-    file.seek(max(size - _END_BYTES, 0))
-    yield file.read(_END_BYTES)
+    output = Path(config.checkpoint.output_path)
+    known = DataRecord.read(output)
+    warnings = []
+    for before, now in zip(known.sets if known is not None else (), sets, strict=False):
+        if before.tokens == now.tokens:
+            continue
+        changes = changes_of_origin(before, now)
+        if not changes and now.reads_clock and before.sizes == now.sizes:
+            warnings.append(
+                f"{now.path}: its tokens are not those with which the run in {output} began: the chat "
+                "template writes the date, and the token cache of that day is gone"
+            )
+            continue
+        what = ", ".join(changes) or "something that is not recorded"
+        raise ConfigError(
+            f"{now.path}: its tokens are not those with which the run in {output} began; what has changed: "
+            f"{what}; expected the same samples: put that back, or give "
+            f"{_CHANGE}",
+            field="train_data_path",
+        )
+    return warnings

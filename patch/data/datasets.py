@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
+from patch.config.data_record import SetRecord
 from patch.config.data_spec import DATA_SUFFIXES, DataPart, parse_data
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.blend import Blend, Concatenation, passes_text
@@ -39,6 +40,8 @@ class DataSets(NamedTuple):
     """The validation sets by name, in the order in which they were given; empty if there is none."""
     valid_weights: list[float] | None
     """Of the validation sets; None if they were given without."""
+    records: list[SetRecord]
+    """Of the training sets of rows: what a resumed run must find again. Others have none."""
 
 
 def build_datasets(
@@ -76,7 +79,7 @@ def build_datasets(
         sets = load_run_sets(
             data, model, tokenizer, num_train_samples=num_train_samples, seed=seed, index_folder=index_folder
         )
-        return _named(sets.train, sets.num_train_samples, sets.valid_parts, sets.valid)
+        return _named(sets.train, sets.num_train_samples, sets.valid_parts, sets.valid, [])
     cache = index_folder.with_name(DATA_CACHE_FOLDER)
     load = partial(_load_sft, data=data, model=model, tokenizer=tokenizer, cache=cache)
     train = parse_data(data.train_data_path, "train_data_path")
@@ -87,12 +90,18 @@ def build_datasets(
         with about("valid_data_path"):
             sources += [load(part.path) for part in valid]
     _check_same_everywhere((*train, *valid), sources)
+    records = [
+        source.record(part.path)
+        for part, source in zip(train, sources, strict=False)
+        if isinstance(source, SftSource)
+    ]
     if data.packing:
         named = zip((*train, *valid), sources, strict=True)
         sources = [_packed(source, data, part) for part, source in named]
     train_sources, valid_sources = sources[: len(train)], sources[len(train) :]
     num_samples = num_train_samples(sum(map(len, train_sources)))
-    return _named(_joined(train, train_sources, num_samples, seed), num_samples, valid, valid_sources)
+    joined = _joined(train, train_sources, num_samples, seed)
+    return _named(joined, num_samples, valid, valid_sources, records)
 
 
 def _load_sft(
@@ -114,9 +123,14 @@ def _packed(source: SampleSource, data: DataConfig, part: DataPart) -> SampleSou
 
 
 def _named(
-    train: SampleSource, num_samples: int, valid: Sequence[DataPart], sources: Sequence[SampleSource]
+    train: SampleSource,
+    num_samples: int,
+    valid: Sequence[DataPart],
+    sources: Sequence[SampleSource],
+    records: list[SetRecord],
 ) -> DataSets:
-    return DataSets(train, num_samples, dict(zip(_names(valid), sources, strict=True)), _weights(valid))
+    by_name = dict(zip(_names(valid), sources, strict=True))
+    return DataSets(train, num_samples, by_name, _weights(valid), records)
 
 
 def _check_same_everywhere(parts: Sequence[DataPart], sources: Sequence[SampleSource]) -> None:

@@ -1,7 +1,7 @@
 """The names of files and folders on disk: in a run's folder, in a checkpoint, in a tokenizer's folder.
 
 OUTPUT_BASEPATH/config.yaml                                        the resolved run
-OUTPUT_BASEPATH/data.sha256                                        hashes of its data and of what encodes it
+OUTPUT_BASEPATH/data.json                                          hashes of its data and of what encodes it
 OUTPUT_BASEPATH/checkpoint/iter_0000100/                           .metadata  common.pt  metadata.json  ...
 OUTPUT_BASEPATH/checkpoint/latest_checkpointed_iteration.txt       "100"
 OUTPUT_BASEPATH/checkpoint/best_checkpointed_iteration.txt         "100", the lowest validation loss
@@ -22,7 +22,7 @@ from patch.errors import CheckpointError
 
 # In a run's folder.
 CONFIG_FILE = "config.yaml"
-DATA_FINGERPRINT_FILE = "data.sha256"
+DATA_RECORD_FILE = "data.json"
 CHECKPOINT_FOLDER = "checkpoint"
 METRICS_FILE = "log/metrics.jsonl"
 LOSS_PLOT_FILE = "log/loss.png"

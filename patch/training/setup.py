@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from patch.config.data_record import SetRecord
 from patch.config.hf_config import is_hf_folder
 from patch.config.run_length import num_train_samples, with_samples
 from patch.config.schema import RunConfig
@@ -53,6 +54,8 @@ class Run:
     """Of the validation sets, if position 21 has weights."""
     samples_ahead: int = 0
     """Samples consumed beyond one global batch a step; not 0 once the global batch size was changed."""
+    records: list[SetRecord] = field(default_factory=list)
+    """Of the training sets of rows (see `DataSets`)."""
     data_clock: WaitClock = field(default_factory=lambda: WaitClock(torch.device("cpu")))
     """Counts how long steps wait for their data."""
 
@@ -100,6 +103,7 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
             name: _reader(config, source, groups, shuffle=False) for name, source in datasets.valid.items()
         },
         valid_weights=datasets.valid_weights,
+        records=datasets.records,
         stages=stages,
         optimizer=optimizer,
         start_iteration=0 if progress is None else progress.iteration,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from patch import compat
 from patch.checkpoint.retention import Retention
-from patch.config import remember_data, to_yaml
+from patch.config import check_tokens, remember_data, to_yaml
 from patch.config.hf_config import has_hf_config
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
@@ -67,6 +67,7 @@ def _train(config: RunConfig) -> int:
     with _locked_folder(config):
         this_run = build_run(config, context, groups)
         config = this_run.config
+        _compare_data(this_run)
         if this_run.start_iteration < config.training.train_iters:
             _write_config(config)
         with all_or_none():
@@ -105,13 +106,21 @@ def _retention(config: RunConfig) -> Retention:
 
 @contextmanager
 def _locked_folder(config: RunConfig) -> Iterator[None]:
-    """Rank 0 locks the run's folder and records the data's fingerprint; a failure is raised on all ranks."""
+    """Rank 0 locks the run's folder; a failure is raised on all ranks."""
     with ExitStack() as stack:
         with all_or_none():
             if os.environ["RANK"] == "0":
                 stack.enter_context(hold_run(Path(config.checkpoint.output_path)))
-                remember_data(config)
         yield
+
+
+def _compare_data(this_run: Run) -> None:
+    """Rank 0 records the data of a run that begins, and compares it with the record when it is resumed."""
+    with all_or_none():
+        if os.environ["RANK"] == "0":
+            remember_data(this_run.config, this_run.records)
+            for warning in check_tokens(this_run.config, this_run.records):
+                _logger.warning("%s", warning)
 
 
 def _write_config(config: RunConfig) -> None:

@@ -1,19 +1,33 @@
-"""Call the launcher's shell script as a user does, with 25 positions by name."""
+"""Call the shell script as a user does, with 25 positions by name; or only what its launcher would start.
+
+A worker that the launcher starts imports torch and megatron-core: four CPU seconds. So `call` is for what
+launcher and workers do together, and `call_workers` for what a run does by itself.
+"""
 
 import json
 import os
+import runpy
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from distributed_runner import leave, rejoin, run_distributed
+from small_runs import small_run
 from transformers import AutoModelForCausalLM
+
+from patch.config import Rendezvous
+from patch.device import MachineFacts
+from patch.distributed.launch import worker_environments
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "examples" / "llama3_1" / "run_mcore_llama.sh"
+PROGRAM = SCRIPT.with_name("pretrain_llama.py")
 TIMEOUT_S = 200
+MACHINE = MachineFacts(cuda_devices=0, cpu_cores=2)
 
 POSITIONS = {
     "ENV": "dsw",
@@ -68,6 +82,44 @@ def call(arguments: list[str], **variables: object) -> subprocess.CompletedProce
         timeout=TIMEOUT_S,
         check=False,
     )
+
+
+def call_workers(
+    world_size: int, arguments: list[str], **variables: object
+) -> subprocess.CompletedProcess[str]:
+    """Run the workers alone, in processes of the tests' runner; their common exit code, and stderr of all."""
+    own = {"MP_DATASET_TYPE": "raw", **variables}
+    environments = worker_environments(
+        small_run(dp=world_size), Rendezvous(), MACHINE, {name: str(value) for name, value in own.items()}
+    )
+    with tempfile.NamedTemporaryFile() as messages:
+        codes = run_distributed(
+            _work, world_size, arguments, environments, messages.name, timeout_s=TIMEOUT_S
+        )
+        assert len(set(codes)) == 1, codes
+        said = Path(messages.name).read_text()
+    return subprocess.CompletedProcess(arguments, codes[0], "", said)
+
+
+def _work(
+    rank: int, world_size: int, arguments: list[str], environments: list[dict[str, str]], messages: str
+) -> int:
+    """The exit code of this rank's worker, whose stderr is appended to a file."""
+    leave()
+    os.environ.update(environments[rank])
+    stderr = os.dup(2)
+    with open(messages, "ab") as file:
+        os.dup2(file.fileno(), 2)
+    sys.argv = [str(PROGRAM), *arguments[2:]]
+    try:
+        runpy.run_path(str(PROGRAM), run_name="__main__")
+    except SystemExit as ended:
+        code = ended.code
+    os.dup2(stderr, 2)
+    if torch.distributed.is_initialized():  # a worker that fails ends without leaving its job
+        torch.distributed.destroy_process_group()
+    rejoin()
+    return code
 
 
 def limited(resource: str, amount: int, arguments: list[str]) -> list[str]:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 from end_to_end.conftest import Office
-from end_to_end.shell import call, command, losses
+from end_to_end.shell import call, call_workers, command, losses
 from hub_cache import REVISION, add_to_cache, files_in
 from huggingface_hub import constants
 
@@ -57,7 +57,7 @@ def test_names_give_the_run_of_the_same_files(office: Office, cache: Path, tmp_p
     }
     result = call([*command(**steps, **named), "--export-hf"], **variables)
     assert result.returncode == 0, result.stderr
-    local = call([*command(**steps, **office.positions(tmp_path / "local")), "--export-hf"], NPROC_PER_NODE=1)
+    local = call_workers(1, [*command(**steps, **office.positions(tmp_path / "local")), "--export-hf"])
     assert local.returncode == 0, local.stderr
     assert losses(tmp_path / "named") == losses(tmp_path / "local")
     assert files_in(tmp_path / "named" / "hf") == files_in(tmp_path / "local" / "hf")

@@ -9,8 +9,17 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import yaml
 from end_to_end.conftest import Office
-from end_to_end.shell import assert_same_weights, call, command, cut_back, losses, training_records
+from end_to_end.shell import (
+    assert_same_weights,
+    call,
+    call_workers,
+    command,
+    cut_back,
+    losses,
+    training_records,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkits.convert import main as convert
@@ -31,18 +40,23 @@ class Finished(NamedTuple):
 
 
 def run_twice(
-    arguments: list[str], output: Path, first: dict[str, object] | None = None, **variables: object
+    num_ranks: int,
+    arguments: list[str],
+    output: Path,
+    first: dict[str, object] | None = None,
+    **variables: object,
 ) -> Finished:
-    """Run, forget what came after step 2, run again; the first export is kept as hf_first.
+    """Run, forget what came after step 2, run again; the first export and config.yaml are kept as *_first.
 
     `first` holds variables of the first run alone.
     """
-    once = call(arguments, **{**variables, **(first or {})})
+    once = call_workers(num_ranks, arguments, **{**variables, **(first or {})})
     assert once.returncode == 0, once.stderr
     losses_at_once = losses(output)
     (output / "hf").rename(output / "hf_first")
+    shutil.copy(output / "config.yaml", output / "config_first.yaml")
     cut_back(output, 2)
-    again = call(arguments, **variables)
+    again = call_workers(num_ranks, arguments, **variables)
     assert again.returncode == 0, again.stderr
     assert "resumed after step 2" in again.stderr
     return Finished(arguments, output, losses_at_once, losses(output), once.stderr + again.stderr)
@@ -72,7 +86,7 @@ def four_ranks(few_rows: Office, tmp_path_factory: pytest.TempPathFactory) -> Fi
     """At once with interleaved stages, resumed without."""
     output = tmp_path_factory.mktemp("four") / "out"
     arguments = command_of(few_rows, output, TP=2, PP=2)
-    return run_twice(arguments, output, first={"MP_VP": 1}, NPROC_PER_NODE=4)
+    return run_twice(4, arguments, output, first={"MP_VP": 1})
 
 
 @pytest.fixture(scope="module")
@@ -82,11 +96,14 @@ def sharded(few_rows: Office, four_ranks: Finished, tmp_path_factory: pytest.Tem
     cut_back(four_ranks.output, STEPS - 1)
     positions = {"DO": "true", "PRETRAIN_CHECKPOINT_PATH": four_ranks.output}
     arguments = [*command_of(few_rows, output, **positions), "--overlapped-distributed-optimizer"]
-    return run_twice(arguments, output, NPROC_PER_NODE=2, TOKENIZER_PATH=few_rows.model)
+    return run_twice(2, arguments, output, TOKENIZER_PATH=few_rows.model)
 
 
 def test_tp_times_pp_resumes_to_the_bit_without_interleaving(four_ranks: Finished) -> None:
-    assert "(MP_VP): 1 before, 0 from here on" in four_ranks.messages
+    files = [four_ranks.output / name for name in ("config_first.yaml", "config.yaml")]
+    configs = [yaml.safe_load(file.read_text()) for file in files]
+    stages = [config["parallel"]["num_layers_per_virtual_pipeline_stage"] for config in configs]
+    assert stages == [1, 0]
     assert len(four_ranks.first) == STEPS and four_ranks.first[-1] < four_ranks.first[0] - 0.5
     assert four_ranks.resumed == four_ranks.first
     assert_same_weights(four_ranks.output / "hf", four_ranks.output / "hf_first")
@@ -135,12 +152,12 @@ def test_run_goes_on_at_another_layout_and_with_another_batch_where_the_user_say
     few_rows: Office, four_ranks: Finished, tmp_path: Path
 ) -> None:
     output = tmp_path / "out"
-    for name in ("checkpoint", "config.yaml", "data.sha256", "log"):
+    for name in ("checkpoint", "config.yaml", "data.json", "log"):
         source, target = four_ranks.output / name, output / name
         (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
     cut_back(output, 2)
     arguments = [*command_of(few_rows, output, DO="true"), "--overlapped-distributed-optimizer"]
-    result = call(arguments[:-2] + arguments[-1:], NPROC_PER_NODE=2)
+    result = call(arguments[:-2] + arguments[-1:], NPROC_PER_NODE=2)  # by the launcher
     assert result.returncode == 0, result.stderr
     assert "(position 10 TP): 2 before, 1 from here on" in result.stderr
     assert "saved at TP 2, PP 2" in result.stderr and "seeded anew" in result.stderr
@@ -149,9 +166,9 @@ def test_run_goes_on_at_another_layout_and_with_another_batch_where_the_user_say
     cut_back(output, 4)
     larger = {"GLOBAL_BATCH_SIZE": 16, "TRAIN_TOKENS_OR_ITERS": 6}
     arguments = command_of(few_rows, output, **larger)[:-1]
-    refused = call(arguments)
+    refused = call_workers(1, arguments)
     assert refused.returncode == 2 and "--resume-with-changed-data" in refused.stderr, refused.stderr
-    result = call([*arguments, "--resume-with-changed-data"])
+    result = call_workers(2, [*arguments, "--resume-with-changed-data"])
     assert result.returncode == 0, result.stderr
     assert "32 samples were consumed; training goes on with sample 32" in result.stderr
     consumed = [record["consumed_samples"] for record in training_records(output)]
@@ -164,7 +181,7 @@ def test_checkpoint_of_another_shape_is_refused(
     moved = shutil.copytree(four_ranks.output / "checkpoint", tmp_path / "moved")  # no config.yaml beside it
     positions = {"MODEL_SIZE": "tiny", "PRETRAIN_CHECKPOINT_PATH": moved}
     arguments = command_of(few_rows, tmp_path / "out", **positions)
-    result = call(arguments, NPROC_PER_NODE=1, TOKENIZER_PATH=few_rows.model)
+    result = call_workers(1, arguments, TOKENIZER_PATH=few_rows.model)
     assert result.returncode == 4, result.stderr
     assert "has shape" in result.stderr and "MODEL_SIZE" in result.stderr
     assert "Traceback" not in result.stderr
@@ -176,7 +193,7 @@ def test_damaged_checkpoints_do_not_begin_the_run_anew(few_rows: Office, sharded
     before = metrics.read_bytes()
     for index in (sharded.output / "checkpoint").glob("iter_*/.metadata"):
         index.unlink()
-    result = call(sharded.arguments, NPROC_PER_NODE=2, TOKENIZER_PATH=few_rows.model)
+    result = call_workers(2, sharded.arguments, TOKENIZER_PATH=few_rows.model)
     assert result.returncode == 4, result.stderr
     assert (
         "is whole: " in result.stderr

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from distributed_runner import rejoin, run_distributed
+from distributed_runner import leave, rejoin, run_distributed
 from llama3_tokenizer import tiny_tokenizer
 from safetensors.torch import load_file
 from small_runs import hf_llama, small_run
@@ -43,7 +43,7 @@ def test_there_are_four_of_at_most_30_lines() -> None:
 
 def _run_example(name: str, port: int, *arguments: object) -> list[tuple]:
     """Run a program as a rank of torchrun does; the arguments of its calls of `print`."""
-    torch.distributed.destroy_process_group()
+    leave()
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     printed: list[tuple] = []
     sys.argv = [name, *map(str, arguments)]

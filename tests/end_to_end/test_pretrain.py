@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 from end_to_end.conftest import Office
-from end_to_end.shell import REPOSITORY, call, command, cut_back, losses
+from end_to_end.shell import REPOSITORY, call, call_workers, command, cut_back, losses
 
 TOKENS_PER_STEP = 8 * 64
 
@@ -29,6 +29,6 @@ def test_documents_are_preprocessed_trained_and_resumed_to_the_bit(office: Offic
     assert "valid_loss" in (output / "log" / "metrics.jsonl").read_text()
     assert len(unbroken) == 6 and unbroken[-1] < unbroken[0] - 0.1
     cut_back(output, 3)
-    resumed = call(arguments, MP_DATASET_TYPE="idxmap")
+    resumed = call_workers(2, arguments, MP_DATASET_TYPE="idxmap")
     assert resumed.returncode == 0, resumed.stderr
     assert "resumed after step 3" in resumed.stderr and losses(output) == unbroken

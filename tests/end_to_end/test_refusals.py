@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from end_to_end.conftest import Office
-from end_to_end.shell import call, command
+from end_to_end.shell import call, call_workers, command
 
 from patch.storage.lock import hold_run
 
@@ -70,7 +70,7 @@ def test_output_that_cannot_be_made_is_refused_without_a_process(office: Office)
 def test_empty_set_is_refused(office: Office, tmp_path: Path) -> None:
     empty = tmp_path / "empty.jsonl"
     empty.touch()
-    result = call(command(**{**office.positions(tmp_path / "out"), "DATASET_PATH": empty}), NPROC_PER_NODE=1)
+    result = call_workers(1, command(**{**office.positions(tmp_path / "out"), "DATASET_PATH": empty}))
     assert result.returncode == 3, result.stderr
     assert result.stderr.count("empty.jsonl") == 1 and "Traceback" not in result.stderr
 
@@ -94,7 +94,9 @@ def test_device_as_data_is_refused_without_a_process(office: Office, tmp_path: P
 def test_chat_template_that_fails_is_refused_with_its_file(office: Office, tmp_path: Path) -> None:
     model = shutil.copytree(office.model, tmp_path / "model")
     (model / "chat_template.jinja").write_text("{{ 1 / 0 }}")
-    result = call(command(**{**office.positions(tmp_path / "out"), "PRETRAIN_CHECKPOINT_PATH": model}))
+    result = call_workers(
+        1, command(**{**office.positions(tmp_path / "out"), "PRETRAIN_CHECKPOINT_PATH": model})
+    )
     assert result.returncode == 3, result.stderr
     said = f"the chat template in {model / 'chat_template.jinja'} fails: ZeroDivisionError: division by zero"
     assert result.stderr.count(said) == 1 and "Traceback" not in result.stderr, result.stderr

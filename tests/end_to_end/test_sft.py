@@ -13,6 +13,7 @@ from end_to_end.conftest import Office
 from end_to_end.shell import (
     assert_same_weights,
     call,
+    call_workers,
     command,
     cut_back,
     environment,
@@ -46,6 +47,7 @@ def unbroken(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("runs") / "unbroken"
     result = call(sft_command(office, output))
     assert result.returncode == 0, result.stderr
+    output.with_name("messages").write_text(result.stderr)
     return output
 
 
@@ -69,6 +71,12 @@ def test_run_leaves_its_files(unbroken: Path) -> None:
     assert list(found) == [NUM_STEPS // 2, 50, NUM_STEPS], "also at each save"
     best = (unbroken / "checkpoint" / "best_checkpointed_iteration.txt").read_text()
     assert int(best) == min((50, NUM_STEPS), key=found.__getitem__)
+
+
+def test_no_library_warns_the_user(unbroken: Path) -> None:
+    """Also not while a worker imports them."""
+    messages = unbroken.with_name("messages").read_text()
+    assert "INFO Hugging Face folder written" in messages and "Warning" not in messages, messages
 
 
 def test_loss_falls(unbroken: Path) -> None:
@@ -139,6 +147,7 @@ def test_resume_after_sigterm_repeats_the_run_with_states_in_host_memory_too(
     assert result.returncode == 0, result.stderr
     fractions = [record["offload_fraction"] for record in training_records(tmp_path / "out")]
     assert (fractions[0], max(fractions), fractions[-1]) == (0.0, 1.0, 0.0)
+    assert "before, auto from here on" in result.stderr
     assert "to the device" in result.stderr and "ms predicted" in result.stderr
     assert losses(tmp_path / "out") == losses(unbroken)
     assert_same_weights(tmp_path / "out" / "hf", unbroken / "hf")
@@ -149,7 +158,7 @@ def test_length_that_was_trained_already_leaves_the_run_as_it_was(
 ) -> None:
     shutil.copytree(unbroken, tmp_path / "out")
     before = (tmp_path / "out" / "config.yaml").read_bytes()
-    result = call(sft_command(office, tmp_path / "out", TRAIN_TOKENS_OR_ITERS="40", LR="1e-3"))
+    result = call_workers(2, sft_command(office, tmp_path / "out", TRAIN_TOKENS_OR_ITERS="40", LR="1e-3"))
     assert result.returncode == 0, result.stderr
     assert "nothing is left to train of 40 steps, 80 are done" in result.stderr
     assert (tmp_path / "out" / "config.yaml").read_bytes() == before
@@ -167,15 +176,14 @@ def test_packed_run_goes_on_after_a_resume_as_if_it_had_never_stopped(office: Of
     output = tmp_path / "out"
     sizes = {"SEQ_LEN": 96, "PAD_LEN": 96, "SAVE_INTERVAL": 5, "TRAIN_TOKENS_OR_ITERS": 10}
     arguments = [*sft_command(office, output, GLOBAL_BATCH_SIZE=8, **sizes)]
-    packing = {"MP_SFT_PACKING": "true", "NPROC_PER_NODE": 1}
-    straight = call(arguments, **packing)
+    straight = call_workers(1, arguments, MP_SFT_PACKING="true")
     assert straight.returncode == 0, straight.stderr
     assert "400 conversations in " in straight.stderr and "% padding (unpacked " in straight.stderr
     expected = losses(output)
     assert expected[-1] < expected[0]
     hf = shutil.move(output / "hf", tmp_path / "hf")
     cut_back(output, 5)
-    resumed = call(arguments, **packing)
+    resumed = call_workers(1, arguments, MP_SFT_PACKING="true")
     assert resumed.returncode == 0 and "resumed after step 5" in resumed.stderr, resumed.stderr
     assert losses(output) == expected
     assert_same_weights(output / "hf", hf)

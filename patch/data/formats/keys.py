@@ -88,7 +88,8 @@ def text_of(row: Mapping[str, Any], key: str, where: str) -> str:
         DataError: it is null, a number or anything else.
     """
     if not isinstance(row[key], str):
-        raise DataError(f"{where}: {key}: got {shown(row[key])}, expected text")
+        cure = 'where nothing is said: "", or leave the row out' if row[key] is None else "write it as a text"
+        raise DataError(f"{where}: {key}: got {shown(row[key])}, expected text ({cure})")
     return row[key]
 
 

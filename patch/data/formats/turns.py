@@ -125,11 +125,11 @@ def _turn(item: dict[str, Any], where: str) -> Turn:
 def _role(item: dict[str, Any], where: str) -> str:
     key = first_key(item, _ROLE_KEYS)
     assert key is not None, "_spoken lets nothing else pass"
-    said = text_of(item, key, where)
-    role = _ROLES.get(said.strip().lower())
+    said = item[key]
+    role = _ROLES.get(said.strip().lower()) if isinstance(said, str) else None
     if role is None:
-        hint = nearest(said, list(_ROLES))
-        raise DataError(f"{where}: {key}: got {said!r:.60}, expected one of {_ROLES_NAMED}{hint}")
+        hint = nearest(said, list(_ROLES)) if isinstance(said, str) else ""
+        raise DataError(f"{where}: {key}: got {shown(said)}, expected one of {_ROLES_NAMED}{hint}")
     return role
 
 

@@ -17,7 +17,7 @@ from patch.config.schema import DataConfig
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.preview.page import page
 from patch.data.preview.plot import write_png
-from patch.data.preview.rows import first_rows, numbered_row
+from patch.data.preview.rows import first_items, numbered_items, shown_rows
 from patch.data.preview.shown import ShownRow
 from patch.data.preview.statistics import SetStatistics
 from patch.data.preview.terminal import print_legend, print_row, print_statistics, terminal
@@ -128,8 +128,9 @@ class Preview:
         # Rows are shown without the token cache, and a few of them need one process.
         options = replace(sft_options(self.data, Path()), cache_dir=None, num_workers=1)
         for part in self.parts:
-            args = (files_of(part.path, _FIELD), self.tokenizer, options, self.data.max_padding_length)
-            yield from first_rows(*args, count) if number is None else numbered_row(*args, number)
+            files = files_of(part.path, _FIELD)
+            items = first_items(files, count) if number is None else numbered_items(files, number)
+            yield from shown_rows(items, self.tokenizer, options, self.data.max_padding_length)
 
 
 def show_first_row(data: DataConfig, tokenizer: str | None, vocab_size: int, stream: TextIO) -> None:

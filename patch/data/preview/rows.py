@@ -19,35 +19,17 @@ from patch.data.sft.rows import Item, TokenizedRow
 from patch.errors import DataError
 
 
-def first_rows(
-    files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int, count: int
-) -> Iterator[ShownRow]:
-    """The first rows of a set, and what becomes of them.
-
-    Args:
-        files: of the set.
-        tokenizer: has its chat template.
-        options: of the set.
-        length: tokens of a sample.
-        count: how many rows; fewer if the set has fewer.
+def first_items(files: Sequence[Path], count: int) -> list[Item]:
+    """The first `count` rows of a set; fewer if the set has fewer.
 
     Raises:
         DataError: as when the whole set is read.
     """
-    yield from _shown(list(islice(_items(files), count)), tokenizer, options, length)
+    return list(islice(_items(files), count))
 
 
-def numbered_row(
-    files: Sequence[Path], tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int, number: int
-) -> Iterator[ShownRow]:
-    """The row that messages call line `number` or row `number`, of each file that has one.
-
-    Args:
-        files: of the set.
-        tokenizer: has its chat template.
-        options: of the set.
-        length: tokens of a sample.
-        number: of the row, from 1.
+def numbered_items(files: Sequence[Path], number: int) -> list[Item]:
+    """The row that messages call line `number` or row `number` (from 1), of each file that has one.
 
     Raises:
         DataError: no file has it; or as when the whole set is read.
@@ -56,7 +38,27 @@ def numbered_row(
     if not found:
         names = ", ".join(map(str, files[:3])) + (", ..." if len(files) > 3 else "")
         raise DataError(f"{names}: no line {number} with a row, and no row {number} (--row)")
-    yield from _shown(found, tokenizer, options, length)
+    return found
+
+
+def shown_rows(
+    items: list[Item], tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int
+) -> Iterator[ShownRow]:
+    """Rows of a set as tokens, and what becomes of them.
+
+    Args:
+        items: the rows.
+        tokenizer: has its chat template.
+        options: of the set.
+        length: tokens of a sample.
+
+    Raises:
+        DataError: as when the whole set is read.
+    """
+    texts = TokenTexts(tokenizer)
+    for _, rows in start_workers(tokenizer, options, length)([items]):
+        for item, row in zip(items, rows, strict=True):
+            yield ShownRow(item.where, _samples(row, texts), _remarks(row, options, length))
 
 
 def _items(files: Sequence[Path]) -> Iterator[Item]:
@@ -71,15 +73,6 @@ def _numbered(file: Path, number: int) -> Item | None:
         if (place := int(item.place.rsplit(" ", 1)[1])) >= number:
             return item if place == number else None
     return None
-
-
-def _shown(
-    items: list[Item], tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int
-) -> Iterator[ShownRow]:
-    texts = TokenTexts(tokenizer)
-    for _, rows in start_workers(tokenizer, options, length)([items]):
-        for item, row in zip(items, rows, strict=True):
-            yield ShownRow(item.where, _samples(row, texts), _remarks(row, options, length))
 
 
 def _samples(row: TokenizedRow, texts: TokenTexts) -> list[list[ShownToken]]:

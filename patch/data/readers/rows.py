@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from patch.data.readers.json_rows import json_rows
 from patch.data.readers.parquet_rows import MAGIC, parquet_rows
-from patch.data.readers.streams import open_stream
+from patch.data.readers.streams import DamagedDataError, open_stream
 from patch.errors import DataError
 
 
@@ -61,8 +61,17 @@ def _places_and_values(path: Path) -> Iterator[tuple[str, Any]]:
     if is_parquet:
         yield from parquet_rows(path)
         return
-    with open_stream(path) as stream:
-        yield from json_rows(path, stream)
+    place = None
+    try:
+        with open_stream(path) as stream:
+            for place, value in json_rows(path, stream):
+                yield place, value
+    except DamagedDataError as error:
+        what, reason = error.args
+        after = "in its first row" if place is None else f"after {place}"
+        raise DataError(
+            f"{path}: its {what} {after} ({reason}); expected a whole file: copy or make it again"
+        ) from error
 
 
 def _json_type(value: Any) -> str:

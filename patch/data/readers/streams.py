@@ -32,13 +32,17 @@ _OTHER_KINDS = {
 """What users give by mistake: first bytes, and what they are."""
 
 
+class DamagedDataError(Exception):
+    """Compressed data that ends early or is damaged: `args` are this in words, and what the codec says."""
+
+
 @contextmanager
 def open_stream(path: Path) -> Iterator[io.BufferedReader]:
     """The text of a file, decompressed, from behind its UTF-8 byte-order mark.
 
     Raises:
-        DataError: the text is UTF-16 or UTF-32, or the file is of a known kind that is not read; within the
-            block also if the compressed data is damaged or ends early.
+        DataError: the text is UTF-16 or UTF-32, or the file is of a known kind that is not read.
+        DamagedDataError: within the block, the compressed data is damaged or ends early.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
@@ -57,9 +61,7 @@ def open_stream(path: Path) -> Iterator[io.BufferedReader]:
                     raise
                 # pyarrow's errors have nothing but a text, such as "Truncated compressed stream".
                 what = "ends early" if "Truncated" in str(error) else "is damaged"
-                raise DataError(
-                    f"{path}: its {codec} data {what} ({error}); expected a whole file: copy or make it again"
-                ) from error
+                raise DamagedDataError(f"{codec} data {what}", str(error)) from error
 
 
 def _decompressed(file: BinaryIO, codec: str) -> Any:

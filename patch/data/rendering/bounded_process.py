@@ -36,11 +36,17 @@ Result = TypeVar("Result")
 
 
 class ChildEndedError(Exception):
-    """A child ended while it worked on one item."""
+    """A child ended while it worked on one item.
 
-    def __init__(self, item: Any, reason: str) -> None:
+    Args:
+        item: what it worked on.
+        reason: what it did, such as "takes more than 60 s".
+        was_killed: whether it was killed from outside, so the item need not be the reason.
+    """
+
+    def __init__(self, item: Any, reason: str, was_killed: bool = False) -> None:
         super().__init__(reason)
-        self.item = item
+        self.item, self.was_killed = item, was_killed
 
 
 class BoundedMap(Generic[Item, Result]):
@@ -178,7 +184,7 @@ class _Child(Generic[Item, Result]):
         try:
             self.connection.send(items)
         except OSError:
-            raise ChildEndedError(items[0], self._reason()) from None
+            raise self._ended(items[0]) from None
 
     def receive(self, items: list[Item]) -> list[Result]:
         """The results of the list that it was given.
@@ -190,18 +196,18 @@ class _Child(Generic[Item, Result]):
         try:
             answer = self.connection.recv()
         except (EOFError, OSError):
-            raise ChildEndedError(items[self._index()], self._reason()) from None
+            raise self._ended(items[self._index()]) from None
         if isinstance(answer, MemoryError):
             raise ChildEndedError(items[self._index()], f"needs more than {BYTES >> 30} GiB of memory")
         if isinstance(answer, Exception):
             raise answer
         return answer
 
-    def _reason(self) -> str:
+    def _ended(self, item: Item) -> ChildEndedError:
         code = self._end()
         if code == -signal.SIGXCPU:
-            return f"takes more than {SECONDS} s"
-        return f"has ended its process ({code})"
+            return ChildEndedError(item, f"takes more than {SECONDS} s")
+        return ChildEndedError(item, f"has ended its process ({code})", was_killed=code == -signal.SIGKILL)
 
     def _index(self) -> int:
         return int.from_bytes(self._shared_index[:], "little")

@@ -83,7 +83,16 @@ class ChatRenderer:
             raise self.too_costly(error) from error
 
     def too_costly(self, error: ChildEndedError) -> DataError:
-        """The error for a row, an item with a `where`, that took too much time or memory."""
+        """The error for a row, an item with a `where`, that took too much time or memory.
+
+        The kernel kills a process for want of memory, whichever process needs it.
+        """
+        if error.was_killed:
+            return DataError(
+                f"{error.item.where}: the process that tokenizes this row was killed, perhaps because the "
+                "machine has no memory left; expected fewer processes that tokenize, or more free memory",
+                field="data_workers",
+            )
         return DataError(f"{error.item.where}: {self._template.name} {error}; {FOREIGN_CURE}")
 
     def samples(self, row: Conversation | Text) -> Samples:
@@ -96,6 +105,14 @@ class ChatRenderer:
             self._is_probed = True
             self._samples(_PROBES[0])
         return self._samples(row)
+
+    @property
+    def headers(self) -> tuple[str, str]:
+        """What the template writes before a question that follows an answer, and before an answer.
+
+        "" where it is unknown. It tries the template in this process, whose time and memory must be bounded.
+        """
+        return self._template.question_header, self._template.answer_header
 
     def holds_special_token(self, row: Conversation | Text) -> bool:
         """Whether a text of the row spells out a special token."""

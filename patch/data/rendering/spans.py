@@ -21,6 +21,8 @@ class Span(NamedTuple):
     begins_text: bool = False
     """Encoded as the beginning of a text, with the prefix space of tokenizers that write one, although other
     spans come before. The first span of a sample is always encoded so."""
+    begins_turn: bool = False
+    """The user speaks here, and what comes before is not learned."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -193,6 +193,34 @@ class Template:
         has_ended = text.endswith(token, 0, end)
         return following + len(token) if not has_ended and text.startswith(token, following) else end
 
+    def turns_of(self, text: str) -> list[str]:
+        """A text, divided where the user speaks after an answer (see `question_header`)."""
+        if not self.question_header:
+            return [text]
+        first, *others = text.split(self._end_token + self.question_header)
+        begins = ["", *[self.question_header] * len(others)]
+        ends = [*[self._end_token] * len(others), ""]
+        return [begin + part + end for begin, part, end in zip(begins, [first, *others], ends, strict=True)]
+
+    @cached_property
+    def question_header(self) -> str:
+        """What the template writes between an answer and the user's next words; "" if that is unknown."""
+        try:
+            text = self.write(Row([*PROBE, PROBE[0]], None, _PROBE_ROW.where))
+            after_answer = text.rpartition(PROBE[1]["content"])[2]
+            header, question, _ = after_answer.partition(self._end_token)[2].partition(PROBE[0]["content"])
+        except DataError:
+            return ""
+        return header if question else ""
+
+    @cached_property
+    def answer_header(self) -> str:
+        """What the template writes between a question and its answer; "" if that is unknown."""
+        try:
+            return self.prompt
+        except DataError:
+            return ""
+
     @cached_property
     def header(self) -> str:
         """What the template writes before an answer, where it has no prompt for generation that says so."""

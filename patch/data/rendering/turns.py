@@ -49,6 +49,12 @@ def cut(template: Template, row: Row, turns: Sequence[int]) -> list[list[Span]]:
         DataError: prompt and answer cannot be separated; the answer has no end; the template loses something;
             or there are too many samples.
     """
+    samples = _samples(template, row, turns)
+    is_all_learned = len(turns) == sum(message["role"] == "assistant" for message in row.messages)
+    return samples if is_all_learned else [_divided(template, spans) for spans in samples]
+
+
+def _samples(template: Template, row: Row, turns: Sequence[int]) -> list[list[Span]]:
     if template.marks_answers(row):
         return [_from_blocks(template, row, turns)]
     if len(turns) >= _MANY_TURNS:
@@ -58,6 +64,15 @@ def cut(template: Template, row: Row, turns: Sequence[int]) -> list[list[Span]]:
             # Either the text of a turn depends on earlier turns, or the row is wrong. The slow way tells.
             pass
     return _from_prefixes(template, row, turns)
+
+
+def _divided(template: Template, spans: list[Span]) -> list[Span]:
+    """The spans, also divided where turns begin in text that is not learned."""
+    divided: list[Span] = []
+    for span in spans:
+        first, *others = [span.text] if span.learned else template.turns_of(span.text)
+        divided += [span._replace(text=first), *(Span(text, False, begins_turn=True) for text in others)]
+    return divided
 
 
 def _from_blocks(template: Template, row: Row, turns: Sequence[int]) -> list[Span]:

@@ -41,7 +41,7 @@ from patch.storage.lock import wait_for_cache
 
 _logger = get_logger(__name__)
 
-RULES = 2
+RULES = 3
 """The version of the rules by which rows become tokens: formats, rendering, encoding, cuts. Raise it with
 every change of them that changes a token or a mask, so that older entries are not used."""
 
@@ -71,31 +71,39 @@ class TokenizedSet(NamedTuple):
     """The hash of each array."""
 
 
-def set_key(
-    files: Sequence[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int
-) -> str:
-    """A hash of everything that decides the tokens of a set, in 64 hexadecimal digits.
+def origin_of(tokenizer: PreTrainedTokenizerBase, options: SftOptions, length: int) -> dict[str, str]:
+    """What decides the tokens of a set, beside its rows: a name for messages, and its value or a hash of it.
 
     Args:
-        files: for each file, its name in the report and the hash of its content.
         tokenizer: the tokenizer with its chat template.
         options: how rows become samples.
         length: tokens of a sample.
     """
-    decides = {
-        "rules": RULES,
-        "packages": {package: version(package) for package in _PACKAGES},
-        "files": list(files),
-        "format": asdict(options.format),
-        "render": asdict(options.render),
-        "long_samples": options.long_samples,
-        "length": length,
-        "chat_template": tokenizer.chat_template,
-        "tokenizer": sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
-        "special_tokens": special_tokens(tokenizer),
-        "named_tokens": {name: str(token) for name, token in tokenizer.special_tokens_map.items()},
+    backend = tokenizer.backend_tokenizer.to_str().encode()
+    named_tokens = {name: str(token) for name, token in tokenizer.special_tokens_map.items()}
+    return {
+        "the rules of this program": str(RULES),
+        **{package: version(package) for package in _PACKAGES},
+        "the settings of the data": _hash(
+            [asdict(options.format), asdict(options.render), options.long_samples, length]
+        ),
+        "the chat template": _hash(tokenizer.chat_template),
+        "the tokenizer": _hash([sha256(backend).hexdigest(), special_tokens(tokenizer), named_tokens]),
     }
-    return sha256(json.dumps(decides, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def set_key(files: Sequence[tuple[str, str]], origin: dict[str, str]) -> str:
+    """A hash of everything that decides the tokens of a set, in 64 hexadecimal digits.
+
+    Args:
+        files: for each file, its name in the report and the hash of its content.
+        origin: of `origin_of`.
+    """
+    return _hash([files, origin])
+
+
+def _hash(value: Any) -> str:
+    return sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()
 
 
 class TokenCache:

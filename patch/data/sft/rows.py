@@ -6,14 +6,15 @@ All of it runs in worker processes with bounded time and memory (see rendering/b
 from __future__ import annotations
 
 import pickle
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from patch.data.formats import columns_in, to_conversation
+from patch.data.formats import Conversation, Text, columns_in, to_conversation
 from patch.data.rendering import ChatRenderer, Span, SpanEncoder
-from patch.data.sft.cuts import Tokens, cut
+from patch.data.sft.cuts import Headers, Tokens, cut
 from patch.data.sft.options import SftOptions
 from patch.errors import DataError
 
@@ -73,6 +74,7 @@ class RowTokenizer:
         self._encoder = SpanEncoder(tokenizer, options.render.allow_special_tokens)
         self._name = tokenizer.name_or_path
         self._begin_of_text = tokenizer.bos_token_id
+        self._end_of_text = tokenizer.eos_token or ""
         self._options, self._length = options, length
 
     def __call__(self, item: Item) -> TokenizedRow:
@@ -93,7 +95,7 @@ class RowTokenizer:
                 longest = max(longest, len(tokens.ids) - 1)
             num_learned += learned
             is_partly_encoded |= not is_whole
-            kept += cut(tokens, self._length, self._options.long_samples, self._begin_of_text)
+            kept += self._cut(tokens, row)
         kept = [tokens for tokens in kept if np.count_nonzero(tokens.learned[1:])]
         for tokens in kept:
             tokens.learned[0] = False
@@ -110,6 +112,19 @@ class RowTokenizer:
             is_partly_encoded,
             columns_in(value, self._options.format.columns),
         )
+
+    def _cut(self, tokens: Tokens, row: Conversation | Text) -> list[Tokens]:
+        if len(tokens.ids) <= self._length + 1:
+            return [tokens]
+        headers = Headers() if isinstance(row, Text) else self._headers
+        return cut(tokens, self._length, self._options.long_samples, self._begin_of_text, headers)
+
+    @cached_property
+    def _headers(self) -> Headers:
+        """Sizes of the headers that the template writes after other text."""
+        before = Span(self._end_of_text, False)
+        ids = self._encoder.encode([[before, Span(header, False)] for header in self.renderer.headers])
+        return Headers(*(len(of_header) for _, of_header in ids))
 
     def _why_dropped(self, longest: int) -> str:
         if not longest:
@@ -131,7 +146,7 @@ class RowTokenizer:
         turns = [0]
         begin, was_learned = 0, False
         for span, part in zip(spans, ids, strict=True):
-            if was_learned and not span.learned:
+            if span.begins_turn or (was_learned and not span.learned):
                 turns.append(begin)
             end = begin + len(part)
             learned[begin:end] = was_learned = span.learned

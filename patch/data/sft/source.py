@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -12,11 +10,12 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
+from patch.config.data_record import SetRecord
 from patch.config.data_spec import files_of
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.samples import Sample
 from patch.data.sft.build import names_of, tokenize
-from patch.data.sft.cache import Build, TokenCache, TokenizedSet, set_key
+from patch.data.sft.cache import Build, TokenCache, TokenizedSet, origin_of, set_key
 from patch.data.sft.options import SftOptions
 from patch.data.sft.report import SetReport
 from patch.data.sft.token_files import TokenWriter
@@ -33,11 +32,21 @@ class SftSource(Dataset[Sample]):
         tokens: the tokens, at 5 bytes each; those of a token cache are mapped, not loaded.
         length: tokens S of one sample.
         padding: the token id of padding. The loss mask excludes padding by position, so any id can be used.
+        origin: what decides the tokens (see `origin_of`), with a hash of the rows if they have a cache.
+        reads_clock: the chat template writes the date.
     """
 
     is_shuffled = False
 
-    def __init__(self, tokens: TokenizedSet, *, length: int, padding: int) -> None:
+    def __init__(
+        self,
+        tokens: TokenizedSet,
+        *,
+        length: int,
+        padding: int,
+        origin: dict[str, str],
+        reads_clock: bool,
+    ) -> None:
         self._ids, self._learned, ends = tokens.arrays
         self._offsets = np.concatenate(([0], ends))
         self._length, self.padding = length, padding
@@ -49,9 +58,18 @@ class SftSource(Dataset[Sample]):
         """Tokens that the loss covers. A first token is never a label."""
         self.fingerprint = sha256(f"{length} {sorted(tokens.sha256.items())}".encode()).hexdigest()
         """The same on two machines if and only if their samples are the same, up to padding."""
+        self._hash_of_sizes, self._origin, self._reads_clock = tokens.sha256["ends"], origin, reads_clock
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
+
+    def record(self, path: str) -> SetRecord:
+        """What a run remembers of the set, to notice on resume that its tokens have changed.
+
+        Args:
+            path: the set as the run names it.
+        """
+        return SetRecord(path, self.fingerprint, self._hash_of_sizes, self._origin, self._reads_clock)
 
     def __getitem__(self, index: int) -> Sample:
         conversation, learned = self.conversation(index)
@@ -103,22 +121,32 @@ def load_sft(
         report.refuse_empty(name)
         return report
 
+    origin = origin_of(tokenizer, options, sequence_length)
     if options.cache_dir is None:
         writer = TokenWriter()
         report = build(writer)
         tokens = TokenizedSet(writer.arrays_in_memory(), report, writer.sha256())
     else:
-        key = partial(set_key, tokenizer=tokenizer, options=options, length=sequence_length)
-        tokens = _from_cache(name, files, key, build, TokenCache(options.cache_dir))
+        cache = TokenCache(options.cache_dir)
+        hashes = _hash(files, cache)
+        tokens = _from_cache(name, files, hashes, origin, build, cache)
+        origin |= {"the rows": sha256(" ".join(hashes).encode()).hexdigest()}
     tokens.report.log(name)
     tokens.report.refuse_drops(name, options.max_dropped_share)
-    return SftSource(tokens, length=sequence_length, padding=padding_id(tokenizer))
+    return SftSource(
+        tokens,
+        length=sequence_length,
+        padding=padding_id(tokenizer),
+        origin=origin,
+        reads_clock="strftime_now" in str(tokenizer.chat_template),
+    )
 
 
 def _from_cache(
     name: str,
     files: list[Path],
-    key: Callable[[list[tuple[str, str]]], str],
+    hashes: list[str],
+    origin: dict[str, str],
     build: Build,
     cache: TokenCache,
 ) -> TokenizedSet:
@@ -127,12 +155,11 @@ def _from_cache(
     Args:
         name: of the set.
         files: its files.
-        key: the set's key for the name and hash of each file.
+        hashes: of their contents.
+        origin: what else decides the tokens.
         build: writes the tokens.
         cache: the cache.
     """
-    names = names_of(files)
-    hashes = _hash(files, cache)
 
     def build_unchanged(writer: TokenWriter) -> SetReport:
         report = build(writer)
@@ -141,7 +168,8 @@ def _from_cache(
                 raise DataError(f"{file} has changed while it was read; start again when it is complete")
         return report
 
-    return cache.get(key(list(zip(names, hashes, strict=True))), name, build_unchanged)
+    key = set_key(list(zip(names_of(files), hashes, strict=True)), origin)
+    return cache.get(key, name, build_unchanged)
 
 
 def _hash(files: list[Path], cache: TokenCache) -> list[str]:

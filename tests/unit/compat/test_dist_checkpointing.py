@@ -78,7 +78,10 @@ def test_save_without_obstacles_leaves_a_checkpoint(saved):
 
 
 def test_apply_refuses_to_start_without_psutil():
-    script = "import sys; sys.modules['psutil'] = None; from patch import compat; compat.apply(cuda=False)"
+    script = (
+        "import sys; sys.modules['psutil'] = None\nfrom patch import compat\n"
+        "with compat.quick_start():\n    compat.apply(cuda=False)"
+    )
     repository = Path(__file__).parents[3]
     ended = subprocess.run([sys.executable, "-c", script], cwd=repository, capture_output=True, text=True)
     assert ended.returncode == 1 and "CheckpointError: saving a checkpoint needs psutil" in ended.stderr

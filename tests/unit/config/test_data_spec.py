@@ -37,6 +37,9 @@ def test_sets_are_read_and_written_back(text, parts):
         ("0 a 1 b", "0 is no weight, .* each weight above 0"),
         ("1 a -1 b", "-1 is no weight"),
         ("1 a nan b", "nan is no weight"),
+        ("nan a 1 b", "nan is no weight"),
+        ("-inf a 1 b", "-inf is no weight"),
+        ("-1 a 2 b", "-1 is no weight"),
         ("1 'a 2 b", "a quotation mark is not closed"),
         ("  ", "expected a path"),
     ],
@@ -67,6 +70,11 @@ def test_relative_paths_of_a_blend_become_absolute(command, monkeypatch):
         DataPart(0.25, str(command.data)),
         DataPart(1.0, f"{command.folder}/my rows/*.json"),
     )
+
+
+def test_negative_weight_is_no_flag(command):
+    with pytest.raises(DataError, match="-1 is no weight"):
+        command.parse(DATASET_PATH="-1 a.json 2 b.json")
 
 
 def test_weights_are_refused_with_their_position(command):

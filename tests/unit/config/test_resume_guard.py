@@ -1,11 +1,12 @@
 """What may change between two runs in one OUTPUT_BASEPATH."""
 
 import os
+from dataclasses import replace
 
 import pytest
 from refusals import refused
 
-from patch.config import remember_data, resume_notes, to_yaml, user_message
+from patch.config import SetRecord, check_tokens, remember_data, resume_notes, to_yaml, user_message
 from patch.errors import CheckpointError, ConfigError
 
 ANEW = "another OUTPUT_BASEPATH"
@@ -16,9 +17,9 @@ WEIGHTS = "this folder as position 22"
 def begun(command, run_folder):
     """Puts a run with a checkpoint at the command's OUTPUT_BASEPATH."""
 
-    def begin(*flags, **positions):
+    def begin(*flags, sets=(), **positions):
         config = command.parse(*flags, **positions).config
-        remember_data(config)
+        remember_data(config, sets)
         run_folder(command.folder / "out", to_yaml(config))
         return config
 
@@ -32,7 +33,7 @@ def test_same_run_has_no_changes(begun):
 def test_folder_without_checkpoints_is_free(command):
     config = command.parse().config
     assert resume_notes(config) == []
-    remember_data(config)
+    remember_data(config, [])
     assert resume_notes(command.parse("--num-layers=4").config) == []
 
 
@@ -78,10 +79,10 @@ def test_data_and_its_order_change_only_where_the_user_says_so(command, begun):
     found = [note.split(" ")[0].rstrip(":") for note in resume_notes(changed)]
     expected = ["--global-batch-size", "--max-padding-length", "--seed", "--train-data-path"]
     assert sorted(found) == sorted([*expected, "--resume-with-changed-data"])
-    remember_data(changed)
-    fingerprint = (command.folder / "out" / "data.sha256").read_text()
-    remember_data(command.parse("--seed=7", **positions).config)
-    assert (command.folder / "out" / "data.sha256").read_text() == fingerprint
+    remember_data(changed, [])
+    record = (command.folder / "out" / "data.json").read_text()
+    remember_data(command.parse().config, [])
+    assert (command.folder / "out" / "data.json").read_text() == record
     with refused(ConfigError, match="--num-layers: got 4.* another model shape"):
         resume_notes(command.parse("--resume-with-changed-data", "--num-layers=4").config)
 
@@ -211,9 +212,22 @@ def test_weights_of_a_blend_are_kept(command, begun, text, same):
 
 
 @pytest.mark.parametrize(
-    ("name", "chosen"), [("tokenizer.json", False), ("chat_template.jinja", False), ("mine.jinja", True)]
+    ("name", "chosen", "message"),
+    [
+        (
+            "tokenizer.json",
+            False,
+            "TOKENIZER_PATH.*: the tokenizer in .*/encoder has changed since",
+        ),
+        (
+            "chat_template.jinja",
+            False,
+            "TOKENIZER_PATH.*: the chat template in .*/encoder is not the",
+        ),
+        ("mine.jinja", True, "--chat-template: .*/mine.jinja is not the chat template with which"),
+    ],
 )
-def test_tokenizer_or_template_that_changed_in_place_is_refused(command, begun, name, chosen):
+def test_tokenizer_or_template_that_changed_in_place_is_refused(command, begun, name, chosen, message):
     folder = command.folder / "encoder"
     folder.mkdir()
     for file in ("tokenizer.json", "chat_template.jinja", "mine.jinja"):
@@ -222,43 +236,109 @@ def test_tokenizer_or_template_that_changed_in_place_is_refused(command, begun, 
     config = begun(*([f"--chat-template={folder / 'mine.jinja'}"] if chosen else []))
     assert resume_notes(config) == []
     (folder / name).write_text("{ }")
-    with refused(ConfigError, match="the tokenizer in .* has changed since the run in .* the same tokens"):
+    with refused(ConfigError, match=message):
         resume_notes(config)
 
 
-def test_fingerprint_of_before_the_tokenizer_was_in_it_is_taken(command, begun):
-    config = begun()
-    file = command.folder / "out" / "data.sha256"
-    file.write_text(file.read_text().split()[0] + "\n")
-    assert resume_notes(config) == []
+def test_tokenizer_and_template_that_moved_are_taken_and_listed(command, begun):
+    """The text of a template counts, whether a file is named or the tokenizer has it, in either file."""
+    settings = command.tokenizer / "tokenizer_config.json"
+    settings.write_text('{"chat_template": "{{ messages }}"}')
+    begun()
+    moved = command.tokenizer.rename(command.folder / "moved")
+    (moved / settings.name).write_text("{}")
+    (moved / "chat_template.jinja").write_text("{{ messages }}")
+    command.environ["TOKENIZER_PATH"] = str(moved)
+    (note,) = resume_notes(command.parse().config)
+    assert note.startswith("--tokenizer-name-or-path (TOKENIZER_PATH): ")
+    (command.folder / "mine.jinja").write_text("{{ messages }}")
+    chosen = command.parse(f"--chat-template={command.folder / 'mine.jinja'}").config
+    assert len(resume_notes(chosen)) == 2
+    (command.folder / "mine.jinja").write_text("{{ messages[0] }}")
+    with refused(ConfigError, match="--chat-template: .*mine.jinja is not the chat template"):
+        resume_notes(chosen)
 
 
-def test_damaged_fingerprint_is_another_one(command, begun):
+def test_built_in_template_is_the_same_by_name_alone(command, begun):
+    begun("--chat-template=chatml")
+    with refused(ConfigError, match="--chat-template: got llama3, expected chatml: .* other data"):
+        resume_notes(command.parse("--chat-template=llama3").config)
+    # Whether the tokenizer's own template is this one is seen in the tokens.
+    assert len(resume_notes(command.parse().config)) == 1
+
+
+def test_columns_may_be_given_in_another_order(command, begun):
+    begun("--columns=instruction=asked,output=said")
+    assert len(resume_notes(command.parse("--columns=output=said, instruction=asked").config)) == 1
+    with refused(ConfigError, match="--columns: got output=said, expected instruction=asked,output=said: "):
+        resume_notes(command.parse("--columns=output=said").config)
+
+
+SET = SetRecord(
+    "rows.json",
+    "1" * 64,
+    "2" * 64,
+    {"transformers": "5.1.0", "the chat template": "3" * 64},
+    reads_clock=False,
+)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"transformers": "5.2.0"},
+            r"moved: .* has changed: transformers \(5.1.0 before, 5.2.0 now\); expected .* put that back",
+        ),
+        ({"the chat template": "4" * 64}, "what has changed: the chat template; "),
+        ({}, "what has changed: something that is not recorded; "),
+    ],
+)
+def test_other_tokens_are_refused_with_what_has_changed(command, begun, changes, message):
+    config = begun(sets=[SET])
+    assert check_tokens(config, [replace(SET, path="moved", origin=SET.origin | changes)]) == []
+    with refused(ConfigError, match=message) as caught:
+        check_tokens(config, [replace(SET, path="moved", tokens="5" * 64, origin=SET.origin | changes)])
+    assert WEIGHTS in str(caught.value)
+
+
+def test_template_that_writes_the_date_is_named_and_taken(command, begun):
+    """Nobody can go back to the day on which the run began; the sizes say that no sample has moved."""
+    dated = replace(SET, reads_clock=True)
+    config = begun(sets=[dated])
+    (warning,) = check_tokens(config, [replace(dated, tokens="5" * 64)])
+    assert "the chat template writes the date" in warning
+    with refused(ConfigError, match="something that is not recorded"):
+        check_tokens(config, [replace(dated, tokens="5" * 64, sizes="6" * 64)])
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe", b"{", b'{"files": "1"}', b"[]", b'{"sets": [{}]}'])
+def test_damaged_record_is_named(command, begun, content):
     config = begun()
-    (command.folder / "out" / "data.sha256").write_bytes(b"\xff\xfe")
-    with refused(ConfigError, match="has changed since"):
+    (command.folder / "out" / "data.json").write_bytes(content)
+    with refused(ConfigError, match=r"out/data\.json cannot be read .* remove it to resume without a check"):
         resume_notes(config)
 
 
-def test_data_fingerprint_that_cannot_be_written_is_named(command):
+def test_record_that_cannot_be_written_is_named(command):
     config = command.parse().config
-    (command.folder / "out" / "data.sha256").mkdir(parents=True)
-    with refused(CheckpointError, match=r"position 25.*data\.sha256 cannot be written: "):
-        remember_data(config)
+    (command.folder / "out" / "data.json").mkdir(parents=True)
+    with refused(CheckpointError, match=r"position 25.*data\.json cannot be written: "):
+        remember_data(config, [])
 
 
 def test_what_the_data_looked_like_is_not_forgotten_on_resume(command, begun):
     config = begun()
     command.data.write_text("[1]")
-    remember_data(config)
+    remember_data(config, [])
     with refused(ConfigError, match="has changed since"):
         resume_notes(config)
 
 
-def test_run_of_before_the_fingerprint_is_resumed(command, begun):
+def test_run_without_a_record_is_resumed(command, begun):
     config = begun()
-    (command.folder / "out" / "data.sha256").unlink()
-    assert resume_notes(config) == []
+    (command.folder / "out" / "data.json").unlink()
+    assert resume_notes(config) == [] and check_tokens(config, [SET]) == []
 
 
 @pytest.mark.parametrize(

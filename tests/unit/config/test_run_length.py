@@ -112,7 +112,7 @@ def test_warmup_is_compared_with_the_steps_once_they_are_known(command):
 def begun(command, run_folder):
     """Puts a run of 2 epochs, which are 10 steps, at the command's OUTPUT_BASEPATH."""
     config = command.parse("--train-epochs=2").config
-    remember_data(config)
+    remember_data(config, [])
     run_folder(command.folder / "out", to_yaml(with_samples(config, 80)))
 
 
@@ -133,7 +133,7 @@ def test_pretraining_of_other_epochs_is_refused(command, run_folder):
     for ending in (".bin", ".idx"):
         (command.folder / f"set{ending}").touch()
     config = command.parse("--train-epochs=2", **positions).config
-    remember_data(config)
+    remember_data(config, [])
     run_folder(command.folder / "out", to_yaml(with_samples(config, 80)))
     assert resume_notes(command.parse("--train-epochs=2", **positions).config) == []
     with refused(ConfigError, match="got 3 epochs, expected 2 epochs: .* run of another length"):

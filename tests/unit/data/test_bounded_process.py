@@ -102,7 +102,7 @@ def test_killed_child_names_its_item_and_the_others_end_with_the_map() -> None:
     with pytest.raises(ChildEndedError, match="has ended its process .-9.") as caught:
         for _, results in rows(lists):
             given += results
-    assert caught.value.item == (666, 0.0)
+    assert caught.value.item == (666, 0.0) and caught.value.was_killed
     assert given == [number**2 for number in range(7)]
     del rows, caught
     gc.collect()  # the traceback has the map, in a cycle

@@ -67,10 +67,11 @@ def test_special_token_within_an_answer_does_not_end_it() -> None:
 
 def test_wordless_answer_is_context_only() -> None:
     (spans,) = renderer().render(chat(turns("a", " ", "b", "c")))
-    assert [span.learned for span in spans] == [False, True]
-    assert (
-        spans[0].text == f"{B}{H}user{E}\n\na{T}{H}assistant{E}\n\n{T}{H}user{E}\n\nb{T}{H}assistant{E}\n\n"
-    )
+    assert spans == [
+        Span(f"{B}{H}user{E}\n\na{T}{H}assistant{E}\n\n{T}", False),
+        Span(f"{H}user{E}\n\nb{T}{H}assistant{E}\n\n", False, begins_turn=True),
+        Span(f"c{T}", True),
+    ]
 
 
 def test_conversation_without_an_answer_is_empty() -> None:

@@ -47,7 +47,7 @@ def build(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> DataSets:
 
 
 def test_raw_sets_have_the_padded_length(tmp_path: Path) -> None:
-    train, num_samples, valid, _ = build(raw_run(tmp_path, max_padding_length=24), tiny_tokenizer())
+    train, num_samples, valid, *_ = build(raw_run(tmp_path, max_padding_length=24), tiny_tokenizer())
     assert (len(train), num_samples, list(valid), len(valid["valid"])) == (3, 80, ["valid"], 1)
     assert train[0].tokens.shape == (24,)
 
@@ -92,7 +92,7 @@ def test_pretraining_sets_feed_every_step_and_one_evaluation(tmp_path: Path, sha
         train_data_path=str(tmp_path / "c4"), valid_data_path=str(tmp_path / "c4"),
         vocab_size=400, train_iters=5, global_batch_size=4, output_path=str(tmp_path / "out"),
     )  # fmt: skip
-    train, _, valid, _ = build(config, tokenizer)
+    train, _, valid, *_ = build(config, tokenizer)
     assert len(train) >= 20
     options = dict(micro_batch_size=2, global_batch_size=4, dp_rank=0, dp_size=1, seed=1, shuffle=False)
     for batch in BatchReader(train, **options).step(4):

@@ -75,10 +75,16 @@ def from_every_prefix(tokenizer: PreTrainedTokenizerBase, messages: list[dict[st
 
 
 def pieces(renderer: ChatRenderer, messages: list[dict[str, str]]) -> list[Span]:
-    """What the renderer makes of a conversation that becomes one sample, or none."""
+    """What the renderer makes of a conversation that becomes one sample, or none; turns are not divided."""
     samples = renderer.render(chat(messages))
     assert len(samples) <= 1
-    return [span._replace(text=unmarked(span.text)) for sample in samples for span in sample]
+    found: list[Span] = []
+    for span in (span for sample in samples for span in sample):
+        if span.begins_turn:
+            found[-1] = found[-1]._replace(text=found[-1].text + unmarked(span.text))
+        else:
+            found.append(span._replace(text=unmarked(span.text)))
+    return found
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

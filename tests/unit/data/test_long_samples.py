@@ -8,7 +8,7 @@ import pytest
 from llama3_tokenizer import tiny_tokenizer
 
 from patch.data.rendering import RenderOptions
-from patch.data.sft.cuts import Tokens, cut
+from patch.data.sft.cuts import Headers, Tokens, cut
 from patch.data.sft.options import SftOptions
 from patch.data.sft.source import SftSource, load_sft
 from patch.errors import DataError
@@ -53,27 +53,68 @@ def text_of(sample: Tokens) -> str:
         ("^aB|cD|eF|gH", 5, "cut-begin", ["^eFgH"]),
         ("^aB|cD|eF|gH", 5, "split", ["^aBcD", "^eFgH"]),
         ("aB|cD|eF|gH", 4, "split", ["aBcD", "eFgH"]),
-        ("aB|cDEFG|hI", 6, "split", ["aBcDEFG", "hI"]),
+        # What is left of a sample is filled with whole turns before it, which are not learned again.
+        ("aB|cD|eFG|hI", 6, "split", ["aBcDeFG", "cdefghI"]),
+        ("^aB|cD|eFG|hI", 6, "split", ["^aBcD", "^eFGhI"]),
+        ("^aB|cD|eFG|hI", 7, "split", ["^aBcDeFG", "^cdefghI"]),
+        ("aB|cDEFG|hI", 6, "split", ["aBcDEFG", "cdefghI"]),
         # The last turn alone is too long: its end is kept, and its first kept token is context.
         ("^aB|cDEFGH", 4, "cut-begin", ["^eFGH"]),
         ("aB|cDEFGH", 4, "cut-begin", ["dEFGH"]),
         # A turn that is too long is divided; the token at the border is learned once.
         ("^aB|cDEFGHI|jK", 4, "split", ["^aB", "^cDEF", "^fGHI", "^jK"]),
         ("aBCDEFG", 2, "split", ["aBC", "cDE", "eFG"]),
-        ("aBCDEF", 2, "split", ["aBC", "cDE", "eF"]),
+        ("aBCDEF", 2, "split", ["aBC", "cDE", "deF"]),
+        # A question that is too long is context by its end; what is behind the last answer is left out.
+        ("^abcdefghijkLM|n", 6, "split", ["^hijkLM"]),
+        ("^abcdefghijkLMNOPQ", 6, "split", ["^ijkLMN", "^lmnOPQ"]),
         # A template that writes the begin of text before every turn.
         ("^aB|^cD|^eF", 4, "cut-begin", ["^eF"]),
-        ("^aB|^cD|^eF", 5, "split", ["^aB^cD", "^eF"]),
+        ("^aB|^cD|^eF", 5, "split", ["^aB^cD", "^cd^eF"]),
         ("^aB|^cD|^eF", 5, "cut-begin", ["^cD^eF"]),
         # A sample of one token has no room for the begin of text.
-        ("^aB", 1, "split", ["^a", "aB"]),
+        ("^aB", 1, "split", ["aB"]),
         ("^aB", 1, "cut-begin", ["aB"]),
     ],
 )
 def test_rules(conversation: str, length: int, rule: str, expected: list[str]) -> None:
-    given = cut(tokens(conversation), length, rule, BEGIN)
+    given = cut(tokens(conversation), length, rule, BEGIN, Headers())
     assert [text_of(sample) for sample in given] == expected
     assert all(len(sample.ids) <= length + 1 for sample in given)
+
+
+@pytest.mark.parametrize(
+    ("conversation", "length", "rule", "expected"),
+    [
+        # pq is the header of a question, gh that of an answer.
+        ("^pqaaaghBC|pqddghE", 10, "split", ["^pqaaaghBC", "^pqddghE"]),
+        ("^pqaaaghBCDEFGHI", 11, "split", ["^aaaghBCDEFG", "^aghbcdefgHI"]),
+        ("^pqaaaghBCDEFGHIJ", 11, "split", ["^aaaghBCDEFG", "^ghbcdefgHIJ"]),
+        ("^pqaaaghBCDEFGHIJK", 11, "split", ["^aaaghBCDEFG", "^bcdefgHIJK"]),
+        ("^pqaghBCDEFGHI", 11, "split", ["^aghBCDEFGHI"]),
+        ("^pqaaaghBCDEFGHI", 10, "cut-begin", ["^ghBCDEFGHI"]),
+        ("^pqaaaghBCDEFGHI", 9, "cut-begin", ["^bCDEFGHI"]),
+        ("^pqaaaaaaghB", 6, "split", ["^aaaghB"]),
+        ("^pqaaaaaaghBCD", 6, "split", ["^aghBCD"]),
+    ],
+)
+def test_no_sample_begins_inside_a_header(conversation, length, rule, expected) -> None:
+    given = cut(tokens(conversation), length, rule, BEGIN, Headers(2, 2))
+    assert [text_of(sample) for sample in given] == expected
+
+
+def test_samples_of_many_conversations_begin_at_turns_or_inside_texts() -> None:
+    pick = np.random.default_rng(0)
+    for _ in range(500):
+        sizes = pick.integers(1, 30, size=(pick.integers(1, 9), 2))
+        turns = [f"pq{'a' * question}gh{'B' * answer}" for question, answer in sizes]
+        whole = tokens("^" + "|".join(turns))
+        length = int(pick.integers(12, 60))
+        for rule in ("split", "cut-begin"):
+            for number, sample in enumerate(cut(whole, length, rule, BEGIN, Headers(2, 2))):
+                text = text_of(sample).removeprefix("^")
+                assert text[0] not in "qh", (rule, text)
+                assert rule == "cut-begin" or number == 0 or "B" in text and len(text) > 4
 
 
 def test_split_learns_every_token_once_and_keeps_their_order() -> None:
@@ -85,7 +126,7 @@ def test_split_learns_every_token_once_and_keeps_their_order() -> None:
         turns = [f"c{answer}" for answer in answers]
         begin = "^" if pick.integers(2) else ""
         whole = tokens(begin + "|".join(turns))
-        samples = cut(whole, int(pick.integers(1, 8)), "split", BEGIN)
+        samples = cut(whole, int(pick.integers(1, 8)), "split", BEGIN, Headers(*pick.integers(3, size=2)))
         learned = [token for sample in samples for token in sample.ids[1:][sample.learned[1:]]]
         assert learned == whole.ids[1:][whole.learned[1:]].tolist()
 
@@ -94,7 +135,7 @@ def test_cuts_leave_the_conversation_as_it_was() -> None:
     whole = tokens("^aB|cDEFGHI|jK")
     ids, learned = whole.ids.copy(), whole.learned.copy()
     for rule in ("cut-end", "cut-begin", "split", "drop"):
-        cut(whole, 3, rule, BEGIN)
+        cut(whole, 3, rule, BEGIN, Headers())
     assert np.array_equal(whole.ids, ids) and np.array_equal(whole.learned, learned)
 
 
@@ -213,4 +254,27 @@ def test_long_texts_give_the_samples_that_encoding_all_of_them_gives(
 def test_last_turn_alone_is_learned_and_kept(tmp_path: Path) -> None:
     path = write_rows(tmp_path, [["hello", "yes", "hello", "no"]])
     source = load(path, 20, "cut-begin", render=RenderOptions(train_on="last"))
-    assert texts(source)[0].endswith("[no<|eot_id|>]") and source.sizes.tolist() == [20]
+    assert texts(source) == ["<|begin_of_text|>" + turn("hello", "no")], "no half of the first turn"
+    rows = [{"messages": [
+        {"role": "user", "content": "hello"}, {"role": "assistant", "content": "yes", "weight": 0},
+        {"role": "user", "content": "hello"}, {"role": "assistant", "content": "no"},
+    ]}]  # fmt: skip
+    path.write_text(json.dumps(rows))
+    assert texts(load(path, 20, "cut-begin")) == texts(source) == texts(load(path, 20, "split"))
+
+
+@pytest.mark.parametrize(
+    ("row", "lengths", "begins"),
+    [
+        # 35 ids: begin of text, 4 of a header, the question, its end, 4 of a header, the answer, its end.
+        (["yes " * 12, "no"], (31, 32, 33), "yes"),  # from id 4, 3, 2 on
+        (["yes", "no " * 12], (25, 26, 27), "no"),  # from id 10, 9, 8 on
+        (["yes", "no " * 12], (28,), "<|start_header_id|>assistant<|end_header_id|>"),  # from id 7 on
+    ],
+)
+def test_no_sample_begins_inside_a_header_of_a_template(tmp_path, row, lengths, begins) -> None:
+    path = write_rows(tmp_path, [row])
+    for length in lengths:
+        (text,) = texts(load(path, length, "cut-begin"))
+        assert text.endswith("no<|eot_id|>]")
+        assert text.removeprefix("<|begin_of_text|>").startswith(begins), (length, text)

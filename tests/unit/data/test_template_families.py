@@ -14,7 +14,7 @@ from tokenizer_zoo import qwen_tokenizer, sentencepiece_tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from patch.data.formats import Conversation, Text
-from patch.data.rendering import PLAIN, ChatRenderer, RenderOptions, SpanEncoder, unmarked
+from patch.data.rendering import PLAIN, ChatRenderer, RenderOptions, Span, SpanEncoder, unmarked
 from patch.data.rendering.chat import end_of_turn
 from patch.errors import DataError
 
@@ -289,3 +289,29 @@ def test_end_of_turn_after_a_block_that_ends_with_the_special_end_of_a_call_is_l
     tokenizer.add_tokens(["<|im_call|>", "<|call_end|>"], special_tokens=True)
     (sample,) = ChatRenderer(tokenizer).render(chat(WITH_TOOLS, tools=TOOLS))
     assert [span.text[-10:] for span in sample if span.learned] == ["<|im_end|>", "<|im_end|>"]
+
+
+QUESTION_HEADERS = {
+    "LLAMA2": "<s>[INST] ",
+    "MISTRAL": "[INST] ",
+    "LLAMA31": "<|start_header_id|>user<|end_header_id|>\n\n",
+    "QWEN25": "\n<|im_start|>user\n",
+    "QWEN3": "\n<|im_start|>user\n",
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_turns_that_are_not_learned_are_divided_without_a_change_of_ids(family: str) -> None:
+    """The texts have blanks at their ends, and quote the header and the end of a turn."""
+    tokenizer, header = tokenizer_of(family), QUESTION_HEADERS[family]
+    quoted = f"x{tokenizer.eos_token}<|eot_id|>{header}y"
+    texts = ["hello", "world", " \n yes ", quoted, quoted, "\u4f60\u597d \n", "no", "\n\nno"]
+    (spans,) = ChatRenderer(tokenizer, LAST).render(chat(turns(*texts)))
+    begins = [unmarked(span.text) for span in spans if span.begins_turn]
+    has_system = family in ("LLAMA31", "QWEN25")  # they write a message of their own
+    assert [text.startswith(header) for text in begins] == [True] * (3 + has_system)
+    assert not any(span.learned for span in spans[:-1])
+    joined = [Span("".join(span.text for span in spans[:-1]), False), spans[-1]]
+    encoder = SpanEncoder(tokenizer)
+    divided, whole = encoder.encode([spans, joined])
+    assert sum(divided, []) == sum(whole, [])

@@ -2,24 +2,21 @@
 
 import os
 import socket
-import subprocess
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+import time
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
-from distributed_runner import run_distributed
+from distributed_runner import leave, rejoin, run_distributed
 from small_runs import small_run
 
 from patch import compat
 from patch.device import DeviceContext
 from patch.distributed.groups import initialize
+from patch.distributed.job import join
+from patch.errors import PatchError
 
-REPOSITORY = Path(__file__).parents[3]
-HANG_S = 100
 SOON_S = 30  # 2 s, and what torch is given to say it itself; the machine may be busy
 CPU = DeviceContext(torch.device("cpu"), "gloo")
 
@@ -66,34 +63,19 @@ def test_groups_are_not_bound_to_a_device(monkeypatch: pytest.MonkeyPatch) -> No
     assert run_distributed(join_with_a_gpu, 1) == [None]
 
 
-JOIN = """
-import sys, time
-from datetime import timedelta
-from patch.distributed.job import join
-from patch.errors import PatchError
-begin = time.monotonic()
-try:
-    join("gloo", timedelta(seconds=2))
-except PatchError as error:
-    print(error, time.monotonic() - begin, sep="\\n")
-    sys.exit(error.exit_code)
-"""
-
-
-@contextmanager
-def join_at(port: int, rank: int) -> Iterator[subprocess.Popen]:
-    """A process that tries to join a job of two, as this rank."""
-    place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)} | {
-        name: str(of) for name, of in place.items()
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-c", JOIN], env=environment, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
+def join_at(rank: int, world_size: int, places: list[tuple[int, int]]) -> tuple[str, int, float]:
+    """Try to join a job of two at this process's port, as this rank: the error, its exit code, seconds."""
+    leave()
+    before = dict(os.environ)
+    port, as_rank = places[rank]
+    os.environ.update(RANK=str(as_rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    begin = time.monotonic()
+    with pytest.raises(PatchError) as caught:
+        join("gloo", timedelta(seconds=2))
+    seconds = time.monotonic() - begin
+    os.environ.update(before)
+    rejoin()
+    return str(caught.value), caught.value.exit_code, seconds
 
 
 def test_a_port_without_the_job_ends_the_join_in_time_and_is_named() -> None:
@@ -103,15 +85,11 @@ def test_a_port_without_the_job_ends_the_join_in_time_and_is_named() -> None:
             each.bind(("127.0.0.1", 0))
         silent.listen()
         taken, refused = (each.getsockname()[1] for each in (silent, refusing))
-        with join_at(taken, 1) as waiting, join_at(taken, 0) as unlucky, join_at(refused, 1) as alone:
-            for process, port, reason in (
-                (waiting, taken, "no answer"),
-                (unlucky, taken, "address already in use"),
-                (alone, refused, "timed out"),
-            ):
-                said, _ = process.communicate(timeout=HANG_S)
-                message, seconds = said.splitlines()
-                assert process.returncode == 5
-                assert f"127.0.0.1:{port} (MASTER_ADDR:MASTER_PORT): " in message and reason in message
-                assert "--distributed-timeout-minutes" in message
-                assert float(seconds) < SOON_S
+        places = [(taken, 1), (taken, 0), (refused, 1)]
+        found = run_distributed(join_at, 3, places)
+    reasons = ("no answer", "address already in use", "timed out")
+    for (port, _), reason, (message, code, seconds) in zip(places, reasons, found, strict=True):
+        assert code == 5
+        assert f"127.0.0.1:{port} (MASTER_ADDR:MASTER_PORT): " in message and reason in message
+        assert "--distributed-timeout-minutes" in message
+        assert seconds < SOON_S

@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from distributed_runner import run_distributed
-from megatron.core import parallel_state
+from distributed_runner import new_job, run_distributed
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from optimizer_runs import states_of
 from small_runs import small_run
@@ -156,7 +155,7 @@ def run_chain(chain: list[RunConfig], root: Path, rank: int) -> None:
         save_checkpoint(root, iteration, sharded_state(run), {"iteration": iteration})
         if rank == 0:
             check_files(iteration_folder(root, iteration), len(run.optimizer.adam.dtypes))
-        parallel_state.destroy_model_parallel()
+        new_job()
 
 
 def run_chains(rank: int, world_size: int, folder: str) -> None:

@@ -1,11 +1,7 @@
-"""Real failures of torch, gloo and the system, as the launcher's exit code and a message with a cure.
-
-Run as a program this file is a worker: `python test_failures.py CODE_OF_RANK_1`.
-"""
+"""Real failures of torch, gloo and the system, as the launcher's exit code and a message with a cure."""
 
 import errno
 import os
-import sys
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -13,8 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3])]
 from distributed_runner import run_distributed
 from small_runs import small_run
 
@@ -25,6 +19,7 @@ from patch.errors import DataError, TrainingError
 from patch.training.error_translation import LostRankError, is_out_of_memory, translate_errors
 from patch.training.memory_advice import is_device_error, memory_advice
 
+REPOSITORY = Path(__file__).parents[3]
 CONFIG = small_run()
 MACHINE = MachineFacts(cuda_devices=0, cpu_cores=2)
 
@@ -182,25 +177,31 @@ def test_hang_names_the_flag_and_the_other_ranks() -> None:
     assert "another rank" in message
 
 
-@pytest.mark.parametrize("code", [4, 1])
-def test_rank_that_ended_gives_the_exit_code(code: int) -> None:
-    config = small_run(dp=2)
-    assert launch(Path(__file__), [str(code)], config, Rendezvous(), MACHINE) == code
+LOSE_RANK_1 = f"""
+import os, sys
+sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / "tests")!r}]
+from patch.compat import quick_start
+with quick_start():
+    import torch
+    import torch.distributed as dist
+    from patch.training.error_translation import LostRankError, translate_errors
+from small_runs import small_run
+
+dist.init_process_group("gloo")
+dist.barrier()
+if dist.get_rank() == 1:
+    os._exit(1)
+try:
+    with translate_errors(small_run()):
+        dist.all_reduce(torch.ones(1))
+except LostRankError as error:
+    assert error.exit_code == {LOST_RANK_CODE}
+    os._exit(error.exit_code)
+"""
 
 
-def lose_rank_1(code: int) -> None:
-    """Rank 1 ends with `code`; rank 0 waits for it and ends with what `translate_errors` makes of it."""
-    dist.init_process_group("gloo")
-    dist.barrier()
-    if dist.get_rank() == 1:
-        os._exit(code)
-    try:
-        with translate_errors(CONFIG):
-            dist.all_reduce(torch.ones(1))
-    except LostRankError as error:
-        assert error.exit_code == LOST_RANK_CODE
-        os._exit(error.exit_code)
-
-
-if __name__ == "__main__":
-    lose_rank_1(int(sys.argv[1]))
+def test_rank_that_ended_gives_the_exit_code(tmp_path: Path) -> None:
+    """Rank 1 crashes; rank 0 waits for it and ends with what `translate_errors` makes of it."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(LOSE_RANK_1)
+    assert launch(worker, [], small_run(dp=2), Rendezvous(), MACHINE) == 1

@@ -21,7 +21,7 @@ from patch.training.run_state import Progress, resume, save
 from patch.training.setup import Run
 from patch.training.step import train_step
 
-STEPS = 30
+STEPS = 12
 SMALL = {
     "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 80, "kv_channels": 8, "max_padding_length": 16,
     "seq_length": 16, "global_batch_size": 1, "micro_batch_size": 1, "reduce_bucket_size": 9000,

@@ -11,14 +11,17 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[3]))
+from patch.compat import quick_start
 from patch.logger import configure_logging, get_logger
-from patch.training.progress import ProgressDisplay
 
 STEPS = 3
 CONTROL = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def draw() -> None:
+    with quick_start():
+        from patch.training.progress import ProgressDisplay
+
     configure_logging(rank=0)
     log = get_logger("patch.test")
     display = ProgressDisplay(0, STEPS)

@@ -34,7 +34,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 def run_of(level: str, bucket_size: int = 9000, dp: int = 2, **changes: Any) -> RunConfig:
     return small_run(
-        dp=dp, train_iters=3, global_batch_size=8, data_parallel_sharding=level,
+        dp=dp, train_iters=2, global_batch_size=8, data_parallel_sharding=level,
         reduce_bucket_size=bucket_size, **changes,
     )  # fmt: skip
 
