@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
 
 import torch
 
@@ -25,36 +27,40 @@ class HostCopies:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def copy(self, values: Sequence[Value]) -> list[Value]:
-        """Copies of the values; they are complete on return, and valid until the next call.
+    def prepare(self, values: Sequence[Value]) -> Callable[[], list[Value]]:
+        """Prepare to copy values as all work that is queued on their GPU by now leaves them.
 
         Args:
-            values: tensors on the host or a GPU, and opaque objects, which are returned as they are.
+            values: tensors on the host or one GPU, and opaque objects, which are not copied.
 
-        Raises:
-            MemoryError, RuntimeError: the system has not enough memory.
+        Returns:
+            a function that copies, in any thread; the copies are complete when it returns, and valid until
+            the next one is called. It raises MemoryError or RuntimeError if the system has not enough memory.
         """
-        tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        self._reserve(sum(map(_room, tensors)), any(tensor.is_cuda for tensor in tensors))
+        gpus = {value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda}
+        assert len(gpus) < 2, "a rank has one GPU"
+        stream = torch.cuda.Stream(gpus.pop()) if gpus else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        return partial(self._copy, values, stream)
+
+    def _copy(self, values: Sequence[Value], stream: torch.cuda.Stream | None) -> list[Value]:
         copies: list[Value] = []
         end = 0
-        gpus = {tensor.device for tensor in tensors if tensor.is_cuda}
-        streams = {gpu: torch.cuda.Stream(gpu) for gpu in gpus}
-        for gpu, stream in streams.items():
-            stream.wait_stream(torch.cuda.current_stream(gpu))
-        for value in values:
-            if isinstance(value, io.BytesIO):
-                copies.append(value)
-                continue
-            begin, end = end, end + _room(value)
-            copy = self._buffer[begin : begin + value.nbytes].view(value.dtype).view(value.shape)
-            with torch.cuda.stream(streams.get(value.device)):
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            self._reserve(sum(map(_room, values)), is_pinned=stream is not None)
+            for value in values:
+                if isinstance(value, io.BytesIO):
+                    copies.append(value)
+                    continue
+                begin, end = end, end + _room(value)
+                copy = self._buffer[begin : begin + value.nbytes].view(value.dtype).view(value.shape)
                 copies.append(copy.copy_(value.detach(), non_blocking=True))
-        for stream in streams.values():
+        if stream is not None:
             stream.synchronize()
         return copies
 
-    def _reserve(self, num_bytes: int, is_pinned: bool) -> None:
+    def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
         if self._buffer.numel() >= num_bytes:
             return
         self._buffer = torch.empty(0, dtype=torch.uint8)  # not both at once
@@ -64,9 +70,9 @@ class HostCopies:
                 return
             except MemoryError as error:
                 _logger.warning("copies for checkpoints are not pinned, and so slower: %s", error)
-        self._buffer = torch.zeros(num_bytes, dtype=torch.uint8)
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
 
 
-def _room(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor's place in the buffer."""
-    return -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+def _room(value: Value) -> int:
+    """Bytes of a value's place in the buffer."""
+    return -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT if isinstance(value, torch.Tensor) else 0

@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
-from patch.checkpoint.data_files import Written, data_file, write_data
+from patch.checkpoint.data_files import Value, Written, data_file, write_data
 from patch.checkpoint.failures import checkpoint_failures
 from patch.checkpoint.folder import iteration_folder, open_staging, publish, staged_checkpoint
 from patch.checkpoint.host_copies import HostCopies
@@ -69,8 +70,8 @@ def start_save(
 
     Args:
         root, iteration, sharded_state, common: see `save_checkpoint`.
-        host_copies: where this rank's part is copied to, so that training may go on at once. Without it the
-            state must not be changed before `Save.finish` has returned.
+        host_copies: where this rank's part is copied to, in the background. The state may be changed after
+            `Save.wait_for_copies`; without copies, only after `Save.finish`.
 
     Raises:
         CheckpointError: on all ranks, if any rank could not begin.
@@ -90,9 +91,7 @@ def start_save(
         with checkpoint_failures(_failure(target)):
             partial = str(staged_checkpoint(target).partial)
             dist_checkpointing.save({**copied(sharded_state), **common}, partial, planner)
-            if host_copies is not None:
-                planner.values = host_copies.copy(planner.values)
-    return Save(target, iteration, planner)
+    return Save(target, iteration, planner, host_copies)
 
 
 class Save:
@@ -102,16 +101,24 @@ class Save:
         target: the checkpoint's folder.
         iteration: its iteration.
         planner: holds what is to be written.
+        host_copies: see `start_save`.
     """
 
-    def __init__(self, target: Path, iteration: int, planner: SavePlanner) -> None:
+    def __init__(
+        self, target: Path, iteration: int, planner: SavePlanner, host_copies: HostCopies | None
+    ) -> None:
         self.iteration = iteration
         self._target, self._partial = target, staged_checkpoint(target).partial
         self._planner = planner
         self._written: Written | None = None
         self._is_publishing = False
         self._error: Exception | None = None
-        self._cancelled = threading.Event()
+        self._cancelled, self._copied = threading.Event(), threading.Event()
+        self._copy: Callable[[], list[Value]] | None = None
+        if host_copies is not None:
+            self._copy = host_copies.prepare(planner.values)
+        elif any(isinstance(value, torch.Tensor) and value.is_cuda for value in planner.values):
+            torch.cuda.synchronize()  # the thread reads on another stream
         self._begin = time.perf_counter()
         self.seconds = 0.0
         """From the start until the checkpoint was complete; known on rank 0 once it is."""
@@ -122,6 +129,10 @@ class Save:
     def is_busy(self) -> bool:
         """Whether this rank still writes; not a collective."""
         return self._thread is not None and self._thread.is_alive()
+
+    def wait_for_copies(self) -> None:
+        """Wait until the state may be changed, or the copies have failed; not a collective."""
+        self._copied.wait()
 
     def advance(self) -> bool:
         """Go on when no rank is busy any more, or else wait for that; a collective.
@@ -179,7 +190,14 @@ class Save:
             self._thread = None
 
     def _write(self) -> None:
-        self._written = write_data(self._partial, dist.get_rank(), self._planner.values, self._cancelled)
+        values = self._planner.values
+        try:
+            if self._copy is not None:
+                values = self._copy()
+                self._planner.values = []
+        finally:
+            self._copied.set()
+        self._written = write_data(self._partial, dist.get_rank(), values, self._cancelled)
 
     def _publish(self, by_rank: list[Written]) -> None:
         """Write the index and the checksums, and rename the folder; in a thread of rank 0."""

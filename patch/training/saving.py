@@ -93,6 +93,13 @@ class Saving:
             self._finish()
         self._stall_s += time.perf_counter() - begin
 
+    def wait_for_copies(self) -> None:
+        """Wait until weights and states may be changed; not a collective."""
+        if self._pending is not None:
+            begin = time.perf_counter()
+            self._pending.wait_for_copies()
+            self._stall_s += time.perf_counter() - begin
+
     def go_on(self) -> None:
         """Go on with the pending checkpoint, when no rank is busy any more; a collective.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,8 @@ class Run:
     """The batches of the next step, read while the last step ended; None: not read yet."""
     valid_weights: list[float] | None = None
     """Of the validation sets, if position 21 has weights."""
+    before_change: Callable[[], None] = lambda: None
+    """Called before weights or states are changed, which a checkpoint may still be copying."""
     samples_ahead: int = 0
     """Samples consumed beyond one global batch a step; not 0 once the global batch size was changed."""
     records: list[SetRecord] = field(default_factory=list)

@@ -31,6 +31,7 @@ class Trainer:
         self.run, self._hooks = run, hooks
         self._requests = StopRequests(run.config)
         self._saving = Saving(run, self._on_save)
+        run.before_change = self._saving.wait_for_copies
         self._exit_code = 0
         """With which all ranks agreed to stop; 0: they go on. A rank may have been asked a step earlier."""
         self._is_writing = False

@@ -55,6 +55,7 @@ def save_while_the_state_changes(rank: int, world_size: int, folder: str) -> dic
     for iteration in (1, 2):
         fill(sections, float(iteration))
         save = start_save(root, iteration, sections, {"iteration": iteration}, copies)
+        save.wait_for_copies()
         busy = save.is_busy
         fill(sections, 99.0)
         while not save.advance():
@@ -113,6 +114,8 @@ def save_for_ever(root: Path) -> None:
         pending: Save | None = None
         while True:
             iteration += 1
+            if pending is not None:
+                pending.wait_for_copies()
             fill(sections, float(iteration))
             if pending is not None:
                 pending.finish()

@@ -2,16 +2,19 @@
 
 import json
 import logging
+from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import build_seeded_run
+from training_runs import build_seeded_run, digests
 
 from patch.config.schema import RunConfig
 from patch.training.saving import _have_room
+from patch.training.setup import Run
+from patch.training.step import train_step
 from patch.training.trainer import Trainer
 from patch.training.worker import build_hooks
 
@@ -77,3 +80,34 @@ def test_metrics_tell_what_was_waited_for(runs) -> None:
         assert stalls[1] == stalls[2] == 0 < min(stalls[3], stalls[5])
         written = [record["save_write_s"] for record in records]
         assert written[0] == 0 and sum(written) > 0
+
+
+def changes_around(rank: int, world_size: int, configs: list[RunConfig]) -> list[tuple[set, tuple, tuple]]:
+    """Of each run's second step: weights and states when it said that it would change them, before and after."""
+    found = []
+    for config in configs:
+        run = build_seeded_run(config)
+        train_step(run, 0)
+        before, announced = digests(run), set()
+        run.before_change = partial(_add, announced, run)
+        train_step(run, 1)
+        found.append((announced, before, digests(run)))
+        new_job()
+    return found
+
+
+def _add(announced: set, run: Run) -> None:
+    announced.add(digests(run) if not announced else next(iter(announced)))
+
+
+def test_nothing_changes_before_it_is_announced() -> None:
+    """So a copy that is waited for then has the bits of one step."""
+    offloaded = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5, "clip_grad": 0.0}
+    configs = [
+        small_run(precision="bf16"),
+        small_run(clip_grad=0.0),
+        small_run(precision="bf16", **offloaded),
+    ]
+    ((*runs,),) = run_distributed(changes_around, 1, configs)
+    for announced, before, after in runs:
+        assert announced == {before} and before[0] != after[0] and before[1] != after[1]
