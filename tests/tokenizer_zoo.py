@@ -17,10 +17,21 @@ from tokenizers import (
 )
 from transformers import PreTrainedTokenizerFast
 
+from toolkits.quickstart.seed_model import LLAMA3_PATTERN
+
 CHATML_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 """Qwen's special tokens."""
 NOT_SPECIAL = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 """Added tokens of Qwen 3 that are not special."""
+PIECES = [
+    "hello", "World", " two", "  spaces ", "\n", "\n\n", "\t", "1234", "\u4f60\u597d", "\u4e16\u754c\u3002",
+    "\U0001f642\U0001f469\u200d\U0001f680", "e\u0301\u0323", "\u05e9\u05dc\u05d5\u05dd",
+    "\u0645\u0631\u062d\u0628\u0627", "\u202eabc\u202c", "\ufb01", "\x00\x7f", "<", "<|", "|>", "</",
+    "<s", ">",     "[INST]", "\u2581", "<0x0A>", *NOT_SPECIAL,
+]  # fmt: skip
+"""Of what texts are made: several scripts, combining characters, directions, and halves of special tokens."""
+
+QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 SPACE = "\u2581"
 SENTENCEPIECE_KINDS = ("legacy", "first", "always", "unigram")
 _TEXTS = [*CORPUS, "[INST] question [/INST] answer", "\u4f60\u597d \u4e16\u754c"] * 3
@@ -88,9 +99,9 @@ def _without_added_bytes(core: Tokenizer) -> Tokenizer:
     return Tokenizer.from_str(json.dumps(described))
 
 
-def qwen_tokenizer(template: str | None = None) -> PreTrainedTokenizerFast:
+def qwen_tokenizer(template: str | None = None, pattern: str = GPT2_PATTERN) -> PreTrainedTokenizerFast:
     """Byte-level with NFC, ChatML's special tokens, and the added tokens of Qwen 3 that are not special."""
-    tokenizer = tiny_tokenizer(GPT2_PATTERN, template, [*SPECIAL_TOKENS, *CHATML_TOKENS])
+    tokenizer = tiny_tokenizer(pattern, template, [*SPECIAL_TOKENS, *CHATML_TOKENS])
     tokenizer.backend_tokenizer.normalizer = normalizers.NFC()
     tokenizer.add_tokens([AddedToken(token, special=False, normalized=False) for token in NOT_SPECIAL])
     tokenizer.bos_token = None
@@ -114,6 +125,7 @@ def phi_tokenizer() -> PreTrainedTokenizerFast:
 ZOO: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "llama3": cache(tiny_tokenizer),
     "qwen": cache(qwen_tokenizer),
+    "qwen3": cache(partial(qwen_tokenizer, pattern=QWEN_PATTERN)),
     "phi": cache(phi_tokenizer),
     **{kind: cache(partial(sentencepiece_tokenizer, kind)) for kind in SENTENCEPIECE_KINDS},
 }

@@ -1,4 +1,4 @@
-"""python -m toolkits.preview_data: shows rows as tokens, learned or not, and figures of the whole set."""
+"""python -m toolkits.preview_data: shows rows or documents as tokens, learned or not, and figures."""
 
 from __future__ import annotations
 
@@ -50,16 +50,23 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m toolkits.preview_data", description=__doc__)
     parser.add_argument(
         "data", nargs="?", metavar="DATA",
-        help="what DATASET_PATH is: a file, folder or glob, or several with weights in quotation "
-        "marks (default: that of --config)",
+        help="what DATASET_PATH is: a file, folder or glob of rows, the prefix of .bin and .idx, or several "
+        "with weights in quotation marks (default: that of --config)",
     )  # fmt: skip
     parser.add_argument("--config", metavar="FILE", help="a run as YAML, such as the config.yaml of a run")
     which = parser.add_mutually_exclusive_group()
     which.add_argument(
-        "--rows", type=positive, default=1, metavar="N", help="show the first N rows of each set [1]"
+        "--rows",
+        type=positive,
+        default=1,
+        metavar="N",
+        help="show the first N rows or documents of each set [1]",
     )
     which.add_argument(
-        "--row", type=positive, metavar="N", help="show line N of a JSONL file, row N of another"
+        "--row",
+        type=positive,
+        metavar="N",
+        help="show line N of a JSONL file, row N of another, document N of .bin/.idx",
     )
     parser.add_argument(
         "--no-statistics", dest="statistics", action="store_false", help="do not read the sets to their ends"

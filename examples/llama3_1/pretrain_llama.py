@@ -31,7 +31,7 @@ from patch.device import MachineFacts  # noqa: E402
 from patch.distributed.launch import allocator_environment, claim_error_report, launch  # noqa: E402
 from patch.errors import PatchError  # noqa: E402
 from patch.logger import configure_logging, get_logger  # noqa: E402
-from patch.plan import describe_plan, resolve_sharding  # noqa: E402
+from patch.plan import describe_length, describe_plan, resolve_sharding  # noqa: E402
 
 _logger = get_logger(__name__)
 
@@ -55,14 +55,25 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
     from patch.compat import quick_start  # it imports torch, which the launcher does not need
 
     with quick_start():
-        from patch.data.preview import show_first_row
+        from patch.data.preview import show_data
 
-    show_first_row(config.data, config.tokenizer_folder, config.model.vocab_size, sys.stderr)
+    samples = show_data(
+        config.data,
+        config.model,
+        config.tokenizer_folder,
+        sft=config.training.sft,
+        output=Path(config.checkpoint.output_path),
+        stream=sys.stderr,
+    )
+    if samples is not None:
+        sys.stderr.write(describe_length(config, samples) + "\n")
 
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code (0, 2 to 5, 130 or 143; see the README)."""
     configure_logging()
+    # Upstream warns at import that Apex and Transformer Engine are missing; they are not used.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     is_worker = "LOCAL_RANK" in os.environ
     if is_worker:  # also for workers that torchrun started
         os.environ.update(allocator_environment(os.environ))
@@ -75,8 +86,6 @@ def main(argv: list[str]) -> int:
         config, notes = _check(invocation, machine)
         invocation = invocation._replace(config=config)
         if is_worker and not invocation.dry_run:
-            # Upstream warns at import that Apex and Transformer Engine are missing; they are not used.
-            warnings.filterwarnings("ignore", module=r"megatron\.")
             from patch.compat import quick_start
 
             with quick_start():

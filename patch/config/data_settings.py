@@ -1,4 +1,4 @@
-"""The data settings of a run, for programs that look at its rows and train nothing."""
+"""The data settings of a run, for programs that look at its data and train nothing."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from patch.config.data_spec import parse_data
 from patch.config.fields import FIELDS
+from patch.config.hf_config import refuse_original_form
 from patch.config.hub_names import fetch_sets, take_models
 from patch.config.positions import read_variables
 from patch.config.rules import check_range
@@ -34,7 +35,7 @@ DEFAULT_LENGTH = 4096
 
 
 class DataSettings(NamedTuple):
-    """What is needed to read the training data of a run."""
+    """What is needed to read a run's training data. `data.max_padding_length` of .bin/.idx is SEQ_LEN."""
 
     data: DataConfig
     tokenizer: str | None
@@ -53,12 +54,12 @@ def read_data_settings(
         environ: the environment variables, of which a run's (TOKENIZER_PATH) count.
 
     Raises:
-        ConfigError: no data is named, it is no set of rows, a value is out of range, or the file cannot be
-            used.
+        ConfigError: no data is named, a value is out of range, or the file cannot be used.
         DataError: a name of the hub cannot be had.
     """
     values = {**(read_yaml(run) if run is not None else {}), **read_variables(environ), **flags}
     take_models(values)
+    refuse_original_form(values)
     if text is not None:
         text = fetch_sets(text, "train_data_path")
         values |= {"train_data_path": text, "dataset_type": "idxmap" if _is_indexed(text) else "raw"}
@@ -66,18 +67,23 @@ def read_data_settings(
         raise ConfigError(
             "no data is named, expected what DATASET_PATH of the run would be, or --config FILE"
         )
-    values.setdefault("max_padding_length", values.get("seq_length", DEFAULT_LENGTH))
+    length = values.get("seq_length", DEFAULT_LENGTH)
+    if values.get("dataset_type", "idxmap") == "idxmap" and "max_padding_length" not in flags:
+        values["max_padding_length"] = length
+    values.setdefault("max_padding_length", length)
     for name in DATA_FLAGS:
         if name in values:
             check_range(FIELDS[name], values[name])
-    if values.get("dataset_type") == "idxmap":
-        raise ConfigError(
-            f"got {values['train_data_path']}, a set of .bin/.idx; expected rows: only they are shown",
-            field="train_data_path",
-        )
     of_data = {name: value for name, value in values.items() if FIELDS[name].section == "data"}
     return DataSettings(DataConfig(**of_data), values.get("tokenizer_name_or_path") or values.get("load"))
 
 
 def _is_indexed(text: str) -> bool:
-    return all(Path(f"{part.path}.idx").is_file() for part in parse_data(text, "train_data_path"))
+    parts = parse_data(text, "train_data_path")
+    for path in (part.path for part in parts):
+        if path.endswith((".bin", ".idx")) and Path(f"{path[:-4]}.idx").is_file():
+            raise ConfigError(
+                f"got {path}, expected the path of .bin and .idx without the ending, that is {path[:-4]}",
+                field="train_data_path",
+            )
+    return all(Path(f"{part.path}.idx").is_file() for part in parts)

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 from patch.errors import ConfigError, DataError, nearest
 from patch.parse_numbers import to_float
+from patch.storage.hub import shadowed_by
 
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
 """The endings of the files that are read from a folder. The format of a file is found by its content."""
@@ -54,11 +55,13 @@ def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
         field: the field of the configuration that holds it, for messages.
 
     Raises:
-        DataError: there is no path, a weight is missing or not positive, or a quotation mark is not closed.
+        DataError: there is no path, a weight is missing or not positive, paths are separated by commas, or a
+            quotation mark is not closed.
     """
     if _names_files(text):
         return (DataPart(None, text),)
     words = _words(text, field)
+    _refuse_commas(text, words, field)
     if not words:
         raise DataError(f"got {text!r}, expected a path", field=field)
     if not _is_number(words[0]):
@@ -134,8 +137,8 @@ def files_of(path: str, field: str | None = None) -> list[Path]:
     if os.path.lexists(path) or not has_magic(path):
         if not os.path.exists(path):
             raise DataError(
-                f"{path} does not exist{_nearest_file(path)}, expected a file, a folder or a glob (several "
-                "paths: quote one that has blanks)",
+                f"{path} does not exist{_nearest_file(path) or _shadow(path)}, expected a file, a folder or "
+                "a glob (several paths: quote one that has blanks)",
                 field=field,
             )
         return [Path(path)]
@@ -163,11 +166,32 @@ def _nearest_file(path: str) -> str:
         return ""
 
 
+def _shadow(path: str) -> str:
+    """A remark if a folder here makes a path of what may be meant as a name of the hub."""
+    folder = shadowed_by(os.path.relpath(path))
+    return f" (a name of the hub is found where no folder is called {folder})" if folder else ""
+
+
 def _names_files(text: str) -> bool:
     """Whether the whole text is one path, blanks included: of a file, folder, glob or prefix."""
     if any(os.path.exists(text + ending) for ending in ("", ".bin", ".idx")):
         return True
     return has_magic(text) and next(iglob(text, recursive=True), None) is not None
+
+
+def _refuse_commas(text: str, words: list[str], field: str | None) -> None:
+    """Refuse a list with commas, as other programs have it."""
+    for word in words:
+        if "," not in word or _names_files(word):
+            continue
+        paths = [path for path in re.split(r"[\s,]+", text) if path and to_float(path) is None]
+        if any(_names_files(os.path.expanduser(path)) for path in word.split(",") if path):
+            raise DataError(
+                f"got {text!r}: no file has this name, and sets are separated by blanks: expected "
+                f"'{' '.join(paths)}' (all samples of each) or '{' '.join(f'1 {path}' for path in paths)}' "
+                "(shares)",
+                field=field,
+            )
 
 
 def _words(text: str, field: str | None) -> list[str]:

@@ -17,6 +17,7 @@ from patch.config.data_spec import files_of, parse_data
 from patch.config.fields import FIELDS
 from patch.config.hf_config import has_hf_config, is_hf_folder
 from patch.config.positions import where
+from patch.config.presets import PRESETS
 from patch.config.rules import Rule, refuse
 from patch.config.schema import DataConfig, RunConfig
 from patch.config.stored_shape import run_behind, shape_at
@@ -63,8 +64,13 @@ def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
 def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
     """The weights at position 22 have the run's shape."""
     for file, field, theirs, ours in _differences(config):
-        if field in _STRUCTURE:
-            refuse(field, ours, theirs, f"{file} says so (MODEL_SIZE=auto reads the shape from there)")
+        if field not in _STRUCTURE:
+            continue
+        size = config.model.model_size
+        if PRESETS.get(size, {}).get(field) == getattr(config.model, field):
+            why = f"{file} has {FIELDS[field].flag} {theirs}, {size} has {ours}"
+            refuse("model_size", size, "auto, or the size of these weights", why)
+        refuse(field, ours, theirs, f"{file} says so (MODEL_SIZE=auto reads the shape from there)")
 
 
 def _differences(config: RunConfig) -> Iterator[tuple[Path, str, str, str]]:

@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, NoReturn
 from patch.config.fields import FIELDS, SECTIONS, Field, coerce, scalar_of
 from patch.config.positions import POSITIONS, VARIABLES, built_words
 from patch.config.schema import RunConfig
+from patch.config.synonyms import nearest_flag
 from patch.config.unsupported import refused_yet
-from patch.errors import ConfigError, nearest
+from patch.errors import ConfigError
 
 
 class Flags(NamedTuple):
@@ -88,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check, print the run as YAML, its plan and the first row as tokens; start nothing",
+        help="check, print the run as YAML, its plan, the first row as tokens and the steps; start nothing",
     )
     for section, cls in SECTIONS.items():
         group = parser.add_argument_group(section, cls.__doc__)
@@ -163,8 +164,7 @@ def _refuse_values_of_booleans(argv: Sequence[str]) -> None:
 
 def _refuse_unknown(name: str) -> NoReturn:
     known = ["--config", "--dry-run", *(flag for field in FIELDS.values() for flag in _spellings(field))]
-    hint = ", did you mean --tokenizer-name-or-path?" if name == "--tokenizer" else nearest(name, known)
-    raise ConfigError(f"unknown argument {name}{hint} (--help lists the flags)")
+    raise ConfigError(f"unknown argument {name}{nearest_flag(name, known)} (--help lists the flags)")
 
 
 def _single(name: str, values: Any) -> Any:

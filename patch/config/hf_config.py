@@ -23,6 +23,30 @@ def is_hf_folder(path: str | Path) -> bool:
     return has_hf_config(path) and not (Path(path) / TRACKER).is_file()
 
 
+def refuse_original_form(values: Mapping[str, Any]) -> None:
+    """Refuse Meta's own form of LLaMA as weights or tokenizer.
+
+    transformers loads its tokenizer.model without complaint, as a tokenizer without special tokens.
+
+    Args:
+        values: fields of the configuration.
+
+    Raises:
+        ConfigError: a folder has params.json, but not the file that the Hugging Face form has instead.
+    """
+    for field, instead in (("load", "config.json"), ("tokenizer_name_or_path", "tokenizer_config.json")):
+        folder = Path(values.get(field) or "")
+        if values.get(field) is None or not (folder / "params.json").is_file() or (folder / instead).exists():
+            continue
+        above_it = has_hf_config(folder.absolute().parent)
+        where = folder.absolute().parent if above_it else "a repository of the hub has it above original/"
+        raise ConfigError(
+            f"got {folder}, LLaMA in Meta's original form (params.json, consolidated.*.pth), expected its "
+            f"Hugging Face form (config.json, model*.safetensors, tokenizer.json): {where}",
+            field=field,
+        )
+
+
 def _read_json(file: Path) -> Mapping[str, Any]:
     try:
         values = json.loads(read_text(file))

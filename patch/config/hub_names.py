@@ -10,6 +10,7 @@ the revision is looked up in that config.yaml.
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from glob import escape
 from pathlib import Path
@@ -18,7 +19,7 @@ from typing import Any
 from patch.config.data_spec import SPLITS, format_data, parse_data
 from patch.config.file_rules import check_data
 from patch.config.schema import RunConfig
-from patch.errors import DataError
+from patch.errors import ConfigError, DataError, nearest
 from patch.storage.hub import (
     HubName,
     data_files,
@@ -27,6 +28,7 @@ from patch.storage.hub import (
     fetch_tokenizer,
     hub_name,
     lacking_weights,
+    shadowed_by,
     snapshot_name,
 )
 from patch.storage.names import CONFIG_FILE, complete_iterations, find_checkpoint_root
@@ -43,12 +45,21 @@ def take_models(merged: dict[str, Any]) -> None:
     Args:
         merged: fields of the configuration; changed in place.
     Raises:
-        ConfigError: see `fetch_model`.
+        ConfigError: see `fetch_model`; or a folder here has the name of the organisation.
     """
     output = merged.get("output_path")
     for field, fetch in (("load", _without_weights), ("tokenizer_name_or_path", fetch_tokenizer)):
-        name = hub_name(merged[field], "model") if merged.get(field) is not None else None
-        if name is not None:
+        text = merged.get(field)
+        if text is None:
+            continue
+        if (folder := shadowed_by(text)) is not None:
+            raise ConfigError(
+                f"got {text!r}, no such folder: because {folder} is a folder here, this is a path into it"
+                f"{nearest(Path(text).name, os.listdir(folder))}; expected a folder in it; a name of the hub "
+                f"is found where no folder is called {folder}",
+                field=field,
+            )
+        if (name := hub_name(text, "model")) is not None:
             merged[field] = str(fetch(_pinned(name, output), field=field))
 
 

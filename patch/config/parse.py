@@ -19,9 +19,9 @@ from patch.config.cluster import Rendezvous, default_nproc_per_node, read_cluste
 from patch.config.data_spec import format_data, parse_data
 from patch.config.fields import FIELDS, assemble, check_choice, missing
 from patch.config.flags import build_parser, read_flags
-from patch.config.hf_config import has_hf_config
+from patch.config.hf_config import has_hf_config, refuse_original_form
 from patch.config.hub_names import take_models
-from patch.config.positions import read_positions, read_variables, where
+from patch.config.positions import USAGE, read_positions, read_variables, where
 from patch.config.presets import MODEL_SIZES, PRESETS, REQUIRED_SHAPE, SHAPE_FIELDS
 from patch.config.schema import RunConfig
 from patch.config.stored_shape import run_behind, shape_at
@@ -58,6 +58,8 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     """
     if "--help" in argv or "-h" in argv:
         build_parser().parse_args(["--help"])
+    if not argv:
+        raise ConfigError(f"nothing is given, expected {USAGE}; --help explains each")
     texts, rest = _split(argv)
     flags = read_flags(rest)
     _refuse_two_lengths(flags.fields)
@@ -67,6 +69,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
         env, positions = read_positions(texts, environ, flags.fields)
     merged = _merge([file, positions, flags.fields])
     take_models(merged)
+    refuse_original_form(merged)
     merged = {**_shape(merged), **merged}
     # positions say how many machines there are, so only a flag may overrule them
     nnodes = (flags.fields if texts else merged).get("nnodes")

@@ -69,6 +69,12 @@ POSITIONS: tuple[Position, ...] = (
     Position("OUTPUT_BASEPATH", PATH, ("output_path",), "the run's folder"),
 )
 
+USAGE = (
+    f"run_mcore_llama.sh {' '.join(position.name for position in POSITIONS)} [FLAGS], "
+    "or pretrain_llama.py FLAGS, or --config FILE"
+)
+"""The two forms of the command line, and a run from its file."""
+
 VARIABLES: dict[str, tuple[str, str]] = {
     "MP_DATASET_TYPE": ("dataset_type", "idxmap (default) or raw"),
     "MP_AC_LAYERS": ("recompute_num_layers", "AC=full: layers per recomputed block (default 1)"),

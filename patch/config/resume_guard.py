@@ -11,6 +11,7 @@ from patch.config.columns import parse_columns
 from patch.config.data_record import DataRecord, SetRecord, changes_of_origin
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import length_text, where
+from patch.config.presets import SHAPE_FIELDS
 from patch.config.schema import RunConfig
 from patch.config.stored_shape import STORED_SHAPE
 from patch.config.yaml_io import read_run
@@ -108,8 +109,10 @@ def _check_fields(config: RunConfig, before: RunConfig) -> None:
         meaning = _MEANINGS.get(field, _itself)
         then, now = (meaning(value_of(run, field)) for run in (before, config))
         if not _same(then, now):
-            then, now = scalar_of(before, field), scalar_of(config, field)
-            _refuse(config, field, then, now, _FIXED[field])
+            cause = field
+            if field in SHAPE_FIELDS and before.model.model_size != config.model.model_size:
+                cause = "model_size"
+            _refuse(config, cause, scalar_of(before, cause), scalar_of(config, cause), _FIXED[field])
 
 
 def _check_derived(config: RunConfig, before: RunConfig) -> None:

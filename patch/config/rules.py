@@ -20,6 +20,7 @@ from patch.config.unsupported import NOT_BUILT
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.families import family_of
+from patch.storage.sizes import counted
 
 Rule = Callable[[RunConfig, MachineFacts], None]
 
@@ -152,10 +153,11 @@ def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:
         "key/value groups": model.num_query_groups,
         "MLP channels": model.ffn_hidden_size,
     }
-    for what, count in cuts.items():
-        if count % tp_size:
-            legal = _divisors(*cuts.values())
-            refuse("tensor_model_parallel_size", tp_size, f"one of {legal}", f"the model has {count} {what}")
+    if any(count % tp_size for count in cuts.values()):
+        found = ", ".join(f"{count} {what}" for what, count in cuts.items())
+        legal = _divisors(*cuts.values())
+        why = f"it divides each of the model's {found}"
+        refuse("tensor_model_parallel_size", tp_size, f"one of {legal}", why)
 
 
 def pipeline_fits(config: RunConfig, machine: MachineFacts) -> None:
@@ -218,7 +220,8 @@ def processes_fit(config: RunConfig, machine: MachineFacts) -> None:
     )
     replica = math.prod(sizes)
     if config.world_size % replica:
-        why = f"{parallel.nnodes} machines x {parallel.nproc_per_node} processes must make up whole replicas"
+        machines, processes = counted(parallel.nnodes, "machine"), counted(parallel.nproc_per_node, "process")
+        why = f"{machines} x {processes} must make up whole replicas"
         expected = f"processes in all a multiple of {replica} (TP x PP x CP = {' x '.join(map(str, sizes))})"
         refuse("nproc_per_node", parallel.nproc_per_node, expected, why)
     if 0 < machine.cuda_devices < parallel.nproc_per_node:

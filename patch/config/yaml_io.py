@@ -14,6 +14,21 @@ from patch.errors import ConfigError, nearest
 from patch.storage.text_files import read_text
 
 
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, with the place of a value that contradicts its tag, such as `!!bool x`."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, AttributeError, LookupError) as error:
+            # What PyYAML's own constructors raise: ValueError for a date such as 2026-99-99, KeyError for
+            # `!!bool x`, AttributeError and IndexError for other tags.
+            kind = node.tag.replace("tag:yaml.org,2002:", "!!")
+            raise yaml.constructor.ConstructorError(
+                problem=f"got {node.value!r}, expected a value of {kind}", problem_mark=node.start_mark
+            ) from error
+
+
 def to_yaml(config: RunConfig) -> str:
     """Every value of the run, section by section."""
     sections = {
@@ -54,10 +69,8 @@ def _read(file: Path, origin: str) -> str:
 
 def _parse(text: str, origin: str) -> dict[str, Any]:
     try:
-        sections = yaml.safe_load(text) or {}
-    except (yaml.YAMLError, ValueError, AttributeError, RecursionError) as error:
-        # PyYAML raises the other three itself: ValueError for a date such as 2026-99-99, AttributeError for
-        # a value with a wrong tag, RecursionError for deeply nested brackets.
+        sections = yaml.load(text, _Loader) or {}
+    except (yaml.YAMLError, RecursionError) as error:  # the latter for deeply nested brackets
         raise ConfigError(f"{origin}: malformed YAML: {error}") from error
     fields: dict[str, Any] = {}
     for section, values in _mapping(sections, origin).items():

@@ -35,8 +35,9 @@ class Concatenation:
 
 
 def passes_text(passes: float) -> str:
-    """How often a set is read, with two digits that count: "9.6", "0.0012", "1234"."""
-    return f"{passes:.2g}" if passes < 99.5 else f"{passes:.0f}"
+    """How often a set is read, with two digits that count: "9.6 passes", "0.0012 passes", "1 pass"."""
+    number = f"{passes:.2g}" if passes < 99.5 else f"{passes:.0f}"
+    return f"{number} pass" if number == "1" else f"{number} passes"
 
 
 class Blend:

@@ -166,7 +166,7 @@ def _joined(
     passes = joined.passes() if isinstance(joined, Blend) else [num_samples / len(joined)] * len(sources)
     for part, source, times in zip(parts, sources, passes, strict=True):
         _logger.info(
-            "%s: the run takes %.0f samples, %s passes over its %d",
+            "%s: the run takes %.0f samples, %s over its %d",
             part.path, times * len(source), passes_text(times), len(source),
         )  # fmt: skip
     return joined

@@ -27,6 +27,7 @@ from patch.distributed.affinity import cores_of_workers
 from patch.errors import ConfigError
 from patch.logger import get_logger
 from patch.storage.lock import refuse_held_run
+from patch.storage.sizes import counted
 
 _logger = get_logger(__name__)
 
@@ -95,7 +96,8 @@ def launch(
     cores = cores_of_workers(machine, len(environments))
     if cores:
         _logger.info(
-            "each process is bound to its NUMA node: %d core(s) and the node's memory", len(cores[0])
+            "each process is bound to its NUMA node: %s and the node's memory",
+            counted(len(cores[0]), "core"),
         )
     with tempfile.TemporaryDirectory(prefix="patch-launch-") as folder:
         supervisor = Supervisor(Path(folder))
@@ -198,9 +200,9 @@ def allocator_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _describe_threads(count: str, config: RunConfig, machine: MachineFacts) -> str:
     """A log line: the number of threads of each worker, and where the number comes from."""
-    origin = "the environment's OMP_NUM_THREADS," if "OMP_NUM_THREADS" in os.environ else "its share"
-    workers, cores = config.parallel.nproc_per_node, machine.cpu_cores
-    return f"{count} thread(s) for each of {workers} process(es): {origin} of {cores} usable core(s)"
+    origin = "as the environment has it, with" if "OMP_NUM_THREADS" in os.environ else "each one's share of"
+    workers = counted(config.parallel.nproc_per_node, "process")
+    return f"OMP_NUM_THREADS={count} in {workers}, {origin} {counted(machine.cpu_cores, 'usable core')}"
 
 
 def _free_port(address: str) -> int:

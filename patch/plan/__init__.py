@@ -1,7 +1,7 @@
 """What a run needs, by arithmetic over its configuration: parameters, FLOPs, bytes. Imports no torch."""
 
 from patch.plan.activations import activation_bytes
-from patch.plan.describe import describe_plan
+from patch.plan.describe import describe_length, describe_plan
 from patch.plan.flops import attended_pairs, flops_per_token, model_flops_per_step, peak_flops
 from patch.plan.memory import RankBytes, bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import parameters_per_rank, total_parameters
@@ -12,6 +12,7 @@ __all__ = [
     "StageCost",
     "activation_bytes",
     "bytes_per_rank",
+    "describe_length",
     "describe_plan",
     "device_memory",
     "attended_pairs",

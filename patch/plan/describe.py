@@ -6,12 +6,13 @@ from collections.abc import Iterator
 
 from patch.config import RunConfig
 from patch.config.choices import Recompute
+from patch.config.run_length import num_train_samples, with_samples
 from patch.device import MachineFacts
 from patch.plan.activations import activation_bytes
 from patch.plan.flops import model_flops_per_step
 from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import total_parameters
-from patch.storage.sizes import size_text
+from patch.storage.sizes import counted, size_text
 
 
 def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
@@ -31,7 +32,7 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
         (
             f"processes   {config.world_size} = TP {parallel.tensor_model_parallel_size} "
             f"x PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size} "
-            f"x DP {config.data_parallel_size} on {parallel.nnodes} machine(s)"
+            f"x DP {config.data_parallel_size} on {counted(parallel.nnodes, 'machine')}"
             + (f", {stages} interleaved stages each" if stages > 1 else ""),
             *_split_layers(config),
             f"parameters  {_scaled(total_parameters(config.model))} ({config.model.model_size})",
@@ -40,7 +41,7 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             f"activations come on top (data-parallel sharding: {config.zero_stage.name.lower()})",
             *_activations(config, machine),
             f"step        {training.global_batch_size} samples x {config.sample_length} tokens = "
-            f"{tokens} tokens, {config.num_micro_batches} micro-batch(es) a replica, "
+            f"{tokens} tokens, {counted(config.num_micro_batches, 'micro-batch')} a replica, "
             f"{_scaled(model_flops_per_step(config))}FLOP",
             *_packing(config),
             f"run         {_length(config)}",
@@ -52,9 +53,29 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
 def _length(config: RunConfig) -> str:
     training = config.training
     if training.train_epochs is not None:
-        return f"{training.train_epochs:g} epochs; the steps follow from the training set"
+        return f"{_epochs(f'{training.train_epochs:g}')}; the steps follow from the training set"
     tokens = training.train_iters * training.global_batch_size * config.sample_length
     return f"{training.train_iters} steps = {_scaled(tokens)} tokens"
+
+
+def describe_length(config: RunConfig, one_pass: int) -> str:
+    """A line about the steps and epochs of the run.
+
+    Args:
+        config: the run.
+        one_pass: samples of one pass over its training sets.
+
+    Raises:
+        ConfigError: its epochs have fewer steps than its warm-up.
+    """
+    taken = num_train_samples(config, one_pass)
+    steps = with_samples(config, taken).training.train_iters
+    epochs = _epochs(f"{taken / one_pass:.3g}")
+    return f"length      {counted(steps, 'step')} = {epochs} of {counted(one_pass, 'sample')}"
+
+
+def _epochs(number: str) -> str:
+    return f"{number} epoch" if number == "1" else f"{number} epochs"
 
 
 def _packing(config: RunConfig) -> list[str]:
@@ -103,9 +124,10 @@ def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         name = "GPU" if machine.cuda_devices else "simulated device"
         yield (f"warning     {size_text(on_device)} of model state on a {name} that has {size_text(device)}")
     if 0 < machine.host_memory_bytes < on_host:
+        processes = counted(config.parallel.nproc_per_node, "process")
         yield (
-            f"warning     {config.parallel.nproc_per_node} process(es) hold {size_text(on_host)} of model "
-            f"state in host memory, this machine has {size_text(machine.host_memory_bytes)}"
+            f"warning     {size_text(on_host)} of model state in the host memory of {processes}, "
+            f"this machine has {size_text(machine.host_memory_bytes)}"
         )
 
 

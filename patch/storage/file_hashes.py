@@ -36,17 +36,23 @@ class FileHashes:
         Raises:
             OSError: the file cannot be read.
         """
+        if (remembered := self.remembered(path)) is not None:
+            return remembered
         state = _state(path)
-        with suppress(OSError, ValueError, TypeError, KeyError):
-            remembered = json.loads(self._note(path).read_text())
-            if remembered["state"] == state:
-                return remembered["sha256"]
         with path.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         is_old = time.time_ns() - max(state["changed_ns"], state["inode_changed_ns"]) > _COARSE_NS
         if is_old and _state(path) == state:
             self._write(path, state, digest)
         return digest
+
+    def remembered(self, path: Path) -> str | None:
+        """The hash, if it is remembered and the file is still as it was. The file is not read."""
+        with suppress(OSError, ValueError, TypeError, KeyError):
+            note = json.loads(self._note(path).read_text())
+            if note["state"] == _state(path):
+                return note["sha256"]
+        return None
 
     def remember(self, path: Path, digest: str) -> None:
         """Remember the hash of a file that the caller has just written, and that nothing else writes.

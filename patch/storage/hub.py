@@ -70,6 +70,20 @@ class _Wanted(NamedTuple):
     field: str | None
 
 
+def shadowed_by(text: str) -> str | None:
+    """The folder here whose name makes a path of what would else be a name of the hub; None if none does.
+
+    None also if there is such a path.
+    """
+    first = text.partition("/")[0]
+    return first if _has_form(text) and os.path.isdir(first) and not os.path.lexists(text) else None
+
+
+def _has_form(text: str) -> bool:
+    """Whether a text is written as org/name is."""
+    return bool(_NAME.fullmatch(text) and not _FILE.search(text) and ".." not in text and "--" not in text)
+
+
 def hub_name(text: str, kind: Kind) -> HubName | None:
     """The name of the hub that a path stands for: org/name, or a snapshot.
 
@@ -81,8 +95,7 @@ def hub_name(text: str, kind: Kind) -> HubName | None:
         return name if name.kind == kind else None
     if os.path.isdir(text.partition("/")[0]):
         return None
-    is_name = _NAME.fullmatch(text) and not _FILE.search(text) and ".." not in text and "--" not in text
-    return HubName(kind, text) if is_name else None
+    return HubName(kind, text) if _has_form(text) else None
 
 
 def snapshot_name(path: str) -> HubName | None:

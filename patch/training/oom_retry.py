@@ -18,6 +18,7 @@ import torch.distributed as dist
 from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
 from patch.logger import get_logger
 from patch.optimizer import OverlappedDistributedOptimizer
+from patch.storage.sizes import counted
 from patch.training.error_translation import LostRankError, is_out_of_memory
 from patch.training.memory_advice import is_device_error
 from patch.training.run_state import random_state, set_random_state
@@ -96,7 +97,7 @@ class OomRetry:
             raise self._error or LostRankError(f"another rank ran out of memory in {self._what}")
         if self._error is not None:
             evict(self._optimizer, self._what, str(self._error).strip().split("\n")[0])
-        _logger.info("%s is done again: %d rank(s) ran out of memory", self._what, num_short)
+        _logger.info("%s is done again: %s ran out of memory", self._what, counted(int(num_short), "rank"))
         self._error = None
         set_random_state(self._random)
         return False

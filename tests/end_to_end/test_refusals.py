@@ -64,7 +64,7 @@ def test_output_that_cannot_be_made_is_refused_without_a_process(office: Office)
     for flags in ([], ["--dry-run"]):
         result = call([*command(**office.positions(Path("/proc/foo"))), *flags])
         assert result.returncode == 2, result.stderr
-        assert "/proc is not writable" in result.stderr and "thread(s)" not in result.stderr
+        assert "/proc is not writable" in result.stderr and "OMP_NUM_THREADS" not in result.stderr
 
 
 def test_empty_set_is_refused(office: Office, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_folder_of_a_run_that_is_still_going_on_is_refused_at_once(office: Offic
         result = call(command(**office.positions(tmp_path / "out")))
         assert result.returncode == 2, result.stderr
         assert f"process {os.getpid()} on {socket.gethostname()} since" in result.stderr
-        assert "OUTPUT_BASEPATH" in result.stderr and "thread(s)" not in result.stderr
+        assert "OUTPUT_BASEPATH" in result.stderr and "OMP_NUM_THREADS" not in result.stderr
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
         assert call([*command(**office.positions(tmp_path / "out")), "--dry-run"]).returncode == 0
 
@@ -88,7 +88,7 @@ def test_folder_of_a_run_that_is_still_going_on_is_refused_at_once(office: Offic
 def test_device_as_data_is_refused_without_a_process(office: Office, tmp_path: Path) -> None:
     result = call(command(**{**office.positions(tmp_path / "out"), "DATASET_PATH": "/dev/zero"}))
     assert result.returncode == 3, result.stderr
-    assert "/dev/zero is a pipe or a device" in result.stderr and "thread(s)" not in result.stderr
+    assert "/dev/zero is a pipe or a device" in result.stderr and "OMP_NUM_THREADS" not in result.stderr
 
 
 def test_chat_template_that_fails_is_refused_with_its_file(office: Office, tmp_path: Path) -> None:
@@ -110,6 +110,7 @@ def test_dry_run_prints_the_run_and_writes_nothing(office: Office, tmp_path: Pat
     assert run["parallel"]["nproc_per_node"] == 2
     assert list(tmp_path.iterdir()) == []
     assert f"{office.train}: line 1: " in result.stderr and "learned \u2503 " in result.stderr
+    assert "400 samples in one epoch\nlength      8 steps = 0.16 epochs of 400 samples" in result.stderr
 
 
 def test_dry_run_refuses_a_first_row_that_cannot_be_used(office: Office, tmp_path: Path) -> None:

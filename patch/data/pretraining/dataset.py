@@ -107,7 +107,7 @@ def load_training(
     for part, share in zip(source.parts, shares, strict=True):
         taken = source.num_samples * share
         _logger.info(
-            "%s: the run takes %.0f samples of %d tokens, %s passes over its %d tokens",
+            "%s: the run takes %.0f samples of %d tokens, %s over its %d tokens",
             part.prefix, taken, length, passes_text(taken * length / part.tokens), part.tokens,
         )  # fmt: skip
     return source

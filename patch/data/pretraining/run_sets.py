@@ -7,12 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.core.datasets.utils import Split
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import DataPart, parse_data, split_shares
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.pretraining.dataset import PretrainSource, load_training, load_validation
-from patch.data.pretraining.part import WHOLE, PretrainOptions
+from patch.data.pretraining.part import WHOLE, PretrainOptions, open_part
 
 
 class RunSets(NamedTuple):
@@ -52,16 +53,7 @@ def load_run_sets(
     Raises:
         DataError: on all ranks; see `load_training`.
     """
-    options = PretrainOptions(
-        sequence_length=model.seq_length,
-        vocab_size=model.vocab_size,
-        seed=seed,
-        cache=index_folder,
-        tokenizer=tokenizer,
-        split=data.split or WHOLE,
-        reset_attention_mask=data.reset_attention_mask,
-        eod_mask_loss=data.eod_mask_loss,
-    )
+    options = _options(data, model, tokenizer, seed, index_folder)
     parts = parse_data(data.train_data_path, "train_data_path")
     weights = [part.weight for part in parts if part.weight is not None]
     prefixes = [part.path for part in parts]
@@ -74,3 +66,36 @@ def load_run_sets(
         valid = parts
     sources = [load_validation(part.path, options) for part in valid]
     return RunSets(train, train.num_samples, valid, sources)
+
+
+def train_samples(
+    part: DataPart, data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase
+) -> int:
+    """Samples of one pass over a training set. No index file is read or written.
+
+    Args:
+        part: the set.
+        data: see `load_run_sets`, also for the others.
+        model: vocabulary and sequence length.
+        tokenizer: a set that is known to have another vocabulary is refused.
+
+    Raises:
+        DataError: see `load_training`.
+    """
+    options = _options(data, model, tokenizer, seed=0, index_folder=Path())
+    return max(1, open_part(part.path, options, Split.train).samples(model.seq_length))
+
+
+def _options(
+    data: DataConfig, model: ModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int, index_folder: Path
+) -> PretrainOptions:
+    return PretrainOptions(
+        sequence_length=model.seq_length,
+        vocab_size=model.vocab_size,
+        seed=seed,
+        cache=index_folder,
+        tokenizer=tokenizer,
+        split=data.split or WHOLE,
+        reset_attention_mask=data.reset_attention_mask,
+        eod_mask_loss=data.eod_mask_loss,
+    )

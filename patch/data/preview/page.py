@@ -10,13 +10,13 @@ from jinja2 import Environment, StrictUndefined
 from patch.data.preview.pieces import Piece
 from patch.data.preview.plot import svg
 from patch.data.preview.shown import ShownRow, lines_of
-from patch.data.preview.statistics import SetStatistics
+from patch.data.preview.statistics import Figures
 from patch.data.preview.visible import INNER_BORDER, visible, visible_name
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
 
-def page(title: str, tokenizer: str, sets: Sequence[SetStatistics], rows: Sequence[ShownRow]) -> str:
+def page(title: str, tokenizer: str, sets: Sequence[Figures], rows: Sequence[ShownRow]) -> str:
     """The page as text. Whatever comes from the rows is escaped.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from patch.data.preview.statistics import SetStatistics
+from patch.data.preview.statistics import Figures
 from patch.data.preview.visible import visible_name
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ _BAR = "#2f8f4e"
 _LIMIT = "#c05020"
 
 
-def write_png(sets: Sequence[SetStatistics], file: Path) -> None:
+def write_png(sets: Sequence[Figures], file: Path) -> None:
     """Write the histograms, one for each set, as a PNG file.
 
     Raises:
@@ -31,7 +31,7 @@ def write_png(sets: Sequence[SetStatistics], file: Path) -> None:
     FigureCanvasAgg(figure).print_png(str(file))
 
 
-def svg(sets: Sequence[SetStatistics]) -> str:
+def svg(sets: Sequence[Figures]) -> str:
     """The histograms as an <svg> element that loads nothing, in the colour of the text around it."""
     from matplotlib import rc_context
     from matplotlib.backends.backend_svg import FigureCanvasSVG
@@ -46,7 +46,7 @@ def svg(sets: Sequence[SetStatistics]) -> str:
     return text[text.index("<svg") :].replace(_INK, "currentColor")
 
 
-def _figure(sets: Sequence[SetStatistics], ink: str) -> Figure:
+def _figure(sets: Sequence[Figures], ink: str) -> Figure:
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
 
@@ -54,13 +54,16 @@ def _figure(sets: Sequence[SetStatistics], ink: str) -> Figure:
     for number, each in enumerate(sets, start=1):
         axes = figure.add_subplot(len(sets), 1, number)
         axes.stairs(each.lengths.counts, each.lengths.edges, fill=True, color=_BAR)
-        axes.axvline(each.packing.capacity, color=_LIMIT, linestyle="--")
+        limit = ""
+        if each.capacity is not None:
+            axes.axvline(each.capacity, color=_LIMIT, linestyle="--")
+            limit = f" (the line: {each.capacity} fit)"
         axes.yaxis.set_major_locator(MaxNLocator(integer=True))
         # The font has few other characters.
         name = visible_name(each.name).encode("ascii", "backslashreplace").decode()
         axes.set_title(name, color=ink, parse_math=False)
-        axes.set_xlabel(f"tokens of a sample (the line: {each.packing.capacity} fit)", color=ink)
-        axes.set_ylabel("samples", color=ink)
+        axes.set_xlabel(f"tokens of a {each.counted}{limit}", color=ink)
+        axes.set_ylabel(f"{each.counted}s", color=ink)
         axes.tick_params(colors=ink)
         axes.patch.set_alpha(0)
         for spine in axes.spines.values():

@@ -7,28 +7,38 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_spec import DataPart, files_of, format_data, parse_data
-from patch.config.schema import DataConfig
+from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
+from patch.data.preview.length import known_samples
 from patch.data.preview.page import page
 from patch.data.preview.plot import write_png
 from patch.data.preview.rows import first_items, numbered_items, shown_rows
 from patch.data.preview.shown import ShownRow
-from patch.data.preview.statistics import SetStatistics
+from patch.data.preview.statistics import Figures, SetStatistics
 from patch.data.preview.terminal import print_legend, print_row, print_statistics, terminal
 from patch.data.sft.options import sft_options
 from patch.data.sft.source import load_sft
 from patch.data.tokenizer import check_vocabulary, load_tokenizer
-from patch.errors import ConfigError
+from patch.errors import ConfigError, about
+from patch.storage.names import DATA_CACHE_FOLDER
+from patch.storage.sizes import counted
+
+if TYPE_CHECKING:
+    from patch.data.preview.indexed import IndexedPreview
 
 _FIELD = "train_data_path"
 _FEW_LINES = 30
 """What `--dry-run` shows of a sample."""
+_UNKNOWN = (
+    "its samples are counted when it is tokenized, by the run or before it: python -m toolkits.preview_data "
+    "--config FILE (what --dry-run prints, in a file)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +48,7 @@ class Preview:
     data: DataConfig
     tokenizer: PreTrainedTokenizerBase
     rows: list[ShownRow] = field(default_factory=list)
-    sets: list[SetStatistics] = field(default_factory=list)
+    sets: list[Figures] = field(default_factory=list)
 
     @property
     def parts(self) -> tuple[DataPart, ...]:
@@ -52,34 +62,33 @@ class Preview:
     def show_rows(
         self, console: Console, count: int = 1, number: int | None = None, max_lines: int | None = None
     ) -> None:
-        """Print rows as tokens. No other row is tokenized, and no file is written.
+        """Print rows, or documents of .bin/.idx, as tokens. No other is read, and no file is written.
 
         Args:
             console: where they are printed.
             count: print so many rows of each set.
-            number: print the row that messages call line or row `number` of each file instead.
+            number: print the row that messages call line or row `number` of each file instead, or this
+                document, from 1.
             max_lines: print at most so many lines of tokens for each sample; None: all.
 
         Raises:
             DataError: a row, a file or the chat template cannot be used, or no file has this row.
         """
-        print_legend(console)
         for row in self._chosen(count, number):
+            if not self.rows:
+                print_legend(console)
             print_row(console, row, max_lines)
             self.rows.append(row)
 
     def show_statistics(self, console: Console) -> None:
-        """Tokenize the sets as a run does, into the token cache that it uses, and print their figures.
+        """Print figures of the sets. Rows are tokenized as a run does it, into the token cache that it uses.
 
         Raises:
             DataError: a file or a row cannot be used, or no row has anything to learn.
         """
         length = self.data.max_padding_length
         for part in self.parts:
-            with TemporaryDirectory() as fallback:
-                options = replace(sft_options(self.data, Path(fallback)), max_dropped_share=1.0)
-                source = load_sft(Path(part.path), self.tokenizer, length, options)
-            figures = SetStatistics.of(part, source, length)
+            figures = self._of_rows(part) if self._has_rows else self._indexed(part).statistics(length)
             print_statistics(console, figures)
             self.sets.append(figures)
 
@@ -90,7 +99,8 @@ class Preview:
             DataError: too large a share of a set's rows is dropped.
         """
         for part, figures in zip(self.parts, self.sets, strict=False):
-            figures.report.refuse_drops(part.path, self.data.max_dropped_share)
+            if isinstance(figures, SetStatistics):
+                figures.report.refuse_drops(part.path, self.data.max_dropped_share)
 
     def write(self, html: Path | None, plot: Path | None, json_file: Path | None) -> None:
         """Write what was shown as one HTML page, the histograms as a PNG, and all of it as JSON.
@@ -123,7 +133,29 @@ class Preview:
             "rows": [row.to_json() for row in self.rows],
         }
 
+    @property
+    def _has_rows(self) -> bool:
+        """Whether the sets hold rows; else they are .bin/.idx."""
+        return self.data.dataset_type == "raw"
+
+    def _indexed(self, part: DataPart) -> IndexedPreview:
+        from patch.data.preview.indexed import open_preview  # imports megatron-core, which rows do not need
+
+        with about(_FIELD):
+            return open_preview(part, self.tokenizer)
+
+    def _of_rows(self, part: DataPart) -> SetStatistics:
+        length = self.data.max_padding_length
+        with TemporaryDirectory() as fallback:
+            options = replace(sft_options(self.data, Path(fallback)), max_dropped_share=1.0)
+            return SetStatistics.of(part, load_sft(Path(part.path), self.tokenizer, length, options), length)
+
     def _chosen(self, count: int, number: int | None) -> Iterator[ShownRow]:
+        if not self._has_rows:
+            numbers = range(1, count + 1) if number is None else [number]
+            for part in self.parts:
+                yield from self._indexed(part).rows(numbers)
+            return
         ensure_chat_template(self.tokenizer, self.data.chat_template)
         # Rows are shown without the token cache, and a few of them need one process.
         options = replace(sft_options(self.data, Path()), cache_dir=None, num_workers=1)
@@ -133,23 +165,41 @@ class Preview:
             yield from shown_rows(items, self.tokenizer, options, self.data.max_padding_length)
 
 
-def show_first_row(data: DataConfig, tokenizer: str | None, vocab_size: int, stream: TextIO) -> None:
-    """Show the first row that a run on raw rows reads. Writes no file; of pre-training sets it shows nothing.
+def show_data(
+    data: DataConfig, model: ModelConfig, tokenizer: str | None, *, sft: bool, output: Path, stream: TextIO
+) -> int | None:
+    """Show the first row or document that a run reads, and the samples of its training sets. Writes no file.
 
     Args:
         data: the run's data.
+        model: vocabulary and sequence length.
         tokenizer: folder or name of the tokenizer.
-        vocab_size: rows of the model's vocabulary.
+        sft: whether the run is a fine-tuning.
+        output: the run's folder.
         stream: where it is printed.
 
+    Returns:
+        Samples of one pass over all training sets; None if that is not known before they are tokenized.
+
     Raises:
-        DataError: the tokenizer or the row cannot be used.
+        DataError: the tokenizer, the row, or a set whose samples can be counted cannot be used.
     """
-    if data.dataset_type != "raw":
-        return
     loaded = load_tokenizer(tokenizer)
-    check_vocabulary(loaded, vocab_size)
-    first, *_ = parse_data(data.train_data_path, _FIELD)
-    Preview(replace(data, train_data_path=format_data([first])), loaded).show_rows(
-        terminal(stream), max_lines=_FEW_LINES
-    )
+    check_vocabulary(loaded, model.vocab_size)
+    parts = parse_data(data.train_data_path, _FIELD)
+    preview = Preview(replace(data, train_data_path=format_data(parts[:1])), loaded)
+    preview.show_rows(terminal(stream), max_lines=_FEW_LINES)
+    known = []
+    for part in parts:
+        with about(_FIELD):
+            samples = known_samples(
+                part, data, model, loaded, sft=sft, fallback_cache=output / DATA_CACHE_FOLDER
+            )
+        stream.write(f"data        {part.path}: {_UNKNOWN if samples is None else _words(samples, data)}\n")
+        known.append(samples)
+    return None if None in known else sum(samples for samples in known if samples is not None)
+
+
+def _words(samples: int, data: DataConfig) -> str:
+    packs = " (packs)" if data.packing and data.dataset_type == "raw" else ""
+    return f"{counted(samples, 'sample')}{packs} in one epoch"

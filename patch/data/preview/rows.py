@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from patch.data.preview.pieces import TokenTexts
-from patch.data.preview.shown import ShownRow, ShownToken
+from patch.data.preview.shown import ShownRow, ShownToken, shown_tokens
 from patch.data.readers import read_rows
 from patch.data.sft.build import start_workers
 from patch.data.sft.options import SftOptions
@@ -79,11 +79,7 @@ def _samples(row: TokenizedRow, texts: TokenTexts) -> list[list[ShownToken]]:
     ends = np.cumsum(row.sizes)[:-1]
     ids = np.split(np.frombuffer(row.ids, np.int32), ends)
     learned = np.split(np.frombuffer(row.learned, bool), ends)
-    return [
-        [ShownToken(*token) for token in zip(texts.pieces(some.tolist()), are_learned.tolist(), strict=True)]
-        for some, are_learned in zip(ids, learned, strict=True)
-        if len(some)
-    ]
+    return [shown_tokens(texts, *sample) for sample in zip(ids, learned, strict=True) if len(sample[0])]
 
 
 def _remarks(row: TokenizedRow, options: SftOptions, length: int) -> list[str]:

@@ -6,7 +6,9 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from patch.data.preview.pieces import Piece
+import numpy as np
+
+from patch.data.preview.pieces import Piece, TokenTexts
 from patch.data.preview.visible import visible
 
 
@@ -15,6 +17,17 @@ class ShownToken(NamedTuple):
 
     piece: Piece
     is_learned: bool
+
+
+def shown_tokens(texts: TokenTexts, ids: np.ndarray, learned: np.ndarray) -> list[ShownToken]:
+    """A sample as it is shown.
+
+    Args:
+        texts: says what ids stand for.
+        ids: integer [S].
+        learned: bool [S], whether each is learned.
+    """
+    return [ShownToken(*pair) for pair in zip(texts.pieces(ids.tolist()), learned.tolist(), strict=True)]
 
 
 class ShownRow(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -47,6 +47,37 @@ def _round_numbers() -> Iterator[int]:
         power *= 10
 
 
+class Figures(Protocol):
+    """What is printed and plotted of a set, of rows or of .bin/.idx."""
+
+    @property
+    def name(self) -> str:
+        """Names the set."""
+
+    @property
+    def lengths(self) -> Histogram:
+        """How long its samples or documents are."""
+
+    @property
+    def counted(self) -> str:
+        """What `lengths` counts, in the singular."""
+
+    @property
+    def capacity(self) -> int | None:
+        """How many tokens fit; None: any number."""
+
+    def table(self) -> list[tuple[str, str]]:
+        """The figures in words: a name and a value each."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The figures as plain values."""
+
+
+def name_of(part: DataPart) -> str:
+    """A set as it was named, with its weight."""
+    return part.path if part.weight is None else f"{part.weight:g} {part.path}"
+
+
 @dataclass(frozen=True, slots=True)
 class SetStatistics:
     """Figures of one set of rows."""
@@ -75,7 +106,7 @@ class SetStatistics:
         sizes = np.asarray(source.sizes)
         copies = np.unique_counts(_hashes(source)).counts
         return cls(
-            name=part.path if part.weight is None else f"{part.weight:g} {part.path}",
+            name=name_of(part),
             report=source.report,
             duplicates=len(source) - len(copies),
             most_copies=int(copies.max()),
@@ -83,6 +114,16 @@ class SetStatistics:
             lengths=Histogram.of(sizes),
             packing=PackingSummary.of(source, pack(sizes, capacity)),
         )
+
+    @property
+    def counted(self) -> str:
+        """What `lengths` counts."""
+        return "sample"
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a sample as the model sees it."""
+        return self.packing.capacity
 
     @property
     def padded_share(self) -> float:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.text import Text
 
 from patch.data.preview.shown import ShownRow, ShownToken, lines_of
-from patch.data.preview.statistics import SetStatistics
+from patch.data.preview.statistics import Figures
 from patch.data.preview.visible import (
     BORDER,
     INNER_BORDER,
@@ -86,8 +86,8 @@ def print_row(console: Console, row: ShownRow, max_lines: int | None = None) -> 
             console.print(Text(f"        \u2503 ... {len(lines) - max_lines} more lines"))
 
 
-def print_statistics(console: Console, figures: SetStatistics) -> None:
-    """Print the figures of a set, and a bar for each range of lengths."""
+def print_statistics(console: Console, figures: Figures) -> None:
+    """Print the figures of a set, and a bar for each range of lengths that it has."""
     console.print(Text(visible_name(figures.name), style="bold"))
     table = figures.table()
     longest = max(len(name) for name, _ in table)
@@ -96,6 +96,8 @@ def print_statistics(console: Console, figures: SetStatistics) -> None:
     edges, counts = figures.lengths.edges, figures.lengths.counts
     width, most = len(f"{edges[-1]:,}"), max(counts)
     for first, end, count in zip(edges, edges[1:], counts, strict=False):
+        if not count:
+            continue
         bar = "\u2588" * -(-count * _BAR_CELLS // most)
         console.print(
             Text.assemble(

@@ -18,6 +18,11 @@ def unmarked(text: str) -> str:
     return text.replace(MARK, "")
 
 
+def any_of(tokens: Iterable[str]) -> str:
+    """A pattern of the tokens; the longest comes first, as tokenizers prefer it."""
+    return "|".join(map(re.escape, sorted(filter(None, tokens), key=len, reverse=True))) or r"(?!)"
+
+
 class SpecialTokenMarker:
     """Marks the special tokens that are spelled out in texts.
 
@@ -26,10 +31,10 @@ class SpecialTokenMarker:
     """
 
     def __init__(self, tokens: Iterable[str]) -> None:
-        longest_first = sorted(filter(None, tokens), key=len, reverse=True)
-        self._tokens = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        tokens = list(tokens)
+        self._tokens = re.compile(any_of(tokens))
         # The first characters of a token at the end of a text: a template could write the others after it.
-        self._beginnings = tuple({token[:size] for token in longest_first for size in range(1, len(token))})
+        self._beginnings = tuple({token[:size] for token in tokens for size in range(1, len(token))})
         self._ends = frozenset(text[-1] for text in self._beginnings)
 
     def marked(self, value: Any) -> Any:

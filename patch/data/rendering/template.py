@@ -14,6 +14,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from patch.data.chat_templates import template_name
 from patch.data.formats import Message
+from patch.data.rendering.special_tokens import any_of
 from patch.data.tokenizer import special_tokens
 from patch.errors import DataError
 from patch.logger import get_logger
@@ -63,8 +64,7 @@ class Template:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        longest_first = sorted(special_tokens(tokenizer), key=len, reverse=True)
-        self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._special = re.compile(any_of(special_tokens(tokenizer)))
         self._special_tokens_map: dict[str, Any] = dict(tokenizer.special_tokens_map)
         self.name = template_name(tokenizer)
 

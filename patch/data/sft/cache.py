@@ -129,13 +129,20 @@ class TokenCache:
         Raises:
             DataError: of `build`, in all processes that waited for it; or the folder cannot be written.
         """
-        entry = self._sets / key[:32]
+        entry = self._entry(key)
         if (found := self._read(entry, key)) is None:
             found = self._make(entry, key, name, build)
         else:
             made = datetime.fromtimestamp((entry / _REPORT).stat().st_mtime)
             _logger.info("%s: tokens from %s (%s, made on %s)", name, entry, _size(found), f"{made:%d %b %Y}")
         return found
+
+    def find(self, key: str) -> TokenizedSet | None:
+        """The set of this key; None if the cache does not have it."""
+        return self._read(self._entry(key), key)
+
+    def _entry(self, key: str) -> Path:
+        return self._sets / key[:32]
 
     def _read(self, entry: Path, key: str) -> TokenizedSet | None:
         """The set in a folder; None if there is none, or if it is damaged, which is logged."""

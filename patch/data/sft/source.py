@@ -131,11 +131,53 @@ def load_sft(
         hashes = _hash(files, cache)
         tokens = _from_cache(name, files, hashes, origin, build, cache)
         origin |= {"the rows": sha256(" ".join(hashes).encode()).hexdigest()}
+    return _source(tokens, name, tokenizer, sequence_length, options, origin)
+
+
+def find_sft(
+    path: Path, tokenizer: PreTrainedTokenizerBase, sequence_length: int, options: SftOptions
+) -> SftSource | None:
+    """The set as `load_sft` returns it, if the token cache has it and no file has changed; else None.
+
+    No row is read and none is tokenized.
+
+    Args:
+        path: see `load_sft`, also for the others.
+        tokenizer: it has its chat template.
+        sequence_length: tokens of one sample.
+        options: how rows become samples; without a cache nothing is found.
+
+    Raises:
+        DataError: there is no such file, or a larger share than `options.max_dropped_share` is dropped.
+    """
+    name, files = str(path), files_of(str(path))
+    if options.cache_dir is None:
+        return None
+    cache = TokenCache(options.cache_dir)
+    hashes = [digest for file in files if (digest := cache.hashes.remembered(file)) is not None]
+    if len(hashes) < len(files):
+        return None
+    origin = origin_of(tokenizer, options, sequence_length)
+    tokens = cache.find(set_key(list(zip(names_of(files), hashes, strict=True)), origin))
+    if tokens is None:
+        return None
+    origin |= {"the rows": sha256(" ".join(hashes).encode()).hexdigest()}
+    return _source(tokens, name, tokenizer, sequence_length, options, origin)
+
+
+def _source(
+    tokens: TokenizedSet,
+    name: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    options: SftOptions,
+    origin: dict[str, str],
+) -> SftSource:
     tokens.report.log(name)
     tokens.report.refuse_drops(name, options.max_dropped_share)
     return SftSource(
         tokens,
-        length=sequence_length,
+        length=length,
         padding=padding_id(tokenizer),
         origin=origin,
         reads_clock="strftime_now" in str(tokenizer.chat_template),

@@ -8,6 +8,7 @@ from patch.config import parse_args, to_flags
 from patch.config.fields import FIELDS
 from patch.config.flags import read_flags
 from patch.config.positions import POSITIONS, VARIABLES
+from patch.config.synonyms import SYNONYMS
 from patch.config.unsupported import NOT_BUILT
 from patch.errors import ConfigError
 
@@ -25,6 +26,12 @@ def test_whole_numbers_may_be_scientific(command, text, number):
             "unknown argument --grobal-batch-size, did you mean --global-batch-size?",
         ),
         (["--global-batch", "2"], "unknown argument --global-batch, did you mean --global-batch-size?"),
+        (["--learning-rate", "2"], "unknown argument --learning-rate, did you mean --lr?"),
+        (["--num_train_epochs=2"], "--num_train_epochs, did you mean --train-epochs?"),
+        (["--tp", "2"], "--tp, did you mean --tensor-model-parallel-size?"),
+        (["--max-steps", "2"], "--max-steps, did you mean --train-iters?"),
+        (["--tokenizer", "folder"], "did you mean --tokenizer-name-or-path?"),
+        (["--xyz", "2"], "unknown argument --xyz (--help lists the flags)"),
         (["--no-sequence-paralel"], "did you mean --no-sequence-parallel?"),
         (["--seed", "1", "stray"], "unknown argument stray"),
         (["--seed", "1.5"], "--seed: got '1.5', expected a whole number"),
@@ -76,11 +83,17 @@ def test_to_flags_names_every_field(command):
     assert flags == {field.flag for field in FIELDS.values()}
 
 
-def test_empty_command_line_names_what_is_missing(command):
+def test_flags_alone_name_what_is_missing(command):
     with pytest.raises(ConfigError) as caught:
-        parse_args([], {}, command.machine)
+        parse_args(["--seed=1"], {}, command.machine)
     for wanted in ("missing: ", "--num-layers", "--lr (position 5 LR)", "25 positions"):
         assert wanted in str(caught.value)
+
+
+def test_empty_command_line_gets_the_positions_in_order(command):
+    order = " ".join(position.name for position in POSITIONS)
+    with pytest.raises(ConfigError, match=rf"^nothing is given, expected run_mcore_llama.sh {order} "):
+        parse_args([], {}, command.machine)
 
 
 def test_help_shows_positions_then_flags(command, capsys):
@@ -135,6 +148,6 @@ def test_booleans_take_no_value(argv):
         read_flags(argv)
 
 
-def test_tokenizer_is_sent_to_the_flag_of_its_folder():
-    with pytest.raises(ConfigError, match=r"did you mean --tokenizer-name-or-path\?"):
-        read_flags(["--tokenizer", "folder"])
+def test_names_of_other_programs_lead_to_flags_and_are_none():
+    flags = {field.flag for field in FIELDS.values()}
+    assert set(SYNONYMS.values()) <= flags and not SYNONYMS.keys() & (flags | {"--config", "--dry-run"})

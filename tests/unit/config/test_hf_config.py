@@ -2,8 +2,10 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
+from refusals import refused
 
 from patch.config.hf_config import is_hf_folder, read_hf_config
 from patch.errors import ConfigError
@@ -162,3 +164,25 @@ def test_sparse_config_is_refused_without_holding_it(tmp_path):
     os.truncate(tmp_path / "config.json", 1 << 33)
     with pytest.raises(ConfigError, match=r"config\.json: malformed JSON: more than 67108864 bytes"):
         read_hf_config(tmp_path)
+
+
+def _original(folder: Path) -> Path:
+    folder.mkdir()
+    for name in ("params.json", "consolidated.00.pth", "tokenizer.model"):
+        (folder / name).write_text("{}")
+    return folder
+
+
+def test_metas_original_form_is_named_with_the_place_of_the_other_one(command):
+    form = r"LLaMA in Meta's original form \(params.json, .* expected its Hugging Face form \(config.json, "
+    folder = _original(command.folder / "llama")
+    with refused(ConfigError, rf"^--load \(position 22 .*: got {folder}, {form}.*: a repository of the hub "):
+        command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=str(folder))
+    inside = _original(Path(command.hf_folder()) / "original")
+    with refused(ConfigError, rf"^--load \(position 22 .*: got {inside}, {form}.*: {inside.parent}$"):
+        command.parse(PRETRAIN_CHECKPOINT_PATH=str(inside))
+    command.environ["TOKENIZER_PATH"] = str(folder)
+    with refused(ConfigError, rf"^--tokenizer-name-or-path .*: got {folder}, {form}"):
+        command.parse()
+    (folder / "tokenizer_config.json").write_text("{}")
+    assert command.parse().config.tokenizer_folder == str(folder)

@@ -10,6 +10,7 @@ from huggingface_hub import constants
 from refusals import refused
 
 from patch.config import RunConfig, fetch_from_hub, to_yaml, validate_run
+from patch.config.data_spec import files_of
 from patch.config.hub_names import fetch_sets
 from patch.errors import ConfigError, DataError
 
@@ -172,8 +173,13 @@ def test_a_prefix_of_indexed_data_is_no_name(command, monkeypatch: pytest.Monkey
 def test_a_path_into_a_folder_that_is_here_is_no_name(command, monkeypatch) -> None:
     monkeypatch.chdir(command.folder)
     (command.folder / "output").mkdir()
-    with refused(ConfigError, "got 'output/seed_model', no such folder"):
-        command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH="output/seed_model")
-    config = command.parse(PRETRAIN_CHECKPOINT_PATH="output/seed_model").config
-    with refused(ConfigError, "output/seed_model.*no such folder"):
-        validate_run(config, command.machine)
+    (command.folder / "output" / "seed_models").mkdir()
+    message = "got 'output/seed_model', no such folder: because output is a folder here, .* seed_models[?];"
+    for size in ("auto", "tiny"):
+        with refused(ConfigError, message):
+            command.parse(MODEL_SIZE=size, PRETRAIN_CHECKPOINT_PATH="output/seed_model")
+    command.environ["TOKENIZER_PATH"] = "output/other"
+    with refused(ConfigError, "^--tokenizer-name-or-path .*got 'output/other', no such folder: because "):
+        command.parse()
+    with pytest.raises(DataError, match=r"output/rows does not exist \(a name of the hub is found where no"):
+        files_of("output/rows")

@@ -41,6 +41,7 @@ def test_folder_without_checkpoints_is_free(command):
     ("flags", "positions", "message", "cure"),
     [
         (["--num-layers=4"], {}, "--num-layers: got 4, expected 2: .* run with another model shape", ANEW),
+        ([], dict(MODEL_SIZE="1B"), "position 2 MODEL_SIZE.*: got 1B, expected tiny: .* model shape", ANEW),
         ([], dict(SEQ_LEN="128"), "position 7 SEQ_LEN.*: got 128, expected 64: .* another model shape", ANEW),
         ([], dict(PAD_LEN="16"), "position 8 PAD_LEN.*: got 16, expected 32: .* other data", WEIGHTS),
         (["--tokenizer-name-or-path=/b"], {}, "TOKENIZER_PATH.*: got /b, .* with another tokenizer", ANEW),

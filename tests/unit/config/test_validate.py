@@ -105,6 +105,11 @@ REFUSED = [
     ),
     (dict(TP="3"), [], ["position 10 TP): got 3, expected one of 1, 2:", "4 heads"]),
     (dict(TP="4"), [], ["got 4, expected one of 1, 2:", "2 key/value groups"]),
+    (
+        dict(TP="3"),
+        [],
+        ["got 3, expected one of 1, 2: it divides each of the model's 4 heads, 2 key/value groups, "],
+    ),
     (dict(TP="2"), ["--ffn-hidden-size=191"], ["got 2, expected one of 1:", "191 MLP channels"]),
     (dict(PP="3"), [], ["position 11 PP): got 3, expected at most 2:", "2 layers"]),
     (
@@ -263,7 +268,7 @@ def test_another_run_gives_shape_tokenizer_and_weights(command, run_folder, belo
 def test_another_run_of_another_shape_is_refused(command, run_folder):
     folder = run_folder(command.folder / "run", to_yaml(command.parse("--num-layers=4").config))
     config = command.parse(PRETRAIN_CHECKPOINT_PATH=str(folder)).config
-    with refused(ConfigError, match=r"--num-layers: got 2, expected 4: .*run/config\.yaml says so"):
+    with refused(ConfigError, match=r"MODEL_SIZE\): got tiny, expected auto, .*yaml has --num-layers 4"):
         validate_run(config, command.machine)
 
 
@@ -303,7 +308,14 @@ def test_another_runs_folder_is_read_from_anywhere(command, run_folder, monkeypa
 
 def test_weights_of_another_shape_are_refused_before_anything_starts(command):
     config = command.parse(MODEL_SIZE="tiny", PRETRAIN_CHECKPOINT_PATH=command.hf_folder()).config
-    with refused(ConfigError, match=r"--vocab-size: got 128256, expected 600: .*config\.json says so"):
+    message = (
+        r"position 2 MODEL_SIZE\): got tiny, expected auto, .*: .*config\.json has --vocab-size 600, tiny"
+    )
+    with refused(ConfigError, match=message):
+        validate_run(config, command.machine)
+    load = {"MODEL_SIZE": "auto", "PRETRAIN_CHECKPOINT_PATH": command.hf_folder()}
+    config = command.parse("--vocab-size=601", **load).config
+    with refused(ConfigError, match=r"--vocab-size: got 601, expected 600: .*config\.json says so"):
         validate_run(config, command.machine)
 
 

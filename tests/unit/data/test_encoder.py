@@ -5,7 +5,7 @@ import random
 
 import pytest
 from llama3_tokenizer import tiny_tokenizer
-from tokenizer_zoo import NOT_SPECIAL, ZOO, sentencepiece_tokenizer
+from tokenizer_zoo import NOT_SPECIAL, PIECES, ZOO, sentencepiece_tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from patch.data.rendering.encoder import SpanEncoder
@@ -13,14 +13,6 @@ from patch.data.rendering.spans import Span
 from patch.data.rendering.special_tokens import MARK, SpecialTokenMarker, unmarked
 from patch.data.tokenizer import load_tokenizer, special_tokens
 from patch.errors import DataError
-
-PIECES = [
-    "hello", "World", " two", "  spaces ", "\n", "\n\n", "\t", "1234", "\u4f60\u597d", "\u4e16\u754c\u3002",
-    "\U0001f642\U0001f469\u200d\U0001f680", "e\u0301\u0323", "\u05e9\u05dc\u05d5\u05dd",
-    "\u0645\u0631\u062d\u0628\u0627", "\u202eabc\u202c", "\ufb01", "\x00\x7f", "<", "<|", "|>", "</",
-    "<s", ">",     "[INST]", "\u2581", "<0x0A>", *NOT_SPECIAL,
-]  # fmt: skip
-"""Of what texts are made: several scripts, combining characters, directions, and halves of special tokens."""
 
 
 def plain(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -63,7 +55,7 @@ def test_special_tokens_of_a_message_are_text(name: str) -> None:
         expected = tokenizer(text, add_special_tokens=False, split_special_tokens=True)["input_ids"]
         assert not ids.intersection(got), text
         assert got == expected or name == "unigram", text  # which makes special tokens of text even so
-        if name in ("llama3", "qwen"):
+        if name in ("llama3", "qwen", "qwen3"):
             normalizer = tokenizer.backend_tokenizer.normalizer
             assert tokenizer.decode(got) == (normalizer.normalize_str(text) if normalizer else text)
 

@@ -188,8 +188,8 @@ def test_each_ranks_share_of_the_cores_is_said_in_one_line(
         launch_workers(script, 2)
         assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
     assert caplog.messages == [
-        "2 thread(s) for each of 2 process(es): its share of 4 usable core(s)",
-        "3 thread(s) for each of 2 process(es): the environment's OMP_NUM_THREADS, of 4 usable core(s)",
+        "OMP_NUM_THREADS=2 in 2 processes, each one's share of 4 usable cores",
+        "OMP_NUM_THREADS=3 in 2 processes, as the environment has it, with 4 usable cores",
     ]
 
 

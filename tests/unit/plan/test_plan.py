@@ -176,15 +176,15 @@ def test_unknown_device_has_no_peak(name):
 
 def test_description_names_the_layout_and_the_length():
     text = describe_plan(_run("8B", "--tensor-model-parallel-size=2", "--nproc-per-node=4"), UNKNOWN)
-    assert "4 = TP 2 x PP 1 x CP 1 x DP 2 on 1 machine(s)" in text
+    assert "4 = TP 2 x PP 1 x CP 1 x DP 2 on 1 machine" in text
     assert "8.03 G (8B)" in text and "interleaved" not in text
-    assert "16 samples x 2048 tokens = 32768 tokens, 4 micro-batch(es)" in text
+    assert "16 samples x 2048 tokens = 32768 tokens, 4 micro-batches a replica" in text
     assert "10 steps = 328 k tokens" in text
 
 
 def test_description_names_interleaved_stages():
     flags = ("--pipeline-model-parallel-size=4", "--num-layers-per-virtual-pipeline-stage=2")
-    assert "PP 4 x CP 1 x DP 1 on 1 machine(s), 4 interleaved stages each" in describe_plan(
+    assert "PP 4 x CP 1 x DP 1 on 1 machine, 4 interleaved stages each" in describe_plan(
         _run("8B", *flags), UNKNOWN
     )
 
@@ -235,18 +235,22 @@ TINY_BF16 = 16 * total_parameters(_run("tiny").model)
     ("machine", "flags", "warning"),
     [
         (MachineFacts(0, 2, host_memory_bytes=TINY_BF16), (), None),
-        (MachineFacts(0, 2, host_memory_bytes=TINY_BF16 - 1), (), "1 process(es) hold 0.25 GiB"),
+        (
+            MachineFacts(0, 2, host_memory_bytes=TINY_BF16 - 1),
+            (),
+            "0.25 GiB of model state in the host memory of 1 process,",
+        ),
         (
             MachineFacts(0, 2, host_memory_bytes=TINY_BF16),
             ("--nproc-per-node=2",),
-            "2 process(es) hold 0.49 GiB of model state in host memory, this machine has 0.25 GiB",
+            "0.49 GiB of model state in the host memory of 2 processes, this machine has 0.25 GiB",
         ),
         (MachineFacts(2, 2, TINY_BF16, TINY_BF16), ("--nproc-per-node=2",), None),
         (MachineFacts(1, 2, TINY_BF16 - 1, 1), (), "0.25 GiB of model state on a GPU that has 0.25 GiB"),
         (
             MachineFacts(1, 2, TINY_BF16, TINY_BF16 // 4),
             ("--optimizer-offload-policy=static", "--optimizer-offload-fraction=0.5"),
-            "1 process(es) hold 0.08 GiB of model state in host memory",
+            "0.08 GiB of model state in the host memory of 1 process,",
         ),
         (MachineFacts(1, 2, TINY_BF16 // 2), ("--optimizer-offload-policy=auto",), None),
         (

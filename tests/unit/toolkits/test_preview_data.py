@@ -5,11 +5,14 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pytest
-from llama3_tokenizer import tiny_tokenizer
+from llama3_tokenizer import SPECIAL_TOKENS, tiny_tokenizer
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 from patch.data import load_sft, load_tokenizer
 from patch.data.sft.options import SftOptions
+from toolkits.preprocess_pretrain import main as preprocess
 from toolkits.preview_data import main
 
 ROWS = [
@@ -20,6 +23,7 @@ ROWS = [
     {"instruction": "hello", "output": "the quick " * 10},
 ]
 LENGTH = 30
+TEXTS = ["hello world", "", "hello" + " hello" * 699]
 HEADERS = "<|begin_of_text|> <|start_header_id|> user <|end_header_id|> \u21b5\u21b5".split()
 ANSWER = "<|eot_id|> <|start_header_id|> assistant <|end_header_id|> \u21b5\u21b5".split()
 HOSTILE = "<script>alert(1)</script> </mark> &amp; \"'> \x1b[31m [bold]"
@@ -226,11 +230,92 @@ def test_wrong_commands_are_refused(arguments, code, said, tokenizer, capsys):
     assert said in capsys.readouterr().err
 
 
-def test_a_set_of_documents_is_refused_by_name(tokenizer, tmp_path, capsys):
-    for ending in (".bin", ".idx"):
-        (tmp_path / f"text{ending}").touch()
-    assert main([str(tmp_path / "text"), *_flags(tokenizer)]) == 2
-    assert "a set of .bin/.idx; expected rows" in capsys.readouterr().err
+@pytest.fixture(scope="module")
+def documents(tokenizer, tmp_path_factory) -> Path:
+    """A set of three documents, as a user makes it."""
+    folder = tmp_path_factory.mktemp("documents")
+    rows = _write(folder, [{"text": text} for text in TEXTS])
+    arguments = ["--input", str(rows), "--tokenizer", str(tokenizer), "--output-prefix", str(folder / "set")]
+    assert preprocess([*arguments, "--workers", "1"]) == 0
+    return folder / "set_text_document"
+
+
+def test_documents_are_shown_with_figures_counted_by_hand(documents, tokenizer, tmp_path, capsys):
+    page, file = tmp_path / "it.html", tmp_path / "it.json"
+    arguments = _flags(tokenizer, "--rows", 3, "--html", page, "--json", file, "--plot", tmp_path / "it.png")
+    assert main([str(documents), *arguments]) == 0
+    values = json.loads(file.read_text())
+    encoder = load_tokenizer(str(tokenizer))
+    ids, long_ids = (encoder(text, add_special_tokens=False)["input_ids"] for text in (TEXTS[0], TEXTS[2]))
+    eos, size = encoder.eos_token_id, len(long_ids) + 1
+    whole, empty, long = values["rows"]
+    assert whole["samples"][0]["ids"] == [*ids, eos] and set(whole["samples"][0]["learned"]) == {1}
+    assert (empty["samples"], empty["remarks"]) == ([], ["an empty document"])
+    assert long["samples"][0]["ids"] == long_ids[:512]
+    assert long["remarks"] == [f"the first 512 of {size:,} tokens"]
+    (figures,) = values["sets"]
+    assert figures["counts"] == {
+        "documents": 3, "empty documents": 1, "sequences": 2, "tokens": len(ids) + 1 + size,
+        "samples of 30": (len(ids) + size) // 30,
+    }  # fmt: skip
+    assert (figures["median"], figures["longest"], figures["stored_as"]) == (len(ids) + 1, size, "uint16")
+    assert figures["lengths"]["counts"][0] == 2 and sum(figures["lengths"]["counts"]) == 3
+    assert figures["provenance"]["tokenizer"] == str(tokenizer)
+    said = capsys.readouterr().out
+    assert f"{documents}: document 1: {len(ids) + 1} tokens" in said and str(tokenizer) in said
+    assert len(_Page(page.read_text()).tokens) == len(ids) + 1 + 512
+
+
+def test_a_document_has_a_number(documents, tokenizer, capsys):
+    assert main([str(documents), *_flags(tokenizer, "--row", 3, "--no-statistics")]) == 0
+    assert f"{documents}: document 3: 512 tokens" in capsys.readouterr().out
+    assert main([str(documents), *_flags(tokenizer, "--row", 4, "--no-statistics")]) == 3
+    assert "no document 4, expected one of 3 (--row)" in capsys.readouterr().err
+
+
+def test_documents_of_another_tokenizer_are_refused(documents, tmp_path, capsys):
+    tiny_tokenizer(special=reversed(SPECIAL_TOKENS)).save_pretrained(tmp_path)
+    assert main([str(documents), *_flags(tmp_path)]) == 3
+    said = capsys.readouterr()
+    assert "was made with tokenizer" in said.err and said.out == ""
+
+
+def test_the_ending_of_documents_is_left_out(documents, tokenizer, capsys):
+    assert main([f"{documents}.bin", *_flags(tokenizer)]) == 2
+    assert f"expected the path of .bin and .idx without the ending, that is {documents}" in (
+        capsys.readouterr().err
+    )
+
+
+def test_packs_of_pais_sets_are_shown_as_conversations(tokenizer, tmp_path, capsys):
+    # Two conversations and two tokens of padding: what is learned begins after 3 and 1 of their tokens.
+    ids = [10, 11, 12, 13, -1 - 14, 20, -1 - 21, 0, 0]
+    labels = [-100, -100, 13, 14, -100, 21, -100, -100, -100]
+    builder = IndexedDatasetBuilder(f"{tmp_path}/set.bin", dtype=np.int32)
+    builder.add_document(np.array(ids + labels, np.int32), [18])
+    builder.finalize(f"{tmp_path}/set.idx")
+    file = tmp_path / "it.json"
+    assert main([f"{tmp_path}/set", *_flags(tokenizer, "--json", file)]) == 0
+    values = json.loads(file.read_text())
+    (row,) = values["rows"]
+    assert [sample["ids"] for sample in row["samples"]] == [[10, 11, 12, 13, 14], [20, 21]]
+    assert [sample["learned"] for sample in row["samples"]] == [[0, 0, 0, 1, 1], [0, 1]]
+    assert row["remarks"] == ["and 2 tokens of padding"]
+    (figures,) = values["sets"]
+    assert figures["counts"] == {"samples of 9": 1, "conversations": 2, "tokens": 7, "learned": 3}
+    assert "not known: no .meta.json" in capsys.readouterr().out
+
+
+def test_nothing_is_explained_before_an_error(tokenizer, tmp_path, capsys):
+    assert main([str(_write(tmp_path, [{"question": "a"}])), *_flags(tokenizer)]) == 3
+    assert capsys.readouterr().out == ""
+
+
+def test_ranges_without_a_sample_are_not_printed(seen, tokenizer, capsys):
+    assert main([str(seen[2]), *_flags(tokenizer, "--max-dropped-share", 0.2)]) == 0
+    bars = [line for line in capsys.readouterr().out.splitlines() if " to " in line and " tokens  " in line]
+    ranges = [bar.split(" tokens")[0].split() for bar in bars]
+    assert ranges == [["10", "to", "14"], ["20", "to", "24"], ["25", "to", "30"]]
 
 
 def test_a_file_that_cannot_be_written_is_refused(tokenizer, tmp_path, capsys):

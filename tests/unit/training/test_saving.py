@@ -83,7 +83,7 @@ def test_metrics_tell_what_was_waited_for(runs) -> None:
 
 
 def changes_around(rank: int, world_size: int, configs: list[RunConfig]) -> list[tuple[set, tuple, tuple]]:
-    """Of each run's second step: weights and states when it said that it would change them, before and after."""
+    """Of each run's second step: weights and states when it announced a change, before and after."""
     found = []
     for config in configs:
         run = build_seeded_run(config)

@@ -1,0 +1,155 @@
+"""What --dry-run says of a run's length, against what is counted by hand and what the run itself takes."""
+
+import io
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from llama3_tokenizer import build_tiny_tokenizer
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from refusals import refused
+from small_runs import small_run
+
+from patch.config import RunConfig
+from patch.data.datasets import build_datasets
+from patch.data.preview import show_data
+from patch.data.tokenizer import load_tokenizer
+from patch.errors import ConfigError, DataError
+from patch.plan import describe_length
+
+LENGTH = 32
+ROWS = [
+    {"instruction": "hello", "output": "world"},  # 12 tokens without the last one
+    {"instruction": "hello", "output": "the quick"},
+    {"instruction": "hello", "output": ""},  # dropped
+]
+
+
+def write(folder: Path, rows: list, name: str = "rows.jsonl") -> Path:
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    build_tiny_tokenizer(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def run(tokenizer: str, tmp_path: Path) -> Callable[..., RunConfig]:
+    """Makes a run on some data."""
+
+    def make(data: object, **changes) -> RunConfig:
+        changes = {"lr_warmup_iters": 1, "max_dropped_share": 0.5, "vocab_size": 400, **changes}
+        paths = {"output_path": str(tmp_path / "out"), "cache_dir": str(tmp_path / "cache")}
+        return small_run(train_data_path=str(data), tokenizer_name_or_path=tokenizer, **paths, **changes)
+
+    return make
+
+
+def said(config: RunConfig) -> list[str]:
+    """The last lines of the dry run."""
+    stream = io.StringIO()
+    samples = show_data(
+        config.data, config.model, config.tokenizer_folder, sft=config.training.sft,
+        output=Path(config.checkpoint.output_path), stream=stream,
+    )  # fmt: skip
+    lines = [line for line in stream.getvalue().splitlines() if line.startswith("data  ")]
+    return lines if samples is None else [*lines, describe_length(config, samples)]
+
+
+def train(config: RunConfig) -> int:
+    """The samples that the run itself takes, whose token cache is then there."""
+    tokenizer, folder = load_tokenizer(config.tokenizer_folder), Path(config.checkpoint.output_path)
+    settings = {"sft": config.training.sft, "num_train_samples": lambda each: each, "seed": 1}
+    sets = build_datasets(config.data, config.model, tokenizer, **settings, index_folder=folder / "index")
+    return sets.num_train_samples
+
+
+def test_steps_of_epochs_follow_from_a_small_set(run, tmp_path: Path) -> None:
+    rows = write(tmp_path, ROWS)
+    config = run(rows, train_epochs=5, train_iters=0)  # 10 samples in batches of 4
+    assert said(config) == [
+        f"data        {rows}: 2 samples in one epoch",
+        "length      3 steps = 6 epochs of 2 samples",
+    ]
+    assert list(tmp_path.iterdir()) == [rows]
+
+
+def test_epochs_of_steps_follow_too(run, tmp_path: Path) -> None:
+    rows = write(tmp_path, ROWS)
+    assert said(run(rows, train_iters=7))[-1] == "length      7 steps = 14 epochs of 2 samples"
+
+
+def test_packs_are_counted_as_the_run_counts_them(run, tmp_path: Path) -> None:
+    config = run(write(tmp_path, ROWS * 5), packing=True)  # 10 rows of 12 and 14 tokens: two a pack
+    assert "5 samples (packs) in one epoch" in said(config)[0] and train(config) == 5
+
+
+def test_a_large_set_is_known_once_it_is_tokenized_and_until_it_changes(run, tmp_path: Path) -> None:
+    rows = write(tmp_path, [{**row, "note": "x" * 2**19} for row in ROWS])
+    config = run(rows)
+    (unknown,) = said(config)
+    assert f"{rows}: its samples are counted when it is tokenized" in unknown and "preview_data" in unknown
+    time.sleep(2.1)  # the hash of a file that was just written is not remembered
+    assert train(config) == 2
+    known = [f"data        {rows}: 2 samples in one epoch", "length      20 steps = 40 epochs of 2 samples"]
+    assert said(config) == known
+    assert len(said(run(rows, max_padding_length=20))) == 1  # other tokens
+    rows.write_text(rows.read_text() + "\n")
+    assert len(said(config)) == 1
+
+
+def test_one_unknown_set_leaves_the_length_unknown(run, tmp_path: Path) -> None:
+    small = write(tmp_path, ROWS)
+    large = write(tmp_path, [{**row, "note": "x" * 2**19} for row in ROWS], "large.jsonl")
+    lines = said(run(f"0.5 {small} 0.5 {large}"))
+    assert [line.startswith("data ") for line in lines] == [True, True]
+    assert "2 samples in one epoch" in lines[0] and "counted when it is tokenized" in lines[1]
+    lines = said(run(f"0.5 {small} 0.5 {write(tmp_path, ROWS[:1], 'b.jsonl')}"))
+    assert lines[-1] == "length      20 steps = 26.7 epochs of 3 samples"
+
+
+def test_every_row_of_a_small_set_is_checked(run, tmp_path: Path) -> None:
+    rows = write(tmp_path, [*ROWS, {"question": "no answer"}])
+    with pytest.raises(DataError, match="rows.jsonl: line 4"):
+        said(run(rows))
+
+
+def test_a_warm_up_that_epochs_do_not_hold_is_refused_before_the_run(run, tmp_path: Path) -> None:
+    config = run(write(tmp_path, ROWS), train_epochs=1, train_iters=0)
+    with refused(ConfigError, r"position 24 .*: got 1, expected less than the run's 1"):
+        said(config)
+
+
+def documents(prefix: Path, sizes: list[int], dtype: type = np.int32) -> Path:
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=dtype)
+    for size in sizes:
+        builder.add_document(np.arange(size, dtype=dtype), [size])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def test_documents_are_counted_as_the_run_counts_them(run, tmp_path: Path) -> None:
+    prefix = documents(tmp_path / "set", [100, 60, 300, 40])
+    kind = {"dataset_type": "idxmap", "sft": "false"}
+    config = run(prefix, **kind)
+    assert said(config)[0] == f"data        {prefix}: 15 samples in one epoch"  # 499 // 32
+    assert train(config) == 15
+    config = run(prefix, **kind, split="50,50,0")
+    assert said(config)[-1] == "length      20 steps = 20 epochs of 4 samples" and train(config) == 4
+
+
+def test_pais_samples_are_its_documents(run, tmp_path: Path) -> None:
+    builder = IndexedDatasetBuilder(f"{tmp_path}/set.bin", dtype=np.int32)
+    for _ in range(3):
+        builder.add_document([*range(1, 32), -1 - 32, *range(2, 33), -100], [64])
+    builder.finalize(f"{tmp_path}/set.idx")
+    config = run(tmp_path / "set", dataset_type="idxmap")
+    assert said(config)[0].endswith("set: 3 samples in one epoch") and train(config) == 3
