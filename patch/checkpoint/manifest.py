@@ -53,6 +53,9 @@ def damage(folder: Path) -> str | None:
     of its number wrote. At the same layout it reads them again to load them, now from its machine's memory.
     """
     files = from_rank_0(lambda: read_manifest(folder))
+    if files is None:
+        missing = folder / CHECKSUMS_FILE
+        return f"{missing} is missing: the checkpoint was not written to its end, or by another program"
     if not isinstance(files, dict):
         return files
     is_job = dist.is_initialized()
@@ -89,8 +92,8 @@ def has_saved_lengths(folder: Path) -> bool:
         return False
 
 
-def read_manifest(folder: Path) -> dict[str, Content] | str:
-    """The files' contents by name; or what is wrong with checksums.json, in words."""
+def read_manifest(folder: Path) -> dict[str, Content] | str | None:
+    """The files' contents by name; or what is wrong with checksums.json, in words; None if it is missing."""
     path = folder / CHECKSUMS_FILE
     try:
         text = path.read_bytes()
@@ -99,7 +102,7 @@ def read_manifest(folder: Path) -> dict[str, Content] | str:
         files = from_json(manifest["files"])
         iteration = int(manifest["iteration"])
     except FileNotFoundError:
-        return f"{path} is missing: the checkpoint was not written to its end, or by another program"
+        return None
     except OSError as error:
         return f"{path} cannot be read: {error.strerror}"
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:

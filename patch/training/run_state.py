@@ -10,12 +10,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import megatron.core
 import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from patch import __version__
 from patch.checkpoint import (
     latest_iteration,
     load_checkpoint,
@@ -48,6 +50,12 @@ CURES = {
     "optimizer.state.master_low.": SAME_PRECISION,
 }
 """Prefix of a tensor's name -> what to do if only the run or only the checkpoint has the tensor."""
+_VERSIONS = {
+    "llama-megatron-patch": __version__,
+    "megatron-core": megatron.core.__version__,
+    "torch": str(torch.__version__),
+}
+"""Stored for people who look at a checkpoint; nothing reads it."""
 _WEIGHTS_ONLY = "weights_only"
 """True among the common values of a checkpoint without optimizer states."""
 
@@ -122,7 +130,7 @@ def state_to_save(
         weights_only: leave out what only a resume needs: optimizer and random generators.
     """
     optimizer.finish_param_sync()
-    common: dict[str, Any] = {**progress._asdict(), "config": config_yaml}
+    common: dict[str, Any] = {**progress._asdict(), "versions": _VERSIONS, "config": config_yaml}
     if weights_only:
         return {"model": sharded_weights(stages)}, common | {_WEIGHTS_ONLY: True}
     state = _sharded_state(stages, optimizer, is_loading=False) | {"random": _sharded_generators()}
