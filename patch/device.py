@@ -159,13 +159,17 @@ class DeviceContext:
 
     @staticmethod
     def select(local_rank: int) -> DeviceContext:
-        """The GPU of this local rank, which becomes the current one; the CPU on a machine without GPUs."""
+        """The GPU of this local rank, which becomes the current one; the CPU on a machine without GPUs.
+
+        A scheduler may show each process its own GPU only.
+        """
         import torch
 
         if not torch.cuda.is_available():
             return DeviceContext(torch.device("cpu"), "gloo")
-        torch.cuda.set_device(local_rank)
-        return DeviceContext(torch.device("cuda", local_rank), "nccl")
+        index = local_rank if torch.cuda.device_count() > 1 else 0
+        torch.cuda.set_device(index)
+        return DeviceContext(torch.device("cuda", index), "nccl")
 
 
 FloatType = Literal["fp32", "bf16", "fp16"]

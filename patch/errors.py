@@ -19,6 +19,8 @@ class PatchError(Exception):
     """
 
     exit_code = 1
+    may_restart = False
+    """Whether --max-restarts starts the run again: not if it would fail again."""
 
     def __init__(self, message: str = "", *, field: str | None = None) -> None:
         super().__init__(message)

@@ -2,7 +2,8 @@
 
 `python pretrain_llama.py ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]`, or flags alone (see `--help`). Without
 LOCAL_RANK in the environment it checks the configuration and starts one worker for each local rank. With
-LOCAL_RANK (set by our launcher, torchrun or a scheduler) it is a worker and trains.
+LOCAL_RANK (set by our launcher or torchrun), or as one of several SLURM tasks on a machine, it is a worker
+and trains.
 """
 
 from __future__ import annotations
@@ -10,9 +11,20 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # works without an installation
+
+from patch.distributed.worker_process import (  # noqa: E402
+    announce_end,
+    begin,
+    claim_error_report,
+    failure,
+    is_launched,
+)
+
+begin()  # before anything that takes time or starts threads
 
 from patch.config import (  # noqa: E402
     Invocation,
@@ -21,6 +33,7 @@ from patch.config import (  # noqa: E402
     parse_args,
     resume_notes,
     run_warnings,
+    slurm_task,
     to_flags,
     to_yaml,
     unknown_variables,
@@ -28,8 +41,8 @@ from patch.config import (  # noqa: E402
     validate_run,
 )
 from patch.device import MachineFacts  # noqa: E402
-from patch.distributed.launch import allocator_environment, claim_error_report, launch  # noqa: E402
-from patch.errors import PatchError  # noqa: E402
+from patch.distributed.launch import allocator_environment, launch  # noqa: E402
+from patch.errors import ConfigError, PatchError  # noqa: E402
 from patch.logger import configure_logging, get_logger  # noqa: E402
 from patch.plan import describe_length, describe_plan, resolve_sharding  # noqa: E402
 
@@ -69,41 +82,61 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
         sys.stderr.write(describe_length(config, samples) + "\n")
 
 
+def _work(invocation: Invocation) -> None:
+    restarts = invocation.config.parallel.max_restarts
+    if restarts and not is_launched():
+        raise ConfigError(
+            f"got {restarts}, expected 0: torchrun or SLURM has started this process, and starts it again",
+            field="max_restarts",
+        )
+    from patch.compat import quick_start
+
+    with quick_start():
+        from patch.training import run
+
+    run(invocation.config)
+
+
+def _run(argv: list[str], is_worker: bool) -> int:
+    machine = MachineFacts.probe()
+    if is_worker and machine.cuda_devices == 1 and "SLURM_LOCALID" in os.environ:
+        # SLURM may show each task its own GPU only.
+        machine = replace(machine, cuda_devices=int(os.environ["LOCAL_WORLD_SIZE"]))
+    invocation = parse_args(argv, os.environ, machine)
+    config, notes = _check(invocation, machine)
+    invocation = invocation._replace(config=config)
+    if is_worker and not invocation.dry_run:
+        _work(invocation)
+        return 0
+    for warning in run_warnings(config):
+        _logger.warning("%s", warning)
+    for note in notes:
+        _logger.info("%s", note)
+    if not invocation.dry_run:
+        return _launch(invocation, machine)
+    _describe(invocation, machine)
+    return 0
+
+
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code (0, 2 to 5, 130 or 143; see the README)."""
     configure_logging()
     # Upstream warns at import that Apex and Transformer Engine are missing; they are not used.
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    is_worker = "LOCAL_RANK" in os.environ
-    if is_worker:  # also for workers that torchrun started
-        os.environ.update(allocator_environment(os.environ))
-    else:  # first of all, because the misspelled variable may be why the run is refused
-        for warning in unknown_variables(os.environ):
-            _logger.warning("%s", warning)
     try:
-        machine = MachineFacts.probe()
-        invocation = parse_args(argv, os.environ, machine)
-        config, notes = _check(invocation, machine)
-        invocation = invocation._replace(config=config)
-        if is_worker and not invocation.dry_run:
-            from patch.compat import quick_start
-
-            with quick_start():
-                from patch.training import run
-
-            run(config)
-            return 0
-        for warning in run_warnings(config):
-            _logger.warning("%s", warning)
-        for note in notes:
-            _logger.info("%s", note)
-        if not invocation.dry_run:
-            return _launch(invocation, machine)
-        _describe(invocation, machine)
-        return 0
+        os.environ.update(slurm_task(argv[0] if argv else "", os.environ))
+        is_worker = "LOCAL_RANK" in os.environ
+        if is_worker:  # also for workers that torchrun or srun started
+            configure_logging()  # now that the rank is known
+            os.environ.update(allocator_environment(os.environ))
+        else:  # first of all, because the misspelled variable may be why the run is refused
+            for warning in unknown_variables(os.environ):
+                _logger.warning("%s", warning)
+        return _run(argv, is_worker)
     except PatchError as error:
         if claim_error_report():
             _logger.error("%s", user_message(error))
+        announce_end(failure(error))
         return error.exit_code
     except KeyboardInterrupt:  # training has not begun, so there is nothing to save
         return 130

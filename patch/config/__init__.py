@@ -3,11 +3,12 @@
 Imports neither torch nor megatron, so that a wrong command fails at once.
 """
 
-from patch.config.cluster import Rendezvous
+from patch.config.cluster import Rendezvous, slurm_task
 from patch.config.data_record import SetRecord
 from patch.config.file_rules import run_warnings
 from patch.config.flags import to_flags
 from patch.config.hub_names import fetch_from_hub
+from patch.config.machines import usable_sizes
 from patch.config.parse import Invocation, parse_args
 from patch.config.positions import unknown_variables, user_message
 from patch.config.resume_guard import check_tokens, remember_data, resume_notes
@@ -43,9 +44,11 @@ __all__ = [
     "remember_data",
     "resume_notes",
     "run_warnings",
+    "slurm_task",
     "to_flags",
     "to_yaml",
     "unknown_variables",
+    "usable_sizes",
     "user_message",
     "validate_run",
 ]

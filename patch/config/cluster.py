@@ -2,7 +2,8 @@
 
 Under torchrun (LOCAL_RANK is set) torchrun's variables decide. Otherwise `dlc` and `slurm` read the variables
 of their scheduler, and `dsw` (the default without ENV) means this machine alone, or several machines with
---nnodes and NODE_RANK, MASTER_ADDR and MASTER_PORT.
+--nnodes and NODE_RANK, MASTER_ADDR and MASTER_PORT. Where srun starts one task for each process,
+`slurm_task` makes torchrun's variables of SLURM's.
 """
 
 from __future__ import annotations
@@ -78,22 +79,62 @@ def _first_host(nodelist: str) -> str:
 
 
 def _slurm(environ: Mapping[str, str]) -> Cluster:
-    nnodes = _number(environ, "SLURM_NNODES", "with ENV=slurm the number of machines", least=1)
-    tasks = _optional(environ, "SLURM_STEP_NUM_TASKS", "the tasks of this job step") or nnodes
-    if tasks != nnodes:
-        raise ConfigError(
-            f"SLURM started {tasks} tasks on {nnodes} machines, expected one on each, "
-            "for the launcher starts the workers itself: use srun --ntasks-per-node=1"
-        )
+    nnodes = _slurm_nodes(environ)
+    node_rank = _number(environ, "SLURM_NODEID", "with ENV=slurm this machine's index")
+    gpus = _optional(environ, "SLURM_GPUS_ON_NODE", "the GPUs of this machine")
+    return Cluster(nnodes, gpus, Rendezvous(node_rank, *_slurm_address(environ)))
+
+
+def _slurm_nodes(environ: Mapping[str, str]) -> int:
+    step = _optional(environ, "SLURM_STEP_NUM_NODES", "the machines of this job step")
+    return step or _number(environ, "SLURM_NNODES", "with ENV=slurm the number of machines", least=1)
+
+
+def _slurm_address(environ: Mapping[str, str]) -> tuple[str, int]:
     address = environ.get("MASTER_ADDR") or _first_host(
         _text(environ, "SLURM_JOB_NODELIST", "with ENV=slurm the names of the machines")
     )
     # Every machine must derive the same port without communication, so it comes from the job's number.
     port = _optional(environ, "MASTER_PORT", "a free port of the first machine")
-    port = port or 20000 + _number(environ, "SLURM_JOB_ID", "with ENV=slurm the job's number") % 10000
-    node_rank = _number(environ, "SLURM_NODEID", "with ENV=slurm this machine's index")
-    gpus = _optional(environ, "SLURM_GPUS_ON_NODE", "the GPUs of this machine")
-    return Cluster(nnodes, gpus, Rendezvous(node_rank, address, port))
+    job = _number(environ, "SLURM_JOB_ID", "with ENV=slurm the job's number") if port is None else 0
+    return address, port or 20000 + job % 10000
+
+
+def slurm_task(env: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """torchrun's variables of this task, if srun started one task for each process of the job.
+
+    With one task a machine there are none: the task is the machine's launcher.
+
+    Args:
+        env: ENV of the command line; only `slurm` reads SLURM's variables.
+        environ: the environment variables.
+
+    Raises:
+        ConfigError: the machines have different numbers of tasks, or a variable is missing.
+    """
+    if env != "slurm" or "LOCAL_RANK" in environ:
+        return {}
+    nnodes = _slurm_nodes(environ)
+    tasks = _optional(environ, "SLURM_STEP_NUM_TASKS", "the tasks of this job step") or nnodes
+    if tasks == nnodes:
+        return {}
+    local, local_rank = tasks // nnodes, _number(environ, "SLURM_LOCALID", "this task's index on its machine")
+    if tasks % nnodes or local_rank >= local:
+        raise ConfigError(
+            f"SLURM started {tasks} tasks on {nnodes} machines, expected as many on each, one for each "
+            "process: use srun --ntasks-per-node, or =1 for one launcher a machine"
+        )
+    # Not SLURM_PROCID: srun may deal the tasks out to the machines in turn.
+    rank = _number(environ, "SLURM_NODEID", "with ENV=slurm this machine's index") * local + local_rank
+    address, port = _slurm_address(environ)
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(tasks),
+        "LOCAL_WORLD_SIZE": str(local),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
 
 
 _READERS = {"dlc": _dlc, "slurm": _slurm}

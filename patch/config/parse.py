@@ -73,6 +73,8 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     merged = {**_shape(merged), **merged}
     # positions say how many machines there are, so only a flag may overrule them
     nnodes = (flags.fields if texts else merged).get("nnodes")
+    if "LOCAL_RANK" in environ and merged.get("min_nodes"):
+        nnodes = None  # those that are there; the launcher counts them at each start
     cluster = read_cluster(env, environ, nnodes)
     merged["nnodes"] = cluster.nnodes if nnodes is None else nnodes
     _derive(merged)

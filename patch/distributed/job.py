@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 import queue
 import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from patch.errors import TrainingError
 
+ROUND = "PATCH_ROUND"
+"""The variable with the number of this start of the workers; our launchers' store serves all of them."""
+_Answer = TypeVar("_Answer")
 _GRACE_S = 5.0
 """We wait this much longer than torch, because the error of torch's own time limit says more."""
 
@@ -33,36 +37,48 @@ def join(backend: str, timeout: timedelta) -> None:
     Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, pointToPoint and barrier.
     """
     store, rank, world_size = _connect(timeout)
-    dist.init_process_group(
-        backend, store=dist.PrefixStore("job", store), rank=rank, world_size=world_size, timeout=timeout
-    )
+    store = dist.PrefixStore(f"job{os.environ.get(ROUND, '')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
 def _connect(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Connect to the store of rank 0; returns the store, this process's rank, the number of processes."""
-    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-    # In a thread, because torch waits without a time limit for the answer to its first message.
-    threading.Thread(target=_rendezvous, args=(timeout, answers), daemon=True).start()
-    seconds = timeout.total_seconds()
     try:
-        answer = answers.get(timeout=seconds + _GRACE_S)
-    except queue.Empty:
-        raise _unreachable(f"no answer to a connection within {seconds / 60:.3g} minutes") from None
-    if isinstance(answer, RuntimeError):
-        raise _unreachable(str(answer).strip().partition("\n")[0]) from answer
-    if isinstance(answer, Exception):
-        raise answer
-    store, rank, world_size = answer
+        store, rank, world_size = answer_within(
+            timeout, lambda: next(iter(dist.rendezvous("env://", timeout=timeout)))
+        )
+    except (RuntimeError, TimeoutError) as error:
+        raise _unreachable(str(error).strip().partition("\n")[0]) from error
     store.set_timeout(timeout)
     return store, rank, world_size
 
 
-def _rendezvous(timeout: timedelta, answers: queue.SimpleQueue[Any]) -> None:
-    """Put torch's (store, rank, world size), or the error, into `answers`."""
+def answer_within(timeout: timedelta, call: Callable[[], _Answer]) -> _Answer:
+    """Call a function of torch that connects to a store, in a thread, and wait for what it returns.
+
+    torch waits without a time limit for the answer to its first message.
+
+    Raises:
+        TimeoutError: it has not returned in time.
+        Exception: what it raises.
+    """
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put((call(), None))
+        except Exception as error:  # noqa: BLE001 - it is raised in the caller's thread
+            answers.put((None, error))
+
+    threading.Thread(target=work, daemon=True).start()
+    seconds = timeout.total_seconds()
     try:
-        answers.put(next(iter(dist.rendezvous("env://", timeout=timeout))))
-    except Exception as error:  # noqa: BLE001 - `_connect` raises it in the caller's thread
-        answers.put(error)
+        answer, error = answers.get(timeout=seconds + _GRACE_S)
+    except queue.Empty:
+        raise TimeoutError(f"no answer to a connection within {seconds / 60:.3g} minutes") from None
+    if error is not None:
+        raise error
+    return answer
 
 
 def _unreachable(reason: str) -> TrainingError:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from patch.config.positions import where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.distributed.launch import LOST_RANK_CODE
+from patch.distributed.worker_process import LOST_RANK_CODE
 from patch.errors import PatchError, TrainingError
 from patch.training.memory_advice import memory_advice
 
@@ -43,7 +43,13 @@ _LOST = (
 )
 
 
-class LostRankError(TrainingError):
+class SilentRankError(TrainingError):
+    """Another rank or the network between them does not answer, which a restart may cure."""
+
+    may_restart = True
+
+
+class LostRankError(SilentRankError):
     """Another rank ended. The launcher prefers the exit code of that rank, which knows the reason."""
 
     exit_code = LOST_RANK_CODE
@@ -90,7 +96,7 @@ def _translate(error: RuntimeError | MemoryError | OSError, config: RunConfig) -
     if not isinstance(error, RuntimeError):
         return None
     if any(words in message for words in _TIMED_OUT):
-        return TrainingError(
+        return SilentRankError(
             f"another rank did not answer within {config.parallel.distributed_timeout_minutes} minutes "
             f"({where('distributed_timeout_minutes')}): {reason}. It hangs or has ended, its own messages "
             "say why; raise that flag if a step really takes so long"
@@ -98,7 +104,7 @@ def _translate(error: RuntimeError | MemoryError | OSError, config: RunConfig) -
     if any(words in message for words in _LOST):
         return LostRankError(f"another rank ended, its own messages say why: {reason}")
     if isinstance(error, dist.DistError):
-        return TrainingError(
+        return SilentRankError(
             f"the processes cannot talk to each other: {reason}. Look at the other ranks' messages, and at "
             "MASTER_ADDR and MASTER_PORT where there are several machines"
         )

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 
+import torch.distributed as dist
+
 from patch.data.prefetch import read_ahead
 from patch.distributed.collectives import barrier, max_over_world
+from patch.errors import TrainingError
 from patch.logger import get_logger
 from patch.training.evaluation import evaluate
 from patch.training.hooks import TrainerHook
 from patch.training.metrics import make_record, measure
+from patch.training.non_finite import named_samples, samples_of_step
+from patch.training.phases import Phase
 from patch.training.saving import Saving
 from patch.training.setup import Run
-from patch.training.step import train_step
+from patch.training.spikes import SpikeWarnings
+from patch.training.step import StepResult, train_step
 from patch.training.stop import StopRequests
 
 _logger = get_logger(__name__)
@@ -32,6 +39,7 @@ class Trainer:
         self._requests = StopRequests(run.config)
         self._saving = Saving(run, self._on_save)
         run.before_change = self._saving.wait_for_copies
+        self._spikes = SpikeWarnings(run) if dist.get_rank() == 0 else None
         self._exit_code = 0
         """With which all ranks agreed to stop; 0: they go on. A rank may have been asked a step earlier."""
         self._is_writing = False
@@ -45,7 +53,7 @@ class Trainer:
         Returns:
             the exit code: 0 after the last step, else that of what stopped the run (see `stop`).
         Raises:
-            TrainingError: the gradients are not finite.
+            TrainingError: the loss or the gradients are not finite.
             CheckpointError: a checkpoint cannot be written.
         """
         self._step_begin = time.perf_counter()
@@ -76,10 +84,12 @@ class Trainer:
         # A step is timed from gradient norm to gradient norm: the GPU may still be busy with the update.
         now = time.perf_counter()
         seconds, self._step_begin = now - self._step_begin, now
+        self.run.phases.enter(Phase.METRICS)
         for hook in self._hooks:
             hook.on_step(done, seconds)
         measured = measure(self.run, result, seconds * 1e3) | self._saving.measured()
         worst = self._share(measured, is_last=is_last)
+        self._check(iteration, result, worst["loss"])
         if done % config.checkpoint.log_interval == 0 or is_last:
             record = make_record(self.run, done, result, worst)
             for hook in self._hooks:
@@ -97,6 +107,7 @@ class Trainer:
         for task in tasks:
             task(done)
             self._step_begin = time.perf_counter()
+        self.run.phases.end_step(seconds, result.comm_exposed_ms)
 
     def _share(self, measured: dict[str, float], *, is_last: bool) -> dict[str, float]:
         """The largest value of each metric over ranks; the same collective agrees whether to stop."""
@@ -106,16 +117,34 @@ class Trainer:
         self._exit_code, self._is_writing = int(agreed), bool(is_writing)
         return dict(zip(measured, worst, strict=True))
 
+    def _check(self, iteration: int, result: StepResult, loss: float) -> None:
+        """Look at the loss of a step.
+
+        Raises:
+            TrainingError: it is not finite although the gradients are, so the step was taken.
+        """
+        if not math.isfinite(loss) and not result.skipped:
+            raise TrainingError(
+                f"step {iteration + 1}: loss {loss}, expected a finite number; the gradient norm is "
+                f"{result.grad_norm}. Look at its samples: "
+                f"{named_samples(self.run, samples_of_step(self.run, iteration))}"
+            )
+        if self._spikes is not None:
+            self._spikes.note(iteration, loss, result.grad_norm)
+
     def _evaluate(self, done: int) -> None:
+        self.run.phases.enter(Phase.EVALUATION)
         record = {"iteration": done, **evaluate(self.run)}
         for hook in self._hooks:
             hook.on_evaluate(record)
 
     def _go_on(self, done: int) -> None:
         if self._saving.is_pending:  # a signal has the next one saved first
+            self.run.phases.enter(Phase.SAVE)
             self._saving.go_on()
 
     def _save(self, done: int) -> None:
+        self.run.phases.enter(Phase.SAVE)
         is_last = done == self.run.config.training.train_iters
         self._saving.save(done, is_end=is_last or self._exit_code != 0)
 

@@ -19,8 +19,8 @@ from patch.convert import export_hf
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_or_none
 from patch.distributed.groups import initialize, shutdown
-from patch.distributed.launch import announce_end
-from patch.errors import CheckpointError, PatchError
+from patch.distributed.worker_process import Reply, announce_end, failure, is_launched
+from patch.errors import CheckpointError
 from patch.logger import configure_logging, get_logger
 from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run
@@ -28,6 +28,7 @@ from patch.storage.names import CONFIG_FILE, HF_FOLDER
 from patch.training.best_checkpoint import BestCheckpoint
 from patch.training.checkpoint_retention import CheckpointRetention
 from patch.training.error_translation import translate_errors
+from patch.training.hang_guard import guarding
 from patch.training.hooks import TrainerHook
 from patch.training.loss_plot import LossPlot
 from patch.training.metrics import MetricsLog
@@ -46,17 +47,19 @@ def run(config: RunConfig) -> None:
 
     Raises:
         PatchError: an error that the user can cure; its exit_code is the exit code of the worker.
-        SystemExit: with the exit code of what stopped the run (see `stop`), after a checkpoint was saved.
+        SystemExit: with the exit code of what stopped the run (see `stop`), when a checkpoint was saved;
+            with 0 under our launcher, which reads that code in the reply.
     """
     configure_logging()
     try:
         with translate_errors(config):
             exit_code = _train(config)
     except Exception as error:
-        announce_end(error.exit_code if isinstance(error, PatchError) else 1)
+        announce_end(failure(error))
         raise
     if exit_code:
-        sys.exit(exit_code)
+        # The agent takes any code but 0 for a failure, and ends the others; ours reads the code in the reply.
+        sys.exit(0 if is_launched() else exit_code)
 
 
 def _train(config: RunConfig) -> int:
@@ -72,10 +75,11 @@ def _train(config: RunConfig) -> int:
             _write_config(config)
         with all_or_none():
             hooks = build_hooks(this_run)
-        exit_code = Trainer(this_run, hooks).train()
+        with guarding(this_run):
+            exit_code = Trainer(this_run, hooks).train()
         if not exit_code and config.checkpoint.export_hf:
             _export(this_run)
-    announce_end(exit_code)
+    announce_end(Reply(exit_code))
     try:
         shutdown()
     except RuntimeError as error:  # the run is done, so a rank that has left already does no harm

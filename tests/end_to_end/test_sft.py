@@ -1,8 +1,11 @@
-"""Fine-tuning through the shell over two processes: files, export, SIGTERM, resume."""
+"""Fine-tuning through the shell over two processes: files, export, SIGTERM, resume, restart."""
 
 import json
+import os
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -127,20 +130,63 @@ def test_checkpoint_whose_tokenizer_is_gone_asks_for_hf_config(
     assert_same_weights(tmp_path / "hf", unbroken / "hf")
 
 
-def test_resume_after_sigterm_repeats_the_run_with_states_in_host_memory_too(
-    office: Office, unbroken: Path, tmp_path: Path
-) -> None:
-    arguments = sft_command(office, tmp_path / "out")
-    launcher = subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True)
-    metrics = tmp_path / "out" / "log" / "metrics.jsonl"
+def await_steps(output: Path, count: int, launcher: subprocess.Popen) -> None:
+    """Wait until so many steps are in the log."""
+    metrics = output / "log" / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+    while not (metrics.exists() and metrics.read_text().count("\n") >= count):
         assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()[1]
         time.sleep(0.02)
-    launcher.send_signal(signal.SIGTERM)
-    _, messages = launcher.communicate(timeout=120)
-    assert launcher.returncode == 143, messages
-    assert 3 <= latest_checkpoint(tmp_path / "out") < NUM_STEPS
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def start_machine(rank: int, port: int, office: Office, output: Path) -> subprocess.Popen:
+    """The launcher of one of two machines, with one process."""
+    place = {"WORLD_SIZE": 2, "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    arguments = sft_command(office, output, ENV="dlc")
+    own = environment(**place, NPROC_PER_NODE=1)
+    return subprocess.Popen(arguments, env=own, stderr=subprocess.PIPE, text=True)
+
+
+def start_task(rank: int, port: int, office: Office, output: Path) -> subprocess.Popen:
+    """One of two tasks that srun starts on one machine."""
+    job = {"SLURM_NNODES": 1, "SLURM_STEP_NUM_TASKS": 2, "SLURM_NODEID": 0, "SLURM_LOCALID": rank}
+    arguments = sft_command(office, output, ENV="slurm")
+    own = environment(**job, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    return subprocess.Popen(arguments, env=own, stderr=subprocess.PIPE, text=True)
+
+
+def stop_one_of_two(processes: list[subprocess.Popen], output: Path) -> None:
+    """After a few steps send SIGTERM to the second; both end with a checkpoint and the code of the signal."""
+    await_steps(output, 3, processes[0])
+    processes[1].send_signal(signal.SIGTERM)
+    for process in processes:
+        _, messages = process.communicate(timeout=120)
+        assert process.returncode == 143, messages
+    assert 3 <= latest_checkpoint(output) < NUM_STEPS
+
+
+def test_one_slurm_task_for_each_process_trains_as_our_launcher_does(
+    office: Office, unbroken: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    stop_one_of_two([start_task(rank, port, office, tmp_path / "out") for rank in (0, 1)], tmp_path / "out")
+    found = losses(tmp_path / "out")
+    assert found == losses(unbroken)[: len(found)]
+
+
+def test_resume_after_sigterm_to_one_of_two_machines_repeats_the_run_with_states_in_host_memory_too(
+    office: Office, unbroken: Path, tmp_path: Path
+) -> None:
+    port = free_port()
+    stop_one_of_two(
+        [start_machine(rank, port, office, tmp_path / "out") for rank in (0, 1)], tmp_path / "out"
+    )
 
     offloading = sft_command(office, tmp_path / "out", OPTIMIZER_OFFLOAD="auto")
     result = call([*offloading, "--simulated-device-memory=1e9", "--optimizer-offload-auto-threshold=1e6"])
@@ -151,6 +197,35 @@ def test_resume_after_sigterm_repeats_the_run_with_states_in_host_memory_too(
     assert "to the device" in result.stderr and "ms predicted" in result.stderr
     assert losses(tmp_path / "out") == losses(unbroken)
     assert_same_weights(tmp_path / "out" / "hf", unbroken / "hf")
+
+
+def test_killed_worker_is_replaced_and_the_run_ends_with_the_bits_of_an_undisturbed_one(
+    office: Office, unbroken: Path, tmp_path: Path
+) -> None:
+    """At a random step, before the first checkpoint or after it; nobody starts it again."""
+    victim, step = random.choice("01"), random.randrange(1, NUM_STEPS // 2)
+    output = tmp_path / "out"
+    arguments = [*sft_command(office, output, SAVE_INTERVAL=10), "--max-restarts=1"]
+    launcher = subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True)
+    await_steps(output, step, launcher)
+    os.kill(worker_of(launcher.pid, victim), signal.SIGKILL)
+    _, messages = launcher.communicate(timeout=120)
+    what = f"rank {victim} killed at step {step}: {messages}"
+    assert launcher.returncode == 0, what
+    assert f"local rank {victim} ended: killed by SIGKILL" in messages, what
+    assert messages.count("restart 1 of 1") == 1 and "Traceback" not in messages, what
+    assert losses(output) == losses(unbroken), what
+    assert_same_weights(output / "hf", unbroken / "hf")
+
+
+def worker_of(launcher: int, local_rank: str) -> int:
+    """The process id of a launcher's worker."""
+    variable = f"LOCAL_RANK={local_rank}".encode()
+    for task in Path("/proc").glob(f"{launcher}/task/*/children"):
+        for child in task.read_text().split():
+            if variable in Path("/proc", child, "environ").read_bytes().split(b"\0"):
+                return int(child)
+    raise AssertionError("no such worker")
 
 
 def test_length_that_was_trained_already_leaves_the_run_as_it_was(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from patch.config import parse_args, to_flags
+from patch.config import parse_args, slurm_task, to_flags
 from patch.config.cluster import Rendezvous
 from patch.device import MachineFacts
 from patch.errors import ConfigError
@@ -76,10 +76,41 @@ def test_slurm_meets_at_the_first_host(command, nodelist, first):
     assert command.parse(ENV="slurm").rendezvous.master_addr == first
 
 
-def test_slurm_refuses_several_tasks_on_a_machine(command):
-    command.environ.update(SLURM, SLURM_STEP_NUM_TASKS="12")
-    with pytest.raises(ConfigError, match="12 tasks on 3 machines.*--ntasks-per-node=1"):
-        command.parse(ENV="slurm")
+TASK = {**SLURM, "SLURM_STEP_NUM_TASKS": "12", "SLURM_LOCALID": "1", "SLURM_PROCID": "5"}
+
+
+def test_one_slurm_task_a_machine_is_its_launcher():
+    assert slurm_task("slurm", {**SLURM, "SLURM_STEP_NUM_TASKS": "3", "SLURM_LOCALID": "0"}) == {}
+    assert slurm_task("dsw", TASK) == {}, "an interactive shell within an allocation"
+
+
+def test_several_slurm_tasks_a_machine_are_workers(command):
+    """Ranks are counted machine by machine, also if srun deals the tasks out in turn."""
+    found = slurm_task("slurm", TASK)
+    assert found == {
+        "RANK": "9",
+        "LOCAL_RANK": "1",
+        "WORLD_SIZE": "12",
+        "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "gpu03",
+        "MASTER_PORT": "24567",
+    }
+    command.environ.update(TASK, **found)
+    parallel = command.parse(ENV="slurm").config.parallel
+    assert (parallel.nnodes, parallel.nproc_per_node) == (3, 4)
+
+
+@pytest.mark.parametrize("uneven", [{"SLURM_STEP_NUM_TASKS": "11"}, {"SLURM_LOCALID": "4"}])
+def test_slurm_tasks_are_as_many_on_each_machine(uneven):
+    with pytest.raises(ConfigError, match="tasks on 3 machines.*--ntasks-per-node"):
+        slurm_task("slurm", {**TASK, **uneven})
+
+
+def test_launcher_of_a_run_that_may_shrink_counts_the_machines(command):
+    command.environ.update(LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
+    elastic = ("--nnodes=4", "--nproc-per-node=1", "--max-restarts=1", "--min-nodes=1")
+    assert command.parse(*elastic).config.parallel.nnodes == 2
+    assert command.parse(*elastic[:3]).config.parallel.nnodes == 4, "it is refused when it joins the job"
 
 
 def test_machines_by_hand_need_an_address(command):

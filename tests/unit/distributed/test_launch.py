@@ -1,28 +1,36 @@
-"""The supervisor of local workers, with tiny scripts as workers: environment, exit codes, signals, orphans.
+"""The launcher, with tiny scripts as workers: environment, exit codes, signals, restarts, orphans.
 
-Run as a program this file is a launcher: `python test_launch.py SCRIPT NUM_WORKERS`.
+Run as a program this file is the launcher of a machine: `python test_launch.py SCRIPT MACHINE`, see `start`.
 """
 
+import json
+import logging
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from patch.config import Rendezvous, RunConfig, schema
 from patch.device import MachineFacts
-from patch.distributed import launch as launch_module
-from patch.distributed.launch import INSISTENCE_S, LOST_RANK_CODE, Supervisor, launch, worker_environments
+from patch.distributed import agent, rendezvous
+from patch.distributed.agent import INSISTENCE_S
+from patch.distributed.launch import launch, worker_environment
+from patch.distributed.worker_process import LOST_RANK_CODE
 from patch.errors import ConfigError
 from patch.storage.lock import hold_run
 
 REPOSITORY = Path(__file__).parents[3]
 MACHINE = MachineFacts(cuda_devices=0, cpu_cores=4)
+ALONE = Rendezvous()
 READY_TIMEOUT_S = 60.0
 
 
@@ -50,67 +58,59 @@ def make_config(num_local: int, num_nodes: int = 1, **training: object) -> RunCo
     )
 
 
-def launch_workers(script: Path, num_local: int) -> int:
-    return launch(script, ["--flag"], make_config(num_local), Rendezvous(), MACHINE)
+def launch_workers(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: int) -> int:
+    config = make_config(num_local)
+    config = replace(config, parallel=replace(config.parallel, **parallel))
+    return launch(script, ["--flag"], config, place, MACHINE)
 
 
 def write_script(folder: Path, body: str) -> Path:
     script = folder / "worker.py"
-    script.write_text(f"import os, signal, sys, time\nrank = int(os.environ['RANK'])\n{body}\n")
+    script.write_text(
+        f"import os, signal, sys, time\nsys.path.insert(0, {str(REPOSITORY)!r})\n"
+        "from patch.distributed import worker_process\nworker_process.begin()\n"
+        f"rank = int(os.environ['RANK'])\n{body}\n"
+    )
     return script
 
 
 @pytest.fixture
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch_module, "SETTLE_S", 0.5)
-    monkeypatch.setattr(launch_module, "GRACE_S", 0.5)
+    monkeypatch.setattr(agent, "SETTLE_S", 0.5)
+    monkeypatch.setattr(agent, "KILL_GRACE_S", 0.5)
 
 
-def test_environment_tells_each_rank_its_place() -> None:
-    rendezvous = Rendezvous(node_rank=1, master_addr="10.0.0.1", master_port=1234)
-    first, second = worker_environments(make_config(2, num_nodes=3), rendezvous, MACHINE, {"HOME": "/h"})
-    assert (first["RANK"], first["LOCAL_RANK"]) == ("2", "0")
-    assert (second["RANK"], second["LOCAL_RANK"]) == ("3", "1")
-    shared = {"WORLD_SIZE": "6", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "1234"}
-    shared |= {
-        "OMP_NUM_THREADS": "2",
-        "RAYON_NUM_THREADS": "2",
-        "TOKENIZERS_PARALLELISM": "true",
-        "HOME": "/h",
-    }
-    assert shared.items() <= first.items()
+def test_environment_tells_each_rank_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RAYON_NUM_THREADS", "HOME")
+    body = f"open(f'{tmp_path}/seen{{rank}}', 'w').write(' '.join(os.environ[name] for name in {names}))"
+    monkeypatch.setenv("HOME", "/h")
+    before = dict(os.environ)
+    assert launch_workers(write_script(tmp_path, body), 2) == 0
+    assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["0 0 2 2 2 /h", "1 1 2 2 2 /h"]
+    assert dict(os.environ) == before
 
 
 def test_environment_keeps_the_users_own_choices() -> None:
     own = {"OMP_NUM_THREADS": "7", "RAYON_NUM_THREADS": "3", "TOKENIZERS_PARALLELISM": "false"}
     own |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
-    (only,) = worker_environments(make_config(1, deterministic_mode=True), Rendezvous(), MACHINE, own)
+    only = worker_environment(make_config(1, deterministic_mode=True), MACHINE, own)
     assert own.items() <= only.items()
 
 
 def test_environment_lets_cublas_be_deterministic_where_it_is_asked() -> None:
-    (only,) = worker_environments(make_config(1, deterministic_mode=True), Rendezvous(), MACHINE, {})
+    only = worker_environment(make_config(1, deterministic_mode=True), MACHINE, {})
     assert only["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    (only,) = worker_environments(make_config(1), Rendezvous(), MACHINE, {})
+    only = worker_environment(make_config(1), MACHINE, {})
     assert "CUBLAS_WORKSPACE_CONFIG" not in only
 
 
 def test_environment_keeps_nccl_from_sums_in_the_switch_where_bits_must_repeat() -> None:
     """NVLS reductions differ from call to call (pytorch#154880)."""
     config = make_config(1, deterministic_mode=True)
-    assert worker_environments(config, Rendezvous(), MACHINE, {})[0]["NCCL_ALGO"] == "^NVLS"
+    assert worker_environment(config, MACHINE, {})["NCCL_ALGO"] == "^NVLS"
     own = {"NCCL_ALGO": "Ring"}
-    assert worker_environments(config, Rendezvous(), MACHINE, own)[0]["NCCL_ALGO"] == "Ring"
-    assert "NCCL_ALGO" not in worker_environments(make_config(1), Rendezvous(), MACHINE, {})[0]
-
-
-def test_port_of_the_job_is_none_that_the_kernel_gives_away_before_rank_0_listens() -> None:
-    lowest, highest = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
-    for _ in range(20):
-        port = int(worker_environments(make_config(1), Rendezvous(), MACHINE, {})[0]["MASTER_PORT"])
-        assert not lowest <= port <= highest
-        with socket.socket() as rank_0:
-            rank_0.bind(("127.0.0.1", port))
+    assert worker_environment(config, MACHINE, own)["NCCL_ALGO"] == "Ring"
+    assert "NCCL_ALGO" not in worker_environment(make_config(1), MACHINE, {})
 
 
 @pytest.mark.parametrize(
@@ -123,17 +123,15 @@ def test_environment_has_one_queue_where_tensor_parallel_layers_need_it(
     config = make_config(2)
     config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=tp))
     machine = MachineFacts(cuda_devices=2, cpu_cores=4, compute_capability=capability)
-    environment = worker_environments(config, Rendezvous(), machine, {})[0]
+    environment = worker_environment(config, machine, {})
     assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
 
 
-def test_worker_keeps_to_its_cores(tmp_path: Path) -> None:
+def test_worker_keeps_to_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = f"open(f'{tmp_path}/cores', 'w').write(str(os.sched_getaffinity(0)))"
     core = max(os.sched_getaffinity(0))
-    supervisor = Supervisor(tmp_path)
-    command = [sys.executable, str(write_script(tmp_path, body))]
-    supervisor.start(command, {**os.environ, "RANK": "0"}, {core})
-    assert supervisor.wait() == 0
+    monkeypatch.setattr("patch.distributed.launch.cores_of_workers", lambda *_: [{core}])
+    assert launch_workers(write_script(tmp_path, body), 1) == 0
     assert (tmp_path / "cores").read_text() == str({core})
 
 
@@ -147,7 +145,7 @@ def test_environment_asks_for_segments_that_grow_where_the_user_asks_for_nothing
         ({ALLOCATOR: "backend:native"}, {ALLOCATOR: "backend:native"}),
         ({OLDER: "max_split_size_mb:512"}, {OLDER: "max_split_size_mb:512"}),
     ]:
-        (only,) = worker_environments(make_config(1), Rendezvous(), MACHINE, own)
+        only = worker_environment(make_config(1), MACHINE, own)
         assert {name: only[name] for name in (ALLOCATOR, OLDER) if name in only} == expected
 
 
@@ -175,44 +173,37 @@ def test_success_is_zero_and_passes_the_flags(tmp_path: Path) -> None:
 
 
 def test_each_ranks_share_of_the_cores_is_said_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, logged: list[str]
 ) -> None:
     """No OMP handling (the original's defect 13)."""
     body = f"open(f'{tmp_path}/seen{{rank}}', 'w').write(os.environ['OMP_NUM_THREADS'])"
     script = write_script(tmp_path, body)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    with caplog.at_level("INFO"):
-        launch_workers(script, 2)
-        assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
-        monkeypatch.setenv("OMP_NUM_THREADS", "3")
-        launch_workers(script, 2)
-        assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
-    assert caplog.messages == [
+    launch_workers(script, 2)
+    assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    launch_workers(script, 2)
+    assert [(tmp_path / f"seen{rank}").read_text() for rank in (0, 1)] == ["3", "3"]
+    assert logged == [
         "OMP_NUM_THREADS=2 in 2 processes, each one's share of 4 usable cores",
         "OMP_NUM_THREADS=3 in 2 processes, as the environment has it, with 4 usable cores",
     ]
 
 
-def test_only_a_run_of_one_machine_looks_whether_its_folder_is_free(
+def test_run_of_one_machine_looks_whether_its_folder_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launchers of several machines belong to one run, whose rank 0 may hold the folder already."""
     script = write_script(tmp_path, f"open(f'{tmp_path}/ran', 'w').write('yes')")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("patch.storage.lock._WAIT_S", 0.1)
-    with hold_run(Path("none")):
-        with pytest.raises(ConfigError, match="none is being written by process"):
-            launch_workers(script, 1)
-        assert not (tmp_path / "ran").exists()
-        assert launch(script, [], make_config(1, num_nodes=2), Rendezvous(1), MACHINE) == 0
-        assert (tmp_path / "ran").exists()
+    with hold_run(Path("none")), pytest.raises(ConfigError, match="none is being written by process"):
+        launch_workers(script, 1)
+    assert not (tmp_path / "ran").exists()
 
 
 def test_one_worker_claims_the_error_report(tmp_path: Path) -> None:
     body = f"""
-sys.path.insert(0, {str(REPOSITORY)!r})
-from patch.distributed.launch import claim_error_report
-open(f'{tmp_path}/claimed{{rank}}', 'w').write(str(claim_error_report()))
+open(f'{tmp_path}/claimed{{rank}}', 'w').write(str(worker_process.claim_error_report()))
 sys.exit(2)
 """
     assert launch_workers(write_script(tmp_path, body), 2) == 2
@@ -259,10 +250,9 @@ def test_failed_worker_ends_one_that_ignores_sigterm(tmp_path: Path, short_waits
     assert time.monotonic() - begin < 10
 
 
-ENDLESS = f"""
-sys.path.insert(0, {str(REPOSITORY)!r})
+ENDLESS = """
 import ctypes
-from patch.distributed import launch
+from patch.distributed.worker_process import Reply, announce_end
 def wait_for_ever():
     ctypes.PyDLL(None).sleep(120)  # as a destructor that joins a thread: with the interpreter's lock
 """
@@ -271,7 +261,8 @@ def wait_for_ever():
 def test_worker_that_is_done_and_does_not_end_is_ended_with_its_code_and_shows_where_it_stood(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    body = f"{ENDLESS}\nlaunch.END_S = 1\nlaunch.announce_end((0, 3)[rank])\nwait_for_ever()"
+    body = f"{ENDLESS}\nworker_process.END_S = worker_process.FAILED_END_S = 1\n"
+    body += "announce_end((Reply(0), Reply(3, 'why'))[rank])\nwait_for_ever()"
     begin = time.monotonic()
     assert launch_workers(write_script(tmp_path, body), 2) == 3
     assert time.monotonic() - begin < 60
@@ -283,9 +274,9 @@ def test_worker_that_is_done_and_cannot_end_itself_is_ended_with_its_code(
     tmp_path: Path, short_waits: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After the interpreter's end nothing of it can."""
-    monkeypatch.setattr(launch_module, "END_S", 0.5)
-    cancelled = "launch.faulthandler.cancel_dump_traceback_later()"
-    body = f"{ENDLESS}\nlaunch.announce_end(0)\n{cancelled}\nwait_for_ever()"
+    monkeypatch.setattr(agent, "END_S", 0.5)
+    cancelled = "worker_process.faulthandler.cancel_dump_traceback_later()"
+    body = f"{ENDLESS}\nannounce_end(Reply(0))\n{cancelled}\nwait_for_ever()"
     begin = time.monotonic()
     assert launch_workers(write_script(tmp_path, body), 1) == 0
     assert time.monotonic() - begin < 60
@@ -294,22 +285,118 @@ def test_worker_that_is_done_and_cannot_end_itself_is_ended_with_its_code(
 def test_failure_that_was_announced_ends_the_others_before_its_own_end(
     tmp_path: Path, short_waits: None
 ) -> None:
-    body = f"{ENDLESS}\nif rank:\n    launch.announce_end(3)\n    wait_for_ever()\ntime.sleep(60)"
+    body = f"{ENDLESS}\nworker_process.FAILED_END_S = 0.5\n"
+    body += "if rank:\n    announce_end(Reply(3, 'why'))\n    wait_for_ever()\ntime.sleep(60)"
     begin = time.monotonic()
     assert launch_workers(write_script(tmp_path, body), 2) == 3
     assert time.monotonic() - begin < 40
 
 
 def test_process_that_was_not_launched_lives_on_when_it_is_done() -> None:
-    body = "import time; from patch.distributed import launch; launch.END_S = 0.2; launch.announce_end(0); "
-    environment = {name: text for name, text in os.environ.items() if name != "PATCH_LAUNCH_FOLDER"}
+    body = "import time; from patch.distributed import worker_process; worker_process.END_S = 0.2; "
+    body += "worker_process.announce_end(worker_process.Reply(0)); "
+    environment = {name: text for name, text in os.environ.items() if name != "TORCHELASTIC_ERROR_FILE"}
     program = [sys.executable, "-c", body + "time.sleep(1)"]
     assert subprocess.run(program, env=environment, cwd=REPOSITORY, check=False).returncode == 0
 
 
-def start_launcher(script: Path, num_local: int) -> subprocess.Popen:
+COUNT = "\nopen(f'{folder}/starts{rank}', 'a').write(os.environ['PATCH_ROUND'])\n"
+"""Each start of the workers has a number of its own."""
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "starts"),
+    [
+        ("os.kill(os.getpid(), signal.SIGSEGV)", 5, "123"),
+        ("raise RuntimeError('CUDA error')", 1, "123"),
+        (f"sys.exit({LOST_RANK_CODE})", 5, "123"),
+        ("sys.exit(5)", 5, "123"),
+        ("worker_process.announce_end(Reply(5, 'not finite'))", 5, "1"),
+        ("worker_process.announce_end(Reply(3, 'bad row'))", 3, "1"),
+        ("worker_process.announce_end(Reply(143))", 143, "1"),
+    ],
+    ids=["crash", "bug", "lost", "hang-guard", "training", "data", "signal"],
+)
+def test_what_may_pass_is_tried_again_until_the_budget_is_spent(
+    tmp_path: Path, short_waits: None, logged: list[str], end: str, code: int, starts: str
+) -> None:
+    body = f"folder = {str(tmp_path)!r}\nfrom patch.distributed.worker_process import Reply{COUNT}"
+    body += f"if rank == 0:\n    time.sleep(60)\n{end}\nsys.exit({code if code != 143 else 0})"
+    body = body.replace("time.sleep(60)", "sys.exit()") if code == 143 else body
+    assert launch_workers(write_script(tmp_path, body), 2, max_restarts=2) == code
+    assert [(tmp_path / f"starts{rank}").read_text() for rank in (0, 1)] == [starts, starts]
+    assert sum("ended: " in line for line in logged) == (0 if code == 143 else len(starts))
+    assert sum("restart " in line for line in logged) == len(starts) - 1
+
+
+def test_worker_that_is_killed_takes_what_it_has_started_with_it(tmp_path: Path, short_waits: None) -> None:
+    """A writer that goes on would disturb the writer of the next start."""
+    body = f"""
+import subprocess
+if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
+    child = subprocess.Popen(['sleep', '60'])
+    open('{tmp_path}/child', 'w').write(str(child.pid))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert launch_workers(write_script(tmp_path, body), 1, max_restarts=1) == 0
+    assert not is_running(int((tmp_path / "child").read_text()))
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_the_rest_goes_on_when_a_machine_is_lost_and_takes_it_in_again(tmp_path: Path) -> None:
+    """Ranks follow the machines' indices, also if a later machine comes first."""
+    body = f"""
+start, world = os.environ['PATCH_ROUND'], os.environ['WORLD_SIZE']
+open(f'{tmp_path}/start{{start}}_{{rank}}of{{world}}', 'w').write(str(os.getppid()))
+while start == '1':
+    if os.path.exists('{tmp_path}/lost'):
+        sys.exit({LOST_RANK_CODE})
+    time.sleep(0.05)
+if start == '2':
+    time.sleep(60)
+"""
+    script, port = write_script(tmp_path, body), free_port()
+    settings = {"nnodes": 2, "min_nodes": 1, "max_restarts": 1}
+    second, first = (start(script, 1, Rendezvous(rank, "127.0.0.1", port), **settings) for rank in (1, 0))
+    found = await_files(tmp_path / "start1_1of2", tmp_path / "start1_0of2")
+    assert found == [str(second.pid), str(first.pid)]
+    second.kill()
+    (tmp_path / "lost").touch()
+    assert await_files(tmp_path / "start2_0of1") == [str(first.pid)]
+    again = start(script, 1, Rendezvous(1, "127.0.0.1", port), **settings)
+    assert (first.wait(60), again.wait(60)) == (0, 0)
+    found = await_files(tmp_path / "start3_1of2", tmp_path / "start3_0of2")
+    assert found == [str(again.pid), str(first.pid)]
+
+
+def test_machine_beyond_what_the_batch_allows_waits_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rendezvous, "LAST_CALL_S", 1)
+    monkeypatch.setattr(rendezvous, "LINGER_S", 0)
+    place = Rendezvous(0, "127.0.0.1", free_port())
+    limit = timedelta(seconds=30)
+    with ThreadPoolExecutor() as threads:
+        first = rendezvous.Meeting.join(place, [1, 3], limit)
+        second = rendezvous.Meeting.join(place._replace(node_rank=1), [1, 3], limit)
+        spare = threads.submit(second.next_rendezvous)
+        info = threads.submit(first.next_rendezvous).result(20)
+        assert (info.rank, info.world_size) == (0, 1)
+        with pytest.raises(TimeoutError):
+            spare.result(0.5)
+        first.shutdown()
+        with pytest.raises(RendezvousGracefulExitError):
+            spare.result(20)
+
+
+def start(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: int) -> subprocess.Popen:
+    """Start the launcher of a machine as a program."""
+    machine = json.dumps({"num_local": num_local, "place": place, **parallel})
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen([sys.executable, __file__, str(script), str(num_local)], env=environment)
+    return subprocess.Popen([sys.executable, __file__, str(script), machine], env=environment)
 
 
 def await_files(*files: Path) -> list[str]:
@@ -336,7 +423,7 @@ time.sleep(1)
 open(f'{tmp_path}/saved{{rank}}', 'w').write(str(count))
 sys.exit(128 + {int(signum)})
 """
-    launcher = start_launcher(write_script(tmp_path, body), 2)
+    launcher = start(write_script(tmp_path, body), 2, max_restarts=1)
     await_files(tmp_path / "ready0", tmp_path / "ready1")
     launcher.send_signal(signum)
     time.sleep(0.3)
@@ -351,7 +438,7 @@ signal.signal(signal.SIGINT, signal.SIG_IGN)
 open(f'{tmp_path}/ready{{rank}}', 'w').write('yes')
 time.sleep(120)
 """
-    launcher = start_launcher(write_script(tmp_path, body), 2)
+    launcher = start(write_script(tmp_path, body), 2, max_restarts=1)
     await_files(tmp_path / "ready0", tmp_path / "ready1")
     for pause in (0.5, 0.5, INSISTENCE_S):  # the first two are one impatient person
         assert launcher.poll() is None
@@ -364,7 +451,7 @@ time.sleep(120)
 
 def test_no_worker_outlives_a_killed_launcher(tmp_path: Path) -> None:
     body = f"open(f'{tmp_path}/pid{{rank}}', 'w').write(str(os.getpid()))\ntime.sleep(120)"
-    launcher = start_launcher(write_script(tmp_path, body), 2)
+    launcher = start(write_script(tmp_path, body), 2, max_restarts=1)
     pids = [int(text) for text in await_files(tmp_path / "pid0", tmp_path / "pid1")]
     launcher.kill()
     launcher.wait()
@@ -381,5 +468,12 @@ def is_running(pid: int) -> bool:
         return False
 
 
+def become_machine(text: str) -> dict:
+    machine = json.loads(text)
+    return {**machine, "place": Rendezvous(*machine["place"])}
+
+
 if __name__ == "__main__":
-    sys.exit(launch_workers(Path(sys.argv[1]), int(sys.argv[2])))
+    logging.basicConfig(level=logging.INFO)
+    rendezvous.LAST_CALL_S = rendezvous.HEARTBEAT_S = 1
+    sys.exit(launch_workers(Path(sys.argv[1]), **become_machine(sys.argv[2])))

@@ -8,8 +8,10 @@ import pytest
 import torch.distributed as dist
 from distributed_runner import run_distributed
 from small_runs import small_run
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from patch.config.schema import RunConfig
+from patch.distributed.worker_process import read_reply
 from patch.errors import ConfigError, PatchError
 from patch.storage.lock import hold_run
 from patch.training import run
@@ -31,16 +33,24 @@ def test_workers_of_a_second_run_all_end_before_anything_is_written(tmp_path: Pa
     assert second == f"rank 0: {first}"
 
 
-def fail(rank: int, world_size: int) -> int:
+def fail(rank: int, world_size: int, output: str) -> int:
     """The code of a run without a tokenizer."""
     with pytest.raises(PatchError) as caught:
-        run(small_run(output_path=os.environ["PATCH_LAUNCH_FOLDER"], train_data_path=__file__))
+        run(small_run(output_path=output, train_data_path=__file__))
     faulthandler.cancel_dump_traceback_later()
     assert dist.is_initialized(), "it waits for nobody"
     return caught.value.exit_code
 
 
-def test_worker_that_fails_announces_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATCH_LAUNCH_FOLDER", str(tmp_path))
-    (code,) = run_distributed(fail, 1)
-    assert (tmp_path / "code_0").read_text() == str(code)
+def test_worker_that_fails_announces_its_code_and_that_a_restart_would_not_help(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the error file of torch's agent, in a form that torch's own reader takes."""
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    (code,) = run_distributed(fail, 1, str(tmp_path / "out"))
+    reply = read_reply(str(file))
+    assert reply is not None
+    assert (reply.exit_code, reply.is_failure, reply.may_restart) == (code, True, False)
+    theirs = ProcessFailure(local_rank=0, pid=1, exitcode=code, error_file=str(file))
+    assert theirs.message == reply.message and "tokenizer" in reply.message

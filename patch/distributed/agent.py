@@ -1,0 +1,349 @@
+"""Starts the workers of one machine by torch's elastic agent, watches them, and starts them again.
+
+What is ours, in methods that torch leaves to subclasses of its agent:
+
+- Signals. torch's agent stops its workers' whole process groups, children that write a checkpoint included,
+  and a second signal interrupts the wait. Here the workers alone get the first signal and have all the time
+  that they need; another signal INSISTENCE_S or more later kills them.
+- Which failures are worth a restart, and the exit code: from the workers' error files (`Reply`). torch starts
+  again after every failure.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.api import LogsDest
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousError,
+    RendezvousTimeoutError,
+)
+
+from patch.distributed.rendezvous import Meeting
+from patch.distributed.worker_process import CORES, END_S, LOST_RANK_CODE, Reply, read_reply
+from patch.errors import TrainingError
+from patch.logger import get_logger
+
+_logger = get_logger(__name__)
+
+POLL_S = 0.1
+# Another signal at least this long after the first one kills the workers without a checkpoint.
+INSISTENCE_S = 3.0
+SETTLE_S = 5.0
+"""After a failure the other ranks have so long to report a cause of their own; then they are killed."""
+KILL_GRACE_S = 10.0
+"""How much longer than END_S a worker that is done may live, which then could not end itself."""
+PATCH_ERROR_CODES = range(2, 6)
+# The usual reasons of signals that nobody of us has sent.
+_KILLERS: dict[int, str] = {
+    signal.SIGKILL: "that the machine ran out of memory",
+    signal.SIGABRT: "a collective that waited longer than --distributed-timeout-minutes (NCCL's watchdog)",
+}
+
+
+class WorkerFiles(LogsSpecs):
+    """The files of each worker: all write to stderr, only local rank 0 to stdout; error files in `folder`.
+
+    Args:
+        folder: each start of the workers gets a folder of its own in it.
+        cores: the cores of each local rank; None: those of the launcher.
+    """
+
+    def __init__(self, folder: Path, cores: Sequence[set[int]] | None) -> None:
+        super().__init__(str(folder))
+        self._folder, self._cores = folder, cores
+        self.error_files: dict[int, str] = {}
+        """Error file by local rank, of the last start."""
+
+    @property
+    def root_log_dir(self) -> str:
+        """See the base class."""
+        return str(self._folder)
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        """Complete each worker's environment, and say where it writes. See the base class."""
+        start = Path(tempfile.mkdtemp(dir=self._folder))
+        for local_rank, environment in envs.items():
+            folder = start / str(local_rank)
+            folder.mkdir()
+            self.error_files[local_rank] = environment["TORCHELASTIC_ERROR_FILE"] = str(folder / "error.json")
+            if self._cores:
+                environment[CORES] = ",".join(map(str, sorted(self._cores[local_rank])))
+        return LogsDest(
+            stdouts={local_rank: os.devnull if local_rank else "" for local_rank in envs},
+            stderrs=dict.fromkeys(envs, ""),
+            error_files=dict(self.error_files),
+        )
+
+
+class _Ended(NamedTuple):
+    """A worker that ended with another code than 0."""
+
+    local_rank: int
+    exit_code: int
+    """Of the process; negative: the signal that killed it."""
+    reply: Reply | None
+
+    @property
+    def code(self) -> int:
+        """The announced exit code, else the process's."""
+        return self.exit_code if self.reply is None else self.reply.exit_code
+
+    @property
+    def is_failure(self) -> bool:
+        return self.reply is None or self.reply.is_failure
+
+    def __str__(self) -> str:
+        """Why it ended, in words."""
+        if self.code == LOST_RANK_CODE:
+            return "another rank ended"
+        if self.code >= 0:
+            return f"exit code {self.code}"
+        reason = _KILLERS.get(-self.code)
+        usual = f"; the usual reason is {reason}" if reason else ""
+        return f"killed by {signal.Signals(-self.code).name}{usual}"
+
+
+class Agent(LocalElasticAgent):
+    """torch's agent with our signals, restarts and exit codes.
+
+    Args:
+        spec: the workers, see torch.
+        files: where they write.
+    """
+
+    def __init__(self, spec: WorkerSpec, files: WorkerFiles) -> None:
+        super().__init__(spec, files)
+        self._files = files
+        self._signals: list[tuple[int, float]] = []
+        """Number and time of each signal that came."""
+        self._forwarded = False
+        self._given_up = False
+        self._killed: set[int] = set()
+        """Local ranks of this start that were killed from here."""
+        self._waits_for_machines = False
+        self._cause: _Ended | None = None
+        """The failure that the exit code tells of."""
+
+    def note_signal(self, number: int, frame: object) -> None:
+        """A signal handler: records the signal, on which `_monitor_workers` acts.
+
+        Raises:
+            SignalException: no worker is there to act on, because this machine waits for others.
+        """
+        self._signals.append((number, time.monotonic()))
+        if self._waits_for_machines:
+            raise self._stop()
+
+    def exit_code(self, result: RunResult | None) -> int:
+        """The launcher's exit code after `run` has returned `result`; see `launch`."""
+        if result is None:  # a spare machine that was not needed
+            return 0
+        if not result.is_failed():
+            replies = (read_reply(file) for file in self._files.error_files.values())
+            return max((reply.exit_code for reply in replies if reply), default=0)
+        if self._signals and (self._given_up or self._cause is None):
+            return 128 + self._signals[0][0]
+        if self._cause is None or self._cause.code < 0 or self._cause.code == LOST_RANK_CODE:
+            return 5
+        return self._cause.code
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        if self._signals:
+            raise self._stop()
+        with self._waiting_for_machines():
+            super()._rendezvous(worker_group)
+
+    def _exit_barrier(self) -> None:
+        with self._waiting_for_machines():
+            super()._exit_barrier()
+
+    @contextmanager
+    def _waiting_for_machines(self) -> Iterator[None]:
+        self._waits_for_machines = True
+        try:
+            yield
+        finally:
+            self._waits_for_machines = False
+
+    def _stop(self) -> SignalException:
+        number = signal.Signals(self._signals[0][0])
+        return SignalException(number.name, number)
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        limit = worker_group.spec.max_restarts
+        if worker_group.state is WorkerState.HEALTHY:
+            _logger.info("the machines of this run change; all start again from the newest whole checkpoint")
+        else:
+            _logger.info(
+                "restart %d of %d, from the newest whole checkpoint", limit - self._remaining_restarts, limit
+            )
+        self._killed.clear()
+        super()._restart_workers(worker_group)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._obey_signals()
+        self._kill_the_endless()
+        self._kill_after_a_failure()
+        result = super()._monitor_workers(worker_group)
+        if not result.is_failed():
+            return result
+        ended = [
+            _Ended(each.local_rank, each.exitcode, read_reply(self._files.error_files[each.local_rank]))
+            for each in result.failures.values()
+        ]
+        failures = [each for each in ended if each.is_failure]
+        for each in ended:
+            if not each.is_failure:
+                _logger.warning(
+                    "local rank %d had done its work but did not end by itself: %s",
+                    each.local_rank, each,
+                )  # fmt: skip
+        if not failures:
+            done = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
+            return RunResult(WorkerState.SUCCEEDED, return_values=done)
+        self._judge(failures)
+        return result
+
+    def _judge(self, failures: list[_Ended]) -> None:
+        """Find the failure that caused the others, name it, and decide whether to start again."""
+        # A forwarded signal also ends a worker that has no handlers yet: that is no failure.
+        ignored = {code for number, _ in self._signals for code in (-number, 128 + number)}
+        own = [each for each in failures if each.local_rank not in self._killed and each.code not in ignored]
+        causes = [each for each in own if each.code != LOST_RANK_CODE]
+        known = [each for each in causes if each.code in PATCH_ERROR_CODES]
+        self._cause = next(iter(known or causes or own), None)
+        if self._cause is not None:
+            _logger.error("local rank %d ended: %s", self._cause.local_rank, self._cause)
+        if self._signals or any(each.reply and not each.reply.may_restart for each in failures):
+            self._remaining_restarts = 0
+
+    def _obey_signals(self) -> None:
+        if not self._signals:
+            return
+        (number, first), (_, last) = self._signals[0], self._signals[-1]
+        name = signal.Signals(number).name
+        if not self._forwarded:
+            self._forwarded = True
+            _logger.info(
+                "%s: waiting for the workers to save a checkpoint; a signal after %.0f s or more kills them",
+                name,
+                INSISTENCE_S,
+            )
+            self._send(number)
+        elif last - first >= INSISTENCE_S and not self._given_up:
+            self._given_up = True
+            _logger.error("%s again: ending the workers without a checkpoint of these last steps", name)
+            self._killed.update(self._processes())
+            for local_rank in self._processes():
+                self._kill(local_rank)
+
+    def _kill_the_endless(self) -> None:
+        """Kill workers that announced their end long ago and could not even end themselves."""
+        for local_rank, file in self._files.error_files.items():
+            if os.path.exists(file) and time.time() - os.stat(file).st_mtime > END_S + KILL_GRACE_S:
+                self._kill(local_rank)
+
+    def _kill_after_a_failure(self) -> None:
+        """If a worker has failed, let the others end, then kill them: they only wait for the one that failed.
+
+        torch's agent sends them SIGTERM, which they take for a wish to save a checkpoint, and waits for 30 s.
+        """
+        processes = self._processes()
+        if not any(process.poll() for process in processes.values()):
+            return
+        deadline = time.monotonic() + SETTLE_S
+        while time.monotonic() < deadline and any(process.poll() is None for process in processes.values()):
+            time.sleep(POLL_S)
+        for local_rank, process in processes.items():
+            if process.poll() is None:
+                self._killed.add(local_rank)
+            self._kill(local_rank)
+
+    def _kill(self, local_rank: int) -> None:
+        """Kill a worker and what it has started, also if it has ended: each has a session of its own."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._processes()[local_rank].pid, signal.SIGKILL)
+
+    def _send(self, number: int) -> None:
+        for process in self._processes().values():
+            process.send_signal(number)
+
+    def _processes(self) -> dict[int, Any]:
+        """The worker processes (subprocess.Popen) by local rank; a signal to one that has ended is lost."""
+        handlers = self._pcontext.subprocess_handlers  # type: ignore[union-attr]
+        return {local_rank: handler.proc for local_rank, handler in handlers.items()}
+
+
+def run_workers(
+    command: Sequence[str], num_local: int, max_restarts: int, meeting: Meeting, files: WorkerFiles
+) -> int:
+    """Run one worker per local rank until all have ended, with restarts; returns the exit code.
+
+    Args:
+        command: the workers' command line.
+        num_local: the number of workers on this machine.
+        max_restarts: how often to start again after a failure that may pass.
+        meeting: where this machine meets the others; closed at the end.
+        files: where the workers write.
+
+    Raises:
+        TrainingError: the other machines did not come, or have ended the job.
+    """
+    _silence_torch()
+    spec = WorkerSpec(
+        role="worker",
+        local_world_size=num_local,
+        entrypoint=command[0],
+        args=tuple(argument.replace("$", "$$") for argument in command[1:]),  # torch replaces ${local_rank}
+        rdzv_handler=meeting,
+        max_restarts=max_restarts,
+        monitor_interval=POLL_S,
+    )
+    agent = Agent(spec, files)
+    try:
+        with _handling_signals(agent.note_signal):
+            result = agent.run()
+    except SignalException as stopped:
+        return 128 + stopped.sigval
+    except RendezvousTimeoutError as error:
+        raise TrainingError(
+            "too few of the machines came in time", field="distributed_timeout_minutes"
+        ) from error
+    except RendezvousClosedError as error:
+        raise TrainingError("another machine has ended the run, its own messages say why") from error
+    except RendezvousError as error:
+        raise TrainingError("the connection to the launcher of machine 0 is lost, with it the run") from error
+    meeting.shutdown()
+    return agent.exit_code(result)
+
+
+def _silence_torch() -> None:
+    """Keep the agent's own messages off the screen: ours say the same, once."""
+    elastic = logging.getLogger("torch.distributed.elastic")
+    elastic.addHandler(logging.NullHandler())
+    elastic.propagate = False
+
+
+@contextmanager
+def _handling_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
+    """A context in which the signals to stop call `handler` instead of their usual handlers."""
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.signal(number, handler) for number in handled}
+    try:
+        yield
+    finally:
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -1,0 +1,146 @@
+"""Where the launchers of all machines meet: torch's c10d rendezvous, with three decisions of our own.
+
+- Ranks follow the machines' indices. torch sorts machines by address and process id, so they would change
+  places at a restart, and with them the order of sums.
+- The workers of every round meet in the store of the first machine's launcher, under names of their own: no
+  other port has to be free or open, and no store dies with a worker. torch would keep the workers' store on
+  the machine that had rank 0 first.
+- If the machines that are there are too many for the layout and the global batch, the last ones wait as
+  spares until the others meet again.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import (
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
+    DynamicRendezvousHandler,
+    RendezvousTimeout,
+)
+
+from patch.config import Rendezvous
+from patch.distributed.job import ROUND, answer_within
+from patch.errors import TrainingError
+from patch.logger import get_logger
+
+_logger = get_logger(__name__)
+
+LAST_CALL_S = 30
+"""How long machines wait for the others when fewer than all, but enough, have come."""
+HEARTBEAT_S = 5
+"""A machine that has not been heard of for three times as long is lost."""
+LINGER_S = 3.0
+"""How long the first machine keeps the store after the end, so that the others learn of the end from it."""
+_POLL_S = 1.0
+
+
+class Meeting(DynamicRendezvousHandler):
+    """The meetings of one machine's launcher with the others': one at the start and one at each restart."""
+
+    place: Rendezvous
+    """This machine's index, and the address of the first machine, whose launcher keeps the store."""
+    sizes: list[int]
+    """The numbers of machines that the layout and the global batch allow, in ascending order."""
+    store: TCPStore
+
+    @classmethod
+    def join(cls, place: Rendezvous, sizes: Collection[int], timeout: timedelta) -> Meeting:
+        """Connect to the first machine's launcher; on the first machine open its port.
+
+        Args:
+            place: this machine's index, and the address of the first machine.
+            sizes: the numbers of machines that the layout and the global batch allow.
+            timeout: how long to wait for the others.
+
+        Raises:
+            TrainingError: no launcher of the first machine answers at its address.
+        """
+        # torch would keep another store for the workers, and each machine the address of the first round's.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        low, high = min(sizes), max(sizes)
+        address = f"{place.master_addr}:{place.master_port}"
+        is_first, seconds = place.node_rank == 0, int(timeout.total_seconds())
+        parameters = RendezvousParameters(
+            "c10d", address, "patch", low, high, is_host=is_first, read_timeout=seconds
+        )
+        try:
+            backend, store = answer_within(timeout, lambda: create_backend(parameters))
+        except (RendezvousError, TimeoutError) as error:
+            raise _unreachable(place, error) from error
+        assert isinstance(store, TCPStore), "the default of torch's parameters"
+        meeting = cls.from_backend(
+            parameters.run_id,
+            store,
+            backend,
+            low,
+            high,
+            local_addr=f"{place.node_rank:06d}",  # torch sorts by it, and does not connect to it
+            timeout=RendezvousTimeout(join=timeout, last_call=timedelta(seconds=LAST_CALL_S)),
+            keep_alive_interval=HEARTBEAT_S,
+        )
+        meeting.place, meeting.sizes, meeting.store = place, sorted(sizes), store
+        return meeting
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Meet the others; returns when this machine takes part in a round. See the base class."""
+        while True:
+            info = super().next_rendezvous()
+            size = max(size for size in self.sizes if size <= info.world_size)
+            if info.rank < size:
+                break
+            self._wait_as_spare(size, info.world_size)
+        if info.rank == 0:
+            info.store.set(ROUND, str(self.store.add(ROUND, 1)))
+        os.environ[ROUND] = info.store.get(ROUND).decode()  # the workers inherit it
+        workers = RendezvousStoreInfo(self.place.master_addr, self.store.port)
+        return RendezvousInfo(info.store, info.rank, size, workers)
+
+    def _wait_as_spare(self, size: int, present: int) -> None:
+        """Wait until the others meet again.
+
+        Raises:
+            RendezvousGracefulExitError: the job has ended.
+        """
+        _logger.info("%d of %d machines train; this one waits until another is lost", size, present)
+        try:
+            while not self.num_nodes_waiting():
+                if self.is_closed():
+                    raise RendezvousGracefulExitError("the job has ended")
+                time.sleep(_POLL_S)
+        except RendezvousConnectionError as error:
+            raise RendezvousGracefulExitError("the job has ended") from error
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether workers meet in the launchers' store: yes."""
+        return True
+
+    def shutdown(self) -> bool:
+        """Close the job for all machines."""
+        closed = super().shutdown()
+        if self.place.node_rank == 0 and self.sizes[-1] > 1:
+            time.sleep(LINGER_S)
+        return closed
+
+
+def _unreachable(place: Rendezvous, error: Exception) -> TrainingError:
+    reason = str(error.__cause__ or error).strip().partition("\n")[0]
+    return TrainingError(
+        f"machine {place.node_rank} could not join the job at {place.master_addr}:{place.master_port} "
+        f"(MASTER_ADDR:MASTER_PORT): {reason}. Expected the launcher of machine 0 there: give that machine's "
+        "address and a port that no other program uses; --distributed-timeout-minutes is how long machines "
+        "wait for each other"
+    )

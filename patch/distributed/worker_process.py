@@ -1,0 +1,123 @@
+"""The worker's side of a launch: its bond to the launcher, and what it leaves in its error file.
+
+torch's elastic agent names an error file for each worker (TORCHELASTIC_ERROR_FILE). A worker writes there
+why it ends, with which exit code, and whether starting it again could help; see `Reply`. Without that file
+(a scheduler started the process) nothing is written, and the process's exit code says it all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import faulthandler
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+from patch.errors import PatchError
+from patch.storage.atomic import write_atomically
+
+END_S = 120.0
+"""How long a worker may take to leave its groups and end, after its work is done."""
+FAILED_END_S = 10.0
+"""The same for a worker that failed: the others, and a restart, wait for it."""
+LOST_RANK_CODE = 6
+"""The exit code of a worker that failed because another rank ended; the launcher prefers that rank's code."""
+LAUNCHER = "PATCH_LAUNCHER_PID"
+"""The variable with the process id of the launcher."""
+CORES = "PATCH_WORKER_CORES"
+"""The variable with the cores that a worker is bound to, separated by commas."""
+_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
+_PR_SET_PDEATHSIG = 1
+
+
+class Reply(NamedTuple):
+    """What a worker leaves in its error file when its work has ended, well or badly."""
+
+    exit_code: int
+    message: str = ""
+    """The cause of a failure; "" after work that is done, or that a signal stopped with a checkpoint."""
+    may_restart: bool = False
+    """Whether the failure may pass when the workers are started again."""
+
+    @property
+    def is_failure(self) -> bool:
+        """Whether the worker failed."""
+        return bool(self.message)
+
+
+def begin() -> None:
+    """Bind this process to the launcher that started it: it dies with it, and keeps to its cores.
+
+    Call it first of all in a worker. Elsewhere it does nothing.
+    """
+    if not is_launched():
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != int(os.environ[LAUNCHER]):  # the launcher died before this call
+        os._exit(1)
+    if cores := os.environ.get(CORES):
+        os.sched_setaffinity(0, set(map(int, cores.split(","))))
+
+
+def is_launched() -> bool:
+    """Whether our launcher started this process, not torchrun or a scheduler."""
+    return LAUNCHER in os.environ
+
+
+def claim_error_report() -> bool:
+    """Whether this worker is the first on its machine to report an error; usually all have the same one."""
+    file = _error_file()
+    if file is None:
+        return True
+    try:
+        (file.parents[1] / "error_was_shown").touch(exist_ok=False)
+    except OSError:
+        return False
+    return True
+
+
+def announce_end(reply: Reply) -> None:
+    """Announce that this worker's work has ended, before it leaves its groups.
+
+    The remaining steps can block forever while they hold the GIL: groups and their store join threads when
+    they are destroyed, and the interpreter joins its own. If they take longer than END_S (FAILED_END_S after
+    a failure), faulthandler's thread, which needs no GIL, prints the stack of every thread and ends the
+    process; the launcher then uses the announced code. In a process without an error file, which may go on,
+    nothing happens.
+    """
+    file = _error_file()
+    if file is not None:
+        content = {**reply._asdict(), "timestamp": int(time.time())}
+        with suppress(OSError):  # a full disk must neither hide an error nor fail a run that is done
+            write_atomically(file, json.dumps(content))
+        faulthandler.dump_traceback_later(FAILED_END_S if reply.is_failure else END_S, exit=True)
+
+
+def failure(error: BaseException) -> Reply:
+    """The reply of a worker that ends with an error.
+
+    A user can cure a PatchError, and a restart repeats it, unless it is about other ranks. Any other error
+    may be the machine's.
+    """
+    message = str(error) or type(error).__name__
+    if not isinstance(error, PatchError):
+        return Reply(1, message, may_restart=True)
+    return Reply(error.exit_code, message, may_restart=error.may_restart)
+
+
+def read_reply(file: str) -> Reply | None:
+    """What a worker has left in its error file; None if it has left nothing."""
+    try:
+        content = json.loads(Path(file).read_bytes())
+        return Reply(**{field: content[field] for field in Reply._fields})
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _error_file() -> Path | None:
+    name = os.environ.get(_ERROR_FILE)  # torchrun sets it to "" where it keeps no logs
+    return Path(name) if name else None
