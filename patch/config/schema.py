@@ -184,7 +184,7 @@ class TrainingConfig:
         at_least=0,
     )
     exit_duration_in_mins: float | None = flag(
-        "minutes after which this start saves a checkpoint and ends with exit code 75; 0: no limit",
+        "so many minutes after the start a checkpoint is saved and the run ends with 75; 0: no limit",
         None,
         none=0,
         at_least=0,

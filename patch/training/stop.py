@@ -6,6 +6,7 @@ file. Once a step all ranks take the largest exit code that any of them asks for
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ import psutil
 import torch.distributed as dist
 
 from patch.config.schema import RunConfig
+from patch.distributed.worker_process import is_launched
 from patch.logger import get_logger
 
 _logger = get_logger(__name__)
@@ -43,7 +45,8 @@ class StopRequests:
         self._signal = 0
         self._is_first = dist.get_rank() == 0
         self._minutes = config.training.exit_duration_in_mins
-        self._process_begin = psutil.Process().create_time()
+        # That of the launcher, which restarts of the workers do not prolong; else of this process.
+        self._begin = psutil.Process(os.getppid() if is_launched() else None).create_time()
         self._file = Path(config.stop_file)
         self._is_file_there = False
 
@@ -98,4 +101,4 @@ class StopRequests:
     def _is_time_over(self) -> bool:
         if self._minutes is None or not self._is_first:
             return False
-        return time.time() - self._process_begin > self._minutes * 60
+        return time.time() - self._begin > self._minutes * 60

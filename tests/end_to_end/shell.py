@@ -19,9 +19,8 @@ from distributed_runner import leave, rejoin, run_distributed
 from small_runs import small_run
 from transformers import AutoModelForCausalLM
 
-from patch.config import Rendezvous
 from patch.device import MachineFacts
-from patch.distributed.launch import worker_environments
+from patch.distributed.launch import worker_environment
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPT = REPOSITORY / "examples" / "llama3_1" / "run_mcore_llama.sh"
@@ -89,9 +88,14 @@ def call_workers(
 ) -> subprocess.CompletedProcess[str]:
     """Run the workers alone, in processes of the tests' runner; their common exit code, and stderr of all."""
     own = {"MP_DATASET_TYPE": "raw", **variables}
-    environments = worker_environments(
-        small_run(dp=world_size), Rendezvous(), MACHINE, {name: str(value) for name, value in own.items()}
-    )
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
+    own |= {"MASTER_ADDR": store.host, "MASTER_PORT": store.port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    shared = {name: str(value) for name, value in own.items()}
+    environments = [
+        {**worker_environment(small_run(dp=world_size), MACHINE, shared), "RANK": rank, "LOCAL_RANK": rank}
+        for rank in map(str, range(world_size))
+    ]
     with tempfile.NamedTemporaryFile() as messages:
         codes = run_distributed(
             _work, world_size, arguments, environments, messages.name, timeout_s=TIMEOUT_S

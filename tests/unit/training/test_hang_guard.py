@@ -74,7 +74,7 @@ def hang(run: Run, place: str) -> list[TrainerHook]:
 
 def train_guarded(
     rank: int, world_size: int, folder: str, messages: str, port: int, hanging: int, place: str
-) -> int:
+) -> tuple[int, float]:
     """Train in a job that meets as those of a launcher do; what the guard writes to stderr goes to a file."""
     leave()
     Path(folder, str(rank)).mkdir()
@@ -97,15 +97,18 @@ def train_guarded(
         run.valid_readers = {"slow": slow}  # type: ignore[dict-item]
     else:
         run.valid_readers = {}
+    if place == "slow" and rank == 1:
+        run.stages[0].register_forward_pre_hook(lambda *_: time.sleep(0.1))
     with guarding(run):
-        return Trainer(run, hooks).train()
+        code = Trainer(run, hooks).train()
+    return code, run.phases.own_ms
 
 
 class Outcome(NamedTuple):
     """What became of a job."""
 
-    codes: list[int] | None
-    """What the ranks returned; None: the guard ended them with exit code 5."""
+    results: list[tuple[int, float]] | None
+    """The exit code of each rank and its own time of a step; None: the guard ended all with exit code 5."""
     messages: str
     seconds: float
     folder: Path
@@ -129,14 +132,14 @@ def run_guarded(folder: Path, world_size: int, hanging: int, place: str) -> Outc
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     begin = time.monotonic()
-    codes = None
+    results = None
     try:
-        codes = run_distributed(
+        results = run_distributed(
             train_guarded, world_size, str(folder), str(messages), port, hanging, place, timeout_s=100
         )
     except AssertionError as error:
         assert "died with 5" in str(error), error
-    return Outcome(codes, messages.read_text(), time.monotonic() - begin, folder)
+    return Outcome(results, messages.read_text(), time.monotonic() - begin, folder)
 
 
 @pytest.fixture(scope="module")
@@ -153,8 +156,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 def test_stopped_rank_is_named_with_its_phase_and_all_stacks(
     outcomes: dict[str, Outcome], place: str, step: int
 ) -> None:
-    codes, text, seconds, folder = outcomes[place]
-    assert codes is None and seconds < 60
+    results, text, seconds, folder = outcomes[place]
+    assert results is None and seconds < 60
     assert text.count("ERROR rank 1 (process ") == text.count("has shown no sign of life for ") == 1
     assert f"T (stopped), in {place} of step {step}; 2 rank(s) wait in " in text, text
     stacks = {rank: (folder / "log" / "stacks" / f"rank_{rank}.txt").read_text() for rank in range(3)}
@@ -166,22 +169,29 @@ def test_stopped_rank_is_named_with_its_phase_and_all_stacks(
 
 
 def test_stopped_rank_0_that_keeps_the_store_is_named_by_the_others(outcomes: dict[str, Outcome]) -> None:
-    codes, text, _, _ = outcomes["rank 0"]
-    assert codes is None
+    results, text, _, _ = outcomes["rank 0"]
+    assert results is None
     assert "ERROR rank 0 (process " in text and "T (stopped), in forward of step 3" in text, text
     assert "rank 1 waits in reduction of step 3" in text
 
 
 def test_rank_that_lives_but_is_behind_is_named(outcomes: dict[str, Outcome]) -> None:
-    codes, text, _, _ = outcomes["behind"]
-    assert codes is None
+    results, text, _, _ = outcomes["behind"]
+    assert results is None
     assert "rank 1 (process " in text and "has made no progress for " in text
     assert "in data reading of step 2; 1 rank(s) wait in " in text, text
 
 
 def test_evaluation_that_takes_longer_than_a_step_may_is_let_be(outcomes: dict[str, Outcome]) -> None:
-    assert outcomes["slow"].codes == [0, 0] and "ERROR" not in outcomes["slow"].messages
+    assert outcomes["slow"].results is not None and "ERROR" not in outcomes["slow"].messages
+    assert [code for code, _ in outcomes["slow"].results] == [0, 0]
     assert outcomes["slow"].seconds > LIMIT_S
+
+
+def test_own_time_of_a_rank_leaves_out_its_waiting_for_the_others(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["slow"].results is not None
+    (_, quick_ms), (_, slow_ms) = outcomes["slow"].results
+    assert slow_ms >= 100 and slow_ms > 1.5 * quick_ms
 
 
 def beats(phases: list[tuple[Phase, int, float]], number: int = 1, own_ms: float = 10.0) -> list[Beat]:

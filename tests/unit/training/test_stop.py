@@ -7,12 +7,14 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch.distributed as dist
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from training_runs import build_seeded_run
 
+from patch.distributed.worker_process import LAUNCHER
 from patch.training import stop
 from patch.training.hooks import TrainerHook
 from patch.training.trainer import Trainer
@@ -87,6 +89,20 @@ def test_each_request_saves_one_checkpoint_and_has_its_exit_code(tmp_path: Path)
     assert "the same command resumes; stopped by SIGUSR1" in messages["usr1"]
     assert "--exit-duration-in-mins" in messages["limit"] and "stopped" not in messages["done"]
     assert f"the stop file {elsewhere}, which must be removed first" in messages["other"]
+
+
+def ask_for_time(rank: int, world_size: int) -> list[int]:
+    """The exit codes with a limit that this process has not reached, but the one that started it has."""
+    now = time.time()
+    younger, older = (now - psutil.Process(pid).create_time() for pid in (os.getpid(), os.getppid()))
+    config = small_run(exit_duration_in_mins=(younger + older) / 2 / 60)
+    alone = stop.StopRequests(config).exit_code(is_last=False)
+    os.environ[LAUNCHER] = str(os.getppid())
+    return [alone, stop.StopRequests(config).exit_code(is_last=False)]
+
+
+def test_time_is_that_of_the_launcher_whose_restarts_do_not_prolong_it() -> None:
+    assert run_distributed(ask_for_time, 1) == [[0, 75]]
 
 
 def test_stop_file_that_is_there_is_not_looked_for_in_the_training_thread(
