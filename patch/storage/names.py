@@ -111,8 +111,13 @@ def read_tracker(root: Path) -> str | None:
 
 def complete_iterations(root: Path) -> list[int]:
     """The iterations of all complete checkpoints in `root`, in no particular order."""
+    return [iteration for iteration in all_iterations(root) if is_complete(root / iteration_name(iteration))]
+
+
+def all_iterations(root: Path) -> list[int]:
+    """The iterations of all folders in `root` with the name of a checkpoint, in no particular order."""
     return [
         int(path.name.removeprefix(_ITERATION_PREFIX))
         for path in root.glob(f"{_ITERATION_PREFIX}*")
-        if re.fullmatch(rf"{_ITERATION_PREFIX}\d+", path.name) and is_complete(path)
+        if re.fullmatch(rf"{_ITERATION_PREFIX}\d+", path.name) and path.is_dir()
     ]

@@ -218,7 +218,7 @@ def save_two_layouts(rank: int, world_size: int, folder: Path) -> None:
     from training_runs import build_seeded_run
 
     from patch.config import to_yaml
-    from patch.training.run_state import load_weights
+    from patch.training.run_state import Progress, load_weights
     from patch.training.run_state import save as save_run
     from patch.training.step import train_step
 
@@ -230,7 +230,7 @@ def save_two_layouts(rank: int, world_size: int, folder: Path) -> None:
             load_weights(folder / "tp", run.stages, run.config)
             run.optimizer.reload_model_params()
         root, text = folder / name / "checkpoint", to_yaml(run.config)
-        save_run(root, 1, run.stages, run.optimizer, text, weights_only=name == "dp")
+        save_run(root, Progress(1, 4), run.stages, run.optimizer, text, weights_only=name == "dp")
         new_job()
 
 

@@ -16,7 +16,7 @@ from patch.config.schema import RunConfig
 from patch.errors import CheckpointError
 from patch.storage.names import iteration_name
 from patch.training.checkpoint_retention import CheckpointRetention
-from patch.training.run_state import load_weights, resume
+from patch.training.run_state import find_progress, load_weights, resume
 from patch.training.setup import Run
 from patch.training.trainer import Trainer
 from patch.training.worker import build_hooks
@@ -35,16 +35,17 @@ def train_and_return(rank: int, world_size: int, config: RunConfig) -> tuple[str
     trained = weights_of(run)
     new_job()
     run = build_seeded_run(config)
+    progress = find_progress(root)
     with pytest.raises(CheckpointError) as refused:
-        resume(root, run.stages, run.optimizer, config.training.train_iters + 1)
-    resumed = resume(root, run.stages, run.optimizer, config.training.train_iters)
+        resume(root, progress, run.stages, run.optimizer, 0, config.training.train_iters + 1)
+    resume(root, progress, run.stages, run.optimizer, 0, config.training.train_iters)
     equal = [all(map(torch.equal, weights_of(run), trained))]
     new_job()
     run = build_seeded_run(config)
     load_weights(Path(config.checkpoint.output_path), run.stages, config)
     run.optimizer.reload_model_params()
     equal.append(all(map(torch.equal, weights_of(run), trained)))
-    return str(refused.value), resumed, equal
+    return str(refused.value), progress.iteration, equal
 
 
 def test_run_keeps_what_it_was_told_to_and_its_last_weights(tmp_path: Path) -> None:
