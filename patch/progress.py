@@ -5,12 +5,24 @@ from __future__ import annotations
 import logging
 import sys
 import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 
 from patch.logger import get_logger
+
+_logger = get_logger(__name__)
 
 LINE_EVERY_S = 10.0
 
@@ -75,6 +87,38 @@ class ProgressBar:
         """Stop drawing the bar."""
         self._bar.stop()
         _log_to_stderr()
+
+
+@contextmanager
+def progress(title: str, total_bytes: int) -> Iterator[Callable[[int], None]]:
+    """Show the progress of a `with` block that reads or writes bytes, on stderr.
+
+    Args:
+        title: the name of the work.
+        total_bytes: the bytes of all of it.
+    Yields:
+        a function that the block calls with the number of bytes after each part.
+    """
+    columns = (DownloadColumn(binary_units=True), TransferSpeedColumn())
+    bar = ProgressBar(title, total_bytes, *columns) if is_terminal() else None
+    timer, done = LineTimer(), 0
+
+    def advance(num_bytes: int) -> None:
+        nonlocal done
+        done += num_bytes
+        if bar is not None:
+            bar.update(done)
+        elif timer.is_due():
+            left_s = timer.seconds_left(done, total_bytes)
+            _logger.info(
+                "%s: %.2f of %.2f GiB, %.0f s left", title, done / 2**30, total_bytes / 2**30, left_s
+            )
+
+    try:
+        yield advance
+    finally:
+        if bar is not None:
+            bar.close()
 
 
 def is_terminal() -> bool:

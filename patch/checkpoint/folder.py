@@ -9,14 +9,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from patch.checkpoint.manifest import damage
+from patch.checkpoint.manifest import damage, is_marked
 from patch.distributed.collectives import from_rank_0
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.atomic import StagedFolder, remove_leftover, write_atomically
 from patch.storage.names import (
+    CHECKSUMS_FILE,
     RELEASE,
     TRACKER,
+    all_iterations,
     complete_iterations,
     find_checkpoint_root,
     is_complete,
@@ -42,8 +44,9 @@ def iteration_folder(root: Path, iteration: int) -> Path:
 def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
     """The newest undamaged checkpoint in `root`; None if nothing was ever saved there.
 
-    That is the checkpoint named by the tracker, or else the next newest one, with a warning. A collective in
-    a job: rank 0 lists the checkpoints, and all ranks verify them.
+    That is the checkpoint named by the tracker, or else the next newest one, with a warning that names the
+    damaged file. A folder without checksums.json is damaged too, because that file is written last. A
+    collective in a job: rank 0 lists the checkpoints, and all ranks verify them.
 
     Args:
         root: the folder of a run's checkpoints.
@@ -54,7 +57,7 @@ def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
             them. Or the newest one is damaged and `takes_older` is false.
     """
     damaged: list[str] = []
-    for iteration in from_rank_0(lambda: _candidates(root)):
+    for iteration in from_rank_0(lambda: _newest_first(root, all_iterations(root))):
         complaint = damage(iteration_folder(root, iteration))
         if complaint is None:
             for skipped in damaged:
@@ -86,8 +89,10 @@ def weights_folder(load: Path) -> Path:
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    if is_complete(load) and (complaint := damage(load)):
-        raise CheckpointError(f"{complaint}: it is not what was saved; take another checkpoint")
+    if is_marked(load):
+        if complaint := damage(load):
+            raise CheckpointError(f"{complaint}: it is not what was saved; take another checkpoint")
+        return load
     if is_complete(load) or any(load.glob("mp_rank_*")):
         return load
     root = find_checkpoint_root(load)
@@ -97,7 +102,10 @@ def weights_folder(load: Path) -> Path:
         if lacking := lacking_files(root / RELEASE):
             raise CheckpointError(f"{root / RELEASE} lacks {', '.join(lacking)}; convert the model again")
         return root / RELEASE
-    iteration = latest_iteration(root, takes_older=False)
+    if any(is_marked(iteration_folder(root, iteration)) for iteration in all_iterations(root)):
+        iteration = latest_iteration(root, takes_older=False)
+    else:  # another program's, which has no checksums
+        iteration = next(iter(_newest_first(root, complete_iterations(root))), None)
     if iteration is None:
         raise CheckpointError(
             f"{load} has no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
@@ -119,22 +127,22 @@ def _legacy_folder(root: Path) -> Path:
     raise CheckpointError(f"{root / TRACKER} names {tracked}, but there is no {tracked} with mp_rank_* in it")
 
 
-def _candidates(root: Path) -> list[int]:
-    """The iterations with a complete checkpoint: the tracker's first, then the others from new to old."""
+def _newest_first(root: Path, iterations: list[int]) -> list[int]:
+    """The tracker's iteration first, then the others from new to old."""
     tracked = _tracked_iteration(root)
-    complete = sorted(complete_iterations(root), key=lambda iteration: (iteration == tracked, iteration))
-    if not complete:
+    ordered = sorted(iterations, key=lambda iteration: (iteration == tracked, iteration), reverse=True)
+    if not ordered:
         _refuse_remains(root)
-    elif complete[-1] != tracked:
+    elif ordered[0] != tracked:
         _logger.warning(
-            "%s names %s, which is no complete checkpoint; the newest complete one is %s",
-            root / TRACKER, tracked, complete[-1],
+            "%s names %s, which is not there; the newest checkpoint is %s",
+            root / TRACKER, tracked, ordered[0],
         )  # fmt: skip
-    return complete[::-1]
+    return ordered
 
 
 def _refuse_remains(root: Path) -> None:
-    """Refuse a folder with a tracker or an incomplete checkpoint in it.
+    """Refuse a folder with a tracker or a checkpoint under another name in it.
 
     A run that was killed during its first save leaves neither, so it may start again.
     """
@@ -142,8 +150,8 @@ def _refuse_remains(root: Path) -> None:
     remains += [TRACKER] if (root / TRACKER).exists() else []
     if remains:
         raise CheckpointError(
-            f"{root} has {', '.join(remains)} and no complete checkpoint (iter_* with .metadata, common.pt "
-            f"and metadata.json; a folder *{_REPLACED} is a checkpoint under another name): {_CURE}",
+            f"{root} has {', '.join(remains)} and no complete checkpoint (iter_* with {CHECKSUMS_FILE}; a "
+            f"folder *{_REPLACED} is a checkpoint under another name): {_CURE}",
             field="output_path",
         )
 
@@ -172,12 +180,13 @@ def open_staging(target: Path) -> Path:
 def publish(target: Path) -> None:
     """Rename the written temporary folder to `target`, replacing an older one, and update the tracker.
 
-    The order (data, name, tracker) leaves a complete checkpoint on the disk after every step.
+    Whoever wrote the files has flushed them to the disk. The order (data, name, tracker) leaves a complete
+    checkpoint on the disk after every step.
 
     Raises:
         OSError: a file cannot be written or a folder cannot be renamed.
     """
-    staged_checkpoint(target).publish()
+    staged_checkpoint(target).publish(files_are_synced=True)
     iteration = int(target.name.removeprefix("iter_"))
     write_atomically(target.parent / TRACKER, f"{iteration}\n")
 

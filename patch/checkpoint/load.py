@@ -22,7 +22,9 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from patch.checkpoint.compatibility import NO_CURES, Cure, check_files, check_fit, check_weights
 from patch.checkpoint.failures import checkpoint_failures
 from patch.checkpoint.folder import iteration_folder
+from patch.checkpoint.reader import WindowReader
 from patch.checkpoint.sharded_tensors import copied, index_key, shards_of
+from patch.compat.load_reader import reading_with
 from patch.compat.unpickle import load_plain, plain_readers, read_metadata
 from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
@@ -64,7 +66,8 @@ def load_checkpoint(
     with checkpoint_failures(f"checkpoint {folder} was not loaded"):
         check_fit(folder, index, shards, requested, cures)
     failure = f"checkpoint {folder} failed while it was read, the model in memory is unusable"
-    with checkpoint_failures(failure), plain_readers():
+    reader = WindowReader(folder, index)
+    with checkpoint_failures(failure), plain_readers(), reading_with(reader):
         # Overlapping or incomplete shards are no error of a load, and upstream would raise on rank 0 only.
         loaded = dist_checkpointing.load(
             copied(_without_absent_extra_state(sharded_state, index)),
@@ -107,7 +110,8 @@ def load_only_weights(
         check_weights(folder, index, shards, requested, prefixes=prefixes, vocab_size=vocab_size, cures=cures)
     _warn_of_rounding(folder, index, shards)
     failure = f"{folder} failed while it was read, the model in memory is unusable"
-    with checkpoint_failures(failure), plain_readers():
+    reader = WindowReader(folder, index)
+    with checkpoint_failures(failure), plain_readers(), reading_with(reader):
         dist_checkpointing.load(
             copied(_without_absent_extra_state(sharded_state, index)),
             str(folder),

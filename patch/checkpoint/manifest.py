@@ -1,67 +1,104 @@
 """checksums.json: lengths and checksums of a checkpoint's files when they were saved, and its iteration.
 
-It is written last and published with the files. Converted checkpoints and those of other programs have none.
+It is written last, so it marks a checkpoint that is complete. Its own last value is the checksum of the rest.
+Converted checkpoints and those of other programs have none.
 """
 
 from __future__ import annotations
 
 import json
+import re
+import zlib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
 from patch.distributed.collectives import all_gather_object, from_rank_0
-from patch.storage.checksums import Content, content, difference, from_json, to_json
+from patch.storage.atomic import sync
+from patch.storage.checksums import Content, difference, from_json, to_json
 from patch.storage.names import CHECKSUMS_FILE, iteration_name
 
 _PREFIX = "iter_"
-
-
-def contents_of_rank(folder: Path, rank: int) -> dict[str, Content]:
-    """Lengths and checksums of the data files that a rank has written.
-
-    Raises:
-        OSError: a file cannot be read.
-    """
-    return {path.name: content(path) for path in folder.glob(f"__{rank}_*")}
+_OWN = "crc32"
+_NUM_THREADS = 2
 
 
 def write_manifest(folder: Path, iteration: int, contents: dict[str, Content]) -> None:
-    """Write checksums.json, the last file of a checkpoint.
+    """Write checksums.json, the last file of a checkpoint, and flush it to the disk.
 
     Args:
-        folder: the checkpoint with all other files.
+        folder: the checkpoint.
         iteration: its iteration.
-        contents: lengths and checksums of all ranks' data files; those of the other files are computed here.
+        contents: lengths and checksums of all other files.
     Raises:
-        OSError: a file cannot be read or written.
+        OSError: the file cannot be written.
     """
-    contents |= {path.name: content(path) for path in folder.iterdir() if path.name not in contents}
     manifest = {"iteration": iteration, "files": to_json(contents)}
-    (folder / CHECKSUMS_FILE).write_text(json.dumps(manifest, indent=1) + "\n", encoding="ascii")
+    path = folder / CHECKSUMS_FILE
+    path.write_bytes(_text({**manifest, _OWN: _own_checksum(manifest)}))
+    sync(path)
+
+
+def is_marked(folder: Path) -> bool:
+    """Whether the folder has the marker of a complete checkpoint of ours."""
+    return (folder / CHECKSUMS_FILE).is_file()
 
 
 def damage(folder: Path) -> str | None:
-    """How the folder differs from what was saved, in words; None if it does not, or has no checksums.json.
+    """How the folder differs from what was saved, in words; None if it does not.
 
-    In a job this is a collective: rank 0 reads checksums.json, and each rank checks a share of the files.
+    In a job this is a collective: rank 0 reads checksums.json, and each rank checks the files that the rank
+    of its number wrote. At the same layout it reads them again to load them, now from its machine's memory.
     """
-    files = from_rank_0(lambda: _read(folder))
+    files = from_rank_0(lambda: read_manifest(folder))
+    if files is None:
+        missing = folder / CHECKSUMS_FILE
+        return f"{missing} is missing: the checkpoint was not written to its end, or by another program"
     if not isinstance(files, dict):
         return files
     is_job = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_job else (0, 1)
-    files_of_rank = sorted(files.items())[rank::world_size]
-    differences = (difference(folder / name, saved) for name, saved in files_of_rank)
+    names = [name for name in sorted(files) if _writer(name) % world_size == rank]
+    with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        differences = list(pool.map(lambda name: difference(folder / name, files[name]), names))
     complaint = next(filter(None, differences), None)
     return next(filter(None, all_gather_object(complaint) if is_job else [complaint]), None)
 
 
-def _read(folder: Path) -> dict[str, Content] | str | None:
+def _writer(name: str) -> int:
+    """The rank that wrote a file."""
+    match = re.match(r"__(\d+)_", name)
+    return int(match[1]) if match else 0
+
+
+def _text(manifest: dict[str, Any]) -> bytes:
+    return (json.dumps(manifest, indent=1) + "\n").encode("ascii")
+
+
+def _own_checksum(manifest: dict[str, Any]) -> str:
+    return f"{zlib.crc32(_text(manifest)):08x}"
+
+
+def has_saved_lengths(folder: Path) -> bool:
+    """Whether the folder has checksums.json and the files that it names, as long as they were."""
+    files = read_manifest(folder)
+    try:
+        return isinstance(files, dict) and all(
+            (folder / name).stat().st_size == saved.length for name, saved in files.items()
+        )
+    except OSError:
+        return False
+
+
+def read_manifest(folder: Path) -> dict[str, Content] | str | None:
     """The files' contents by name; or what is wrong with checksums.json, in words; None if it is missing."""
     path = folder / CHECKSUMS_FILE
     try:
-        manifest = json.loads(path.read_text(encoding="ascii"))
+        text = path.read_bytes()
+        manifest = json.loads(text.decode("ascii"))
+        own = manifest.pop(_OWN, "missing")
         files = from_json(manifest["files"])
         iteration = int(manifest["iteration"])
     except FileNotFoundError:
@@ -70,6 +107,8 @@ def _read(folder: Path) -> dict[str, Content] | str | None:
         return f"{path} cannot be read: {error.strerror}"
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return f"{path} is no list of checksums: {type(error).__name__}"
+    if text != _text({**manifest, _OWN: _own_checksum(manifest)}):
+        return f"{path} has CRC-32 {_own_checksum(manifest)}, expected {own}"
     if any(Path(name).name != name or not name.isprintable() for name in files):
         return f"{path} names a file outside of its folder"
     if folder.name.startswith(_PREFIX) and folder.name != iteration_name(iteration):

@@ -1,25 +1,41 @@
-"""Saves checkpoints into a temporary folder, which is then renamed; errors leave earlier ones intact."""
+"""Saves checkpoints into a temporary folder, which is then renamed; errors leave earlier ones intact.
+
+A save is planned by all ranks together; then a thread of each rank writes that rank's files, and at last a
+thread of rank 0 writes the index and the checksums and renames the folder. Training may go on meanwhile.
+"""
 
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
-from collections import ChainMap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 
+from patch.checkpoint.data_files import Value, Written, data_file, write_data
 from patch.checkpoint.failures import checkpoint_failures
 from patch.checkpoint.folder import iteration_folder, open_staging, publish, staged_checkpoint
-from patch.checkpoint.manifest import contents_of_rank, write_manifest
+from patch.checkpoint.host_copies import HostCopies
+from patch.checkpoint.manifest import write_manifest
+from patch.checkpoint.retention import delete_set_aside
 from patch.checkpoint.sharded_tensors import bytes_to_write, copied, shards_of
+from patch.compat.save_plan import SavePlanner
+from patch.compat.torch_checkpoint import StorageInfo
 from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.storage.checksums import Content
-from patch.storage.names import is_complete
+from patch.storage.atomic import sync
+from patch.storage.checksums import Content, SummedFile, content
+from patch.storage.names import COMMON_FILE, METADATA_FILE, METADATA_JSON_FILE
 from patch.storage.sizes import size_text
 
 _logger = get_logger(__name__)
@@ -40,10 +56,30 @@ def save_checkpoint(
     Raises:
         CheckpointError: on all ranks, if any rank could not write; the new checkpoint is removed.
     """
+    start_save(root, iteration, sharded_state, common).finish()
+
+
+def start_save(
+    root: Path,
+    iteration: int,
+    sharded_state: dict[str, Any],
+    common: dict[str, Any],
+    host_copies: HostCopies | None = None,
+) -> Save:
+    """Plan a checkpoint and begin to write it; a collective.
+
+    Args:
+        root, iteration, sharded_state, common: see `save_checkpoint`.
+        host_copies: where this rank's part is copied to, in the background. The state may be changed after
+            `Save.wait_for_copies`; without copies, only after `Save.finish`.
+
+    Raises:
+        CheckpointError: on all ranks, if any rank could not begin.
+    """
     assert not set(common) & set(sharded_state), "common keys and section names share one dict"
     target = iteration_folder(root, iteration)
-    staged = staged_checkpoint(target)
-    try:
+    planner = SavePlanner()
+    with _discarding(target):
         with checkpoint_failures(f"checkpoint {target} was not started"):
             json.dumps(common)
             num_bytes = bytes_to_write(shards_of(sharded_state))
@@ -52,33 +88,172 @@ def save_checkpoint(
             if dist.get_rank() == 0:
                 open_staging(target)
                 _check_space(target, needed)
-        with checkpoint_failures(f"checkpoint {target} was not written, earlier ones are untouched"):
-            dist_checkpointing.save({**copied(sharded_state), **common}, str(staged.partial))
-            written = contents_of_rank(staged.partial, dist.get_rank())
-        contents = dict(ChainMap(*all_gather_object(written)))
-        with checkpoint_failures(f"checkpoint {target} was not written, earlier ones are untouched"):
-            if dist.get_rank() == 0:
-                _publish(target, iteration, contents)
+        with checkpoint_failures(_failure(target)):
+            partial = str(staged_checkpoint(target).partial)
+            dist_checkpointing.save({**copied(sharded_state), **common}, partial, planner)
+    return Save(target, iteration, planner, host_copies)
+
+
+class Save:
+    """A checkpoint that is being written. All ranks call its collective methods at the same points.
+
+    Args:
+        target: the checkpoint's folder.
+        iteration: its iteration.
+        planner: holds what is to be written.
+        host_copies: see `start_save`.
+    """
+
+    def __init__(
+        self, target: Path, iteration: int, planner: SavePlanner, host_copies: HostCopies | None
+    ) -> None:
+        self.iteration = iteration
+        self._target, self._partial = target, staged_checkpoint(target).partial
+        self._planner = planner
+        self._written: Written | None = None
+        self._is_publishing = False
+        self._error: Exception | None = None
+        self._cancelled, self._copied = threading.Event(), threading.Event()
+        self._copy: Callable[[], list[Value]] | None = None
+        if host_copies is not None:
+            self._copy = host_copies.prepare(planner.values)
+        elif any(isinstance(value, torch.Tensor) and value.is_cuda for value in planner.values):
+            torch.cuda.synchronize()  # the thread reads on another stream
+        self._begin = time.perf_counter()
+        self.seconds = 0.0
+        """From the start until the checkpoint was complete; known on rank 0 once it is."""
+        self._thread: threading.Thread | None = None
+        self._start(self._write)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this rank still writes; not a collective."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def wait_for_copies(self) -> None:
+        """Wait until the state may be changed, or the copies have failed; not a collective."""
+        self._copied.wait()
+
+    def advance(self) -> bool:
+        """Go on when no rank is busy any more, or else wait for that; a collective.
+
+        Returns:
+            whether the checkpoint is complete; if not, call it again later.
+
+        Raises:
+            CheckpointError: on all ranks, if any rank could not write; the new checkpoint is removed.
+        """
+        with _discarding(self._target), checkpoint_failures(_failure(self._target)):
+            self._join()
+            if self._error is not None:
+                raise self._error
+        if self._is_publishing:
+            _logger.info("saved %s", self._target)
+            return True
+        self._is_publishing = True
+        is_first = dist.get_rank() == 0
+        by_rank: list[Any] | None = [None] * dist.get_world_size() if is_first else None
+        dist.gather_object(self._written, by_rank)
+        self._planner.values = []
+        if by_rank is not None:
+            written: list[Written] = by_rank
+            self._start(lambda: self._publish(written))
+        return False
+
+    def finish(self) -> None:
+        """Wait until the checkpoint is complete; a collective.
+
+        Raises:
+            CheckpointError: see `advance`.
+        """
+        while not self.advance():
+            pass
+
+    def abandon(self) -> None:
+        """Give the checkpoint up, for a run that fails; not a collective. Its folder stays, unpublished."""
+        self._cancelled.set()
+        self._join()
+
+    def _start(self, work: Callable[[], None]) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 - `advance` raises it on all ranks
+                self._error = error
+
+        self._thread = threading.Thread(target=guarded, name="checkpoint")
+        self._thread.start()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self) -> None:
+        values = self._planner.values
+        try:
+            if self._copy is not None:
+                values = self._copy()
+                self._planner.values = []
+        finally:
+            self._copied.set()
+        self._written = write_data(self._partial, dist.get_rank(), values, self._cancelled)
+
+    def _publish(self, by_rank: list[Written]) -> None:
+        """Write the index and the checksums, and rename the folder; in a thread of rank 0."""
+        contents = {name: value for written in by_rank for name, value in written.contents.items()}
+        contents[METADATA_FILE] = self._write_index([written.places for written in by_rank])
+        for name in (COMMON_FILE, METADATA_JSON_FILE):
+            if not (self._partial / name).is_file():
+                raise CheckpointError(f"checkpoint {self._target} was not written: {name} failed")
+            sync(self._partial / name)
+            contents[name] = content(self._partial / name)
+        write_manifest(self._partial, self.iteration, contents)
+        publish(self._target)
+        self.seconds = time.perf_counter() - self._begin
+
+    def _write_index(self, places_by_rank: list[np.ndarray]) -> Content:
+        index = self._planner.index
+        assert index is not None, "rank 0 has planned"
+        index.storage_data = {
+            key: StorageInfo(data_file(rank, number), begin, length)
+            for rank, places in enumerate(places_by_rank)
+            for key, (number, begin, length) in zip(
+                self._planner.keys_by_rank[rank], places.tolist(), strict=True
+            )
+        }
+        file = SummedFile(self._partial / METADATA_FILE)
+        try:
+            pickle.dump(index, file)
+            return file.finish()
+        finally:
+            file.close()
+
+
+@contextmanager
+def _discarding(target: Path) -> Iterator[None]:
+    """A context of all ranks: on a CheckpointError rank 0 removes what was written of the checkpoint."""
+    try:
+        yield
     except CheckpointError:
         if dist.get_rank() == 0:
-            staged.discard()
+            staged_checkpoint(target).discard()
         raise
-    _logger.info("saved %s", target)
+
+
+def _failure(target: Path) -> str:
+    return f"checkpoint {target} was not written, earlier ones are untouched"
 
 
 def _check_space(target: Path, needed: int) -> None:
     free = shutil.disk_usage(target.parent).free
+    if free < needed:  # what the last save superseded is still being deleted, perhaps
+        delete_set_aside(target.parent)
+        free = shutil.disk_usage(target.parent).free
     if free < needed:
         raise CheckpointError(
             f"checkpoint {target} needs {size_text(needed)}, {target.parent} has {size_text(free)} free; "
-            "remove older checkpoints there or choose another folder",
+            "remove older checkpoints there (--save-retain-last does so after each save) or choose another "
+            "folder",
             field="output_path",
         )
-
-
-def _publish(target: Path, iteration: int, contents: dict[str, Content]) -> None:
-    partial = staged_checkpoint(target).partial
-    if not is_complete(partial):
-        raise CheckpointError(f"checkpoint {target} was not written: its last file, metadata.json, failed")
-    write_manifest(partial, iteration, contents)
-    publish(target)

@@ -11,10 +11,9 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterator
-from contextlib import contextmanager
 from io import BufferedReader
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -28,14 +27,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from patch.compat.torch_checkpoint import StorageInfo, create_file_view
-from patch.compat.unpickle import load_plain
+from patch.checkpoint.records import WINDOW_BYTES, load_record, no_zip_checksums, reading_errors
+from patch.compat.torch_checkpoint import StorageInfo
 from patch.errors import CheckpointError
 from patch.storage.names import COMMON_FILE, METADATA_FILE
 
 _DATA = "__0_0.distcp"
-_WINDOW_BYTES = 2 * 2**20
-"""Bytes read at once, unless one row is larger. They fit the processor's cache, so writing them is cheap."""
 
 
 class Piece(NamedTuple):
@@ -88,7 +85,7 @@ class PieceWriter:
     def _append(self, index: MetadataIndex, value: Any) -> None:
         begin = self._stream.tell()
         try:
-            with _no_checksum():
+            with no_zip_checksums():
                 torch.save(value, self._stream)
         except RuntimeError as error:  # torch's zip writer raises it instead of the stream's OSError
             if isinstance(error.__context__, OSError):
@@ -113,17 +110,6 @@ class PieceWriter:
         self._stream.close()
 
 
-@contextmanager
-def _no_checksum() -> Iterator[None]:
-    """Make torch.save skip its CRC-32, which takes as long as writing and which torch.load never checks."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
 def read_pieces(folder: Path, index: Metadata, keys: set[str]) -> Iterator[Piece]:
     """Read the stored pieces of these tensors in the files' order, a window of rows at a time.
 
@@ -138,40 +124,18 @@ def read_pieces(folder: Path, index: Metadata, keys: set[str]) -> Iterator[Piece
         CheckpointError: a piece cannot be read; the message names the file and the tensor.
     """
     records = [(piece, record) for piece, record in index.storage_data.items() if piece.fqn in keys]
-    buffer = np.empty(_WINDOW_BYTES, np.uint8)
+    buffer = np.empty(WINDOW_BYTES, np.uint8)
     for piece, record in sorted(records, key=lambda item: (item[1].relative_path, item[1].offset)):
         path = folder / record.relative_path
-        with path.open("rb") as stream, _reading_errors(path, piece.fqn, record):
-            header = _load(stream, record, "meta")
+        with path.open("rb") as stream, reading_errors(path, piece.fqn, record):
+            header = load_record(stream, record, "meta")
             _check(path, piece, header, index.state_dict_metadata[piece.fqn])
             if not header.is_contiguous():
-                yield Piece(piece.fqn, tuple(piece.offset or ()), _load(stream, record, "cpu"))
+                yield Piece(piece.fqn, tuple(piece.offset or ()), load_record(stream, record))
                 continue
             for shift, values in _windows(stream, record, header, buffer):
                 offsets = tuple(map(sum, zip(piece.offset or (), shift, strict=True)))
                 yield Piece(piece.fqn, offsets, values)
-
-
-@contextmanager
-def _reading_errors(path: Path, name: str, record: StorageInfo) -> Iterator[None]:
-    """Turn errors of the block into a CheckpointError that names the file and the tensor."""
-    try:
-        yield
-    except CheckpointError:
-        raise
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
-        raise CheckpointError(
-            f"{path}: {name} (bytes {record.offset} to {record.offset + record.length}) cannot be read: "
-            f"{error or type(error).__name__}"
-        ) from error
-
-
-def _load(stream: BufferedReader, record: StorageInfo, device: str) -> Any:
-    """A record's tensor. On the device `meta` no values are read, but its storage has their file offset.
-
-    That `meta` reads no values is true since torch 2.11 (pytorch pull request 170619).
-    """
-    return load_plain(cast(IO[bytes], create_file_view(stream, record.offset, record.length)), device)
 
 
 def _windows(

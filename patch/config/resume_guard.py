@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from patch.config.columns import parse_columns
 from patch.config.data_record import DataRecord, SetRecord, changes_of_origin
@@ -17,10 +17,10 @@ from patch.config.stored_shape import STORED_SHAPE
 from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
 from patch.storage.names import CHECKPOINT_FOLDER, CONFIG_FILE, TRACKER, complete_iterations
-from patch.storage.sizes import counted
 
 _ANEW = "another OUTPUT_BASEPATH (position 25)"
 _FROM_WEIGHTS = _ANEW + ", which may start from this one's weights (this folder as position 22)"
+_CHANGE = f"--resume-with-changed-data, or {_FROM_WEIGHTS}"
 
 
 class _Reason(NamedTuple):
@@ -28,33 +28,37 @@ class _Reason(NamedTuple):
 
     why: str
     instead: str
+    may_change: bool = False
+    """Whether `--resume-with-changed-data` allows it."""
 
 
 _SHAPE = _Reason("has a run with another model shape", _ANEW)
 _TOKENIZER = _Reason("has a run with another tokenizer", _ANEW)
-_DATA = _Reason("has a run on other data", _FROM_WEIGHTS)
+_TASK = _Reason("has a run on other data", _FROM_WEIGHTS)
+_DATA = _Reason("has a run on other data", _CHANGE, may_change=True)
 _ORDER = _Reason(
-    "has a run that reads its data in another order, so its position in the data would be lost", _FROM_WEIGHTS
+    "has a run that reads its data in another order, so its position in the data would be lost",
+    _CHANGE,
+    may_change=True,
 )
 _LENGTH = _Reason(
-    "has a pre-training run of another length, which decides the order of its samples", _FROM_WEIGHTS
+    "has a pre-training run of another length, which decides the order of its samples",
+    _CHANGE,
+    may_change=True,
 )
 _TYPE = _Reason("has a run whose weights and states have another type", _ANEW)
-_LAYOUT = _Reason("has a run with another layout; a resume cannot change the layout yet", _FROM_WEIGHTS)
 _FIXED: dict[str, _Reason] = {
     **dict.fromkeys([*STORED_SHAPE, "seq_length"], _SHAPE),
-    **dict.fromkeys(["sft", "dataset_type", "max_padding_length", "packing", "split"], _DATA),
+    "sft": _TASK,
+    **dict.fromkeys(["dataset_type", "max_padding_length", "packing", "split"], _DATA),
     **dict.fromkeys(["columns", "alpaca_input_join", "train_on"], _DATA),
     **dict.fromkeys(["allow_special_tokens", "long_samples"], _DATA),
     **dict.fromkeys(["reset_position_ids", "reset_attention_mask", "eod_mask_loss"], _DATA),
     **dict.fromkeys(["global_batch_size", "seed"], _ORDER),
     "precision": _TYPE,
-    "tensor_model_parallel_size": _LAYOUT,
-    "pipeline_model_parallel_size": _LAYOUT,
-    "context_parallel_size": _LAYOUT,
 }
-"""Fields that a resumed run must keep; all others may change. Tokenizer, chat template and training data may
-move, see `_check_data`."""
+"""Fields that a resumed run must keep; all others may change: the layout (TP, PP, VPP, processes), sharding,
+offloading. Tokenizer, chat template and training data may move, see `_check_data`."""
 _MEANINGS: dict[str, Callable[[Any], Any]] = {"columns": parse_columns}
 """What a text of a field means, where several texts mean the same."""
 
@@ -66,8 +70,8 @@ def resume_notes(config: RunConfig) -> list[str]:
         One line for each value that changes; no lines if nothing will be resumed.
 
     Raises:
-        ConfigError: a value changes that must not: model shape, tokenizer, data and its order, precision,
-            layout; or there is no config.yaml to compare with.
+        ConfigError: a value changes that must not: model shape, tokenizer, precision, and, without
+            `--resume-with-changed-data`, the data and its order; or there is no config.yaml to compare with.
     """
     output = Path(config.checkpoint.output_path)
     root = output / CHECKPOINT_FOLDER
@@ -112,10 +116,7 @@ def _check_fields(config: RunConfig, before: RunConfig) -> None:
 
 
 def _check_derived(config: RunConfig, before: RunConfig) -> None:
-    """Check what depends on several fields: the number of processes, the samples' order."""
-    if before.world_size != config.world_size:
-        then, now = (f"{counted(run.world_size, 'process')} on all machines" for run in (before, config))
-        _refuse(config, "nproc_per_node", then, now, _LAYOUT)
+    """Check what depends on several fields: the samples' order."""
     in_epochs = config.training.train_epochs is not None
     then, now = (_length(run, in_epochs=in_epochs) for run in (before, config))
     if config.data.dataset_type == "idxmap" and not config.training.sft and then != now:
@@ -142,7 +143,10 @@ def _same(before: Any, now: Any) -> bool:
     return bool(before == now)
 
 
-def _refuse(config: RunConfig, field: str, before: Any, now: Any, reason: _Reason) -> NoReturn:
+def _refuse(config: RunConfig, field: str, before: Any, now: Any, reason: _Reason) -> None:
+    """Raise the error about a value that changed, unless the user allows the change."""
+    if reason.may_change and config.checkpoint.resume_with_changed_data:
+        return
     raise ConfigError(
         f"got {now}, expected {before}: {config.checkpoint.output_path} {reason.why}; "
         f"give {before} again, or {reason.instead}",
@@ -155,6 +159,8 @@ def _check_data(config: RunConfig, before: RunConfig) -> None:
     output = Path(config.checkpoint.output_path)
     known, found = DataRecord.read(output), DataRecord.of(config)
     _check_tokenizer(config, before, known, found)
+    if config.checkpoint.resume_with_changed_data:
+        return
     if known is not None:
         _check_chat_template(config, before, known, found)
     if known is not None and known.files == found.files:
@@ -165,7 +171,7 @@ def _check_data(config: RunConfig, before: RunConfig) -> None:
     if known is not None:
         raise ConfigError(
             f"{now} has changed since the run in {output} began (number of files, or size, first or "
-            f"last MiB of one), expected the same data; put it back, or give {_FROM_WEIGHTS}",
+            f"last MiB of one), expected the same data; put it back, or give {_CHANGE}",
             field="train_data_path",
         )
 
@@ -198,7 +204,7 @@ def _check_chat_template(config: RunConfig, before: RunConfig, known: DataRecord
     chosen = f"the chat template in {config.tokenizer_folder}" if now is None else now
     raise ConfigError(
         f"{chosen} is not the chat template with which the run in {config.checkpoint.output_path} began, "
-        f"expected the same tokens for the same rows; put it back, or give {_FROM_WEIGHTS}",
+        f"expected the same tokens for the same rows; put it back, or give {_CHANGE}",
         field="tokenizer_name_or_path" if now is None else "chat_template",
     )
 
@@ -206,7 +212,8 @@ def _check_chat_template(config: RunConfig, before: RunConfig, known: DataRecord
 def remember_data(config: RunConfig, sets: Sequence[SetRecord]) -> None:
     """Write what the training data is into the run's folder, so that a resume notices changed data.
 
-    Does nothing if the folder already has checkpoints. Call it in one process of the run, before training.
+    Does nothing if the folder already has checkpoints, unless the user allows changed data. Call it in one
+    process of the run, before training.
 
     Args:
         config: the run.
@@ -216,7 +223,7 @@ def remember_data(config: RunConfig, sets: Sequence[SetRecord]) -> None:
         CheckpointError: the file cannot be written.
     """
     output = Path(config.checkpoint.output_path)
-    if not _was_begun(output / CHECKPOINT_FOLDER):
+    if config.checkpoint.resume_with_changed_data or not _was_begun(output / CHECKPOINT_FOLDER):
         DataRecord.of(config, sets).write(output)
 
 
@@ -250,7 +257,7 @@ def check_tokens(config: RunConfig, sets: Sequence[SetRecord]) -> list[str]:
         raise ConfigError(
             f"{now.path}: its tokens are not those with which the run in {output} began; what has changed: "
             f"{what}; expected the same samples: put that back, or give "
-            f"{_FROM_WEIGHTS}",
+            f"{_CHANGE}",
             field="train_data_path",
         )
     return warnings

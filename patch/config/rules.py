@@ -268,6 +268,14 @@ def run_has_steps(config: RunConfig, machine: MachineFacts) -> None:
         refuse("train_iters", training.train_iters, "at least 1, or --train-epochs", "steps of the run")
 
 
+def retained_are_saved(config: RunConfig, machine: MachineFacts) -> None:
+    """The checkpoints that are to stay are saved at all."""
+    every, interval = config.checkpoint.save_retain_every, config.checkpoint.save_interval
+    if every and every % interval:
+        why = "a checkpoint stays only if it is saved"
+        refuse("save_retain_every", every, f"a multiple of {where('save_interval')} {interval}", why)
+
+
 def warmup_fits(config: RunConfig) -> None:
     """The warm-up is shorter than the run, whose steps are known."""
     warmup, iters = config.optimizer.lr_warmup_iters, config.training.train_iters
@@ -314,6 +322,7 @@ RULES: tuple[Rule, ...] = (
     interleaving_has_enough_batches,
     sharding_is_said_once,
     run_has_steps,
+    retained_are_saved,
     schedule_fits,
 )
 """All rules in the order in which they are checked; later rules may rely on earlier ones."""

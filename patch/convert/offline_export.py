@@ -23,7 +23,6 @@ from patch.convert.hf_config_files import (
 from patch.convert.hf_layout import divide, known_layout, name_files
 from patch.convert.hf_reader import SPELLINGS
 from patch.convert.mp_rank_weights import MpRankWeights
-from patch.convert.progress import progress
 from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.target_folder import publish, staging, writing
 from patch.convert.torch_dist_weights import TorchDistWeights
@@ -32,6 +31,7 @@ from patch.data.chat_templates import ensure_chat_template
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import ConversionError, DataError
 from patch.logger import get_logger
+from patch.progress import progress
 from patch.storage.names import METADATA_FILE, is_complete
 
 _logger = get_logger(__name__)

@@ -18,11 +18,11 @@ from patch.config.schema import ModelConfig
 from patch.convert.hf_config_files import copy_descriptions, model_of
 from patch.convert.hf_layout import remember_layout
 from patch.convert.hf_reader import HFFolder, open_checked
-from patch.convert.progress import progress
 from patch.convert.target_folder import publish, staging, writing
 from patch.convert.weight_table import checkpoint_key, weights_table
 from patch.errors import ConversionError
 from patch.logger import get_logger
+from patch.progress import progress
 from patch.storage.names import RELEASE, TRACKER, is_released
 
 _logger = get_logger(__name__)

@@ -26,6 +26,8 @@ class BatchReader:
         shuffle: True repeats the source without end, in a new order each epoch. False reads it once in its
             own order, and fills the last global batch with samples that have no learned tokens, so that
             evaluation counts each sample once.
+        ahead: step k begins at sample k * global_batch_size + ahead. It is 0 unless the global batch size was
+            changed on a resume.
     """
 
     def __init__(
@@ -38,17 +40,18 @@ class BatchReader:
         dp_size: int,
         seed: int,
         shuffle: bool,
+        ahead: int = 0,
     ) -> None:
         assert global_batch_size % (micro_batch_size * dp_size) == 0, "validate_run lets only these through"
         self._source = source
         self._micro_batch_size = micro_batch_size
-        self._global_batch_size = global_batch_size
+        self._global_batch_size, self._ahead = global_batch_size, ahead
         self._dp_rank, self._dp_size = dp_rank, dp_size
         self._order = ShuffledOrder(len(source), seed) if shuffle else None
 
     def __len__(self) -> int:
         """Steps of one pass over the source; the last one may be partial."""
-        return -(-len(self._source) // self._global_batch_size)
+        return -((self._ahead - len(self._source)) // self._global_batch_size)
 
     def step(self, iteration: int) -> list[Batch]:
         """This rank's micro-batches of one global batch.
@@ -57,7 +60,7 @@ class BatchReader:
             iteration: counted from 0; without shuffle it must be below `len(self)`.
         """
         assert self._order is not None or iteration < len(self), "one pass does not wrap around"
-        start = iteration * self._global_batch_size
+        start = iteration * self._global_batch_size + self._ahead
         first = start + self._dp_rank * self._micro_batch_size
         stride = self._dp_size * self._micro_batch_size
         return [self._batch(index) for index in range(first, start + self._global_batch_size, stride)]

@@ -55,10 +55,17 @@ def _build_groups(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection
         distributed_timeout_minutes=parallel.distributed_timeout_minutes,
         create_gloo_process_groups=False,  # additional groups, which only megatron-core's optimizer uses
     )
-    torch.manual_seed(seed)
-    # The tracker's generators differ between TP ranks; sequence parallelism and recomputation use them.
-    model_parallel_cuda_manual_seed(seed)
+    seed_generators(seed)
     return ProcessGroupCollection.use_mpu_process_groups()
+
+
+def seed_generators(seed: int) -> None:
+    """Seed this rank's generators: torch's own alike on all ranks, those of the tracker by TP rank.
+
+    Sequence parallelism and recomputation use the tracker's.
+    """
+    torch.manual_seed(seed)
+    model_parallel_cuda_manual_seed(seed)
 
 
 def _use_deterministic_algorithms() -> None:

@@ -70,16 +70,20 @@ class StagedFolder(NamedTuple):
             remove_leftover(self.partial)
         self.partial.mkdir(parents=True)
 
-    def publish(self) -> None:
+    def publish(self, *, files_are_synced: bool = False) -> None:
         """Sync the written folder to the disk and rename it to the target's name.
 
         If renaming fails, an older target gets its name back.
 
+        Args:
+            files_are_synced: whoever wrote the files has synced each of them.
+
         Raises:
             OSError: a file cannot be synced, or a folder cannot be renamed.
         """
-        for path in (*self.partial.rglob("*"), self.partial):
+        for path in () if files_are_synced else self.partial.rglob("*"):
             sync(path)
+        sync(self.partial)
         shutil.rmtree(self.replaced, ignore_errors=True)
         try:
             if self.target.exists():

@@ -5,6 +5,7 @@ OUTPUT_BASEPATH/data.json                                          hashes of its
 OUTPUT_BASEPATH/checkpoint/iter_0000100/                           .metadata  common.pt  metadata.json  ...
 OUTPUT_BASEPATH/checkpoint/latest_checkpointed_iteration.txt       "100"
 OUTPUT_BASEPATH/checkpoint/best_checkpointed_iteration.txt         "100", the lowest validation loss
+OUTPUT_BASEPATH/checkpoint/last, best                              links to the two that these files name
 OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      the run's metrics
 OUTPUT_BASEPATH/log/stacks/rank_0.txt                              where the ranks were when the run hung
 OUTPUT_BASEPATH/data_index/                                        index files: the document of each sample
@@ -38,6 +39,8 @@ RELEASE = "release"
 """The tracker's content and the folder's name for weights without a training state."""
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST_TRACKER = "best_checkpointed_iteration.txt"
+LAST_LINK = "last"
+BEST_LINK = "best"
 _ITERATION_PREFIX = "iter_"
 
 # In a checkpoint. METADATA_FILE is the index of its tensors, METADATA_JSON_FILE names the format.
@@ -108,8 +111,13 @@ def read_tracker(root: Path) -> str | None:
 
 def complete_iterations(root: Path) -> list[int]:
     """The iterations of all complete checkpoints in `root`, in no particular order."""
+    return [iteration for iteration in all_iterations(root) if is_complete(root / iteration_name(iteration))]
+
+
+def all_iterations(root: Path) -> list[int]:
+    """The iterations of all folders in `root` with the name of a checkpoint, in no particular order."""
     return [
         int(path.name.removeprefix(_ITERATION_PREFIX))
         for path in root.glob(f"{_ITERATION_PREFIX}*")
-        if re.fullmatch(rf"{_ITERATION_PREFIX}\d+", path.name) and is_complete(path)
+        if re.fullmatch(rf"{_ITERATION_PREFIX}\d+", path.name) and path.is_dir()
     ]

@@ -38,7 +38,10 @@ class TrainerHook:
         """
 
     def on_save(self, iteration: int) -> None:
-        """Called after a checkpoint is complete; all ranks wait for each other afterwards."""
+        """Called after a checkpoint is complete; all ranks wait for each other afterwards.
+
+        A checkpoint that is written in the background is complete some steps after its own.
+        """
 
     def close(self) -> None:
         """Called at the end of training: after the last step, a signal or an error."""

@@ -14,7 +14,6 @@ import orjson
 import psutil
 import torch
 
-from patch.config.schema import RunConfig
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.plan import model_flops_per_step, peak_flops
@@ -51,13 +50,12 @@ def measure(run: Run, result: StepResult, step_time_ms: float) -> dict[str, floa
 
 
 def make_record(
-    config: RunConfig, device: torch.device, iteration: int, result: StepResult, worst: dict[str, float]
+    run: Run, iteration: int, result: StepResult, worst: dict[str, float]
 ) -> dict[str, float | None]:
     """One object of metrics.jsonl.
 
     Args:
-        config: the run.
-        device: the device of this rank.
+        run: this rank's parts of the run.
         iteration: number of the step, counted from 1.
         result: the step's result.
         worst: the largest value of each metric of `measure` over all ranks.
@@ -65,15 +63,15 @@ def make_record(
         the object. Tokens are positions that the model computed, padding included; `mfu` is None if the peak
         of the device is not known.
     """
-    samples = config.training.global_batch_size
-    tokens = samples * config.sample_length
+    config, consumed = run.config, run.consumed_samples(iteration)
+    tokens = config.training.global_batch_size * config.sample_length
     process_seconds = config.world_size * worst["step_time_ms"] / 1e3
     flops = model_flops_per_step(config, result.attended_pairs or None) / process_seconds
-    peak = peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+    peak = peak_flops(torch.cuda.get_device_name(run.device)) if run.device.type == "cuda" else None
     return {
         "iteration": iteration,
-        "consumed_samples": iteration * samples,
-        "consumed_tokens": iteration * tokens,
+        "consumed_samples": consumed,
+        "consumed_tokens": consumed * config.sample_length,
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "tokens_per_s_per_gpu": tokens / process_seconds,

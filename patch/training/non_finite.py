@@ -85,8 +85,7 @@ def samples_of_step(run: Run, iteration: int) -> range:
         run: this rank's parts of the run.
         iteration: counted from 0.
     """
-    size = run.config.training.global_batch_size
-    return range(iteration * size, (iteration + 1) * size)
+    return range(run.consumed_samples(iteration), run.consumed_samples(iteration + 1))
 
 
 def _bad_losses(run: Run, work: StepWork, losses: Sequence[torch.Tensor]) -> str:

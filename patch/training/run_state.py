@@ -1,29 +1,42 @@
 """The state of a run as one sharded state dict: weights, optimizer, random generators, progress.
 
-Data order and learning rate are functions of the iteration, so only the iteration is saved for them.
+Weights and optimizer states are read at any layout. A random generator belongs to a rank, so at another
+layout the generators are seeded anew. Learning rate and data order are functions of the iteration and of the
+number of consumed samples, so only these are saved for them.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import megatron.core
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
+from patch import __version__
 from patch.checkpoint import (
     latest_iteration,
     load_checkpoint,
     load_only_weights,
+    read_common,
     save_checkpoint,
     weights_folder,
 )
 from patch.checkpoint.compatibility import SAME_PRECISION, Cure
 from patch.config.schema import RunConfig
+from patch.distributed.collectives import from_rank_0
+from patch.distributed.groups import seed_generators
+from patch.errors import CheckpointError
+from patch.logger import get_logger
 from patch.model import WEIGHT_PREFIXES, LlamaModel, sharded_weights
 from patch.optimizer import OverlappedDistributedOptimizer
+from patch.storage.names import iteration_name
+
+_logger = get_logger(__name__)
 
 _SAME_TYING = Cure(
     "one of them ties the output layer to the embedding: change untie_embeddings_and_output_weights, or take "
@@ -37,47 +50,151 @@ CURES = {
     "optimizer.state.master_low.": SAME_PRECISION,
 }
 """Prefix of a tensor's name -> what to do if only the run or only the checkpoint has the tensor."""
+_VERSIONS = {
+    "llama-megatron-patch": __version__,
+    "megatron-core": megatron.core.__version__,
+    "torch": str(torch.__version__),
+}
+"""Stored for people who look at a checkpoint; nothing reads it."""
+_WEIGHTS_ONLY = "weights_only"
+"""True among the common values of a checkpoint without optimizer states."""
 
 
-def save(
-    root: Path,
-    iteration: int,
-    stages: list[LlamaModel],
-    optimizer: OverlappedDistributedOptimizer,
-    config_yaml: str,
-) -> None:
-    """Write everything that a resumed run needs to continue with the same bits.
+class Progress(NamedTuple):
+    """How far a run has come."""
 
-    Args:
-        root: the run's checkpoint folder.
-        iteration: number of steps done.
-        stages: this rank's pipeline stages.
-        optimizer: the optimizer of these stages.
-        config_yaml: the run's configuration, which is stored with the state.
-    """
-    optimizer.finish_param_sync()
-    common = {"iteration": iteration, **optimizer.common_state_dict(), "config": config_yaml}
-    save_checkpoint(root, iteration, _sharded_state(stages, optimizer, is_loading=False), common)
+    iteration: int
+    """Finished optimizer steps."""
+    consumed_samples: int
+    """Their samples."""
 
 
-def resume(root: Path, stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer) -> int | None:
-    """Load the newest checkpoint in `root` into stages and optimizer.
+def find_progress(root: Path) -> Progress | None:
+    """The progress of the newest undamaged checkpoint in `root`; None if there is no checkpoint. Collective.
 
-    Args:
-        root: the run's checkpoint folder.
-        stages: this rank's pipeline stages.
-        optimizer: the optimizer of these stages.
-    Returns:
-        the iteration of the checkpoint; None if there is no checkpoint.
+    Raises:
+        CheckpointError: see `patch.checkpoint.latest_iteration`; or it was saved by another version.
     """
     iteration = latest_iteration(root)
     if iteration is None:
         return None
+    return from_rank_0(lambda: Progress(iteration, _value(root, iteration, "consumed_samples")))
+
+
+def _value(root: Path, iteration: int, name: str) -> Any:
+    """One of the plain values that `save` writes."""
+    try:
+        return read_common(root, iteration)[name]
+    except KeyError as error:
+        raise CheckpointError(
+            f"checkpoint {iteration} in {root} has no {name}: it was saved by another version of this "
+            "program; start a new run from its weights (that folder as position 22)",
+            field="output_path",
+        ) from error
+
+
+def save(
+    root: Path,
+    progress: Progress,
+    stages: list[LlamaModel],
+    optimizer: OverlappedDistributedOptimizer,
+    config_yaml: str,
+    *,
+    weights_only: bool = False,
+) -> None:
+    """Write everything that a resumed run needs to continue with the same bits; returns when it is written.
+
+    Args:
+        root: the run's checkpoint folder.
+        progress, stages, optimizer, config_yaml, weights_only: see `state_to_save`.
+    """
+    state = state_to_save(progress, stages, optimizer, config_yaml, weights_only=weights_only)
+    save_checkpoint(root, progress.iteration, *state)
+
+
+def state_to_save(
+    progress: Progress,
+    stages: list[LlamaModel],
+    optimizer: OverlappedDistributedOptimizer,
+    config_yaml: str,
+    *,
+    weights_only: bool = False,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a checkpoint holds: sections of shards, which are views of the state, and plain values.
+
+    Args:
+        progress: how far the run has come.
+        stages: this rank's pipeline stages.
+        optimizer: the optimizer of these stages.
+        config_yaml: the run's configuration, which is stored with the state.
+        weights_only: leave out what only a resume needs: optimizer and random generators.
+    """
+    optimizer.finish_param_sync()
+    common: dict[str, Any] = {**progress._asdict(), "versions": _VERSIONS, "config": config_yaml}
+    if weights_only:
+        return {"model": sharded_weights(stages)}, common | {_WEIGHTS_ONLY: True}
+    state = _sharded_state(stages, optimizer, is_loading=False) | {"random": _sharded_generators()}
+    return state, common | {"layout": _layout(stages), **optimizer.common_state_dict()}
+
+
+def resume(
+    root: Path,
+    progress: Progress,
+    stages: list[LlamaModel],
+    optimizer: OverlappedDistributedOptimizer,
+    seed: int,
+    train_iters: int | None = None,
+) -> None:
+    """Load a checkpoint of any layout into stages and optimizer.
+
+    Args:
+        root: the run's checkpoint folder.
+        progress: of `find_progress`.
+        stages: this rank's pipeline stages.
+        optimizer: the optimizer of these stages.
+        seed: the run's; at another layout the random generators are seeded from it and from the iteration.
+        train_iters: the steps of the whole run: a checkpoint of weights only is enough if it has done them.
+    Raises:
+        CheckpointError: the checkpoint has weights only, and there may be steps left to train.
+    """
+    if from_rank_0(lambda: read_common(root, progress.iteration)).get(_WEIGHTS_ONLY):
+        _load_finished(root, progress.iteration, stages, optimizer, train_iters)
+        return
+    then = from_rank_0(lambda: _value(root, progress.iteration, "layout"))
+    now = _layout(stages)
     state = _sharded_state(stages, optimizer, is_loading=True)
-    loaded = load_checkpoint(root, iteration, state, CURES)
+    if then == now:
+        state["random"] = _sharded_generators()
+    loaded = load_checkpoint(root, progress.iteration, state, CURES)
     optimizer.load_common_state_dict(loaded)
-    set_random_state({name: shard.data for name, shard in state["random"].items()})
-    return iteration
+    if then == now:
+        set_random_state({name: shard.data for name, shard in state["random"].items()})
+        return
+    seed_generators(int(np.random.SeedSequence((seed, progress.iteration)).generate_state(1)[0]))
+    _logger.info(
+        "the checkpoint was saved at %s, this run has %s: random generators are seeded anew from seed %d and "
+        "step %d",
+        _text(then), _text(now), seed, progress.iteration,
+    )  # fmt: skip
+
+
+def _load_finished(
+    root: Path,
+    iteration: int,
+    stages: list[LlamaModel],
+    optimizer: OverlappedDistributedOptimizer,
+    train_iters: int | None,
+) -> None:
+    """Load a checkpoint of weights only, which is enough for a run without further steps."""
+    if train_iters is None or iteration < train_iters:
+        raise CheckpointError(
+            f"{root / iteration_name(iteration)} is the end of a run with --save-weights-only-at-end: it has "
+            "no optimizer states to train on with; start another folder from it (position 22), or remove it "
+            "to resume from an older checkpoint",
+            field="train_iters",
+        )
+    load_checkpoint(root, iteration, {"model": sharded_weights(stages)}, CURES)
+    optimizer.reload_model_params()
 
 
 def load_weights(load: Path, stages: list[LlamaModel], config: RunConfig) -> None:
@@ -102,15 +219,33 @@ def _sharded_state(
     stages: list[LlamaModel], optimizer: OverlappedDistributedOptimizer, *, is_loading: bool
 ) -> dict[str, Any]:
     weights = sharded_weights(stages)
+    return {"model": weights, "optimizer": optimizer.sharded_state_dict(weights, is_loading=is_loading)}
+
+
+def _sharded_generators() -> dict[str, ShardedTensor]:
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    random = {
+    return {
         name: ShardedTensor.from_rank_offsets(
             f"random.{name}", state, (0, rank, world_size), prepend_axis_num=1
         )
         for name, state in random_state().items()
     }
-    states = optimizer.sharded_state_dict(weights, is_loading=is_loading)
-    return {"model": weights, "optimizer": states, "random": random}
+
+
+def _layout(stages: list[LlamaModel]) -> dict[str, int | str]:
+    """What decides which generators a rank has. Interleaved stages do not: VPP may change."""
+    config = stages[0].config
+    return {
+        "TP": config.tensor_model_parallel_size,
+        "PP": config.pipeline_model_parallel_size,
+        "CP": config.context_parallel_size,
+        "processes": dist.get_world_size(),
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+    }
+
+
+def _text(layout: dict[str, int | str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in layout.items())
 
 
 def random_state() -> dict[str, torch.Tensor]:

@@ -27,7 +27,7 @@ from patch.model import LlamaModel, build_llama_model, forget_weights, initializ
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
 from patch.storage.names import CHECKPOINT_FOLDER, DATA_INDEX_FOLDER
 from patch.training.phases import PhaseClock
-from patch.training.run_state import load_weights, resume
+from patch.training.run_state import Progress, find_progress, load_weights, resume
 from patch.training.state_placement import log_placement
 
 _logger = get_logger(__name__)
@@ -60,10 +60,18 @@ class Run:
     """The batches of the next step, read while the last step ended; None: not read yet."""
     valid_weights: list[float] | None = None
     """Of the validation sets, if position 21 has weights."""
+    before_change: Callable[[], None] = lambda: None
+    """Called before weights or states are changed, which a checkpoint may still be copying."""
+    samples_ahead: int = 0
+    """Samples consumed beyond one global batch a step; not 0 once the global batch size was changed."""
     records: list[SetRecord] = field(default_factory=list)
     """Of the training sets of rows (see `DataSets`)."""
     data_clock: WaitClock = field(default_factory=lambda: WaitClock(torch.device("cpu")))
     """Counts how long steps wait for their data."""
+
+    def consumed_samples(self, iteration: int) -> int:
+        """The samples of the first `iteration` steps."""
+        return iteration * self.config.training.global_batch_size + self.samples_ahead
 
 
 def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCollection) -> Run:
@@ -76,6 +84,10 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
     Raises:
         ConfigError, DataError, CheckpointError, ConversionError: on all ranks or on none.
     """
+    progress = find_progress(checkpoint_root(config))
+    ahead = 0
+    if progress is not None:
+        ahead = progress.consumed_samples - progress.iteration * config.training.global_batch_size
     with all_or_none():
         tokenizer = load_tokenizer(config.tokenizer_folder)
     datasets = build_datasets(
@@ -83,13 +95,15 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
         config.model,
         tokenizer,
         sft=config.training.sft,
-        num_train_samples=partial(num_train_samples, config),
+        num_train_samples=partial(num_train_samples, config, ahead=ahead),
         seed=config.training.seed,
         index_folder=Path(config.checkpoint.output_path) / DATA_INDEX_FOLDER,
     )
-    config = with_samples(config, datasets.num_train_samples)
+    config = with_samples(config, datasets.num_train_samples, ahead=ahead)
     stages, optimizer = build_model(config, groups, context.device)
-    train_reader = _reader(config, datasets.train, groups, shuffle=not datasets.train.is_shuffled)
+    train_reader = _reader(
+        config, datasets.train, groups, shuffle=not datasets.train.is_shuffled, ahead=ahead
+    )
     run = Run(
         config=config,
         device=context.device,
@@ -104,9 +118,10 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
         records=datasets.records,
         stages=stages,
         optimizer=optimizer,
-        start_iteration=0,
+        start_iteration=0 if progress is None else progress.iteration,
+        samples_ahead=ahead,
     )
-    _load(run)
+    _load(run, progress)
     return run
 
 
@@ -155,7 +170,12 @@ def checkpoint_root(config: RunConfig) -> Path:
 
 
 def _reader(
-    config: RunConfig, source: SampleSource, groups: ProcessGroupCollection, *, shuffle: bool
+    config: RunConfig,
+    source: SampleSource,
+    groups: ProcessGroupCollection,
+    *,
+    shuffle: bool,
+    ahead: int = 0,
 ) -> BatchReader:
     return BatchReader(
         source,
@@ -165,20 +185,17 @@ def _reader(
         dp_size=groups.dp.size(),
         seed=config.training.seed,
         shuffle=shuffle,
+        ahead=ahead,
     )
 
 
-def _load(run: Run) -> None:
+def _load(run: Run, progress: Progress | None) -> None:
     """Resume this run's newest checkpoint; without one, start from --load or from random weights."""
-    resumed = resume(checkpoint_root(run.config), run.stages, run.optimizer)
-    if resumed is not None:
-        run.start_iteration = resumed
-        _logger.info("resumed after step %d from %s", resumed, checkpoint_root(run.config))
-        train_iters = run.config.training.train_iters
-        if resumed >= train_iters:
-            _logger.info(
-                "nothing is left to train of %d steps, %d are done; config.yaml stays", train_iters, resumed
-            )
+    if progress is not None:
+        training = run.config.training
+        root = checkpoint_root(run.config)
+        resume(root, progress, run.stages, run.optimizer, training.seed, training.train_iters)
+        _log_resume(run, progress)
         return
     load = run.config.checkpoint.load
     if load is None:
@@ -190,3 +207,20 @@ def _load(run: Run) -> None:
         load_weights(Path(load), run.stages, run.config)
     run.optimizer.reload_model_params()
     _logger.info("weights from %s", load)
+
+
+def _log_resume(run: Run, progress: Progress) -> None:
+    training = run.config.training
+    done = progress.iteration
+    _logger.info("resumed after step %d from %s", done, checkpoint_root(run.config))
+    if done >= training.train_iters:
+        _logger.info(
+            "nothing is left to train of %d steps, %d are done; config.yaml stays", training.train_iters, done
+        )
+    elif run.samples_ahead or run.config.checkpoint.resume_with_changed_data:
+        _logger.warning(
+            "%d samples were consumed; training goes on with sample %d in the order that data, seed and "
+            "batch size of this command give, and ends after step %d with %d samples",
+            progress.consumed_samples, progress.consumed_samples, training.train_iters,
+            run.consumed_samples(training.train_iters),
+        )  # fmt: skip

@@ -64,6 +64,8 @@ def train_step(run: Run, iteration: int) -> StepResult:
     optimizer = run.optimizer
     work, lr = _work_of(run, iteration), _rate_of(run.config, iteration)
     group_lrs = [_rate_of(run.config, iteration, group) for group in optimizer.param_groups]
+    if optimizer.is_offloading:  # states move, and updates on the host may begin in backward
+        run.before_change()
     apply_placement(optimizer)
     retry = OomRetry(optimizer, f"step {iteration + 1}")
     is_done = False
@@ -79,6 +81,7 @@ def train_step(run: Run, iteration: int) -> StepResult:
         retry.start_agreement()
         optimizer.finish_grad_sync()
         is_done = retry.is_done()
+    run.before_change()
     run.phases.enter(Phase.UPDATE)
     outcome = optimizer.step(skip_non_finite=True)
     loss, *counts = read_values(sums, pending, WaitClock(run.device))

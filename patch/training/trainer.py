@@ -8,7 +8,6 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
-from patch.config import to_yaml
 from patch.data.prefetch import read_ahead
 from patch.distributed.collectives import barrier, max_over_world
 from patch.errors import TrainingError
@@ -18,8 +17,8 @@ from patch.training.hooks import TrainerHook
 from patch.training.metrics import make_record, measure
 from patch.training.non_finite import named_samples, samples_of_step
 from patch.training.phases import Phase
-from patch.training.run_state import save
-from patch.training.setup import Run, checkpoint_root
+from patch.training.saving import Saving
+from patch.training.setup import Run
 from patch.training.spikes import SpikeWarnings
 from patch.training.step import StepResult, train_step
 from patch.training.stop import StopRequests
@@ -38,9 +37,13 @@ class Trainer:
     def __init__(self, run: Run, hooks: Sequence[TrainerHook]) -> None:
         self.run, self._hooks = run, hooks
         self._requests = StopRequests(run.config)
+        self._saving = Saving(run, self._on_save)
+        run.before_change = self._saving.wait_for_copies
         self._spikes = SpikeWarnings(run) if dist.get_rank() == 0 else None
         self._exit_code = 0
         """With which all ranks agreed to stop; 0: they go on. A rank may have been asked a step earlier."""
+        self._is_writing = False
+        """Whether any rank was writing a checkpoint in the background when the ranks last agreed."""
         self._step_begin = 0.0
         """Start time of the current step."""
 
@@ -66,6 +69,7 @@ class Trainer:
                     if self._exit_code:
                         break
         finally:
+            self._saving.abandon()  # does nothing unless an error ends the run
             for hook in self._hooks:
                 hook.close()
         if self._exit_code:
@@ -83,15 +87,17 @@ class Trainer:
         self.run.phases.enter(Phase.METRICS)
         for hook in self._hooks:
             hook.on_step(done, seconds)
-        worst = self._share(measure(self.run, result, seconds * 1e3), is_last=is_last)
+        measured = measure(self.run, result, seconds * 1e3) | self._saving.measured()
+        worst = self._share(measured, is_last=is_last)
         self._check(iteration, result, worst["loss"])
         if done % config.checkpoint.log_interval == 0 or is_last:
-            record = make_record(config, self.run.device, done, result, worst)
+            record = make_record(self.run, done, result, worst)
             for hook in self._hooks:
                 hook.on_log(record)
+            self._saving.clear()
         is_saving_step = done % config.checkpoint.save_interval == 0 or is_last
         interval = config.data.eval_interval
-        tasks = []
+        tasks = [self._go_on] if self._saving.is_pending and not self._is_writing else []
         if self.run.valid_readers and interval and (done % interval == 0 or is_saving_step):
             tasks.append(self._evaluate)
         if is_saving_step or self._exit_code:
@@ -106,8 +112,9 @@ class Trainer:
     def _share(self, measured: dict[str, float], *, is_last: bool) -> dict[str, float]:
         """The largest value of each metric over ranks; the same collective agrees whether to stop."""
         asked = self._requests.exit_code(is_last=is_last)
-        *worst, agreed = max_over_world([*measured.values(), asked], self.run.device)
-        self._exit_code = int(agreed)
+        values = [*measured.values(), asked, float(self._saving.is_busy)]
+        *worst, agreed, is_writing = max_over_world(values, self.run.device)
+        self._exit_code, self._is_writing = int(agreed), bool(is_writing)
         return dict(zip(measured, worst, strict=True))
 
     def _check(self, iteration: int, result: StepResult, loss: float) -> None:
@@ -131,11 +138,17 @@ class Trainer:
         for hook in self._hooks:
             hook.on_evaluate(record)
 
+    def _go_on(self, done: int) -> None:
+        if self._saving.is_pending:  # a signal has the next one saved first
+            self.run.phases.enter(Phase.SAVE)
+            self._saving.go_on()
+
     def _save(self, done: int) -> None:
-        run = self.run
-        run.phases.enter(Phase.SAVE)
-        save(checkpoint_root(run.config), done, run.stages, run.optimizer, to_yaml(run.config))
-        run.optimizer.record_memory("save")
+        self.run.phases.enter(Phase.SAVE)
+        is_last = done == self.run.config.training.train_iters
+        self._saving.save(done, is_end=is_last or self._exit_code != 0)
+
+    def _on_save(self, iteration: int) -> None:
         for hook in self._hooks:
-            hook.on_save(done)
-        barrier(run.device)  # otherwise the other ranks' next step would include the time of rank 0's hooks
+            hook.on_save(iteration)
+        barrier(self.run.device)  # otherwise the next step of the others would include the time of rank 0's

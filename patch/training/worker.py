@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from patch import compat
+from patch.checkpoint.retention import Retention
 from patch.config import check_tokens, remember_data, to_yaml
 from patch.config.hf_config import has_hf_config
 from patch.config.schema import RunConfig
@@ -25,13 +26,14 @@ from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run
 from patch.storage.names import CONFIG_FILE, HF_FOLDER
 from patch.training.best_checkpoint import BestCheckpoint
+from patch.training.checkpoint_retention import CheckpointRetention
 from patch.training.error_translation import translate_errors
 from patch.training.hang_guard import guarding
 from patch.training.hooks import TrainerHook
 from patch.training.loss_plot import LossPlot
 from patch.training.metrics import MetricsLog
 from patch.training.progress import ProgressDisplay
-from patch.training.setup import Run, build_run
+from patch.training.setup import Run, build_run, checkpoint_root
 from patch.training.step_time_forecast import StepTimeHook
 from patch.training.trainer import Trainer
 
@@ -95,8 +97,15 @@ def build_hooks(run: Run) -> list[TrainerHook]:
             LossPlot(output),
             ProgressDisplay(run.start_iteration, run.config.training.train_iters),
             BestCheckpoint(output, run.start_iteration),
+            CheckpointRetention(checkpoint_root(run.config), _retention(run.config), run.start_iteration),
         ]
     return hooks
+
+
+def _retention(config: RunConfig) -> Retention:
+    """Which checkpoints stay; with --save-retain-every alone, the newest one besides."""
+    last, every = config.checkpoint.save_retain_last, config.checkpoint.save_retain_every
+    return Retention(last or (1 if every else None), every)
 
 
 @contextmanager

@@ -134,6 +134,8 @@ def limited(resource: str, amount: int, arguments: list[str]) -> list[str]:
 def cut_back(output: Path, iteration: int) -> None:
     """Leave a run's folder as it was right after the checkpoint of `iteration`, but for its log."""
     root = output / "checkpoint"
+    for link in ("last", "best"):
+        (root / link).unlink(missing_ok=True)
     for folder in root.glob("iter_*"):
         if int(folder.name.removeprefix("iter_")) > iteration:
             shutil.rmtree(folder)

@@ -11,7 +11,15 @@ import pytest
 import torch
 import yaml
 from end_to_end.conftest import Office
-from end_to_end.shell import assert_same_weights, call_workers, command, cut_back, losses
+from end_to_end.shell import (
+    assert_same_weights,
+    call,
+    call_workers,
+    command,
+    cut_back,
+    losses,
+    training_records,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkits.convert import main as convert
@@ -140,6 +148,33 @@ def test_export_is_told_once(four_ranks: Finished) -> None:
     assert four_ranks.messages.count(f"{four_ranks.output / 'hf'}") == 2, "once in each of the two runs"
 
 
+def test_run_goes_on_at_another_layout_and_with_another_batch_where_the_user_says_so(
+    few_rows: Office, four_ranks: Finished, tmp_path: Path
+) -> None:
+    output = tmp_path / "out"
+    for name in ("checkpoint", "config.yaml", "data.json", "log"):
+        source, target = four_ranks.output / name, output / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, target)
+    cut_back(output, 2)
+    arguments = [*command_of(few_rows, output, DO="true"), "--overlapped-distributed-optimizer"]
+    result = call(arguments[:-2] + arguments[-1:], NPROC_PER_NODE=2)  # by the launcher
+    assert result.returncode == 0, result.stderr
+    assert "(position 10 TP): 2 before, 1 from here on" in result.stderr
+    assert "saved at TP 2, PP 2" in result.stderr and "seeded anew" in result.stderr
+    assert losses(output) == pytest.approx(four_ranks.first, abs=LAYOUT_TOLERANCE)
+
+    cut_back(output, 4)
+    larger = {"GLOBAL_BATCH_SIZE": 16, "TRAIN_TOKENS_OR_ITERS": 6}
+    arguments = command_of(few_rows, output, **larger)[:-1]
+    refused = call_workers(1, arguments)
+    assert refused.returncode == 2 and "--resume-with-changed-data" in refused.stderr, refused.stderr
+    result = call_workers(2, [*arguments, "--resume-with-changed-data"])
+    assert result.returncode == 0, result.stderr
+    assert "32 samples were consumed; training goes on with sample 32" in result.stderr
+    consumed = [record["consumed_samples"] for record in training_records(output)]
+    assert consumed == [8, 16, 24, 32, 48, 64]
+
+
 def test_checkpoint_of_another_shape_is_refused(
     few_rows: Office, four_ranks: Finished, tmp_path: Path
 ) -> None:
@@ -160,5 +195,9 @@ def test_damaged_checkpoints_do_not_begin_the_run_anew(few_rows: Office, sharded
         index.unlink()
     result = call_workers(2, sharded.arguments, TOKENIZER_PATH=few_rows.model)
     assert result.returncode == 4, result.stderr
-    assert "no complete checkpoint" in result.stderr and "Traceback" not in result.stderr
+    assert (
+        "is whole: " in result.stderr
+        and "/.metadata is missing" in result.stderr
+        and "Traceback" not in result.stderr
+    )
     assert metrics.read_bytes() == before

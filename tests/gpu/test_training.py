@@ -17,7 +17,7 @@ from patch.model import initialize_weights
 from patch.optimizer import learning_rate
 from patch.training.evaluation import evaluate
 from patch.training.oom_retry import OomRetry
-from patch.training.run_state import resume, save
+from patch.training.run_state import Progress, resume, save
 from patch.training.setup import Run
 from patch.training.step import train_step
 
@@ -88,11 +88,11 @@ def test_a_resume_under_another_policy_repeats_the_run(
     saving, loading = pair
     run = build(job, deterministic_mode=True, precision="bf16", **POLICIES[saving])
     train(run, last=3)
-    save(tmp_path, 3, run.stages, run.optimizer, "")
+    save(tmp_path, Progress(3, 3), run.stages, run.optimizer, "")
     expected = train(run, 3)
     close(run)
     run = build(job, deterministic_mode=True, precision="bf16", seed=77, **POLICIES[loading])
-    assert resume(tmp_path, run.stages, run.optimizer) == 3
+    resume(tmp_path, Progress(3, 3), run.stages, run.optimizer, 77)
     assert train(run, 3) == expected
     close(run)
 

@@ -6,16 +6,21 @@ import pytest
 
 from patch.checkpoint import latest_iteration, weights_folder
 from patch.checkpoint.folder import iteration_folder, open_staging, publish
+from patch.checkpoint.manifest import write_manifest
 from patch.config import user_message
 from patch.errors import CheckpointError
+from patch.storage.checksums import content
 
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
-def write_files(folder: Path, content: str = "") -> None:
+def write_files(folder: Path, text: str = "") -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    for name in (".metadata", "common.pt", "metadata.json"):
-        (folder / name).write_text(content)
+    names = (".metadata", "common.pt", "metadata.json")
+    for name in names:
+        (folder / name).write_text(text)
+    iteration = int(folder.name.removeprefix("iter_").removesuffix(".tmp"))
+    write_manifest(folder, iteration, {name: content(folder / name) for name in names})
 
 
 def test_latest_iteration_is_none_without_a_checkpoint(tmp_path):
@@ -37,11 +42,12 @@ def test_latest_iteration_falls_back_and_says_so_when_the_tracker_is_wrong(tmp_p
     for iteration in (2, 10):
         write_files(iteration_folder(tmp_path, iteration))
     write_files(iteration_folder(tmp_path, 30))
-    (iteration_folder(tmp_path, 30) / ".metadata").unlink()
+    (iteration_folder(tmp_path, 30) / "checksums.json").unlink()
     write_files(tmp_path / "iter_0000040.tmp")
     (tmp_path / TRACKER).write_text(tracked)
     assert latest_iteration(tmp_path) == 10
-    assert TRACKER in caplog.text and "10" in caplog.text
+    assert "iter_0000030/checksums.json is missing" in caplog.text and "iteration 10 is taken" in caplog.text
+    assert (TRACKER in caplog.text) == (tracked != "30")
 
 
 def test_tracker_that_is_a_folder_is_named_and_one_of_other_bytes_is_none(tmp_path):
@@ -55,6 +61,16 @@ def test_tracker_that_is_a_folder_is_named_and_one_of_other_bytes_is_none(tmp_pa
             look(tmp_path)
 
 
+def test_checkpoints_of_another_program_have_no_marker_and_give_weights_alone(tmp_path):
+    for iteration in (2, 10):
+        write_files(iteration_folder(tmp_path, iteration))
+        (iteration_folder(tmp_path, iteration) / "checksums.json").unlink()
+    (tmp_path / TRACKER).write_text("2")
+    assert weights_folder(tmp_path) == iteration_folder(tmp_path, 2)
+    with pytest.raises(CheckpointError, match="iter_0000002/checksums.json is missing.* another program"):
+        latest_iteration(tmp_path)
+
+
 @pytest.mark.parametrize("remains", ["tracker", "incomplete", "replaced"])
 def test_latest_iteration_refuses_to_begin_anew_over_a_damaged_checkpoint(tmp_path, remains):
     names = {"tracker": TRACKER, "incomplete": "iter_0000030", "replaced": "iter_0000030.old"}
@@ -65,7 +81,7 @@ def test_latest_iteration_refuses_to_begin_anew_over_a_damaged_checkpoint(tmp_pa
     with pytest.raises(CheckpointError) as refused:
         latest_iteration(tmp_path)
     assert all(
-        part in user_message(refused.value) for part in (names[remains], "OUTPUT_BASEPATH", "metadata.json")
+        part in user_message(refused.value) for part in (names[remains], "OUTPUT_BASEPATH", "checksums.json")
     )
 
 

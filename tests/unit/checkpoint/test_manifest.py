@@ -1,6 +1,8 @@
 """A checkpoint that is not what was saved is noticed before it is loaded, and the next whole one taken."""
 
 import json
+import os
+import random
 import shutil
 import zlib
 from collections.abc import Callable
@@ -115,12 +117,12 @@ def test_whole_one_beside_a_damaged_tracked_one_may_be_newer(root):
     assert latest_iteration(root) == 3
 
 
-def test_further_files_and_folders_without_checksums_are_taken(root):
+def test_further_files_are_no_damage_and_a_folder_without_checksums_is_none_of_ours(root):
     newest = iteration_folder(root, 3)
     (newest / "notes.txt").write_text("mine")
     assert latest_iteration(root) == 3
     (newest / "checksums.json").unlink()
-    assert latest_iteration(root) == 3 and weights_folder(newest) == newest
+    assert latest_iteration(root) == 2 and weights_folder(newest) == newest
 
 
 def test_every_file_has_its_checksum(root):
@@ -132,6 +134,74 @@ def test_every_file_has_its_checksum(root):
         if path.name != "checksums.json"
     }
     assert files == expected and data(newest).name in files
+
+
+DATA_FILES = ("__0_0.distcp", "__0_1.distcp", "__1_0.distcp", "__1_1.distcp")
+SAME_IN_BOTH = (".metadata", "metadata.json")
+"""Files that have the same bytes in both checkpoints."""
+FILES = (*DATA_FILES, *SAME_IN_BOTH, "checksums.json", "common.pt")
+
+
+def save_wide(rank: int, world_size: int, folder: str) -> None:
+    """Two checkpoints of two ranks with two files each."""
+    from patch import compat
+
+    compat.apply(cuda=False)
+    torch.manual_seed(rank)
+    for iteration in (1, 2):
+        shards = {
+            name: ShardedTensor.from_rank_offsets(name, torch.rand(4, 16), (0, rank, world_size))
+            for name in ("decoder.a", "decoder.b")
+        }
+        save_checkpoint(Path(folder), iteration, {"model": shards}, {"iteration": iteration})
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wide")
+    run_distributed(save_wide, 2, str(folder))
+    assert sorted(path.name for path in (folder / "iter_0000002").iterdir()) == sorted(FILES)
+    return folder
+
+
+def _changed_byte(path: Path) -> None:
+    generator = random.Random(path.name)
+    contents = bytearray(path.read_bytes())
+    contents[generator.randrange(len(contents))] ^= generator.randrange(1, 256)
+    path.write_bytes(contents)
+
+
+def _other_rank(path: Path) -> None:
+    other = {"0": "1", "1": "0"}[path.name[2]]
+    shutil.copy(path.with_name(f"__{other}{path.name[3:]}"), path)
+
+
+SPOILED: dict[str, Callable[[Path], object]] = {
+    "byte": _changed_byte,
+    "truncated": lambda path: os.truncate(path, path.stat().st_size - 1),
+    "empty": lambda path: os.truncate(path, 0),
+    "missing": lambda path: path.unlink(),
+    "other iteration": lambda path: shutil.copy(path.parent.with_name("iter_0000001") / path.name, path),
+    "other rank": _other_rank,
+}  # fmt: skip
+
+
+CASES = [
+    (kind, name)
+    for kind in SPOILED
+    for name in FILES
+    if not (kind == "other rank" and name not in DATA_FILES)
+    and not (kind == "other iteration" and name in SAME_IN_BOTH)
+]
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_whatever_happens_to_a_file_it_is_named(wide, tmp_path, kind, name, caplog):
+    root = shutil.copytree(wide, tmp_path / "root")
+    path = iteration_folder(root, 2) / name
+    SPOILED[kind](path)
+    assert latest_iteration(root) == 1
+    assert f"DAMAGED CHECKPOINT: {path} " in caplog.text and "iteration 1 is taken instead" in caplog.text
 
 
 def verify_together(rank: int, world_size: int, folder: str) -> tuple[list[str], int | None, float]:

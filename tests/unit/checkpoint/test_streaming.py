@@ -24,7 +24,7 @@ STATE = {
 
 @pytest.fixture(autouse=True)
 def _small_windows(monkeypatch):
-    monkeypatch.setattr(streaming, "_WINDOW_BYTES", 128)
+    monkeypatch.setattr(streaming, "WINDOW_BYTES", 128)
 
 
 def _read(folder: Path, keys: set[str]) -> dict[str, torch.Tensor]:

@@ -48,10 +48,6 @@ def test_folder_without_checkpoints_is_free(command):
         ([], dict(GLOBAL_BATCH_SIZE="16"), "position 4 .*: got 16, expected 8: .* another order", WEIGHTS),
         (["--seed=1"], {}, "--seed: got 1, expected 1234: .* another order", WEIGHTS),
         ([], dict(PR="bf16"), "position 9 PR.*: got bf16, expected fp32: .* another type", ANEW),
-        ([], dict(TP="2"), "position 10 TP.*: got 2, expected 1: .* cannot change the layout", WEIGHTS),
-        ([], dict(PP="2"), "position 11 PP.*: got 2, expected 1: .* cannot change the layout", WEIGHTS),
-        ([], dict(CP="2"), "position 12 CP.*: got 2, expected 1: .* cannot change the layout", WEIGHTS),
-        (["--nproc-per-node=2"], {}, "NPROC_PER_NODE.*: got 2 .* expected 1 .* change the layout", WEIGHTS),
     ],
 )  # fmt: skip
 def test_change_that_cannot_be_resumed_is_refused(command, begun, flags, positions, message, cure):
@@ -59,6 +55,37 @@ def test_change_that_cannot_be_resumed_is_refused(command, begun, flags, positio
     with refused(ConfigError, match=message) as caught:
         resume_notes(command.parse(*flags, **positions).config)
     assert cure in user_message(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("flags", "positions", "notes"),
+    [
+        (["--nproc-per-node=2"], {}, ["--nproc-per-node"]),
+        ([], dict(TP="2"), ["--tensor-model-parallel-size", "--nproc-per-node"]),
+        (["--nproc-per-node=4"], dict(PP="2"), ["--pipeline-model-parallel-size", "--nproc-per-node"]),
+    ],
+)
+def test_another_layout_is_listed_and_taken(command, begun, flags, positions, notes):
+    begun()
+    found = resume_notes(command.parse(*flags, **positions).config)
+    assert sorted(note.split(" ")[0].rstrip(":") for note in found) == sorted(notes)
+
+
+def test_data_and_its_order_change_only_where_the_user_says_so(command, begun):
+    begun()
+    other = command.folder / "other.json"
+    other.write_text("[2]")
+    positions = dict(GLOBAL_BATCH_SIZE="16", DATASET_PATH=str(other), PAD_LEN="16")
+    changed = command.parse("--resume-with-changed-data", "--seed=7", **positions).config
+    found = [note.split(" ")[0].rstrip(":") for note in resume_notes(changed)]
+    expected = ["--global-batch-size", "--max-padding-length", "--seed", "--train-data-path"]
+    assert sorted(found) == sorted([*expected, "--resume-with-changed-data"])
+    remember_data(changed, [])
+    record = (command.folder / "out" / "data.json").read_text()
+    remember_data(command.parse().config, [])
+    assert (command.folder / "out" / "data.json").read_text() == record
+    with refused(ConfigError, match="--num-layers: got 4.* another model shape"):
+        resume_notes(command.parse("--resume-with-changed-data", "--num-layers=4").config)
 
 
 def test_same_processes_on_other_machines_are_taken(command, begun):

@@ -70,6 +70,14 @@ REFUSED = [
     ),
     (dict(BATCH_SIZE="0"), [], ["position 3 BATCH_SIZE): got 0, expected at least 1"]),
     (dict(TP="0"), ["--nproc-per-node=1"], ["position 10 TP): got 0, expected at least 1"]),
+    (
+        dict(SAVE_INTERVAL="20"),
+        ["--save-retain-every=30"],
+        [
+            "--save-retain-every: got 30, expected a multiple of --save-interval (position 19",
+            "SAVE_INTERVAL) 20",
+        ],
+    ),
     (dict(SAVE_INTERVAL="-5"), [], ["position 19 SAVE_INTERVAL): got -5, expected at least 1"]),
     (dict(LR="0"), [], ["position 5 LR): got 0.0, expected more than 0"]),
     ({}, ["--decoupled-lr=0"], ["--decoupled-lr: got 0.0, expected more than 0"]),

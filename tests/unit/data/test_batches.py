@@ -22,11 +22,12 @@ class Counting:
 
 
 def reader(
-    size: int, *, mbs: int = 1, gbs: int = 4, rank: int = 0, dp: int = 1, seed: int = 3, shuffle: bool = True
-):
+    size: int, *, mbs: int = 1, gbs: int = 4, rank: int = 0, dp: int = 1, seed: int = 3, shuffle: bool = True,
+    ahead: int = 0,
+):  # fmt: skip
     return BatchReader(
         Counting(size), micro_batch_size=mbs, global_batch_size=gbs, dp_rank=rank, dp_size=dp, seed=seed,
-        shuffle=shuffle,
+        shuffle=shuffle, ahead=ahead,
     )  # fmt: skip
 
 
@@ -52,6 +53,19 @@ def test_each_epoch_takes_each_sample_once(size: int) -> None:
     assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
     if size > 4:
         assert epochs[0] != epochs[1] and epochs[0] != sorted(epochs[0])
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize("larger", [2, 8])
+def test_another_batch_size_goes_on_where_the_first_stopped(larger: int, shuffle: bool) -> None:
+    """Three steps of four samples, then those of a run that has another batch size from there on."""
+    before, whole = reader(36, shuffle=shuffle), reader(36, gbs=36, shuffle=shuffle)
+    after = reader(36, gbs=larger, shuffle=shuffle, ahead=3 * 4 - 3 * larger)
+    steps = 3 + (36 - 12) // larger
+    assert len(after) == steps
+    found = [before.step(iteration) for iteration in range(3)]
+    found += [after.step(iteration) for iteration in range(3, steps)]
+    assert [number for step in found for number in numbers(step)] == numbers(whole.step(0))
 
 
 def test_order_depends_on_seed() -> None:

@@ -17,7 +17,7 @@ from training_runs import build_seeded_run
 
 from patch.config.schema import RunConfig
 from patch.training.evaluation import evaluate
-from patch.training.run_state import resume, save
+from patch.training.run_state import Progress, resume, save
 from patch.training.step import train_step
 
 # Measured: 5e-7, the last bit of losses near 5.6.
@@ -56,10 +56,10 @@ def train(
     before = [p.detach().clone() for p in run.stages[0].parameters() if not p.requires_grad]
     results = [train_step(run, index) for index in range(NUM_STEPS - 1)]
     if folder is not None:
-        save(folder, NUM_STEPS - 1, run.stages, run.optimizer, "")
+        save(folder, Progress(NUM_STEPS - 1, 4), run.stages, run.optimizer, "")
         new_job()
         run = build_seeded_run(config, is_frozen=is_frozen)
-        assert resume(folder, run.stages, run.optimizer) == NUM_STEPS - 1
+        resume(folder, Progress(NUM_STEPS - 1, 4), run.stages, run.optimizer, 0)
     results.append(train_step(run, NUM_STEPS - 1))
     valid = evaluate(run)["valid_loss"]
     frozen = [p for p in run.stages[0].parameters() if not p.requires_grad]

@@ -155,7 +155,8 @@ def test_spikes_are_those_of_a_plain_median_and_only_their_first_step_is_named()
     values[[5, 150, 200, 201, 260]] = [9.0, 5.0, 6.0, 6.0, 1.0]  # too early; two spikes; far below
     config = small_run(global_batch_size=4)
     lines = collect_messages()
-    warnings = SpikeWarnings(SimpleNamespace(config=config, sample_place="row {}".format))  # type: ignore[arg-type]
+    run = SimpleNamespace(config=config, sample_place="row {}".format, consumed_samples=lambda step: 4 * step)
+    warnings = SpikeWarnings(run)  # type: ignore[arg-type]
     for iteration, value in enumerate(values):
         warnings.note(iteration, float(value), 1.0)
     for step, value in ((151, 5.0), (201, 6.0)):

@@ -17,7 +17,7 @@ from small_runs import small_run
 from training_runs import build_seeded_run, digests
 
 from patch.training.evaluation import evaluate
-from patch.training.run_state import resume, save
+from patch.training.run_state import Progress, resume, save
 from patch.training.setup import Run
 from patch.training.step import train_step
 
@@ -116,11 +116,11 @@ def resumed(policies: list[str]) -> dict[str, Any]:
         for saving in policies:
             run = build(saving, **settings)
             train(run, last=3)
-            save(Path(folder) / saving, 3, run.stages, run.optimizer, "")
+            save(Path(folder) / saving, Progress(3, 3), run.stages, run.optimizer, "")
             close(run)
             for loading in policies:
                 run = build(loading, **settings, seed=77)
-                assert resume(Path(folder) / saving, run.stages, run.optimizer) == 3
+                resume(Path(folder) / saving, Progress(3, 3), run.stages, run.optimizer, 77)
                 found[f"{saving} -> {loading}"] = train(run, 3, 6)["bits"]
                 close(run)
     return found

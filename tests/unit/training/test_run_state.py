@@ -9,7 +9,7 @@ from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from training_runs import build_seeded_run
 
-from patch.training.run_state import load_weights, resume, save
+from patch.training.run_state import Progress, find_progress, load_weights, resume, save
 from patch.training.step import train_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -30,7 +30,7 @@ def exchange(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], 
     for theirs in DTYPES:
         run = build_seeded_run(small_run(precision=theirs, initial_loss_scale=1.0))
         train_step(run, 0)
-        save(folder / theirs / "checkpoint", 1, run.stages, run.optimizer, "")
+        save(folder / theirs / "checkpoint", Progress(1, 4), run.stages, run.optimizer, "")
         stored[theirs] = _weights(run)
         assert {weight.dtype for weight in stored[theirs].values()} == {DTYPES[theirs]}
         new_job()
@@ -49,13 +49,13 @@ def exchange(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], 
     return found
 
 
-def resume_over_damage(rank: int, world_size: int, folder: Path) -> tuple[int | None, list[str], bool]:
+def resume_over_damage(rank: int, world_size: int, folder: Path) -> tuple[Progress | None, list[str], bool]:
     """What a resume takes where the newest checkpoint lost a bit, and whether the next step is the same."""
     run = build_seeded_run(small_run())
     train_step(run, 0)
-    save(folder, 1, run.stages, run.optimizer, "")
+    save(folder, Progress(1, 4), run.stages, run.optimizer, "")
     expected = train_step(run, 1)
-    save(folder, 2, run.stages, run.optimizer, "")
+    save(folder, Progress(2, 8), run.stages, run.optimizer, "")
     data = folder / "iter_0000002" / "__0_0.distcp"
     contents = bytearray(data.read_bytes())
     contents[len(contents) // 2] ^= 1
@@ -66,14 +66,15 @@ def resume_over_damage(rank: int, world_size: int, folder: Path) -> tuple[int | 
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("patch.checkpoint").addHandler(handler)
-    resumed = resume(folder, run.stages, run.optimizer)
+    found = find_progress(folder)
+    resume(folder, found, run.stages, run.optimizer, 7)
     again = train_step(run, 1)
-    return resumed, messages, (again.loss, again.grad_norm) == (expected.loss, expected.grad_norm)
+    return found, messages, (again.loss, again.grad_norm) == (expected.loss, expected.grad_norm)
 
 
 def test_resume_takes_the_older_checkpoint_where_the_newest_has_lost_a_bit(tmp_path: Path) -> None:
     ((resumed, messages, is_same),) = run_distributed(resume_over_damage, 1, tmp_path)
-    assert resumed == 1 and is_same
+    assert resumed == Progress(1, 4) and is_same
     (message,) = messages
     assert "DAMAGED" in message and "iter_0000002/__0_0.distcp has CRC-32" in message
 

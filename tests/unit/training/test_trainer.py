@@ -61,8 +61,9 @@ def train(rank: int, world_size: int, config: RunConfig) -> tuple[list[str], lis
 
 def test_hooks_are_called_in_order_after_what_they_are_named_for(tmp_path: Path) -> None:
     config = small_run(
-        dp=2, train_iters=4, log_interval=2, eval_interval=2, save_interval=3, output_path=str(tmp_path)
-    )
+        dp=2, train_iters=4, log_interval=2, eval_interval=2, save_interval=3, output_path=str(tmp_path),
+        async_save=False,
+    )  # fmt: skip
     (notes, losses, saved), (no_notes, same_losses, _) = run_distributed(train, 2, config)
     assert notes == [
         *["step 1", "step 2", "log 2", "evaluate 2", "step 3", "evaluate 3", "save 3"],

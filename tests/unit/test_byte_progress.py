@@ -1,10 +1,10 @@
-"""How far a conversion is, as lines in the log where there is no terminal."""
+"""How far long work on bytes is, as lines in the log where there is no terminal."""
 
 import logging
 
 import pytest
 
-from patch.convert.progress import progress
+from patch.progress import progress
 
 
 def test_lines_tell_the_bytes_so_far(

@@ -1,0 +1,145 @@
+"""Compares the tensors of two stored checkpoints, whatever the layouts in which they were saved."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from patch.checkpoint.stored import Box, Reader, StoredTensor, intersection, windows
+from patch.errors import CheckpointError
+
+_WINDOW_ELEMENTS = 2**20
+"""Elements that are compared at once; it bounds the memory that a comparison needs."""
+
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Bytes of an element -> type in which its bits are compared."""
+
+
+class TensorDifference(NamedTuple):
+    """A tensor that the two checkpoints do not have in common to the bit."""
+
+    name: str
+    first: StoredTensor
+    second: StoredTensor
+    num_different: int
+    """Elements of the common part with other bits, or with other values where the types differ."""
+    largest: float
+    """The largest absolute difference in the common part; NaN if only one of them has a NaN somewhere."""
+
+
+class Comparison(NamedTuple):
+    """What two checkpoints have in common."""
+
+    num_equal: int
+    """Tensors with the same shape, type and bits."""
+    differences: list[TensorDifference]
+    only_first: list[str]
+    only_second: list[str]
+    common_values: list[str]
+    """Names of the plain values that differ."""
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether the tensors are the same to the bit, with the same names."""
+        return not (self.differences or self.only_first or self.only_second)
+
+    def as_json(self) -> dict[str, Any]:
+        """The comparison as plain values."""
+        differences = [
+            {
+                **each._asdict(),
+                "largest": None if math.isnan(each.largest) else each.largest,
+                **{side: list(getattr(each, side).shape) for side in ("first", "second")},
+                "dtypes": [str(side.dtype).removeprefix("torch.") for side in (each.first, each.second)],
+            }
+            for each in self.differences
+        ]
+        return {**self._asdict(), "is_equal": self.is_equal, "differences": differences}
+
+
+def compare(first: Reader, second: Reader, advance: Callable[[int], None]) -> Comparison:
+    """Compare all tensors, window by window.
+
+    Args:
+        first: a checkpoint.
+        second: another one.
+        advance: called with the number of bytes of `first` after each window.
+
+    Raises:
+        CheckpointError: values cannot be read.
+    """
+    num_equal, differences = 0, []
+    for name in sorted(first.tensors.keys() & second.tensors.keys()):
+        difference = _compare_tensor(name, first, second, advance)
+        if difference is None:
+            num_equal += 1
+        else:
+            differences.append(difference)
+    names = {*first.tensors, *first.objects}, {*second.tensors, *second.objects}
+    return Comparison(
+        num_equal,
+        differences,
+        sorted(names[0] - names[1]),
+        sorted(names[1] - names[0]),
+        _differing(first.common(), second.common()),
+    )
+
+
+def _compare_tensor(
+    name: str, first: Reader, second: Reader, advance: Callable[[int], None]
+) -> TensorDifference | None:
+    ours, theirs = first.tensors[name], second.tensors[name]
+    num_different, largest, num_seen = 0, 0.0, 0
+    if len(ours.shape) == len(theirs.shape):
+        whole = Box((0,) * len(ours.shape), theirs.shape)
+        for stored in first.boxes(name):
+            num_seen += math.prod(stored.sizes)
+            common = intersection(stored, whole)
+            for window in windows(common, _WINDOW_ELEMENTS) if common else ():
+                one, other = first.read(name, window), second.read(name, window)
+                count, distance = _distance(one, other)
+                num_different += count
+                largest = _larger(largest, distance)
+                advance(one.nbytes)
+        if num_seen < math.prod(ours.shape):
+            raise CheckpointError(f"{first.folder}: the pieces of {name} do not cover it")
+    if ours == theirs and not num_different:
+        return None
+    return TensorDifference(name, ours, theirs, num_different, largest)
+
+
+def _distance(one: torch.Tensor, other: torch.Tensor) -> tuple[int, float]:
+    """The number of elements that differ, and the largest absolute difference."""
+    if one.dtype == other.dtype:
+        bits = _INTEGERS.get(one.element_size(), torch.uint8)
+        ours, theirs = (values.contiguous().reshape(-1).view(bits) for values in (one, other))
+        if torch.equal(ours, theirs):
+            return 0, 0.0
+        differs = (ours != theirs).view(one.numel(), -1).any(1)
+    else:
+        differs = None
+    x, y = one.reshape(-1).double(), other.reshape(-1).double()
+    is_same = (x == y) | (x.isnan() & y.isnan())
+    distances = torch.where(is_same, 0.0, (x - y).abs())
+    differs = ~is_same if differs is None else differs
+    return int(differs.sum()), float(distances.max()) if len(distances) else 0.0
+
+
+def _larger(one: float, other: float) -> float:
+    return math.nan if math.isnan(one) or math.isnan(other) else max(one, other)
+
+
+def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    names = sorted(map(str, first.keys() | second.keys()))
+    return [name for name in names if not _same(first.get(name), second.get(name))]
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether plain values are equal; values of other kinds (tensors, stand-ins) are not compared."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    is_plain = all(isinstance(value, int | float | str | None) for value in (one, other))
+    return one == other if is_plain else type(one) is type(other)

@@ -1,0 +1,114 @@
+"""The data files of one rank, written by a few threads, each with the checksum of what went into it."""
+
+from __future__ import annotations
+
+import heapq
+import io
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from patch.checkpoint.records import write_record
+from patch.storage.checksums import Content, SummedFile
+
+NUM_FILES = 2
+"""Of each rank, which are written at the same time."""
+
+Value = torch.Tensor | io.BytesIO
+
+
+class Written(NamedTuple):
+    """What a rank has written."""
+
+    places: np.ndarray
+    """(n, 3) int64: the file's number, and the offset and length in bytes of each value, in their order."""
+    contents: dict[str, Content]
+    """Length and checksum of each file, by name."""
+
+
+class CancelledError(Exception):
+    """The writing was given up."""
+
+
+def data_file(rank: int, number: int) -> str:
+    """The name of a data file."""
+    return f"__{rank}_{number}.distcp"
+
+
+def write_data(folder: Path, rank: int, values: Sequence[Value], cancelled: threading.Event) -> Written:
+    """Write a rank's values and flush them to the disk.
+
+    Args:
+        folder: the checkpoint's folder.
+        rank: of this process.
+        values: tensors and opaque objects.
+        cancelled: once it is set, the writing is given up before the next value.
+
+    Raises:
+        OSError: a file cannot be written.
+        CancelledError: `cancelled` was set.
+    """
+    shares = _split(values)
+    places = np.zeros((len(values), 3), np.int64)
+    contents: dict[str, Content] = {}
+    errors: list[Exception] = []
+
+    def write(number: int) -> None:
+        name = data_file(rank, number)
+        try:
+            contents[name] = _write_file(folder / name, number, values, shares[number], places, cancelled)
+        except Exception as error:  # noqa: BLE001 - raised below, in the thread that called
+            errors.append(error)
+
+    others = [threading.Thread(target=write, args=(number,)) for number in range(1, len(shares))]
+    for thread in others:
+        thread.start()
+    if shares:
+        write(0)
+    for thread in others:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return Written(places, contents)
+
+
+def _write_file(
+    path: Path,
+    number: int,
+    values: Sequence[Value],
+    share: list[int],
+    places: np.ndarray,
+    cancelled: threading.Event,
+) -> Content:
+    file = SummedFile(path)
+    try:
+        for index in share:
+            if cancelled.is_set():
+                raise CancelledError
+            value = values[index]
+            if isinstance(value, io.BytesIO):
+                begin = file.tell()
+                places[index] = (number, begin, file.write(value.getbuffer()))
+            else:
+                places[index] = (number, *write_record(file, value))
+        return file.finish()
+    finally:
+        file.close()
+
+
+def _split(values: Sequence[Value]) -> list[list[int]]:
+    """The values of each file by index, so that the files are about equally long; none is empty."""
+    files: list[tuple[int, int, list[int]]] = [(0, number, []) for number in range(NUM_FILES)]
+    for index in sorted(range(len(values)), key=lambda index: -_num_bytes(values[index])):
+        size, number, share = heapq.heappop(files)
+        share.append(index)
+        heapq.heappush(files, (size + _num_bytes(values[index]), number, share))
+    return [share for _, _, share in sorted(files, key=lambda file: file[1]) if share]
+
+
+def _num_bytes(value: Value) -> int:
+    return value.nbytes if isinstance(value, torch.Tensor) else value.getbuffer().nbytes

@@ -1,0 +1,78 @@
+"""Copies of a rank's state in host memory, from which a checkpoint is written while training goes on."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from functools import partial
+
+import torch
+
+from patch.checkpoint.data_files import Value
+from patch.logger import get_logger
+from patch.memory.pinned import allocate_pinned
+
+_logger = get_logger(__name__)
+
+_ALIGNMENT = 64
+
+
+class HostCopies:
+    """One buffer that is kept from save to save, because memory that is new to a process is slow.
+
+    It is pinned where states are on a GPU, so that copies have the full rate of the bus.
+    """
+
+    def __init__(self) -> None:
+        self._buffer = torch.empty(0, dtype=torch.uint8)
+
+    def prepare(self, values: Sequence[Value]) -> Callable[[], list[Value]]:
+        """Prepare to copy values as all work that is queued on their GPU by now leaves them.
+
+        Args:
+            values: tensors on the host or one GPU, and opaque objects, which are not copied.
+
+        Returns:
+            a function that copies, in any thread; the copies are complete when it returns, and valid until
+            the next one is called. It raises MemoryError or RuntimeError if the system has not enough memory.
+        """
+        gpus = {value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda}
+        assert len(gpus) < 2, "a rank has one GPU"
+        stream = torch.cuda.Stream(gpus.pop()) if gpus else None
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(stream.device))
+        return partial(self._copy, values, stream)
+
+    def _copy(self, values: Sequence[Value], stream: torch.cuda.Stream | None) -> list[Value]:
+        copies: list[Value] = []
+        end = 0
+        with torch.cuda.stream(stream) if stream is not None else nullcontext():
+            self._reserve(sum(map(_room, values)), is_pinned=stream is not None)
+            for value in values:
+                if isinstance(value, io.BytesIO):
+                    copies.append(value)
+                    continue
+                begin, end = end, end + _room(value)
+                copy = self._buffer[begin : begin + value.nbytes].view(value.dtype).view(value.shape)
+                copies.append(copy.copy_(value.detach(), non_blocking=True))
+        if stream is not None:
+            stream.synchronize()
+        return copies
+
+    def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
+        if self._buffer.numel() >= num_bytes:
+            return
+        self._buffer = torch.empty(0, dtype=torch.uint8)  # not both at once
+        if is_pinned:
+            try:
+                self._buffer = allocate_pinned(num_bytes, torch.uint8)
+                return
+            except MemoryError as error:
+                _logger.warning("copies for checkpoints are not pinned, and so slower: %s", error)
+        self._buffer = torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def _room(value: Value) -> int:
+    """Bytes of a value's place in the buffer."""
+    return -(-value.nbytes // _ALIGNMENT) * _ALIGNMENT if isinstance(value, torch.Tensor) else 0

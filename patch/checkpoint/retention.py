@@ -1,0 +1,124 @@
+"""Retention: which of a run's checkpoints stay, the removal of the others, and the links `best` and `last`.
+
+A checkpoint that is removed first gets a hidden name that no reader looks for. A kill in the middle therefore
+leaves each checkpoint whole, or not at all.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from patch.checkpoint.manifest import has_saved_lengths
+from patch.logger import get_logger
+from patch.storage.atomic import sync
+from patch.storage.names import complete_iterations, iteration_name
+
+_logger = get_logger(__name__)
+
+_REMOVED = ".removed_"
+"""The beginning of the name of a checkpoint that is being deleted."""
+
+
+class Retention(NamedTuple):
+    """Which checkpoints stay; the best one always does."""
+
+    last: int | None = None
+    """Number of the newest ones that stay; None: all."""
+    every: int | None = None
+    """Those whose iteration is a multiple of this stay too; None: no more."""
+
+    def superseded(self, iterations: Iterable[int], best: int | None) -> list[int]:
+        """The iterations, of these, whose checkpoints may go; in ascending order.
+
+        Args:
+            iterations: those of the whole checkpoints up to the newest one.
+            best: the iteration of the best checkpoint; None if none is known.
+        """
+        if self.last is None:
+            return []
+        ordered = sorted(iterations)
+        kept = {*ordered[-self.last :], best}
+        return [i for i in ordered if i not in kept and not (self.every and i % self.every == 0)]
+
+
+def set_aside_superseded(root: Path, retention: Retention, newest: int, best: int | None) -> list[int]:
+    """Take the names of the checkpoints that may go; `delete_set_aside` then frees their space.
+
+    Call it in one process, after `newest` was published. Checkpoints of later iterations, which a resume from
+    an older one left, are not touched, and damaged ones neither count nor go.
+
+    Args:
+        root: the folder of a run's checkpoints.
+        retention: what stays.
+        newest: the iteration of the checkpoint that was just saved.
+        best: the iteration of the best checkpoint; None if none is known.
+
+    Returns:
+        The iterations of the checkpoints that are gone.
+    """
+    if retention.last is None:
+        return []
+    candidates = (iteration for iteration in complete_iterations(root) if iteration <= newest)
+    whole = [iteration for iteration in candidates if has_saved_lengths(root / iteration_name(iteration))]
+    if newest not in whole:
+        _logger.warning("%s is not whole: no older checkpoint is removed", root / iteration_name(newest))
+        return []
+    gone = []
+    for iteration in retention.superseded(whole, best):
+        folder = root / iteration_name(iteration)
+        try:
+            _set_aside(folder)
+        except OSError as error:
+            _logger.warning("%s cannot be removed: %s", folder, error.strerror)
+        else:
+            gone.append(iteration)
+    return gone
+
+
+def _set_aside(folder: Path) -> None:
+    hidden = folder.with_name(_REMOVED + folder.name)
+    if hidden.exists():
+        shutil.rmtree(hidden)
+    folder.rename(hidden)
+    sync(folder.parent)  # its files must not be gone, after a crash of the machine, while it has its old name
+
+
+def delete_set_aside(root: Path) -> None:
+    """Delete the checkpoints that were set aside, also by a process that was killed before it could.
+
+    Two threads may call it at once.
+    """
+    for hidden in root.glob(f"{_REMOVED}*"):
+        shutil.rmtree(hidden, ignore_errors=True)
+        if hidden.exists():
+            _logger.warning("%s is a removed checkpoint that cannot be deleted: delete it yourself", hidden)
+
+
+def point_link(root: Path, name: str, iteration: int | None) -> None:
+    """Let the link `name` in `root` lead to a checkpoint; it is replaced atomically.
+
+    Args:
+        root: the folder of a run's checkpoints.
+        name: the name of the link.
+        iteration: that of the checkpoint; None, or one without a checkpoint: the link goes.
+
+    Raises:
+        OSError: the file system has no symbolic links, or something else has this name.
+    """
+    link = root / name
+    if iteration is None or not (root / iteration_name(iteration)).is_dir():
+        if link.is_symlink():
+            link.unlink()
+        return
+    if link.is_symlink() and link.readlink().name == iteration_name(iteration):
+        return
+    draft = root / f".{name}.tmp"
+    try:
+        draft.unlink(missing_ok=True)
+        draft.symlink_to(iteration_name(iteration), target_is_directory=True)
+        draft.replace(link)
+    finally:
+        draft.unlink(missing_ok=True)

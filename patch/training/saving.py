@@ -1,0 +1,155 @@
+"""The saves of a run: written in the background while training goes on, if host memory has room for copies.
+
+All ranks learn from the collective that every step has anyway when no rank writes any more; nothing waits for
+a file then.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+
+import psutil
+
+from patch.checkpoint.host_copies import HostCopies
+from patch.checkpoint.save import Save, start_save
+from patch.checkpoint.sharded_tensors import bytes_to_write, shards_of
+from patch.config import to_yaml
+from patch.device import usable_memory
+from patch.distributed.collectives import all_gather_object
+from patch.logger import get_logger
+from patch.storage.sizes import size_text
+from patch.training.run_state import Progress, state_to_save
+from patch.training.setup import Run, checkpoint_root
+
+_logger = get_logger(__name__)
+
+_SHARE_OF_FREE_MEMORY = 0.5
+
+
+class Saving:
+    """Saves checkpoints; every rank calls the same methods at the same steps.
+
+    Args:
+        run: this rank's parts of the run.
+        on_save: called with the iteration of each checkpoint once it is complete.
+    """
+
+    def __init__(self, run: Run, on_save: Callable[[int], None]) -> None:
+        self._run, self._on_save = run, on_save
+        self._copies = HostCopies() if run.config.checkpoint.async_save else None
+        self._is_decided = False
+        self._pending: Save | None = None
+        self._stall_s = self._write_s = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether this rank writes in the background; not a collective."""
+        return self._pending is not None and self._pending.is_busy
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a checkpoint is not complete yet; the same on all ranks."""
+        return self._pending is not None
+
+    def measured(self) -> dict[str, float]:
+        """Metrics since the last `clear`: how long training waited for saves, how long the last one took."""
+        return {"save_stall_ms": self._stall_s * 1e3, "save_write_s": self._write_s}
+
+    def clear(self) -> None:
+        """Begin to measure anew, after the metrics were logged."""
+        self._stall_s = self._write_s = 0.0
+
+    def save(self, iteration: int, *, is_end: bool) -> None:
+        """Save a checkpoint, after the one before is complete; a collective.
+
+        Args:
+            iteration: finished steps.
+            is_end: training ends here, so the checkpoint is complete on return.
+
+        Raises:
+            CheckpointError: on all ranks, if this checkpoint or the one before cannot be written.
+        """
+        begin = time.perf_counter()
+        self._finish()
+        run = self._run
+        is_last = iteration == run.config.training.train_iters
+        state, common = state_to_save(
+            Progress(iteration, run.consumed_samples(iteration)),
+            run.stages,
+            run.optimizer,
+            to_yaml(run.config),
+            weights_only=is_last and run.config.checkpoint.save_weights_only_at_end,
+        )
+        if self._copies is not None and not self._is_decided and not is_end:
+            self._is_decided = True
+            if not _have_room(bytes_to_write(shards_of(state))):
+                self._copies = None
+        copies = None if is_end else self._copies
+        self._pending = start_save(checkpoint_root(run.config), iteration, state, common, copies)
+        run.optimizer.record_memory("save")
+        if copies is None:
+            self._finish()
+        self._stall_s += time.perf_counter() - begin
+
+    def wait_for_copies(self) -> None:
+        """Wait until weights and states may be changed; not a collective."""
+        if self._pending is not None:
+            begin = time.perf_counter()
+            self._pending.wait_for_copies()
+            self._stall_s += time.perf_counter() - begin
+
+    def go_on(self) -> None:
+        """Go on with the pending checkpoint, when no rank is busy any more; a collective.
+
+        Raises:
+            CheckpointError: on all ranks, if a rank could not write it.
+        """
+        begin = time.perf_counter()
+        self._advance()
+        self._stall_s += time.perf_counter() - begin
+
+    def abandon(self) -> None:
+        """Give up what is being written, because this rank fails; not a collective."""
+        if self._pending is not None:
+            _logger.warning("the checkpoint of step %d is given up", self._pending.iteration)
+            self._pending.abandon()
+            self._pending = None
+
+    def _finish(self) -> None:
+        while self._pending is not None:
+            self._advance()
+
+    def _advance(self) -> None:
+        pending, self._pending = self._pending, None  # an error ends it
+        assert pending is not None
+        if not pending.advance():
+            self._pending = pending
+            return
+        self._write_s = pending.seconds
+        self._on_save(pending.iteration)
+
+
+def _have_room(num_bytes: int) -> bool:
+    """Whether all hosts have room for copies of their ranks' states; a collective.
+
+    Args:
+        num_bytes: of this rank's copies.
+    """
+    process = (socket.gethostname(), num_bytes, psutil.Process().memory_info().rss)
+    free = psutil.virtual_memory().available
+    everywhere = all_gather_object((*process, free, usable_memory()))
+    for host in sorted({name for name, *_ in everywhere}):
+        here = [facts for name, *facts in everywhere if name == host]
+        needed, used = (sum(facts[column] for facts in here) for column in (0, 1))
+        room = int(_SHARE_OF_FREE_MEMORY * min(here[0][2], here[0][3] - used))
+        if needed > room:
+            _logger.warning(
+                "training waits while checkpoints are written: copies of the states on %s take %s, and of "
+                "the free host memory at most %s is used for them",
+                host, size_text(needed), size_text(max(0, room)),
+            )  # fmt: skip
+            return False
+    _logger.info("checkpoints are written in the background, from copies of %s a rank", size_text(num_bytes))
+    return True

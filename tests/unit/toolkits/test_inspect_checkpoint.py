@@ -1,0 +1,265 @@
+"""python -m toolkits.inspect_checkpoint on checkpoints that a test knows, and on harmed and hostile ones."""
+
+import argparse
+import json
+import math
+import pickle
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from distributed_runner import new_job, run_distributed
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from small_runs import small_run
+from torch.distributed.checkpoint import FileSystemReader
+
+from patch import compat
+from patch.checkpoint import save_checkpoint
+from patch.checkpoint.stored import Box, windows
+from toolkits.inspect_checkpoint import main
+
+W, STATE, STEPS = "decoder.w", "optimizer.exp_avg.decoder.w", "embedding.steps"
+
+
+def values(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        W: torch.randn(12, 8, generator=generator).bfloat16(),
+        STATE: torch.randn(12, 8, generator=generator),
+        STEPS: torch.arange(5),
+    }
+
+
+def cut(key: str, tensor: torch.Tensor, axis: int, parts: int) -> dict[str, ShardedTensor]:
+    """All shards of one tensor, as so many ranks would have them."""
+    return {
+        f"{key}/{part}": ShardedTensor.from_rank_offsets(key, piece.contiguous(), (axis, part, parts))
+        for part, piece in enumerate(tensor.chunk(parts, axis))
+    }
+
+
+def save(root: Path, tensors: dict[str, torch.Tensor], axis: int = 0, parts: int = 3, **common: Any) -> Path:
+    sections: dict[str, dict] = {"model": {}, "optimizer": {}}
+    for key, tensor in tensors.items():
+        section = sections["optimizer" if key.startswith("optimizer") else "model"]
+        section |= cut(key, tensor, axis, parts) if tensor.ndim == 2 else cut(key, tensor, 0, 1)
+    save_checkpoint(root / "checkpoint", 7, sections, {"iteration": 7, **common})
+    return root / "checkpoint" / "iter_0000007"
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    compat.apply(cuda=False)
+    store = tmp_path_factory.mktemp("store") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def inspect(tmp_path: Path, *folders: Path) -> tuple[int, dict[str, Any]]:
+    """The exit code and the JSON."""
+    file = tmp_path / "report.json"
+    file.unlink(missing_ok=True)
+    code = main([*map(str, folders), "--json", str(file)])
+    return code, json.loads(file.read_text()) if file.exists() else {}
+
+
+def test_names_shapes_types_and_bytes_are_those_that_torch_reads(one_process, tmp_path, capsys):
+    folder = save(tmp_path / "run", values())
+    for load in (tmp_path / "run", tmp_path / "run" / "checkpoint", folder):
+        code, report = inspect(tmp_path, load)
+        (found,) = report["checkpoints"]
+        assert code == 0 and found["folder"] == str(folder) and found["facts"]["iteration"] == 7
+        theirs = FileSystemReader(folder).read_metadata().state_dict_metadata
+        assert {
+            each["name"]: (each["shape"], each["dtype"]) for each in found["tensors"]
+        } == {name: (list(t.size), str(t.properties.dtype)[6:]) for name, t in theirs.items()}  # fmt: skip
+        groups = {each["name"]: each["group"] for each in found["tensors"]}
+        assert groups == {W: "weights", STEPS: "weights", STATE: "optimizer states"}
+        sizes = {each["name"]: each["num_bytes"] for each in found["tensors"]}
+        assert sizes == {W: 192, STATE: 384, STEPS: 40}
+        assert {file["name"] for file in found["files"]} == {path.name for path in folder.iterdir()}
+    said = capsys.readouterr().out
+    assert "12 x 8" in said and "bfloat16" in said
+    assert re.search(r"checksums: (\d+) of \1 files are what was saved", said)
+
+
+@pytest.mark.parametrize(("axis", "parts"), [(0, 1), (0, 2), (1, 4)])
+def test_equal_values_in_any_layout_are_equal(one_process, tmp_path, axis, parts):
+    first, second = save(tmp_path / "a", values()), save(tmp_path / "b", values(), axis, parts)
+    code, report = inspect(tmp_path, first, second)
+    assert code == 0 and report["comparison"]["is_equal"] and report["comparison"]["num_equal"] == 3
+
+
+def test_differences_are_named_with_their_size(one_process, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("patch.checkpoint.compare._WINDOW_ELEMENTS", 5)
+    ours, theirs = values(), values()
+    theirs[W] = theirs[W].clone()
+    theirs[W][7, 3] += 2.0
+    theirs[W][0, 0] -= 0.5
+    theirs[STATE] = theirs[STATE].double()[:11].float()
+    theirs["embedding.more"] = torch.zeros(2)
+    del theirs[STEPS]
+    first = save(tmp_path / "a", ours, loss_scale={"value": 2.0})
+    second = save(tmp_path / "b", theirs, 1, 2, loss_scale={"value": 4.0})
+    code, report = inspect(tmp_path, first, second)
+    found = report["comparison"]
+    assert code == 1 and not found["is_equal"] and found["num_equal"] == 0
+    by_name = {each["name"]: each for each in found["differences"]}
+    expected = (ours[W].double() - theirs[W].double()).abs()
+    assert by_name[W]["num_different"] == int((expected > 0).sum()) == 2
+    assert by_name[W]["largest"] == float(expected.max())
+    shapes = [by_name[STATE][side] for side in ("first", "second")]
+    assert shapes == [[12, 8], [11, 8]] and by_name[STATE]["num_different"] == 0
+    assert found["only_first"] == [STEPS] and found["only_second"] == ["embedding.more"]
+    assert found["common_values"] == ["loss_scale"]
+    assert "only in the second: embedding.more" in capsys.readouterr().out
+
+
+def test_other_types_nan_and_signed_zero(one_process, tmp_path):
+    ours = {W: torch.zeros(12, 8), STATE: torch.zeros(12, 8), STEPS: torch.arange(5)}
+    theirs = {W: torch.zeros(12, 8).bfloat16(), STATE: torch.zeros(12, 8), STEPS: torch.arange(5)}
+    theirs[STATE][1, 1], theirs[STATE][2, 2] = -0.0, math.nan
+    _, report = inspect(tmp_path, save(tmp_path / "a", ours), save(tmp_path / "b", theirs))
+    by_name = {each["name"]: each for each in report["comparison"]["differences"]}
+    assert by_name[W]["dtypes"] == ["float32", "bfloat16"] and by_name[W]["num_different"] == 0
+    assert by_name[STATE]["num_different"] == 2 and by_name[STATE]["largest"] is None
+
+
+def _flip(path: Path) -> None:
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 1
+    path.write_bytes(contents)
+
+
+@pytest.mark.parametrize(
+    "name", [".metadata", "__0_0.distcp", "common.pt", "metadata.json", "checksums.json"]
+)
+@pytest.mark.parametrize("harm", ["flip", "cut", "remove"])
+def test_damaged_file_is_named(one_process, tmp_path, capsys, name, harm):
+    folder = save(tmp_path / "run", values())
+    path = folder / name
+    if harm == "flip":
+        _flip(path)
+    elif harm == "cut":
+        path.write_bytes(path.read_bytes()[:-9])
+    else:
+        path.unlink()
+    code, report = inspect(tmp_path, tmp_path / "run")
+    if (name, harm) == ("checksums.json", "remove"):  # as a converted checkpoint, which has none
+        assert code == 0 and "it has none" in capsys.readouterr().out
+    else:
+        assert code == 4 and any(str(path) in said for said in report["checkpoints"][0]["complaints"])
+        assert f"DAMAGED {path}" in capsys.readouterr().out and not report["checkpoints"][0]["loads_into"]
+
+
+class Payload:
+    """Creates a file when it is unpickled by a plain unpickler."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __reduce__(self) -> tuple:
+        return Path.touch, (self._path,)
+
+
+@pytest.mark.parametrize("name", [".metadata", "common.pt"])
+def test_nothing_of_a_checkpoint_is_executed(one_process, tmp_path, name):
+    folder = save(tmp_path / "run", values())
+    (folder / "checksums.json").unlink()
+    trap, payload = tmp_path / "trap", Payload(tmp_path / "trap")
+    if name == ".metadata":
+        (folder / name).write_bytes(pickle.dumps(payload))
+    else:
+        torch.save({"iteration": 7, "x": payload}, folder / name)
+    code, _ = inspect(tmp_path, folder)
+    assert code == (4 if name == ".metadata" else 0) and not trap.exists()
+
+
+def test_megatron_lms_old_format_is_listed_and_compared(tmp_path):
+    for which, shift in (("a", 0.0), ("b", 1.0)):
+        for rank in range(2):
+            folder = tmp_path / which / "iter_0000003" / f"mp_rank_{rank:02d}"
+            folder.mkdir(parents=True)
+            weights = {"embedding.word_embeddings.weight": torch.full((64, 8), shift * rank)}
+            contents = {"model": weights, "iteration": 3, "args": argparse.Namespace(lr=1.0)}
+            torch.save(contents, folder / "model_optim_rng.pt")
+        (tmp_path / which / "latest_checkpointed_iteration.txt").write_text("3")
+    code, report = inspect(tmp_path, tmp_path / "a", tmp_path / "b")
+    (first, _) = report["checkpoints"]
+    assert code == 1 and first["format"] == "mp_rank" and first["facts"]["iteration"] == 3
+    assert [each["shape"] for each in first["tensors"]] == [[64, 8]] * 2
+    assert [each["name"][:10] for each in report["comparison"]["differences"]] == ["mp_rank_01"]
+    assert any("mcore2hf" in target for target in first["loads_into"])
+
+
+def test_no_checkpoint_is_exit_code_4(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 4
+    assert "has no checkpoint, expected a run's folder" in capsys.readouterr().err
+
+
+def test_windows_tile_a_box():
+    box = Box((2, 0, 5), (3, 4, 6))
+    for size in (1, 5, 6, 7, 24, 30, 72):
+        seen = torch.zeros(5, 4, 11)
+        for offsets, sizes in windows(box, size):
+            assert math.prod(sizes) <= size
+            seen[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))] += 1
+        assert (seen[2:, :, 5:] == 1).all() and seen.sum() == 72
+
+
+def save_two_layouts(rank: int, world_size: int, folder: Path) -> None:
+    """A step at TP=2, and its weights saved again at DP=2."""
+    from training_runs import build_seeded_run
+
+    from patch.config import to_yaml
+    from patch.training.run_state import Progress, load_weights
+    from patch.training.run_state import save as save_run
+    from patch.training.step import train_step
+
+    for name, layout in (("tp", {"tp": 2}), ("dp", {"dp": 2})):
+        run = build_seeded_run(small_run(**layout, precision="bf16"))
+        if name == "tp":
+            train_step(run, 0)
+        else:
+            load_weights(folder / "tp", run.stages, run.config)
+            run.optimizer.reload_model_params()
+        root, text = folder / name / "checkpoint", to_yaml(run.config)
+        save_run(root, Progress(1, 4), run.stages, run.optimizer, text, weights_only=name == "dp")
+        new_job()
+
+
+def test_run_says_where_it_came_from_and_what_takes_it(tmp_path):
+    run_distributed(save_two_layouts, 2, tmp_path)
+    code, report = inspect(tmp_path, tmp_path / "tp", tmp_path / "dp")
+    tp, dp = report["checkpoints"]
+    assert tp["facts"]["vocabulary"] == {"stored rows": 256, "used rows": 250, "padding": 6}
+    assert (
+        tp["facts"]["layout"]["tensor_model_parallel_size"] == 2
+        and tp["facts"]["processes that wrote it"] == 2
+    )
+    assert tp["facts"]["versions"]["torch"] == torch.__version__
+    assert [text.split(":")[0] for text in tp["loads_into"]] == [
+        "a resume of its run", "this project's model, as position 22",
+        "a plain GPTModel of megatron-core", "transformers",
+    ]  # fmt: skip
+    assert "at TP 1, 2, PP up to 4" in tp["loads_into"][1]
+    assert len(dp["loads_into"]) == 3 and {each["group"] for each in dp["tensors"]} == {"weights"}
+    found = report["comparison"]
+    assert code == 1 and not found["differences"] and found["num_equal"] == len(dp["tensors"])
+    assert all(name.startswith(("optimizer.", "random.")) for name in found["only_first"])
+
+
+def test_neighbours_and_links(one_process, tmp_path):
+    folder = save(tmp_path / "run", values())
+    shutil.copytree(folder, folder.with_name("iter_0000009"))
+    (folder.with_name("iter_0000009") / "common.pt").unlink()
+    folder.with_name("best").symlink_to(folder.name)
+    _, report = inspect(tmp_path, tmp_path / "run" / "checkpoint" / "best")
+    notes = {each["name"]: each["note"] for each in report["checkpoints"][0]["neighbours"]}
+    assert notes == {"iter_0000007": "best", "iter_0000009": "incomplete"}

@@ -1,0 +1,87 @@
+"""What a run leaves in its folder of checkpoints, and what its last one is good for."""
+
+import logging
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_runner import new_job, run_distributed
+from small_runs import small_run
+from torch.distributed.checkpoint import FileSystemReader
+from training_runs import build_seeded_run
+
+from patch.checkpoint.retention import Retention
+from patch.config.schema import RunConfig
+from patch.errors import CheckpointError
+from patch.storage.names import iteration_name
+from patch.training.checkpoint_retention import CheckpointRetention
+from patch.training.run_state import find_progress, load_weights, resume
+from patch.training.setup import Run
+from patch.training.trainer import Trainer
+from patch.training.worker import build_hooks
+
+
+def weights_of(run: Run) -> list[torch.Tensor]:
+    run.optimizer.finish_param_sync()
+    return [parameter.detach().clone() for stage in run.stages for parameter in stage.parameters()]
+
+
+def train_and_return(rank: int, world_size: int, config: RunConfig) -> tuple[str, int | None, list[bool]]:
+    """Train; then: why no longer run can resume, what a run without further steps resumes, equal weights."""
+    root = Path(config.checkpoint.output_path) / "checkpoint"
+    run = build_seeded_run(config)
+    assert Trainer(run, build_hooks(run)).train() == 0
+    trained = weights_of(run)
+    new_job()
+    run = build_seeded_run(config)
+    progress = find_progress(root)
+    with pytest.raises(CheckpointError) as refused:
+        resume(root, progress, run.stages, run.optimizer, 0, config.training.train_iters + 1)
+    resume(root, progress, run.stages, run.optimizer, 0, config.training.train_iters)
+    equal = [all(map(torch.equal, weights_of(run), trained))]
+    new_job()
+    run = build_seeded_run(config)
+    load_weights(Path(config.checkpoint.output_path), run.stages, config)
+    run.optimizer.reload_model_params()
+    equal.append(all(map(torch.equal, weights_of(run), trained)))
+    return str(refused.value), progress.iteration, equal
+
+
+def test_run_keeps_what_it_was_told_to_and_its_last_weights(tmp_path: Path) -> None:
+    config = small_run(
+        train_iters=5, save_interval=1, eval_interval=1, save_retain_last=1, save_retain_every=2,
+        save_weights_only_at_end=True, precision="bf16", output_path=str(tmp_path),
+    )  # fmt: skip
+    ((said, resumed, equal),) = run_distributed(train_and_return, 1, config)
+    root = tmp_path / "checkpoint"
+    best = int((root / "best_checkpointed_iteration.txt").read_text())
+    left = {path.name for path in root.iterdir() if path.is_dir() and not path.is_symlink()}
+    assert left == {iteration_name(iteration) for iteration in {2, 4, 5, best}}
+    assert os.readlink(root / "last") == iteration_name(5)
+    assert os.readlink(root / "best") == iteration_name(best)
+    weights, full = (
+        {key.split(".")[0] for key in FileSystemReader(folder).read_metadata().state_dict_metadata}
+        for folder in (root / iteration_name(5), root / iteration_name(4))
+    )
+    assert weights == {"decoder", "embedding", "output_layer"} and full - weights == {"optimizer", "random"}
+    assert "iter_0000005 is the end of a run with --save-weights-only-at-end" in said
+    assert resumed == 5 and equal == [True, True]
+
+
+def test_folder_without_links_is_said_once(tmp_path: Path, monkeypatch, caplog) -> None:
+    """As exFAT and some object stores answer."""
+
+    def symlink(*args: object, **options: object) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "symlink", symlink)
+    (tmp_path / iteration_name(1)).mkdir()
+    (tmp_path / ".removed_iter_0000009").mkdir()
+    with caplog.at_level(logging.WARNING):
+        hook = CheckpointRetention(tmp_path, Retention(), 1)
+        hook.on_save(1)
+        hook.close()
+    (record,) = caplog.records
+    assert "gets no links last and best (Operation not permitted)" in record.getMessage()
+    assert [path.name for path in tmp_path.iterdir()] == [iteration_name(1)]

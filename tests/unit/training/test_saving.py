@@ -1,0 +1,113 @@
+"""A run that saves in the background leaves the same bytes as one that waits, and says what it waited."""
+
+import json
+import logging
+from functools import partial
+from pathlib import Path
+
+import psutil
+import pytest
+from distributed_runner import new_job, run_distributed
+from small_runs import small_run
+from training_runs import build_seeded_run, digests
+
+from patch.config.schema import RunConfig
+from patch.training.saving import _have_room
+from patch.training.setup import Run
+from patch.training.step import train_step
+from patch.training.trainer import Trainer
+from patch.training.worker import build_hooks
+
+STEPS = 6
+
+
+def train(rank: int, world_size: int, configs: dict[str, RunConfig]) -> list[str]:
+    """What the runs say about saving."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logger = logging.getLogger("patch.training.saving")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    for config in configs.values():
+        run = build_seeded_run(config)
+        assert Trainer(run, build_hooks(run)).train() == 0
+        new_job()
+    free = psutil.virtual_memory().available
+    assert _have_room(1) and not _have_room(free // 2)  # of two ranks on one host
+    return messages
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[str]]]:
+    root = tmp_path_factory.mktemp("saving")
+    changes = {
+        "dp": 2, "data_parallel_sharding": "gradients", "precision": "bf16", "train_iters": STEPS,
+        "save_interval": 2,
+    }  # fmt: skip
+    configs = {
+        name: small_run(**changes, async_save=async_save, output_path=str(root / name))
+        for name, async_save in (("background", True), ("waiting", False))
+    }
+    return root, run_distributed(train, 2, configs)
+
+
+def test_background_changes_no_byte(runs) -> None:
+    root, _ = runs
+    for iteration in (2, 4, 6):
+        folders = [root / name / "checkpoint" / f"iter_{iteration:07d}" for name in ("background", "waiting")]
+        names = [sorted(path.name for path in folder.iterdir()) for folder in folders]
+        assert names[0] == names[1] and len(names[0]) == 8
+        for name in set(names[0]) - {"common.pt", "checksums.json"}:  # they hold the configuration
+            first, second = ((folder / name).read_bytes() for folder in folders)
+            assert first == second, name
+
+
+def test_choice_and_lack_of_memory_are_said(runs) -> None:
+    for messages in runs[1]:
+        first, room, lack = messages
+        assert "checkpoints are written in the background, from copies of" in first
+        assert room.startswith("checkpoints are written in the background")
+        assert "training waits while checkpoints are written: copies of the states on" in lack
+
+
+def test_metrics_tell_what_was_waited_for(runs) -> None:
+    root, _ = runs
+    for name in ("background", "waiting"):
+        lines = (root / name / "log" / "metrics.jsonl").read_text().splitlines()
+        records = [record for record in map(json.loads, lines) if "loss" in record]
+        stalls = {record["iteration"]: record["save_stall_ms"] for record in records}
+        assert stalls[1] == stalls[2] == 0 < min(stalls[3], stalls[5])
+        written = [record["save_write_s"] for record in records]
+        assert written[0] == 0 and sum(written) > 0
+
+
+def changes_around(rank: int, world_size: int, configs: list[RunConfig]) -> list[tuple[set, tuple, tuple]]:
+    """Of each run's second step: weights and states when it announced a change, before and after."""
+    found = []
+    for config in configs:
+        run = build_seeded_run(config)
+        train_step(run, 0)
+        before, announced = digests(run), set()
+        run.before_change = partial(_add, announced, run)
+        train_step(run, 1)
+        found.append((announced, before, digests(run)))
+        new_job()
+    return found
+
+
+def _add(announced: set, run: Run) -> None:
+    announced.add(digests(run) if not announced else next(iter(announced)))
+
+
+def test_nothing_changes_before_it_is_announced() -> None:
+    """So a copy that is waited for then has the bits of one step."""
+    offloaded = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5, "clip_grad": 0.0}
+    configs = [
+        small_run(precision="bf16"),
+        small_run(clip_grad=0.0),
+        small_run(precision="bf16", **offloaded),
+    ]
+    ((*runs,),) = run_distributed(changes_around, 1, configs)
+    for announced, before, after in runs:
+        assert announced == {before} and before[0] != after[0] and before[1] != after[1]
