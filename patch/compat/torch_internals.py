@@ -12,6 +12,8 @@ many tensors.
   a public function.
 - torch/nn/utils/clip_grad.py:95 computes the norms of many tensors with a private function; the public
   `get_total_norm` has no argument for the type of the sums. Delete when it has one.
+- torch/distributed/distributed_c10d.py gives the store of the job with a private function. Delete when there
+  is a public one.
 - torch/distributed/fsdp/_runtime_utils.py registers a callback for the end of backward with a private
   function. Delete when there is a public one.
 """
@@ -22,6 +24,8 @@ from collections.abc import Callable, ItemsView, Iterable, ValuesView
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
 
 class Reader(Protocol):
@@ -38,6 +42,12 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the backward that runs in this thread; -1 if none runs."""
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
 """foreach_norm(tensors, order, dtype=): the norm of each tensor, summed in `dtype`."""
+
+
+def connect_to_job_store() -> dist.Store:
+    """A connection of one's own to the store through which the ranks of the job met: one for each thread."""
+    store: Any = _get_default_store()  # torch has no annotation of `clone`
+    return store.clone()
 
 
 def call_at_end_of_backward(callback: Callable[[], None]) -> None:

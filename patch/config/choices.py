@@ -43,6 +43,9 @@ LongSamples = Literal["cut-end", "cut-begin", "split", "drop"]
 InputJoin = Literal["newline", "empty"]
 """What stands between alpaca's instruction and input."""
 
+OnNonFinite = Literal["stop", "skip"]
+"""What becomes of a run after a step whose gradients are not finite."""
+
 TokenizerType = Literal["PretrainedFromHF"]
 """Where a tokenizer comes from."""
 

@@ -13,7 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from typing import Any, Literal, NamedTuple
 
-from patch.config.schema import Bounds, RunConfig
+from patch.config.flag_field import Bounds
+from patch.config.schema import RunConfig
 from patch.config.unsupported import is_built
 from patch.errors import ConfigError, nearest
 from patch.parse_numbers import to_float, to_int

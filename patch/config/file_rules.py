@@ -176,6 +176,13 @@ def output_is_writable(config: RunConfig, machine: MachineFacts) -> None:
         refuse("output_path", path, "a folder that can be written", f"{nearest} is not writable")
 
 
+def stop_file_is_absent(config: RunConfig, machine: MachineFacts) -> None:
+    """Nobody has asked the run to stop; it would end after its first step."""
+    if os.path.exists(config.stop_file):
+        why = "it was put there to end this run; remove it when the run may go on"
+        refuse("stop_file", config.stop_file, "no file there", why)
+
+
 def _can_hold_files(folder: Path) -> bool:
     if not os.access(folder, os.W_OK | os.X_OK):
         return False
@@ -196,6 +203,7 @@ FILE_RULES: tuple[Rule, ...] = (
     tokenizer_is_there,
     chat_template_is_there,
     output_is_writable,
+    stop_file_is_absent,
 )
 
 

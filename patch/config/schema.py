@@ -13,9 +13,7 @@ Imports neither torch nor megatron.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple
 
 from patch.config.choices import (
     AttentionBackend,
@@ -25,6 +23,7 @@ from patch.config.choices import (
     InputJoin,
     LongSamples,
     OffloadPolicy,
+    OnNonFinite,
     Precision,
     Recompute,
     Sharding,
@@ -32,54 +31,8 @@ from patch.config.choices import (
     TrainOn,
     ZeroStage,
 )
-
-
-class Bounds(NamedTuple):
-    """The legal range of a number; None where a side is open."""
-
-    at_least: float | None = None
-    above: float | None = None
-    at_most: float | None = None
-    below: float | None = None
-    multiple_of: int | None = None
-
-    def hold(self, value: float) -> bool:
-        """Whether the value is legal."""
-        return not (
-            (self.at_least is not None and value < self.at_least)
-            or (self.above is not None and value <= self.above)
-            or (self.at_most is not None and value > self.at_most)
-            or (self.below is not None and value >= self.below)
-            or (self.multiple_of is not None and value % self.multiple_of)
-        )
-
-    def __str__(self) -> str:
-        """The legal range in words: `0 to 1`, `at least 0 and below 1`."""
-        if self.at_least is not None and self.at_most is not None:
-            return f"{self.at_least} to {self.at_most}"
-        words = {
-            "at least": self.at_least,
-            "more than": self.above,
-            "at most": self.at_most,
-            "below": self.below,
-            "a multiple of": self.multiple_of,
-        }
-        return " and ".join(f"{word} {bound}" for word, bound in words.items() if bound is not None)
-
-
-def flag(
-    help: str, default: Any = dataclasses.MISSING, *, none: str | int | None = None, **bounds: float
-) -> Any:
-    """A dataclass field that is also a command-line flag.
-
-    Args:
-        help: the text in `--help`.
-        default: the value when nothing else sets the field.
-        none: the word or number that flags, positions and YAML write for None; needed for `| None` fields.
-        bounds: the fields of `Bounds`.
-    """
-    metadata = {"help": help, "none": none, "bounds": Bounds(**bounds)}  # type: ignore[arg-type]
-    return dataclasses.field(default=default, metadata=metadata)
+from patch.config.flag_field import flag
+from patch.storage.names import STOP_FILE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -178,6 +131,13 @@ class ParallelConfig:
         "the run ends if a collective or its start waits longer than this", 30, at_least=1
     )
 
+    hang_timeout: float | None = flag(
+        "seconds that a rank may make no progress in a step before the run ends; 0: 20 steps, at least 300 s",
+        None,
+        none=0,
+        at_least=0,
+    )
+
     def virtual_pipeline_size(self, num_layers: int) -> int:
         """Pipeline stages of one process for a model of this many layers."""
         layers = self.num_layers_per_virtual_pipeline_stage
@@ -213,6 +173,22 @@ class TrainingConfig:
     )
     recompute_num_layers: int = flag("full recompute: layers per recomputed block", 1, at_least=1)
     cpu_offloading: bool = flag("keep activations in host memory", False)
+    on_non_finite: OnNonFinite = flag(
+        "after a step whose loss or gradient is not finite: stop, or skip its update (at most 9 in a row)",
+        "stop",
+    )
+    spike_factor: float | None = flag(
+        "warn of a loss or gradient norm so many standard deviations above those of 100 steps; 0: never",
+        10.0,
+        none=0,
+        at_least=0,
+    )
+    exit_duration_in_mins: float | None = flag(
+        "so many minutes after the start a checkpoint is saved and the run ends with 75; 0: no limit",
+        None,
+        none=0,
+        at_least=0,
+    )
     seed: int = flag("seed of weights and data order", 1234, at_least=0)
     deterministic_mode: bool = flag("only kernels that give the same bits each time", False)
 
@@ -343,6 +319,11 @@ class CheckpointConfig:
     distributed_checkpointing: bool = flag("every rank writes its part of a checkpoint; always so", True)
     save_interval: int = flag("steps between checkpoints; the last step is always saved", 500, at_least=1)
     export_hf: bool = flag("write the trained model as a Hugging Face folder at the end", False)
+    stop_file: str | None = flag(
+        "when this file appears, the run saves a checkpoint and ends; default: STOP in the run's folder",
+        None,
+        none="default",
+    )
     log_interval: int = flag("steps between lines of log/metrics.jsonl", 1, at_least=1)
 
 
@@ -454,6 +435,11 @@ class RunConfig:
     def tokenizer_folder(self) -> str | None:
         """The folder the tokenizer is read from: the one given for it, else that of the weights."""
         return self.data.tokenizer_name_or_path or self.checkpoint.load
+
+    @property
+    def stop_file(self) -> str:
+        """The path of the file that stops the run."""
+        return self.checkpoint.stop_file or f"{self.checkpoint.output_path}/{STOP_FILE}"
 
     @property
     def sample_length(self) -> int:

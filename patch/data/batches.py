@@ -62,6 +62,14 @@ class BatchReader:
         stride = self._dp_size * self._micro_batch_size
         return [self._batch(index) for index in range(first, start + self._global_batch_size, stride)]
 
+    def place(self, number: int) -> str:
+        """Where a sample comes from, for people.
+
+        Args:
+            number: of the sample in the run, counted from 0 over all steps.
+        """
+        return self._source.place(number if self._order is None else self._order[number])
+
     def _batch(self, first: int) -> Batch:
         return collate([self._sample(index) for index in range(first, first + self._micro_batch_size)])
 

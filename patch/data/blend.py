@@ -29,9 +29,18 @@ class Concatenation:
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(index)
+        source, number = self._find(index)
+        return source[number]
+
+    def place(self, index: int) -> str:
+        """See `SampleSource`."""
+        source, number = self._find(index)
+        return source.place(number)
+
+    def _find(self, index: int) -> tuple[SampleSource, int]:
         which = bisect_right(self._ends, index)
         source = self._sources[which]
-        return source[index - self._ends[which] + len(source)]
+        return source, index - self._ends[which] + len(source)
 
 
 def passes_text(passes: float) -> str:
@@ -69,8 +78,17 @@ class Blend:
     def __getitem__(self, index: int) -> Sample:
         if not 0 <= index < self._num_samples:
             raise IndexError(index)
+        source, number = self._find(index)
+        return source[number]
+
+    def place(self, index: int) -> str:
+        """See `SampleSource`."""
+        source, number = self._find(index)
+        return source.place(number)
+
+    def _find(self, index: int) -> tuple[SampleSource, int]:
         which, turn = self._turns.turn(index)
-        return self._sources[which][self._orders[which][turn]]
+        return self._sources[which], self._orders[which][turn]
 
     def passes(self) -> list[float]:
         """How often the run goes over each set, in epochs of that set."""

@@ -126,6 +126,9 @@ class Conversations(Protocol):
     def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [size + 1] of a conversation, and bool [size + 1], whether each is learned."""
 
+    def place(self, index: int) -> str:
+        """Where a conversation comes from, see `SampleSource`."""
+
 
 class PackedSource(Dataset[Sample]):
     """Samples of several conversations each; padding at the end is one more sequence, with nothing to learn.
@@ -160,6 +163,10 @@ class PackedSource(Dataset[Sample]):
         if begin < capacity:
             lengths.append(capacity - begin)
         return Sample(tokens, labels, loss_mask, torch.tensor(lengths, dtype=torch.int32))
+
+    def place(self, index: int) -> str:
+        """See `SampleSource`: the places of its conversations."""
+        return " + ".join(self._source.place(int(member)) for member in self._packs[index])
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,3 +76,6 @@ class SampleSource(Protocol):
     def __len__(self) -> int: ...  # noqa: D105
 
     def __getitem__(self, index: int) -> Sample: ...  # noqa: D105
+
+    def place(self, index: int) -> str:
+        """Where a sample comes from, for people: its file and row or document, as far as that is known."""

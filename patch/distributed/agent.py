@@ -339,8 +339,8 @@ def _silence_torch() -> None:
 
 @contextmanager
 def _handling_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
-    """A context in which SIGINT, SIGTERM and SIGUSR1 call `handler` instead of their usual handlers."""
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+    """A context in which the signals to stop call `handler` instead of their usual handlers."""
+    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
     before = {number: signal.signal(number, handler) for number in handled}
     try:
         yield

@@ -15,7 +15,7 @@ class Bucket:
     """The gradients of the parameters of one bucket.
 
     Of each micro-batch: `begin_micro_batch`; `collect` for every gradient; `end_micro_batch`. Once it is
-    ready: `start_grad_sync`, `finish_grad_sync`. Between two steps: `reset`.
+    ready: `complete`, `start_grad_sync`, `finish_grad_sync`. Between two steps: `reset`.
 
     Args:
         index: its place in the order of backward.
@@ -114,11 +114,20 @@ class Bucket:
         """Whether the reduction writes the final sum into the shard, with nothing to be added afterwards."""
         return self.domain.zero_stage is not ZeroStage.GRADIENTS or self._is_shard_empty
 
-    def start_grad_sync(self) -> None:
-        """Start the reduction of what was collected; a parameter without a gradient counts as zeros."""
+    def complete(self) -> None:
+        """Before the reduction: a parameter without a gradient counts as zeros."""
         assert self.buffer is not None, "use_staging comes first"
         for param in self._unwritten:
             self.buffer[param.begin - self.range.begin : param.end - self.range.begin].zero_()
+
+    def is_finite(self) -> bool:
+        """Whether everything that was collected is finite; waits for the device."""
+        assert self.buffer is not None, "use_staging comes first"
+        return bool(self.buffer.isfinite().all())
+
+    def start_grad_sync(self) -> None:
+        """Start the reduction of what was collected and completed."""
+        assert self.buffer is not None, "use_staging comes first"
         if self.domain.zero_stage is ZeroStage.NONE:
             self.pending = start_all_reduce(self.buffer, self.domain.group)
         else:

@@ -27,6 +27,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -45,6 +46,13 @@ from patch.optimizer.refusals import Named
 # Staging buffers of stage `gradients`: one filling, one travelling, one for gradients that come before
 # the last of the bucket before.
 NUM_STAGING = 3
+
+
+@dataclass
+class LocalCheck:
+    """Whether the gradients of this rank alone are finite, when they leave to be summed."""
+
+    is_finite: bool = True
 
 
 class GradBuffer:
@@ -98,6 +106,8 @@ class GradBuffer:
         self._is_backward_over = False
         """Whether that backward is known to have ended."""
         self._checks: list[LastMicroBatchCheck] = []
+        self.local_check: LocalCheck | None = None
+        """Gets what is found in each bucket before its reduction; None: nobody looks."""
         self.reset()
         for number, stage in enumerate(stages):
             on_forward = partial(self._forwarded.add, number)
@@ -247,6 +257,9 @@ class GradBuffer:
         """Start the reduction of the next bucket."""
         bucket = self._leaving[0]
         self._provide_buffer(bucket)
+        bucket.complete()
+        if self.local_check is not None:
+            self.local_check.is_finite &= bucket.is_finite()
         bucket.start_grad_sync()
         self._travelling.append(self._leaving.popleft())  # not before: memory may run out above
         bucket.check = self._checks[-1] if self._checks else None

@@ -17,8 +17,8 @@ megatron/optimizer/overlapped_dist_optimizer.py) and ZeRO (Rajbhandari et al., a
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -34,7 +34,7 @@ from patch.device import torch_dtype
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import CheckpointError, TrainingError
 from patch.optimizer.domain import Domain, find_domains
-from patch.optimizer.grad_buffer import GradBuffer
+from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
 from patch.optimizer.hybrid_adam import HybridAdam, Offload, state_dtypes
 from patch.optimizer.layout import ParamSpec, lay_out
 from patch.optimizer.loss_scale import LossScale
@@ -55,7 +55,9 @@ class StepOutcome(NamedTuple):
     grad_norm: float
     """Global L2 norm of the gradients before clipping; not finite where the update was skipped."""
     is_skipped: bool
-    """Whether fp16 gradients overflowed: nothing was updated, and the loss scale was halved."""
+    """Whether nothing was updated, because the gradient norm is not finite."""
+    is_overflow: bool
+    """Whether that was an overflow of fp16: the loss scale was halved."""
 
 
 class OptimizerReport(NamedTuple):
@@ -210,31 +212,50 @@ class OverlappedDistributedOptimizer:
         self._is_grad_synced = True
 
     @torch.no_grad()
-    def step(self) -> StepOutcome:
+    def step(self, *, skip_non_finite: bool = False) -> StepOutcome:
         """Update every shard by the final gradients, and send the new parameters on their way.
 
         Gradients that are not finite are seen before anything is written.
 
+        Args:
+            skip_non_finite: skip the update where no smaller loss scale could cure them, instead of raising.
+
         Raises:
-            TrainingError: the gradient norm is not finite, and no smaller loss scale could cure it; or
+            TrainingError: the gradient norm is not finite, and that is neither cured nor skipped; or
                 `zero_grad` was not called.
         """
         if self._lr is None:
             raise TrainingError("`step` without gradients, expected `zero_grad(lr)` and a backward before it")
         self.finish_grad_sync()
         grad_norm = self.get_grad_norm()
-        if math.isfinite(grad_norm):
+        is_finite = math.isfinite(grad_norm)
+        is_overflow = not is_finite and self.loss_scale.can_shrink
+        if is_finite:
             self._update(grad_norm, self._lr)
-        elif self.loss_scale.can_shrink:
+        elif is_overflow:
             self.loss_scale.shrink()
-        else:
+        elif not skip_non_finite:
             raise TrainingError(
                 f"optimizer step {self.adam.step_count + 1}: gradient norm {grad_norm}, expected a finite "
                 "number; the weights are those of the step before. Lower --lr, raise --lr-warmup-iters, or "
                 "look at this step's data"
             )
         self._lr = None
-        return StepOutcome(grad_norm, not math.isfinite(grad_norm))
+        return StepOutcome(grad_norm, not is_finite, is_overflow)
+
+    @contextmanager
+    def checking_local_gradients(self) -> Iterator[LocalCheck]:
+        """Context of a backward that is only looked at: are this rank's own gradients finite, before sums?
+
+        Within it: `zero_grad`, the micro-batches, `finish_grad_sync`. No update follows.
+        """
+        check = self.grad_buffer.local_check = LocalCheck()
+        try:
+            yield check
+        finally:
+            self.grad_buffer.local_check = None
+            self.adam.cancel_step()
+            self._lr = None
 
     @torch.no_grad()
     def get_grad_norm(self) -> float:

@@ -6,9 +6,11 @@ OUTPUT_BASEPATH/checkpoint/iter_0000100/                           .metadata  co
 OUTPUT_BASEPATH/checkpoint/latest_checkpointed_iteration.txt       "100"
 OUTPUT_BASEPATH/checkpoint/best_checkpointed_iteration.txt         "100", the lowest validation loss
 OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      the run's metrics
+OUTPUT_BASEPATH/log/stacks/rank_0.txt                              where the ranks were when the run hung
 OUTPUT_BASEPATH/data_index/                                        index files: the document of each sample
 OUTPUT_BASEPATH/data_cache/                                        tokenized sets, if the user has no cache
 OUTPUT_BASEPATH/hf/                                                the exported model
+OUTPUT_BASEPATH/STOP                                               written by people: ends the run
 """
 
 from __future__ import annotations
@@ -24,10 +26,12 @@ DATA_RECORD_FILE = "data.json"
 CHECKPOINT_FOLDER = "checkpoint"
 METRICS_FILE = "log/metrics.jsonl"
 LOSS_PLOT_FILE = "log/loss.png"
+STACKS_FOLDER = "log/stacks"
 TENSORBOARD_FOLDER = "tensorboard"
 DATA_INDEX_FOLDER = "data_index"
 DATA_CACHE_FOLDER = "data_cache"
 HF_FOLDER = "hf"
+STOP_FILE = "STOP"
 
 # In a folder of checkpoints.
 RELEASE = "release"

@@ -12,6 +12,7 @@ from patch.data.prefetch import StepReader, read_ahead
 from patch.data.samples import Batch, learned_tokens
 from patch.distributed.collectives import max_over_world, sum_over
 from patch.training.oom_retry import OomRetry
+from patch.training.phases import Phase
 from patch.training.reading import read
 from patch.training.setup import Run
 from patch.training.step import run_schedule
@@ -69,6 +70,7 @@ def _sum_over_set(run: Run, name: str, reader: BatchReader) -> tuple[float, floa
     total, tokens = 0.0, 0.0
     with read_ahead(reader, steps, run.config.data.data_prefetch) as ahead:
         for index in steps:
+            run.phases.enter(Phase.EVALUATION)
             batches, learned = _read(run, ahead, index, name)
             total += sum_over(run.groups.dp_cp, [_loss(run, batches)], run.device)[0]
             tokens += learned

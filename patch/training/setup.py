@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +26,7 @@ from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
 from patch.storage.names import CHECKPOINT_FOLDER, DATA_INDEX_FOLDER
+from patch.training.phases import PhaseClock
 from patch.training.run_state import load_weights, resume
 from patch.training.state_placement import log_placement
 
@@ -48,6 +50,12 @@ class Run:
     optimizer: OverlappedDistributedOptimizer
     start_iteration: int
     """Optimizer steps already done: 0, or those of the checkpoint that was resumed."""
+    sample_place: Callable[[int], str] | None = None
+    """Where in the data a sample comes from, by its number in the run; None: not known."""
+    num_skips: int = 0
+    """Steps in a row, up to the last one, that were skipped because their gradients were not finite."""
+    phases: PhaseClock = field(default_factory=PhaseClock)
+    """What this rank does now."""
     upcoming: StepWork | None = None
     """The batches of the next step, read while the last step ended; None: not read yet."""
     valid_weights: list[float] | None = None
@@ -81,12 +89,14 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
     )
     config = with_samples(config, datasets.num_train_samples)
     stages, optimizer = build_model(config, groups, context.device)
+    train_reader = _reader(config, datasets.train, groups, shuffle=not datasets.train.is_shuffled)
     run = Run(
         config=config,
         device=context.device,
         groups=groups,
         tokenizer=tokenizer,
-        train_reader=_reader(config, datasets.train, groups, shuffle=not datasets.train.is_shuffled),
+        train_reader=train_reader,
+        sample_place=train_reader.place,
         valid_readers={
             name: _reader(config, source, groups, shuffle=False) for name, source in datasets.valid.items()
         },

@@ -24,8 +24,11 @@ from patch.distributed.collectives import sum_over
 from patch.model import LlamaModel, PackedSequences, sum_learned
 from patch.optimizer import ParamGroup, learning_rate
 from patch.plan import attended_pairs
+from patch.training.non_finite import handle_non_finite
 from patch.training.oom_retry import OomRetry
+from patch.training.phases import Phase
 from patch.training.reading import Reading, read
+from patch.training.run_state import random_state, set_random_state
 from patch.training.setup import Run
 from patch.training.state_placement import apply_placement
 
@@ -39,7 +42,7 @@ class StepResult(NamedTuple):
     lr: float
     """The run's; a parameter group with a decoupled rate has another."""
     skipped: int
-    """1 when fp16 gradients overflowed and nothing was updated."""
+    """1 when nothing was updated: fp16 gradients overflowed, or --on-non-finite skips the step."""
     comm_exposed_ms: float
     """Time that this rank waited for gradients and for the updated weights of the previous step."""
     attended_pairs: float
@@ -55,7 +58,7 @@ def train_step(run: Run, iteration: int) -> StepResult:
         run: this rank's parts of the run.
         iteration: counted from 0; selects the samples.
     Raises:
-        TrainingError: the gradient norm is not finite; nothing has been updated.
+        TrainingError: the gradient norm is not finite, and --on-non-finite is stop; nothing has been updated.
         DataError: on all ranks, if one of them cannot read the data of this step or of the next one.
     """
     optimizer = run.optimizer
@@ -66,16 +69,24 @@ def train_step(run: Run, iteration: int) -> StepResult:
     is_done = False
     while not is_done:
         losses = retry.attempt(partial(_accumulate, run, work, group_lrs), partial(_abandon, run, work))
+        run.phases.enter(Phase.REDUCTION)
         optimizer.start_grad_sync()
         # The next batch is read while gradients are reduced. The small sums follow the gradients; after the
         # parameters they would wait for the last all-gather.
         following = _read(run, iteration + 1)
         sums, pending = _start_sums(run, losses, following)
+        run.phases.enter(Phase.REDUCTION)
         retry.start_agreement()
         optimizer.finish_grad_sync()
         is_done = retry.is_done()
-    outcome = optimizer.step()
+    run.phases.enter(Phase.UPDATE)
+    outcome = optimizer.step(skip_non_finite=True)
     loss, *counts = read_values(sums, pending, WaitClock(run.device))
+    if outcome.is_skipped and not outcome.is_overflow:
+        repeat = partial(_has_finite_gradients, run, work, group_lrs)
+        handle_non_finite(run, work, losses, outcome.grad_norm, repeat)
+    else:
+        run.num_skips = 0
     following.raise_together(counts[0], f"step {iteration + 2}")
     run.upcoming = StepWork(iteration + 1, following.batches, *counts)
     optimizer.record_memory("train")
@@ -103,6 +114,7 @@ def _read(run: Run, iteration: int) -> Reading:
     """This rank's micro-batches of a step; none after the last step."""
     if iteration >= run.config.training.train_iters:
         return Reading([])
+    run.phases.enter(Phase.READING)
     with run.data_clock.waiting():
         return read(run.train_reader, iteration)
 
@@ -124,8 +136,19 @@ def _start_sums(run: Run, losses: list[torch.Tensor], following: Reading) -> tup
 
 def _accumulate(run: Run, work: StepWork, group_lrs: list[float]) -> list[torch.Tensor]:
     """Forward and backward of a whole step; the losses of the micro-batches."""
+    run.phases.enter(Phase.FORWARD)
     run.optimizer.zero_grad(group_lrs)
     return run_schedule(run, work.batches, work.tokens, forward_only=False)
+
+
+def _has_finite_gradients(run: Run, work: StepWork, group_lrs: list[float]) -> bool:
+    """Whether this rank's own gradients are finite when the step is computed again, without an update."""
+    before = random_state()
+    with run.optimizer.checking_local_gradients() as check:
+        _accumulate(run, work, group_lrs)
+        run.optimizer.finish_grad_sync()
+    set_random_state(before)
+    return check.is_finite
 
 
 def _abandon(run: Run, work: StepWork) -> list[torch.Tensor]:
@@ -152,11 +175,13 @@ def _forward_step(
     batches: Iterator[Batch], model: LlamaModel, *, run: Run, divisor: float
 ) -> tuple[torch.Tensor, Any]:
     """Upstream's forward_step_func: the stage's output and the function that computes the loss from it."""
+    run.phases.go_on(Phase.FORWARD)
     batch = next(batches)
     tokens, labels, mask = (send(tensor, run.device) for tensor in batch[:3])
     packed = PackedSequences.of(batch.cu_seqlens, batch.tokens, run.device)
     # RoPE needs no position ids, causal attention no mask.
     output = model(tokens, None, None, labels=labels, packed_seq_params=packed)
+    run.phases.go_on(Phase.BACKWARD)
     is_aligned = run.config.model.precision_align is not None
     return output, partial(_masked_loss, mask=mask, divisor=divisor, is_aligned=is_aligned)
 

@@ -1,21 +1,30 @@
-"""The training loop: step, log, evaluate, save; after SIGINT or SIGTERM it saves a checkpoint and stops."""
+"""The training loop: step, log, evaluate, save; asked to stop, it saves a checkpoint before it ends."""
 
 from __future__ import annotations
 
-import signal
+import math
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+
+import torch.distributed as dist
 
 from patch.config import to_yaml
 from patch.data.prefetch import read_ahead
 from patch.distributed.collectives import barrier, max_over_world
+from patch.errors import TrainingError
+from patch.logger import get_logger
 from patch.training.evaluation import evaluate
 from patch.training.hooks import TrainerHook
 from patch.training.metrics import make_record, measure
+from patch.training.non_finite import named_samples, samples_of_step
+from patch.training.phases import Phase
 from patch.training.run_state import save
 from patch.training.setup import Run, checkpoint_root
-from patch.training.step import train_step
+from patch.training.spikes import SpikeWarnings
+from patch.training.step import StepResult, train_step
+from patch.training.stop import StopRequests
+
+_logger = get_logger(__name__)
 
 
 class Trainer:
@@ -28,19 +37,20 @@ class Trainer:
 
     def __init__(self, run: Run, hooks: Sequence[TrainerHook]) -> None:
         self.run, self._hooks = run, hooks
-        self._received_signal = 0
-        self._stopping_signal = 0
-        """The signal for which all ranks agreed to stop; 0: none. A rank may receive it a step earlier."""
+        self._requests = StopRequests(run.config)
+        self._spikes = SpikeWarnings(run) if dist.get_rank() == 0 else None
+        self._exit_code = 0
+        """With which all ranks agreed to stop; 0: they go on. A rank may have been asked a step earlier."""
         self._step_begin = 0.0
         """Start time of the current step."""
 
     def train(self) -> int:
-        """Train until the last step or a signal.
+        """Train until the last step, or until a rank is asked to stop.
 
         Returns:
-            the number of the signal that stopped the run, or 0.
+            the exit code: 0 after the last step, else that of what stopped the run (see `stop`).
         Raises:
-            TrainingError: the gradients are not finite.
+            TrainingError: the loss or the gradients are not finite.
             CheckpointError: a checkpoint cannot be written.
         """
         self._step_begin = time.perf_counter()
@@ -48,17 +58,20 @@ class Trainer:
         steps = range(run.start_iteration, run.config.training.train_iters)
         try:
             with (
-                self._listening(),
+                self._requests.listening(),
                 read_ahead(run.train_reader, steps, run.config.data.data_prefetch) as run.train_reader,
             ):
                 for iteration in steps:
                     self._step(iteration)
-                    if self._stopping_signal:
+                    if self._exit_code:
                         break
         finally:
             for hook in self._hooks:
                 hook.close()
-        return self._stopping_signal
+        if self._exit_code:
+            reason = self._requests.reason(self._exit_code)
+            _logger.info("a checkpoint was saved, the same command resumes; stopped by %s", reason)
+        return self._exit_code
 
     def _step(self, iteration: int) -> None:
         config, done = self.run.config, iteration + 1
@@ -67,9 +80,11 @@ class Trainer:
         # A step is timed from gradient norm to gradient norm: the GPU may still be busy with the update.
         now = time.perf_counter()
         seconds, self._step_begin = now - self._step_begin, now
+        self.run.phases.enter(Phase.METRICS)
         for hook in self._hooks:
             hook.on_step(done, seconds)
-        worst = self._share(measure(self.run, result, seconds * 1e3))
+        worst = self._share(measure(self.run, result, seconds * 1e3), is_last=is_last)
+        self._check(iteration, result, worst["loss"])
         if done % config.checkpoint.log_interval == 0 or is_last:
             record = make_record(config, self.run.device, done, result, worst)
             for hook in self._hooks:
@@ -79,43 +94,48 @@ class Trainer:
         tasks = []
         if self.run.valid_readers and interval and (done % interval == 0 or is_saving_step):
             tasks.append(self._evaluate)
-        if is_saving_step or self._stopping_signal:
+        if is_saving_step or self._exit_code:
             tasks.append(self._save)
-        if self._stopping_signal:  # who sent it may kill the run before a long evaluation has ended
+        if self._exit_code:  # who asked may kill the run before a long evaluation has ended
             tasks.reverse()
         for task in tasks:
             task(done)
             self._step_begin = time.perf_counter()
+        self.run.phases.end_step(seconds, result.comm_exposed_ms)
 
-    def _share(self, measured: dict[str, float]) -> dict[str, float]:
-        """The largest value of each metric over ranks; the same collective agrees on a signal to stop for."""
-        *worst, signal_number = max_over_world([*measured.values(), self._received_signal], self.run.device)
-        self._stopping_signal = int(signal_number)
+    def _share(self, measured: dict[str, float], *, is_last: bool) -> dict[str, float]:
+        """The largest value of each metric over ranks; the same collective agrees whether to stop."""
+        asked = self._requests.exit_code(is_last=is_last)
+        *worst, agreed = max_over_world([*measured.values(), asked], self.run.device)
+        self._exit_code = int(agreed)
         return dict(zip(measured, worst, strict=True))
 
+    def _check(self, iteration: int, result: StepResult, loss: float) -> None:
+        """Look at the loss of a step.
+
+        Raises:
+            TrainingError: it is not finite although the gradients are, so the step was taken.
+        """
+        if not math.isfinite(loss) and not result.skipped:
+            raise TrainingError(
+                f"step {iteration + 1}: loss {loss}, expected a finite number; the gradient norm is "
+                f"{result.grad_norm}. Look at its samples: "
+                f"{named_samples(self.run, samples_of_step(self.run, iteration))}"
+            )
+        if self._spikes is not None:
+            self._spikes.note(iteration, loss, result.grad_norm)
+
     def _evaluate(self, done: int) -> None:
+        self.run.phases.enter(Phase.EVALUATION)
         record = {"iteration": done, **evaluate(self.run)}
         for hook in self._hooks:
             hook.on_evaluate(record)
 
     def _save(self, done: int) -> None:
         run = self.run
+        run.phases.enter(Phase.SAVE)
         save(checkpoint_root(run.config), done, run.stages, run.optimizer, to_yaml(run.config))
         run.optimizer.record_memory("save")
         for hook in self._hooks:
             hook.on_save(done)
         barrier(run.device)  # otherwise the other ranks' next step would include the time of rank 0's hooks
-
-    @contextmanager
-    def _listening(self) -> Iterator[None]:
-        """Within the block SIGINT and SIGTERM are only recorded; training stops after the current step."""
-
-        def note(number: int, frame: object) -> None:
-            self._received_signal = number
-
-        previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)

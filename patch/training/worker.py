@@ -26,6 +26,7 @@ from patch.storage.lock import hold_run
 from patch.storage.names import CONFIG_FILE, HF_FOLDER
 from patch.training.best_checkpoint import BestCheckpoint
 from patch.training.error_translation import translate_errors
+from patch.training.hang_guard import guarding
 from patch.training.hooks import TrainerHook
 from patch.training.loss_plot import LossPlot
 from patch.training.metrics import MetricsLog
@@ -44,23 +45,23 @@ def run(config: RunConfig) -> None:
 
     Raises:
         PatchError: an error that the user can cure; its exit_code is the exit code of the worker.
-        SystemExit: after a signal, when a checkpoint was saved: 128 + its number, and 0 under our launcher.
+        SystemExit: with the exit code of what stopped the run (see `stop`), when a checkpoint was saved;
+            with 0 under our launcher, which reads that code in the reply.
     """
     configure_logging()
     try:
         with translate_errors(config):
-            stopped_by = _train(config)
+            exit_code = _train(config)
     except Exception as error:
         announce_end(failure(error))
         raise
-    if stopped_by:
-        _logger.info("stopped by signal %d after saving a checkpoint; the same command resumes", stopped_by)
+    if exit_code:
         # The agent takes any code but 0 for a failure, and ends the others; ours reads the code in the reply.
-        sys.exit(0 if is_launched() else 128 + stopped_by)
+        sys.exit(0 if is_launched() else exit_code)
 
 
 def _train(config: RunConfig) -> int:
-    """Run from joining the job to leaving it; the number of the signal that stopped training, or 0."""
+    """Run from joining the job to leaving it; the exit code of what stopped training, or 0."""
     context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
@@ -72,15 +73,16 @@ def _train(config: RunConfig) -> int:
             _write_config(config)
         with all_or_none():
             hooks = build_hooks(this_run)
-        stopped_by = Trainer(this_run, hooks).train()
-        if not stopped_by and config.checkpoint.export_hf:
+        with guarding(this_run):
+            exit_code = Trainer(this_run, hooks).train()
+        if not exit_code and config.checkpoint.export_hf:
             _export(this_run)
-    announce_end(Reply(128 + stopped_by if stopped_by else 0))
+    announce_end(Reply(exit_code))
     try:
         shutdown()
     except RuntimeError as error:  # the run is done, so a rank that has left already does no harm
         _logger.warning("leaving the job: %s", error)
-    return stopped_by
+    return exit_code
 
 
 def build_hooks(run: Run) -> list[TrainerHook]:

@@ -70,6 +70,16 @@ class PretrainSource:
         lengths = _document_lengths(tokens, part.eod) if self._options.reset_attention_mask else None
         return Sample(tokens, labels, item["loss_mask"], lengths)
 
+    def place(self, index: int) -> str:
+        """See `SampleSource`: the document in which the sample begins, counted from 1."""
+        dataset, number = self._dataset, index
+        if isinstance(dataset, BlendedDataset):
+            number = int(dataset.dataset_sample_index[index])
+            dataset = dataset.datasets[int(dataset.dataset_index[index])]
+        begin, offset = dataset.sample_index[dataset.shuffle_index[number]]
+        document = int(dataset.document_index[begin]) + 1
+        return f"{dataset.dataset_path}: document {document}, from its token {int(offset) + 1}"
+
 
 def load_training(
     prefixes: Sequence[str],

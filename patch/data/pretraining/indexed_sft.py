@@ -54,6 +54,10 @@ class IndexedSftSource:
             self._refuse(f"document {index + 1}: label {place + 1} is not the next token of its conversation")
         return Sample(tokens, labels, learned.float(), _lengths(ends))
 
+    def place(self, index: int) -> str:
+        """See `SampleSource`."""
+        return f"{self._prefix}: document {index + 1}"
+
     def check(self) -> None:
         """Check the sizes of all documents, and what the first ones hold.
 

@@ -32,6 +32,7 @@ class SftSource(Dataset[Sample]):
         tokens: the tokens, at 5 bytes each; those of a token cache are mapped, not loaded.
         length: tokens S of one sample.
         padding: the token id of padding. The loss mask excludes padding by position, so any id can be used.
+        name: of the set, for `place`.
         origin: what decides the tokens (see `origin_of`), with a hash of the rows if they have a cache.
         reads_clock: the chat template writes the date.
     """
@@ -44,12 +45,13 @@ class SftSource(Dataset[Sample]):
         *,
         length: int,
         padding: int,
+        name: str,
         origin: dict[str, str],
         reads_clock: bool,
     ) -> None:
         self._ids, self._learned, ends = tokens.arrays
         self._offsets = np.concatenate(([0], ends))
-        self._length, self.padding = length, padding
+        self._length, self.padding, self._name = length, padding, name
         self.sizes = np.diff(self._offsets) - 1
         """int64 [N]: tokens of each conversation, without the last one, which is only a label."""
         self.report: SetReport = tokens.report
@@ -81,6 +83,12 @@ class SftSource(Dataset[Sample]):
         tokens[:count], labels[:count] = ids[:-1], ids[1:]
         loss_mask[:count] = torch.from_numpy(learned[1:].astype(np.float32))
         return Sample(tokens, labels, loss_mask)
+
+    def place(self, index: int) -> str:
+        """See `SampleSource`. Rows are counted from 1 over all files; where some gave no sample or several,
+        the samples are counted."""
+        is_row = not self.report.num_dropped and self.report.rows == self.report.samples
+        return f"{self._name}: {'row' if is_row else 'sample'} {index + 1}"
 
     def conversation(self, index: int) -> tuple[np.ndarray, np.ndarray]:
         """Token ids int32 [size + 1] of a conversation, and bool [size + 1], whether each is learned.
@@ -179,6 +187,7 @@ def _source(
         tokens,
         length=length,
         padding=padding_id(tokenizer),
+        name=name,
         origin=origin,
         reads_clock="strftime_now" in str(tokenizer.chat_template),
     )

@@ -325,6 +325,16 @@ def test_output_on_a_read_only_file_system_is_refused(command):
             validate_run(config, command.machine)
 
 
+def test_stop_file_that_was_left_is_refused(command):
+    config = command.parse("--stop-file", str(command.data)).config
+    with refused(ConfigError, match=r"--stop-file: got .*rows\.json, expected no file there: .* remove it"):
+        validate_run(config, command.machine)
+    (command.folder / "out").mkdir()
+    (command.folder / "out" / "STOP").touch()
+    with refused(ConfigError, match=r"--stop-file: got .*/out/STOP, expected no file there"):
+        validate_run(command.parse().config, command.machine)
+
+
 def test_missing_data_is_a_data_error_after_the_configuration(command):
     lost = dict(DATASET_PATH="/no/rows.json")
     with pytest.raises(ConfigError):

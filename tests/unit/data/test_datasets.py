@@ -144,6 +144,33 @@ def test_training_sets_with_weights_are_blended(tmp_path: Path) -> None:
     assert sum("yes" in text for text in drawn) == 10
 
 
+@pytest.mark.parametrize("packing", [False, True])
+@pytest.mark.parametrize("spec", ["0.75 {} 0.25 {}", "{} {}", "{}"])
+def test_places_of_samples_are_the_rows_that_hold_their_text(
+    tmp_path: Path, spec: str, packing: bool
+) -> None:
+    files = {
+        str(rows_of(tmp_path, f"{name}.json", texts)): texts
+        for name, texts in (("big", [f"number {index}" for index in range(9)]), ("small", ["yes", "no"]))
+    }
+    config = raw_run(tmp_path, train_data_path=spec.format(*files), packing=packing, max_padding_length=64)
+    tokenizer = tiny_tokenizer()
+    train = build(config, tokenizer).train
+    for index in range(min(len(train), 12)):
+        rows = [place.rpartition(": row ") for place in train.place(index).split(" + ")]
+        found = tokenizer.decode(train[index].tokens.tolist())
+        assert all(files[file][int(row) - 1] in found for file, _, row in rows)
+        assert found.count("hello") == len(rows)
+
+
+def test_place_after_a_dropped_row_is_that_of_the_sample(tmp_path: Path) -> None:
+    rows = [{"instruction": "hello", "output": text} for text in ("one", "", "two")]
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    config = raw_run(tmp_path, train_data_path=str(tmp_path / "rows.json"), max_dropped_share=0.5)
+    train = build(config, tiny_tokenizer()).train
+    assert train.place(1) == f"{tmp_path / 'rows.json'}: sample 2"
+
+
 def test_training_sets_without_weights_are_the_set_of_all_rows(tmp_path: Path) -> None:
     first = rows_of(tmp_path, "first.json", ["one", "two"])
     second = rows_of(tmp_path, "second.json", ["three"])

@@ -15,7 +15,7 @@ from megatron.core.datasets.gpt_dataset import (
     GPTDatasetConfig,
     _get_ltor_masks_and_position_ids,
 )
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
 from small_runs import small_run
 
 from patch.data.pretraining.dataset import PretrainSource, load_training, load_validation
@@ -72,6 +72,17 @@ def upstream(
 def tokens_of(source: Any, count: int) -> list[list[int]]:
     samples = (source[index] for index in range(count))
     return [(s.tokens if isinstance(s, Sample) else s["tokens"]).tolist() for s in samples]
+
+
+def test_place_of_a_sample_is_where_its_first_token_is_stored(prefixes: list[str], tmp_path: Path) -> None:
+    stored = {prefix: IndexedDataset(prefix) for prefix in prefixes}
+    blended = load_training(prefixes, [0.5, 0.3, 0.2], options(tmp_path), lambda _: 60)
+    alone = load_training(prefixes[1:2], None, options(tmp_path), lambda _: 30)
+    for source in (blended, alone):
+        for index in range(30):
+            prefix, _, rest = source.place(index).partition(": document ")
+            document, _, token = rest.partition(", from its token ")
+            assert stored[prefix].get(int(document) - 1)[int(token) - 1] == source[index].tokens[0]
 
 
 @pytest.mark.parametrize("split", ["1", "80,20,0", "6,2,2"])

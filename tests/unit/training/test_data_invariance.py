@@ -270,12 +270,12 @@ def stop_by_signal(rank: int, world_size: int, output: str) -> tuple[int, list[s
 
     run = build_seeded_run(small_run(train_iters=9, eval_interval=2, output_path=output))
     hook = Stopping()
-    stopped_by = Trainer(run, [hook]).train()
-    return stopped_by, hook.notes, [thread.name for thread in threading.enumerate()]
+    exit_code = Trainer(run, [hook]).train()
+    return exit_code, hook.notes, [thread.name for thread in threading.enumerate()]
 
 
 def test_signal_saves_before_it_evaluates_and_ends_the_thread(tmp_path: Path) -> None:
-    ((stopped_by, notes, threads),) = run_distributed(stop_by_signal, 1, str(tmp_path))
-    assert stopped_by == signal.SIGTERM
+    ((exit_code, notes, threads),) = run_distributed(stop_by_signal, 1, str(tmp_path))
+    assert exit_code == 128 + signal.SIGTERM
     assert notes == ["save 2", "evaluate 2"]
     assert "read ahead" not in threads

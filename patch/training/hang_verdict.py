@@ -1,0 +1,203 @@
+"""Who is at fault when a run makes no progress: from what the ranks say of themselves, without waiting."""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import statistics
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from patch.config.schema import ParallelConfig
+from patch.training.phases import Phase, PhaseClock, read_shared
+from patch.training.stacks import process_state
+
+LEAST_S = 300.0
+"""The smallest automatic limit."""
+STEPS = 20
+"""The automatic limit in steps, each as long as the slowest one."""
+READING_LIMITS = 3
+"""Reading data may take so many limits: a file server that is replaced needs minutes."""
+SLOW_RATIO = 1.5
+"""A rank is slow if its own part of a step takes so many times as long as the median rank's."""
+SLOW_AFTER = 50
+"""Steps before ranks are compared."""
+_BEATS = 10
+"""Beats within the limit."""
+_SLOWEST_BEAT_S = 10.0
+_MOST_NAMED = 8
+"""Ranks at fault that a message describes."""
+
+
+class Beat(NamedTuple):
+    """What a rank says of itself."""
+
+    number: int
+    """Counted from 1: it grows as long as the rank is alive."""
+    phase: str
+    num_entered: int
+    """See `Note`."""
+    age_s: float
+    """Time since its last progress."""
+    num_steps: int
+    """Steps done since the start."""
+    own_ms: float
+    """See `PhaseClock`."""
+    host: str
+    pid: int
+    descriptor: int
+    """Of the memory that it shares with other processes of its machine."""
+
+    @classmethod
+    def of(cls, number: int, phases: PhaseClock, descriptor: int) -> Beat:
+        """This rank's beat.
+
+        Args:
+            number: of the beat.
+            phases: the notes of its training thread.
+            descriptor: of the shared memory with these notes.
+        """
+        note = phases.note
+        return cls(
+            number,
+            note.phase,
+            note.num_entered,
+            time.monotonic() - note.since,
+            phases.num_steps,
+            phases.own_ms,
+            socket.gethostname(),
+            os.getpid(),
+            descriptor,
+        )
+
+
+class Limits:
+    """How long a rank may make no progress.
+
+    Args:
+        parallel: has --hang-timeout and --distributed-timeout-minutes.
+        phases: the notes of this rank; steps take equally long on all ranks.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, parallel: ParallelConfig, phases: PhaseClock, world_size: int) -> None:
+        self._given_s, self._phases = parallel.hang_timeout, phases
+        # Less than a collective, whose own time limit would end the run with a message that says less.
+        self._long_s = math.inf if world_size == 1 else 0.9 * 60 * parallel.distributed_timeout_minutes
+
+    @property
+    def step_s(self) -> float:
+        """Within a step."""
+        return self._given_s or max(LEAST_S, STEPS * self._phases.step_s)
+
+    @property
+    def interval_s(self) -> float:
+        """Between two beats."""
+        return min(self.step_s / _BEATS, _SLOWEST_BEAT_S)
+
+    def of(self, beat: Beat) -> float:
+        """In the phase of a rank: evaluation, a save and the first step may take as long as a collective."""
+        if not beat.num_steps or beat.phase in (Phase.EVALUATION, Phase.SAVE):
+            return max(self.step_s, self._long_s)
+        return self.step_s * (READING_LIMITS if beat.phase == Phase.READING else 1)
+
+
+class Fault(NamedTuple):
+    """The ranks that the others wait for."""
+
+    ranks: list[int]
+    is_silent: bool
+    """They send no beats; otherwise they live, but make no progress."""
+    message: str
+
+
+class Judge:
+    """Looks at the beats of all ranks, again and again.
+
+    Args:
+        limits: see `Limits`.
+        world_size: number of ranks.
+        start_iteration: steps done before this start of the run.
+    """
+
+    def __init__(self, limits: Limits, world_size: int, start_iteration: int) -> None:
+        self._limits, self._start = limits, start_iteration
+        self._looked = time.monotonic()
+        self._heard = [(0, self._looked)] * world_size
+        """Of each rank the number of its newest beat, and when that was first seen."""
+        self._slow: set[int] = set()
+        """Ranks that `slow` has returned."""
+
+    def find(self, beats: Sequence[Beat]) -> Fault | None:
+        """The fault that the beats show, or None."""
+        now, before = time.monotonic(), self._looked
+        self._looked = now
+        if now - before > self._limits.step_s / 2:  # this process itself was stopped: it cannot judge others
+            self._heard = [(0, now)] * len(beats)
+            return None
+        self._heard = [
+            heard if heard[0] == beat.number else (beat.number, now)
+            for heard, beat in zip(self._heard, beats, strict=True)
+        ]
+        there = {rank: beat for rank, beat in enumerate(beats) if beat.phase != Phase.DONE}
+        silent = [rank for rank in there if now - self._heard[rank][1] > self._limits.step_s]
+        behind = min((beat.num_entered for beat in there.values()), default=0)
+        late = [
+            rank
+            for rank, beat in there.items()
+            if beat.num_entered == behind and beat.age_s > self._limits.of(beat)
+        ]
+        ranks = silent or late
+        return Fault(ranks, bool(silent), self._describe(ranks, beats, bool(silent))) if ranks else None
+
+    def slow(self, beats: Sequence[Beat]) -> list[tuple[int, float]]:
+        """Ranks that others wait for in every step, each once, and the milliseconds of the median rank."""
+        if min(beat.num_steps for beat in beats) < SLOW_AFTER:
+            return []
+        usual = statistics.median_low(beat.own_ms for beat in beats)
+        found = [rank for rank, beat in enumerate(beats) if beat.own_ms > SLOW_RATIO * usual]
+        new = [(rank, usual) for rank in found if rank not in self._slow]
+        self._slow.update(found)
+        return new
+
+    def _describe(self, ranks: list[int], beats: Sequence[Beat], is_silent: bool) -> str:
+        parts = []
+        for rank in ranks[:_MOST_NAMED]:
+            silence_s = time.monotonic() - self._heard[rank][1]
+            beat = beats[rank]
+            parts.append(
+                f"rank {rank} {self.of_silent(beat, silence_s)}"
+                if is_silent
+                else f"rank {rank} (process {beat.pid} on {beat.host}) has made no progress for "
+                f"{beat.age_s:.0f} s in {self.place(beat.phase, beat.num_steps)}"
+            )
+        if len(ranks) > _MOST_NAMED:
+            parts.append(f"{len(ranks) - _MOST_NAMED} more ranks likewise")
+        waiting = Counter(beat.phase for rank, beat in enumerate(beats) if rank not in ranks)
+        return "; ".join([*parts, *(f"{count} rank(s) wait in {phase}" for phase, count in waiting.items())])
+
+    def of_silent(self, beat: Beat, silence_s: float) -> str:
+        """A rank that sends no beats, in words.
+
+        Args:
+            beat: its last one.
+            silence_s: the time since then.
+        """
+        fault = f"(process {beat.pid} on {beat.host}) has shown no sign of life for {silence_s:.0f} s"
+        shared = read_shared(beat.pid, beat.descriptor) if beat.host == socket.gethostname() else None
+        if shared is None:
+            return f"{fault}; it was last heard of in {self.place(beat.phase, beat.num_steps)}"
+        phase, num_steps, _ = shared
+        return f"{fault}, {process_state(beat.pid)}, in {self.place(phase, num_steps)}"
+
+    def place(self, phase: str, num_steps: int) -> str:
+        """A phase and its step, in words.
+
+        Args:
+            phase: the phase.
+            num_steps: steps done before, since the start.
+        """
+        return f"{phase} of step {self._start + num_steps + 1}"

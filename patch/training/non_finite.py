@@ -1,0 +1,123 @@
+"""What a run does after a step whose gradients are not finite: it stops, or goes on without the update.
+
+This costs other steps nothing: the gradient norm is computed anyway, and is the same on all ranks. Only after
+such a step do ranks tell each other whose losses were not finite. If all were, the step is computed again, to
+see on which ranks gradients are not finite before they are summed. That also shows a fault that does not
+repeat, as of a broken device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import torch
+
+from patch.data.samples import StepWork
+from patch.distributed.collectives import all_gather_object
+from patch.errors import TrainingError
+from patch.logger import get_logger
+from patch.training.setup import Run
+
+_logger = get_logger(__name__)
+
+MOST_SKIPS = 10
+"""So many steps in a row without an update end the run: then the weights are at fault, not the data."""
+_MOST_PLACES = 8
+"""Samples whose places in the data are named in one message."""
+
+
+def handle_non_finite(
+    run: Run,
+    work: StepWork,
+    losses: Sequence[torch.Tensor],
+    grad_norm: float,
+    repeat: Callable[[], bool],
+) -> None:
+    """Report a step whose gradient norm is not finite, and stop the run or count the skip; a collective.
+
+    Args:
+        run: this rank's parts of the run.
+        work: the step's data.
+        losses: of this rank's micro-batches; none on stages before the last.
+        grad_norm: of the step.
+        repeat: computes the step again, a collective; returns whether this rank's own gradients are finite.
+
+    Raises:
+        TrainingError: on all ranks, if the run is to stop.
+    """
+    where = _bad_losses(run, work, losses) or _bad_gradients(run, work, repeat)
+    message = f"step {work.iteration + 1}: gradient norm {grad_norm}, expected a finite number; {where}."
+    run.num_skips += 1
+    if run.config.training.on_non_finite == "stop":
+        raise TrainingError(
+            f"{message} The weights are those of the step before. Lower --lr, raise --lr-warmup-iters, look "
+            "at these samples, or have such steps skipped",
+            field="on_non_finite",
+        )
+    if run.num_skips >= MOST_SKIPS:
+        raise TrainingError(
+            f"{message} This is step {run.num_skips} in a row without an update; the weights are those "
+            "before them. Lower --lr, or go back to an older checkpoint"
+        )
+    _logger.warning("%s The step is skipped, number %d in a row", message, run.num_skips)
+
+
+def named_samples(run: Run, numbers: Sequence[int]) -> str:
+    """Samples by their numbers in the run, counted from 0, the first ones with their places in the data.
+
+    Args:
+        run: this rank's parts of the run.
+        numbers: of the samples, ascending.
+    """
+    named = [
+        str(number) if run.sample_place is None else f"{number} ({run.sample_place(number)})"
+        for number in numbers[:_MOST_PLACES]
+    ]
+    return ", ".join(named + _ranges(numbers[_MOST_PLACES:]))
+
+
+def samples_of_step(run: Run, iteration: int) -> range:
+    """The numbers in the run of a step's samples, over all ranks.
+
+    Args:
+        run: this rank's parts of the run.
+        iteration: counted from 0.
+    """
+    size = run.config.training.global_batch_size
+    return range(iteration * size, (iteration + 1) * size)
+
+
+def _bad_losses(run: Run, work: StepWork, losses: Sequence[torch.Tensor]) -> str:
+    """In words, on which ranks and of which samples the loss is not finite; "" if there are none."""
+    size, dp = run.config.training.micro_batch_size, run.groups.dp
+    first = samples_of_step(run, work.iteration)[0]
+    bad = [number for number, loss in enumerate(losses) if not math.isfinite(loss.item())]
+    begins = [first + (number * dp.size() + dp.rank()) * size for number in bad]
+    found = all_gather_object([begin + offset for begin in begins for offset in range(size)])
+    samples = sorted({number for numbers in found for number in numbers})
+    if not samples:
+        return ""
+    ranks = _ranges([rank for rank, numbers in enumerate(found) if numbers])
+    return f"the loss is not finite on rank(s) {', '.join(ranks)}, of sample(s) {named_samples(run, samples)}"
+
+
+def _bad_gradients(run: Run, work: StepWork, repeat: Callable[[], bool]) -> str:
+    """In words, on which ranks the gradients are not finite when the step is computed again."""
+    found = all_gather_object(repeat())
+    ranks = _ranges([rank for rank, is_finite in enumerate(found) if not is_finite])
+    if not ranks:
+        return (
+            "all losses are finite, and all gradients too when the step is computed again: a fault that does "
+            "not repeat, as of a broken device or link"
+        )
+    samples = named_samples(run, samples_of_step(run, work.iteration))
+    return f"all losses are finite, the gradients are not on rank(s) {', '.join(ranks)}; samples {samples}"
+
+
+def _ranges(numbers: Sequence[int]) -> list[str]:
+    """Ascending numbers in words: "3", "5 to 9"."""
+    borders = [index for index, (one, next_) in enumerate(pairwise(numbers), 1) if next_ != one + 1]
+    parts = [numbers[begin:end] for begin, end in pairwise([0, *borders, len(numbers)])] if numbers else []
+    return [str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts]

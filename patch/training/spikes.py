@@ -1,0 +1,80 @@
+"""Warns of a loss or gradient norm far above those of the last steps, and names the step's samples."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from statistics import median
+
+from patch.logger import get_logger
+from patch.training.non_finite import named_samples, samples_of_step
+from patch.training.setup import Run
+
+_logger = get_logger(__name__)
+
+WINDOW = 100
+"""Steps that a value is compared with."""
+_FEWEST = 20
+"""Steps before the first comparison."""
+_SIGMAS = 1.4826
+"""Standard deviations of a normal distribution in its median absolute deviation."""
+_SMALLEST_SHARE = 0.01
+"""Of the median: a deviation that counts at least, so that nearly constant values give no warnings."""
+
+
+class SpikeWarnings:
+    """The warnings of rank 0; they change nothing.
+
+    Args:
+        run: the run; `--spike-factor` says how many standard deviations above the median are a spike.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._factor = run.config.training.spike_factor
+        self._series = {"loss": _Series(), "gradient norm": _Series()}
+
+    def note(self, iteration: int, loss: float, grad_norm: float) -> None:
+        """Compare a step with those before it.
+
+        Args:
+            iteration: counted from 0.
+            loss: mean over the learned tokens of the global batch.
+            grad_norm: before clipping.
+        """
+        if self._factor is None:
+            return
+        for (name, series), value in zip(self._series.items(), (loss, grad_norm), strict=True):
+            usual = series.usual_if_spike(value, self._factor)
+            if usual is not None:
+                samples = named_samples(self._run, samples_of_step(self._run, iteration))
+                _logger.warning(
+                    "step %d: %s %.4g, far above the usual %.4g; its samples: %s",
+                    iteration + 1, name, value, usual, samples,
+                )  # fmt: skip
+
+
+class _Series:
+    """One value of the last steps."""
+
+    def __init__(self) -> None:
+        self._values: deque[float] = deque(maxlen=WINDOW)
+        self._was_spike = False
+
+    def usual_if_spike(self, value: float, factor: float) -> float | None:
+        """Add a value; the median of those before it if it is the first of a spike, else None.
+
+        Args:
+            value: of this step; one that is not finite is not counted, it is reported elsewhere.
+            factor: see `SpikeWarnings`.
+        """
+        if not math.isfinite(value):
+            return None
+        is_spike, usual = False, 0.0
+        if len(self._values) >= _FEWEST:
+            usual = median(self._values)
+            spread = _SIGMAS * median(abs(each - usual) for each in self._values)
+            is_spike = value > usual + factor * max(spread, _SMALLEST_SHARE * abs(usual))
+        self._values.append(value)
+        is_first, self._was_spike = is_spike and not self._was_spike, is_spike
+        return usual if is_first else None
