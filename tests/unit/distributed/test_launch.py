@@ -407,14 +407,16 @@ def await_files(*files: Path) -> list[str]:
     return [file.read_text() for file in files]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["sigterm", "sigint"])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2], ids=lambda each: each.name
+)
 def test_signal_is_forwarded_once_and_waited_for(tmp_path: Path, signum: signal.Signals) -> None:
     body = f"""
 count = 0
 def stop(signum, frame):
     global count
     count += 1
-for each in (signal.SIGTERM, signal.SIGINT):
+for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
     signal.signal(each, stop)
 open(f'{tmp_path}/ready{{rank}}', 'w').write('yes')
 while not count:

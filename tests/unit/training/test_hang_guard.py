@@ -27,7 +27,7 @@ from patch.training.phases import Phase, PhaseClock
 from patch.training.setup import Run
 from patch.training.trainer import Trainer
 
-LIMIT_S = 3.0
+LIMIT_S = 4.0
 
 
 class Reader:
