@@ -28,7 +28,6 @@ from end_to_end.shell import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from patch.config.fields import FIELDS
 from toolkits.convert import main as convert
 from toolkits.quickstart.tasks import make_examples
 
@@ -232,9 +231,6 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """A launcher that waits for lost machines for seconds; the script's name and its arguments follow."""
 
 
-@pytest.mark.skipif(
-    "resume_with_changed_data" not in FIELDS, reason="a resume keeps its layout yet (issue 13, item 1)"
-)
 def test_rest_goes_on_by_itself_when_one_of_two_machines_is_lost(
     office: Office, unbroken: Path, tmp_path: Path
 ) -> None:
