@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable
@@ -73,18 +72,29 @@ def hang(run: Run, place: str) -> list[TrainerHook]:
     return [StopInSave()] if place == "save" else []
 
 
+def make_store(rank: int, world_size: int) -> dist.TCPStore:
+    """A store that rank 0 keeps, as in a launcher's job; at a port that the kernel knows to be free."""
+    timeout = timedelta(seconds=60)
+    own = (
+        dist.TCPStore("127.0.0.1", 0, world_size, True, timeout, wait_for_workers=False) if not rank else None
+    )
+    port = [own.port if own else 0]
+    dist.broadcast_object_list(port)
+    leave()
+    return own or dist.TCPStore("127.0.0.1", port[0], world_size, False, timeout)
+
+
 def train_guarded(
-    rank: int, world_size: int, folder: str, messages: str, port: int, hanging: int, place: str
+    rank: int, world_size: int, folder: str, messages: str, hanging: int, place: str
 ) -> tuple[int, float]:
     """Train in a job that meets as those of a launcher do; what the guard writes to stderr goes to a file."""
-    leave()
+    store = make_store(rank, world_size)
     Path(folder, str(rank)).mkdir()
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{rank}/reply"
     with open(messages, "ab") as file:
         os.dup2(file.fileno(), 2)
     sys.stderr = sys.__stderr__
     configure_logging()
-    store = dist.TCPStore("127.0.0.1", port, world_size, rank == 0, timedelta(seconds=60))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     config = small_run(
         dp=world_size, num_layers=1, train_iters=4, micro_batch_size=1, global_batch_size=world_size,
@@ -129,14 +139,11 @@ JOBS = {
 def run_guarded(folder: Path, world_size: int, hanging: int, place: str) -> Outcome:
     folder.mkdir()
     messages = folder / "messages"
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     begin = time.monotonic()
     results = None
     try:
         results = run_distributed(
-            train_guarded, world_size, str(folder), str(messages), port, hanging, place, timeout_s=200
+            train_guarded, world_size, str(folder), str(messages), hanging, place, timeout_s=200
         )
     except AssertionError as error:
         assert "died with 5" in str(error), error
