@@ -33,7 +33,8 @@ _logger = get_logger(__name__)
 
 _PARTIAL = ".tmp"
 _REPLACED = ".old"
-_CURE = "bring the files back, remove these checkpoints to start from step 1, or give another folder"
+_RESUME_CURE = "bring the files back, remove these checkpoints to start from step 1, or give another folder"
+_LOAD_CURE = "bring the files back, or give another checkpoint"
 
 
 def iteration_folder(root: Path, iteration: int) -> Path:
@@ -57,7 +58,8 @@ def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
             them. Or the newest one is damaged and `takes_older` is false.
     """
     damaged: list[str] = []
-    for iteration in from_rank_0(lambda: _newest_first(root, all_iterations(root))):
+    cure, field = (_RESUME_CURE, "output_path") if takes_older else (_LOAD_CURE, "load")
+    for iteration in from_rank_0(lambda: _newest_first(root, all_iterations(root), cure, field)):
         complaint = damage(iteration_folder(root, iteration))
         if complaint is None:
             for skipped in damaged:
@@ -70,9 +72,7 @@ def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
                 f"own folder ({root / 'iter_*'}), or let a resume of that run train the lost steps again"
             )
     if damaged:
-        raise CheckpointError(
-            f"no checkpoint below {root} is whole: {damaged[0]}; {_CURE}", field="output_path"
-        )
+        raise CheckpointError(f"no checkpoint below {root} is whole: {damaged[0]}; {cure}", field=field)
     return None
 
 
@@ -105,7 +105,8 @@ def weights_folder(load: Path) -> Path:
     if any(is_marked(iteration_folder(root, iteration)) for iteration in all_iterations(root)):
         iteration = latest_iteration(root, takes_older=False)
     else:  # another program's, which has no checksums
-        iteration = next(iter(_newest_first(root, complete_iterations(root))), None)
+        found = _newest_first(root, complete_iterations(root), _LOAD_CURE, "load")
+        iteration = next(iter(found), None)
     if iteration is None:
         raise CheckpointError(
             f"{load} has no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
@@ -127,12 +128,19 @@ def _legacy_folder(root: Path) -> Path:
     raise CheckpointError(f"{root / TRACKER} names {tracked}, but there is no {tracked} with mp_rank_* in it")
 
 
-def _newest_first(root: Path, iterations: list[int]) -> list[int]:
-    """The tracker's iteration first, then the others from new to old."""
+def _newest_first(root: Path, iterations: list[int], cure: str, field: str) -> list[int]:
+    """The tracker's iteration first, then the others from new to old.
+
+    Args:
+        root: the folder of checkpoints.
+        iterations: those of the checkpoints in it.
+        cure: what a user can do if there are only remains of checkpoints.
+        field: the configuration field that names the folder.
+    """
     tracked = _tracked_iteration(root)
     ordered = sorted(iterations, key=lambda iteration: (iteration == tracked, iteration), reverse=True)
     if not ordered:
-        _refuse_remains(root)
+        _refuse_remains(root, cure, field)
     elif ordered[0] != tracked:
         _logger.warning(
             "%s names %s, which is not there; the newest checkpoint is %s",
@@ -141,7 +149,7 @@ def _newest_first(root: Path, iterations: list[int]) -> list[int]:
     return ordered
 
 
-def _refuse_remains(root: Path) -> None:
+def _refuse_remains(root: Path, cure: str, field: str) -> None:
     """Refuse a folder with a tracker or a checkpoint under another name in it.
 
     A run that was killed during its first save leaves neither, so it may start again.
@@ -151,8 +159,8 @@ def _refuse_remains(root: Path) -> None:
     if remains:
         raise CheckpointError(
             f"{root} has {', '.join(remains)} and no complete checkpoint (iter_* with {CHECKSUMS_FILE}; a "
-            f"folder *{_REPLACED} is a checkpoint under another name): {_CURE}",
-            field="output_path",
+            f"folder *{_REPLACED} is a checkpoint under another name): {cure}",
+            field=field,
         )
 
 

@@ -35,6 +35,7 @@ from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.atomic import sync
 from patch.storage.checksums import Content, SummedFile, content
+from patch.storage.lock import check_held
 from patch.storage.names import COMMON_FILE, METADATA_FILE, METADATA_JSON_FILE
 from patch.storage.sizes import size_text
 
@@ -209,6 +210,7 @@ class Save:
             sync(self._partial / name)
             contents[name] = content(self._partial / name)
         write_manifest(self._partial, self.iteration, contents)
+        check_held(self._target)
         publish(self._target)
         self.seconds = time.perf_counter() - self._begin
 

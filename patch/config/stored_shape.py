@@ -9,7 +9,13 @@ from patch.config.hf_config import has_hf_config, read_hf_config
 from patch.config.presets import SHAPE_FIELDS
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
-from patch.storage.names import CONFIG_FILE, TRACKER, complete_iterations, find_checkpoint_root
+from patch.storage.names import (
+    CONFIG_FILE,
+    TRACKER,
+    complete_iterations,
+    find_checkpoint_root,
+    is_complete,
+)
 
 STORED_SHAPE = SHAPE_FIELDS | {"make_vocab_size_divisible_by"}
 """The fields of a preset, and the field that decides how the stored vocabulary is padded."""
@@ -26,15 +32,21 @@ def run_behind(load: str | Path) -> RunConfig | None:
     """The run that wrote the checkpoints at `load`; None if there is no config.yaml beside them.
 
     Args:
-        load: the run's folder, or the checkpoint/ in it.
+        load: the run's folder, the checkpoint/ in it, or a checkpoint or a link to one in that.
 
     Raises:
         ConfigError: the config.yaml cannot be read.
     """
-    root = find_checkpoint_root(load)
-    file = root.absolute().parent / CONFIG_FILE
+    root = _checkpoint_root(load)
+    file = root.parent / CONFIG_FILE
     is_run = (root / TRACKER).is_file() or complete_iterations(root)
     return read_run(file) if is_run and file.is_file() else None
+
+
+def _checkpoint_root(load: str | Path) -> Path:
+    """The folder of checkpoints that `load` is, contains, or lies in; absolute."""
+    folder = Path(load).absolute()
+    return folder.parent if is_complete(folder) else find_checkpoint_root(folder)
 
 
 def shape_at(load: str | Path | None) -> FoundShape | None:
@@ -50,5 +62,5 @@ def shape_at(load: str | Path | None) -> FoundShape | None:
     run = run_behind(load)
     if run is None:
         return None
-    file = find_checkpoint_root(load).absolute().parent / CONFIG_FILE
+    file = _checkpoint_root(load).parent / CONFIG_FILE
     return FoundShape(file, {name: getattr(run.model, name) for name in sorted(STORED_SHAPE)})

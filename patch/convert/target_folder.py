@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from patch.errors import ConversionError
 from patch.storage.atomic import StagedFolder
-from patch.storage.lock import hold_target
+from patch.storage.lock import check_held, hold_target
 from patch.storage.names import RELEASE
 
 
@@ -106,8 +106,12 @@ def publish(target: Path) -> None:
 
     All bytes are on the disk before the folder is renamed, so `target` is complete even after a power
     failure.
+
+    Raises:
+        ConversionError: it cannot be renamed, or another process has taken the lock over.
     """
     try:
+        check_held(target)
         _staged(target).publish()
     except OSError as error:
         raise ConversionError(f"cannot put the finished export in place at {target}: {error}") from error

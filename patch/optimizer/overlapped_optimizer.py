@@ -445,8 +445,7 @@ class OverlappedDistributedOptimizer:
             sharded |= sharded_ranges(model_state, ranges, f"{_STATE}.{name}")
         if not is_loading:
             trained = {id(parameter) for parameter in self.parameters}
-            dp_rank = self.groups.dp_cp.rank()
-            sharded |= zeros_of_frozen(model_state, trained, state_dtypes, _STATE, dp_rank)
+            sharded |= zeros_of_frozen(model_state, trained, state_dtypes, _STATE)
         return sharded
 
 

@@ -68,7 +68,6 @@ def zeros_of_frozen(
     trained: set[int],
     dtypes_of: Callable[[torch.dtype], Mapping[str, torch.dtype]],
     prefix: str,
-    dp_rank: int,
 ) -> ShardedStateDict:
     """Fill up what `sharded_ranges` leaves open where only some layers of a stored tensor train.
 
@@ -79,9 +78,9 @@ def zeros_of_frozen(
         trained: ids of this rank's trainable parameters.
         dtypes_of: names and types of the states of a weight of some type.
         prefix: the shards' keys are `prefix` + "." + state + "." + the weight's key.
-        dp_rank: 0 writes; other replicas only read.
     Returns:
-        zeros for what is frozen on this rank, to be saved; they take no memory.
+        zeros for what is frozen on this rank, to be saved by the replica that saves the weight; they take no
+        memory.
     """
     shards = [
         (owner in trained, shard)
@@ -99,7 +98,7 @@ def zeros_of_frozen(
         for name, dtype in dtypes_of(shard.data.dtype).items():
             zeros = torch.zeros(1, dtype=dtype).expand(math.prod(shape))
             key = f"{prefix}.{name}.{shard.key}"
-            entry = _shard_of(shard, key, zeros, offset, shape, dp_rank)
+            entry = _shard_of(shard, key, zeros, offset, shape, _replica(shard)[2])
             filled[f"{key}{_global_offset(shard, offset)}"] = entry
     return filled
 
@@ -151,6 +150,11 @@ def _global_offset(shard: ShardedTensor, offset: tuple[int, ...]) -> tuple[int, 
     return (*shard.global_offset[:axes], *inner)
 
 
+def _replica(shard: ShardedTensor) -> tuple[int, ...]:
+    """Which copy of the weight this is, over pipeline, tensor and data-parallel ranks; (0, 0, 0) writes."""
+    return shard.replica_id if isinstance(shard.replica_id, tuple) else (0, 0, shard.replica_id)
+
+
 def _shard_of(
     shard: ShardedTensor,
     key: str,
@@ -160,7 +164,6 @@ def _shard_of(
     dp_rank: int,
 ) -> ShardedTensor:
     whole = (1,) * shard.prepend_axis_num + shape
-    replica = shard.replica_id if isinstance(shard.replica_id, tuple) else (0, 0, shard.replica_id)
     return ShardedTensor(
         key=key,
         data=values.view(whole),
@@ -169,5 +172,5 @@ def _shard_of(
         global_shape=shard.global_shape,
         global_offset=_global_offset(shard, offset),
         axis_fragmentations=None,
-        replica_id=(*replica[:2], dp_rank),
+        replica_id=(*_replica(shard)[:2], dp_rank),
     )

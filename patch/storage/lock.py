@@ -1,25 +1,20 @@
 """Locks a folder for one writer at a time; a second writer is refused, with a message that names the first.
 
-The lock is the kernel's flock on a file that names the lock's owner, so it ends with the owner's process,
-however that dies. Over NFS it works between machines (Linux 2.6.12 and newer). On a file system without locks
-a warning is logged.
+A dead owner's lock is taken over: at once if it died on this machine, and otherwise, or on a file system
+without locks, after it was silent for a while (`lock_file.py`).
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import re
-import socket
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from datetime import datetime
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from patch.errors import ConfigError, ConversionError, DataError, PatchError
+from patch.errors import CheckpointError, ConfigError, ConversionError, DataError, PatchError
 from patch.logger import get_logger
+from patch.storage.lock_file import HeldLock, Owner, Watch, try_to_take
 
 _logger = get_logger(__name__)
 
@@ -28,12 +23,12 @@ _WAIT_S = 3.0
 _WAIT_FOR_DYING_S = 60.0
 """A killed process keeps its lock until the kernel has freed its memory, so it is given more time."""
 _POLL_S = 0.05
-_NAME_HOLDER_EVERY_S = 60.0
+_NAME_OWNER_EVERY_S = 60.0
 """For those who wait as long as it takes: how often the log says for whom."""
 
 
-class _LockFile(NamedTuple):
-    """The lock file of a folder, and the error to raise if another process has the lock."""
+class _Request(NamedTuple):
+    """A lock to take, and the errors to raise if another process has it, or takes it over."""
 
     path: Path
     folder: Path
@@ -43,11 +38,17 @@ class _LockFile(NamedTuple):
     """The configuration field that names the folder, for the error."""
     waits: bool = False
     """Whether to wait for the lock's owner as long as it takes."""
+    lost: type[PatchError] = ConversionError
+    """The error if another process takes it over."""
 
 
-def _run(output: Path) -> _LockFile:
+_held: list[tuple[_Request, HeldLock]] = []
+"""The locks of this process, for `check_held`."""
+
+
+def _run(output: Path) -> _Request:
     cure = "wait for that run, end it, or give another folder"
-    return _LockFile(output / _RUN_LOCK, output, ConfigError, cure, "output_path")
+    return _Request(output / _RUN_LOCK, output, ConfigError, cure, "output_path", lost=CheckpointError)
 
 
 @contextmanager
@@ -81,7 +82,7 @@ def hold_target(target: Path) -> Iterator[None]:
     """
     cure = "wait for that conversion, or give another folder (--save)"
     path = target.with_name(f".{target.name}.lock")
-    with _hold(_LockFile(path, target, ConversionError, cure, None)):
+    with _hold(_Request(path, target, ConversionError, cure, None)):
         yield
 
 
@@ -94,86 +95,62 @@ def wait_for_cache(entry: Path) -> Iterator[None]:
     """
     cure = "expected a cache folder that can be written"
     path = entry.with_name(f".{entry.name}.lock")
-    with _hold(_LockFile(path, entry, DataError, cure, "cache_dir", waits=True)):
+    with _hold(_Request(path, entry, DataError, cure, "cache_dir", waits=True, lost=DataError)):
         yield
 
 
 @contextmanager
-def _hold(lock_file: _LockFile) -> Iterator[None]:
+def _hold(request: _Request) -> Iterator[None]:
     try:
-        descriptor = _lock(lock_file)
+        lock = _lock(request)
     except OSError as error:
-        message = f"{lock_file.path} cannot be written: {error.strerror}; {lock_file.cure}"
-        raise lock_file.error(message, field=lock_file.field) from error
+        message = f"{request.path} cannot be written: {error.strerror}; {request.cure}"
+        raise request.error(message, field=request.field) from error
+    held = (request, lock)
+    _held.append(held)
     try:
         yield
     finally:
-        with suppress(OSError):
-            # Remove it before the lock is released; `_lock` of another process sees that it is gone.
-            lock_file.path.unlink(missing_ok=True)
-        os.close(descriptor)
+        _held.remove(held)
+        lock.release()
 
 
-def _lock(lock_file: _LockFile) -> int:
-    """Wait for the lock; the descriptor of the locked file."""
-    lock_file.path.parent.mkdir(parents=True, exist_ok=True)
-    begin = time.monotonic()
-    told = begin - _NAME_HOLDER_EVERY_S + 1
-    while True:
-        descriptor = os.open(lock_file.path, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            if _try_lock(descriptor, lock_file) and _is_at_path(descriptor, lock_file.path):
-                os.truncate(descriptor, 0)
-                os.write(descriptor, _describe_self().encode())
-                return descriptor
-            holder = os.read(descriptor, 1000).decode(errors="replace") or "another process"
-        except BaseException:
-            os.close(descriptor)
-            raise
-        os.close(descriptor)
-        if lock_file.waits:
-            if time.monotonic() - told > _NAME_HOLDER_EVERY_S:
-                told = time.monotonic()
-                _logger.info("waiting for %s, which makes %s", holder, lock_file.folder)
-        elif time.monotonic() - begin > (_WAIT_FOR_DYING_S if _is_dying(holder) else _WAIT_S):
-            message = f"{lock_file.folder} is being written by {holder}: {lock_file.cure}"
-            raise lock_file.error(message, field=lock_file.field)
-        time.sleep(_POLL_S)
+def check_held(path: Path) -> None:
+    """Call before a finished file or folder gets its name: is the lock that covers it still ours?
+
+    It may not be if this process stood still for minutes (a stopped process, a suspended machine, a network
+    that was away) and another one took it for dead. Does nothing if this process has no lock for `path`.
+
+    Args:
+        path: a folder that this process has locked, or something in it.
+
+    Raises:
+        CheckpointError, ConversionError, DataError: another process has taken the lock over; write nothing.
+    """
+    for request, lock in _held:
+        if path.absolute().is_relative_to(request.folder.absolute()) and (thief := lock.thief()):
+            raise request.lost(
+                f"{path} was not written: {request.folder} now belongs to {thief}, which took this process "
+                "for dead, because it had stood still for minutes",
+                field=request.field,
+            )
 
 
-def _try_lock(descriptor: int, lock_file: _LockFile) -> bool:
-    """Try to take the lock; whether it was free. Without file locks it counts as free, with a warning."""
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    except OSError as error:
-        _logger.warning(
-            "%s cannot be locked (%s): make sure yourself that nothing else writes there",
-            lock_file.folder, error.strerror,
-        )  # fmt: skip
-    return True
-
-
-def _is_at_path(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one at `path`; its last owner may have removed it meanwhile."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
-
-
-def _is_dying(holder: str) -> bool:
-    """Whether the lock's owner is a process of this machine that has ended or already freed its memory."""
-    named = re.match(r"process (\d+) on (\S+) ", holder)
-    if named is None or named[2] != socket.gethostname():
-        return False
-    try:
-        return Path("/proc", named[1], "statm").read_text().startswith("0 ")
-    except OSError:
-        return True
-
-
-def _describe_self() -> str:
-    since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    return f"process {os.getpid()} on {socket.gethostname()} since {since}"
+def _lock(request: _Request) -> HeldLock:
+    """Wait for the lock, and take it."""
+    request.path.parent.mkdir(parents=True, exist_ok=True)
+    watch, begin = Watch(), time.monotonic()
+    told = begin - _NAME_OWNER_EVERY_S + 1
+    while isinstance(taken := try_to_take(request.path, watch), Owner):
+        name = taken.text or "another process"
+        is_alive = watch.is_renewed or (taken.is_flocked and taken.is_local)
+        patience = _WAIT_FOR_DYING_S if taken.is_dying else _WAIT_S
+        if not request.waits and is_alive and time.monotonic() - begin > patience:
+            message = f"{request.folder} is being written by {name}: {request.cure}"
+            raise request.error(message, field=request.field)
+        if (request.waits or not is_alive) and time.monotonic() - told > _NAME_OWNER_EVERY_S:
+            told = time.monotonic()
+            what = "which makes" if request.waits else "or for signs of its death: it locks"
+            _logger.info("waiting for %s, %s %s", name, what, request.folder)
+        time.sleep(_POLL_S if time.monotonic() - begin < _WAIT_S else 10 * _POLL_S)
+    return taken

@@ -14,7 +14,7 @@ from patch.storage.names import STACKS_FOLDER
 
 def test_run_with_a_stopped_worker_names_it_and_ends(office: Office, tmp_path: Path) -> None:
     positions = {**office.positions(tmp_path / "out"), "VALID_DATASET_PATH": "none"}
-    arguments = [*command(**positions, TRAIN_TOKENS_OR_ITERS="100000"), "--hang-timeout=3"]
+    arguments = [*command(**positions, TRAIN_TOKENS_OR_ITERS="100000"), "--hang-timeout=6"]
     with (tmp_path / "messages").open("w+") as messages:
         launcher = subprocess.Popen(arguments, env=environment(), stderr=messages)
         try:

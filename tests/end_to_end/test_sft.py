@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -14,6 +15,8 @@ import pytest
 import torch
 from end_to_end.conftest import Office
 from end_to_end.shell import (
+    REPOSITORY,
+    SCRIPT,
     assert_same_weights,
     call,
     call_workers,
@@ -216,6 +219,38 @@ def test_killed_worker_is_replaced_and_the_run_ends_with_the_bits_of_an_undistur
     assert messages.count("restart 1 of 1") == 1 and "Traceback" not in messages, what
     assert losses(output) == losses(unbroken), what
     assert_same_weights(output / "hf", unbroken / "hf")
+
+
+QUICK_MEETING = """
+import runpy, sys
+from patch.distributed import rendezvous
+rendezvous.LAST_CALL_S = rendezvous.HEARTBEAT_S = 2
+sys.argv[:] = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""A launcher that waits for lost machines for seconds; the script's name and its arguments follow."""
+
+
+def test_rest_goes_on_by_itself_when_one_of_two_machines_is_lost(
+    office: Office, unbroken: Path, tmp_path: Path
+) -> None:
+    output, port = tmp_path / "out", free_port()
+    positions = sft_command(office, output, ENV="dlc", SAVE_INTERVAL=10)[2:]
+    arguments = [sys.executable, "-c", QUICK_MEETING, str(SCRIPT.with_name("pretrain_llama.py")), *positions]
+    machines = []
+    for rank in (0, 1):
+        place = {"WORLD_SIZE": 2, "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        own = environment(**place, NPROC_PER_NODE=1, PYTHONPATH=REPOSITORY)
+        flags = ["--max-restarts=1", "--min-nodes=1"]
+        machines.append(subprocess.Popen([*arguments, *flags], env=own, stderr=subprocess.PIPE, text=True))
+    await_steps(output, 12, machines[0])
+    machines[1].kill()
+    _, messages = machines[0].communicate(timeout=120)
+    assert machines[0].returncode == 0, messages
+    assert "restart 1 of 1" in messages and "resumed after step 10" in messages, messages
+    found, expected = losses(output), losses(unbroken)
+    assert found[:10] == expected[:10]
+    assert found == pytest.approx(expected, rel=LOSS_TOLERANCE)
 
 
 def worker_of(launcher: int, local_rank: str) -> int:

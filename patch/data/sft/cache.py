@@ -37,7 +37,7 @@ from patch.errors import DataError
 from patch.logger import get_logger
 from patch.storage.atomic import StagedFolder, write_atomically
 from patch.storage.file_hashes import FileHashes
-from patch.storage.lock import wait_for_cache
+from patch.storage.lock import check_held, wait_for_cache
 
 _logger = get_logger(__name__)
 
@@ -195,6 +195,7 @@ class TokenCache:
                 report = build(writer)
             content = {"key": key, "set": name, "report": report.to_json(), "sha256": writer.sha256()}
             (draft.partial / _REPORT).write_text(json.dumps(content, indent=1) + "\n")
+            check_held(entry)
             draft.publish()
         except OSError as error:
             draft.discard()  # what was written is free again

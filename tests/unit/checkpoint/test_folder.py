@@ -85,6 +85,14 @@ def test_latest_iteration_refuses_to_begin_anew_over_a_damaged_checkpoint(tmp_pa
     )
 
 
+def test_remains_at_position_22_are_about_that_position(tmp_path):
+    (tmp_path / TRACKER).write_text("30")
+    with pytest.raises(CheckpointError) as refused:
+        weights_folder(tmp_path)
+    said = user_message(refused.value)
+    assert "position 22" in said and "give another checkpoint" in said and "OUTPUT_BASEPATH" not in said
+
+
 def test_publish_replaces_the_same_iteration_and_tracks_it(tmp_path):
     target = iteration_folder(tmp_path, 5)
     write_files(target, "old")

@@ -8,6 +8,7 @@ from refusals import refused
 
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from patch.errors import CheckpointError
+from patch.storage.lock import hold_run
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -71,3 +72,14 @@ def test_save_starts_no_process_that_stays(tmp_path):
     before = psutil.Process().children()
     save_checkpoint(tmp_path, 1, state(1.0), {})
     assert psutil.Process().children() == before
+
+
+def test_run_whose_lock_was_taken_over_publishes_nothing(one_process, tmp_path):
+    root = tmp_path / "checkpoint"
+    with hold_run(tmp_path):
+        save_checkpoint(root, 1, state(1.0), {"iteration": 1})
+        (tmp_path / ".lock").write_text("process 1 on elsewhere since today\nanother token\n")
+        with pytest.raises(CheckpointError, match="now belongs to process 1 on elsewhere since today"):
+            save_checkpoint(root, 2, state(2.0), {"iteration": 2})
+    assert latest_iteration(root) == 1
+    assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000001"]

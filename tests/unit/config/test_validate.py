@@ -251,11 +251,14 @@ def test_checkpoint_without_a_complete_iteration_is_refused(command, run_folder)
             validate_run(config, command.machine)
 
 
-@pytest.mark.parametrize("below", ["", "checkpoint", "checkpoint/../"])
+@pytest.mark.parametrize(
+    "below", ["", "checkpoint", "checkpoint/../", "checkpoint/iter_0000010", "checkpoint/last"]
+)
 def test_another_run_gives_shape_tokenizer_and_weights(command, run_folder, below):
     shape = ["--num-layers=4", "--make-vocab-size-divisible-by=32", "--rotary-base=7"]
     other = command.parse(*shape).config
     folder = run_folder(command.folder / "run", to_yaml(other))
+    (folder / "checkpoint" / "last").symlink_to("iter_0000010")
     command.environ.pop("TOKENIZER_PATH")
     positions = dict(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=os.path.join(folder, below))
     config = command.parse(**positions).config

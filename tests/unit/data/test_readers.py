@@ -219,6 +219,7 @@ def arrow_stream() -> bytes:
         (gzip.compress(b""), "has no rows, expected at least one JSON object"),
         (b"\xef\xbb\xbf", "has no rows, expected at least one JSON object"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",  # gzip's bytes hold the time
 )
 def test_other_kinds_are_named(tmp_path: Path, data: bytes, said: str) -> None:
     path = write(tmp_path, data)

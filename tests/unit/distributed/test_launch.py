@@ -31,7 +31,7 @@ from patch.storage.lock import hold_run
 REPOSITORY = Path(__file__).parents[3]
 MACHINE = MachineFacts(cuda_devices=0, cpu_cores=4)
 ALONE = Rendezvous()
-READY_TIMEOUT_S = 60.0
+READY_TIMEOUT_S = 200.0
 
 
 def make_config(num_local: int, num_nodes: int = 1, **training: object) -> RunConfig:
@@ -369,7 +369,7 @@ if start == '2':
     (tmp_path / "lost").touch()
     assert await_files(tmp_path / "start2_0of1") == [str(first.pid)]
     again = start(script, 1, Rendezvous(1, "127.0.0.1", port), **settings)
-    assert (first.wait(60), again.wait(60)) == (0, 0)
+    assert (first.wait(200), again.wait(200)) == (0, 0)
     found = await_files(tmp_path / "start3_1of2", tmp_path / "start3_0of2")
     assert found == [str(again.pid), str(first.pid)]
 
@@ -407,14 +407,16 @@ def await_files(*files: Path) -> list[str]:
     return [file.read_text() for file in files]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT], ids=["sigterm", "sigint"])
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2], ids=lambda each: each.name
+)
 def test_signal_is_forwarded_once_and_waited_for(tmp_path: Path, signum: signal.Signals) -> None:
     body = f"""
 count = 0
 def stop(signum, frame):
     global count
     count += 1
-for each in (signal.SIGTERM, signal.SIGINT):
+for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
     signal.signal(each, stop)
 open(f'{tmp_path}/ready{{rank}}', 'w').write('yes')
 while not count:
@@ -428,7 +430,7 @@ sys.exit(128 + {int(signum)})
     launcher.send_signal(signum)
     time.sleep(0.3)
     launcher.send_signal(signum)  # as `timeout` and impatient users do
-    assert launcher.wait(30) == 128 + signum
+    assert launcher.wait(100) == 128 + signum
     assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
 
 
@@ -446,7 +448,7 @@ time.sleep(120)
         time.sleep(pause)
     assert launcher.poll() is None
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(30) == 128 + signal.SIGINT
+    assert launcher.wait(100) == 128 + signal.SIGINT
 
 
 def test_no_worker_outlives_a_killed_launcher(tmp_path: Path) -> None:
@@ -475,5 +477,5 @@ def become_machine(text: str) -> dict:
 
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO)
-    rendezvous.LAST_CALL_S = rendezvous.HEARTBEAT_S = 1
+    rendezvous.LAST_CALL_S = rendezvous.HEARTBEAT_S = 2
     sys.exit(launch_workers(Path(sys.argv[1]), **become_machine(sys.argv[2])))

@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from distributed_runner import new_job, run_distributed
-from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from optimizer_runs import states_of
 from small_runs import small_run
 from training_runs import build_seeded_run
@@ -27,7 +27,7 @@ from patch.checkpoint.folder import iteration_folder
 from patch.checkpoint.sharded_tensors import shards_of
 from patch.config.schema import RunConfig
 from patch.model import sharded_weights
-from patch.optimizer.sharded_state import rectangles
+from patch.optimizer.sharded_state import rectangles, zeros_of_frozen
 from patch.training.setup import Run
 
 SHAPES = [(1,), (7,), (3, 4), (1, 5), (4, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)]
@@ -165,3 +165,28 @@ def run_chains(rank: int, world_size: int, folder: str) -> None:
 
 def test_states_are_bitwise_the_same_after_every_layout_and_for_plain_torch(tmp_path: Path) -> None:
     run_distributed(run_chains, 4, str(tmp_path), timeout_s=200)
+
+
+def written_zeros(rank: int, world_size: int) -> list[tuple[str, tuple, tuple]]:
+    """What this rank writes where the second of two layers is frozen: a copied weight, and its own expert."""
+    state, trained = {}, set()
+    kinds = ("copied", (1, 0, 1), (0, 0, rank)), ("expert", (1, rank, world_size), (0, 0, 0))
+    for name, place, replica in kinds:
+        for layer in range(2):
+            weight = torch.zeros(4, 3)
+            trained |= {id(weight)} if layer == 0 else set()
+            state[f"{name}{layer}"] = ShardedTensor.from_rank_offsets(
+                f"decoder.{name}", weight, (0, layer, 2), place, replica_id=replica, prepend_axis_num=1
+            )
+    zeros = zeros_of_frozen(state, trained, lambda dtype: {"exp_avg": dtype}, "optimizer")
+    written = [shard for shard in zeros.values() if is_main_replica(shard.replica_id)]
+    return sorted((shard.key, shard.global_offset, shard.local_shape) for shard in written)
+
+
+def test_zeros_of_frozen_experts_are_written_by_every_rank_that_has_one() -> None:
+    first, second = run_distributed(written_zeros, 2)
+    assert first == [
+        ("optimizer.exp_avg.decoder.copied", (1, 0, 0), (1, 4, 3)),
+        ("optimizer.exp_avg.decoder.expert", (1, 0, 0), (1, 4, 3)),
+    ]
+    assert second == [("optimizer.exp_avg.decoder.expert", (1, 4, 0), (1, 4, 3))]

@@ -10,12 +10,14 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from patch.errors import ConfigError
-from patch.storage.lock import hold_run, hold_target, refuse_held_run
+from patch.storage import lock_file
+from patch.storage.lock import check_held, hold_run, hold_target, refuse_held_run
 
 HOLD = """
 import sys, time
@@ -114,15 +116,148 @@ def test_many_at_once_never_hold_it_together(tmp_path, monkeypatch):
     assert largest == [1] and not list(tmp_path.iterdir())
 
 
-def test_file_system_without_locks_is_told_once_and_written(tmp_path, monkeypatch, caplog):
-    def flock(descriptor: int, operation: int) -> None:
-        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+ELSEWHERE = """
+import errno, fcntl, os, socket, sys
+from pathlib import Path
+from patch.errors import CheckpointError
+from patch.storage import lock, lock_file
+folder, flock, host = sys.argv[1:4]
+lock_file.BEAT_S = 0.2
+os.fsync = lambda descriptor: None  # a busy disk takes longer than a beat
+def no_flock(descriptor, operation):
+    raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+if flock != "works":
+    fcntl.flock = no_flock if flock == "none" else lambda descriptor, operation: None
+if host:
+    socket.gethostname = lambda: host
+with lock.hold_run(Path(folder)):
+    print("held", flush=True)
+    for line in sys.stdin:
+        try:
+            lock.check_held(Path(folder) / "checkpoint")
+            print("ours", flush=True)
+        except CheckpointError as error:
+            print(error, flush=True)
+"""
+"""A holder as another machine shows it: its flock works here, is not seen here, or does not exist."""
 
-    monkeypatch.setattr(fcntl, "flock", flock)
+
+@pytest.fixture
+def holder(tmp_path, monkeypatch) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a holder of tmp_path/out; in the test's own process a lock is stale after a second."""
+    for name, value in (("BEAT_S", 0.2), ("STALE_S", 1.0), ("_SETTLE_S", 0.2)):
+        monkeypatch.setattr(lock_file, name, value)
+    monkeypatch.setattr("patch.storage.lock._WAIT_S", 0.1)
+    started: list[subprocess.Popen[str]] = []
+
+    def start(flock: str, host: str = "") -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", ELSEWHERE, str(tmp_path / "out"), flock, host],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3],
+        )  # fmt: skip
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "held\n"
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def no_flock(descriptor: int, operation: int) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+def answer(process: subprocess.Popen[str]) -> str:
+    """Whether the holder's lock is still its own."""
+    assert process.stdin is not None and process.stdout is not None
+    process.stdin.write("?\n")
+    process.stdin.flush()
+    return process.stdout.readline()
+
+
+@pytest.mark.parametrize(
+    ("theirs", "host", "ours"),
+    [
+        ("none", "", no_flock),
+        ("none", "elsewhere", no_flock),
+        ("works", "elsewhere", None),
+        ("unseen", "elsewhere", None),
+    ],
+)
+def test_living_holder_keeps_its_lock_and_a_killed_one_loses_it(
+    holder, tmp_path, monkeypatch, theirs, host, ours
+) -> None:
+    process = holder(theirs, host)
+    if ours is not None:
+        monkeypatch.setattr(fcntl, "flock", ours)
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=f"being written by process {process.pid} on {host}"):
+            hold_run(tmp_path / "out").__enter__()
+    assert answer(process) == "ours\n"
+    process.kill()
+    process.wait()
+    begin = time.monotonic()
     with hold_run(tmp_path / "out"):
-        pass
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    assert "No locks available" in caplog.text
+        assert f"process {os.getpid()} " in (tmp_path / "out" / ".lock").read_text()
+        assert time.monotonic() - begin > 0.2, "a holder on another machine is given time to renew it"
+        with pytest.raises(ConfigError):
+            hold_run(tmp_path / "out").__enter__()
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("theirs", ["works", "none"])
+def test_holder_that_stood_still_notices_that_it_lost_the_lock(holder, tmp_path, monkeypatch, theirs) -> None:
+    """Its flock is still held, as that of a machine that died while NFS waits for it."""
+    process = holder(theirs, "elsewhere")
+    process.send_signal(signal.SIGSTOP)
+    if theirs == "none":
+        monkeypatch.setattr(fcntl, "flock", no_flock)
+    with hold_run(tmp_path / "out"):
+        process.send_signal(signal.SIGCONT)
+        said = answer(process)
+        assert (
+            f"checkpoint was not written: {tmp_path / 'out'} now belongs to process {os.getpid()} on " in said
+        )
+        process.communicate("")
+        assert f"process {os.getpid()} " in (tmp_path / "out" / ".lock").read_text(), "it leaves ours alone"
+        check_held(tmp_path / "out" / "checkpoint")
+    check_held(tmp_path / "out" / "checkpoint")
+    assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("has_flock", [True, False])
+def test_of_many_who_take_over_at_once_one_wins(holder, tmp_path, monkeypatch, has_flock) -> None:
+    process = holder("works" if has_flock else "none", "elsewhere")
+    process.send_signal(signal.SIGSTOP)
+    if not has_flock:
+        monkeypatch.setattr(fcntl, "flock", no_flock)
+    won, refused, done = [], [], threading.Event()
+
+    def take() -> None:
+        try:
+            with hold_run(tmp_path / "out"):
+                won.append(threading.get_ident())
+                done.wait(20)
+        except ConfigError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=take) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + 20
+    while len(won) + len(refused) < 5 and time.monotonic() < deadline:
+        time.sleep(0.02)
+    done.set()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1 and len(refused) == 4
+
+
+def test_many_at_once_never_hold_it_together_without_flock(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(fcntl, "flock", no_flock)
+    test_many_at_once_never_hold_it_together(tmp_path, monkeypatch)
 
 
 def test_folder_that_cannot_be_made_is_named(tmp_path):

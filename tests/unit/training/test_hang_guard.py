@@ -1,6 +1,7 @@
 """The hang guard: ranks that are really stopped are named, with their phase; slow phases are let be."""
 
 import os
+import re
 import signal
 import socket
 import sys
@@ -27,7 +28,7 @@ from patch.training.phases import Phase, PhaseClock
 from patch.training.setup import Run
 from patch.training.trainer import Trainer
 
-LIMIT_S = 3.0
+LIMIT_S = 4.0
 
 
 class Reader:
@@ -135,7 +136,7 @@ def run_guarded(folder: Path, world_size: int, hanging: int, place: str) -> Outc
     results = None
     try:
         results = run_distributed(
-            train_guarded, world_size, str(folder), str(messages), port, hanging, place, timeout_s=100
+            train_guarded, world_size, str(folder), str(messages), port, hanging, place, timeout_s=200
         )
     except AssertionError as error:
         assert "died with 5" in str(error), error
@@ -156,8 +157,10 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
 def test_stopped_rank_is_named_with_its_phase_and_all_stacks(
     outcomes: dict[str, Outcome], place: str, step: int
 ) -> None:
-    results, text, seconds, folder = outcomes[place]
-    assert results is None and seconds < 60
+    results, text, _, folder = outcomes[place]
+    assert results is None
+    (silence,) = re.findall(r"no sign of life for (\d+) s", text)
+    assert LIMIT_S <= int(silence) <= 2 * LIMIT_S  # noted when it was found, however loaded the machine is
     assert text.count("ERROR rank 1 (process ") == text.count("has shown no sign of life for ") == 1
     assert f"T (stopped), in {place} of step {step}; 2 rank(s) wait in " in text, text
     stacks = {rank: (folder / "log" / "stacks" / f"rank_{rank}.txt").read_text() for rank in range(3)}
