@@ -67,9 +67,15 @@ def about(field: str) -> Iterator[None]:
         raise
 
 
-def nearest(name: str, known: list[str]) -> str:
-    """A hint ", did you mean X?" for a misspelled name, or "" when no known name is close."""
+def nearest(name: str, known: list[str], likeness: float = 0.6) -> str:
+    """A hint ", did you mean X?" for a misspelled name, or "" when no known name is close.
+
+    Args:
+        name: what was written.
+        known: the names that are meant.
+        likeness: how much two names must share, between 0 and 1 (all).
+    """
     if len(name) > 3 * max(map(len, known), default=0):  # no name is close, and the search would be slow
         return ""
-    match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
+    match = difflib.get_close_matches(name, known, n=1, cutoff=likeness)
     return f", did you mean {match[0]}?" if match else ""

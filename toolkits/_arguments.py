@@ -1,6 +1,39 @@
-"""Types of arguments that several command lines share."""
+"""What several command lines share: a parser that names the flag that is meant, and types of arguments."""
+
+from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
+from itertools import takewhile
+from typing import Any
+
+
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser that takes whole flags only, and refuses an unknown one first of all, with the nearest flag.
+
+    argparse alone would complain of what a misspelled flag leaves missing.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def parse_known_args(  # type: ignore[override]  # its overloads differ in the namespace's type only
+        self, args: Sequence[str] | None = None, namespace: Any = None
+    ) -> tuple[Any, list[str]]:
+        """What argparse's method returns; unknown flags end the program with exit code 2."""
+        args = sys.argv[1:] if args is None else args
+        known = self._option_string_actions
+        for text in takewhile(lambda text: text != "--", args):
+            flag = text.split("=")[0]
+            if flag.startswith("--") and flag not in known:
+                self._refuse(flag, [name for name in known if name.startswith("--")])
+        return super().parse_known_args(args, namespace)
+
+    def _refuse(self, flag: str, known: list[str]) -> None:
+        from patch.config.synonyms import nearest_flag
+
+        self.error(f"unknown argument {flag}{nearest_flag(flag, known)} (--help lists the flags)")
 
 
 def positive(text: str) -> int:

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from patch.device import FLOAT_TYPES
+from toolkits._arguments import ArgumentParser
 
 
 def main(argv: list[str]) -> int:
@@ -37,10 +38,8 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m toolkits.convert", description=__doc__, allow_abbrev=False
-    )
-    directions = parser.add_subparsers(dest="direction", required=True)
+    parser = argparse.ArgumentParser(prog="python -m toolkits.convert", description=__doc__)
+    directions = parser.add_subparsers(dest="direction", required=True, parser_class=ArgumentParser)
     hf2mcore = directions.add_parser("hf2mcore", help="Hugging Face folder -> torch_dist checkpoint")
     hf2mcore.add_argument(
         "--load", type=Path, required=True, metavar="HF_DIR",

@@ -12,6 +12,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from toolkits._arguments import ArgumentParser
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -148,9 +150,7 @@ def _visible(text: str) -> str:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m toolkits.inspect_checkpoint", description=__doc__, allow_abbrev=False
-    )
+    parser = ArgumentParser(prog="python -m toolkits.inspect_checkpoint", description=__doc__)
     parser.add_argument(
         "folder", type=Path, metavar="DIR",
         help="a run's folder, its checkpoint/, one checkpoint in it, a converted one, or one of Megatron-LM",

@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 
-from toolkits._arguments import positive
+from toolkits._arguments import ArgumentParser, positive
 
 
 def main(argv: list[str]) -> int:
@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
     from patch.compat import quick_start
 
     with quick_start():
-        from patch.data.pretraining.preprocess import write_indexed
+        from patch.data.pretraining.preprocess import refuse_existing, write_indexed
     from patch.config.data_spec import files_of
     from patch.data.tokenizer import load_tokenizer
     from patch.errors import DataError, PatchError
@@ -27,8 +27,10 @@ def main(argv: list[str]) -> int:
     configure_logging()
     outputs = {key: f"{options.output_prefix}_{key}_document" for key in options.json_keys}
     try:
-        name = hub_name(options.tokenizer, "model")
-        folder = options.tokenizer if name is None else str(fetch_tokenizer(name, error=DataError))
+        refuse_existing(outputs.values())
+        folder = options.tokenizer_name_or_path
+        if (name := hub_name(folder, "model")) is not None:
+            folder = str(fetch_tokenizer(name, error=DataError))
         tokenizer = load_tokenizer(folder)
         files = [file for path in options.input for file in files_of(path)]
         written = write_indexed(
@@ -43,7 +45,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m toolkits.preprocess_pretrain", description=__doc__)
+    parser = ArgumentParser(prog="python -m toolkits.preprocess_pretrain", description=__doc__)
     parser.add_argument(
         "--input",
         nargs="+",
@@ -51,7 +53,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         metavar="PATH",
         help="files, folders or quoted globs of rows (JSON, JSONL, parquet, gz, zst), one document a row",
     )
-    parser.add_argument("--tokenizer", required=True, help="folder of a Hugging Face tokenizer, or org/name")
+    parser.add_argument(
+        "--tokenizer-name-or-path", required=True, help="folder of a Hugging Face tokenizer, or org/name"
+    )
     parser.add_argument(
         "--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin and .idx, for each key"
     )

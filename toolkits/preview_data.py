@@ -10,7 +10,7 @@ from pathlib import Path
 from patch.config.data_settings import DATA_FLAGS, DEFAULT_LENGTH
 from patch.config.flags import add_flags, fields_of
 from patch.errors import PatchError
-from toolkits._arguments import positive
+from toolkits._arguments import ArgumentParser, positive
 
 
 def main(argv: list[str]) -> int:
@@ -47,7 +47,7 @@ def _preview(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m toolkits.preview_data", description=__doc__)
+    parser = ArgumentParser(prog="python -m toolkits.preview_data", description=__doc__)
     parser.add_argument(
         "data", nargs="?", metavar="DATA",
         help="what DATASET_PATH is: a file, folder or glob of rows, the prefix of .bin and .idx, or several "

@@ -10,6 +10,8 @@ import argparse
 import sys
 from pathlib import Path
 
+from toolkits._arguments import ArgumentParser
+
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, 4 if the difference is not normal, or the exit code of an error."""
@@ -41,7 +43,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m toolkits.verify_alignment", description=__doc__)
+    parser = ArgumentParser(prog="python -m toolkits.verify_alignment", description=__doc__)
     parser.add_argument("--hf", type=Path, required=True, help="the Hugging Face folder")
     parser.add_argument(
         "--mcore",

@@ -17,7 +17,7 @@ import os
 import re
 import shlex
 from collections.abc import Iterable, Iterator
-from glob import has_magic, iglob
+from glob import escape, has_magic, iglob
 from pathlib import Path
 from typing import NamedTuple
 
@@ -136,9 +136,10 @@ def files_of(path: str, field: str | None = None) -> list[Path]:
         return _files_in(path, field)
     if os.path.lexists(path) or not has_magic(path):
         if not os.path.exists(path):
+            hint = nearest_set(path) or _nearest_file(path) or _shadow(path)
             raise DataError(
-                f"{path} does not exist{_nearest_file(path) or _shadow(path)}, expected a file, a folder or "
-                "a glob (several paths: quote one that has blanks)",
+                f"{path} does not exist{hint}, expected a file, a folder or a glob (several paths: quote one "
+                "that has blanks)",
                 field=field,
             )
         return [Path(path)]
@@ -146,6 +147,20 @@ def files_of(path: str, field: str | None = None) -> list[Path]:
     if not files:
         raise DataError(f"{path}: no file matches, expected at least one", field=field)
     return [Path(name) for name in files]
+
+
+def nearest_set(prefix: str) -> str:
+    """A hint with the set of .bin and .idx whose name a prefix begins or misspells.
+
+    `toolkits.preprocess_pretrain --output-prefix docs` writes docs_text_document.
+    """
+    folder, name = os.path.split(prefix)
+    files = sorted(iglob(os.path.join(escape(folder), "*.idx")))
+    sets = [file[:-4] for file in files if os.path.exists(f"{file[:-4]}.bin")]
+    longer = [one for one in sets if name and os.path.basename(one).startswith(f"{name}_")]
+    if longer:
+        return f", did you mean {' or '.join(longer[:3])}?"
+    return nearest(name, [os.path.basename(one) for one in sets])
 
 
 def _is_number(word: str) -> bool:

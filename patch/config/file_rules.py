@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 from typing import get_args
 
 from patch.config.choices import BuiltInTemplate
-from patch.config.data_spec import files_of, parse_data
+from patch.config.data_spec import files_of, nearest_set, parse_data
 from patch.config.fields import FIELDS
 from patch.config.hf_config import has_hf_config, is_hf_folder
 from patch.config.positions import where
@@ -245,7 +245,7 @@ def _check_file(field: str, path: str, file: str) -> None:
                 "preprocess_pretrain writes them (fine-tuning on rows: SFT=true, MP_DATASET_TYPE=raw)",
                 field=field,
             )
-        raise DataError(f"got {path}: {file} does not exist, expected {cure}", field=field)
+        raise DataError(f"got {path}: {file} does not exist, expected {cure}{nearest_set(path)}", field=field)
     if not os.path.isfile(file):
         kind = "a folder" if os.path.isdir(file) else "a pipe or a device"
         raise DataError(

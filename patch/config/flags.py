@@ -65,7 +65,7 @@ def _refused(values: str) -> str:
 
 def _help(field: Field) -> str:
     if field.kind is bool:
-        marks = {"": "", "true": " (refused yet)", "false": f" (refused yet: {_spellings(field)[1]})"}
+        marks = {"": "", "true": " (refused yet)", "false": f" (refused yet: {spellings(field)[1]})"}
         text = field.help + marks[refused_yet(field.name)]
     else:
         default = "" if field.required else f" [{field.to_scalar(field.default)}]"
@@ -117,7 +117,7 @@ def fields_of(namespace: argparse.Namespace, names: Iterable[str]) -> dict[str, 
     }
 
 
-def _spellings(field: Field) -> list[str]:
+def spellings(field: Field) -> list[str]:
     """The flag, and for a boolean also its `--no-` form."""
     return [field.flag, "--no-" + field.flag[2:]] if field.kind is bool else [field.flag]
 
@@ -125,7 +125,7 @@ def _spellings(field: Field) -> list[str]:
 def _add(group: argparse._ActionsContainer, field: Field) -> None:
     if field.kind is bool:
         for flag, const, text in zip(
-            _spellings(field), (True, False), (_help(field), argparse.SUPPRESS), strict=True
+            spellings(field), (True, False), (_help(field), argparse.SUPPRESS), strict=True
         ):
             group.add_argument(flag, dest=field.name, action="append_const", const=const, help=text)
     else:
@@ -151,7 +151,7 @@ def read_flags(argv: Sequence[str]) -> Flags:
 
 
 def _refuse_values_of_booleans(argv: Sequence[str]) -> None:
-    booleans = {flag for field in FIELDS.values() if field.kind is bool for flag in _spellings(field)}
+    booleans = {flag for field in FIELDS.values() if field.kind is bool for flag in spellings(field)}
     for text, following in zip_longest(argv, argv[1:], fillvalue=""):
         flag, sign, value = text.partition("=")
         if flag in booleans and (sign or following in ("true", "false")):
@@ -163,7 +163,7 @@ def _refuse_values_of_booleans(argv: Sequence[str]) -> None:
 
 
 def _refuse_unknown(name: str) -> NoReturn:
-    known = ["--config", "--dry-run", *(flag for field in FIELDS.values() for flag in _spellings(field))]
+    known = ["--config", "--dry-run", *(flag for field in FIELDS.values() for flag in spellings(field))]
     raise ConfigError(f"unknown argument {name}{nearest_flag(name, known)} (--help lists the flags)")
 
 
@@ -183,7 +183,7 @@ def to_flags(config: RunConfig) -> list[str]:
     for field in FIELDS.values():
         value = scalar_of(config, field.name)
         if field.kind is bool:
-            argv.append(_spellings(field)[0 if value else 1])
+            argv.append(spellings(field)[0 if value else 1])
         else:
             argv.append(f"{field.flag}={value}")
     return argv

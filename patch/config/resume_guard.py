@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from patch.config.columns import parse_columns
 from patch.config.data_record import DataRecord, SetRecord, changes_of_origin
 from patch.config.fields import FIELDS, scalar_of, value_of
+from patch.config.flags import spellings
 from patch.config.positions import length_text, where
 from patch.config.presets import SHAPE_FIELDS
 from patch.config.schema import RunConfig
@@ -34,8 +35,9 @@ class _Reason(NamedTuple):
 
 _SHAPE = _Reason("has a run with another model shape", _ANEW)
 _TOKENIZER = _Reason("has a run with another tokenizer", _ANEW)
-_TASK = _Reason("has a run on other data", _FROM_WEIGHTS)
+_TASK = _Reason("has a run of the other kind (pre-training, fine-tuning)", _FROM_WEIGHTS)
 _DATA = _Reason("has a run on other data", _CHANGE, may_change=True)
+_SAMPLES = _Reason("has a run that makes other samples of its data", _CHANGE, may_change=True)
 _ORDER = _Reason(
     "has a run that reads its data in another order, so its position in the data would be lost",
     _CHANGE,
@@ -50,10 +52,10 @@ _TYPE = _Reason("has a run whose weights and states have another type", _ANEW)
 _FIXED: dict[str, _Reason] = {
     **dict.fromkeys([*STORED_SHAPE, "seq_length"], _SHAPE),
     "sft": _TASK,
-    **dict.fromkeys(["dataset_type", "max_padding_length", "packing", "split"], _DATA),
-    **dict.fromkeys(["columns", "alpaca_input_join", "train_on"], _DATA),
-    **dict.fromkeys(["allow_special_tokens", "long_samples"], _DATA),
-    **dict.fromkeys(["reset_position_ids", "reset_attention_mask", "eod_mask_loss"], _DATA),
+    **dict.fromkeys(["dataset_type", "split"], _DATA),
+    **dict.fromkeys(["max_padding_length", "packing", "columns", "alpaca_input_join"], _SAMPLES),
+    **dict.fromkeys(["train_on", "allow_special_tokens", "long_samples"], _SAMPLES),
+    **dict.fromkeys(["reset_position_ids", "reset_attention_mask", "eod_mask_loss"], _SAMPLES),
     **dict.fromkeys(["global_batch_size", "seed"], _ORDER),
     "precision": _TYPE,
 }
@@ -147,9 +149,13 @@ def _refuse(config: RunConfig, field: str, before: Any, now: Any, reason: _Reaso
     """Raise the error about a value that changed, unless the user allows the change."""
     if reason.may_change and config.checkpoint.resume_with_changed_data:
         return
+    got, expected, again = now, before, f"{before} again"
+    if isinstance(before, bool):
+        expected, got = spellings(FIELDS[field])[:: 1 if before else -1]
+        again = expected
     raise ConfigError(
-        f"got {now}, expected {before}: {config.checkpoint.output_path} {reason.why}; "
-        f"give {before} again, or {reason.instead}",
+        f"got {got}, expected {expected}: {config.checkpoint.output_path} {reason.why}; "
+        f"give {again}, or {reason.instead}",
         field=field,
     )
 
@@ -200,7 +206,7 @@ def _check_chat_template(config: RunConfig, before: RunConfig, known: DataRecord
         return
     then, now = before.data.chat_template, config.data.chat_template
     if then is not None and now is not None and not _same(then, now):
-        _refuse(config, "chat_template", then, now, _DATA)
+        _refuse(config, "chat_template", then, now, _SAMPLES)
     chosen = f"the chat template in {config.tokenizer_folder}" if now is None else now
     raise ConfigError(
         f"{chosen} is not the chat template with which the run in {config.checkpoint.output_path} began, "

@@ -53,7 +53,7 @@ def nearest_flag(name: str, known: list[str]) -> str:
         name: what was written, with its hyphens.
         known: the flags.
     """
-    if (ours := SYNONYMS.get(name.replace("_", "-"))) is not None:
+    if (ours := SYNONYMS.get(name.replace("_", "-"))) in known:
         return f", did you mean {ours}?"
     # Without the hyphens, which all flags share: with them --tp is close to --sft.
     hint = nearest(name.lstrip("-"), [flag.removeprefix("--") for flag in known])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 
 from patch.config import RunConfig
 from patch.config.choices import Recompute
@@ -12,6 +13,7 @@ from patch.plan.activations import activation_bytes
 from patch.plan.flops import model_flops_per_step
 from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import total_parameters
+from patch.storage.names import CHECKPOINT_FOLDER, complete_iterations, read_tracker
 from patch.storage.sizes import counted, size_text
 
 
@@ -45,6 +47,7 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             f"{_scaled(model_flops_per_step(config))}FLOP",
             *_packing(config),
             f"run         {_length(config)}",
+            *_resume(config),
             *_shortages(config, machine),
         )
     )
@@ -56,6 +59,18 @@ def _length(config: RunConfig) -> str:
         return f"{_epochs(f'{training.train_epochs:g}')}; the steps follow from the training set"
     tokens = training.train_iters * training.global_batch_size * config.sample_length
     return f"{training.train_iters} steps = {_scaled(tokens)} tokens"
+
+
+def _resume(config: RunConfig) -> list[str]:
+    """A line about the checkpoint that the run goes on from, by its name: whether it is whole is not read."""
+    root = Path(config.checkpoint.output_path) / CHECKPOINT_FOLDER
+    saved = complete_iterations(root)
+    if not saved:
+        return []
+    tracked = read_tracker(root)
+    newest = next((iteration for iteration in saved if str(iteration) == tracked), max(saved))
+    of_all = "" if config.training.train_epochs is not None else f" of {config.training.train_iters}"
+    return [f"resume      after step {newest}{of_all}, from {root}"]
 
 
 def describe_length(config: RunConfig, one_pass: int) -> str:

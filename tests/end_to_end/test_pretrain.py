@@ -17,7 +17,7 @@ def test_documents_are_preprocessed_trained_and_resumed_to_the_bit(office: Offic
     output = tmp_path / "out"
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
     preprocess = [sys.executable, "-m", "toolkits.preprocess_pretrain", "--input", str(documents)]
-    preprocess += ["--output-prefix", str(tmp_path / "set"), "--tokenizer", str(office.model)]
+    preprocess += ["--output-prefix", str(tmp_path / "set"), "--tokenizer-name-or-path", str(office.model)]
     subprocess.run(preprocess, cwd=REPOSITORY, check=True, timeout=120)
     paths = {**office.positions(output), "DATASET_PATH": prefix, "VALID_DATASET_PATH": "none"}
     lengths = {"TRAIN_TOKENS_OR_ITERS": 6 * TOKENS_PER_STEP, "WARMUP_TOKENS_OR_ITERS": TOKENS_PER_STEP}

@@ -41,7 +41,7 @@ def test_alpaca_demo_trains(llama3_tokenizer: Path, tmp_path: Path, name: str) -
 def test_c4_demo_pretrains(llama3_tokenizer: Path, tmp_path: Path) -> None:
     prefix = tmp_path / "c4_text_document"
     preprocess = ["--input", str(data_file("c4_demo.jsonl")), "--output-prefix", str(tmp_path / "c4")]
-    preprocess += ["--tokenizer", str(llama3_tokenizer)]
+    preprocess += ["--tokenizer-name-or-path", str(llama3_tokenizer)]
     assert preprocess_pretrain(preprocess) == 0
     tokens_per_step = 4 * 128
     positions = {"MODEL_SIZE": "tiny", "SEQ_LEN": 128, "PAD_LEN": 128, "SFT": "false", "DATASET_PATH": prefix}

@@ -12,6 +12,8 @@ from patch.config.columns import COLUMNS_OF_TURNS
 from patch.errors import DataError, nearest
 
 _KEYS_SHOWN = 50
+_MISSPELLED = 0.75
+"""How alike a misspelled key is to the right one: `ouput`, but not a key of another meaning."""
 _ABSENT: tuple[Any, ...] = (None, "", [], {})
 
 
@@ -24,7 +26,8 @@ def missing_keys(row: Mapping[str, Any], expected: str, known: Sequence[str]) ->
         known: the keys among which the nearest one is searched.
     """
     keys = list(islice(row, _KEYS_SHOWN))
-    hints = [f"; {key:.60}{hint}" for key in keys if key not in known and (hint := nearest(key, list(known)))]
+    unknown = [(key, nearest(key, list(known), _MISSPELLED)) for key in keys if key not in known]
+    hints = [f"; {key:.60}{hint}" for key, hint in unknown if hint]
     found = ", ".join(f"{key:.60}" for key in keys) + (", ..." if len(row) > len(keys) else "")
     return f"found the keys {found or 'none'}; expected {expected}{''.join(hints)}"
 

@@ -37,7 +37,7 @@ _JOINS = {"newline": "\n", "empty": ""}
 _NOT_SUPPORTED = {
     **dict.fromkeys(
         ("chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag"),
-        "a preference: of two answers, or of a good and a bad one, fine-tuning would learn both",
+        "preference pairs and judged answers are not read, because fine-tuning would learn the bad ones too",
     ),
     **dict.fromkeys(("images", "videos", "audios", "image", "video", "audio"), "only text can be trained"),
     "chat_template_kwargs": "every row is written by the same template",
@@ -65,9 +65,9 @@ def to_conversation(row: dict[str, Any], where: str, options: FormatOptions = PL
         of_row = {}
     row = rename(row, of_row, where)
     key = _format_key(row, of_row)
+    _refuse(row, where)
     if key is None:
         raise DataError(f"{where}: {missing_keys(row, _EXPECTED, _KNOWN)}")
-    _refuse(row, where)
     if key == "text":
         return Text(text_of(row, key, where), where)
     if key in _MESSAGES:

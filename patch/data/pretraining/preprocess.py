@@ -6,7 +6,8 @@ empty text is a document without a sequence, and a list of texts is one document
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -86,6 +87,23 @@ def write_indexed(
         names = ", ".join(outputs.values())
         raise DataError(f"{names}: cannot be written: {error.strerror} (--output-prefix)") from error
     return {key: each.written() for key, each in sets.items()}
+
+
+def refuse_existing(prefixes: Iterable[str]) -> None:
+    """Refuse to write a set where there is one, which may be the work of hours.
+
+    Args:
+        prefixes: the paths of the sets' files without their endings.
+
+    Raises:
+        DataError: a .bin or .idx exists.
+    """
+    files = [f"{prefix}{ending}" for prefix in prefixes for ending in (".bin", ".idx")]
+    if existing := [file for file in files if os.path.lexists(file)]:
+        raise DataError(
+            f"--output-prefix: {', '.join(existing)} exist already, expected a new name: remove these files, "
+            "or give another --output-prefix"
+        )
 
 
 class _Set:

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from patch.config.choices import LongSamples
+from patch.config.positions import where
 from patch.data.sft.rows import TokenizedRow
 from patch.errors import DataError
 from patch.logger import get_logger
@@ -61,6 +62,8 @@ class SetReport:
     encoded as a whole counts with the part that is."""
     dropped: dict[str, Rows] = field(default_factory=dict)
     """By reason."""
+    longest_dropped: int = 0
+    """The same of the rows that are dropped because of their length."""
     cut: Rows = field(default_factory=Rows)
     """Rows that are longer than a sample, and not dropped."""
     unlearned: int = 0
@@ -106,6 +109,7 @@ class SetReport:
         self.longest = max(self.longest, row.longest)
         if row.dropped is not None:
             self.dropped.setdefault(row.dropped, Rows()).add(place)
+            self.longest_dropped = max(self.longest_dropped, row.longest)
         elif row.longest > self.length:
             self.cut.add(place)
             self.unlearned += row.loses_learned
@@ -145,7 +149,7 @@ class SetReport:
         if self.num_dropped > most * self.rows:
             raise DataError(
                 f"{name}: {self.num_dropped} of {self.rows} rows ({self.num_dropped / self.rows:.1%}) are "
-                f"dropped: {self._reasons()}; expected at most {most:.1%}; correct the rows, or allow more",
+                f"dropped: {self._reasons()}; expected at most {most:.1%}; {self._cure()}, or allow more",
                 field="max_dropped_share",
             )
 
@@ -179,6 +183,12 @@ class SetReport:
                 "%s: no row has the key %s of --columns %s=%s; rows were read by their usual keys",
                 name, theirs, ours, theirs,
             )  # fmt: skip
+
+    def _cure(self) -> str:
+        if not self.longest_dropped:
+            return "correct the rows"
+        other = "" if self.long_samples == "split" else ", or --long-samples split"
+        return f"raise {where('max_padding_length')} to {self.longest_dropped}{other}"
 
     def _reasons(self) -> str:
         return "; ".join(f"{rows.count} {reason}: {rows}" for reason, rows in self.dropped.items())

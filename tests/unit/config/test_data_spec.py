@@ -139,6 +139,15 @@ def test_misspelled_file_names_the_one_beside_it(tmp_path):
         files_of(str(tmp_path / "alpaca_zh_dmo.json"))
 
 
+def test_prefix_that_lacks_its_end_names_the_set(tmp_path):
+    for name in ("docsA_text_document.bin", "docsA_text_document.idx", "docsB_text_document.idx"):
+        (tmp_path / name).touch()
+    with pytest.raises(DataError, match=rf"exist, did you mean {tmp_path}/docsA_text_document\?"):
+        files_of(str(tmp_path / "docsA"))
+    with pytest.raises(DataError, match="docsB does not exist, expected"):  # it has no .bin
+        files_of(str(tmp_path / "docsB"))
+
+
 @pytest.mark.parametrize(
     "text", ["{0}/a.json,{0}/b.json", "{0}/a.json, {0}/b.json", "0.5,{0}/a.json,0.5,{0}/b.json"]
 )

@@ -43,9 +43,11 @@ def test_folder_without_checkpoints_is_free(command):
         (["--num-layers=4"], {}, "--num-layers: got 4, expected 2: .* run with another model shape", ANEW),
         ([], dict(MODEL_SIZE="1B"), "position 2 MODEL_SIZE.*: got 1B, expected tiny: .* model shape", ANEW),
         ([], dict(SEQ_LEN="128"), "position 7 SEQ_LEN.*: got 128, expected 64: .* another model shape", ANEW),
-        ([], dict(PAD_LEN="16"), "position 8 PAD_LEN.*: got 16, expected 32: .* other data", WEIGHTS),
+        ([], dict(PAD_LEN="16"), "position 8 PAD_LEN.*: got 16, expected 32: .* other samples", WEIGHTS),
         (["--tokenizer-name-or-path=/b"], {}, "TOKENIZER_PATH.*: got /b, .* with another tokenizer", ANEW),
         ([], dict(GLOBAL_BATCH_SIZE="16"), "position 4 .*: got 16, expected 8: .* another order", WEIGHTS),
+        (["--packing"], {}, "--packing .*: got --packing, expected --no-packing: .* other samples of its "
+         "data; give --no-packing, or --resume-with", WEIGHTS),
         (["--seed=1"], {}, "--seed: got 1, expected 1234: .* another order", WEIGHTS),
         ([], dict(PR="bf16"), "position 9 PR.*: got bf16, expected fp32: .* another type", ANEW),
     ],
@@ -262,7 +264,7 @@ def test_tokenizer_and_template_that_moved_are_taken_and_listed(command, begun):
 
 def test_built_in_template_is_the_same_by_name_alone(command, begun):
     begun("--chat-template=chatml")
-    with refused(ConfigError, match="--chat-template: got llama3, expected chatml: .* other data"):
+    with refused(ConfigError, match="--chat-template: got llama3, expected chatml: .* other samples"):
         resume_notes(command.parse("--chat-template=llama3").config)
     # Whether the tokenizer's own template is this one is seen in the tokens.
     assert len(resume_notes(command.parse().config)) == 1

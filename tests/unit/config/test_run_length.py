@@ -148,3 +148,14 @@ def test_plan_says_that_rows_are_packed(command):
     assert "\npacking     on: several rows share a sequence of 32 tokens" in describe_plan(
         command.parse().config, command.machine
     )
+
+
+def test_plan_says_where_a_run_goes_on(command, run_folder):
+    config = command.parse().config
+    assert "\nresume " not in describe_plan(config, command.machine)
+    run_folder(command.folder / "out", "")
+    root = command.folder / "out" / "checkpoint"
+    line = f"\nresume      after step 10 of {config.training.train_iters}, from {root}"
+    assert line in describe_plan(config, command.machine)
+    (root / "latest_checkpointed_iteration.txt").write_text("20")  # lost: the newest that is there is taken
+    assert line in describe_plan(config, command.machine)

@@ -406,6 +406,8 @@ def test_indexed_data_needs_both_files(command):
             validate_run(command.parse(DATASET_PATH=str(command.folder / rows), **tokens).config, GPUS)
     prefix.with_suffix(".idx").touch()
     validate_run(command.parse(DATASET_PATH=str(prefix), **tokens).config, command.machine)
+    with refused(DataError, match=r"without the ending, did you mean .*/text_document\?"):
+        validate_run(command.parse(DATASET_PATH=str(command.folder / "text"), **tokens).config, GPUS)
 
 
 @pytest.mark.parametrize(

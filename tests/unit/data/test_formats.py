@@ -316,10 +316,11 @@ def test_join_of_instruction_and_input() -> None:
         ({"messages": QA, "tools": "search"}, "tools: got 'search', expected a list of tools"),
         ({"messages": QA, "tools": [{"nam": "f"}]}, "tools: found the keys nam; expected a list of tools"),
         ({"messages": [system("S"), *QA], "system": "T"}, "system: got 'T', but message 1 is another system"),
-        ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "found the keys prompt, chosen, rejected"),
-        ({"instruction": "I", "output": "O", "rejected": "B"}, "key rejected is not supported: a preference"),
+        ({"instruction": "I", "output": "O", "rejected": "B"}, "key rejected is not supported: pref"),
         ({"messages": QA, "rejected_response": "B"}, "key rejected_response is not supported"),
-        ({"prompt": "Q", "completion": "A", "label": False}, "key label is not supported: a preference"),
+        ({"prompt": "Q", "chosen": "A", "rejected": "B"}, "key chosen is not supported: preference pairs"),
+        ({"chosen": [{"role": "user"}], "rejected": []}, "key chosen is not supported: preference pairs"),
+        ({"prompt": "Q", "completion": "A", "label": False}, "key label is not supported: preference pairs"),
         ({"instruction": "I", "output": "O", "kto_tag": True}, "key kto_tag is not supported"),
         ({"conversations": [says("human", "Q")], "image": "a.png"}, "key image is not supported: only text"),
         ({"messages": QA, "chat_template_kwargs": {"x": 1}}, "key chat_template_kwargs is not supported"),
@@ -330,6 +331,11 @@ def test_bad_row_says_what_was_found_and_expected(row: dict, said: str) -> None:
         to_conversation(row, WHERE)
     assert str(caught.value).startswith(f"{WHERE}: ")
     assert said in str(caught.value)
+
+
+def test_key_of_another_meaning_is_not_called_a_misspelled_one() -> None:
+    with pytest.raises(DataError, match="--columns instruction=question,output=answer$"):
+        to_conversation({"question": "Q", "answer": "A"}, WHERE)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """What becomes of conversations that are too long: by every rule, against rules written by hand."""
 
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -217,6 +218,25 @@ def test_too_many_drops_end_the_run_with_the_flag_that_allows_them(tmp_path: Pat
     assert str(caught.value).startswith(
         f"{path}: 2 of 10 rows (20.0%) are dropped: 1 nothing to learn: line 9; 1 over 20 tokens: line 10; "
     )
+
+
+def test_answers_beyond_the_length_name_the_length_that_keeps_them(tmp_path: Path) -> None:
+    chats = [["hello " * 30, "yes"], ["hello " * 50, "yes"], ["hello", "yes"]]
+    path = write_rows(tmp_path, chats)
+    with pytest.raises(DataError, match="2 nothing to learn in the 20 tokens that are kept") as caught:
+        load_sft(path, tiny_tokenizer(), 20, SftOptions())
+    said = re.search(
+        r"raise --max-padding-length \(position 8 PAD_LEN\) to (\d+), or --long-samples split, or allow more",
+        str(caught.value),
+    )
+    assert said is not None
+    longest = int(said[1])
+    everything = load_sft(path, tiny_tokenizer(), 1000, SftOptions())
+    assert longest == max(everything.sizes)
+    load_sft(path, tiny_tokenizer(), longest, SftOptions(max_dropped_share=0.0))
+    path = write_rows(tmp_path, [["hello", ""], ["hello", "yes"]])
+    with pytest.raises(DataError, match="correct the rows, or allow more"):
+        load_sft(path, tiny_tokenizer(), 20, SftOptions())
 
 
 @pytest.mark.parametrize("rule", ["cut-begin", "split", "drop", "cut-end"])

@@ -263,20 +263,36 @@ def test_command_line_makes_a_set_of_each_key(tmp_path: Path, tiny_folder: Path,
     (tmp_path / "two.json").write_text(json.dumps(ROWS))
     (tmp_path / "two.jsonl.gz").write_bytes(gzip.compress(lines))
     files = [str(tmp_path / name) for name in ("folder", "two.*")]
-    options = ["--tokenizer", str(tiny_folder), "--output-prefix", str(tmp_path / "set"), "--workers", "2"]
-    assert main(["--input", *files, *options, "--json-keys", "text", "title"]) == 0
+    options = ["--tokenizer-name-or-path", str(tiny_folder), "--output-prefix", str(tmp_path / "set")]
+    options += ["--workers", "2", "--input", *files, "--json-keys", "text", "title"]
+    assert main(options) == 0
     said = capsys.readouterr().out
     for key in ("text", "title"):
         prefix = tmp_path / f"set_{key}_document"
         assert set_bytes(prefix) == upstream_bytes(tmp_path, ROWS * 3, key, tiny_folder, True)
         assert f"DATASET_PATH is {prefix}\n" in said
+    before = [set_bytes(tmp_path / f"set_{key}_document") for key in ("text", "title")]
+    assert main(options) == DataError.exit_code
+    said = capsys.readouterr().err
+    assert f"{tmp_path}/set_text_document.bin, {tmp_path}/set_text_document.idx" in said
+    assert "remove these files, or give another --output-prefix" in said
+    assert before == [set_bytes(tmp_path / f"set_{key}_document") for key in ("text", "title")]
 
 
 def test_command_line_names_a_missing_file(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "1")
     build_tiny_tokenizer(tmp_path / "tok")
-    options = ["--tokenizer", str(tmp_path / "tok"), "--output-prefix", str(tmp_path / "set")]
+    options = ["--tokenizer-name-or-path", str(tmp_path / "tok"), "--output-prefix", str(tmp_path / "set")]
     assert main(["--input", str(tmp_path / "absent"), *options]) == DataError.exit_code
     assert "absent does not exist, expected a file, a folder or a glob" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["--input", "x", *options, "--workers", "0"])
+
+
+@pytest.mark.parametrize("flag", ["--tokenizer", "--tokenizer-model", "--tokenizer-name_or_path"])
+def test_command_line_names_the_flag_that_is_meant(flag: str, capsys) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--input", "x", "--output-prefix", "set", flag, "folder"])
+    assert caught.value.code == 2
+    said = f"unknown argument {flag}, did you mean --tokenizer-name-or-path? (--help lists the flags)\n"
+    assert capsys.readouterr().err.endswith(said)

@@ -244,6 +244,16 @@ def test_wrong_arguments_end_with_2(argv, capsys):
     assert caught.value.code == 2 and "usage:" in capsys.readouterr().err
 
 
+def test_unknown_flag_names_the_nearest_one(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["hf2mcore", "--load", "a", "--output-dir", "b", "--params-dtyp", "bf16"])
+    assert caught.value.code == 2
+    assert "unknown argument --output-dir (--help" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["hf2mcore", "--load", "a", "--save", "b", "--params-dtyp", "bf16"])
+    assert "unknown argument --params-dtyp, did you mean --params-dtype?" in capsys.readouterr().err
+
+
 def test_weights_of_a_type_that_hugging_face_folders_lack_are_refused(root, capsys):
     from toolkits import verify_alignment
 

@@ -230,13 +230,25 @@ def test_wrong_commands_are_refused(arguments, code, said, tokenizer, capsys):
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("flag", "hint"),
+    [("--tokenizer", ", did you mean --tokenizer-name-or-path?"), ("--htlm=x", ", did you mean --html?"),
+     ("--max-length", ", did you mean --max-padding-length?"), ("--lr", "")],
+)  # fmt: skip
+def test_unknown_flag_names_the_nearest_one(flag, hint, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["none.jsonl", flag])
+    said = f"unknown argument {flag.split('=')[0]}{hint} (--help lists the flags)\n"
+    assert caught.value.code == 2 and capsys.readouterr().err.endswith(said)
+
+
 @pytest.fixture(scope="module")
 def documents(tokenizer, tmp_path_factory) -> Path:
     """A set of three documents, as a user makes it."""
     folder = tmp_path_factory.mktemp("documents")
     rows = _write(folder, [{"text": text} for text in TEXTS])
-    arguments = ["--input", str(rows), "--tokenizer", str(tokenizer), "--output-prefix", str(folder / "set")]
-    assert preprocess([*arguments, "--workers", "1"]) == 0
+    arguments = ["--input", str(rows), "--output-prefix", str(folder / "set"), "--workers", "1"]
+    assert preprocess([*arguments, "--tokenizer-name-or-path", str(tokenizer)]) == 0
     return folder / "set_text_document"
 
 
