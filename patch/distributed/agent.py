@@ -221,7 +221,8 @@ class Agent(LocalElasticAgent):
         """Find the failure that caused the others, name it, and decide whether to start again."""
         # A forwarded signal also ends a worker that has no handlers yet: that is no failure.
         ignored = {code for number, _ in self._signals for code in (-number, 128 + number)}
-        own = [each for each in failures if each.local_rank not in self._killed and each.code not in ignored]
+        told = [each for each in failures if each.reply or each.local_rank not in self._killed]
+        own = [each for each in told if each.code not in ignored]
         causes = [each for each in own if each.code != LOST_RANK_CODE]
         known = [each for each in causes if each.code in PATCH_ERROR_CODES]
         self._cause = next(iter(known or causes or own), None)
@@ -253,7 +254,9 @@ class Agent(LocalElasticAgent):
     def _kill_the_endless(self) -> None:
         """Kill workers that announced their end long ago and could not even end themselves."""
         for local_rank, file in self._files.error_files.items():
-            if os.path.exists(file) and time.time() - os.stat(file).st_mtime > END_S + KILL_GRACE_S:
+            if self._processes()[local_rank].poll() is not None or not os.path.exists(file):
+                continue
+            if time.time() - os.stat(file).st_mtime > END_S + KILL_GRACE_S:
                 self._kill(local_rank)
 
     def _kill_after_a_failure(self) -> None:

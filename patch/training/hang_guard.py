@@ -109,7 +109,11 @@ class HangGuard:
     def _watch(self) -> None:
         """The thread that never waits for anybody."""
         (first,) = self._read_beats([0])
+        looked = time.monotonic()
         while not self._is_over.wait(self._limits.interval_s):
+            slept_s, looked = time.monotonic() - looked, time.monotonic()
+            if slept_s > 2 * self._limits.interval_s + 1:  # this process stood still itself
+                self._answered = looked
             # The timer's thread needs no GIL: if another thread keeps it, the stacks go to stderr.
             faulthandler.dump_traceback_later(self._limits.step_s, file=sys.stderr)
             silent_s = time.monotonic() - self._answered

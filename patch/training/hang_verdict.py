@@ -86,12 +86,13 @@ class Limits:
     def __init__(self, parallel: ParallelConfig, phases: PhaseClock, world_size: int) -> None:
         self._given_s, self._phases = parallel.hang_timeout, phases
         # Less than a collective, whose own time limit would end the run with a message that says less.
-        self._long_s = math.inf if world_size == 1 else 0.9 * 60 * parallel.distributed_timeout_minutes
+        self._collective_s = 0.9 * 60 * parallel.distributed_timeout_minutes
+        self._long_s = math.inf if world_size == 1 else self._collective_s
 
     @property
     def step_s(self) -> float:
         """Within a step."""
-        return self._given_s or max(LEAST_S, STEPS * self._phases.step_s)
+        return self._given_s or min(self._collective_s, max(LEAST_S, STEPS * self._phases.step_s))
 
     @property
     def interval_s(self) -> float:

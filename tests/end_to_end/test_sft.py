@@ -28,6 +28,7 @@ from end_to_end.shell import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from patch.storage.names import TRACKER
 from toolkits.convert import main as convert
 from toolkits.quickstart.tasks import make_examples
 
@@ -142,6 +143,14 @@ def await_steps(output: Path, count: int, launcher: subprocess.Popen) -> None:
         time.sleep(0.02)
 
 
+def await_checkpoint(output: Path, launcher: subprocess.Popen) -> None:
+    """Wait until the first checkpoint, which is written in the background, is there."""
+    deadline = time.monotonic() + 120
+    while not (output / "checkpoint" / TRACKER).exists():
+        assert launcher.poll() is None and time.monotonic() < deadline, launcher.communicate()[1]
+        time.sleep(0.02)
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -243,7 +252,7 @@ def test_rest_goes_on_by_itself_when_one_of_two_machines_is_lost(
         own = environment(**place, NPROC_PER_NODE=1, PYTHONPATH=REPOSITORY)
         flags = ["--max-restarts=1", "--min-nodes=1"]
         machines.append(subprocess.Popen([*arguments, *flags], env=own, stderr=subprocess.PIPE, text=True))
-    await_steps(output, 12, machines[0])
+    await_checkpoint(output, machines[0])
     machines[1].kill()
     _, messages = machines[0].communicate(timeout=120)
     assert machines[0].returncode == 0, messages

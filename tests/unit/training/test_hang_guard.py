@@ -244,6 +244,8 @@ def test_automatic_limit_is_twenty_steps_and_at_least_five_minutes() -> None:
     clock.end_step(40.0, 0.0)
     clock.end_step(2.0, 0.0)
     assert limits.step_s == 800.0
+    clock.end_step(400.0, 0.0)  # a machine that stood still
+    assert limits.step_s == 0.9 * 30 * 60  # sooner than a collective fails
 
 
 def test_slow_rank_is_reported_once() -> None:
