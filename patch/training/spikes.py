@@ -20,6 +20,8 @@ _SIGMAS = 1.4826
 """Standard deviations of a normal distribution in its median absolute deviation."""
 _SMALLEST_SHARE = 0.01
 """Of the median: a deviation that counts at least, so that nearly constant values give no warnings."""
+_SMALLEST_RISE = 0.1
+"""Of a loss, in nats: where a model knows its data nearly by heart, any sample is far above the median."""
 
 
 class SpikeWarnings:
@@ -32,7 +34,9 @@ class SpikeWarnings:
     def __init__(self, run: Run) -> None:
         self._run = run
         self._factor = run.config.training.spike_factor
-        self._series = {"loss": _Series(), "gradient norm": _Series()}
+        # A norm that is not clipped does no harm.
+        norms = _Series(least=run.config.optimizer.clip_grad)
+        self._series = {"loss": _Series(smallest_rise=_SMALLEST_RISE), "gradient norm": norms}
 
     def note(self, iteration: int, loss: float, grad_norm: float) -> None:
         """Compare a step with those before it.
@@ -55,9 +59,15 @@ class SpikeWarnings:
 
 
 class _Series:
-    """One value of the last steps."""
+    """One value of the last steps.
 
-    def __init__(self) -> None:
+    Args:
+        smallest_rise: how far a spike is at least above the median.
+        least: what a spike is at least.
+    """
+
+    def __init__(self, smallest_rise: float = 0.0, least: float = 0.0) -> None:
+        self._smallest_rise, self._least = smallest_rise, least
         self._values: deque[float] = deque(maxlen=WINDOW)
         self._was_spike = False
 
@@ -74,7 +84,8 @@ class _Series:
         if len(self._values) >= _FEWEST:
             usual = median(self._values)
             spread = _SIGMAS * median(abs(each - usual) for each in self._values)
-            is_spike = value > usual + factor * max(spread, _SMALLEST_SHARE * abs(usual))
+            rise = max(factor * max(spread, _SMALLEST_SHARE * abs(usual)), self._smallest_rise)
+            is_spike = value > usual + rise and value >= self._least
         self._values.append(value)
         is_first, self._was_spike = is_spike and not self._was_spike, is_spike
         return usual if is_first else None
