@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
@@ -10,7 +11,29 @@ from patch.data.order import ShuffledOrder, WeightedTurns
 from patch.data.samples import Sample, SampleSource
 
 
-class Concatenation:
+class _Sets(ABC):
+    """Several sets as one."""
+
+    def __getitem__(self, index: int) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        source, number = self._find(index)
+        return source[number]
+
+    def place(self, index: int) -> str:
+        """See `SampleSource`."""
+        source, number = self._find(index)
+        return source.place(number)
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def _find(self, index: int) -> tuple[SampleSource, int]:
+        """The set of a sample, and the sample's index in it."""
+
+
+class Concatenation(_Sets):
     """Sets without weights: the samples of all, set after set. One epoch has each sample of each set once.
 
     Args:
@@ -26,17 +49,6 @@ class Concatenation:
     def __len__(self) -> int:
         return self._ends[-1]
 
-    def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        source, number = self._find(index)
-        return source[number]
-
-    def place(self, index: int) -> str:
-        """See `SampleSource`."""
-        source, number = self._find(index)
-        return source.place(number)
-
     def _find(self, index: int) -> tuple[SampleSource, int]:
         which = bisect_right(self._ends, index)
         source = self._sources[which]
@@ -49,7 +61,7 @@ def passes_text(passes: float) -> str:
     return f"{number} pass" if number == "1" else f"{number} passes"
 
 
-class Blend:
+class Blend(_Sets):
     """Sets with weights: each has its share of the samples at any time, and epochs and orders of its own.
 
     A small set with a large weight begins its next epoch while a large one is still in its first.
@@ -74,17 +86,6 @@ class Blend:
 
     def __len__(self) -> int:
         return self._num_samples
-
-    def __getitem__(self, index: int) -> Sample:
-        if not 0 <= index < self._num_samples:
-            raise IndexError(index)
-        source, number = self._find(index)
-        return source[number]
-
-    def place(self, index: int) -> str:
-        """See `SampleSource`."""
-        source, number = self._find(index)
-        return source.place(number)
 
     def _find(self, index: int) -> tuple[SampleSource, int]:
         which, turn = self._turns.turn(index)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kills import killer_at
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint, weights_folder
@@ -82,19 +83,7 @@ def test_nothing_goes_while_the_newest_is_not_whole(one_process, tmp_path, caplo
 
 def remove_until(root: Path, moment: int) -> None:
     """Remove all but the newest and the best; after so many file operations this process is killed."""
-    passed = 0
-
-    def killed_at(function):
-        def call(*args, **kwargs):
-            nonlocal passed
-            result = function(*args, **kwargs)
-            passed += 1
-            if passed == moment:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return call
-
+    killed_at = killer_at(moment)
     for name in ("rename", "fsync", "unlink", "rmdir"):
         setattr(os, name, killed_at(getattr(os, name)))
     set_aside_superseded(root, Retention(last=1), 4, 1)

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from full_disk import disk_full_after
+from kills import killer_at
 from llama3_tokenizer import tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
@@ -215,19 +216,7 @@ def exit_code(pid: int) -> int:
 
 def load_until(moment: int, path: Path, cache: Path) -> None:
     """Load; after so many writes, syncs, renames, new folders and removals this process is killed."""
-    passed = 0
-
-    def killed_at(function):
-        def call(*args, **kwargs):
-            nonlocal passed
-            result = function(*args, **kwargs)
-            passed += 1
-            if passed == moment:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return result
-
-        return call
-
+    killed_at = killer_at(moment)
     TokenWriter.write = killed_at(TokenWriter.write)
     os.fsync = killed_at(os.fsync)
     for name in ("rename", "replace", "mkdir", "unlink", "write_text"):

@@ -6,19 +6,16 @@ import math
 import pickle
 import re
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed_runner import new_job, run_distributed
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from small_runs import small_run
 from torch.distributed.checkpoint import FileSystemReader
 
-from patch import compat
 from patch.checkpoint import save_checkpoint
 from patch.checkpoint.stored import Box, windows
 from toolkits.inspect_checkpoint import main
@@ -50,15 +47,6 @@ def save(root: Path, tensors: dict[str, torch.Tensor], axis: int = 0, parts: int
         section |= cut(key, tensor, axis, parts) if tensor.ndim == 2 else cut(key, tensor, 0, 1)
     save_checkpoint(root / "checkpoint", 7, sections, {"iteration": 7, **common})
     return root / "checkpoint" / "iter_0000007"
-
-
-@pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    compat.apply(cuda=False)
-    store = tmp_path_factory.mktemp("store") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 def inspect(tmp_path: Path, *folders: Path) -> tuple[int, dict[str, Any]]:

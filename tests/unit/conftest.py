@@ -3,13 +3,14 @@
 from collections.abc import Iterator
 
 import pytest
-import torch.distributed as dist
-
-from patch import compat
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    import torch.distributed as dist  # most tests below do without torch
+
+    from patch import compat
+
     compat.apply(cuda=False)
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
