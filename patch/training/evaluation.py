@@ -11,8 +11,8 @@ from patch.data import BatchReader
 from patch.data.prefetch import StepReader, read_ahead
 from patch.data.samples import Batch, learned_tokens
 from patch.distributed.collectives import max_over_world, sum_over
+from patch.training.guards.phases import Phase
 from patch.training.oom_retry import OomRetry
-from patch.training.phases import Phase
 from patch.training.reading import read
 from patch.training.setup import Run
 from patch.training.step import run_schedule

@@ -26,7 +26,7 @@ from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
 from patch.storage.names import CHECKPOINT_FOLDER, DATA_INDEX_FOLDER
-from patch.training.phases import PhaseClock
+from patch.training.guards.phases import PhaseClock
 from patch.training.run_state import Progress, find_progress, load_weights, resume
 from patch.training.state_placement import log_placement
 

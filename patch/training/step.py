@@ -24,9 +24,9 @@ from patch.distributed.collectives import sum_over
 from patch.model import LlamaModel, PackedSequences, sum_learned
 from patch.optimizer import ParamGroup, learning_rate
 from patch.plan import attended_pairs
-from patch.training.non_finite import handle_non_finite
+from patch.training.guards.non_finite import handle_non_finite
+from patch.training.guards.phases import Phase
 from patch.training.oom_retry import OomRetry
-from patch.training.phases import Phase
 from patch.training.reading import Reading, read
 from patch.training.run_state import random_state, set_random_state
 from patch.training.setup import Run

@@ -13,15 +13,15 @@ from patch.distributed.collectives import barrier, max_over_world
 from patch.errors import TrainingError
 from patch.logger import get_logger
 from patch.training.evaluation import evaluate
+from patch.training.guards.non_finite import named_samples, samples_of_step
+from patch.training.guards.phases import Phase
+from patch.training.guards.spikes import SpikeWarnings
+from patch.training.guards.stop import StopRequests
 from patch.training.hooks import TrainerHook
 from patch.training.metrics import make_record, measure
-from patch.training.non_finite import named_samples, samples_of_step
-from patch.training.phases import Phase
 from patch.training.saving import Saving
 from patch.training.setup import Run
-from patch.training.spikes import SpikeWarnings
 from patch.training.step import StepResult, train_step
-from patch.training.stop import StopRequests
 
 _logger = get_logger(__name__)
 

@@ -28,7 +28,7 @@ from patch.storage.names import CONFIG_FILE, HF_FOLDER
 from patch.training.best_checkpoint import BestCheckpoint
 from patch.training.checkpoint_retention import CheckpointRetention
 from patch.training.error_translation import translate_errors
-from patch.training.hang_guard import guarding
+from patch.training.guards.hang_guard import guarding
 from patch.training.hooks import TrainerHook
 from patch.training.loss_plot import LossPlot
 from patch.training.metrics import MetricsLog

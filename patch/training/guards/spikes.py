@@ -7,7 +7,7 @@ from collections import deque
 from statistics import median
 
 from patch.logger import get_logger
-from patch.training.non_finite import named_samples, samples_of_step
+from patch.training.guards.non_finite import named_samples, samples_of_step
 from patch.training.setup import Run
 
 _logger = get_logger(__name__)

@@ -16,10 +16,10 @@ from training_runs import build_seeded_run, digests
 
 from patch.config.schema import RunConfig
 from patch.errors import TrainingError
+from patch.training.guards.non_finite import MOST_SKIPS
+from patch.training.guards.spikes import SpikeWarnings
 from patch.training.hooks import Record, TrainerHook
-from patch.training.non_finite import MOST_SKIPS
 from patch.training.setup import Run
-from patch.training.spikes import SpikeWarnings
 from patch.training.step import train_step
 from patch.training.trainer import Trainer
 

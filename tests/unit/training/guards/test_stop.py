@@ -15,7 +15,7 @@ from small_runs import small_run
 from training_runs import build_seeded_run
 
 from patch.distributed.worker_process import LAUNCHER
-from patch.training import stop
+from patch.training.guards import stop
 from patch.training.hooks import TrainerHook
 from patch.training.trainer import Trainer
 

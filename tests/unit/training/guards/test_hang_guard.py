@@ -20,10 +20,10 @@ from training_runs import build_seeded_run
 from patch.data import Batch
 from patch.distributed.worker_process import read_reply
 from patch.logger import configure_logging
-from patch.training.hang_guard import guarding
-from patch.training.hang_verdict import Beat, Judge, Limits
+from patch.training.guards.hang_guard import guarding
+from patch.training.guards.hang_verdict import Beat, Judge, Limits
+from patch.training.guards.phases import Phase, PhaseClock
 from patch.training.hooks import TrainerHook
-from patch.training.phases import Phase, PhaseClock
 from patch.training.setup import Run
 from patch.training.trainer import Trainer
 

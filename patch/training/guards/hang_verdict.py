@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from patch.config.schema import ParallelConfig
-from patch.training.phases import Phase, PhaseClock, read_shared
-from patch.training.stacks import process_state
+from patch.training.guards.phases import Phase, PhaseClock, read_shared
+from patch.training.guards.stacks import process_state
 
 LEAST_S = 300.0
 """The smallest automatic limit."""
