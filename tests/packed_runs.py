@@ -12,8 +12,9 @@ from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import Batch
 from patch.data.packing import PackedSource, Packs
-from patch.data.samples import Sample, collate
+from patch.data.samples import Sample, collate, cut_batch
 from patch.distributed.groups import initialize
+from patch.distributed.zigzag import WHOLE, Zigzag
 from patch.model import build_llama_model, initialize_weights
 from patch.training.setup import Run
 
@@ -91,14 +92,15 @@ def batches_of(talks: Talks, config: RunConfig) -> list[Batch]:
 class TalkReader:
     """A BatchReader of one global batch a step: micro-batch m of rank r is number m * DP + r."""
 
-    def __init__(self, config: RunConfig, dp_rank: int) -> None:
-        self._config, self._dp_rank = config, dp_rank
+    def __init__(self, config: RunConfig, dp_rank: int, zigzag: Zigzag = WHOLE) -> None:
+        self._config, self._dp_rank, self._zigzag = config, dp_rank, zigzag
 
     def __len__(self) -> int:
         return 1
 
     def step(self, iteration: int) -> list[Batch]:
-        return batches_of(Talks(iteration), self._config)[self._dp_rank :: self._config.data_parallel_size]
+        own = batches_of(Talks(iteration), self._config)[self._dp_rank :: self._config.data_parallel_size]
+        return [cut_batch(batch, self._zigzag) for batch in own]
 
 
 def build_untrained(config: RunConfig, hf_folder: Path | None = None) -> Run:

@@ -39,13 +39,16 @@ def _value(name: str, value: Any) -> Any:
     return coerce(FIELDS[name], value, name) if is_scalar else value
 
 
-def small_run(tp: int = 1, pp: int = 1, dp: int = 1, stage: int = 0, **changes: Any) -> RunConfig:
-    """A resolved run of TP x PP x DP processes; `changes` are fields of any section, words as in flags.
+def small_run(
+    tp: int = 1, pp: int = 1, dp: int = 1, stage: int = 0, cp: int = 1, **changes: Any
+) -> RunConfig:
+    """A resolved run of TP x PP x CP x DP processes; `changes` are fields of any section, words as in flags.
 
     `stage` is the number of layers of an interleaved stage; 0: stages are not interleaved.
     """
     changes |= {
-        "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp, "nproc_per_node": tp * pp * dp,
+        "tensor_model_parallel_size": tp, "pipeline_model_parallel_size": pp,
+        "context_parallel_size": cp, "nproc_per_node": tp * pp * cp * dp,
         "num_layers_per_virtual_pipeline_stage": stage,
     }  # fmt: skip
     sections = {}

@@ -1,7 +1,8 @@
 """Train small models in a test's processes, on batches made from a seed instead of files."""
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -14,9 +15,11 @@ from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.convert.live_weights import mapped_parameters
 from patch.data import Batch
+from patch.data.samples import cut_batch
 from patch.device import DeviceContext
 from patch.distributed.collectives import max_over_world
 from patch.distributed.groups import initialize
+from patch.distributed.zigzag import WHOLE, Zigzag
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.training.evaluation import evaluate
 from patch.training.setup import Run, build_run_optimizer
@@ -41,14 +44,15 @@ def seeded_batches(config: RunConfig, iteration: int) -> list[Batch]:
 class SeededReader:
     """A BatchReader over `seeded_batches`: micro-batch m of rank r is number m * DP + r."""
 
-    def __init__(self, config: RunConfig, dp_rank: int) -> None:
-        self._config, self._dp_rank = config, dp_rank
+    def __init__(self, config: RunConfig, dp_rank: int, zigzag: Zigzag = WHOLE) -> None:
+        self._config, self._dp_rank, self._zigzag = config, dp_rank, zigzag
 
     def __len__(self) -> int:
         return 2
 
     def step(self, iteration: int) -> list[Batch]:
-        return seeded_batches(self._config, iteration)[self._dp_rank :: self._config.data_parallel_size]
+        own = seeded_batches(self._config, iteration)[self._dp_rank :: self._config.data_parallel_size]
+        return [cut_batch(batch, self._zigzag) for batch in own]
 
 
 def build_seeded_run(
@@ -68,7 +72,7 @@ def build_seeded_run(
     for module in chain.from_iterable(stage.modules() for stage in stages):
         if is_frozen(module):
             module.requires_grad_(False)
-    reader = SeededReader(config, groups.dp.rank())
+    reader = SeededReader(config, groups.dp.rank(), Zigzag.of(groups.cp))
     optimizer = build_run_optimizer(stages, config, groups)
     return Run(
         config=config, device=context.device, groups=groups, tokenizer=None, train_reader=reader,
@@ -134,6 +138,19 @@ def digests(run: Run) -> tuple[str, str]:
         for _, state in adam.state(name, index, first, last)
     )
     return digest_of(p for stage in run.stages for p in stage.parameters()), digest_of(states)
+
+
+@contextmanager
+def saved_for_backward(found: dict[int, torch.UntypedStorage]) -> Iterator[None]:
+    """Note the memory that autograd saves meanwhile, each storage once."""
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        found[storage._cdata] = storage
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield
 
 
 def run_training(rank: int, world_size: int, configs: dict[str, RunConfig]) -> dict[str, list[StepResult]]:

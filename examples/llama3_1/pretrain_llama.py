@@ -44,7 +44,7 @@ from patch.device import MachineFacts  # noqa: E402
 from patch.distributed.launch import allocator_environment, launch  # noqa: E402
 from patch.errors import ConfigError, PatchError  # noqa: E402
 from patch.logger import configure_logging, get_logger  # noqa: E402
-from patch.plan import describe_length, describe_plan, resolve_sharding  # noqa: E402
+from patch.plan import describe_length, describe_plan, resolve_cp_comm_type, resolve_sharding  # noqa: E402
 
 _logger = get_logger(__name__)
 
@@ -52,8 +52,9 @@ _logger = get_logger(__name__)
 def _check(invocation: Invocation, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
     notes = validate_run(invocation.config, machine)
     config = fetch_from_hub(invocation.config, weights=not invocation.dry_run)
-    config, choices = resolve_sharding(config, machine)
-    return config, notes + choices + resume_notes(config)
+    config, sharding = resolve_sharding(config, machine)
+    config, communication = resolve_cp_comm_type(config)
+    return config, notes + sharding + communication + resume_notes(config)
 
 
 def _launch(invocation: Invocation, machine: MachineFacts) -> int:

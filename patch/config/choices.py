@@ -25,6 +25,9 @@ HfAttention = Literal["eager", "sdpa"]
 Recompute = Literal["selective", "full"]
 """megatron-core's `recompute_granularity`."""
 
+ContextCommunication = Literal["p2p", "a2a"]
+"""How context-parallel ranks exchange what attention needs: around a ring, or all-to-all over heads."""
+
 OffloadPolicy = Literal["static", "auto"]
 """Which optimizer states lie in host memory: a fixed share, or what does not fit on the device."""
 

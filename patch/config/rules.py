@@ -195,7 +195,7 @@ def recompute_divides(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def sequence_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """PAD_LEN <= SEQ_LEN <= the model's longest sequence; with SP, TP divides the sequence."""
+    """PAD_LEN <= SEQ_LEN <= the model's longest sequence; TP and CP cut it evenly."""
     model, padding = config.model, config.data.max_padding_length
     if padding > model.seq_length:
         expected = f"at most {model.seq_length}"
@@ -203,11 +203,38 @@ def sequence_fits(config: RunConfig, machine: MachineFacts) -> None:
     if model.seq_length > model.max_position_embeddings:
         expected = f"at most {model.max_position_embeddings} (or a larger --max-position-embeddings)"
         refuse("seq_length", model.seq_length, expected, "the model claims no longer sequence")
-    tp_size = config.parallel.tensor_model_parallel_size
-    if config.parallel.sequence_parallel and config.sample_length % tp_size:
+    _cuts_are_even(config)
+
+
+def _cuts_are_even(config: RunConfig) -> None:
+    """CP divides each sequence into 2 x CP chunks, and SP the part of a rank over TP."""
+    tp_size, cp_size = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    is_cut_over_tp = config.parallel.sequence_parallel and tp_size > 1
+    chunks = math.lcm(2, tp_size if is_cut_over_tp else 1)
+    unit, words, why = tp_size, f"TP={tp_size}", "SP=true cuts each sequence over TP"
+    if cp_size > 1:
+        unit, words = cp_size * chunks, f"{chunks} x CP={cp_size}"
+        over_tp = f", and SP=true each rank's part over TP={tp_size}" if is_cut_over_tp else ""
+        why = f"CP={cp_size} cuts each sequence in {2 * cp_size} chunks{over_tp}"
+    if (cp_size > 1 or is_cut_over_tp) and config.sample_length % unit:
         field = "max_padding_length" if config.data.dataset_type == "raw" else "seq_length"
-        why = "SP=true cuts each sequence over TP"
-        refuse(field, config.sample_length, f"a multiple of TP={tp_size}", why)
+        refuse(field, config.sample_length, f"a multiple of {words}", why)
+
+
+def context_parallel_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """What several ranks that share a sequence cannot do."""
+    cp_size, tp_size = config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size
+    if cp_size == 1:
+        return
+    if config.model.precision_align is not None:
+        expected = f"1, or none at {where('precision_align')}"
+        why = "transformers sums the scores of a whole sequence in one process, parts of it have other bits"
+        refuse("context_parallel_size", cp_size, expected, why)
+    heads = config.model.num_attention_heads // tp_size
+    if config.parallel.cp_comm_type == "a2a" and heads % cp_size:
+        of_rank = f" of a TP={tp_size} rank" if tp_size > 1 else ""
+        why = f"CP={cp_size} ranks cannot share the {heads} query heads{of_rank} evenly"
+        refuse("cp_comm_type", "a2a", "p2p or auto", why)
 
 
 def processes_fit(config: RunConfig, machine: MachineFacts) -> None:
@@ -317,6 +344,7 @@ RULES: tuple[Rule, ...] = (
     interleaving_divides,
     recompute_divides,
     sequence_fits,
+    context_parallel_fits,
     processes_fit,
     global_batch_divides,
     interleaving_has_enough_batches,
@@ -337,11 +365,21 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     yield from _offload_notes(config, machine)
     if config.model.precision_align is not None:
         yield from _alignment_notes(config, machine)
+    yield from _context_parallel_notes(config, machine)
     if config.model.attention_backend == "flash" and not machine.cuda_devices:
         yield f"{where('attention_backend')} has no effect on the CPU: attention is torch's SDPA either way"
     if config.training.recompute_num_layers != 1 and config.training.recompute_granularity != "full":
         yield f"{where('recompute_num_layers')} has no effect without AC=full"
     yield from _data_notes(config)
+
+
+def _context_parallel_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """Flags that have no effect without context parallelism, or with its ring."""
+    way = config.parallel.cp_comm_type
+    if way is not None and config.parallel.context_parallel_size == 1:
+        yield f"{where('cp_comm_type')} has no effect at CP=1"
+    elif way == "p2p" and config.model.attention_backend == "fused" and machine.cuda_devices:
+        yield f"{where('attention_backend')} has no effect with {where('cp_comm_type')} p2p"
 
 
 def _data_notes(config: RunConfig) -> Iterator[str]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from patch.config.choices import (
     AttentionBackend,
+    ContextCommunication,
     DatasetType,
     GradientType,
     HfAttention,
@@ -103,6 +104,12 @@ class ParallelConfig:
         at_least=0,
     )
     context_parallel_size: int = flag("processes that share each sequence (CP)", 1, at_least=1)
+    cp_comm_type: ContextCommunication | None = flag(
+        "CP: keys and values travel around a ring (p2p), or ranks exchange heads for whole sequences (a2a); "
+        "auto: by the bytes sent",
+        None,
+        none="auto",
+    )
     sequence_parallel: bool = flag("cut norms and residuals along the sequence over TP", False)
     use_distributed_optimizer: bool = flag("shard optimizer states over replicas (ZeRO-1)", False)
     overlapped_distributed_optimizer: bool = flag(
@@ -364,6 +371,8 @@ class Execution:
     recompute_granularity: Recompute | None = None
     recompute_num_layers: int = 1
     deterministic_mode: bool = False
+    cp_comm_type: ContextCommunication | None = None
+    """Needed with context parallelism only."""
 
 
 def split_layers(num_layers: int, num_stages: int) -> list[int]:
@@ -401,6 +410,11 @@ class RunConfig:
         return self.world_size // (replica * parallel.context_parallel_size)
 
     @property
+    def num_state_shares(self) -> int:
+        """Ranks that have the same weights, and share optimizer states if these are sharded: DP x CP."""
+        return self.data_parallel_size * self.parallel.context_parallel_size
+
+    @property
     def virtual_pipeline_size(self) -> int:
         """Pipeline stages of one process: one, or several with interleaved pipelining (VPP)."""
         return self.parallel.virtual_pipeline_size(self.model.num_layers)
@@ -422,6 +436,7 @@ class RunConfig:
             recompute_granularity=training.recompute_granularity,
             recompute_num_layers=training.recompute_num_layers,
             deterministic_mode=training.deterministic_mode,
+            cp_comm_type=self.parallel.cp_comm_type,
         )
 
     @property

@@ -21,6 +21,7 @@ _NAMES: dict[str, str] = {
     "--tensor-model-parallel-size": "tp tp-size tensor-parallel-size",
     "--pipeline-model-parallel-size": "pp pp-size pipeline-parallel-size",
     "--context-parallel-size": "cp cp-size",
+    "--cp-comm-type": "cp-type ulysses ring-attention",
     "--sequence-parallel": "sp",
     "--num-layers-per-virtual-pipeline-stage": "vp vpp",
     "--nproc-per-node": "nproc num-gpus num-processes gpus",

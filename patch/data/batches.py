@@ -10,11 +10,12 @@ from __future__ import annotations
 import torch
 
 from patch.data.order import ShuffledOrder
-from patch.data.samples import Batch, Sample, SampleSource, collate
+from patch.data.samples import Batch, Sample, SampleSource, collate, cut_batch
+from patch.distributed.zigzag import WHOLE, Zigzag
 
 
 class BatchReader:
-    """The micro-batches of one data-parallel rank, by iteration.
+    """The micro-batches of one rank, by iteration.
 
     Args:
         source: the data set.
@@ -26,6 +27,7 @@ class BatchReader:
         shuffle: True repeats the source without end, in a new order each epoch. False reads it once in its
             own order, and fills the last global batch with samples that have no learned tokens, so that
             evaluation counts each sample once.
+        zigzag: this rank's part of each sample; ranks of a context-parallel group read the same samples.
         ahead: step k begins at sample k * global_batch_size + ahead. It is 0 unless the global batch size was
             changed on a resume.
     """
@@ -40,13 +42,14 @@ class BatchReader:
         dp_size: int,
         seed: int,
         shuffle: bool,
+        zigzag: Zigzag = WHOLE,
         ahead: int = 0,
     ) -> None:
         assert global_batch_size % (micro_batch_size * dp_size) == 0, "validate_run lets only these through"
         self._source = source
         self._micro_batch_size = micro_batch_size
         self._global_batch_size, self._ahead = global_batch_size, ahead
-        self._dp_rank, self._dp_size = dp_rank, dp_size
+        self._dp_rank, self._dp_size, self._zigzag = dp_rank, dp_size, zigzag
         self._order = ShuffledOrder(len(source), seed) if shuffle else None
 
     def __len__(self) -> int:
@@ -74,7 +77,8 @@ class BatchReader:
         return self._source.place(number if self._order is None else self._order[number])
 
     def _batch(self, first: int) -> Batch:
-        return collate([self._sample(index) for index in range(first, first + self._micro_batch_size)])
+        samples = [self._sample(index) for index in range(first, first + self._micro_batch_size)]
+        return cut_batch(collate(samples), self._zigzag)
 
     def _sample(self, index: int) -> Sample:
         if self._order is not None:

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 
 import torch
 
+from patch.distributed.zigzag import Zigzag
+
 
 class Sample(NamedTuple):
     """S tokens of one sequence, or of several that are packed; the labels are already shifted."""
@@ -22,7 +24,7 @@ class Sample(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """One micro-batch on the CPU: the fields of Sample, stacked to [B, S]."""
+    """One micro-batch on the CPU: the fields of Sample, stacked to [B, S], or of a CP rank [B, S / CP]."""
 
     tokens: torch.Tensor
     labels: torch.Tensor
@@ -46,6 +48,12 @@ def collate(samples: Sequence[Sample]) -> Batch:
     lengths = [whole if sample.lengths is None else sample.lengths for sample in samples]
     ends = torch.cat(lengths).cumsum(0, dtype=torch.int32)
     return Batch(tokens, labels, loss_mask, torch.cat([ends.new_zeros(1), ends]))
+
+
+def cut_batch(batch: Batch, zigzag: Zigzag) -> Batch:
+    """A context-parallel rank's part [B, S / CP] of each row; `cu_seqlens` stay those of the whole rows."""
+    tokens, labels, loss_mask = (zigzag.cut(tensor, 1) for tensor in batch[:3])
+    return Batch(tokens, labels, loss_mask, batch.cu_seqlens)
 
 
 class StepWork(NamedTuple):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import ClassVar
 
 import torch
@@ -75,9 +75,9 @@ class Pending:
         for work in self._works:
             work.wait()
 
-    def wait(self, clock: WaitClock) -> None:
-        """Make compute wait for the result, and add the time to `clock`."""
-        with clock.waiting():
+    def wait(self, clock: WaitClock | None = None) -> None:
+        """Make compute wait for the result, and add the time to `clock` if there is one."""
+        with nullcontext() if clock is None else clock.waiting():
             self.join()
         self._unfinished.discard(self)
         if self._finish is not None:

@@ -1,4 +1,4 @@
-"""The LLaMA model: upstream's GPTModel built from our layer spec, split over TP and PP.
+"""The LLaMA model: upstream's GPTModel built from our layer spec, split over TP, PP and CP.
 
     build_llama_model  ->  transformer_config, layer spec, LlamaModel; the weights are not set yet
 
@@ -9,6 +9,7 @@ does not enter the loss, and tied embeddings do not need CUDA. Parameter names a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch.nn.functional import silu
 
 from patch.config.schema import Execution, ModelConfig, split_layers
 from patch.device import torch_dtype
+from patch.distributed.zigzag import Zigzag
 from patch.families import traits_of
 from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
 from patch.model.loss import aligned_losses, hide_padded_vocabulary
@@ -80,6 +82,7 @@ def transformer_config(
         pipeline_dtype=dtype,
         tensor_model_parallel_size=tp_size,
         context_parallel_size=groups.cp.size(),
+        cp_comm_type=execution.cp_comm_type,
         sequence_parallel=execution.sequence_parallel and tp_size > 1,
         recompute_granularity=recompute,
         recompute_modules=recomputed_modules(dtype, aligned, cuda=cuda),
@@ -145,8 +148,8 @@ class LlamaModel(GPTModel):
     """One pipeline stage of a LLaMA model.
 
     Inputs and outputs of `forward` are GPTModel's: tokens and labels [B, S] in; per-token losses [B, S] out,
-    or logits [B, S, V / TP] without labels, or hidden states [S, B, H] before the last stage. With
-    `packed_seq_params` (`PackedSequences`) a row consists of several sequences.
+    or logits [B, S, V / TP] without labels, or hidden states [S, B, H] before the last stage. S counts the
+    tokens of this CP rank. With `packed_seq_params` (`PackedSequences`) a row consists of several sequences.
 
     Args:
         model: the shape of the whole model.
@@ -170,7 +173,9 @@ class LlamaModel(GPTModel):
         padded_vocab_size = model.padded_vocab_size(groups.tp.size())
         super().__init__(
             config=upstream,
-            transformer_layer_spec=block_spec(model, layers[stage], aligned),
+            transformer_layer_spec=block_spec(
+                model, layers[stage], aligned, is_context_parallel=groups.cp.size() > 1
+            ),
             vocab_size=padded_vocab_size,
             max_sequence_length=model.max_position_embeddings,
             pre_process=stage == 0,
@@ -187,7 +192,10 @@ class LlamaModel(GPTModel):
                 # of the finished module is enough.
                 layer.mlp.__class__ = RecomputingMLP
         self.rotary_pos_emb.inv_freq = inverse_frequencies(model)
-        self.decoder.register_forward_pre_hook(give_own_positions, with_kwargs=True)
+        # Upstream would cut the angles over CP by a copy that needs CUDA; the hook cuts them like tokens.
+        self.rotary_pos_emb.cp_group = None
+        cut_positions = partial(give_own_positions, zigzag=Zigzag.of(groups.cp))
+        self.decoder.register_forward_pre_hook(cut_positions, with_kwargs=True)
         rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
         self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)

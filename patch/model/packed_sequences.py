@@ -18,11 +18,12 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from patch.device import send
+from patch.distributed.zigzag import WHOLE, Zigzag
 
 
 @dataclass(kw_only=True)
 class PackedSequences(PackedSeqParams):
-    """The packed sequences of a micro-batch of B rows of S tokens, counted row after row.
+    """The packed sequences of a micro-batch of B rows of S tokens, counted row after row, on every CP rank.
 
     Of upstream's fields `cu_seqlens_q` and `cu_seqlens_kv` (int32 [n + 1] on the device) and `max_seqlen_q`
     and `max_seqlen_kv` are set, as kernels for variable lengths take them.
@@ -31,24 +32,29 @@ class PackedSequences(PackedSeqParams):
     lengths: list[int]
     """Tokens of each sequence, on the host."""
     position_ids: torch.Tensor
-    """int64 [B, S] on the device: each token's position within its sequence."""
+    """int64 [B, S / CP] on the device: the position within its sequence of each token of this rank."""
 
     @classmethod
     def of(
-        cls, cu_seqlens: torch.Tensor | None, tokens: torch.Tensor, device: torch.device
+        cls,
+        cu_seqlens: torch.Tensor | None,
+        tokens: torch.Tensor,
+        device: torch.device,
+        zigzag: Zigzag = WHOLE,
     ) -> PackedSequences | None:
         """The sequences of a micro-batch, or None if each row is one sequence.
 
         Args:
             cu_seqlens: `Batch.cu_seqlens`, on the CPU.
-            tokens: [B, S], only the shape counts.
+            tokens: [B, S / CP], only the shape counts.
             device: where the model is.
+            zigzag: this rank's part of the rows.
         """
         if cu_seqlens is None:
             return None
         lengths = cu_seqlens.diff().long()
         begins = cu_seqlens[:-1].long().repeat_interleave(lengths)
-        positions = torch.arange(tokens.numel()) - begins
+        positions = (torch.arange(len(begins)) - begins).view(len(tokens), -1)
         borders, longest = send(cu_seqlens, device), int(lengths.max())
         return cls(
             qkv_format="sbhd",
@@ -57,17 +63,18 @@ class PackedSequences(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             lengths=lengths.tolist(),
-            position_ids=send(positions.view(tokens.shape), device),
+            position_ids=send(zigzag.cut(positions, 1), device),
         )
 
 
-def give_own_positions(decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+def give_own_positions(
+    decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any], *, zigzag: Zigzag
+) -> Any:
     """A forward pre-hook of upstream's TransformerBlock: the RoPE angles of each token's own position.
 
-    Upstream gives the block the angles [longest sequence, 1, 1, D]; with packed sequences they become
-    [S, B, 1, D].
+    Upstream gives the block the angles of all positions, [longest sequence, 1, 1, D]; they become those of
+    this CP rank's tokens, [S / CP, 1, 1, D], or with packed sequences [S / CP, B, 1, D].
     """
     packed, angles = kwargs["packed_seq_params"], kwargs["rotary_pos_emb"]
-    if packed is None:
-        return None
-    return args, kwargs | {"rotary_pos_emb": angles[:, 0][packed.position_ids.t()]}
+    own = zigzag.cut(angles, 0) if packed is None else angles[:, 0][packed.position_ids.t()]
+    return args, kwargs | {"rotary_pos_emb": own}

@@ -21,6 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from patch.config.schema import ModelConfig
 from patch.families import traits_of
 from patch.model.attention import CausalAttention
+from patch.model.context_parallel import ContextParallelAttention
 from patch.model.hf_order import (
     AlignedHeadRMSNorm,
     AlignedRMSNorm,
@@ -34,12 +35,15 @@ from patch.model.hf_order import (
 from patch.model.norm import HeadRMSNorm, RMSNorm
 
 
-def layer_spec(model: ModelConfig, aligned: frozenset[str]) -> ModuleSpec:
+def layer_spec(
+    model: ModelConfig, aligned: frozenset[str], *, is_context_parallel: bool = False
+) -> ModuleSpec:
     """One layer: norm, attention, norm, gated MLP.
 
     Args:
         model: decides the norms of heads and the attention.
         aligned: the operations (of hf_order.SOURCES) in Hugging Face's order.
+        is_context_parallel: whether several ranks share each sequence.
     """
     norm = _norm(aligned)
     head_norm = _head_norm(model, aligned)
@@ -50,7 +54,7 @@ def layer_spec(model: ModelConfig, aligned: frozenset[str]) -> ModuleSpec:
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=SeparateQKV if "qkv" in aligned else column,
-            core_attention=_core_attention(model, "attention" in aligned),
+            core_attention=_core_attention(model, "attention" in aligned, is_context_parallel),
             linear_proj=row,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
@@ -89,22 +93,25 @@ def _head_norm(model: ModelConfig, aligned: frozenset[str]) -> type[torch.nn.Mod
     return AlignedHeadRMSNorm if "rmsnorm" in aligned else HeadRMSNorm
 
 
-def _core_attention(model: ModelConfig, is_aligned: bool) -> ModuleSpec:
+def _core_attention(model: ModelConfig, is_aligned: bool, is_context_parallel: bool) -> ModuleSpec:
     if is_aligned:
+        assert not is_context_parallel, "validate_run refuses it"
         return ModuleSpec(module=EagerAttention if model.precision_align == "eager" else AlignedSdpa)
-    return ModuleSpec(module=CausalAttention, params={"backend": model.attention_backend})
+    attention = ContextParallelAttention if is_context_parallel else CausalAttention
+    return ModuleSpec(module=attention, params={"backend": model.attention_backend})
 
 
 def block_spec(
-    model: ModelConfig, num_local_layers: int, aligned: frozenset[str]
+    model: ModelConfig, num_local_layers: int, aligned: frozenset[str], *, is_context_parallel: bool = False
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, and the norm after the last layer of the model.
 
     Args:
         model: see `layer_spec`.
         num_local_layers: layers of the stage.
-        aligned: see `layer_spec`.
+        aligned, is_context_parallel: see `layer_spec`.
     """
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(model, aligned)] * num_local_layers, layer_norm=_norm(aligned)
+        layer_specs=[layer_spec(model, aligned, is_context_parallel=is_context_parallel)] * num_local_layers,
+        layer_norm=_norm(aligned),
     )

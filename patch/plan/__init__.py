@@ -1,6 +1,7 @@
 """What a run needs, by arithmetic over its configuration: parameters, FLOPs, bytes. Imports no torch."""
 
 from patch.plan.activations import activation_bytes
+from patch.plan.context_parallel import resolve_cp_comm_type, sent_bytes
 from patch.plan.describe import describe_length, describe_plan
 from patch.plan.flops import attended_pairs, flops_per_token, model_flops_per_step, peak_flops
 from patch.plan.memory import RankBytes, bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
@@ -22,7 +23,9 @@ __all__ = [
     "offloaded_bytes",
     "parameters_per_rank",
     "peak_flops",
+    "resolve_cp_comm_type",
     "resolve_sharding",
+    "sent_bytes",
     "stage_cost",
     "total_parameters",
 ]

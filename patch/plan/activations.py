@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from patch.config import ModelConfig, ParallelConfig, TrainingConfig
 from patch.config.choices import Recompute
 
@@ -33,7 +35,7 @@ def activation_bytes(
         hidden //= tp_size
     norm = hidden * (2 * size if cuda else 2 * _FP32 + size) + _FP32
     is_norm_recomputed = cuda or size == _HALF
-    attention = _attention_bytes(model, tp_size, training.micro_batch_size, size)
+    attention = _attention_bytes(model, parallel, training.micro_batch_size, size)
     gate_up = size * 2 * model.ffn_hidden_size // tp_size
     activation = 3 * gate_up // 2  # silu(gate), the summand of up, their product
     per_token: dict[Recompute | None, float] = {
@@ -41,12 +43,21 @@ def activation_bytes(
         "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + gate_up,
         "full": hidden * size / training.recompute_num_layers,
     }
-    num_tokens = training.micro_batch_size * length
+    num_tokens = training.micro_batch_size * length // parallel.context_parallel_size
     return {setting: int(num_tokens * num_bytes) for setting, num_bytes in per_token.items()}
 
 
-def _attention_bytes(model: ModelConfig, tp_size: int, micro_batch_size: int, size: int) -> int:
-    """Bytes of one token: merged qkv, q and k after RoPE, the result, its fp32 sum, RoPE's four factors."""
-    heads, groups, channels = model.num_attention_heads, model.num_query_groups, model.kv_channels
-    split_over_tp = size * channels * (3 * heads + 3 * groups) + _FP32 * heads
-    return split_over_tp // tp_size + 4 * size * channels // micro_batch_size
+def _attention_bytes(model: ModelConfig, parallel: ParallelConfig, micro_batch_size: int, size: int) -> int:
+    """Bytes of one token: merged qkv, q and k after RoPE, the result, its fp32 sum, RoPE's four factors.
+
+    A ring keeps q and the result, and k and v as one message; all-to-all keeps what was exchanged: q, k, v of
+    whole sequences, the result, and the result of all heads.
+    """
+    tp_size, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    heads, groups = model.num_attention_heads // tp_size, model.num_query_groups // tp_size
+    kept = 3 * heads + 3 * groups
+    if cp_size > 1:
+        is_ring = parallel.cp_comm_type == "p2p"
+        kept = 2 * heads + 2 * groups if is_ring else 3 * heads + 2 * math.lcm(groups, cp_size)
+    rotary = 4 * size * model.kv_channels // micro_batch_size
+    return size * model.kv_channels * kept + _FP32 * heads + rotary

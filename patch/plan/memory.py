@@ -32,7 +32,7 @@ def bytes_per_rank(config: RunConfig) -> RankBytes:
 
     Sharding divides the states over replicas (ZeRO-1), or states and gradients (ZeRO-2).
     """
-    parameters, replicas = max(parameters_per_rank(config.model, config.parallel)), config.data_parallel_size
+    parameters, replicas = max(parameters_per_rank(config.model, config.parallel)), config.num_state_shares
     gradients = parameters * (4 if config.optimizer.main_grads_dtype == "fp32" else 2)
     return RankBytes(
         weights=parameters * (4 if config.training.precision == "fp32" else 2),
@@ -71,4 +71,4 @@ def needed_bytes(config: RunConfig, machine: MachineFacts) -> tuple[int, int]:
 
 def _state_bytes(config: RunConfig) -> int:
     states = max(parameters_per_rank(config.model, config.parallel)) * _STATE_BYTES[config.training.precision]
-    return states if config.zero_stage is ZeroStage.NONE else states // config.data_parallel_size
+    return states if config.zero_stage is ZeroStage.NONE else states // config.num_state_shares

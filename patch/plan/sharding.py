@@ -27,7 +27,7 @@ def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
     A ring collective over P ranks sends (P - 1) / P of its data, an all-reduce twice that. ZeRO-2 reduces in
     every micro-batch, the other stages once a step.
     """
-    parameters, replicas = max(parameters_per_rank(config.model, config.parallel)), config.data_parallel_size
+    parameters, replicas = max(parameters_per_rank(config.model, config.parallel)), config.num_state_shares
     weights = parameters * (4 if config.training.precision == "fp32" else 2)
     gradients = parameters * (4 if config.optimizer.main_grads_dtype == "fp32" else 2)
     sent = {
@@ -60,7 +60,7 @@ def resolve_sharding(config: RunConfig, machine: MachineFacts) -> tuple[RunConfi
     chosen = ZeroStage.GRADIENTS if config.num_micro_batches == 1 else ZeroStage.OPTIMIZER
     if machine.cuda_memory_bytes and costs[chosen].held > machine.cuda_memory_bytes:
         chosen = ZeroStage.GRADIENTS
-    if config.data_parallel_size == 1:  # all stages need the same; take the one that DO allows
+    if config.num_state_shares == 1:  # all stages need the same; take the one that DO allows
         chosen = ZeroStage.OPTIMIZER if config.parallel.use_distributed_optimizer else ZeroStage.NONE
     lines = [
         f"--data-parallel-sharding auto: {stage.name.lower()} moves {cost.moved / 2**20:.1f} MiB a step and "

@@ -78,13 +78,13 @@ def _fewer_activations(config: RunConfig) -> list[str]:
 
 def _shared_states(config: RunConfig) -> list[str]:
     """Which states replicas do not share yet; sharing them also saves host memory."""
-    if config.data_parallel_size > 1 and config.zero_stage is ZeroStage.NONE:
+    if config.num_state_shares > 1 and config.zero_stage is ZeroStage.NONE:
         return [f"true at {where('use_distributed_optimizer')}"]
     return _shared_gradients(config)
 
 
 def _shared_gradients(config: RunConfig) -> list[str]:
-    if config.data_parallel_size == 1 or config.zero_stage is ZeroStage.GRADIENTS:
+    if config.num_state_shares == 1 or config.zero_stage is ZeroStage.GRADIENTS:
         return []
     return [f"gradients at {where('data_parallel_sharding')}"]
 

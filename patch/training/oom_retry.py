@@ -3,7 +3,7 @@
 If a rank fails in forward or backward, the other ranks still wait for it in their collectives. If each rank
 has the whole model (TP = PP = CP = 1), these are the reductions and gathers of our own optimizer. The failed
 rank takes part in them with whatever values its buffers contain (`abandon_backward`), and a small all-reduce
-then tells all ranks that the step does not count. With TP or PP the other ranks wait for activations that the
+then tells all ranks that the step does not count. With TP, PP or CP the other ranks wait for values that the
 failed rank cannot compute, and a collective that failed cannot be completed: then the error ends the run.
 """
 
@@ -39,7 +39,8 @@ class OomRetry:
     def __init__(self, optimizer: OverlappedDistributedOptimizer, what: str) -> None:
         self._optimizer, self._what = optimizer, what
         self._group = optimizer.groups.dp_cp
-        self._can_agree = optimizer.is_offloading and self._group.size() == dist.get_world_size()
+        is_whole = self._group.size() == dist.get_world_size() and optimizer.groups.cp.size() == 1
+        self._can_agree = optimizer.is_offloading and is_whole
         self._random = random_state() if self._can_agree else {}
         self._error: Exception | None = None
         self._flags, self._pending = torch.zeros(2), Pending([])

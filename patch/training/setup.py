@@ -22,6 +22,7 @@ from patch.data.samples import SampleSource, StepWork
 from patch.device import DeviceContext, usable_memory
 from patch.distributed.async_collectives import WaitClock
 from patch.distributed.collectives import all_or_none
+from patch.distributed.zigzag import Zigzag
 from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
@@ -185,6 +186,7 @@ def _reader(
         dp_size=groups.dp.size(),
         seed=config.training.seed,
         shuffle=shuffle,
+        zigzag=Zigzag.of(groups.cp),
         ahead=ahead,
     )
 

@@ -1,8 +1,8 @@
 """One optimizer step on megatron-core's schedules.
 
 The loss of a step is sum(loss * mask) / tokens, where `tokens` is the number of learned tokens in the global
-batch, summed over data-parallel ranks before the first forward. So micro-batch size, DP, PP and padding
-change loss and gradient only by the order of summation, and a reduced gradient needs no rescaling.
+batch, summed over data- and context-parallel ranks before the first forward. So micro-batch size, DP, CP, PP
+and padding change loss and gradient only by the order of summation; a reduced gradient needs no rescaling.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from patch.data.samples import StepWork
 from patch.device import send
 from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
 from patch.distributed.collectives import sum_over
+from patch.distributed.zigzag import Zigzag
 from patch.model import LlamaModel, PackedSequences, sum_learned
 from patch.optimizer import ParamGroup, learning_rate
 from patch.plan import attended_pairs
@@ -125,7 +126,9 @@ def _read(run: Run, iteration: int) -> Reading:
 def _counts(run: Run, reading: Reading) -> list[float]:
     """What a StepWork says of these micro-batches."""
     packed = [batch.cu_seqlens.diff().tolist() for batch in reading.batches if batch.cu_seqlens is not None]
-    return [reading.learned, attended_pairs(chain(*packed), run.config.model.window_size)]
+    pairs = attended_pairs(chain(*packed), run.config.model.window_size)
+    # A context-parallel rank has its part of each row's tokens, but the lengths of all sequences.
+    return [reading.learned, pairs / run.groups.cp.size()]
 
 
 def _start_sums(run: Run, losses: list[torch.Tensor], following: Reading) -> tuple[torch.Tensor, Pending]:
@@ -181,7 +184,7 @@ def _forward_step(
     run.phases.go_on(Phase.FORWARD)
     batch = next(batches)
     tokens, labels, mask = (send(tensor, run.device) for tensor in batch[:3])
-    packed = PackedSequences.of(batch.cu_seqlens, batch.tokens, run.device)
+    packed = PackedSequences.of(batch.cu_seqlens, batch.tokens, run.device, Zigzag.of(run.groups.cp))
     # RoPE needs no position ids, causal attention no mask.
     output = model(tokens, None, None, labels=labels, packed_seq_params=packed)
     run.phases.go_on(Phase.BACKWARD)

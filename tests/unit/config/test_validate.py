@@ -27,7 +27,6 @@ REFUSED = [
             "fp8 training is not built yet",
         ],
     ),
-    (dict(CP="2"), [], ["position 12 CP", "got 2, expected 1", "context parallelism is not built yet"]),
     (
         {},
         ["--overlapped-distributed-optimizer"],
@@ -150,6 +149,27 @@ REFUSED = [
     (dict(PAD_LEN="128"), [], ["position 8 PAD_LEN): got 128, expected at most 64", "position 7 SEQ_LEN"]),
     (dict(SEQ_LEN="200000"), [], ["position 7 SEQ_LEN): got 200000, expected at most 131072"]),
     (dict(TP="2", SP="true", PAD_LEN="33"), [], ["position 8 PAD_LEN): got 33, expected a multiple of TP=2"]),
+    (dict(CP="3"), [], ["PAD_LEN): got 32, expected a multiple of 2 x CP=3: CP=3 cuts", "in 6 chunks"]),
+    (
+        dict(CP="2", TP="2", SP="true", PAD_LEN="34"),
+        [],
+        ["PAD_LEN): got 34, expected a multiple of 2 x CP=2", "in 4 chunks, and SP=true each rank's part"],
+    ),
+    (
+        dict(CP="4", SFT="false", SEQ_LEN="1028", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITERS="0"),
+        ["--dataset-type=idxmap"],
+        ["position 7 SEQ_LEN): got 1028, expected a multiple of 2 x CP=4"],
+    ),
+    (
+        dict(CP="2"),
+        ["--precision-align=sdpa"],
+        ["position 12 CP): got 2, expected 1, or none at --precision-align", "have other bits"],
+    ),
+    (
+        dict(CP="4", TP="2"),
+        ["--cp-comm-type=a2a"],
+        ["--cp-comm-type: got a2a, expected p2p or auto: CP=4 ranks cannot share the 2 query heads of"],
+    ),
     (
         dict(TP="2"),
         ["--nproc-per-node=3"],

@@ -1,7 +1,5 @@
 """AC=sel and AC=full: what backward holds, what is computed again, and that no bit changes."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -9,7 +7,7 @@ import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from torch.utils.flop_counter import FlopCounterMode
-from training_runs import build_seeded_run, digest_of
+from training_runs import build_seeded_run, digest_of, saved_for_backward
 
 from patch.config.schema import RunConfig
 from patch.plan import activation_bytes
@@ -58,19 +56,6 @@ def bits(config: RunConfig) -> list[Any]:
     found.append(digest_of(p for stage in run.stages for p in stage.parameters()))
     new_job()
     return found
-
-
-@contextmanager
-def saved_for_backward(found: dict[int, torch.UntypedStorage]) -> Iterator[None]:
-    """Note the memory that autograd saves meanwhile, each storage once."""
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        found[storage._cdata] = storage
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield
 
 
 def measure(changes: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,131 @@
+"""torch's fused attention with the log-sum-exp of its scores, and its backward for a part of the keys.
+
+Context parallelism computes attention key piece by key piece. To merge the results it needs the log-sum-exp,
+and in backward it gives each piece the log-sum-exp and the output of all pieces. torch's public function
+returns neither; `varlen_attn` does, on CUDA and in forward only. torch's own ring
+(torch/distributed/tensor/experimental/_context_parallel/_attention.py:658-760) calls the same private
+functions; it has no kernel for CPUs, takes no mask, and is itself private. Delete when torch has a public
+attention, forward and backward, that takes and returns the log-sum-exp.
+
+    CPU                             flash kernel: fp64, fp32, bf16, fp16; masks; grouped heads
+    CUDA, fp16 or bf16, no mask     FlashAttention: grouped heads
+    CUDA otherwise                  memory-efficient attention: masks; heads are repeated
+
+Shapes: B rows, N query heads, G key/value heads with G dividing N, Q queries, K keys, D head size.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+_aten = torch.ops.aten
+_NO_DROPOUT = 0.0
+_LARGEST_FLASH_HEAD = 256
+_LSE_ALIGNMENT = 32
+"""The memory-efficient kernel's log-sum-exp is padded to a multiple of this (kAlignLSE)."""
+_BIAS_ALIGNMENT = 16
+"""And rows of its bias begin at multiples of this many elements."""
+
+
+def attend_with_lse(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention and the log-sum-exp of the scores.
+
+    Args:
+        query: [B, N, Q, D]; key, value: [B, G, K, D].
+        bias: [Q, K] of the same dtype, added to the scores; -inf where a query does not see a key.
+        is_causal: query i sees keys 0 to i; without bias and with Q == K.
+        scale: of the scores.
+    Returns:
+        [B, N, Q, D] of the same dtype, and [B, N, Q] in float32 (float64 for float64).
+    """
+    if not query.is_cuda:
+        return _aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, _NO_DROPOUT, is_causal, attn_mask=bias, scale=scale
+        )
+    if _takes_flash(query, bias):
+        return _aten._scaled_dot_product_flash_attention(
+            query, key, value, _NO_DROPOUT, is_causal, scale=scale
+        )[:2]
+    key, value = _repeat(query, key), _repeat(query, value)
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, _aligned_bias(query, bias), True, _NO_DROPOUT, is_causal, scale=scale
+    )
+    return out, lse[..., : query.shape[2]]
+
+
+def attend_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    is_causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The gradients of queries, keys and values, as far as they come from these keys.
+
+    Args:
+        gradient: [B, N, Q, D], of the output over all keys.
+        query, key, value, bias, is_causal, scale: as in `attend_with_lse`.
+        out: [B, N, Q, D], the output over all keys.
+        lse: [B, N, Q], the log-sum-exp over all keys.
+    Returns:
+        tensors with the shapes of query, key and value.
+    """
+    lse = lse.contiguous()
+    if not query.is_cuda:
+        return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            gradient, query, key, value, out, lse, _NO_DROPOUT, is_causal, attn_mask=bias, scale=scale
+        )
+    # Without dropout the kernels do not read the state of the random generator.
+    random = torch.empty(2, dtype=torch.uint64, device=query.device), query.new_empty(0, dtype=torch.uint64)
+    gradient, out = gradient.contiguous(), out.contiguous()
+    if _takes_flash(query, bias):
+        return _aten._scaled_dot_product_flash_attention_backward(
+            gradient, query, key, value, out, lse, None, None, query.shape[2], key.shape[2], _NO_DROPOUT,
+            is_causal, *random, scale=scale,
+        )  # fmt: skip
+    lse = F.pad(lse, (0, -lse.shape[-1] % _LSE_ALIGNMENT), value=torch.inf)
+    seed = torch.zeros((), dtype=torch.int64)
+    gradients = _aten._scaled_dot_product_efficient_attention_backward(
+        gradient, query, _repeat(query, key), _repeat(query, value), _aligned_bias(query, bias), out, lse,
+        seed, seed, _NO_DROPOUT, [True, True, True, False], is_causal, scale=scale,
+    )  # fmt: skip
+    of_query, *of_pair = gradients[:3]
+    of_key, of_value = (repeated.unflatten(1, (key.shape[1], -1)).sum(2) for repeated in of_pair)
+    return of_query, of_key, of_value
+
+
+def _takes_flash(query: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    return (
+        bias is None
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and query.shape[-1] % 8 == 0
+        and query.shape[-1] <= _LARGEST_FLASH_HEAD
+    )
+
+
+def _repeat(query: torch.Tensor, heads: torch.Tensor) -> torch.Tensor:
+    """[B, G, K, D] to [B, N, K, D]: each head once for each of its queries' heads."""
+    return heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1)
+
+
+def _aligned_bias(query: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor | None:
+    """[Q, K] as [B, N, Q, K] without a copy for each head, in rows of aligned memory."""
+    if bias is None:
+        return None
+    num_keys = bias.shape[1]
+    padded = F.pad(bias, (0, -num_keys % _BIAS_ALIGNMENT))[:, :num_keys]
+    return padded.expand(*query.shape[:2], *bias.shape)

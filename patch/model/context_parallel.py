@@ -1,0 +1,136 @@
+"""Attention of sequences that are cut over context-parallel ranks (CP), in two ways (`--cp-comm-type`).
+
+    p2p     ring attention: keys and values travel around the ranks (ring_attention.py)
+    a2a     all-to-all: each rank gets whole sequences of a part of the heads, attends as without CP, and
+            gives the result back (Jacobs et al., arXiv:2309.14509)
+
+Everything outside attention works on a rank's own tokens, as `patch.distributed.zigzag` cuts them.
+
+Shapes: S sequence, s = S / CP tokens of this rank, B micro-batch, N query heads, G key/value heads of this TP
+rank, D head size.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+
+from patch.distributed.context_group import ContextGroup
+from patch.distributed.zigzag import join_parts, split_parts
+from patch.model.attention import CausalAttention
+from patch.model.packed_sequences import PackedSequences
+from patch.model.ring_attention import attend_around_ring
+from patch.model.ring_tiles import PlacedSequence, tiles_of_piece
+
+
+class ContextParallelAttention(CausalAttention):
+    """CausalAttention over a context-parallel group.
+
+    Args:
+        cp_comm_type: p2p, or a2a, for which CP divides the query heads of this TP rank.
+        pg_collection: `cp` is used.
+        arguments: those of CausalAttention.
+    """
+
+    def __init__(self, *, cp_comm_type: str, pg_collection: ProcessGroupCollection, **arguments: Any) -> None:
+        super().__init__(**arguments)
+        self._is_ring = cp_comm_type == "p2p"
+        self.group = ContextGroup(pg_collection.cp)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        *,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: PackedSequences | None = None,
+    ) -> torch.Tensor:
+        """Attend causally; all ranks of the group call it together.
+
+        Args:
+            query: [s, B, N, D]; key, value: [s, B, G, D] with G dividing N.
+            attention_mask, attention_bias: None; upstream's protocol passes them.
+            packed_seq_params: the sequences of which the whole rows consist; None: each row is one.
+        Returns:
+            [s, B, N * D].
+        """
+        if self._is_ring:
+            assert attention_mask is None and attention_bias is None
+            return self._attend_around_ring(query, key, value, packed_seq_params)
+        query, key, value = gather_sequences(query, key, value, self.group)
+        context = super().forward(query, key, value, attention_mask, packed_seq_params=packed_seq_params)
+        return scatter_sequences(context, self.group)
+
+    def _attend_around_ring(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences | None
+    ) -> torch.Tensor:
+        zigzag = self.group.zigzag
+        length = query.shape[0] * zigzag.size
+        tiles = partial(tiles_of_piece, _placed(packed, length), zigzag, length=length, window=self.window)
+        query, key, value = (tensor.permute(1, 2, 0, 3) for tensor in (query, key, value))
+        context = attend_around_ring(query, key, value, self.group, tiles, self.scale)
+        return context.permute(2, 0, 1, 3).flatten(2)
+
+
+def _placed(packed: PackedSequences | None, length: int) -> list[PlacedSequence]:
+    """The sequences of rows of `length` tokens."""
+    if packed is None:
+        return [PlacedSequence(slice(None), 0, length)]
+    placed = []
+    for begin, end in pairwise(accumulate(packed.lengths, initial=0)):
+        row = begin // length
+        placed.append(PlacedSequence(slice(row, row + 1), begin - row * length, end - row * length))
+    return placed
+
+
+def gather_sequences(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, group: ContextGroup
+) -> list[torch.Tensor]:
+    """Whole sequences of a part of the heads, for cut sequences of all heads, in one all-to-all.
+
+    If there are fewer key/value heads than ranks, or CP does not divide them, each is repeated as often as
+    makes CP divide them.
+
+    Args:
+        query: [s, B, N, D] with CP dividing N; key, value: [s, B, G, D].
+        group: the ranks that share the sequences.
+    Returns:
+        query: [S, B, N / CP, D]; key, value: [S, B, heads, D].
+    """
+    size = group.zigzag.size
+    repeats = math.lcm(key.shape[2], size) // key.shape[2]
+    if repeats > 1:
+        key, value = (heads.repeat_interleave(repeats, dim=2) for heads in (key, value))
+    of_ranks = [heads.unflatten(2, (size, -1)) for heads in (query, key, value)]
+    counts = [heads.shape[3] for heads in of_ranks]
+    parts = torch.cat(of_ranks, dim=3).movedim(2, 0)
+    return list(join_parts(_AllToAll.apply(parts, group)).split(counts, dim=2))
+
+
+def scatter_sequences(context: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+    """The reverse for the result: [S, B, N / CP * D] in, [s, B, N * D] out."""
+    of_heads = _AllToAll.apply(split_parts(context, group.zigzag.size), group)
+    return of_heads.movedim(0, 2).flatten(2)
+
+
+class _AllToAll(torch.autograd.Function):
+    """Part r of [CP, ...] goes to rank r, and its gradient comes back the same way."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: torch.Tensor, group: ContextGroup) -> torch.Tensor:
+        ctx.group = group
+        return group.all_to_all(parts.contiguous())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return ctx.group.all_to_all(gradient.contiguous()), None
