@@ -12,6 +12,7 @@ from distributed_runner import run_distributed
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from torch.distributed.checkpoint.filesystem import _StorageInfo
+from upstream_saver import let_upstream_save
 
 from patch import compat
 from patch.checkpoint import load_checkpoint, save_checkpoint
@@ -141,6 +142,7 @@ def exchange_with_upstream(rank: int, world_size: int, folder: str) -> None:
     dcp.load(by_torch, storage_reader=dcp.FileSystemReader(f"{folder}/iter_0000001"))
     theirs = Path(folder) / "iter_0000002"
     theirs.mkdir()
+    let_upstream_save()
     dist_checkpointing.save({**state(values), "iteration": 2}, str(theirs))
     ours = empty()
     load_checkpoint(Path(folder), 2, {"model": state(ours)})
