@@ -69,10 +69,11 @@ def _train(config: RunConfig) -> int:
     groups = initialize(config, context)
     with _locked_folder(config):
         this_run = build_run(config, context, groups)
-        config = this_run.config
         _compare_data(this_run)
-        if this_run.start_iteration < config.training.train_iters:
-            _write_config(config)
+        if this_run.start_iteration < this_run.config.training.train_iters:
+            # The steps of epochs are known only now; other lengths are written as they were given.
+            _write_config(config if config.training.train_epochs is None else this_run.config)
+        config = this_run.config
         with all_or_none():
             hooks = build_hooks(this_run)
         with guarding(this_run):
