@@ -90,7 +90,7 @@ def train_step(run: Run, iteration: int) -> StepResult:
         handle_non_finite(run, work, losses, outcome.grad_norm, repeat)
     else:
         run.num_skips = 0
-    following.raise_together(counts[0], f"step {iteration + 2}")
+    following.raise_together(counts[0], f"step {iteration + 2}", run.groups.dp_cp)
     run.upcoming = StepWork(iteration + 1, following.batches, *counts)
     optimizer.record_memory("train")
     waited_ms = optimizer.exposed_communication_ms()
@@ -105,7 +105,7 @@ def _work_of(run: Run, iteration: int) -> StepWork:
         return run.upcoming
     reading = _read(run, iteration)
     counts = sum_over(run.groups.dp_cp, _counts(run, reading), run.device)
-    reading.raise_together(counts[0], f"step {iteration + 1}")
+    reading.raise_together(counts[0], f"step {iteration + 1}", run.groups.dp_cp)
     return StepWork(iteration, reading.batches, *counts)
 
 
