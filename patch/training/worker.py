@@ -97,15 +97,18 @@ def build_hooks(run: Run) -> list[TrainerHook]:
             LossPlot(output),
             ProgressDisplay(run.start_iteration, run.config.training.train_iters),
             BestCheckpoint(output, run.start_iteration),
-            CheckpointRetention(checkpoint_root(run.config), _retention(run.config), run.start_iteration),
+            _retention(run),
         ]
     return hooks
 
 
-def _retention(config: RunConfig) -> Retention:
-    """Which checkpoints stay; with --save-retain-every alone, the newest one besides."""
-    last, every = config.checkpoint.save_retain_last, config.checkpoint.save_retain_every
-    return Retention(last or (1 if every else None), every)
+def _retention(run: Run) -> CheckpointRetention:
+    """The hook that removes checkpoints; with --save-retain-every alone, the newest one stays besides."""
+    config = run.config.checkpoint
+    last, every = config.save_retain_last, config.save_retain_every
+    retention = Retention(last or (1 if every else None), every)
+    weights_only = run.config.training.train_iters if config.save_weights_only_at_end else None
+    return CheckpointRetention(checkpoint_root(run.config), retention, run.start_iteration, weights_only)
 
 
 @contextmanager
