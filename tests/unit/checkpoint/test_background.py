@@ -6,6 +6,7 @@ import resource
 import signal
 import tempfile
 import time
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,26 @@ def save_for_ever(root: Path) -> None:
             if pending is not None:
                 pending.finish()
             pending = start_save(root, iteration, sections, {}, copies)
+
+
+class Watched(list):
+    """A list that counts, at each replacement, the tensors of its start that are still alive."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._first = [weakref.ref(tensor) for tensor in tensors]
+        self.num_alive: list[int] = []
+
+    def __setitem__(self, index, value) -> None:
+        super().__setitem__(index, value)
+        self.num_alive.append(sum(tensor() is not None for tensor in self._first))
+
+
+def test_each_tensor_is_released_when_it_is_copied():
+    values = Watched([torch.full((8,), float(number)) for number in range(4)])
+    copies = HostCopies().prepare(values)()
+    assert values.num_alive == [4, 3, 2, 1]
+    assert [float(copy[0]) for copy in copies] == [0.0, 1.0, 2.0, 3.0]
 
 
 def test_kill_while_a_checkpoint_is_written_leaves_the_older_ones(one_process, tmp_path):
