@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, Protocol
 
 import psutil
 
-STEPS = 24
+STEPS = 16
 RANKS = 2
 MOMENTS = ("between saves", "begun", "data", "index", "marker", "named", "tracked", "deletion")
 """Moments of a save in their order. named: the folder has its name, the tracker does not name it yet."""
@@ -81,7 +81,7 @@ class Hit(NamedTuple):
 def settings(output: Path, *, is_async: bool, interval: int) -> dict[str, Any]:
     """The changes of `small_run` that make the run."""
     return {
-        "dp": RANKS, "num_layers": 1, "hidden_size": 128, "kv_channels": 32, "vocab_size": 2000,
+        "dp": RANKS, "num_layers": 1, "vocab_size": 1000,
         "train_iters": STEPS, "save_interval": interval, "async_save": is_async, "save_retain_last": 2,
         "data_parallel_sharding": "optimizer", "output_path": str(output), "distributed_timeout_minutes": 1,
     }  # fmt: skip
