@@ -48,7 +48,7 @@ _MOMENT_S = 3.0
 """So long a moment is waited for; then the kill comes whatever is seen."""
 _STEPS_S = 0.2
 """The search for a moment begins up to so late: the time of a few steps."""
-_RUN_S = 300.0
+_RUN_S = 120.0
 _FRESH_S = 0.005
 TRACKER = "latest_checkpointed_iteration.txt"
 _POLL_S = 0.0002
