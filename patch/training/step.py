@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from patch.config.schema import RunConfig
+from patch.config.run_length import place_in_schedule
 from patch.data import Batch
 from patch.data.samples import StepWork
 from patch.device import send
@@ -62,8 +62,8 @@ def train_step(run: Run, iteration: int) -> StepResult:
         DataError: on all ranks, if one of them cannot read the data of this step or of the next one.
     """
     optimizer = run.optimizer
-    work, lr = _work_of(run, iteration), _rate_of(run.config, iteration)
-    group_lrs = [_rate_of(run.config, iteration, group) for group in optimizer.param_groups]
+    work, lr = _work_of(run, iteration), _rate_of(run, iteration)
+    group_lrs = [_rate_of(run, iteration, group) for group in optimizer.param_groups]
     if optimizer.is_offloading:  # states move, and updates on the host may begin in backward
         run.before_change()
     apply_placement(optimizer)
@@ -109,8 +109,9 @@ def _work_of(run: Run, iteration: int) -> StepWork:
     return StepWork(iteration, reading.batches, *counts)
 
 
-def _rate_of(config: RunConfig, iteration: int, group: ParamGroup | None = None) -> float:
-    return learning_rate(iteration + 1, config.training.train_iters, config.optimizer, group)
+def _rate_of(run: Run, iteration: int, group: ParamGroup | None = None) -> float:
+    place = place_in_schedule(run.config, iteration, ahead=run.samples_ahead)
+    return learning_rate(*place, run.config.optimizer, group)
 
 
 def _read(run: Run, iteration: int) -> Reading:
