@@ -82,7 +82,7 @@ def settings(output: Path, *, is_async: bool, interval: int) -> dict[str, Any]:
     """The changes of `small_run` that make the run."""
     return {
         "dp": RANKS, "num_layers": 1, "vocab_size": 1000,
-        "train_iters": STEPS, "save_interval": interval, "async_save": is_async, "save_retain_last": 2,
+        "train_iters": STEPS, "save_interval": interval, "async_save": is_async,
         "data_parallel_sharding": "optimizer", "output_path": str(output), "distributed_timeout_minutes": 1,
     }  # fmt: skip
 
@@ -93,6 +93,7 @@ def work(changes: dict[str, Any]) -> None:
     from small_runs import small_run
     from training_runs import build_seeded_run
 
+    from patch.checkpoint.retention import Retention
     from patch.distributed.groups import shutdown
     from patch.storage.lock import hold_run
     from patch.training.checkpoint_retention import CheckpointRetention
@@ -100,7 +101,6 @@ def work(changes: dict[str, Any]) -> None:
     from patch.training.run_state import find_progress, resume
     from patch.training.setup import checkpoint_root
     from patch.training.trainer import Trainer
-    from patch.training.worker import _retention
 
     torch.set_num_threads(1)
     config = small_run(**changes)
@@ -121,7 +121,7 @@ def work(changes: dict[str, Any]) -> None:
             with (output / "starts").open("a") as stream:
                 stream.write(f"{run.start_iteration}\n")
             hooks.append(MetricsLog(output, run.start_iteration))
-            hooks.append(CheckpointRetention(root, _retention(config), run.start_iteration))
+            hooks.append(CheckpointRetention(root, Retention(last=2), run.start_iteration))
             Trainer(run, hooks).train()
     shutdown()
 
