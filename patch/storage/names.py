@@ -130,12 +130,12 @@ def newest_of(root: Path, iterations: Iterable[int]) -> int | None:
     return max(untracked, default=int(tracked))
 
 
-def _written_at(file: Path) -> int:
-    """When a file was written, in nanoseconds by the clock of its file system; -1 if it is not there."""
+def _written_at(file: Path) -> float:
+    """When a file was written, in seconds by the clock of its file system; -1 if it is not there."""
     try:
-        return file.stat().st_mtime_ns
+        return file.stat().st_mtime
     except FileNotFoundError:
-        return -1
+        return -1.0
 
 
 def complete_iterations(root: Path) -> list[int]:
