@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
@@ -32,6 +33,19 @@ REPOSITORY = Path(__file__).parents[3]
 MACHINE = MachineFacts(cuda_devices=0, cpu_cores=4)
 ALONE = Rendezvous()
 READY_TIMEOUT_S = 200.0
+
+
+_started: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def no_launcher_is_left() -> Iterator[None]:
+    """One of a failed test would wait for its workers, or for other machines."""
+    yield
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.wait()
 
 
 def make_config(num_local: int, num_nodes: int = 1, **training: object) -> RunConfig:
@@ -429,7 +443,8 @@ def start(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: i
     """Start the launcher of a machine as a program."""
     machine = json.dumps({"num_local": num_local, "place": place, **parallel})
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen([sys.executable, __file__, str(script), machine], env=environment)
+    _started.append(subprocess.Popen([sys.executable, __file__, str(script), machine], env=environment))
+    return _started[-1]
 
 
 def await_files(*files: Path) -> list[str]:
