@@ -124,6 +124,12 @@ def slurm_task(env: str, environ: Mapping[str, str]) -> dict[str, str]:
             f"SLURM started {tasks} tasks on {nnodes} machines, expected as many on each, one for each "
             "process: use srun --ntasks-per-node, or =1 for one launcher a machine"
         )
+    gpus = _optional(environ, "SLURM_GPUS_ON_NODE", "the GPUs of this machine") or local
+    if gpus < local:
+        raise ConfigError(
+            f"SLURM gives {gpus} GPUs to the {local} tasks of a machine, expected one for each task: use "
+            f"--ntasks-per-node={gpus}, or --gpus-per-task=1"
+        )
     # Not SLURM_PROCID: srun may deal the tasks out to the machines in turn.
     rank = _number(environ, "SLURM_NODEID", "with ENV=slurm this machine's index") * local + local_rank
     address, port = _slurm_address(environ)

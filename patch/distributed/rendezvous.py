@@ -55,6 +55,8 @@ class Meeting(DynamicRendezvousHandler):
     sizes: list[int]
     """The numbers of machines that the layout and the global batch allow, in ascending order."""
     store: TCPStore
+    is_spare = False
+    """Whether this machine waits until another is lost; the others go on without it."""
 
     @classmethod
     def join(cls, place: Rendezvous, sizes: Collection[int], timeout: timedelta) -> Meeting:
@@ -101,7 +103,9 @@ class Meeting(DynamicRendezvousHandler):
             size = max(size for size in self.sizes if size <= info.world_size)
             if info.rank < size:
                 break
+            self.is_spare = True
             self._wait_as_spare(size, info.world_size)
+            self.is_spare = False
         if info.rank == 0:
             info.store.set(ROUND, str(self.store.add(ROUND, 1)))
         os.environ[ROUND] = info.store.get(ROUND).decode()  # the workers inherit it
