@@ -24,6 +24,8 @@ class Rendezvous(NamedTuple):
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     """0: the launcher picks a free port."""
+    num_spares: int = 0
+    """Machines beyond those that train; see `set_spares_aside`."""
 
 
 class Cluster(NamedTuple):

@@ -72,7 +72,7 @@ class Meeting(DynamicRendezvousHandler):
         """
         # torch would keep another store for the workers, and each machine the address of the first round's.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        low, high = min(sizes), max(sizes)
+        low, high = min(sizes), max(sizes) + place.num_spares
         address = f"{place.master_addr}:{place.master_port}"
         is_first, seconds = place.node_rank == 0, int(timeout.total_seconds())
         parameters = RendezvousParameters(
@@ -135,7 +135,7 @@ class Meeting(DynamicRendezvousHandler):
     def shutdown(self) -> bool:
         """Close the job for all machines."""
         closed = super().shutdown()
-        if self.place.node_rank == 0 and self.sizes[-1] > 1:
+        if self.place.node_rank == 0 and self.sizes[-1] + self.place.num_spares > 1:
             time.sleep(LINGER_S)
         return closed
 

@@ -326,19 +326,25 @@ if start == '2':
     assert found == [str(again.pid), str(first.pid)]
 
 
-def test_machine_beyond_what_the_batch_allows_waits_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "num_spares", "num_machines", "num_training"), [([1, 3], 0, 2, 1), ([2], 1, 3, 2)]
+)
+def test_machine_beyond_what_the_batch_allows_waits_until_the_end(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], num_spares: int, num_machines: int, num_training: int
+) -> None:
     monkeypatch.setattr(rendezvous, "LAST_CALL_S", 1)
     monkeypatch.setattr(rendezvous, "LINGER_S", 0)
-    place = Rendezvous(0, "127.0.0.1", free_port())
+    place = Rendezvous(0, "127.0.0.1", free_port(), num_spares)
     limit = timedelta(seconds=30)
     with ThreadPoolExecutor() as threads:
-        first = rendezvous.Meeting.join(place, [1, 3], limit)
-        second = rendezvous.Meeting.join(place._replace(node_rank=1), [1, 3], limit)
-        spare = threads.submit(second.next_rendezvous)
-        info = threads.submit(first.next_rendezvous).result(20)
-        assert (info.rank, info.world_size) == (0, 1)
+        places = [place._replace(node_rank=rank) for rank in range(num_machines)]
+        meetings = [rendezvous.Meeting.join(each, sizes, limit) for each in places]
+        *training, spare = [threads.submit(each.next_rendezvous) for each in meetings]
+        found = [(info.rank, info.world_size) for info in (each.result(20) for each in training)]
+        assert found == [(rank, num_training) for rank in range(num_training)]
         with pytest.raises(TimeoutError):
             spare.result(0.5)
+        first = meetings[0]
         first.shutdown()
         with pytest.raises(RendezvousGracefulExitError):
             spare.result(20)
