@@ -25,9 +25,11 @@ from patch.storage.names import (
     METADATA_FILE,
     METADATA_JSON_FILE,
     RELEASE,
+    all_iterations,
     complete_iterations,
     find_checkpoint_root,
     iteration_name,
+    newest_of,
     read_tracker,
 )
 
@@ -130,7 +132,8 @@ def find_stored(load: Path) -> Path:
         return load.resolve()
     root = find_checkpoint_root(load)
     tracked = read_tracker(root) or ""
-    named = root / (iteration_name(int(tracked)) if tracked.isdecimal() else tracked)
+    newest = newest_of(root, all_iterations(root)) if tracked.isdecimal() else None
+    named = root / (tracked if newest is None else iteration_name(newest))
     if tracked and named.is_dir():
         return named
     found = sorted(path for path in root.glob("iter_*") if _NAME.fullmatch(path.name))
