@@ -2,6 +2,7 @@
 
 import os
 import resource
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,23 @@ def test_save_that_is_given_up_is_cleared_by_the_next(found):
         assert rank["given up"] == (False, 2)
         loaded, names = rank["after"]
         assert loaded == {99.0} and "iter_0000004.tmp" not in names and "iter_0000005" in names
+
+
+class Watched(list):
+    """A list that counts, at each replacement, the tensors of its start that are still alive."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__(tensors)
+        self._first = [weakref.ref(tensor) for tensor in tensors]
+        self.num_alive: list[int] = []
+
+    def __setitem__(self, index, value) -> None:
+        super().__setitem__(index, value)
+        self.num_alive.append(sum(tensor() is not None for tensor in self._first))
+
+
+def test_each_tensor_is_released_when_it_is_copied():
+    values = Watched([torch.full((8,), float(number)) for number in range(4)])
+    copies = HostCopies().prepare(values)()
+    assert values.num_alive == [4, 3, 2, 1]
+    assert [float(copy[0]) for copy in copies] == [0.0, 1.0, 2.0, 3.0]
