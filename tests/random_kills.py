@@ -96,28 +96,21 @@ def work(changes: dict[str, Any]) -> None:
     with quick_start():
         import torch
         from small_runs import small_run
-        from training_runs import build_seeded_run
+        from training_runs import resume_seeded_run
 
         from patch.checkpoint.retention import Retention
         from patch.distributed.groups import shutdown
         from patch.storage.lock import hold_run
         from patch.training.checkpoint_retention import CheckpointRetention
         from patch.training.metrics import MetricsLog
-        from patch.training.run_state import find_progress, resume
         from patch.training.setup import checkpoint_root
         from patch.training.trainer import Trainer
 
     torch.set_num_threads(1)
     config = small_run(**changes)
     root, output = checkpoint_root(config), Path(changes["output_path"])
-    run = build_seeded_run(config)
+    run = resume_seeded_run(config)
     run.valid_readers = {}
-    progress = find_progress(root)
-    if progress is not None:
-        resume(root, progress, run.stages, run.optimizer, config.training.seed, STEPS)
-        run.start_iteration = progress.iteration
-    else:
-        run.optimizer.reload_model_params()
     hooks = []
     if os.environ["RANK"] != "0":
         Trainer(run, hooks).train()
