@@ -33,7 +33,7 @@ from patch.compat.torch_checkpoint import StorageInfo
 from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.storage.checksums import Content, SummedFile
+from patch.storage.checksums import Content, write_summed
 from patch.storage.lock import check_held
 from patch.storage.names import METADATA_FILE
 from patch.storage.sizes import size_text
@@ -209,7 +209,7 @@ class Save:
         contents = {name: value for written in by_rank for name, value in written.contents.items()}
         contents[METADATA_FILE] = self._write_index([written.places for written in by_rank])
         for name, data in self._planner.small_files.items():
-            contents[name] = _write(self._partial / name, data)
+            contents[name] = write_summed(self._partial / name, data)
         write_manifest(self._partial, self.iteration, contents)
         check_held(self._target)
         publish(self._target)
@@ -225,7 +225,7 @@ class Save:
                 self._planner.keys_by_rank[rank], places.tolist(), strict=True
             )
         }
-        return _write(self._partial / METADATA_FILE, pickle.dumps(index))
+        return write_summed(self._partial / METADATA_FILE, pickle.dumps(index))
 
 
 def _wait_for_folder(folder: Path, cancelled: threading.Event) -> None:
@@ -245,16 +245,6 @@ def _wait_for_folder(folder: Path, cancelled: threading.Event) -> None:
                 field="output_path",
             )
         cancelled.wait(0.2)
-
-
-def _write(path: Path, data: bytes) -> Content:
-    """Write a small file and flush it to the disk."""
-    file = SummedFile(path)
-    try:
-        file.write(data)
-        return file.finish()
-    finally:
-        file.close()
 
 
 @contextmanager

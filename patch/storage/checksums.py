@@ -90,6 +90,20 @@ class SummedFile:
         self._stream.close()
 
 
+def write_summed(path: Path, data: bytes) -> Content:
+    """Write a small file and flush it to the disk; its length and checksum.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    file = SummedFile(path)
+    try:
+        file.write(data)
+        return file.finish()
+    finally:
+        file.close()
+
+
 def difference(path: Path, expected: Content) -> str | None:
     """How the file differs from the expected content, in words; None if it does not. Never raises OSError."""
     try:
