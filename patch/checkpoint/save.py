@@ -112,7 +112,9 @@ class Save:
         self._target, self._partial = target, staged_checkpoint(target).partial
         self._planner = planner
         self._written: Written | None = None
-        self._is_publishing = False
+        self.is_publishing = False
+        """Whether all files but the last ones of rank 0 are written."""
+        self._files: list[SummedFile] = []
         self._error: Exception | None = None
         self._cancelled, self._copied = threading.Event(), threading.Event()
         self._copy: Callable[[], list[Value]] | None = None
@@ -129,7 +131,13 @@ class Save:
     @property
     def is_busy(self) -> bool:
         """Whether this rank still writes; not a collective."""
-        return self._thread is not None and self._thread.is_alive()
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    @property
+    def num_written(self) -> int:
+        """Bytes that this rank has written to its data files so far; not a collective."""
+        return sum(file.tell() for file in self._files)
 
     def wait_for_copies(self) -> None:
         """Wait until the state may be changed, or the copies have failed; not a collective."""
@@ -148,10 +156,10 @@ class Save:
             self._join()
             if self._error is not None:
                 raise self._error
-        if self._is_publishing:
+        if self.is_publishing:
             _logger.info("saved %s", self._target)
             return True
-        self._is_publishing = True
+        self.is_publishing = True
         is_first = dist.get_rank() == 0
         by_rank: list[Any] | None = [None] * dist.get_world_size() if is_first else None
         dist.gather_object(self._written, by_rank)
@@ -198,7 +206,7 @@ class Save:
                 self._planner.values = []
         finally:
             self._copied.set()
-        self._written = write_data(self._partial, dist.get_rank(), values, self._cancelled)
+        self._written = write_data(self._partial, dist.get_rank(), values, self._cancelled, self._files)
 
     def _publish(self, by_rank: list[Written]) -> None:
         """Write the index and the checksums, and rename the folder; in a thread of rank 0."""

@@ -65,10 +65,10 @@ class SummedFile:
                     window = values[begin : begin + _WINDOW_BYTES]
                     self._crc = zlib.crc32(window, self._crc)
                     self._stream.write(window)
+                    self._length += len(window)
             except OSError as error:
                 self.error = error
                 raise
-            self._length += len(values)
             return len(values)
 
     def flush(self) -> None:

@@ -41,12 +41,21 @@ class Saving:
         self._copies = HostCopies() if run.config.checkpoint.async_save else None
         self._is_decided = False
         self._pending: Save | None = None
+        self._newest: Save | None = None
         self._stall_s = self._write_s = 0.0
 
     @property
     def is_busy(self) -> bool:
         """Whether this rank writes in the background; not a collective."""
         return self._pending is not None and self._pending.is_busy
+
+    def written(self) -> tuple[int, bool, int] | None:
+        """The step of the checkpoint that this rank writes, whether it publishes it, and the bytes written.
+
+        Not a collective; for another thread. None if this rank writes none at present.
+        """
+        save = self._newest
+        return (save.iteration, save.is_publishing, save.num_written) if save and save.is_busy else None
 
     @property
     def is_pending(self) -> bool:
@@ -88,6 +97,7 @@ class Saving:
                 self._copies = None
         copies = None if is_end else self._copies
         self._pending = start_save(checkpoint_root(run.config), iteration, state, common, copies)
+        self._newest = self._pending
         run.optimizer.record_memory("save")
         if copies is None:
             self._finish()

@@ -29,6 +29,7 @@ from patch.training.best_checkpoint import BestCheckpoint
 from patch.training.checkpoint_retention import CheckpointRetention
 from patch.training.error_translation import translate_errors
 from patch.training.guards.hang_guard import guarding
+from patch.training.guards.phases import PhaseClock
 from patch.training.hooks import TrainerHook
 from patch.training.loss_plot import LossPlot
 from patch.training.metrics import MetricsLog
@@ -66,16 +67,17 @@ def _train(config: RunConfig) -> int:
     context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
-    with _locked_folder(config):
+    phases = PhaseClock()
+    with guarding(config, phases, context.device), _locked_folder(config):
         this_run = build_run(config, context, groups)
-        config = this_run.config
+        config, this_run.phases = this_run.config, phases
+        phases.num_before = this_run.start_iteration
         _compare_data(this_run)
         if this_run.start_iteration < config.training.train_iters:
             _write_config(config)
         with all_or_none():
             hooks = build_hooks(this_run)
-        with guarding(this_run):
-            exit_code = Trainer(this_run, hooks).train()
+        exit_code = Trainer(this_run, hooks).train()
         if not exit_code and config.checkpoint.export_hf:
             _export(this_run)
     exit_code = announce_end(Reply(exit_code))
