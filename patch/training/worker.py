@@ -70,11 +70,12 @@ def _train(config: RunConfig) -> int:
     phases = PhaseClock()
     with guarding(config, phases, context.device), _locked_folder(config):
         this_run = build_run(config, context, groups)
-        config, this_run.phases = this_run.config, phases
-        phases.num_before = this_run.start_iteration
+        this_run.phases, phases.num_before = phases, this_run.start_iteration
         _compare_data(this_run)
-        if this_run.start_iteration < config.training.train_iters:
-            _write_config(config)
+        if this_run.start_iteration < this_run.config.training.train_iters:
+            # The steps of epochs are known only now; other lengths are written as they were given.
+            _write_config(config if config.training.train_epochs is None else this_run.config)
+        config = this_run.config
         with all_or_none():
             hooks = build_hooks(this_run)
         exit_code = Trainer(this_run, hooks).train()
@@ -98,15 +99,18 @@ def build_hooks(run: Run) -> list[TrainerHook]:
             LossPlot(output),
             ProgressDisplay(run.start_iteration, run.config.training.train_iters),
             BestCheckpoint(output, run.start_iteration),
-            CheckpointRetention(checkpoint_root(run.config), _retention(run.config), run.start_iteration),
+            _retention(run),
         ]
     return hooks
 
 
-def _retention(config: RunConfig) -> Retention:
-    """Which checkpoints stay; with --save-retain-every alone, the newest one besides."""
-    last, every = config.checkpoint.save_retain_last, config.checkpoint.save_retain_every
-    return Retention(last or (1 if every else None), every)
+def _retention(run: Run) -> CheckpointRetention:
+    """The hook that removes checkpoints; with --save-retain-every alone, the newest one stays besides."""
+    config = run.config.checkpoint
+    last, every = config.save_retain_last, config.save_retain_every
+    retention = Retention(last or (1 if every else None), every)
+    weights_only = run.config.training.train_iters if config.save_weights_only_at_end else None
+    return CheckpointRetention(checkpoint_root(run.config), retention, run.start_iteration, weights_only)
 
 
 @contextmanager

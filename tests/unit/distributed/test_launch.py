@@ -11,51 +11,40 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from launches import MACHINE, make_config
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
-from patch.config import Rendezvous, RunConfig, schema
-from patch.device import MachineFacts
+from patch.config import Rendezvous
 from patch.distributed import agent, rendezvous
 from patch.distributed.agent import INSISTENCE_S
-from patch.distributed.launch import launch, worker_environment
+from patch.distributed.launch import launch
 from patch.distributed.worker_process import LOST_RANK_CODE
 from patch.errors import ConfigError
 from patch.storage.lock import hold_run
 
 REPOSITORY = Path(__file__).parents[3]
-MACHINE = MachineFacts(cuda_devices=0, cpu_cores=4)
 ALONE = Rendezvous()
 READY_TIMEOUT_S = 200.0
 
 
-def make_config(num_local: int, num_nodes: int = 1, **training: object) -> RunConfig:
-    return RunConfig(
-        model=schema.ModelConfig(
-            num_layers=2,
-            hidden_size=8,
-            ffn_hidden_size=8,
-            num_attention_heads=2,
-            num_query_groups=2,
-            kv_channels=4,
-            vocab_size=16,
-            seq_length=8,
-            max_position_embeddings=8,
-            rotary_base=1e4,
-        ),
-        parallel=schema.ParallelConfig(nproc_per_node=num_local, nnodes=num_nodes),
-        training=schema.TrainingConfig(
-            micro_batch_size=1, global_batch_size=num_local, train_iters=1, **training
-        ),
-        optimizer=schema.OptimizerConfig(lr=1e-3),
-        data=schema.DataConfig(train_data_path="none", max_padding_length=8),
-        checkpoint=schema.CheckpointConfig(output_path="none"),
-    )
+_started: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def no_launcher_is_left() -> Iterator[None]:
+    """One of a failed test would wait for its workers, or for other machines."""
+    yield
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.wait()
 
 
 def launch_workers(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: int) -> int:
@@ -90,80 +79,12 @@ def test_environment_tells_each_rank_its_place(tmp_path: Path, monkeypatch: pyte
     assert dict(os.environ) == before
 
 
-def test_environment_keeps_the_users_own_choices() -> None:
-    own = {"OMP_NUM_THREADS": "7", "RAYON_NUM_THREADS": "3", "TOKENIZERS_PARALLELISM": "false"}
-    own |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
-    only = worker_environment(make_config(1, deterministic_mode=True), MACHINE, own)
-    assert own.items() <= only.items()
-
-
-def test_environment_lets_cublas_be_deterministic_where_it_is_asked() -> None:
-    only = worker_environment(make_config(1, deterministic_mode=True), MACHINE, {})
-    assert only["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    only = worker_environment(make_config(1), MACHINE, {})
-    assert "CUBLAS_WORKSPACE_CONFIG" not in only
-
-
-def test_environment_keeps_nccl_from_sums_in_the_switch_where_bits_must_repeat() -> None:
-    """NVLS reductions differ from call to call (pytorch#154880)."""
-    config = make_config(1, deterministic_mode=True)
-    assert worker_environment(config, MACHINE, {})["NCCL_ALGO"] == "^NVLS"
-    own = {"NCCL_ALGO": "Ring"}
-    assert worker_environment(config, MACHINE, own)["NCCL_ALGO"] == "Ring"
-    assert "NCCL_ALGO" not in worker_environment(make_config(1), MACHINE, {})
-
-
-@pytest.mark.parametrize(
-    ("tp", "capability", "expected"), [(1, 9, None), (2, 0, "1"), (2, 9, "1"), (2, 10, None), (2, 12, None)]
-)
-def test_environment_has_one_queue_where_tensor_parallel_layers_need_it(
-    tp: int, capability: int, expected: str | None
-) -> None:
-    """Up to Hopper: Blackwell keeps the order by itself."""
-    config = make_config(2)
-    config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=tp))
-    machine = MachineFacts(cuda_devices=2, cpu_cores=4, compute_capability=capability)
-    environment = worker_environment(config, machine, {})
-    assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
-
-
 def test_worker_keeps_to_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = f"open(f'{tmp_path}/cores', 'w').write(str(os.sched_getaffinity(0)))"
     core = max(os.sched_getaffinity(0))
     monkeypatch.setattr("patch.distributed.launch.cores_of_workers", lambda *_: [{core}])
     assert launch_workers(write_script(tmp_path, body), 1) == 0
     assert (tmp_path / "cores").read_text() == str({core})
-
-
-ALLOCATOR, OLDER = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-
-
-def test_environment_asks_for_segments_that_grow_where_the_user_asks_for_nothing() -> None:
-    for own, expected in [
-        ({}, {ALLOCATOR: "expandable_segments:True"}),
-        ({ALLOCATOR: ""}, {ALLOCATOR: ""}),
-        ({ALLOCATOR: "backend:native"}, {ALLOCATOR: "backend:native"}),
-        ({OLDER: "max_split_size_mb:512"}, {OLDER: "max_split_size_mb:512"}),
-    ]:
-        only = worker_environment(make_config(1), MACHINE, own)
-        assert {name: only[name] for name in (ALLOCATOR, OLDER) if name in only} == expected
-
-
-def test_a_worker_of_the_users_own_torchrun_asks_for_them_before_torch_is_imported() -> None:
-    """The machine is probed first of all, which may start CUDA; what is there then is printed."""
-    program = (
-        "import os, runpy, sys; from patch.device import MachineFacts\n"
-        "def probe():\n"
-        f"    print(os.environ.get('{ALLOCATOR}'), 'torch' in sys.modules, flush=True); os._exit(0)\n"
-        "MachineFacts.probe = probe; sys.argv[1:] = []\n"
-        "runpy.run_path('examples/llama3_1/pretrain_llama.py', run_name='__main__')"
-    )
-    environ = {name: text for name, text in os.environ.items() if name not in (ALLOCATOR, OLDER)}
-    for own, expected in [({"LOCAL_RANK": "0"}, "expandable_segments:True False"), ({}, "None False")]:
-        found = subprocess.run(
-            [sys.executable, "-c", program], env=environ | own, cwd=REPOSITORY, capture_output=True, text=True
-        )
-        assert found.stdout.strip() == expected, found.stderr
 
 
 def test_success_is_zero_and_passes_the_flags(tmp_path: Path) -> None:
@@ -429,7 +350,8 @@ def start(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: i
     """Start the launcher of a machine as a program."""
     machine = json.dumps({"num_local": num_local, "place": place, **parallel})
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen([sys.executable, __file__, str(script), machine], env=environment)
+    _started.append(subprocess.Popen([sys.executable, __file__, str(script), machine], env=environment))
+    return _started[-1]
 
 
 def await_files(*files: Path) -> list[str]:
