@@ -349,7 +349,7 @@ def test_machine_beyond_what_the_batch_allows_waits_until_the_end(monkeypatch: p
 def start(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: int) -> subprocess.Popen:
     """Start the launcher of a machine as a program."""
     machine = json.dumps({"num_local": num_local, "place": place, **parallel})
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
     _started.append(subprocess.Popen([sys.executable, __file__, str(script), machine], env=environment))
     return _started[-1]
 
