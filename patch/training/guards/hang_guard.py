@@ -71,7 +71,7 @@ class HangGuard:
         """When the store last answered, when `_watch` last looked, and when this process last stood still."""
         self._written: tuple[Any, ...] | None = None
         self._wrote = self._moved
-        """What was written when `_watch` last looked, and when that was new."""
+        """What was written of a checkpoint when `_talk` last looked, and when that was new."""
         self._is_over = threading.Event()
         self._ending = threading.Lock()
         self._send_beat()
