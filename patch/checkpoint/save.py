@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -38,6 +39,9 @@ from patch.storage.names import METADATA_FILE
 from patch.storage.sizes import size_text
 
 _logger = get_logger(__name__)
+
+_FOLDER_IS_SEEN_S = 90.0
+"""For so long a machine may not see a folder that another one has created."""
 
 
 def save_checkpoint(
@@ -94,6 +98,18 @@ def start_save(
     return Save(target, iteration, planner, host_copies)
 
 
+class Writing(NamedTuple):
+    """How far a rank is with writing a checkpoint; any progress changes it."""
+
+    iteration: int
+    is_publishing: bool
+    """Whether only the last files of rank 0 are missing."""
+    num_bytes: int
+    """Written to this rank's data files so far."""
+    num_flushing: int
+    """Of the files among them that are being made durable, which may take long without a sign of progress."""
+
+
 class Save:
     """A checkpoint that is being written. All ranks call its collective methods at the same points.
 
@@ -111,8 +127,7 @@ class Save:
         self._target, self._partial = target, staged_checkpoint(target).partial
         self._planner = planner
         self._written: Written | None = None
-        self.is_publishing = False
-        """Whether all files but the last ones of rank 0 are written."""
+        self._is_publishing = False
         self._files: list[SummedFile] = []
         self._error: Exception | None = None
         self._cancelled, self._copied = threading.Event(), threading.Event()
@@ -133,10 +148,13 @@ class Save:
         thread = self._thread
         return thread is not None and thread.is_alive()
 
-    @property
-    def num_written(self) -> int:
-        """Bytes that this rank has written to its data files so far; not a collective."""
-        return sum(file.tell() for file in self._files)
+    def progress(self) -> Writing | None:
+        """How far this rank is; None if it writes nothing at present. Not a collective, and of any thread."""
+        if not self.is_busy:
+            return None
+        lengths = [(file.tell(), file.is_flushing) for file in self._files]
+        flushing = sum(length for length, is_flushing in lengths if is_flushing)
+        return Writing(self.iteration, self._is_publishing, sum(length for length, _ in lengths), flushing)
 
     def wait_for_copies(self) -> None:
         """Wait until the state may be changed, or the copies have failed; not a collective."""
@@ -155,10 +173,10 @@ class Save:
             self._join()
             if self._error is not None:
                 raise self._error
-        if self.is_publishing:
+        if self._is_publishing:
             _logger.info("saved %s", self._target)
             return True
-        self.is_publishing = True
+        self._is_publishing = True
         is_first = dist.get_rank() == 0
         by_rank: list[Any] | None = [None] * dist.get_world_size() if is_first else None
         dist.gather_object(self._written, by_rank)
@@ -205,6 +223,7 @@ class Save:
                 self._planner.values = []
         finally:
             self._copied.set()
+        _wait_for_folder(self._partial, self._cancelled)
         self._written = write_data(self._partial, dist.get_rank(), values, self._cancelled, self._files)
 
     def _publish(self, by_rank: list[Written]) -> None:
@@ -229,6 +248,25 @@ class Save:
             )
         }
         return _write(self._partial / METADATA_FILE, pickle.dumps(index))
+
+
+def _wait_for_folder(folder: Path, cancelled: threading.Event) -> None:
+    """Wait until this machine sees the folder that rank 0 has created.
+
+    Over NFS a machine may remember for 30 to 60 s that something was not there.
+
+    Raises:
+        CheckpointError: it does not see it.
+    """
+    begin = time.monotonic()
+    while not folder.is_dir() and not cancelled.is_set():
+        if time.monotonic() - begin > _FOLDER_IS_SEEN_S:
+            raise CheckpointError(
+                f"{folder} was not written: {socket.gethostname()} does not see that rank 0 has created it; "
+                "all ranks must share the folder of the run",
+                field="output_path",
+            )
+        cancelled.wait(0.2)
 
 
 def _write(path: Path, data: bytes) -> Content:

@@ -4,7 +4,8 @@ What is ours, in methods that torch leaves to subclasses of its agent:
 
 - Signals. torch's agent stops its workers' whole process groups, children that write a checkpoint included,
   and a second signal interrupts the wait. Here the workers alone get the first signal and have all the time
-  that they need; another signal INSISTENCE_S or more later kills them.
+  that they need. Schedulers send more signals while they wait (SLURM SIGUSR1, then SIGTERM), which change
+  nothing; only a person's Ctrl-C INSISTENCE_S or more after the first signal kills the workers.
 - Which failures are worth a restart, and the exit code: from the workers' error files (`Reply`). torch starts
   again after every failure.
 """
@@ -31,6 +32,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from patch.distributed.guardian import Guardian
 from patch.distributed.rendezvous import Meeting
 from patch.distributed.worker_process import (
     CORES,
@@ -46,7 +48,7 @@ from patch.logger import get_logger
 _logger = get_logger(__name__)
 
 POLL_S = 0.1
-# Another signal at least this long after the first one kills the workers without a checkpoint.
+# Ctrl-C at least this long after the first signal kills the workers without a checkpoint.
 INSISTENCE_S = 3.0
 SETTLE_S = 5.0
 """After a failure the other ranks have so long to report a cause of their own; then they are killed."""
@@ -137,11 +139,12 @@ class Agent(LocalElasticAgent):
     Args:
         spec: the workers, see torch.
         files: where they write.
+        guardian: ends what they have started if this process is killed.
     """
 
-    def __init__(self, spec: WorkerSpec, files: WorkerFiles) -> None:
+    def __init__(self, spec: WorkerSpec, files: WorkerFiles, guardian: Guardian) -> None:
         super().__init__(spec, files)
-        self._files = files
+        self._files, self._guardian = files, guardian
         self._signals: list[tuple[int, float]] = []
         """Number and time of each signal that came."""
         self._forwarded = False
@@ -197,6 +200,11 @@ class Agent(LocalElasticAgent):
         number = signal.Signals(self._signals[0][0])
         return SignalException(number.name, number)
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        processes = super()._start_workers(worker_group)
+        self._guardian.watch(processes.values())
+        return processes
+
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         limit = worker_group.spec.max_restarts
         if worker_group.state is WorkerState.HEALTHY:
@@ -250,19 +258,21 @@ class Agent(LocalElasticAgent):
     def _obey_signals(self) -> None:
         if not self._signals:
             return
-        (number, first), (_, last) = self._signals[0], self._signals[-1]
+        number, first = self._signals[0]
         name = signal.Signals(number).name
         if not self._forwarded:
             self._forwarded = True
             _logger.info(
-                "%s: waiting for the workers to save a checkpoint; a signal after %.0f s or more kills them",
+                "%s: waiting for the workers to save a checkpoint; Ctrl-C after %.0f s or more kills them",
                 name,
                 INSISTENCE_S,
             )
             self._send(number)
-        elif last - first >= INSISTENCE_S and not self._given_up:
+        elif not self._given_up and any(
+            each == signal.SIGINT and when - first >= INSISTENCE_S for each, when in self._signals
+        ):
             self._given_up = True
-            _logger.error("%s again: ending the workers without a checkpoint of these last steps", name)
+            _logger.error("Ctrl-C after %s: the workers end without a checkpoint of the last steps", name)
             self._killed.update(self._processes())
             for local_rank in self._processes():
                 self._kill(local_rank)
@@ -338,11 +348,14 @@ def run_workers(
         max_restarts=max_restarts,
         monitor_interval=POLL_S,
     )
-    agent = Agent(spec, files)
     try:
-        with _handling_signals(agent.note_signal):
-            result = agent.run()
+        with Guardian() as guardian:
+            agent = Agent(spec, files, guardian)
+            with _handling_signals(agent.note_signal):
+                result = agent.run()
     except SignalException as stopped:
+        if not meeting.is_spare:  # the others would wait for this machine
+            meeting.shutdown()
         return 128 + stopped.sigval
     except RendezvousTimeoutError as error:
         raise TrainingError(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 import psutil
 
 from patch.checkpoint.host_copies import HostCopies
-from patch.checkpoint.save import Save, start_save
+from patch.checkpoint.save import Save, Writing, start_save
 from patch.checkpoint.sharded_tensors import bytes_to_write, shards_of
 from patch.config import to_yaml
 from patch.device import usable_memory
@@ -49,13 +49,9 @@ class Saving:
         """Whether this rank writes in the background; not a collective."""
         return self._pending is not None and self._pending.is_busy
 
-    def written(self) -> tuple[int, bool, int] | None:
-        """The step of the checkpoint that this rank writes, whether it publishes it, and the bytes written.
-
-        Not a collective; for another thread. None if this rank writes none at present.
-        """
-        save = self._newest
-        return (save.iteration, save.is_publishing, save.num_written) if save and save.is_busy else None
+    def progress(self) -> Writing | None:
+        """How far this rank is with writing a checkpoint, see `Save.progress`."""
+        return None if self._newest is None else self._newest.progress()
 
     @property
     def is_pending(self) -> bool:

@@ -39,7 +39,7 @@ class Trainer:
         self._requests = StopRequests(run.config)
         self._saving = Saving(run, self._on_save)
         run.before_change = self._saving.wait_for_copies
-        run.phases.written = self._saving.written
+        run.phases.writing = self._saving.progress
         self._spikes = SpikeWarnings(run) if dist.get_rank() == 0 else None
         self._exit_code = 0
         """With which all ranks agreed to stop; 0: they go on. A rank may have been asked a step earlier."""

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from patch.checkpoint.save import Writing
 from patch.compat.torch_internals import connect_to_job_store
 from patch.config.positions import where
 from patch.config.schema import RunConfig
@@ -69,9 +70,9 @@ class HangGuard:
         self._num_beats = 0
         self._answered = self._looked = self._moved = time.monotonic()
         """When the store last answered, when `_watch` last looked, and when this process last stood still."""
-        self._written: tuple[Any, ...] | None = None
+        self._writing: Writing | None = None
         self._wrote = self._moved
-        """What was written of a checkpoint when `_talk` last looked, and when that was new."""
+        """How far this rank was with a checkpoint when `_talk` last looked, and when that was new."""
         self._is_over = threading.Event()
         self._ending = threading.Lock()
         self._send_beat()
@@ -126,7 +127,7 @@ class HangGuard:
         now, is_saving = time.monotonic(), self._phases.note.phase == Phase.SAVE
         if now - self._looked > 2 * self._limits.interval_s + 1:  # `_watch` never waits, so all stood still
             self._answered = self._moved = now
-        since = max(self._moved, self._wrote) if is_saving and self._written is not None else self._moved
+        since = max(self._moved, self._wrote) if is_saving and self._writing is not None else self._moved
         return Beat.of(self._num_beats, self._phases, since, self._descriptor)
 
     def _send_beat(self) -> None:
@@ -142,14 +143,15 @@ class HangGuard:
 
     def _look_at_writing(self) -> None:
         """See whether this rank's threads that write a checkpoint get anything done."""
-        written = self._phases.written()
-        if written != self._written:
-            self._written, self._wrote = written, time.monotonic()
+        writing = self._phases.writing()
+        if writing != self._writing:
+            self._writing, self._wrote = writing, time.monotonic()
         silent_s = time.monotonic() - max(self._wrote, self._moved)
-        if written is not None and silent_s > self._limits.of_writing(written[-1]):
+        if writing is not None and silent_s > self._limits.of_writing(writing.num_flushing):
             message = (
                 f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}) has written nothing of "
-                f"the checkpoint of step {written[0]} for {silent_s:.0f} s, after {size_text(written[-1])}"
+                f"the checkpoint of step {writing.iteration} for {silent_s:.0f} s, after "
+                f"{size_text(writing.num_bytes)}"
             )
             self._announce({"message": self._complete(message), "stacks": []})
 

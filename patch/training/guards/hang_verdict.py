@@ -121,10 +121,10 @@ class Limits:
         return self.long_s if phase in (Phase.SETUP, Phase.END) else self.step_s
 
     def of_writing(self, num_bytes: int) -> float:
-        """Without a byte more of a checkpoint.
+        """Without progress in writing a checkpoint.
 
         Args:
-            num_bytes: written so far, none of which need be on the disk before the file is flushed.
+            num_bytes: of the files that are being flushed, none of which need be on the disk before.
         """
         return self.step_s + num_bytes / SLOWEST_DISK
 

@@ -12,7 +12,9 @@ import struct
 import time
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from patch.checkpoint.save import Writing
 
 _SHARE_OF_STEP = 0.05
 """How much the newest step counts in the mean of a rank's own time."""
@@ -66,9 +68,8 @@ class PhaseClock:
         """The time of the slowest step after the first one."""
         self.own_ms = 0.0
         """A running mean of the time of a step in which this rank did not wait for the others' gradients."""
-        self.written: Callable[[], tuple[Any, ...] | None] = lambda: None
-        """What this rank has written of a checkpoint: a tuple that changes with each progress, of which the
-        first is the checkpoint's step and the last the bytes; None: it writes none. Of any thread."""
+        self.writing: Callable[[], Writing | None] = lambda: None
+        """How far this rank is with writing a checkpoint; None: it writes none."""
         self.shared: mmap.mmap | None = None
         """Memory from `shared_memory` that gets the notes, too."""
 

@@ -1,66 +1,35 @@
-"""The launcher, with tiny scripts as workers: environment, exit codes, signals, restarts, orphans.
+"""The launcher, with tiny scripts as workers: environment, exit codes, restarts. See test_signals.py too."""
 
-Run as a program this file is the launcher of a machine: `python test_launch.py SCRIPT MACHINE`, see `start`.
-"""
-
-import json
-import logging
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from launches import MACHINE, make_config
+from launches import (
+    MACHINE,
+    REPOSITORY,
+    await_files,
+    free_port,
+    is_running,
+    launch_workers,
+    make_config,
+    start,
+    write_script,
+)
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from patch.config import Rendezvous
+from patch.device import MachineFacts
 from patch.distributed import agent, rendezvous
-from patch.distributed.agent import INSISTENCE_S
-from patch.distributed.launch import launch
+from patch.distributed.launch import worker_environment
 from patch.distributed.worker_process import LOST_RANK_CODE
 from patch.errors import ConfigError
 from patch.storage.lock import hold_run
-
-REPOSITORY = Path(__file__).parents[3]
-ALONE = Rendezvous()
-READY_TIMEOUT_S = 200.0
-
-
-_started: list[subprocess.Popen] = []
-
-
-@pytest.fixture(autouse=True)
-def no_launcher_is_left() -> Iterator[None]:
-    """One of a failed test would wait for its workers, or for other machines."""
-    yield
-    while _started:
-        process = _started.pop()
-        process.kill()
-        process.wait()
-
-
-def launch_workers(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: int) -> int:
-    config = make_config(num_local)
-    config = replace(config, parallel=replace(config.parallel, **parallel))
-    return launch(script, ["--flag"], config, place, MACHINE)
-
-
-def write_script(folder: Path, body: str) -> Path:
-    script = folder / "worker.py"
-    script.write_text(
-        f"import os, signal, sys, time\nsys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "from patch.distributed import worker_process\nworker_process.begin()\n"
-        f"rank = int(os.environ['RANK'])\n{body}\n"
-    )
-    return script
 
 
 @pytest.fixture
@@ -79,12 +48,80 @@ def test_environment_tells_each_rank_its_place(tmp_path: Path, monkeypatch: pyte
     assert dict(os.environ) == before
 
 
+def test_environment_keeps_the_users_own_choices() -> None:
+    own = {"OMP_NUM_THREADS": "7", "RAYON_NUM_THREADS": "3", "TOKENIZERS_PARALLELISM": "false"}
+    own |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
+    only = worker_environment(make_config(1, deterministic_mode=True), MACHINE, own)
+    assert own.items() <= only.items()
+
+
+def test_environment_lets_cublas_be_deterministic_where_it_is_asked() -> None:
+    only = worker_environment(make_config(1, deterministic_mode=True), MACHINE, {})
+    assert only["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    only = worker_environment(make_config(1), MACHINE, {})
+    assert "CUBLAS_WORKSPACE_CONFIG" not in only
+
+
+def test_environment_keeps_nccl_from_sums_in_the_switch_where_bits_must_repeat() -> None:
+    """NVLS reductions differ from call to call (pytorch#154880)."""
+    config = make_config(1, deterministic_mode=True)
+    assert worker_environment(config, MACHINE, {})["NCCL_ALGO"] == "^NVLS"
+    own = {"NCCL_ALGO": "Ring"}
+    assert worker_environment(config, MACHINE, own)["NCCL_ALGO"] == "Ring"
+    assert "NCCL_ALGO" not in worker_environment(make_config(1), MACHINE, {})
+
+
+@pytest.mark.parametrize(
+    ("tp", "capability", "expected"), [(1, 9, None), (2, 0, "1"), (2, 9, "1"), (2, 10, None), (2, 12, None)]
+)
+def test_environment_has_one_queue_where_tensor_parallel_layers_need_it(
+    tp: int, capability: int, expected: str | None
+) -> None:
+    """Up to Hopper: Blackwell keeps the order by itself."""
+    config = make_config(2)
+    config = replace(config, parallel=replace(config.parallel, tensor_model_parallel_size=tp))
+    machine = MachineFacts(cuda_devices=2, cpu_cores=4, compute_capability=capability)
+    environment = worker_environment(config, machine, {})
+    assert environment.get("CUDA_DEVICE_MAX_CONNECTIONS") == expected
+
+
 def test_worker_keeps_to_its_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     body = f"open(f'{tmp_path}/cores', 'w').write(str(os.sched_getaffinity(0)))"
     core = max(os.sched_getaffinity(0))
     monkeypatch.setattr("patch.distributed.launch.cores_of_workers", lambda *_: [{core}])
     assert launch_workers(write_script(tmp_path, body), 1) == 0
     assert (tmp_path / "cores").read_text() == str({core})
+
+
+ALLOCATOR, OLDER = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def test_environment_asks_for_segments_that_grow_where_the_user_asks_for_nothing() -> None:
+    for own, expected in [
+        ({}, {ALLOCATOR: "expandable_segments:True"}),
+        ({ALLOCATOR: ""}, {ALLOCATOR: ""}),
+        ({ALLOCATOR: "backend:native"}, {ALLOCATOR: "backend:native"}),
+        ({OLDER: "max_split_size_mb:512"}, {OLDER: "max_split_size_mb:512"}),
+    ]:
+        only = worker_environment(make_config(1), MACHINE, own)
+        assert {name: only[name] for name in (ALLOCATOR, OLDER) if name in only} == expected
+
+
+def test_a_worker_of_the_users_own_torchrun_asks_for_them_before_torch_is_imported() -> None:
+    """The machine is probed first of all, which may start CUDA; what is there then is printed."""
+    program = (
+        "import os, runpy, sys; from patch.device import MachineFacts\n"
+        "def probe():\n"
+        f"    print(os.environ.get('{ALLOCATOR}'), 'torch' in sys.modules, flush=True); os._exit(0)\n"
+        "MachineFacts.probe = probe; sys.argv[1:] = []\n"
+        "runpy.run_path('examples/llama3_1/pretrain_llama.py', run_name='__main__')"
+    )
+    environ = {name: text for name, text in os.environ.items() if name not in (ALLOCATOR, OLDER)}
+    for own, expected in [({"LOCAL_RANK": "0"}, "expandable_segments:True False"), ({}, "None False")]:
+        found = subprocess.run(
+            [sys.executable, "-c", program], env=environ | own, cwd=REPOSITORY, capture_output=True, text=True
+        )
+        assert found.stdout.strip() == expected, found.stderr
 
 
 def test_success_is_zero_and_passes_the_flags(tmp_path: Path) -> None:
@@ -296,12 +333,6 @@ if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
     assert not is_running(int((tmp_path / "child").read_text()))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_the_rest_goes_on_when_a_machine_is_lost_and_takes_it_in_again(tmp_path: Path) -> None:
     """Ranks follow the machines' indices, also if a later machine comes first."""
     body = f"""
@@ -328,109 +359,25 @@ if start == '2':
     assert found == [str(again.pid), str(first.pid)]
 
 
-def test_machine_beyond_what_the_batch_allows_waits_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "num_spares", "num_machines", "num_training"), [([1, 3], 0, 2, 1), ([2], 1, 3, 2)]
+)
+def test_machine_beyond_what_the_batch_allows_waits_until_the_end(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], num_spares: int, num_machines: int, num_training: int
+) -> None:
     monkeypatch.setattr(rendezvous, "LAST_CALL_S", 1)
     monkeypatch.setattr(rendezvous, "LINGER_S", 0)
-    place = Rendezvous(0, "127.0.0.1", free_port())
+    place = Rendezvous(0, "127.0.0.1", free_port(), num_spares)
     limit = timedelta(seconds=30)
     with ThreadPoolExecutor() as threads:
-        first = rendezvous.Meeting.join(place, [1, 3], limit)
-        second = rendezvous.Meeting.join(place._replace(node_rank=1), [1, 3], limit)
-        spare = threads.submit(second.next_rendezvous)
-        info = threads.submit(first.next_rendezvous).result(20)
-        assert (info.rank, info.world_size) == (0, 1)
+        places = [place._replace(node_rank=rank) for rank in range(num_machines)]
+        meetings = [rendezvous.Meeting.join(each, sizes, limit) for each in places]
+        *training, spare = [threads.submit(each.next_rendezvous) for each in meetings]
+        found = [(info.rank, info.world_size) for info in (each.result(20) for each in training)]
+        assert found == [(rank, num_training) for rank in range(num_training)]
         with pytest.raises(TimeoutError):
             spare.result(0.5)
+        first = meetings[0]
         first.shutdown()
         with pytest.raises(RendezvousGracefulExitError):
             spare.result(20)
-
-
-def start(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: int) -> subprocess.Popen:
-    """Start the launcher of a machine as a program."""
-    machine = json.dumps({"num_local": num_local, "place": place, **parallel})
-    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY}:{REPOSITORY / 'tests'}"}
-    _started.append(subprocess.Popen([sys.executable, __file__, str(script), machine], env=environment))
-    return _started[-1]
-
-
-def await_files(*files: Path) -> list[str]:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < deadline, f"{files} were not written in time"
-        time.sleep(0.05)
-    return [file.read_text() for file in files]
-
-
-@pytest.mark.parametrize(
-    "signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2], ids=lambda each: each.name
-)
-def test_signal_is_forwarded_once_and_waited_for(tmp_path: Path, signum: signal.Signals) -> None:
-    body = f"""
-count = 0
-def stop(signum, frame):
-    global count
-    count += 1
-for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-    signal.signal(each, stop)
-open(f'{tmp_path}/ready{{rank}}', 'w').write('yes')
-while not count:
-    time.sleep(0.05)
-time.sleep(1)
-open(f'{tmp_path}/saved{{rank}}', 'w').write(str(count))
-sys.exit(128 + {int(signum)})
-"""
-    launcher = start(write_script(tmp_path, body), 2, max_restarts=1)
-    await_files(tmp_path / "ready0", tmp_path / "ready1")
-    launcher.send_signal(signum)
-    time.sleep(0.3)
-    launcher.send_signal(signum)  # as `timeout` and impatient users do
-    assert launcher.wait(100) == 128 + signum
-    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
-
-
-def test_second_signal_after_a_while_ends_workers_that_hang(tmp_path: Path) -> None:
-    body = f"""
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-open(f'{tmp_path}/ready{{rank}}', 'w').write('yes')
-time.sleep(120)
-"""
-    launcher = start(write_script(tmp_path, body), 2, max_restarts=1)
-    await_files(tmp_path / "ready0", tmp_path / "ready1")
-    for pause in (0.5, 0.5, INSISTENCE_S):  # the first two are one impatient person
-        assert launcher.poll() is None
-        launcher.send_signal(signal.SIGINT)
-        time.sleep(pause)
-    assert launcher.poll() is None
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(100) == 128 + signal.SIGINT
-
-
-def test_no_worker_outlives_a_killed_launcher(tmp_path: Path) -> None:
-    body = f"open(f'{tmp_path}/pid{{rank}}', 'w').write(str(os.getpid()))\ntime.sleep(120)"
-    launcher = start(write_script(tmp_path, body), 2, max_restarts=1)
-    pids = [int(text) for text in await_files(tmp_path / "pid0", tmp_path / "pid1")]
-    launcher.kill()
-    launcher.wait()
-    deadline = time.monotonic() + 10
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a worker outlived its launcher"
-        time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def become_machine(text: str) -> dict:
-    machine = json.loads(text)
-    return {**machine, "place": Rendezvous(*machine["place"])}
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
-    rendezvous.LAST_CALL_S = rendezvous.HEARTBEAT_S = 2
-    sys.exit(launch_workers(Path(sys.argv[1]), **become_machine(sys.argv[2])))
