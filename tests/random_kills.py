@@ -40,18 +40,20 @@ import psutil
 
 STEPS = 16
 RANKS = 2
-MOMENTS = ("between saves", "begun", "data", "index", "marker", "named", "tracked", "deletion")
-"""Moments of a save in their order. named: the folder has its name, the tracker does not name it yet."""
+SAVING = ("between saves", "begun", "data", "index", "marker", "named", "tracked", "deletion")
+"""Moments of saving, in their order. named: the folder has its name, the tracker does not name it yet."""
 _END_S = 5.0
 """So long the rest of a run may take to end by itself when one of its processes was killed."""
 _MOMENT_S = 3.0
 """So long a moment is waited for; then the kill comes whatever is seen."""
 _STEPS_S = 0.2
 """The search for a moment begins up to so late: the time of a few steps."""
-_RUN_S = 120.0
+_RUN_S = 300.0
+"""So long a run may take to start, and to end."""
 _FRESH_S = 0.005
-TRACKER = "latest_checkpointed_iteration.txt"
+"""So long the tracker counts as just written."""
 _POLL_S = 0.0002
+TRACKER = "latest_checkpointed_iteration.txt"
 
 
 class Job(Protocol):
@@ -89,30 +91,26 @@ def settings(output: Path, *, is_async: bool, interval: int) -> dict[str, Any]:
 
 def work(changes: dict[str, Any]) -> None:
     """The worker of one rank: resumes, trains, saves. RANK and the like are in the environment."""
-    import torch
-    from small_runs import small_run
-    from training_runs import build_seeded_run
+    from patch.compat import quick_start
 
-    from patch.checkpoint.retention import Retention
-    from patch.distributed.groups import shutdown
-    from patch.storage.lock import hold_run
-    from patch.training.checkpoint_retention import CheckpointRetention
-    from patch.training.metrics import MetricsLog
-    from patch.training.run_state import find_progress, resume
-    from patch.training.setup import checkpoint_root
-    from patch.training.trainer import Trainer
+    with quick_start():
+        import torch
+        from small_runs import small_run
+        from training_runs import resume_seeded_run
+
+        from patch.checkpoint.retention import Retention
+        from patch.distributed.groups import shutdown
+        from patch.storage.lock import hold_run
+        from patch.training.checkpoint_retention import CheckpointRetention
+        from patch.training.metrics import MetricsLog
+        from patch.training.setup import checkpoint_root
+        from patch.training.trainer import Trainer
 
     torch.set_num_threads(1)
     config = small_run(**changes)
     root, output = checkpoint_root(config), Path(changes["output_path"])
-    run = build_seeded_run(config)
+    run = resume_seeded_run(config)
     run.valid_readers = {}
-    progress = find_progress(root)
-    if progress is not None:
-        resume(root, progress, run.stages, run.optimizer, config.training.seed, STEPS)
-        run.start_iteration = progress.iteration
-    else:
-        run.optimizer.reload_model_params()
     hooks = []
     if os.environ["RANK"] != "0":
         Trainer(run, hooks).train()
@@ -132,13 +130,10 @@ def work(changes: dict[str, Any]) -> None:
 class ForkedJob:
     """Workers forked from a server that has imported torch, without a launcher."""
 
-    _round = 0
-
     def __init__(self, changes: dict[str, Any]) -> None:
         import torch.distributed as dist
         from distributed_runner import _forking
 
-        ForkedJob._round += 1
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         shared = {
             "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1,
@@ -216,7 +211,7 @@ def launch_here(changes: dict[str, Any]) -> int:
 
 
 def moment_of(root: Path) -> str:
-    """Which of MOMENTS it is."""
+    """Which moment it is, of a run that has started."""
     try:
         names = os.listdir(root)
     except FileNotFoundError:
@@ -352,13 +347,18 @@ class Killing:
     def _kill(self, job: Job, output: Path) -> bool:
         """Kill one of the processes at one of the moments; whether the run had not ended before."""
         root, started = output / "checkpoint", len(starts(output))
-        is_begun = wait_for(lambda: job.ended() or len(starts(output)) > started, _RUN_S)
-        assert is_begun, f"{output}: the run does not start"
         if not self._moments:
-            self._moments = self._random.sample(MOMENTS, len(MOMENTS))
+            others = () if self._way == "restart" else ("starting",)  # its last start may live on for a while
+            self._moments = self._random.sample(SAVING + others, len(SAVING + others))
         moment = self._moments.pop()
+
+        def has_begun() -> bool:
+            return job.ended() or len(starts(output)) > started or (moment == "starting" and has_ranks(job))
+
+        assert wait_for(has_begun, _RUN_S), f"{output}: the run does not start"
         time.sleep(self._random.uniform(0, _STEPS_S))
-        wait_for(lambda: job.ended() or moment_of(root) == moment, _MOMENT_S)
+        if moment != "starting":
+            wait_for(lambda: job.ended() or moment_of(root) == moment, _MOMENT_S)
         living = job.victims()
         if not any(name.startswith("rank") for name in living):
             return False
@@ -366,8 +366,9 @@ class Killing:
         seen = max(marked(root), default=0)
         with suppress(ProcessLookupError):
             os.kill(living[victim], signal.SIGKILL)
-        self._least[len(starts(output))] = seen
-        self.hits.append(Hit(victim, moment_of(root)))
+        begun = len(starts(output))
+        self._least[begun] = seen
+        self.hits.append(Hit(victim, moment_of(root) if begun > started else "starting"))
         return True
 
     def _check(self, output: Path, newest: int, *, is_killed: bool) -> int:
@@ -381,6 +382,11 @@ class Killing:
         assert is_killed or whole == STEPS, f"{output}/messages: not killed, but ended after {whole}"
         self._least = {len(begun): whole}
         return whole
+
+
+def has_ranks(job: Job) -> bool:
+    """Whether a worker lives."""
+    return any(name.startswith("rank") for name in job.victims())
 
 
 def wait_for(is_so: Callable[[], bool], seconds: float) -> bool:
@@ -411,7 +417,7 @@ def main(arguments: list[str]) -> None:
             killing.run(chosen.kills)
         finally:
             for (victim, moment), count in sorted(Counter(killing.hits).items()):
-                print(f"{count:4} {victim:9} {moment}")
+                print(f"{count:4} {victim:9} {moment}", flush=True)
     print(f"{len(killing.hits)} kills: each start had the newest whole checkpoint, each end the same bytes")
 
 

@@ -1,13 +1,13 @@
 """Disks that are full or become read-only, and what a crash of the machine would find on them."""
 
 import os
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from full_disk import SmallDisk, small_disk
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
@@ -18,7 +18,6 @@ from patch.errors import CheckpointError
 from patch.storage.names import TRACKER, iteration_name
 
 PAGE = 4096
-DISK_BYTES, DISK_FILES = 256 * PAGE, 256
 
 pytestmark = pytest.mark.usefixtures("one_process")
 
@@ -92,67 +91,34 @@ def test_nothing_gets_a_name_before_it_is_on_the_disk(tmp_path, monkeypatch, is_
 # A small disk.
 
 
-class Disk:
-    """A small file system in memory, with a file that takes its room."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self.root = folder / "checkpoint"
-        self._ballast = folder / "ballast"
-
-    def leave(self, *, pages: int | None = None, files: int | None = None) -> None:
-        """Take all room but so many pages, and all names but so many."""
-        self._ballast.mkdir()
-        if files is not None:
-            for number in range(os.statvfs(self._folder).f_ffree - files):
-                (self._ballast / str(number)).touch()
-        if pages is not None:
-            room = os.statvfs(self._folder)
-            (self._ballast / "bytes").write_bytes(bytes((room.f_bavail - pages) * room.f_bsize))
-
-    def free(self) -> None:
-        """Give the room back."""
-        for path in self._ballast.iterdir():
-            path.unlink()
-        self._ballast.rmdir()
-
-    def remount(self, option: str) -> None:
-        """Make it read-only (ro) or writable (rw)."""
-        subprocess.run(["mount", "-o", f"remount,{option}", str(self._folder)], check=True)
-
-
 @pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    options = f"size={DISK_BYTES},nr_inodes={DISK_FILES}"
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(tmp_path)], check=False)
-    if mounted.returncode:
-        pytest.skip("only root may mount a small disk")
-    yield Disk(tmp_path)
-    subprocess.run(["umount", "--lazy", str(tmp_path)], check=True)
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
+    with small_disk(tmp_path, num_bytes=256 * PAGE, num_files=256) as made:
+        yield made
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["waiting", "background"])
 @pytest.mark.parametrize("what", ["pages", "files"])
 def test_disk_that_is_full_at_any_moment_of_a_save_loses_nothing(disk, what, is_async):
     """With room for one page or file more each time: from the first file to the tracker, the last one."""
-    save_checkpoint(disk.root, 1, state(1.0), {})
+    save_checkpoint(disk.folder, 1, state(1.0), {})
     messages, iteration, room = [], 2, 0
     while True:
         disk.leave(**{what: room})
         try:
-            begin(disk.root, iteration, is_async=is_async).finish()
+            begin(disk.folder, iteration, is_async=is_async).finish()
             break
         except CheckpointError as error:
             messages.append(str(error))
             assert error.exit_code == 4
         finally:
             disk.free()
-        found = latest_iteration(disk.root)
+        found = latest_iteration(disk.folder)
         is_whole = "is complete, but" in messages[-1]
-        assert found == (iteration if is_whole else iteration - 1) and loaded(disk.root, found) == {found}
-        assert not list(disk.root.glob("*.tmp"))
+        assert found == (iteration if is_whole else iteration - 1) and loaded(disk.folder, found) == {found}
+        assert not list(disk.folder.glob("*.tmp"))
         iteration, room = found + 1, room + 1
-    assert latest_iteration(disk.root) == iteration and loaded(disk.root, iteration) == {iteration}
+    assert latest_iteration(disk.folder) == iteration and loaded(disk.folder, iteration) == {iteration}
     *others, last = messages
     assert "is complete, but" in last and TRACKER in last and "No space left" in last
     assert len(others) > 5, "data files, .metadata, common.pt, metadata.json, checksums.json"
@@ -164,16 +130,16 @@ def test_disk_that_is_full_at_any_moment_of_a_save_loses_nothing(disk, what, is_
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["waiting", "background"])
 def test_disk_that_becomes_read_only_loses_nothing(disk, is_async):
-    save_checkpoint(disk.root, 1, state(1.0), {})
-    save = begin(disk.root, 2, is_async=is_async)
+    save_checkpoint(disk.folder, 1, state(1.0), {})
+    save = begin(disk.folder, 2, is_async=is_async)
     while save.is_busy:
         pass
     disk.remount("ro")
-    for failing in (save.finish, lambda: begin(disk.root, 3, is_async=is_async).finish()):
+    for failing in (save.finish, lambda: begin(disk.folder, 3, is_async=is_async).finish()):
         with pytest.raises(CheckpointError, match="Read-only file system"):
             failing()
-    assert latest_iteration(disk.root) == 1 and loaded(disk.root, 1) == {1}
+    assert latest_iteration(disk.folder) == 1 and loaded(disk.folder, 1) == {1}
     disk.remount("rw")
-    begin(disk.root, 2, is_async=is_async).finish()
-    assert latest_iteration(disk.root) == 2 and loaded(disk.root, 2) == {2}
-    assert sorted(os.listdir(disk.root)) == [iteration_name(1), iteration_name(2), TRACKER]
+    begin(disk.folder, 2, is_async=is_async).finish()
+    assert latest_iteration(disk.folder) == 2 and loaded(disk.folder, 2) == {2}
+    assert sorted(os.listdir(disk.folder)) == [iteration_name(1), iteration_name(2), TRACKER]
