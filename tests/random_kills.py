@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, Protocol
 
 import psutil
 
-STEPS = 16
+STEPS = 10
 RANKS = 2
 SAVING = ("between saves", "begun", "data", "index", "marker", "named", "tracked", "deletion")
 """Moments of saving, in their order. named: the folder has its name, the tracker does not name it yet."""
@@ -52,7 +52,7 @@ _RUN_S = 300.0
 """So long a run may take to start, and to end."""
 _FRESH_S = 0.005
 """So long the tracker counts as just written."""
-_POLL_S = 0.0002
+_POLL_S = 0.0005
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
