@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,9 @@ from patch.storage.names import METADATA_FILE
 from patch.storage.sizes import size_text
 
 _logger = get_logger(__name__)
+
+_FOLDER_IS_SEEN_S = 90.0
+"""For so long a machine may not see a folder that another one has created."""
 
 
 def save_checkpoint(
@@ -197,6 +201,7 @@ class Save:
                 self._planner.values = []
         finally:
             self._copied.set()
+        _wait_for_folder(self._partial, self._cancelled)
         self._written = write_data(self._partial, dist.get_rank(), values, self._cancelled)
 
     def _publish(self, by_rank: list[Written]) -> None:
@@ -221,6 +226,25 @@ class Save:
             )
         }
         return _write(self._partial / METADATA_FILE, pickle.dumps(index))
+
+
+def _wait_for_folder(folder: Path, cancelled: threading.Event) -> None:
+    """Wait until this machine sees the folder that rank 0 has created.
+
+    Over NFS a machine may remember for 30 to 60 s that something was not there.
+
+    Raises:
+        CheckpointError: it does not see it.
+    """
+    begin = time.monotonic()
+    while not folder.is_dir() and not cancelled.is_set():
+        if time.monotonic() - begin > _FOLDER_IS_SEEN_S:
+            raise CheckpointError(
+                f"{folder} was not written: {socket.gethostname()} does not see that rank 0 has created it; "
+                "all ranks must share the folder of the run",
+                field="output_path",
+            )
+        cancelled.wait(0.2)
 
 
 def _write(path: Path, data: bytes) -> Content:
