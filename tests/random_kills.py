@@ -357,15 +357,17 @@ class Killing:
 
         assert wait_for(has_begun, _RUN_S), f"{output}: the run does not start"
         time.sleep(self._random.uniform(0, _STEPS_S))
-        if moment != "starting":
-            wait_for(lambda: job.ended() or moment_of(root) == moment, _MOMENT_S)
         living = job.victims()
         if not any(name.startswith("rank") for name in living):
             return False
         victim = self._random.choice([name for name in living for _ in range(3 if name == "rank 0" else 1)])
+        if moment != "starting":
+            wait_for(lambda: job.ended() or moment_of(root) == moment, _MOMENT_S)
         seen = max(marked(root), default=0)
-        with suppress(ProcessLookupError):
+        try:
             os.kill(living[victim], signal.SIGKILL)
+        except ProcessLookupError:  # the run has ended
+            return False
         begun = len(starts(output))
         self._least[begun] = seen
         self.hits.append(Hit(victim, moment_of(root) if begun > started else "starting"))
