@@ -85,7 +85,7 @@ def settings(output: Path, *, is_async: bool, interval: int) -> dict[str, Any]:
     return {
         "dp": RANKS, "num_layers": 1, "vocab_size": 1000,
         "train_iters": STEPS, "save_interval": interval, "async_save": is_async,
-        "data_parallel_sharding": "optimizer", "output_path": str(output), "distributed_timeout_minutes": 1,
+        "data_parallel_sharding": "optimizer", "output_path": str(output), "distributed_timeout_minutes": 5,
     }  # fmt: skip
 
 
