@@ -7,14 +7,14 @@ leaves each checkpoint whole, or not at all.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from patch.checkpoint.manifest import has_saved_lengths
 from patch.logger import get_logger
 from patch.storage.atomic import sync
-from patch.storage.names import complete_iterations, iteration_name
+from patch.storage.names import all_iterations, iteration_name
 
 _logger = get_logger(__name__)
 
@@ -30,44 +30,71 @@ class Retention(NamedTuple):
     every: int | None = None
     """Those whose iteration is a multiple of this stay too; None: no more."""
 
-    def superseded(self, iterations: Iterable[int], best: int | None) -> list[int]:
-        """The iterations, of these, whose checkpoints may go; in ascending order.
+    def superseded(
+        self,
+        iterations: Iterable[int],
+        best: int | None,
+        is_whole: Callable[[int], bool],
+        uncounted: Collection[int] = (),
+    ) -> list[int]:
+        """The iterations, of these, whose checkpoints may go; in ascending order. The newest never is.
 
         Args:
-            iterations: those of the whole checkpoints up to the newest one.
+            iterations: those of the checkpoints up to the newest one.
             best: the iteration of the best checkpoint; None if none is known.
+            is_whole: whether a checkpoint is whole; others neither count nor go. Those that stay anyway are
+                not asked for, because it takes a look at each file.
+            uncounted: iterations that are none of the `last` ones.
         """
         if self.last is None:
             return []
-        ordered = sorted(iterations)
-        kept = {*ordered[-self.last :], best}
-        return [i for i in ordered if i not in kept and not (self.every and i % self.every == 0)]
+        newest, *older = sorted(iterations, reverse=True)
+        left, gone = self.last - (newest not in uncounted), []
+        for iteration in older:
+            is_counted = left > 0 and iteration not in uncounted
+            is_kept = iteration == best or (self.every and iteration % self.every == 0)
+            if (is_kept and not is_counted) or not is_whole(iteration):
+                continue
+            if is_counted:
+                left -= 1
+            else:
+                gone.append(iteration)
+        return gone[::-1]
 
 
-def set_aside_superseded(root: Path, retention: Retention, newest: int, best: int | None) -> list[int]:
+def set_aside_superseded(
+    root: Path, retention: Retention, newest: int, best: int | None, uncounted: Collection[int] = ()
+) -> list[int]:
     """Take the names of the checkpoints that may go; `delete_set_aside` then frees their space.
 
     Call it in one process, after `newest` was published. Checkpoints of later iterations, which a resume from
-    an older one left, are not touched, and damaged ones neither count nor go.
+    an older one left, are not touched, and damaged ones neither count nor go. Only the lengths of files are
+    compared: the contents were summed while they were written, and to read them all again after each save
+    would take one process longer than the save.
 
     Args:
         root: the folder of a run's checkpoints.
         retention: what stays.
         newest: the iteration of the checkpoint that was just saved.
         best: the iteration of the best checkpoint; None if none is known.
+        uncounted: iterations that are none of the `last` ones: no run can resume from them, or they are from
+            before this run went back to an older one.
 
     Returns:
         The iterations of the checkpoints that are gone.
     """
     if retention.last is None:
         return []
-    candidates = (iteration for iteration in complete_iterations(root) if iteration <= newest)
-    whole = [iteration for iteration in candidates if has_saved_lengths(root / iteration_name(iteration))]
-    if newest not in whole:
+
+    def is_whole(iteration: int) -> bool:
+        return has_saved_lengths(root / iteration_name(iteration))
+
+    if not is_whole(newest):
         _logger.warning("%s is not whole: no older checkpoint is removed", root / iteration_name(newest))
         return []
     gone = []
-    for iteration in retention.superseded(whole, best):
+    candidates = [iteration for iteration in all_iterations(root) if iteration <= newest]
+    for iteration in retention.superseded(candidates, best, is_whole, uncounted):
         folder = root / iteration_name(iteration)
         try:
             _set_aside(folder)

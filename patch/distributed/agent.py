@@ -4,7 +4,8 @@ What is ours, in methods that torch leaves to subclasses of its agent:
 
 - Signals. torch's agent stops its workers' whole process groups, children that write a checkpoint included,
   and a second signal interrupts the wait. Here the workers alone get the first signal and have all the time
-  that they need; another signal INSISTENCE_S or more later kills them.
+  that they need. Schedulers send more signals while they wait (SLURM SIGUSR1, then SIGTERM), which change
+  nothing; only a person's Ctrl-C INSISTENCE_S or more after the first signal kills the workers.
 - Which failures are worth a restart, and the exit code: from the workers' error files (`Reply`). torch starts
   again after every failure.
 """
@@ -31,15 +32,23 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from patch.distributed.guardian import Guardian
 from patch.distributed.rendezvous import Meeting
-from patch.distributed.worker_process import CORES, END_S, LOST_RANK_CODE, Reply, read_reply
+from patch.distributed.worker_process import (
+    CORES,
+    END_S,
+    LOST_RANK_CODE,
+    TIME_LIMIT_CODE,
+    Reply,
+    read_reply,
+)
 from patch.errors import TrainingError
 from patch.logger import get_logger
 
 _logger = get_logger(__name__)
 
 POLL_S = 0.1
-# Another signal at least this long after the first one kills the workers without a checkpoint.
+# Ctrl-C at least this long after the first signal kills the workers without a checkpoint.
 INSISTENCE_S = 3.0
 SETTLE_S = 5.0
 """After a failure the other ranks have so long to report a cause of their own; then they are killed."""
@@ -105,15 +114,23 @@ class _Ended(NamedTuple):
     def is_failure(self) -> bool:
         return self.reply is None or self.reply.is_failure
 
+    @property
+    def may_restart(self) -> bool:
+        """Whether starting again could help; not if it was stopped, even if it had no room for its reply."""
+        if self.reply is not None:
+            return self.reply.may_restart
+        return self.exit_code != TIME_LIMIT_CODE and self.exit_code <= 128
+
     def __str__(self) -> str:
         """Why it ended, in words."""
-        if self.code == LOST_RANK_CODE:
+        code = self.code if self.is_failure else self.exit_code
+        if code == LOST_RANK_CODE:
             return "another rank ended"
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        reason = _KILLERS.get(-self.code)
+        if code >= 0:
+            return f"exit code {code}"
+        reason = _KILLERS.get(-code)
         usual = f"; the usual reason is {reason}" if reason else ""
-        return f"killed by {signal.Signals(-self.code).name}{usual}"
+        return f"killed by {signal.Signals(-code).name}{usual}"
 
 
 class Agent(LocalElasticAgent):
@@ -122,11 +139,12 @@ class Agent(LocalElasticAgent):
     Args:
         spec: the workers, see torch.
         files: where they write.
+        guardian: ends what they have started if this process is killed.
     """
 
-    def __init__(self, spec: WorkerSpec, files: WorkerFiles) -> None:
+    def __init__(self, spec: WorkerSpec, files: WorkerFiles, guardian: Guardian) -> None:
         super().__init__(spec, files)
-        self._files = files
+        self._files, self._guardian = files, guardian
         self._signals: list[tuple[int, float]] = []
         """Number and time of each signal that came."""
         self._forwarded = False
@@ -182,6 +200,11 @@ class Agent(LocalElasticAgent):
         number = signal.Signals(self._signals[0][0])
         return SignalException(number.name, number)
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        processes = super()._start_workers(worker_group)
+        self._guardian.watch(processes.values())
+        return processes
+
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         limit = worker_group.spec.max_restarts
         if worker_group.state is WorkerState.HEALTHY:
@@ -196,14 +219,15 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._obey_signals()
         self._kill_the_endless()
-        self._kill_after_a_failure()
+        ended = self._ended()
+        if any(each.is_failure for each in ended):
+            self._kill_the_others()
+        elif ended and self._are_there():  # torch would end those that have not announced their end yet
+            return RunResult(WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)
         if not result.is_failed():
             return result
-        ended = [
-            _Ended(each.local_rank, each.exitcode, read_reply(self._files.error_files[each.local_rank]))
-            for each in result.failures.values()
-        ]
+        ended = self._ended()
         failures = [each for each in ended if each.is_failure]
         for each in ended:
             if not each.is_failure:
@@ -228,25 +252,27 @@ class Agent(LocalElasticAgent):
         self._cause = next(iter(known or causes or own), None)
         if self._cause is not None:
             _logger.error("local rank %d ended: %s", self._cause.local_rank, self._cause)
-        if self._signals or any(each.reply and not each.reply.may_restart for each in failures):
+        if self._signals or not all(each.may_restart for each in failures):
             self._remaining_restarts = 0
 
     def _obey_signals(self) -> None:
         if not self._signals:
             return
-        (number, first), (_, last) = self._signals[0], self._signals[-1]
+        number, first = self._signals[0]
         name = signal.Signals(number).name
         if not self._forwarded:
             self._forwarded = True
             _logger.info(
-                "%s: waiting for the workers to save a checkpoint; a signal after %.0f s or more kills them",
+                "%s: waiting for the workers to save a checkpoint; Ctrl-C after %.0f s or more kills them",
                 name,
                 INSISTENCE_S,
             )
             self._send(number)
-        elif last - first >= INSISTENCE_S and not self._given_up:
+        elif not self._given_up and any(
+            each == signal.SIGINT and when - first >= INSISTENCE_S for each, when in self._signals
+        ):
             self._given_up = True
-            _logger.error("%s again: ending the workers without a checkpoint of these last steps", name)
+            _logger.error("Ctrl-C after %s: the workers end without a checkpoint of the last steps", name)
             self._killed.update(self._processes())
             for local_rank in self._processes():
                 self._kill(local_rank)
@@ -259,18 +285,15 @@ class Agent(LocalElasticAgent):
             if time.time() - os.stat(file).st_mtime > END_S + KILL_GRACE_S:
                 self._kill(local_rank)
 
-    def _kill_after_a_failure(self) -> None:
-        """If a worker has failed, let the others end, then kill them: they only wait for the one that failed.
+    def _kill_the_others(self) -> None:
+        """After a failure let the other workers end, then kill them: they only wait for the one that failed.
 
         torch's agent sends them SIGTERM, which they take for a wish to save a checkpoint, and waits for 30 s.
         """
-        processes = self._processes()
-        if not any(process.poll() for process in processes.values()):
-            return
         deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline and any(process.poll() is None for process in processes.values()):
+        while time.monotonic() < deadline and self._are_there():
             time.sleep(POLL_S)
-        for local_rank, process in processes.items():
+        for local_rank, process in self._processes().items():
             if process.poll() is None:
                 self._killed.add(local_rank)
             self._kill(local_rank)
@@ -279,6 +302,16 @@ class Agent(LocalElasticAgent):
         """Kill a worker and what it has started, also if it has ended: each has a session of its own."""
         with suppress(ProcessLookupError):
             os.killpg(self._processes()[local_rank].pid, signal.SIGKILL)
+
+    def _ended(self) -> list[_Ended]:
+        """The workers that have ended with another code than 0."""
+        codes = {local_rank: process.poll() for local_rank, process in self._processes().items()}
+        files = self._files.error_files
+        return [_Ended(local, code, read_reply(files[local])) for local, code in codes.items() if code]
+
+    def _are_there(self) -> bool:
+        """Whether any worker has not ended."""
+        return any(process.poll() is None for process in self._processes().values())
 
     def _send(self, number: int) -> None:
         for process in self._processes().values():
@@ -315,11 +348,14 @@ def run_workers(
         max_restarts=max_restarts,
         monitor_interval=POLL_S,
     )
-    agent = Agent(spec, files)
     try:
-        with _handling_signals(agent.note_signal):
-            result = agent.run()
+        with Guardian() as guardian:
+            agent = Agent(spec, files, guardian)
+            with _handling_signals(agent.note_signal):
+                result = agent.run()
     except SignalException as stopped:
+        if not meeting.is_spare:  # the others would wait for this machine
+            meeting.shutdown()
         return 128 + stopped.sigval
     except RendezvousTimeoutError as error:
         raise TrainingError(

@@ -41,7 +41,7 @@ def launch(
     """Run `script` with `flags` once per local rank and wait for all of them.
 
     The signals to stop (see `agent`) are forwarded once. The workers then have all the time they need to save
-    a checkpoint, unless another signal comes INSISTENCE_S or more after the first. If a worker fails, the
+    a checkpoint, unless Ctrl-C comes INSISTENCE_S or more after the first signal. If a worker fails, the
     others are ended, and all start again up to --max-restarts times, unless that would repeat the failure.
 
     Args:

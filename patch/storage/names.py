@@ -17,6 +17,7 @@ OUTPUT_BASEPATH/STOP                                               written by pe
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from patch.errors import CheckpointError
@@ -107,6 +108,34 @@ def read_tracker(root: Path) -> str | None:
             f"{tracker} cannot be read: {error.strerror}; expected a file with the number of the newest "
             "checkpoint beside it: remove what is there, or make it readable"
         ) from error
+
+
+def newest_of(root: Path, iterations: Iterable[int]) -> int | None:
+    """Which of the checkpoints in `root` is the newest one; None if there is none.
+
+    That is the one that the tracker names, unless a later one got its marker after the tracker was written: a
+    run was killed between the two. People who want to go back write an older number into the tracker, which
+    is younger than the markers then.
+
+    Raises:
+        CheckpointError: see `read_tracker`.
+    """
+    found = set(iterations)
+    tracked = read_tracker(root) or ""
+    if not tracked.isdecimal() or int(tracked) not in found:
+        return max(found, default=None)
+    written = _written_at(root / TRACKER)
+    later = (i for i in found if i > int(tracked))
+    untracked = (i for i in later if _written_at(root / iteration_name(i) / CHECKSUMS_FILE) >= written)
+    return max(untracked, default=int(tracked))
+
+
+def _written_at(file: Path) -> float:
+    """When a file was written, in seconds by the clock of its file system; -1 if it is not there."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return -1.0
 
 
 def complete_iterations(root: Path) -> list[int]:
