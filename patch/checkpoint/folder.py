@@ -26,6 +26,7 @@ from patch.storage.names import (
     is_released,
     iteration_name,
     lacking_files,
+    newest_of,
     read_tracker,
 )
 
@@ -101,6 +102,8 @@ def weights_folder(load: Path) -> Path:
     if is_released(root):
         if lacking := lacking_files(root / RELEASE):
             raise CheckpointError(f"{root / RELEASE} lacks {', '.join(lacking)}; convert the model again")
+        if is_marked(root / RELEASE) and (complaint := damage(root / RELEASE)):
+            raise CheckpointError(f"{complaint}; convert the model again")
         return root / RELEASE
     if any(is_marked(iteration_folder(root, iteration)) for iteration in all_iterations(root)):
         iteration = latest_iteration(root, takes_older=False)
@@ -129,7 +132,7 @@ def _legacy_folder(root: Path) -> Path:
 
 
 def _newest_first(root: Path, iterations: list[int], cure: str, field: str) -> list[int]:
-    """The tracker's iteration first, then the others from new to old.
+    """The newest iteration first (see `newest_of`), then the tracker's, then the others from new to old.
 
     Args:
         root: the folder of checkpoints.
@@ -137,16 +140,20 @@ def _newest_first(root: Path, iterations: list[int], cure: str, field: str) -> l
         cure: what a user can do if there are only remains of checkpoints.
         field: the configuration field that names the folder.
     """
-    tracked = _tracked_iteration(root)
-    ordered = sorted(iterations, key=lambda iteration: (iteration == tracked, iteration), reverse=True)
-    if not ordered:
+    tracked, newest = _tracked_iteration(root), newest_of(root, iterations)
+    if newest is None:
         _refuse_remains(root, cure, field)
-    elif ordered[0] != tracked:
+    elif tracked in iterations and newest != tracked:
         _logger.warning(
-            "%s names %s, which is not there; the newest checkpoint is %s",
-            root / TRACKER, tracked, ordered[0],
+            "%s names %s, and %s was completed after that: a run was killed between the two; to go back to "
+            "%s, write the file again",
+            root / TRACKER, tracked, iteration_name(newest), tracked,
         )  # fmt: skip
-    return ordered
+    elif newest != tracked:
+        _logger.warning(
+            "%s names %s, which is not there; the newest checkpoint is %s", root / TRACKER, tracked, newest
+        )
+    return sorted(iterations, key=lambda i: (i == newest, i == tracked, i), reverse=True)
 
 
 def _refuse_remains(root: Path, cure: str, field: str) -> None:
@@ -192,11 +199,19 @@ def publish(target: Path) -> None:
     checkpoint on the disk after every step.
 
     Raises:
-        OSError: a file cannot be written or a folder cannot be renamed.
+        OSError: the folder cannot be renamed.
+        CheckpointError: the tracker cannot be written.
     """
     staged_checkpoint(target).publish(files_are_synced=True)
-    iteration = int(target.name.removeprefix("iter_"))
-    write_atomically(target.parent / TRACKER, f"{iteration}\n")
+    tracker = target.parent / TRACKER
+    try:
+        write_atomically(tracker, f"{int(target.name.removeprefix('iter_'))}\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} is complete, but {tracker} could not be written: {error.strerror}; make room there, "
+            "and start again: a resume goes on from this checkpoint",
+            field="output_path",
+        ) from error
 
 
 def _tracked_iteration(root: Path) -> int | None:

@@ -25,9 +25,11 @@ from patch.storage.names import (
     METADATA_FILE,
     METADATA_JSON_FILE,
     RELEASE,
+    all_iterations,
     complete_iterations,
     find_checkpoint_root,
     iteration_name,
+    newest_of,
     read_tracker,
 )
 
@@ -130,7 +132,8 @@ def find_stored(load: Path) -> Path:
         return load.resolve()
     root = find_checkpoint_root(load)
     tracked = read_tracker(root) or ""
-    named = root / (iteration_name(int(tracked)) if tracked.isdecimal() else tracked)
+    newest = newest_of(root, all_iterations(root)) if tracked.isdecimal() else None
+    named = root / (tracked if newest is None else iteration_name(newest))
     if tracked and named.is_dir():
         return named
     found = sorted(path for path in root.glob("iter_*") if _NAME.fullmatch(path.name))
@@ -244,8 +247,11 @@ def _facts(
     config: dict[str, Any],
     tensors: list[TensorGroup],
 ) -> dict[str, Any]:
-    plain = {key: value for key, value in common.items() if isinstance(value, int | float | str | dict)}
-    facts = {key: value for key, value in plain.items() if key not in ("config", "args")}
+    facts = {
+        key: value
+        for key, value in common.items()
+        if isinstance(key, str) and key not in ("config", "args") and _is_readable(value)
+    }
     parallel = config.get("parallel")
     if isinstance(parallel, dict):
         facts["layout"] = {name: parallel[name] for name in _LAYOUT if name in parallel}
@@ -253,13 +259,24 @@ def _facts(
     if writers:
         facts["processes that wrote it"] = len(writers)
     for each in tensors:
-        if each.group == "weights" and each.name.endswith(EMBEDDING_PARAMETER):
+        if each.group == "weights" and each.name.endswith(EMBEDDING_PARAMETER) and each.tensor.shape:
             stored, used = each.tensor.shape[0], model.get("vocab_size")
             vocabulary = {"stored rows": stored}
             if isinstance(used, int) and not each.name.startswith("mp_rank_"):
                 vocabulary |= {"used rows": used, "padding": stored - used}
             facts["vocabulary"] = vocabulary
     return facts
+
+
+def _is_readable(value: Any) -> bool:
+    """Whether it is a plain value, or a dict of them; in a hostile file dicts may have no end."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    return _is_plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**64)
 
 
 def _loads_into(

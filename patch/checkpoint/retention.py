@@ -7,18 +7,18 @@ leaves each checkpoint whole, or not at all.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from patch.checkpoint.manifest import has_saved_lengths
 from patch.logger import get_logger
 from patch.storage.atomic import sync
-from patch.storage.names import complete_iterations, iteration_name
+from patch.storage.names import all_iterations, iteration_name
 
 _logger = get_logger(__name__)
 
-_REMOVED = ".removed_"
+REMOVED = ".removed_"
 """The beginning of the name of a checkpoint that is being deleted."""
 
 
@@ -31,21 +31,35 @@ class Retention(NamedTuple):
     """Those whose iteration is a multiple of this stay too; None: no more."""
 
     def superseded(
-        self, iterations: Iterable[int], best: int | None, uncounted: Collection[int] = ()
+        self,
+        iterations: Iterable[int],
+        best: int | None,
+        is_whole: Callable[[int], bool],
+        uncounted: Collection[int] = (),
     ) -> list[int]:
-        """The iterations, of these, whose checkpoints may go; in ascending order. The newest one never is.
+        """The iterations, of these, whose checkpoints may go; in ascending order. The newest never is.
 
         Args:
-            iterations: those of the whole checkpoints up to the newest one.
+            iterations: those of the checkpoints up to the newest one.
             best: the iteration of the best checkpoint; None if none is known.
+            is_whole: whether a checkpoint is whole; others neither count nor go. Those that stay anyway are
+                not asked for, because it takes a look at each file.
             uncounted: iterations that are none of the `last` ones.
         """
-        ordered = sorted(iterations)
-        if self.last is None or not ordered:
+        if self.last is None:
             return []
-        counted = [iteration for iteration in ordered if iteration not in uncounted]
-        kept = {*counted[-self.last :], ordered[-1], best}
-        return [i for i in ordered if i not in kept and not (self.every and i % self.every == 0)]
+        newest, *older = sorted(iterations, reverse=True)
+        left, gone = self.last - (newest not in uncounted), []
+        for iteration in older:
+            is_counted = left > 0 and iteration not in uncounted
+            is_kept = iteration == best or (self.every and iteration % self.every == 0)
+            if (is_kept and not is_counted) or not is_whole(iteration):
+                continue
+            if is_counted:
+                left -= 1
+            else:
+                gone.append(iteration)
+        return gone[::-1]
 
 
 def set_aside_superseded(
@@ -71,13 +85,16 @@ def set_aside_superseded(
     """
     if retention.last is None:
         return []
-    candidates = (iteration for iteration in complete_iterations(root) if iteration <= newest)
-    whole = [iteration for iteration in candidates if has_saved_lengths(root / iteration_name(iteration))]
-    if newest not in whole:
+
+    def is_whole(iteration: int) -> bool:
+        return has_saved_lengths(root / iteration_name(iteration))
+
+    if not is_whole(newest):
         _logger.warning("%s is not whole: no older checkpoint is removed", root / iteration_name(newest))
         return []
     gone = []
-    for iteration in retention.superseded(whole, best, uncounted):
+    candidates = [iteration for iteration in all_iterations(root) if iteration <= newest]
+    for iteration in retention.superseded(candidates, best, is_whole, uncounted):
         folder = root / iteration_name(iteration)
         try:
             _set_aside(folder)
@@ -89,7 +106,7 @@ def set_aside_superseded(
 
 
 def _set_aside(folder: Path) -> None:
-    hidden = folder.with_name(_REMOVED + folder.name)
+    hidden = folder.with_name(REMOVED + folder.name)
     if hidden.exists():
         shutil.rmtree(hidden)
     folder.rename(hidden)
@@ -101,7 +118,7 @@ def delete_set_aside(root: Path) -> None:
 
     Two threads may call it at once.
     """
-    for hidden in root.glob(f"{_REMOVED}*"):
+    for hidden in root.glob(f"{REMOVED}*"):
         shutil.rmtree(hidden, ignore_errors=True)
         if hidden.exists():
             _logger.warning("%s is a removed checkpoint that cannot be deleted: delete it yourself", hidden)

@@ -73,14 +73,17 @@ class TorchDistReader:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         index = read_metadata(folder / METADATA_FILE)
-        check_files(folder, index)
-        self.tensors = {
-            key: StoredTensor(tuple(stored.size), stored.properties.dtype)
-            for key, stored in index.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
-        }
-        self.objects = sorted(set(index.state_dict_metadata) - set(self.tensors))
-        self._stored = _stored_pieces(folder, index)
+        try:
+            check_files(folder, index)
+            self.tensors = {
+                key: StoredTensor(tuple(stored.size), stored.properties.dtype)
+                for key, stored in index.state_dict_metadata.items()
+                if isinstance(stored, TensorStorageMetadata)
+            }
+            self.objects = sorted(set(index.state_dict_metadata) - set(self.tensors))
+            self._stored = _stored_pieces(folder, index)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder / METADATA_FILE} is no index of tensors: {error}") from error
         self._records: dict[tuple[str, int], Record] = {}
         """Of the tensor that was read last, by file and offset."""
         self._last_key: str | None = None
@@ -235,6 +238,7 @@ def _stored_pieces(folder: Path, index: Metadata) -> dict[str, list[_StoredPiece
 
     Raises:
         CheckpointError: the index names no file for a piece.
+        AttributeError, TypeError, ValueError: it is no index.
     """
     pieces: dict[str, list[_StoredPiece]] = {}
     places: dict[tuple[str, tuple[int, ...]], StorageInfo] = {
@@ -245,6 +249,11 @@ def _stored_pieces(folder: Path, index: Metadata) -> dict[str, list[_StoredPiece
             continue
         for chunk in stored.chunks:
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            ends = map(sum, zip(*box, strict=True))
+            if not all(0 <= o <= end <= n for o, end, n in zip(box.offsets, ends, stored.size, strict=True)):
+                raise ValueError(
+                    f"{key} of shape {tuple(stored.size)} has a piece {box.sizes} at {box.offsets}"
+                )
             place = places.get((key, box.offsets))
             if place is None:
                 raise CheckpointError(f"{folder / METADATA_FILE} names no file for {key} at {box.offsets}")

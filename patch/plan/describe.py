@@ -13,7 +13,7 @@ from patch.plan.activations import activation_bytes
 from patch.plan.flops import model_flops_per_step
 from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import total_parameters
-from patch.storage.names import CHECKPOINT_FOLDER, complete_iterations, read_tracker
+from patch.storage.names import CHECKPOINT_FOLDER, complete_iterations, newest_of
 from patch.storage.sizes import counted, size_text
 
 
@@ -67,8 +67,7 @@ def _resume(config: RunConfig) -> list[str]:
     saved = complete_iterations(root)
     if not saved:
         return []
-    tracked = read_tracker(root)
-    newest = next((iteration for iteration in saved if str(iteration) == tracked), max(saved))
+    newest = newest_of(root, saved)
     of_all = "" if is_counted_in_samples(config) else f" of {config.training.train_iters}"
     return [f"resume      after step {newest}{of_all}, from {root}"]
 

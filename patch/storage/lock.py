@@ -104,7 +104,8 @@ def _hold(request: _Request) -> Iterator[None]:
     try:
         lock = _lock(request)
     except OSError as error:
-        message = f"{request.path} cannot be written: {error.strerror}; {request.cure}"
+        cure = "expected a folder that can be written: make room there, or give another one"
+        message = f"{request.path} cannot be written: {error.strerror}; {cure}"
         raise request.error(message, field=request.field) from error
     held = (request, lock)
     _held.append(held)

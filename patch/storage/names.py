@@ -7,6 +7,7 @@ OUTPUT_BASEPATH/checkpoint/latest_checkpointed_iteration.txt       "100"
 OUTPUT_BASEPATH/checkpoint/best_checkpointed_iteration.txt         "100", the lowest validation loss
 OUTPUT_BASEPATH/checkpoint/last, best                              links to the two that these files name
 OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      the run's metrics
+OUTPUT_BASEPATH/log/spikes.jsonl                                   losses and gradient norms far above others
 OUTPUT_BASEPATH/log/stacks/rank_0.txt                              where the ranks were when the run hung
 OUTPUT_BASEPATH/data_index/                                        index files: the document of each sample
 OUTPUT_BASEPATH/data_cache/                                        tokenized sets, if the user has no cache
@@ -17,6 +18,7 @@ OUTPUT_BASEPATH/STOP                                               written by pe
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from patch.errors import CheckpointError
@@ -27,6 +29,7 @@ DATA_RECORD_FILE = "data.json"
 CHECKPOINT_FOLDER = "checkpoint"
 METRICS_FILE = "log/metrics.jsonl"
 LOSS_PLOT_FILE = "log/loss.png"
+SPIKES_FILE = "log/spikes.jsonl"
 STACKS_FOLDER = "log/stacks"
 TENSORBOARD_FOLDER = "tensorboard"
 DATA_INDEX_FOLDER = "data_index"
@@ -107,6 +110,34 @@ def read_tracker(root: Path) -> str | None:
             f"{tracker} cannot be read: {error.strerror}; expected a file with the number of the newest "
             "checkpoint beside it: remove what is there, or make it readable"
         ) from error
+
+
+def newest_of(root: Path, iterations: Iterable[int]) -> int | None:
+    """Which of the checkpoints in `root` is the newest one; None if there is none.
+
+    That is the one that the tracker names, unless a later one got its marker after the tracker was written: a
+    run was killed between the two. People who want to go back write an older number into the tracker, which
+    is younger than the markers then.
+
+    Raises:
+        CheckpointError: see `read_tracker`.
+    """
+    found = set(iterations)
+    tracked = read_tracker(root) or ""
+    if not tracked.isdecimal() or int(tracked) not in found:
+        return max(found, default=None)
+    written = _written_at(root / TRACKER)
+    later = (i for i in found if i > int(tracked))
+    untracked = (i for i in later if _written_at(root / iteration_name(i) / CHECKSUMS_FILE) >= written)
+    return max(untracked, default=int(tracked))
+
+
+def _written_at(file: Path) -> float:
+    """When a file was written, in seconds by the clock of its file system; -1 if it is not there."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return -1.0
 
 
 def complete_iterations(root: Path) -> list[int]:

@@ -83,6 +83,24 @@ def call(arguments: list[str], **variables: object) -> subprocess.CompletedProce
     )
 
 
+_started: list[subprocess.Popen] = []
+
+
+def start(arguments: list[str], variables: dict[str, str]) -> subprocess.Popen:
+    """Start a program with these variables as its environment; a test's end kills it."""
+    _started.append(subprocess.Popen(arguments, env=variables, stderr=subprocess.PIPE, text=True))
+    return _started[-1]
+
+
+def kill_started() -> None:
+    """Kill what `start` has started, and with it the workers of launchers."""
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
 def call_workers(
     world_size: int, arguments: list[str], **variables: object
 ) -> subprocess.CompletedProcess[str]:

@@ -24,6 +24,7 @@ from end_to_end.shell import (
     cut_back,
     environment,
     losses,
+    start,
     training_records,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -161,16 +162,14 @@ def start_machine(rank: int, port: int, office: Office, output: Path) -> subproc
     """The launcher of one of two machines, with one process."""
     place = {"WORLD_SIZE": 2, "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     arguments = sft_command(office, output, ENV="dlc")
-    own = environment(**place, NPROC_PER_NODE=1)
-    return subprocess.Popen(arguments, env=own, stderr=subprocess.PIPE, text=True)
+    return start(arguments, environment(**place, NPROC_PER_NODE=1))
 
 
 def start_task(rank: int, port: int, office: Office, output: Path) -> subprocess.Popen:
     """One of two tasks that srun starts on one machine."""
     job = {"SLURM_NNODES": 1, "SLURM_STEP_NUM_TASKS": 2, "SLURM_NODEID": 0, "SLURM_LOCALID": rank}
     arguments = sft_command(office, output, ENV="slurm")
-    own = environment(**job, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    return subprocess.Popen(arguments, env=own, stderr=subprocess.PIPE, text=True)
+    return start(arguments, environment(**job, MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
 
 
 def stop_one_of_two(processes: list[subprocess.Popen], output: Path) -> None:
@@ -218,7 +217,7 @@ def test_killed_worker_is_replaced_and_the_run_ends_with_the_bits_of_an_undistur
     victim, step = random.choice("01"), random.randrange(1, NUM_STEPS // 2)
     output = tmp_path / "out"
     arguments = [*sft_command(office, output, SAVE_INTERVAL=10), "--max-restarts=1"]
-    launcher = subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True)
+    launcher = start(arguments, environment())
     await_steps(output, step, launcher)
     os.kill(worker_of(launcher.pid, victim), signal.SIGKILL)
     _, messages = launcher.communicate(timeout=120)
@@ -251,7 +250,7 @@ def test_rest_goes_on_by_itself_when_one_of_two_machines_is_lost(
         place = {"WORLD_SIZE": 2, "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         own = environment(**place, NPROC_PER_NODE=1, PYTHONPATH=REPOSITORY)
         flags = ["--max-restarts=1", "--min-nodes=1"]
-        machines.append(subprocess.Popen([*arguments, *flags], env=own, stderr=subprocess.PIPE, text=True))
+        machines.append(start([*arguments, *flags], own))
     await_checkpoint(output, machines[0])
     machines[1].kill()
     _, messages = machines[0].communicate(timeout=120)
