@@ -31,6 +31,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tp": 2, "sequence_parallel": True},
     "pipeline": {"pp": 2},
     "interleaved": {"pp": 2, "stage": 1},
+    "context, ring": {"cp": 2, "cp_comm_type": "p2p"},
+    "context, all-to-all": {"cp": 2, "cp_comm_type": "a2a"},
 }
 
 

@@ -142,6 +142,18 @@ def test_bytes_follow_the_precision():
     assert fp32 == (4 * count, 4 * count, 8 * count)
 
 
+def test_ranks_that_share_sequences_share_states_and_hold_their_part_of_activations():
+    whole = _run("tiny", "--use-distributed-optimizer")
+    cut = _run("tiny", "--use-distributed-optimizer", "--context-parallel-size=2", "--cp-comm-type=p2p")
+    assert (cut.world_size, cut.data_parallel_size) == (2, 1)
+    assert bytes_per_rank(cut).optimizer == bytes_per_rank(whole).optimizer // 2
+    assert bytes_per_rank(cut).weights == bytes_per_rank(whole).weights
+    full = _activation_bytes(whole)["full"], _activation_bytes(cut)["full"]
+    assert full[1] == full[0] // 2
+    assert model_flops_per_step(cut) == model_flops_per_step(whole)
+    assert "TP 1 x PP 1 x CP 2 x DP 1" in describe_plan(cut, UNKNOWN)
+
+
 def test_offloaded_states_are_in_host_memory():
     count = total_parameters(_run("tiny").model)
     run = _run("tiny", "--optimizer-offload-policy=static", "--optimizer-offload-fraction=0.25")
