@@ -33,7 +33,7 @@ from patch.compat.torch_checkpoint import StorageInfo
 from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.storage.checksums import Content, write_summed
+from patch.storage.checksums import Content, SummedFile, write_summed
 from patch.storage.lock import check_held
 from patch.storage.names import METADATA_FILE
 from patch.storage.sizes import size_text
