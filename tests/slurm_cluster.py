@@ -114,6 +114,7 @@ class Cluster:
         daemons = [daemon, *(parent for parent in parents if parent.name() == "slurmstepd")]
         for process in daemons:  # first, so that none sees the others end
             process.suspend()
+        running.sort(key=psutil.Process.create_time, reverse=True)  # srun's child would end the step for srun
         for process in (*running, *daemons):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
