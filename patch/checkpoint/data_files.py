@@ -39,7 +39,13 @@ def data_file(rank: int, number: int) -> str:
     return f"__{rank}_{number}.distcp"
 
 
-def write_data(folder: Path, rank: int, values: Sequence[Value], cancelled: threading.Event) -> Written:
+def write_data(
+    folder: Path,
+    rank: int,
+    values: Sequence[Value],
+    cancelled: threading.Event,
+    files: list[SummedFile],
+) -> Written:
     """Write a rank's values and flush them to the disk.
 
     Args:
@@ -47,6 +53,7 @@ def write_data(folder: Path, rank: int, values: Sequence[Value], cancelled: thre
         rank: of this process.
         values: tensors and opaque objects.
         cancelled: once it is set, the writing is given up before the next value.
+        files: each file is added when it is created, so that other threads can see how far it is.
 
     Raises:
         OSError: a file cannot be written.
@@ -60,7 +67,8 @@ def write_data(folder: Path, rank: int, values: Sequence[Value], cancelled: thre
     def write(number: int) -> None:
         name = data_file(rank, number)
         try:
-            contents[name] = _write_file(folder / name, number, values, shares[number], places, cancelled)
+            path = folder / name
+            contents[name] = _write_file(path, number, values, shares[number], places, cancelled, files)
         except Exception as error:  # noqa: BLE001 - raised below, in the thread that called
             errors.append(error)
 
@@ -83,8 +91,10 @@ def _write_file(
     share: list[int],
     places: np.ndarray,
     cancelled: threading.Event,
+    files: list[SummedFile],
 ) -> Content:
     file = SummedFile(path)
+    files.append(file)
     try:
         for index in share:
             if cancelled.is_set():

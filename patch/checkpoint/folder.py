@@ -102,6 +102,8 @@ def weights_folder(load: Path) -> Path:
     if is_released(root):
         if lacking := lacking_files(root / RELEASE):
             raise CheckpointError(f"{root / RELEASE} lacks {', '.join(lacking)}; convert the model again")
+        if is_marked(root / RELEASE) and (complaint := damage(root / RELEASE)):
+            raise CheckpointError(f"{complaint}; convert the model again")
         return root / RELEASE
     if any(is_marked(iteration_folder(root, iteration)) for iteration in all_iterations(root)):
         iteration = latest_iteration(root, takes_older=False)

@@ -18,7 +18,7 @@ from patch.storage.names import all_iterations, iteration_name
 
 _logger = get_logger(__name__)
 
-_REMOVED = ".removed_"
+REMOVED = ".removed_"
 """The beginning of the name of a checkpoint that is being deleted."""
 
 
@@ -106,7 +106,7 @@ def set_aside_superseded(
 
 
 def _set_aside(folder: Path) -> None:
-    hidden = folder.with_name(_REMOVED + folder.name)
+    hidden = folder.with_name(REMOVED + folder.name)
     if hidden.exists():
         shutil.rmtree(hidden)
     folder.rename(hidden)
@@ -118,7 +118,7 @@ def delete_set_aside(root: Path) -> None:
 
     Two threads may call it at once.
     """
-    for hidden in root.glob(f"{_REMOVED}*"):
+    for hidden in root.glob(f"{REMOVED}*"):
         shutil.rmtree(hidden, ignore_errors=True)
         if hidden.exists():
             _logger.warning("%s is a removed checkpoint that cannot be deleted: delete it yourself", hidden)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ from patch.compat.torch_checkpoint import StorageInfo
 from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.storage.checksums import Content, SummedFile
+from patch.storage.checksums import Content, SummedFile, write_summed
 from patch.storage.lock import check_held
 from patch.storage.names import METADATA_FILE
 from patch.storage.sizes import size_text
@@ -98,6 +98,18 @@ def start_save(
     return Save(target, iteration, planner, host_copies)
 
 
+class Writing(NamedTuple):
+    """How far a rank is with writing a checkpoint; any progress changes it."""
+
+    iteration: int
+    is_publishing: bool
+    """Whether only the last files of rank 0 are missing."""
+    num_bytes: int
+    """Written to this rank's data files so far."""
+    num_flushing: int
+    """Of the files among them that are being made durable, which may take long without a sign of progress."""
+
+
 class Save:
     """A checkpoint that is being written. All ranks call its collective methods at the same points.
 
@@ -116,6 +128,7 @@ class Save:
         self._planner = planner
         self._written: Written | None = None
         self._is_publishing = False
+        self._files: list[SummedFile] = []
         self._error: Exception | None = None
         self._cancelled, self._copied = threading.Event(), threading.Event()
         self._copy: Callable[[], list[Value]] | None = None
@@ -132,7 +145,16 @@ class Save:
     @property
     def is_busy(self) -> bool:
         """Whether this rank still writes; not a collective."""
-        return self._thread is not None and self._thread.is_alive()
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def progress(self) -> Writing | None:
+        """How far this rank is; None if it writes nothing at present. Not a collective, and of any thread."""
+        if not self.is_busy:
+            return None
+        lengths = [(file.tell(), file.is_flushing) for file in self._files]
+        flushing = sum(length for length, is_flushing in lengths if is_flushing)
+        return Writing(self.iteration, self._is_publishing, sum(length for length, _ in lengths), flushing)
 
     def wait_for_copies(self) -> None:
         """Wait until the state may be changed, or the copies have failed; not a collective."""
@@ -202,14 +224,14 @@ class Save:
         finally:
             self._copied.set()
         _wait_for_folder(self._partial, self._cancelled)
-        self._written = write_data(self._partial, dist.get_rank(), values, self._cancelled)
+        self._written = write_data(self._partial, dist.get_rank(), values, self._cancelled, self._files)
 
     def _publish(self, by_rank: list[Written]) -> None:
         """Write the index and the checksums, and rename the folder; in a thread of rank 0."""
         contents = {name: value for written in by_rank for name, value in written.contents.items()}
         contents[METADATA_FILE] = self._write_index([written.places for written in by_rank])
         for name, data in self._planner.small_files.items():
-            contents[name] = _write(self._partial / name, data)
+            contents[name] = write_summed(self._partial / name, data)
         write_manifest(self._partial, self.iteration, contents)
         check_held(self._target)
         publish(self._target)
@@ -225,7 +247,7 @@ class Save:
                 self._planner.keys_by_rank[rank], places.tolist(), strict=True
             )
         }
-        return _write(self._partial / METADATA_FILE, pickle.dumps(index))
+        return write_summed(self._partial / METADATA_FILE, pickle.dumps(index))
 
 
 def _wait_for_folder(folder: Path, cancelled: threading.Event) -> None:
@@ -245,16 +267,6 @@ def _wait_for_folder(folder: Path, cancelled: threading.Event) -> None:
                 field="output_path",
             )
         cancelled.wait(0.2)
-
-
-def _write(path: Path, data: bytes) -> Content:
-    """Write a small file and flush it to the disk."""
-    file = SummedFile(path)
-    try:
-        file.write(data)
-        return file.finish()
-    finally:
-        file.close()
 
 
 @contextmanager

@@ -56,6 +56,8 @@ class SummedFile:
         self._length = self._crc = 0
         self.error: OSError | None = None
         """The error of `write`, which some callers, such as torch.save, replace by another one."""
+        self.is_flushing = False
+        """Whether `finish` makes the file durable, which may take long without a sign of progress."""
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes, and return their number."""
@@ -65,10 +67,10 @@ class SummedFile:
                     window = values[begin : begin + _WINDOW_BYTES]
                     self._crc = zlib.crc32(window, self._crc)
                     self._stream.write(window)
+                    self._length += len(window)
             except OSError as error:
                 self.error = error
                 raise
-            self._length += len(values)
             return len(values)
 
     def flush(self) -> None:
@@ -80,14 +82,32 @@ class SummedFile:
 
     def finish(self) -> Content:
         """Flush the file to the disk (fsync) and close it; its length and checksum."""
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        self.is_flushing = True
+        try:
+            self._stream.flush()
+            os.fsync(self._stream.fileno())
+            self._stream.close()
+        finally:
+            self.is_flushing = False
         return Content(self._length, f"{self._crc:08x}")
 
     def close(self) -> None:
         """Close the file; for a file that is given up."""
         self._stream.close()
+
+
+def write_summed(path: Path, data: bytes) -> Content:
+    """Write a small file and flush it to the disk; its length and checksum.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    file = SummedFile(path)
+    try:
+        file.write(data)
+        return file.finish()
+    finally:
+        file.close()
 
 
 def difference(path: Path, expected: Content) -> str | None:

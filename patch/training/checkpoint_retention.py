@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
-from patch.checkpoint.retention import Retention, delete_set_aside, point_link, set_aside_superseded
+from patch.checkpoint.retention import (
+    REMOVED,
+    Retention,
+    delete_set_aside,
+    point_link,
+    set_aside_superseded,
+)
 from patch.logger import get_logger
 from patch.storage.names import BEST_LINK, BEST_TRACKER, LAST_LINK, all_iterations
 from patch.training.hooks import Record, TrainerHook
 
 _logger = get_logger(__name__)
+
+CLOSE_S = 60.0
+"""How long the end of a run waits for deletions: a scheduler may kill it a minute after its signal."""
 
 
 class CheckpointRetention(TrainerHook):
@@ -36,7 +46,7 @@ class CheckpointRetention(TrainerHook):
         self._abandoned = {iteration for iteration in all_iterations(root) if iteration > start_iteration}
         """Of later steps, from before this run went back to an older checkpoint; perhaps they are damaged."""
         self._has_links = True
-        self._deletion: threading.Thread | None = None
+        self._deletions: list[threading.Thread] = []
         self._point_links()
         self._delete_in_background()
 
@@ -56,14 +66,21 @@ class CheckpointRetention(TrainerHook):
             self._delete_in_background()
 
     def close(self) -> None:
-        """Wait until the removed checkpoints are deleted."""
-        if self._deletion is not None:
-            self._deletion.join()
+        """Wait until what was removed is deleted, but not for ever: the next start deletes the rest."""
+        deadline = time.monotonic() + CLOSE_S
+        for deletion in self._deletions:
+            deletion.join(max(0.0, deadline - time.monotonic()))
+        if any(deletion.is_alive() for deletion in self._deletions):
+            _logger.warning(
+                "removed checkpoints in %s are still being deleted after %.0f s: the next start deletes the "
+                "rest, or delete %s there yourself",
+                self._root, CLOSE_S, f"{REMOVED}*",
+            )  # fmt: skip
 
     def _delete_in_background(self) -> None:
-        self.close()
-        self._deletion = threading.Thread(target=delete_set_aside, args=(self._root,), daemon=True)
-        self._deletion.start()
+        self._deletions = [deletion for deletion in self._deletions if deletion.is_alive()]
+        self._deletions.append(threading.Thread(target=delete_set_aside, args=(self._root,), daemon=True))
+        self._deletions[-1].start()
 
     def _best(self) -> int | None:
         try:
