@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from patch.checkpoint.retention import Retention, delete_set_aside, point_link, set_aside_superseded
 from patch.logger import get_logger
 from patch.storage.names import BEST_LINK, BEST_TRACKER, LAST_LINK, all_iterations
+from patch.storage.places import AnyPath
 from patch.training.hooks import Record, TrainerHook
 
 _logger = get_logger(__name__)
@@ -15,6 +18,8 @@ _logger = get_logger(__name__)
 
 class CheckpointRetention(TrainerHook):
     """Removes superseded checkpoints in the background, so that no step waits while files are deleted.
+
+    In a store there are no links, and the checkpoints are also looked for in the background.
 
     It reads which checkpoint is the best from the file that `BestCheckpoint` writes, so it is called after
     that hook.
@@ -28,17 +33,17 @@ class CheckpointRetention(TrainerHook):
     """
 
     def __init__(
-        self, root: Path, retention: Retention, start_iteration: int, weights_only: int | None = None
+        self, root: AnyPath, retention: Retention, start_iteration: int, weights_only: int | None = None
     ) -> None:
         self._root, self._retention = root, retention
         self._newest = start_iteration or None
         self._weights_only = set() if weights_only is None else {weights_only}
         self._abandoned = {iteration for iteration in all_iterations(root) if iteration > start_iteration}
         """Of later steps, from before this run went back to an older checkpoint; perhaps they are damaged."""
-        self._has_links = True
+        self._has_links = isinstance(root, Path)
         self._deletion: threading.Thread | None = None
         self._point_links()
-        self._delete_in_background()
+        self._in_background(self._delete)
 
     def on_evaluate(self, record: Record) -> None:
         """A signal has a step evaluated after its checkpoint was saved."""
@@ -49,20 +54,40 @@ class CheckpointRetention(TrainerHook):
         self._newest = iteration
         self._point_links()
         self._abandoned.discard(iteration)
-        uncounted = self._abandoned | self._weights_only
-        gone = set_aside_superseded(self._root, self._retention, iteration, self._best(), uncounted)
-        if gone:
-            _logger.info("removed the checkpoints of steps %s", ", ".join(map(str, gone)))
-            self._delete_in_background()
+        if isinstance(self._root, Path):
+            if self._set_aside(iteration):
+                self._in_background(self._delete)
+        elif self._retention.last is not None:
+            self._in_background(partial(self._remove, iteration))
 
     def close(self) -> None:
         """Wait until the removed checkpoints are deleted."""
         if self._deletion is not None:
             self._deletion.join()
 
-    def _delete_in_background(self) -> None:
+    def _set_aside(self, iteration: int) -> bool:
+        uncounted = self._abandoned | self._weights_only
+        gone = set_aside_superseded(self._root, self._retention, iteration, self._best(), uncounted)
+        if gone:
+            _logger.info("removed the checkpoints of steps %s", ", ".join(map(str, gone)))
+        return bool(gone)
+
+    def _remove(self, iteration: int) -> None:
+        if self._set_aside(iteration):
+            self._delete()
+
+    def _delete(self) -> None:
+        delete_set_aside(self._root)
+
+    def _in_background(self, work: Callable[[], object]) -> None:
+        def guarded() -> None:
+            try:
+                work()
+            except OSError as error:  # of a store; the next save tries again, and will tell if it is away
+                _logger.warning("%s: superseded checkpoints stay for now: %s", self._root, error.strerror)
+
         self.close()
-        self._deletion = threading.Thread(target=delete_set_aside, args=(self._root,), daemon=True)
+        self._deletion = threading.Thread(target=guarded, daemon=True)
         self._deletion.start()
 
     def _best(self) -> int | None:
@@ -72,7 +97,7 @@ class CheckpointRetention(TrainerHook):
             return None
 
     def _point_links(self) -> None:
-        if not self._has_links:
+        if not self._has_links or not isinstance(self._root, Path):
             return
         try:
             point_link(self._root, LAST_LINK, self._newest)
