@@ -70,7 +70,8 @@ def latest_iteration(root: AnyPath, *, takes_older: bool = True) -> int | None:
             them. Or the newest one is damaged and `takes_older` is false.
     """
     damaged: list[str] = []
-    cure, field = (_RESUME_CURE, "output_path") if takes_older else (_LOAD_CURE, "load")
+    home = "save" if isinstance(root, RemotePath) else "output_path"
+    cure, field = (_RESUME_CURE, home) if takes_older else (_LOAD_CURE, "load")
     with fail_together(f"{root} cannot be read", CheckpointError):
         ordered = from_rank_0(lambda: _newest_first(root, _saved_iterations(root), cure, field))
     for iteration in ordered:

@@ -25,8 +25,10 @@ PATIENCE_S = 30.0
 """How long after its first failure a request is still tried again."""
 _FIRST_WAIT = 1 / 30
 """Of that time; each wait is twice as long as the one before, so there are five or six attempts."""
-_READ_AHEAD_BYTES = 8 * 2**20
-"""Bytes of one request where a file is read from its begin to its end."""
+_READ_AHEAD_BYTES = 16 * 2**20
+"""Most bytes of one request, where a file is read in its order."""
+_FIRST_READ_BYTES = 2**18
+"""Bytes of a request for another place; each one that goes on from there is twice as long."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
 _FINAL = (
     FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError,
@@ -275,6 +277,7 @@ class _Ranges(io.RawIOBase):
     def __init__(self, path: RemotePath) -> None:
         super().__init__()
         self._path, self._position, self._size = path, 0, path.stat().st_size
+        self._last_end, self._num_bytes = -1, _FIRST_READ_BYTES
 
     def readable(self) -> bool:
         """It is."""
@@ -295,9 +298,11 @@ class _Ranges(io.RawIOBase):
         return self._position
 
     def readinto(self, buffer: Any) -> int:
-        """Fill the buffer as far as the file goes."""
+        """Fill the begin of the buffer."""
         begin = self._position
-        end = min(begin + len(buffer), self._size)
+        is_next = begin == self._last_end
+        self._num_bytes = min(2 * self._num_bytes, _READ_AHEAD_BYTES) if is_next else _FIRST_READ_BYTES
+        end = min(begin + len(buffer), begin + self._num_bytes, self._size)
         if end <= begin:
             return 0
         content = self._path._ask("cat_file", start=begin, end=end)
@@ -306,7 +311,7 @@ class _Ranges(io.RawIOBase):
                 errno.EIO, f"{len(content)} bytes came, {end - begin} were asked for", str(self._path)
             )
         buffer[: len(content)] = content
-        self._position = end
+        self._position = self._last_end = end
         return len(content)
 
 

@@ -6,6 +6,7 @@ lacks them, or has fewer metrics than the store, takes them from there.
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
 from patch.config.checkpoint_places import checkpoint_root, record_home
@@ -90,7 +91,7 @@ def _take(source: RemotePath, target: Path) -> None:
 
 
 class StoreMetrics(TrainerHook):
-    """Sends metrics.jsonl to the store after each save. It is created after `MetricsLog`.
+    """Sends metrics.jsonl to the store after each save, in the background. It is created after `MetricsLog`.
 
     Args:
         output: the run's folder.
@@ -99,10 +100,22 @@ class StoreMetrics(TrainerHook):
 
     def __init__(self, output: Path, root: RemotePath) -> None:
         self._file, self._root = output / METRICS_FILE, root
+        self._sending: threading.Thread | None = None
 
     def on_save(self, iteration: int) -> None:
-        """Send the file; a failure is no reason to end the run, the next save will tell."""
+        """Send the file as it is now."""
+        self.close()
+        self._sending = threading.Thread(target=self._send, args=(self._file.read_bytes(),), daemon=True)
+        self._sending.start()
+
+    def close(self) -> None:
+        """Wait until it was sent."""
+        if self._sending is not None:
+            self._sending.join()
+
+    def _send(self, content: bytes) -> None:
+        """A failure is no reason to end the run: the next save will tell, and has a way out."""
         try:
-            write_atomically(self._root / self._file.name, self._file.read_bytes())
+            write_atomically(self._root / self._file.name, content)
         except OSError as error:
             _logger.warning("%s was not sent: %s", self._root / self._file.name, error.strerror)

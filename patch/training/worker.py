@@ -18,7 +18,7 @@ from patch.config.hf_config import has_hf_config
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
 from patch.device import DeviceContext
-from patch.distributed.collectives import all_or_none
+from patch.distributed.collectives import all_or_none, fail_together
 from patch.distributed.groups import initialize, shutdown
 from patch.distributed.worker_process import Reply, announce_end, failure
 from patch.errors import CheckpointError
@@ -80,7 +80,7 @@ def _train(config: RunConfig) -> int:
                 if os.environ["RANK"] == "0":
                     send_records(config)
         config = this_run.config
-        with all_or_none():
+        with fail_together("the run's records cannot be opened", CheckpointError):
             hooks = build_hooks(this_run)
         with guarding(this_run):
             exit_code = Trainer(this_run, hooks).train()

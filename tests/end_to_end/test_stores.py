@@ -15,9 +15,14 @@ from distributed_runner import run_distributed
 from end_to_end.conftest import Office
 from end_to_end.shell import call_workers, command, losses
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from refusals import refused
+from small_runs import small_run
 
 from patch import compat
 from patch.checkpoint import latest_iteration, save_checkpoint
+from patch.config.file_rules import store_is_there
+from patch.device import MachineFacts
+from patch.errors import ConfigError
 from patch.storage.remote import RemotePath
 from toolkits.inspect_checkpoint import main as inspect
 
@@ -61,6 +66,13 @@ def assert_same_state(store: fsspec.AbstractFileSystem, url: str, undisturbed: P
     assert len(names) == 4
     for name in names:
         assert store.cat_file(f"{url}/{folder.name}/{name}") == (folder / name).read_bytes()
+
+
+def test_bucket_that_is_not_there_is_refused_before_a_process_starts(store, tmp_path) -> None:
+    machine = MachineFacts(cuda_devices=0, cpu_cores=2)
+    store_is_there(small_run(output_path=str(tmp_path), save="s3://bucket/run"), machine)
+    with refused(ConfigError, match="--save: got s3://none/run, expected a bucket that exists"):
+        store_is_there(small_run(output_path=str(tmp_path), save="s3://none/run"), machine)
 
 
 def test_store_that_fails_every_third_request_loses_nothing(

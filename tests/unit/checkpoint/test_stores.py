@@ -8,7 +8,14 @@ import torch
 from failing_store import answer, die, failing_store
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
-from patch.checkpoint import latest_iteration, load_checkpoint, read_common, save_checkpoint, weights_folder
+from patch.checkpoint import (
+    latest_iteration,
+    load_checkpoint,
+    load_only_weights,
+    read_common,
+    save_checkpoint,
+    weights_folder,
+)
 from patch.checkpoint.compare import compare
 from patch.checkpoint.folder import NoWholeCheckpointError
 from patch.checkpoint.host_copies import HostCopies
@@ -101,6 +108,20 @@ def test_store_that_does_not_answer_is_no_damage() -> None:
         assert latest_iteration(root) == 2
 
 
+def test_weights_are_read_from_a_store(root) -> None:
+    """Of another dtype and padding, in windows: as position 22 does."""
+    values = torch.arange(3_000_000.0).view(-1, 3)
+    save_checkpoint(root, 1, {"model": {"w": ShardedTensor.from_rank_offsets("w", values)}}, {})
+    wanted = torch.zeros(1_000_000, 3, dtype=torch.float64)
+    state = {"model": {"w": ShardedTensor.from_rank_offsets("w", wanted)}}
+    load_only_weights(weights_folder(root), state, prefixes=("w",), vocab_size=1)
+    assert torch.equal(wanted.float(), values)
+    half = torch.zeros(1_000_000, 1)
+    cut = ShardedTensor("w", half, half.dtype, (1_000_000, 1), (1_000_000, 3), (0, 1), (1, 3), 0)
+    load_only_weights(root / "iter_0000001", {"model": {"w": cut}}, prefixes=("w",), vocab_size=1)
+    assert torch.equal(half, values[:, 1:2])
+
+
 def test_retention_removes_the_marker_first_and_finishes_what_was_interrupted(root) -> None:
     for iteration in range(1, 6):
         save(root, iteration, float(iteration))
@@ -131,7 +152,7 @@ def test_inspection_and_comparison_of_a_store_with_the_disk(root, tmp_path) -> N
 def test_store_that_dies_at_any_moment_of_a_save_leaves_a_copy_on_the_disk(tmp_path, in_background) -> None:
     """In the background the state has changed when the copy is written."""
     moments = 0
-    for working in range(0, 60, 2):
+    for working in range(0, 60, 3):
         with failing_store():
             root, disk = RemotePath("failing://run", patience_s=0.01), tmp_path / str(working)
             save(root, 1, 1.0)
@@ -157,7 +178,7 @@ def test_store_that_dies_at_any_moment_of_a_save_leaves_a_copy_on_the_disk(tmp_p
             save(root, 3, 3.0)
             assert find_newest(root, disk) == (root, Progress(3, 12))
             assert ".unfinished" not in {name.partition("/")[2] for name in root.files()}
-    assert moments > 10
+    assert moments > 6
 
 
 def test_neither_store_nor_disk(tmp_path) -> None:
