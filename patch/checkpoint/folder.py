@@ -126,7 +126,8 @@ def weights_folder(load: AnyPath) -> AnyPath:
         _logger.info("weights are those of iteration %d in %s", iteration, found)
         return iteration_folder(found, iteration)
     if kind == "with checksums" and (complaint := damage(found)):
-        raise CheckpointError(f"{complaint}: it is not what was saved; take another checkpoint")
+        cure = "convert the model again" if found.name == RELEASE else "take another checkpoint"
+        raise CheckpointError(f"{complaint}: it is not what was saved; {cure}")
     return found
 
 
@@ -142,7 +143,7 @@ def _find_weights(load: AnyPath) -> tuple[AnyPath, Literal["whole run", "with ch
     if is_released(root):
         if lacking := lacking_files(root / RELEASE):
             raise CheckpointError(f"{root / RELEASE} lacks {', '.join(lacking)}; convert the model again")
-        return root / RELEASE, "without"
+        return root / RELEASE, "with checksums" if is_marked(root / RELEASE) else "without"
     if any(is_marked(iteration_folder(root, iteration)) for iteration in all_iterations(root)):
         return root, "whole run"
     found = _newest_first(root, complete_iterations(root), _LOAD_CURE, "load")  # another program's

@@ -1,7 +1,7 @@
 """checksums.json: lengths and checksums of a checkpoint's files when they were saved, and its iteration.
 
 It is written last, so it marks a checkpoint that is complete. Its own last value is the checksum of the rest.
-Converted checkpoints and those of other programs have none.
+Checkpoints of other programs have none.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ from patch.compat.torch_checkpoint import StorageInfo
 from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.storage.checksums import Content, SummedFile
+from patch.storage.checksums import Content, write_summed
 from patch.storage.lock import check_held
 from patch.storage.names import METADATA_FILE
-from patch.storage.places import AnyPath, retried
+from patch.storage.places import AnyPath
 from patch.storage.sizes import size_text
 
 _logger = get_logger(__name__)
@@ -292,7 +292,7 @@ class Save:
         contents = {name: value for written in by_rank for name, value in written.contents.items()}
         contents[METADATA_FILE] = self._write_index([written.places for written in by_rank])
         for name, data in self._planner.small_files.items():
-            contents[name] = _write(self._partial / name, data)
+            contents[name] = write_summed(self._partial / name, data)
         check_held(self._target)  # in a store, the next line publishes
         write_manifest(self._partial, self.iteration, contents)
         check_held(self._target)
@@ -309,7 +309,7 @@ class Save:
                 self._planner.keys_by_rank[rank], places.tolist(), strict=True
             )
         }
-        return _write(self._partial / METADATA_FILE, pickle.dumps(index))
+        return write_summed(self._partial / METADATA_FILE, pickle.dumps(index))
 
 
 def _wait_for_folder(folder: Path, cancelled: threading.Event) -> None:
@@ -329,20 +329,6 @@ def _wait_for_folder(folder: Path, cancelled: threading.Event) -> None:
                 field="output_path",
             )
         cancelled.wait(0.2)
-
-
-def _write(path: AnyPath, data: bytes) -> Content:
-    """Write a small file and make it durable."""
-
-    def attempt() -> Content:
-        file = SummedFile(path)
-        try:
-            file.write(data)
-            return file.finish()
-        finally:
-            file.close()
-
-    return retried(path, attempt)
 
 
 @contextmanager

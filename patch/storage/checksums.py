@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from patch.storage.places import AnyPath, new_file, open_to_read
+from patch.storage.places import AnyPath, new_file, open_to_read, retried
 from patch.storage.remote import RemotePath
 
 _WINDOW_BYTES = 2**20
@@ -87,6 +87,24 @@ class SummedFile:
     def close(self) -> None:
         """Close the file; one that was not finished is given up."""
         self._file.discard()
+
+
+def write_summed(path: AnyPath, data: bytes) -> Content:
+    """Write a small file and make it durable; its length and checksum.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def attempt() -> Content:
+        file = SummedFile(path)
+        try:
+            file.write(data)
+            return file.finish()
+        finally:
+            file.close()
+
+    return retried(path, attempt)
 
 
 def difference(path: AnyPath, expected: Content) -> str | None:

@@ -13,6 +13,8 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from datetime import datetime
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
@@ -394,7 +396,10 @@ def _open_system(url: str) -> tuple[Any, str]:
 def _stat(info: dict[str, Any]) -> Stat:
     time_of = next((info[key] for key in ("LastModified", "mtime", "last_modified", "updated", "created")
                     if info.get(key) is not None), 0.0)  # fmt: skip
-    seconds = time_of.timestamp() if hasattr(time_of, "timestamp") else time_of
+    if isinstance(time_of, str):  # as gcsfs has it
+        with suppress(ValueError):
+            time_of = datetime.fromisoformat(time_of)
+    seconds = time_of.timestamp() if isinstance(time_of, datetime) else time_of
     return Stat(int(info.get("size") or 0), float(seconds) if isinstance(seconds, int | float) else 0.0)
 
 
