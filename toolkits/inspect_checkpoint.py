@@ -39,8 +39,8 @@ def main(argv: list[str]) -> int:
     except PatchError as error:
         print(f"ERROR {error}", file=sys.stderr)
         return error.exit_code
-    except OSError as error:
-        print(f"ERROR {error.filename}: {error.strerror}", file=sys.stderr)
+    except OSError as error:  # of a store
+        print(f"ERROR {error}", file=sys.stderr)
         return CheckpointError.exit_code
 
 

@@ -24,6 +24,7 @@ from patch.config.file_rules import store_is_there
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.storage.remote import RemotePath
+from toolkits.convert import main as convert
 from toolkits.inspect_checkpoint import main as inspect
 
 STEPS = 6
@@ -110,6 +111,12 @@ def test_run_goes_on_on_another_machine_with_nothing_but_the_url(
     assert losses(tmp_path / "out") == losses(undisturbed)
     assert_same_state(store, url, undisturbed)
     assert inspect([url, str(undisturbed)]) == 0
+    for name, source in {"of_store": url, "of_disk": str(undisturbed)}.items():
+        assert convert(["mcore2hf", "--load", source, "--save", str(tmp_path / name)]) == 0
+    first, second = (tmp_path / name / "model.safetensors" for name in ("of_store", "of_disk"))
+    assert first.read_bytes() == second.read_bytes()
+    assert convert(["mcore2hf", "--load", "s3://none/run", "--save", str(tmp_path / "none")]) == 4
+    assert inspect(["s3://none/run"]) == 4
 
 
 def test_store_that_dies_in_a_save_leaves_a_local_copy_from_which_the_run_goes_on(
