@@ -38,6 +38,7 @@ SlurmdLogFile={folder}/slurmd-%n.log
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SchedulerType=sched/builtin
+SchedulerParameters=sched_interval=1,batch_sched_delay=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
@@ -114,6 +115,8 @@ class Cluster:
         daemons = [daemon, *(parent for parent in parents if parent.name() == "slurmstepd")]
         for process in daemons:  # first, so that none sees the others end
             process.suspend()
+        # Children first: srun's child would end the step if srun was killed.
+        running.sort(key=lambda process: (process.create_time(), process.pid), reverse=True)
         for process in (*running, *daemons):
             with suppress(psutil.NoSuchProcess):
                 process.kill()
