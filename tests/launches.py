@@ -49,7 +49,7 @@ def make_config(num_local: int, num_nodes: int = 1, **training: object) -> RunCo
     )
 
 
-def launch_workers(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: int) -> int:
+def launch_workers(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: object) -> int:
     config = make_config(num_local)
     config = replace(config, parallel=replace(config.parallel, **parallel))
     return launch(script, ["--flag"], config, place, MACHINE)

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple, Protocol
 
 import psutil
 
-STEPS = 16
+STEPS = 10
 RANKS = 2
 SAVING = ("between saves", "begun", "data", "index", "marker", "named", "tracked", "deletion")
 """Moments of saving, in their order. named: the folder has its name, the tracker does not name it yet."""
@@ -52,7 +52,7 @@ _RUN_S = 300.0
 """So long a run may take to start, and to end."""
 _FRESH_S = 0.005
 """So long the tracker counts as just written."""
-_POLL_S = 0.0002
+_POLL_S = 0.0005
 TRACKER = "latest_checkpointed_iteration.txt"
 
 
@@ -85,7 +85,7 @@ def settings(output: Path, *, is_async: bool, interval: int) -> dict[str, Any]:
     return {
         "dp": RANKS, "num_layers": 1, "vocab_size": 1000,
         "train_iters": STEPS, "save_interval": interval, "async_save": is_async,
-        "data_parallel_sharding": "optimizer", "output_path": str(output), "distributed_timeout_minutes": 1,
+        "data_parallel_sharding": "optimizer", "output_path": str(output), "distributed_timeout_minutes": 5,
     }  # fmt: skip
 
 
@@ -357,15 +357,17 @@ class Killing:
 
         assert wait_for(has_begun, _RUN_S), f"{output}: the run does not start"
         time.sleep(self._random.uniform(0, _STEPS_S))
-        if moment != "starting":
-            wait_for(lambda: job.ended() or moment_of(root) == moment, _MOMENT_S)
         living = job.victims()
         if not any(name.startswith("rank") for name in living):
             return False
         victim = self._random.choice([name for name in living for _ in range(3 if name == "rank 0" else 1)])
+        if moment != "starting":
+            wait_for(lambda: job.ended() or moment_of(root) == moment, _MOMENT_S)
         seen = max(marked(root), default=0)
-        with suppress(ProcessLookupError):
+        try:
             os.kill(living[victim], signal.SIGKILL)
+        except ProcessLookupError:  # the run has ended
+            return False
         begun = len(starts(output))
         self._least[begun] = seen
         self.hits.append(Hit(victim, moment_of(root) if begun > started else "starting"))

@@ -88,12 +88,13 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
 
 
 def _work(invocation: Invocation) -> None:
-    restarts = invocation.config.parallel.max_restarts
-    if restarts and not is_launched():
+    parallel, who = invocation.config.parallel, "torchrun or SLURM has started this process, and"
+    if parallel.max_restarts and not is_launched():
         raise ConfigError(
-            f"got {restarts}, expected 0: torchrun or SLURM has started this process, and starts it again",
-            field="max_restarts",
+            f"got {parallel.max_restarts}, expected 0: {who} starts it again", field="max_restarts"
         )
+    if parallel.log_dir and not is_launched():
+        raise ConfigError(f"got {parallel.log_dir}, expected none: {who} writes its log", field="log_dir")
     from patch.compat import quick_start
 
     with quick_start():

@@ -40,7 +40,13 @@ def data_file(rank: int, number: int) -> str:
     return f"__{rank}_{number}.distcp"
 
 
-def write_data(folder: AnyPath, rank: int, values: Sequence[Value], cancelled: threading.Event) -> Written:
+def write_data(
+    folder: AnyPath,
+    rank: int,
+    values: Sequence[Value],
+    cancelled: threading.Event,
+    files: list[SummedFile],
+) -> Written:
     """Write a rank's values and make them durable; a file that a store refuses is written again for a while.
 
     Args:
@@ -48,6 +54,7 @@ def write_data(folder: AnyPath, rank: int, values: Sequence[Value], cancelled: t
         rank: of this process.
         values: tensors and opaque objects.
         cancelled: once it is set, the writing is given up before the next value.
+        files: each file is added when it is created, so that other threads can see how far it is.
 
     Raises:
         OSError: a file cannot be written.
@@ -62,7 +69,7 @@ def write_data(folder: AnyPath, rank: int, values: Sequence[Value], cancelled: t
         name = data_file(rank, number)
         try:
             path = folder / name
-            attempt = partial(_write_file, path, number, values, shares[number], places, cancelled)
+            attempt = partial(_write_file, path, number, values, shares[number], places, cancelled, files)
             contents[name] = retried(path, attempt, cancelled)
         except Exception as error:  # noqa: BLE001 - raised below, in the thread that called
             errors.append(error)
@@ -86,8 +93,10 @@ def _write_file(
     share: list[int],
     places: np.ndarray,
     cancelled: threading.Event,
+    files: list[SummedFile],
 ) -> Content:
     file = SummedFile(path)
+    files.append(file)
     try:
         for index in share:
             if cancelled.is_set():

@@ -20,7 +20,7 @@ from patch.storage.remote import RemotePath
 
 _logger = get_logger(__name__)
 
-_REMOVED = ".removed_"
+REMOVED = ".removed_"
 """The beginning of the name of a checkpoint that is being deleted."""
 
 
@@ -114,7 +114,7 @@ def _set_aside(folder: AnyPath) -> None:
         (folder / REMOVED_FILE).write_bytes(b"")
         (folder / CHECKSUMS_FILE).unlink(missing_ok=True)
         return
-    hidden = folder.with_name(_REMOVED + folder.name)
+    hidden = folder.with_name(REMOVED + folder.name)
     if hidden.exists():
         shutil.rmtree(hidden)
     folder.rename(hidden)
@@ -134,7 +134,7 @@ def delete_set_aside(root: AnyPath) -> None:
             (mark.parent / CHECKSUMS_FILE).unlink(missing_ok=True)
             mark.parent.remove_tree()
         return
-    for hidden in root.glob(f"{_REMOVED}*"):
+    for hidden in root.glob(f"{REMOVED}*"):
         shutil.rmtree(hidden, ignore_errors=True)
         if hidden.exists():
             _logger.warning("%s is a removed checkpoint that cannot be deleted: delete it yourself", hidden)

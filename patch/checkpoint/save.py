@@ -37,7 +37,7 @@ from patch.compat.torch_checkpoint import StorageInfo
 from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.storage.checksums import Content, write_summed
+from patch.storage.checksums import Content, SummedFile, write_summed
 from patch.storage.lock import check_held
 from patch.storage.names import METADATA_FILE
 from patch.storage.places import AnyPath
@@ -129,6 +129,18 @@ class _Spare(NamedTuple):
     """The root of checkpoints there; None: there is none."""
 
 
+class Writing(NamedTuple):
+    """How far a rank is with writing a checkpoint; any progress changes it."""
+
+    iteration: int
+    is_publishing: bool
+    """Whether only the last files of rank 0 are missing."""
+    num_bytes: int
+    """Written to this rank's data files so far."""
+    num_flushing: int
+    """Of the files among them that are being made durable, which may take long without a sign of progress."""
+
+
 class Save:
     """A checkpoint that is being written. All ranks call its collective methods at the same points.
 
@@ -154,6 +166,7 @@ class Save:
         self._planner = planner
         self._written: Written | None = None
         self._is_publishing = False
+        self._files: list[SummedFile] = []
         self._error: Exception | None = None
         self._cancelled, self._copied = threading.Event(), threading.Event()
         self._copy: Callable[[], list[Value]] | None = None
@@ -180,7 +193,16 @@ class Save:
     @property
     def is_busy(self) -> bool:
         """Whether this rank still writes; not a collective."""
-        return self._thread is not None and self._thread.is_alive()
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def progress(self) -> Writing | None:
+        """How far this rank is; None if it writes nothing at present. Not a collective, and of any thread."""
+        if not self.is_busy:
+            return None
+        lengths = [(file.tell(), file.is_flushing) for file in self._files]
+        flushing = sum(length for length, is_flushing in lengths if is_flushing)
+        return Writing(self.iteration, self._is_publishing, sum(length for length, _ in lengths), flushing)
 
     def wait_for_copies(self) -> None:
         """Wait until the state may be changed, or the copies have failed; not a collective."""
@@ -285,7 +307,7 @@ class Save:
         partial = self._partial
         if isinstance(partial, Path):
             _wait_for_folder(partial, self._cancelled)
-        self._written = write_data(partial, dist.get_rank(), values, self._cancelled)
+        self._written = write_data(partial, dist.get_rank(), values, self._cancelled, self._files)
 
     def _publish(self, by_rank: list[Written]) -> None:
         """Write the index and the checksums, and publish the folder; in a thread of rank 0."""

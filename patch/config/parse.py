@@ -32,7 +32,7 @@ from patch.parse_numbers import to_float
 from patch.storage.hub import hub_name
 from patch.storage.remote import is_url
 
-_PATHS = ("tokenizer_name_or_path", "load", "output_path")
+_PATHS = ("tokenizer_name_or_path", "load", "output_path", "log_dir")
 _DATA = ("train_data_path", "valid_data_path")
 
 

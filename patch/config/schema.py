@@ -127,6 +127,9 @@ class ParallelConfig:
         none=0,
         at_least=0,
     )
+    log_dir: str | None = flag(
+        "the launcher writes what each process shows into a file there too; default: none", None, none="none"
+    )
     distributed_timeout_minutes: int = flag(
         "the run ends if a collective or its start waits longer than this", 30, at_least=1
     )

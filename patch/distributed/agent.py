@@ -19,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -68,11 +69,14 @@ class WorkerFiles(LogsSpecs):
     Args:
         folder: each start of the workers gets a folder of its own in it.
         cores: the cores of each local rank; None: those of the launcher.
+        log_dir: what a worker writes to stderr also gets into a file of its own there; None: into none.
     """
 
-    def __init__(self, folder: Path, cores: Sequence[set[int]] | None) -> None:
+    def __init__(
+        self, folder: Path, cores: Sequence[set[int]] | None = None, log_dir: Path | None = None
+    ) -> None:
         super().__init__(str(folder))
-        self._folder, self._cores = folder, cores
+        self._folder, self._cores, self._log_dir = folder, cores, log_dir
         self.error_files: dict[int, str] = {}
         """Error file by local rank, of the last start."""
 
@@ -92,9 +96,20 @@ class WorkerFiles(LogsSpecs):
                 environment[CORES] = ",".join(map(str, sorted(self._cores[local_rank])))
         return LogsDest(
             stdouts={local_rank: os.devnull if local_rank else "" for local_rank in envs},
-            stderrs=dict.fromkeys(envs, ""),
+            stderrs={**dict.fromkeys(envs, ""), **(logs := self._logs(envs))},
+            tee_stderrs=logs,
             error_files=dict(self.error_files),
         )
+
+    def _logs(self, envs: dict[int, dict[str, str]]) -> dict[int, str]:
+        """A new log file for each local rank, named after its rank and this moment."""
+        if self._log_dir is None:
+            return {}
+        now = datetime.now().isoformat(timespec="milliseconds")
+        return {
+            local_rank: str(self._log_dir / f"rank{int(environment['RANK']):05d}.{now}.log")
+            for local_rank, environment in envs.items()
+        }
 
 
 class _Ended(NamedTuple):
@@ -143,7 +158,7 @@ class Agent(LocalElasticAgent):
     """
 
     def __init__(self, spec: WorkerSpec, files: WorkerFiles, guardian: Guardian) -> None:
-        super().__init__(spec, files)
+        super().__init__(spec, files, log_line_prefix_template="${rank}: ")
         self._files, self._guardian = files, guardian
         self._signals: list[tuple[int, float]] = []
         """Number and time of each signal that came."""

@@ -57,6 +57,8 @@ class SummedFile:
         self._length = self._crc = 0
         self.error: OSError | None = None
         """The error of `write`, which some callers, such as torch.save, replace by another one."""
+        self.is_flushing = False
+        """Whether `finish` makes the file durable, which may take long without a sign of progress."""
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes, and return their number."""
@@ -66,10 +68,10 @@ class SummedFile:
                     window = values[begin : begin + _WINDOW_BYTES]
                     self._crc = zlib.crc32(window, self._crc)
                     self._file.write(window)
+                    self._length += len(window)
             except OSError as error:
                 self.error = error
                 raise
-            self._length += len(values)
             return len(values)
 
     def flush(self) -> None:
@@ -81,7 +83,11 @@ class SummedFile:
 
     def finish(self) -> Content:
         """Make the file durable (on a disk: fsync) and close it; its length and checksum."""
-        self._file.commit()
+        self.is_flushing = True
+        try:
+            self._file.commit()
+        finally:
+            self.is_flushing = False
         return Content(self._length, f"{self._crc:08x}")
 
     def close(self) -> None:

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from patch.checkpoint.retention import Retention, delete_set_aside, point_link, set_aside_superseded
+from patch.checkpoint.retention import (
+    REMOVED,
+    Retention,
+    delete_set_aside,
+    point_link,
+    set_aside_superseded,
+)
 from patch.logger import get_logger
 from patch.storage.names import BEST_LINK, BEST_TRACKER, LAST_LINK, all_iterations
 from patch.storage.places import AnyPath
 from patch.training.hooks import Record, TrainerHook
 
 _logger = get_logger(__name__)
+
+CLOSE_S = 60.0
+"""How long the end of a run waits for deletions: a scheduler may kill it a minute after its signal."""
 
 
 class CheckpointRetention(TrainerHook):
@@ -41,7 +51,7 @@ class CheckpointRetention(TrainerHook):
         self._abandoned = {iteration for iteration in all_iterations(root) if iteration > start_iteration}
         """Of later steps, from before this run went back to an older checkpoint; perhaps they are damaged."""
         self._has_links = isinstance(root, Path)
-        self._deletion: threading.Thread | None = None
+        self._deletions: list[threading.Thread] = []
         self._point_links()
         self._in_background(self._delete)
 
@@ -61,9 +71,16 @@ class CheckpointRetention(TrainerHook):
             self._in_background(partial(self._remove, iteration))
 
     def close(self) -> None:
-        """Wait until the removed checkpoints are deleted."""
-        if self._deletion is not None:
-            self._deletion.join()
+        """Wait until what was removed is deleted, but not for ever: the next start deletes the rest."""
+        deadline = time.monotonic() + CLOSE_S
+        for deletion in self._deletions:
+            deletion.join(max(0.0, deadline - time.monotonic()))
+        if any(deletion.is_alive() for deletion in self._deletions):
+            _logger.warning(
+                "removed checkpoints in %s are still being deleted after %.0f s: the next start deletes the "
+                "rest, or delete %s there yourself",
+                self._root, CLOSE_S, f"{REMOVED}*",
+            )  # fmt: skip
 
     def _set_aside(self, iteration: int) -> bool:
         uncounted = self._abandoned | self._weights_only
@@ -86,9 +103,9 @@ class CheckpointRetention(TrainerHook):
             except OSError as error:  # of a store; the next save tries again, and will tell if it is away
                 _logger.warning("%s: superseded checkpoints stay for now: %s", self._root, error.strerror)
 
-        self.close()
-        self._deletion = threading.Thread(target=guarded, daemon=True)
-        self._deletion.start()
+        self._deletions = [deletion for deletion in self._deletions if deletion.is_alive()]
+        self._deletions.append(threading.Thread(target=guarded, daemon=True))
+        self._deletions[-1].start()
 
     def _best(self) -> int | None:
         try:

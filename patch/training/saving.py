@@ -13,7 +13,7 @@ from collections.abc import Callable
 import psutil
 
 from patch.checkpoint.host_copies import HostCopies
-from patch.checkpoint.save import Save, start_save
+from patch.checkpoint.save import Save, Writing, start_save
 from patch.checkpoint.sharded_tensors import bytes_to_write, shards_of
 from patch.config import to_yaml
 from patch.config.checkpoint_places import checkpoint_root, disk_root
@@ -42,12 +42,17 @@ class Saving:
         self._copies = HostCopies() if run.config.checkpoint.async_save else None
         self._is_decided = False
         self._pending: Save | None = None
+        self._newest: Save | None = None
         self._stall_s = self._write_s = 0.0
 
     @property
     def is_busy(self) -> bool:
         """Whether this rank writes in the background; not a collective."""
         return self._pending is not None and self._pending.is_busy
+
+    def progress(self) -> Writing | None:
+        """How far this rank is with writing a checkpoint, see `Save.progress`."""
+        return None if self._newest is None else self._newest.progress()
 
     @property
     def is_pending(self) -> bool:
@@ -91,6 +96,7 @@ class Saving:
         self._pending = start_save(
             checkpoint_root(run.config), iteration, state, common, copies, disk=disk_root(run.config)
         )
+        self._newest = self._pending
         run.optimizer.record_memory("save")
         if copies is None:
             self._finish()

@@ -32,6 +32,7 @@ from patch.training.best_checkpoint import BestCheckpoint
 from patch.training.checkpoint_retention import CheckpointRetention
 from patch.training.error_translation import translate_errors
 from patch.training.guards.hang_guard import guarding
+from patch.training.guards.phases import PhaseClock
 from patch.training.hooks import TrainerHook
 from patch.training.loss_plot import LossPlot
 from patch.training.metrics import MetricsLog
@@ -70,8 +71,10 @@ def _train(config: RunConfig) -> int:
     context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
-    with _locked_folder(config):
+    phases = PhaseClock()
+    with guarding(config, phases, context.device), _locked_folder(config):
         this_run = build_run(config, context, groups)
+        this_run.phases, phases.num_before = phases, this_run.start_iteration
         _compare_data(this_run)
         if this_run.start_iteration < this_run.config.training.train_iters:
             # The steps of epochs are known only now; other lengths are written as they were given.
@@ -82,8 +85,7 @@ def _train(config: RunConfig) -> int:
         config = this_run.config
         with fail_together("the run's records cannot be opened", CheckpointError):
             hooks = build_hooks(this_run)
-        with guarding(this_run):
-            exit_code = Trainer(this_run, hooks).train()
+        exit_code = Trainer(this_run, hooks).train()
         if not exit_code and config.checkpoint.export_hf:
             _export(this_run)
     exit_code = announce_end(Reply(exit_code))

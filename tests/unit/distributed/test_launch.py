@@ -159,6 +159,27 @@ def test_run_of_one_machine_looks_whether_its_folder_is_free(
     assert not (tmp_path / "ran").exists()
 
 
+def test_each_process_has_a_log_of_its_own_for_each_start_beside_what_the_launcher_shows(
+    tmp_path: Path, short_waits: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = "start = os.environ['PATCH_ROUND']\nprint('says', rank, start, file=sys.stderr, flush=True)\n"
+    body += "sys.exit(start == '1')"
+    logs = tmp_path / "logs" / "here"
+    assert launch_workers(write_script(tmp_path, body), 2, max_restarts=1, log_dir=str(logs)) == 0
+    found = sorted((file.name.partition(".")[0], file.read_text()) for file in logs.iterdir())
+    said = [(rank, start) for rank in (0, 1) for start in (1, 2)]
+    assert found == [(f"rank{rank:05d}", f"says {rank} {start}\n") for rank, start in said]
+    shown = capfd.readouterr().err.splitlines()
+    assert all(f"{rank}: says {rank} {start}" in shown for rank, start in said)
+
+
+def test_log_dir_that_cannot_be_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    script = write_script(tmp_path, f"open(f'{tmp_path}/ran', 'w').write('yes')")
+    with pytest.raises(ConfigError, match="worker.py/logs cannot be created: Not a directory"):
+        launch_workers(script, 1, log_dir=str(script / "logs"))
+    assert not (tmp_path / "ran").exists()
+
+
 def test_one_worker_claims_the_error_report(tmp_path: Path) -> None:
     body = f"""
 open(f'{tmp_path}/claimed{{rank}}', 'w').write(str(worker_process.claim_error_report()))
