@@ -346,17 +346,20 @@ class RemoteFile:
             self._stream.close()
 
     def discard(self) -> None:
-        """Give the file up, if it has no name yet."""
+        """Give the file up, if it has no name yet; its parts are removed in the background."""
         stream = self._stream
         if stream.closed:
             return
-        try:
-            if hasattr(stream, "discard"):
-                stream.discard()
-        except Exception as error:  # noqa: BLE001 - it is given up because of another error
-            _logger.info("%s: its parts were not removed: %s", self._path, error)
         if hasattr(stream, "buffer"):
             stream.closed = True  # otherwise the garbage collector would upload the rest of it
+        if hasattr(stream, "discard"):
+            threading.Thread(target=self._remove_parts, name="remove parts", daemon=True).start()
+
+    def _remove_parts(self) -> None:
+        try:
+            self._stream.discard()
+        except Exception as error:  # noqa: BLE001 - it is given up because of another error
+            _logger.info("%s: its parts were not removed: %s", self._path, error)
 
 
 class _Translating:

@@ -3,6 +3,7 @@
 The S3 is moto's server, asked by s3fs over HTTP. The tests build on one another.
 """
 
+import gc
 import os
 import subprocess
 from collections.abc import Iterator
@@ -23,6 +24,7 @@ from patch.checkpoint import latest_iteration, save_checkpoint
 from patch.config.file_rules import store_is_there
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.storage.checksums import SummedFile, content
 from patch.storage.remote import RemotePath
 from toolkits.convert import main as convert
 from toolkits.inspect_checkpoint import main as inspect
@@ -140,6 +142,25 @@ def test_store_that_dies_in_a_save_leaves_a_local_copy_from_which_the_run_goes_o
     assert losses(output) == losses(undisturbed)
     assert_same_state(store, url, undisturbed)
     assert not store.exists(f"{url}/iter_0000004")
+
+
+def test_upload_in_parts_that_is_interrupted_leaves_no_file(server, store, monkeypatch) -> None:
+    monkeypatch.setattr("s3fs.S3FileSystem.default_block_size", 5 * 2**20)
+    data = bytes(12 * 2**20)
+    for faults, name in (("after/1/half", "half"), ("none", "whole")):
+        server.fail(faults)
+        path = RemotePath(f"s3://bucket/{name}", patience_s=0)
+        file = SummedFile(path)
+        try:
+            file.write(data)
+            written = file.finish()
+        except OSError as error:
+            assert error.filename == "s3://bucket/half"
+        finally:
+            file.close()
+            del file
+    gc.collect()
+    assert not store.exists("bucket/half") and content(path) == written
 
 
 def state(value: float) -> dict:
