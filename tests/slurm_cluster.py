@@ -76,13 +76,13 @@ class Cluster:
         """Wait until a condition holds, but not for ever, nor for a cluster that has ended.
 
         Args:
-            condition: asked every tenth of a second.
+            condition: asked four times a second.
             what: describes the state, when it has not been reached.
         """
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
             assert self._is_running and time.monotonic() < deadline, what()
-            time.sleep(0.1)
+            time.sleep(0.25)
 
     def call(self, *arguments: object, **variables: object) -> str:
         """Run a program on the cluster; what it prints."""
