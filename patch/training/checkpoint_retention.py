@@ -50,11 +50,7 @@ class CheckpointRetention(TrainerHook):
         self._abandoned = {iteration for iteration in all_iterations(root) if iteration > start_iteration}
         """Of later steps, from before this run went back to an older checkpoint; perhaps they are damaged."""
         self._has_links = isinstance(root, Path)
-<<<<<<< HEAD
         self._removals: list[threading.Thread] = []
-=======
-        self._deletions: list[threading.Thread] = []
->>>>>>> 9028e8055a7e44de180d792a5e9d5f076b4789cd
         self._point_links()
         self._in_background(self._delete)
 
@@ -108,15 +104,9 @@ class CheckpointRetention(TrainerHook):
             except OSError as error:  # of a store; the next save tries again, and will tell if it is away
                 _logger.warning("%s: superseded checkpoints stay for now: %s", self._root, error.strerror)
 
-<<<<<<< HEAD
         self._removals = [removal for removal in self._removals if removal.is_alive()]
         self._removals.append(threading.Thread(target=guarded, args=(self._removals[-1:],), daemon=True))
         self._removals[-1].start()
-=======
-        self._deletions = [deletion for deletion in self._deletions if deletion.is_alive()]
-        self._deletions.append(threading.Thread(target=guarded, daemon=True))
-        self._deletions[-1].start()
->>>>>>> 9028e8055a7e44de180d792a5e9d5f076b4789cd
 
     def _best(self) -> int | None:
         try:
