@@ -46,6 +46,7 @@ export LAUNCHER FIRST_NODE
 run_node() {
     local code=0
     run_launcher "$@" || code=$?
+    echo "node $SLURMD_NODENAME ended with exit code $code" >&2
     if [ "$SLURM_PROCID" = 0 ]; then
         echo "$code" > "$ATTEMPT_LOGS/exit_code"
     elif [ $code != 0 ] && ! first_node_answers; then

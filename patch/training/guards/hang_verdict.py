@@ -116,9 +116,14 @@ class Limits:
             return self.long_s
         return self.step_s * (READING_LIMITS if beat.phase == Phase.READING else 1)
 
-    def of_silence(self, phase: str) -> float:
-        """In the phase of a rank that sends no beats, which in set-up any library may keep it from."""
-        return self.long_s if phase in (Phase.SETUP, Phase.END) else self.step_s
+    def of_silence(self, phase: str, *, is_set_up: bool = False) -> float:
+        """Without beats, which in set-up and at the end any library may keep a rank from.
+
+        Args:
+            phase: of the last beat.
+            is_set_up: some rank is known to train, so all have ended their set-up, which none leaves alone.
+        """
+        return self.long_s if phase == Phase.END or (phase == Phase.SETUP and not is_set_up) else self.step_s
 
     def of_writing(self, num_bytes: int) -> float:
         """Without progress in writing a checkpoint.
@@ -167,10 +172,11 @@ class Judge:
             for heard, beat in zip(self._heard, beats, strict=True)
         ]
         there = {rank: beat for rank, beat in enumerate(beats) if beat.phase != Phase.DONE}
+        is_set_up = any(beat.num_entered for beat in beats)
         silent = [
             rank
             for rank, beat in there.items()
-            if now - self._heard[rank][1] > self._limits.of_silence(beat.phase)
+            if now - self._heard[rank][1] > self._limits.of_silence(beat.phase, is_set_up=is_set_up)
         ]
         behind = min((beat.num_entered for beat in there.values()), default=0)
         late = [

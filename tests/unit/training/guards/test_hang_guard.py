@@ -312,14 +312,22 @@ def test_slow_rank_is_reported_once() -> None:
     assert judge_of(3).slow(early) == []
 
 
-@pytest.mark.parametrize(("phase", "limit_s"), [(Phase.FORWARD, 30), (Phase.SETUP, 0.9 * 30 * 60)])
-def test_silence_in_set_up_may_be_longer(
-    monkeypatch: pytest.MonkeyPatch, phase: Phase, limit_s: float
+@pytest.mark.parametrize(
+    ("silent", "other", "limit_s"),
+    [
+        ((Phase.FORWARD, 9, 0.0), (Phase.FORWARD, 9, 0.0), 30),
+        ((Phase.SETUP, 0, 0.0), (Phase.SETUP, 0, 0.0), 0.9 * 30 * 60),
+        ((Phase.SETUP, 0, 0.0), (Phase.FORWARD, 2, 0.0), 30),  # it was stopped before it could tell
+        ((Phase.END, 9, 0.0), (Phase.END, 9, 0.0), 0.9 * 30 * 60),
+    ],
+)
+def test_silence_may_be_longer_in_set_up_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, silent: tuple, other: tuple, limit_s: float
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "monotonic", lambda: now)
     judge = judge_of(2, hang_timeout=30)
-    said = beats([(phase, 9, 0.0)] * 2)
+    said = beats([silent, other])
     while judge.find([said[0], said[1]._replace(number=int(now))]) is None:
         now += 5
     assert limit_s < now - 1000 <= limit_s + 10
