@@ -279,6 +279,7 @@ class Save:
         except CheckpointError as second:
             raise CheckpointError(f"{error}; nor on the disk: {second}", field="save") from error
         self._error, self._is_publishing = None, False
+        self._files.clear()
         self._start(self._write)
 
     def _start(self, work: Callable[[], None]) -> None:

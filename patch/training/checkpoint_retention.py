@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 
 from patch.checkpoint.retention import (
-    REMOVED,
     Retention,
     delete_set_aside,
     point_link,
@@ -51,7 +50,7 @@ class CheckpointRetention(TrainerHook):
         self._abandoned = {iteration for iteration in all_iterations(root) if iteration > start_iteration}
         """Of later steps, from before this run went back to an older checkpoint; perhaps they are damaged."""
         self._has_links = isinstance(root, Path)
-        self._deletions: list[threading.Thread] = []
+        self._removals: list[threading.Thread] = []
         self._point_links()
         self._in_background(self._delete)
 
@@ -73,13 +72,13 @@ class CheckpointRetention(TrainerHook):
     def close(self) -> None:
         """Wait until what was removed is deleted, but not for ever: the next start deletes the rest."""
         deadline = time.monotonic() + CLOSE_S
-        for deletion in self._deletions:
-            deletion.join(max(0.0, deadline - time.monotonic()))
-        if any(deletion.is_alive() for deletion in self._deletions):
+        for removal in self._removals:
+            removal.join(max(0.0, deadline - time.monotonic()))
+        if any(removal.is_alive() for removal in self._removals):
             _logger.warning(
-                "removed checkpoints in %s are still being deleted after %.0f s: the next start deletes the "
-                "rest, or delete %s there yourself",
-                self._root, CLOSE_S, f"{REMOVED}*",
+                "superseded checkpoints in %s are still being deleted after %.0f s: the next start of this "
+                "run deletes the rest",
+                self._root, CLOSE_S,
             )  # fmt: skip
 
     def _set_aside(self, iteration: int) -> bool:
@@ -97,15 +96,17 @@ class CheckpointRetention(TrainerHook):
         delete_set_aside(self._root)
 
     def _in_background(self, work: Callable[[], object]) -> None:
-        def guarded() -> None:
+        def guarded(before: list[threading.Thread]) -> None:
             try:
+                for removal in before:
+                    removal.join()
                 work()
             except OSError as error:  # of a store; the next save tries again, and will tell if it is away
                 _logger.warning("%s: superseded checkpoints stay for now: %s", self._root, error.strerror)
 
-        self._deletions = [deletion for deletion in self._deletions if deletion.is_alive()]
-        self._deletions.append(threading.Thread(target=guarded, daemon=True))
-        self._deletions[-1].start()
+        self._removals = [removal for removal in self._removals if removal.is_alive()]
+        self._removals.append(threading.Thread(target=guarded, args=(self._removals[-1:],), daemon=True))
+        self._removals[-1].start()
 
     def _best(self) -> int | None:
         try:
