@@ -140,6 +140,10 @@ def worker_environment(
         defaults["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.training.deterministic_mode:
         defaults |= DETERMINISTIC
+    if config.checkpoint.save is not None:
+        # botocore tries so often, s3fs does all of that five times, and each try may take 15 s: less than the
+        # hang guard waits.
+        defaults["AWS_MAX_ATTEMPTS"] = "3"
     return {**defaults, **environ}
 
 
