@@ -61,14 +61,6 @@ def why_not() -> str:
     return "" if os.geteuid() == 0 else "SLURM's daemons need root"
 
 
-def await_true(condition: Callable[[], object], what: str | Callable[[], object]) -> None:
-    """Wait until a condition holds, but not for ever; `what` then says what was expected."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, what() if callable(what) else what
-        time.sleep(0.1)
-
-
 class Cluster:
     """A running cluster.
 
@@ -78,6 +70,19 @@ class Cluster:
 
     def __init__(self, folder: Path) -> None:
         self._configuration = folder / "slurm.conf"
+        self._is_running = True
+
+    def await_true(self, condition: Callable[[], object], what: Callable[[], object]) -> None:
+        """Wait until a condition holds, but not for ever, nor for a cluster that has ended.
+
+        Args:
+            condition: asked four times a second.
+            what: describes the state, when it has not been reached.
+        """
+        deadline = time.monotonic() + PATIENCE_S
+        while not condition():
+            assert self._is_running and time.monotonic() < deadline, what()
+            time.sleep(0.25)
 
     def call(self, *arguments: object, **variables: object) -> str:
         """Run a program on the cluster; what it prints."""
@@ -123,6 +128,7 @@ class Cluster:
 
     def end(self) -> None:
         """End the daemons, and all that they have started."""
+        self._is_running = False
         while ours := [process for process, _ in self._processes()]:
             for process in {each for one in ours for each in (one, *_children(one))}:
                 with suppress(psutil.NoSuchProcess):
@@ -177,7 +183,9 @@ def running_cluster(nodes: list[str]) -> Iterator[Cluster]:
         for node in nodes:
             cluster.call("slurmd", "-N", node)
         states = ["idle"] * len(nodes)
-        await_true(lambda: cluster.call("sinfo", "-hN", "-o", "%t").split() == states, "all nodes are idle")
+        cluster.await_true(
+            lambda: cluster.call("sinfo", "-hN", "-o", "%t").split() == states, lambda: cluster.call("sinfo")
+        )
         yield cluster
 
 

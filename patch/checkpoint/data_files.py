@@ -6,7 +6,7 @@ import heapq
 import io
 import threading
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from patch.checkpoint.records import write_record
 from patch.storage.checksums import Content, SummedFile
+from patch.storage.places import AnyPath, retried
 
 NUM_FILES = 2
 """Of each rank, which are written at the same time."""
@@ -40,13 +41,13 @@ def data_file(rank: int, number: int) -> str:
 
 
 def write_data(
-    folder: Path,
+    folder: AnyPath,
     rank: int,
     values: Sequence[Value],
     cancelled: threading.Event,
     files: list[SummedFile],
 ) -> Written:
-    """Write a rank's values and flush them to the disk.
+    """Write a rank's values and make them durable; a file that a store refuses is written again for a while.
 
     Args:
         folder: the checkpoint's folder.
@@ -68,7 +69,8 @@ def write_data(
         name = data_file(rank, number)
         try:
             path = folder / name
-            contents[name] = _write_file(path, number, values, shares[number], places, cancelled, files)
+            attempt = partial(_write_file, path, number, values, shares[number], places, cancelled, files)
+            contents[name] = retried(path, attempt, cancelled)
         except Exception as error:  # noqa: BLE001 - raised below, in the thread that called
             errors.append(error)
 
@@ -85,7 +87,7 @@ def write_data(
 
 
 def _write_file(
-    path: Path,
+    path: AnyPath,
     number: int,
     values: Sequence[Value],
     share: list[int],

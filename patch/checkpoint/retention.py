@@ -14,7 +14,9 @@ from typing import NamedTuple
 from patch.checkpoint.manifest import has_saved_lengths
 from patch.logger import get_logger
 from patch.storage.atomic import sync
-from patch.storage.names import all_iterations, iteration_name
+from patch.storage.names import CHECKSUMS_FILE, REMOVED_FILE, all_iterations, iteration_name
+from patch.storage.places import AnyPath
+from patch.storage.remote import RemotePath
 
 _logger = get_logger(__name__)
 
@@ -63,9 +65,11 @@ class Retention(NamedTuple):
 
 
 def set_aside_superseded(
-    root: Path, retention: Retention, newest: int, best: int | None, uncounted: Collection[int] = ()
+    root: AnyPath, retention: Retention, newest: int, best: int | None, uncounted: Collection[int] = ()
 ) -> list[int]:
     """Take the names of the checkpoints that may go; `delete_set_aside` then frees their space.
+
+    In a store, which cannot rename, the file .removed in each says so, and its marker goes.
 
     Call it in one process, after `newest` was published. Checkpoints of later iterations, which a resume from
     an older one left, are not touched, and damaged ones neither count nor go. Only the lengths of files are
@@ -105,7 +109,11 @@ def set_aside_superseded(
     return gone
 
 
-def _set_aside(folder: Path) -> None:
+def _set_aside(folder: AnyPath) -> None:
+    if isinstance(folder, RemotePath):
+        (folder / REMOVED_FILE).write_bytes(b"")
+        (folder / CHECKSUMS_FILE).unlink(missing_ok=True)
+        return
     hidden = folder.with_name(REMOVED + folder.name)
     if hidden.exists():
         shutil.rmtree(hidden)
@@ -113,11 +121,19 @@ def _set_aside(folder: Path) -> None:
     sync(folder.parent)  # its files must not be gone, after a crash of the machine, while it has its old name
 
 
-def delete_set_aside(root: Path) -> None:
+def delete_set_aside(root: AnyPath) -> None:
     """Delete the checkpoints that were set aside, also by a process that was killed before it could.
 
     Two threads may call it at once.
+
+    Raises:
+        OSError: a store fails.
     """
+    if isinstance(root, RemotePath):
+        for mark in root.glob(f"iter_*/{REMOVED_FILE}"):
+            (mark.parent / CHECKSUMS_FILE).unlink(missing_ok=True)
+            mark.parent.remove_tree()
+        return
     for hidden in root.glob(f"{REMOVED}*"):
         shutil.rmtree(hidden, ignore_errors=True)
         if hidden.exists():

@@ -316,9 +316,21 @@ class CheckpointConfig:
     """Where the initial weights come from, and what the run writes where."""
 
     load: str | None = flag(
-        "a Hugging Face folder or org/name, a checkpoint of ours, or none: random weights", None, none="none"
+        "a Hugging Face folder or org/name, a checkpoint of ours (folder or URL), or none: random weights",
+        None,
+        none="none",
     )
     output_path: str = flag("the run's folder; the same command again resumes from it")
+    save: str | None = flag(
+        "the store of the run's checkpoints, such as s3://bucket/run; none: checkpoint/ in the run's folder",
+        None,
+        none="none",
+    )
+    save_retry_seconds: float = flag(
+        "how long a store that fails is asked again, before a checkpoint is written to the run's folder",
+        30.0,
+        at_least=0,
+    )
     distributed_checkpointing: bool = flag("every rank writes its part of a checkpoint; always so", True)
     save_interval: int = flag("steps between checkpoints; the last step is always saved", 500, at_least=1)
     async_save: bool = flag(

@@ -33,7 +33,8 @@ from patch.storage.names import TRACKER
 from toolkits.convert import main as convert
 from toolkits.quickstart.tasks import make_examples
 
-NUM_STEPS = 80
+NUM_STEPS = 40
+SAVE_STEPS = 25
 # The two frameworks add up float32 products in different orders.
 LOSS_TOLERANCE = 1e-4
 STEP_KEYS = (
@@ -45,7 +46,7 @@ STEP_KEYS = (
 
 def sft_command(office: Office, output: Path, **changes: str) -> list[str]:
     """Four micro-batches a step, so that a signal can find the run on its way."""
-    lengths = {"GLOBAL_BATCH_SIZE": 16, "TRAIN_TOKENS_OR_ITERS": NUM_STEPS, "SAVE_INTERVAL": 50}
+    lengths = {"GLOBAL_BATCH_SIZE": 16, "TRAIN_TOKENS_OR_ITERS": NUM_STEPS, "SAVE_INTERVAL": SAVE_STEPS}
     flags = ["--eval-interval", str(NUM_STEPS // 2), "--export-hf"]
     return [*command(**office.positions(output), **{**lengths, **changes}), *flags]
 
@@ -76,9 +77,9 @@ def test_run_leaves_its_files(unbroken: Path) -> None:
     assert [record["iteration"] for record in records] == list(range(1, NUM_STEPS + 1))
     assert sorted(records[0]) == sorted(STEP_KEYS)
     found = validation_losses(unbroken)
-    assert list(found) == [NUM_STEPS // 2, 50, NUM_STEPS], "also at each save"
+    assert list(found) == [NUM_STEPS // 2, SAVE_STEPS, NUM_STEPS], "also at each save"
     best = (unbroken / "checkpoint" / "best_checkpointed_iteration.txt").read_text()
-    assert int(best) == min((50, NUM_STEPS), key=found.__getitem__)
+    assert int(best) == min((SAVE_STEPS, NUM_STEPS), key=found.__getitem__)
 
 
 def test_no_library_warns_the_user(unbroken: Path) -> None:
@@ -276,9 +277,9 @@ def test_length_that_was_trained_already_leaves_the_run_as_it_was(
 ) -> None:
     shutil.copytree(unbroken, tmp_path / "out")
     before = (tmp_path / "out" / "config.yaml").read_bytes()
-    result = call_workers(2, sft_command(office, tmp_path / "out", TRAIN_TOKENS_OR_ITERS="40", LR="1e-3"))
+    result = call_workers(2, sft_command(office, tmp_path / "out", TRAIN_TOKENS_OR_ITERS="20", LR="1e-3"))
     assert result.returncode == 0, result.stderr
-    assert "nothing is left to train of 40 steps, 80 are done" in result.stderr
+    assert "nothing is left to train of 20 steps, 40 are done" in result.stderr
     assert (tmp_path / "out" / "config.yaml").read_bytes() == before
 
 

@@ -15,7 +15,7 @@ import pytest
 from end_to_end.conftest import Office
 from end_to_end.shell import REPOSITORY, SCRIPT, command, training_records
 from launches import free_port
-from slurm_cluster import Cluster, await_true, running_cluster, why_not
+from slurm_cluster import Cluster, running_cluster, why_not
 
 from patch.storage.names import TRACKER
 
@@ -89,7 +89,7 @@ class Job:
         return int(file.read_text()) if file.exists() else 0
 
     def await_true(self, condition: Callable[[], object], what: str) -> None:
-        await_true(condition, lambda: f"{what}: {self.cluster.job(self.number)} {self.messages()}")
+        self.cluster.await_true(condition, lambda: f"{what}: {self.messages()}")
 
     def await_checkpoint(self) -> int:
         """Wait until a new checkpoint is there; its step."""
@@ -132,8 +132,9 @@ def losing_the_second_node(cluster: Cluster, office: Office, output: Path) -> Jo
     job.await_message("resumed after step", 1)
     job.await_checkpoint()
     job.reach_time_limit()
-    job.await_message("resumed after step", 2)
+    job.await_true(lambda: job.state() == "PENDING", "the requeue")
     job.limit(60)
+    job.await_message("resumed after step", 2)
     cluster.call("scontrol", "update", "nodename=n2", "state=drain", "reason=test")
     job.await_checkpoint()
     cluster.lose("n2")
@@ -222,7 +223,7 @@ def test_job_is_requeued_by_the_first_nodes_exit_code_until_it_does_not_help(
     own = {"OUTPUT": output, "CODES": " ".join(map(str, codes)), "PROGRESS": progress}
     job = submit(cluster, output, "n5,n6", arguments, PYTHON=launcher, **own)
     ends = ("COMPLETED", "FAILED")
-    await_true(lambda: cluster.job(job)["JobState"] in ends, lambda: (cluster.job(job), f"{output}.log"))
+    cluster.await_true(lambda: cluster.job(job)["JobState"] in ends, lambda: cluster.job(job))
     facts = cluster.job(job)
     assert (facts["Restarts"], facts["ExitCode"]) == end, Path(f"{output}.log").read_text()
 

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_signal_to_a_machine_that_waits_ends_the_wait_of_the_others_unless_it_is
         first = rendezvous.Meeting.join(place, sizes, limit)
         second = rendezvous.Meeting.join(place._replace(node_rank=1), sizes, limit)
         taking_part = threads.submit(first.next_rendezvous)
-        threads.submit(signal_after, 2.5 if others_go_on else 0.5)
+        threads.submit(signal_when, lambda: second.is_spare or not others_go_on)
         files = agent.WorkerFiles(tmp_path, None)
         assert agent.run_workers(["true"], 1, 0, second, files) == 128 + signal.SIGTERM
         if others_go_on:
@@ -109,8 +110,10 @@ def test_signal_to_a_machine_that_waits_ends_the_wait_of_the_others_unless_it_is
         first.shutdown()
 
 
-def signal_after(seconds: float) -> None:
-    time.sleep(seconds)
+def signal_when(is_ready: Callable[[], bool]) -> None:
+    while not is_ready():
+        time.sleep(0.05)
+    time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
 
 

@@ -91,7 +91,7 @@ def test_deletion_that_hangs_holds_up_neither_a_save_nor_the_end(
         hook.on_save(2)
         hook.close()
     assert time.monotonic() - begin < 5
-    assert "still being deleted after 0 s" in caplog.text and ".removed_*" in caplog.text
+    assert "still being deleted after 0 s" in caplog.text
     assert not (tmp_path / iteration_name(1)).exists() and (tmp_path / iteration_name(2)).exists()
 
 
