@@ -81,7 +81,8 @@ class HangGuard:
     def watching(self) -> Iterator[None]:
         """A context in which the ranks are watched; every rank must have built its guard."""
         talking = threading.Thread(target=self._talk, name="hang guard: beats", daemon=True)
-        watching = threading.Thread(target=self._watch, name="hang guard: store", daemon=True)
+        (first,) = self._read_beats([0])
+        watching = threading.Thread(target=self._watch, args=(first,), name="hang guard: store", daemon=True)
         talking.start()
         watching.start()
         try:
@@ -110,9 +111,12 @@ class HangGuard:
                     self._end(json.loads(self._store.get(_VERDICT)))
                 self._answered = time.monotonic()
 
-    def _watch(self) -> None:
-        """The thread that never waits for anybody."""
-        (first,) = self._read_beats([0])
+    def _watch(self, first: Beat) -> None:
+        """The thread that never waits for anybody.
+
+        Args:
+            first: rank 0's first beat, which tells where it is.
+        """
         while not self._is_over.wait(self._limits.interval_s) and not self._ending.locked():
             own = self._beat()
             self._looked = time.monotonic()
