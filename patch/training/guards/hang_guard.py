@@ -63,7 +63,8 @@ class HangGuard:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._folder = Path(config.checkpoint.output_path) / STACKS_FOLDER
         self._phases = phases
-        self._limits = Limits(config.parallel, phases)
+        patience_s = config.checkpoint.save_retry_seconds if config.checkpoint.save else 0.0
+        self._limits = Limits(config.parallel, phases, patience_s)
         self._judge = Judge(self._limits, phases, self._world_size)
         self._store = dist.PrefixStore("hang_guard", store)
         self._phases.shared, self._descriptor = shared_memory()

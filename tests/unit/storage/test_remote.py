@@ -122,6 +122,8 @@ def test_errors_of_a_driver_become_oserrors_with_a_text(logged) -> None:
         ("nosuch://bucket/run", "Protocol not known: nosuch"),
         ("s3://", "expected a URL with a folder"),
         ("sftp://me:secret@host/run", "expected a URL without a password"),
+        ("s3://AKIA:sec/secret@bucket/run", "expected a URL without a password .*AWS_SECRET_ACCESS_KEY"),
+        ("abfs://box/run?sig=secret", "or a query"),
     ],
 )
 def test_urls_that_cannot_be_used(url, said) -> None:
