@@ -21,6 +21,10 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
@@ -28,6 +32,7 @@ from patch.config.schema import Execution, ModelConfig, split_layers
 from patch.device import torch_dtype
 from patch.families import traits_of
 from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
+from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
 from patch.model.loss import aligned_losses, hide_padded_vocabulary
 from patch.model.packed_sequences import give_own_positions
 from patch.model.recompute import RecomputingMLP, recomputed_modules
@@ -146,7 +151,8 @@ class LlamaModel(GPTModel):
 
     Inputs and outputs of `forward` are GPTModel's: tokens and labels [B, S] in; per-token losses [B, S] out,
     or logits [B, S, V / TP] without labels, or hidden states [S, B, H] before the last stage. With
-    `packed_seq_params` (`PackedSequences`) a row consists of several sequences.
+    `packed_seq_params` (`PackedSequences`) a row consists of several sequences. With labels and `loss_mask`
+    (`LearnedTokens`) the sum of the learned tokens' losses comes out, computed without all logits at once.
 
     Args:
         model: the shape of the whole model.
@@ -202,6 +208,33 @@ class LlamaModel(GPTModel):
         """GPTModel's forward. What is sent to the next stage is made contiguous, as sending requires."""
         output = super().forward(*args, **kwargs)
         return output if self.post_process else output.contiguous()
+
+    def _postprocess(
+        self,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        labels: torch.Tensor | None,
+        loss_mask: LearnedTokens | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """What follows the layers: GPTModel's, or the summed loss of `loss_mask`."""
+        if self.post_process and labels is not None and loss_mask is not None:
+            return self.summed_loss(hidden_states, labels, loss_mask)
+        return super()._postprocess(hidden_states, *args, labels=labels, loss_mask=loss_mask, **kwargs)
+
+    def summed_loss(self, hidden: torch.Tensor, labels: torch.Tensor, learned: LearnedTokens) -> torch.Tensor:
+        """The sum of the learned tokens' losses, from hidden states [S, B, H], with SP [S / TP, B, H]."""
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=group
+            )
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        is_tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        part = VocabularyPart(group.rank() * len(weight), self.num_vocab_rows, group)
+        return linear_cross_entropy(hidden, weight, labels, learned, part)
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark embedding and output weights for the optimizer.

@@ -22,7 +22,7 @@ from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import Batch
 from patch.distributed.groups import initialize
-from patch.model import LlamaModel, build_llama_model, sum_learned
+from patch.model import LlamaModel, build_llama_model, sum_aligned
 from patch.optimizer import learning_rate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -119,7 +119,7 @@ def _our_step(stages: list[LlamaModel], batches: list[Batch], is_aligned: bool) 
     ]
 
     def loss_of(losses: torch.Tensor, mask: torch.Tensor) -> tuple:
-        loss = sum_learned(losses, mask, is_aligned=is_aligned) / tokens
+        loss = (sum_aligned(losses, mask) if is_aligned else (losses * mask).sum()) / tokens
         return loss, mask.sum().int(), loss.detach()
 
     def forward(data: Any, stage: Any) -> tuple:
