@@ -10,11 +10,11 @@ import io
 from collections import defaultdict
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.futures import Future
 
@@ -74,7 +74,10 @@ class WindowReader(FileSystemReader):
                     planner.load_bytes(item, io.BytesIO(stream.read(place.length)))
                     continue
                 if record is None or index != item.storage_index:
-                    index, record = item.storage_index, read_header(stream, place)
+                    index = item.storage_index
+                    stored = cast(TensorStorageMetadata, self._index.state_dict_metadata[index.fqn])
+                    shape = stored.chunks[cast(int, index.index)].sizes
+                    record = read_header(stream, place, shape, stored.properties.dtype)
                 target = planner.resolve_tensor(item).detach()
                 read_region(stream, record, item.storage_offsets, target, buffer)
                 planner.commit_tensor(item, target)

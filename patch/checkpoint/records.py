@@ -85,36 +85,48 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Record(NamedTuple):
-    """Where the values of a stored tensor are."""
+    """A stored tensor whose values are read when they are wanted."""
 
-    header: torch.Tensor
-    """On the device `meta`: its shape, dtype and strides."""
-    begin: int
-    """The file offset of its values."""
-    place: StorageInfo
-    """Where the whole record is."""
+    tensor: torch.Tensor
+    """On the device `meta`: its shape and dtype. On the CPU, with its values, if these are not in order."""
+    begin: int | None
+    """The file offset of its values; None if they are not in the order of its elements."""
 
 
-def read_header(stream: BufferedReader, place: StorageInfo) -> Record:
-    """A record's tensor without its values.
+def read_header(
+    stream: BufferedReader, place: StorageInfo, shape: Sequence[int], dtype: torch.dtype
+) -> Record:
+    """A record's tensor without its values, unless they were stored with strides, which ours never are.
 
     That the device `meta` reads no values is true since torch 2.11 (pytorch pull request 170619).
 
+    Args:
+        stream: the data file.
+        place: where the record is, by the index.
+        shape: of its tensor, by the index.
+        dtype: of its tensor, by the index.
+
     Raises:
-        OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError: the record is damaged.
+        OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError: the record is damaged, or it is
+            another one.
     """
-    header = load_record(stream, place, "meta")
+    header = _load_record(stream, place, "meta")
     if not isinstance(header, torch.Tensor):
-        raise ValueError(f"it is a {type(header).__name__}, expected a tensor")
+        raise ValueError(f"it is a {type(header).__name__}, its index says {dtype}")
+    if (header.dtype, tuple(header.shape)) != (dtype, tuple(shape)):
+        found, expected = tuple(header.shape), tuple(shape)
+        raise ValueError(f"it is {header.dtype} of shape {found}, its index says {dtype} of shape {expected}")
     storage: Any = header.untyped_storage()
-    begin = place.offset + storage._checkpoint_offset + header.storage_offset() * header.element_size()
-    if header.is_contiguous() and begin + header.nbytes > place.offset + place.length:
+    first = storage._checkpoint_offset  # None in torch.save's format before 1.6
+    if first is None or not header.is_contiguous():
+        return Record(_load_record(stream, place, "cpu"), None)
+    begin = place.offset + first + header.storage_offset() * header.element_size()
+    if begin + header.nbytes > place.offset + place.length:
         raise EOFError("its values go beyond it")
-    return Record(header, begin, place)
+    return Record(header, begin)
 
 
-def load_record(stream: BufferedReader, place: StorageInfo, device: str = "cpu") -> Any:
-    """A record's tensor, all at once."""
+def _load_record(stream: BufferedReader, place: StorageInfo, device: str) -> Any:
     return load_plain(cast(IO[bytes], create_file_view(stream, place.offset, place.length)), device)
 
 
@@ -127,8 +139,6 @@ def read_region(
 ) -> None:
     """Read a rectangular part of a stored tensor; the values are converted to the target's dtype.
 
-    A tensor that was stored with strides, which ours never are, is read all at once.
-
     Args:
         stream: the data file.
         record: of `read_header`.
@@ -139,11 +149,12 @@ def read_region(
     Raises:
         OSError, EOFError: the file cannot be read.
     """
-    header, size = record.header, record.header.element_size()
+    header, begin = record
+    size = header.element_size()
     if not target.numel():
         return
-    if not header.is_contiguous():
-        target.copy_(_narrowed(load_record(stream, record.place), offsets, target.shape))
+    if begin is None:
+        target.copy_(_narrowed(header, offsets, target.shape))
         return
     if not header.ndim:  # a single number
         header, target, offsets = header.view(1), target.view(1), (0,)
@@ -153,11 +164,11 @@ def read_region(
         is_whole_rows = part.shape[1:].numel() == window.row
         if is_whole_rows and part.is_contiguous() and part.is_cpu and part.dtype == header.dtype:
             memory = part.as_strided((part.numel(),), (1,)).view(torch.uint8).numpy()
-            _read_fully(stream, record.begin + window.start * size, memory)
+            _read_fully(stream, begin + window.start * size, memory)
             continue
         if num_bytes > buffer.nbytes:
             buffer = np.empty(num_bytes, np.uint8)
-        _read_fully(stream, record.begin + window.start * size, buffer[:num_bytes])
+        _read_fully(stream, begin + window.start * size, buffer[:num_bytes])
         values = torch.from_numpy(buffer[:num_bytes]).view(header.dtype)
         values = values.view(window.rows, *header.shape[len(window.prefix) + 1 :])
         part.copy_(_narrowed(values, (0, *window.inner_offsets), part.shape))

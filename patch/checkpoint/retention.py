@@ -7,7 +7,7 @@ leaves each checkpoint whole, or not at all.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,31 +30,41 @@ class Retention(NamedTuple):
     every: int | None = None
     """Those whose iteration is a multiple of this stay too; None: no more."""
 
-    def superseded(self, iterations: Iterable[int], best: int | None) -> list[int]:
-        """The iterations, of these, whose checkpoints may go; in ascending order.
+    def superseded(
+        self, iterations: Iterable[int], best: int | None, uncounted: Collection[int] = ()
+    ) -> list[int]:
+        """The iterations, of these, whose checkpoints may go; in ascending order. The newest one never is.
 
         Args:
             iterations: those of the whole checkpoints up to the newest one.
             best: the iteration of the best checkpoint; None if none is known.
+            uncounted: iterations that are none of the `last` ones.
         """
-        if self.last is None:
-            return []
         ordered = sorted(iterations)
-        kept = {*ordered[-self.last :], best}
+        if self.last is None or not ordered:
+            return []
+        counted = [iteration for iteration in ordered if iteration not in uncounted]
+        kept = {*counted[-self.last :], ordered[-1], best}
         return [i for i in ordered if i not in kept and not (self.every and i % self.every == 0)]
 
 
-def set_aside_superseded(root: Path, retention: Retention, newest: int, best: int | None) -> list[int]:
+def set_aside_superseded(
+    root: Path, retention: Retention, newest: int, best: int | None, uncounted: Collection[int] = ()
+) -> list[int]:
     """Take the names of the checkpoints that may go; `delete_set_aside` then frees their space.
 
     Call it in one process, after `newest` was published. Checkpoints of later iterations, which a resume from
-    an older one left, are not touched, and damaged ones neither count nor go.
+    an older one left, are not touched, and damaged ones neither count nor go. Only the lengths of files are
+    compared: the contents were summed while they were written, and to read them all again after each save
+    would take one process longer than the save.
 
     Args:
         root: the folder of a run's checkpoints.
         retention: what stays.
         newest: the iteration of the checkpoint that was just saved.
         best: the iteration of the best checkpoint; None if none is known.
+        uncounted: iterations that are none of the `last` ones: no run can resume from them, or they are from
+            before this run went back to an older one.
 
     Returns:
         The iterations of the checkpoints that are gone.
@@ -67,7 +77,7 @@ def set_aside_superseded(root: Path, retention: Retention, newest: int, best: in
         _logger.warning("%s is not whole: no older checkpoint is removed", root / iteration_name(newest))
         return []
     gone = []
-    for iteration in retention.superseded(whole, best):
+    for iteration in retention.superseded(whole, best, uncounted):
         folder = root / iteration_name(iteration)
         try:
             _set_aside(folder)

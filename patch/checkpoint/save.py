@@ -19,7 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
 
 from patch.checkpoint.data_files import Value, Written, data_file, write_data
 from patch.checkpoint.failures import checkpoint_failures
@@ -33,10 +32,9 @@ from patch.compat.torch_checkpoint import StorageInfo
 from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.storage.atomic import sync
-from patch.storage.checksums import Content, SummedFile, content
+from patch.storage.checksums import Content, SummedFile
 from patch.storage.lock import check_held
-from patch.storage.names import COMMON_FILE, METADATA_FILE, METADATA_JSON_FILE
+from patch.storage.names import METADATA_FILE
 from patch.storage.sizes import size_text
 
 _logger = get_logger(__name__)
@@ -90,8 +88,9 @@ def start_save(
                 open_staging(target)
                 _check_space(target, needed)
         with checkpoint_failures(_failure(target)):
-            partial = str(staged_checkpoint(target).partial)
-            dist_checkpointing.save({**copied(sharded_state), **common}, partial, planner)
+            planner.split({**copied(sharded_state), **common})
+        with checkpoint_failures(_failure(target)):
+            planner.plan()
     return Save(target, iteration, planner, host_copies)
 
 
@@ -204,11 +203,8 @@ class Save:
         """Write the index and the checksums, and rename the folder; in a thread of rank 0."""
         contents = {name: value for written in by_rank for name, value in written.contents.items()}
         contents[METADATA_FILE] = self._write_index([written.places for written in by_rank])
-        for name in (COMMON_FILE, METADATA_JSON_FILE):
-            if not (self._partial / name).is_file():
-                raise CheckpointError(f"checkpoint {self._target} was not written: {name} failed")
-            sync(self._partial / name)
-            contents[name] = content(self._partial / name)
+        for name, data in self._planner.small_files.items():
+            contents[name] = _write(self._partial / name, data)
         write_manifest(self._partial, self.iteration, contents)
         check_held(self._target)
         publish(self._target)
@@ -224,12 +220,17 @@ class Save:
                 self._planner.keys_by_rank[rank], places.tolist(), strict=True
             )
         }
-        file = SummedFile(self._partial / METADATA_FILE)
-        try:
-            pickle.dump(index, file)
-            return file.finish()
-        finally:
-            file.close()
+        return _write(self._partial / METADATA_FILE, pickle.dumps(index))
+
+
+def _write(path: Path, data: bytes) -> Content:
+    """Write a small file and flush it to the disk."""
+    file = SummedFile(path)
+    try:
+        file.write(data)
+        return file.finish()
+    finally:
+        file.close()
 
 
 @contextmanager

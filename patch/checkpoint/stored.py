@@ -1,29 +1,27 @@
 """The tensors of a stored checkpoint, without a model or a job: names, shapes, types, any part of the values.
 
-A reader does not depend on how the tensors were cut into pieces when they were saved. It maps the files, and
-gives back the memory after every 64 MiB.
+A reader does not depend on how the tensors were cut into pieces when they were saved. It needs memory for
+what it returns and one window.
 """
 
 from __future__ import annotations
 
 import math
-import mmap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from patch.checkpoint.compatibility import check_files
-from patch.compat.torch_checkpoint import StorageInfo, create_file_view
-from patch.compat.unpickle import load_plain, load_tensors, read_metadata
+from patch.checkpoint.records import WINDOW_BYTES, Record, read_header, read_region, reading_errors
+from patch.compat.torch_checkpoint import StorageInfo
+from patch.compat.unpickle import load_tensors, read_metadata
 from patch.errors import CheckpointError
 from patch.storage.names import COMMON_FILE, METADATA_FILE
 
-_BYTES_AT_ONCE = 64 * 2**20
-"""After so many bytes, the mapped pages that were read are given back."""
 LEGACY_FILE = "model_optim_rng.pt"
 
 
@@ -46,9 +44,20 @@ class Box(NamedTuple):
     sizes: tuple[int, ...]
 
 
-class _Piece(NamedTuple):
+class Piece(NamedTuple):
+    """A rectangular part of a stored tensor, with its values."""
+
+    key: str
+    offsets: tuple[int, ...]
+    """The index of its first element in the whole tensor."""
+    tensor: torch.Tensor
+
+
+class _StoredPiece(NamedTuple):
+    """Where a piece of a tensor is stored."""
+
     box: Box
-    record: StorageInfo
+    place: StorageInfo
 
 
 class TorchDistReader:
@@ -71,11 +80,11 @@ class TorchDistReader:
             if isinstance(stored, TensorStorageMetadata)
         }
         self.objects = sorted(set(index.state_dict_metadata) - set(self.tensors))
-        self._pieces = _pieces(folder, index)
-        self._maps: dict[str, mmap.mmap] = {}
-        self._begins: dict[tuple[str, int], int | None] = {}
-        """Place of a record in the files -> place of its first value; None: its values are not contiguous."""
-        self._num_read = 0
+        self._stored = _stored_pieces(folder, index)
+        self._records: dict[tuple[str, int], Record] = {}
+        """Of the tensor that was read last, by file and offset."""
+        self._last_key: str | None = None
+        self._buffer = np.empty(WINDOW_BYTES, np.uint8)
 
     def common(self) -> dict[str, Any]:
         """The plain values of common.pt; objects of a program's own classes are empty stand-ins.
@@ -87,8 +96,7 @@ class TorchDistReader:
 
     def boxes(self, key: str) -> list[Box]:
         """The pieces in which a tensor is stored, in the order of the files."""
-        pieces = sorted(self._pieces.get(key, ()), key=lambda p: (p.record.relative_path, p.record.offset))
-        return [piece.box for piece in pieces]
+        return [stored.box for stored in sorted(self._stored.get(key, ()), key=_position)]
 
     def read(self, key: str, box: Box) -> torch.Tensor:
         """A copy of a part of a tensor, from all pieces that have values of it.
@@ -98,68 +106,44 @@ class TorchDistReader:
         """
         values = torch.empty(box.sizes, dtype=self.tensors[key].dtype)
         missing = values.numel()
-        for piece in self._pieces.get(key, ()):
-            common = intersection(box, piece.box)
+        for stored in self._stored.get(key, ()):
+            common = intersection(box, stored.box)
             if common is not None:
-                stored = self._values(key, piece)
-                values[_slices(common, box)] = stored[_slices(common, piece.box)]
+                self._read_part(key, stored, common, values[_slices(common, box)])
                 missing -= math.prod(common.sizes)
         if missing > 0:
             raise CheckpointError(f"{self.folder}: the pieces of {key} do not cover it at {box.offsets}")
-        self._give_back(values.nbytes)
         return values
 
-    def _values(self, key: str, piece: _Piece) -> torch.Tensor:
-        """The values of a piece, mapped from its file."""
-        path, record = self.folder / piece.record.relative_path, piece.record
-        try:
-            place = (record.relative_path, record.offset)
-            if place not in self._begins:
-                self._begins[place] = self._find_begin(path, key, piece)
-            begin = self._begins[place]
-            if begin is None:
-                return self._load(path, record, "cpu")
-            return self._mapped(path, begin, piece.box.sizes, self.tensors[key].dtype)
-        except Exception as error:  # noqa: BLE001 - hostile bytes can make the unpickler raise anything
-            raise CheckpointError(
-                f"{path}: {key} (bytes {record.offset} to {record.offset + record.length}) cannot be read: "
-                f"{error or type(error).__name__}"
-            ) from error
+    def pieces(self, keys: set[str]) -> Iterator[Piece]:
+        """All values of these tensors in the order of the files, a window of neighbouring rows at a time.
 
-    def _find_begin(self, path: Path, key: str, piece: _Piece) -> int | None:
-        header, record = self._load(path, piece.record, "meta"), piece.record
-        expected = piece.box.sizes, self.tensors[key].dtype
-        if not isinstance(header, torch.Tensor) or (tuple(header.shape), header.dtype) != expected:
-            raise ValueError("it is another tensor than the index says")
-        if not header.is_contiguous():
-            return None
-        storage: Any = header.untyped_storage()
-        begin = record.offset + storage._checkpoint_offset + header.storage_offset() * header.element_size()
-        if begin + header.nbytes > record.offset + record.length:
-            raise EOFError("its values go beyond it")
-        return begin
+        A piece is valid until the next one is read, because all of them share one buffer.
 
-    def _load(self, path: Path, record: StorageInfo, device: str) -> Any:
-        """A record's tensor. On the device `meta` no values are read, but its storage has their place."""
-        with path.open("rb") as stream:
-            return load_plain(cast(IO[bytes], create_file_view(stream, record.offset, record.length)), device)
+        Raises:
+            CheckpointError: values cannot be read; the message names the file and the tensor.
+        """
+        buffer = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
+        stored_pieces = [(key, stored) for key in keys for stored in self._stored.get(key, ())]
+        for key, stored in sorted(stored_pieces, key=lambda item: _position(item[1])):
+            dtype = self.tensors[key].dtype
+            for window in windows(stored.box, WINDOW_BYTES // dtype.itemsize):
+                values = buffer[: math.prod(window.sizes) * dtype.itemsize].view(dtype).view(window.sizes)
+                self._read_part(key, stored, window, values)
+                yield Piece(key, window.offsets, values)
 
-    def _mapped(self, path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if num_bytes == 0:
-            return torch.empty(shape, dtype=dtype)
-        if path.name not in self._maps:
-            with path.open("rb") as stream:  # a private copy, because torch warns of read-only memory
-                self._maps[path.name] = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_COPY)
-        values = np.frombuffer(self._maps[path.name], np.uint8, num_bytes, begin)
-        return torch.from_numpy(values).view(dtype).view(shape)
-
-    def _give_back(self, num_bytes: int) -> None:
-        self._num_read += num_bytes
-        if self._num_read > _BYTES_AT_ONCE:
-            self._num_read = 0
-            for mapped in self._maps.values():
-                mapped.madvise(mmap.MADV_DONTNEED)
+    def _read_part(self, key: str, stored: _StoredPiece, part: Box, target: torch.Tensor) -> None:
+        """Read a part of a stored piece."""
+        path, place = self.folder / stored.place.relative_path, stored.place
+        if key != self._last_key:
+            self._records, self._last_key = {}, key
+        with reading_errors(path, key, place), path.open("rb") as stream:
+            position = _position(stored)
+            if position not in self._records:
+                dtype = self.tensors[key].dtype
+                self._records[position] = read_header(stream, place, stored.box.sizes, dtype)
+            offsets = [begin - origin for begin, origin in zip(part.offsets, stored.box.offsets, strict=True)]
+            read_region(stream, self._records[position], offsets, target, self._buffer)
 
 
 class LegacyReader:
@@ -180,7 +164,10 @@ class LegacyReader:
         self._common: dict[str, Any] = {}
         for path in sorted(folder.glob(f"mp_rank_*/{LEGACY_FILE}")):
             contents = _load_dict(path)
-            self._values |= dict(_nested_tensors(contents, path.parent.name))
+            try:
+                self._values |= dict(_nested_tensors(contents, path.parent.name, set()))
+            except RecursionError as error:
+                raise CheckpointError(f"{path} cannot be read: its values are nested too deeply") from error
             self._common = {key: value for key, value in contents.items() if isinstance(value, int | float)}
         self.tensors = {
             key: StoredTensor(tuple(values.shape), values.dtype) for key, values in self._values.items()
@@ -243,26 +230,31 @@ def windows(box: Box, num_elements: int) -> Iterator[Box]:
         yield from windows(Box(tuple(offsets), tuple(sizes)), num_elements)
 
 
-def _pieces(folder: Path, index: Metadata) -> dict[str, list[_Piece]]:
-    """The pieces of each tensor.
+def _stored_pieces(folder: Path, index: Metadata) -> dict[str, list[_StoredPiece]]:
+    """Where the pieces of each tensor are.
 
     Raises:
         CheckpointError: the index names no file for a piece.
     """
-    pieces: dict[str, list[_Piece]] = {}
-    records: dict[tuple[str, tuple[int, ...]], StorageInfo] = {
-        (where.fqn, tuple(where.offset or ())): record for where, record in index.storage_data.items()
+    pieces: dict[str, list[_StoredPiece]] = {}
+    places: dict[tuple[str, tuple[int, ...]], StorageInfo] = {
+        (where.fqn, tuple(where.offset or ())): place for where, place in index.storage_data.items()
     }
     for key, stored in index.state_dict_metadata.items():
         if not isinstance(stored, TensorStorageMetadata):
             continue
         for chunk in stored.chunks:
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-            record = records.get((key, box.offsets))
-            if record is None:
+            place = places.get((key, box.offsets))
+            if place is None:
                 raise CheckpointError(f"{folder / METADATA_FILE} names no file for {key} at {box.offsets}")
-            pieces.setdefault(key, []).append(_Piece(box, record))
+            pieces.setdefault(key, []).append(_StoredPiece(box, place))
     return pieces
+
+
+def _position(stored: _StoredPiece) -> tuple[str, int]:
+    """The file and the offset of a piece."""
+    return stored.place.relative_path, stored.place.offset
 
 
 def _slices(part: Box, whole: Box) -> tuple[slice, ...]:
@@ -283,11 +275,19 @@ def _load_dict(path: Path) -> dict[str, Any]:
     return contents
 
 
-def _nested_tensors(values: Any, prefix: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors in nested dicts and lists, with the names on the way to them."""
+def _nested_tensors(values: Any, prefix: str, seen: set[int]) -> Iterator[tuple[str, torch.Tensor]]:
+    """All tensors in nested dicts and lists, with the names on the way to them.
+
+    Args:
+        values: a tensor, a container, or something else, which is ignored.
+        prefix: the name of `values`.
+        seen: ids of containers whose tensors are known. A hostile file may hold one in itself, or so often
+            that they would never end.
+    """
     if isinstance(values, torch.Tensor):
         yield prefix, values
-    elif isinstance(values, dict | list | tuple):
+    elif isinstance(values, dict | list | tuple) and id(values) not in seen:
+        seen.add(id(values))
         items = values.items() if isinstance(values, dict) else enumerate(values)
         for name, value in items:
-            yield from _nested_tensors(value, f"{prefix}.{name}")
+            yield from _nested_tensors(value, f"{prefix}.{name}", seen)

@@ -16,13 +16,13 @@ def apply(cuda: bool) -> None:
     Args:
         cuda: whether this process computes on a GPU, which needs no CPU stand-ins.
     """
-    from patch.compat import cpu, dist_checkpointing, recompute, tp_reduce
+    from patch.compat import cpu, old_names, recompute, tp_reduce
 
     tp_reduce.apply()
     recompute.apply()
     if not cuda:
         cpu.apply()
-    dist_checkpointing.apply(cuda)
+    old_names.apply()
 
 
 def is_applied_on_cpu() -> bool:

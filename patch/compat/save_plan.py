@@ -1,53 +1,72 @@
-"""What a save would write, without writing it: megatron-core's strategy with the writing left to the caller.
+"""What a save would write, without writing it: megatron-core's planning with the writing left to the caller.
 
-megatron/core/dist_checkpointing/strategies/torch.py:643 plans and writes in one method, whose writer
-(strategies/filesystem_async.py) computes no checksums, forks for a save in the background, and puts all plans
-into `.metadata` beside the index. The two private functions that turn megatron-core's shards into those of
-torch are used here as that method uses them. Delete when upstream's strategy takes a StorageWriter.
+megatron/core/dist_checkpointing/serialization.py:402 and strategies/torch.py:643 plan and write in one go.
+Their writer (strategies/filesystem_async.py) needs a GPU, starts processes, computes no checksums, waits for
+ever where one rank fails, and puts all plans into `.metadata` beside the index. The private functions that
+turn megatron-core's shards into those of torch are used here as that code uses them. Delete when upstream's
+strategy takes a StorageWriter and a save reports errors on all ranks.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
-from pathlib import Path
+import json
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig
+from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
-from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
 
+from patch.storage.names import COMMON_FILE, METADATA_JSON_FILE
 
-class SavePlanner(SaveShardedStrategy):
-    """Give it to `dist_checkpointing.save`, which then writes common.pt and metadata.json alone.
 
-    Afterwards it holds what is to be written.
-    """
+class SavePlanner:
+    """What is to be written of a state, after `split` and `plan`."""
 
     def __init__(self) -> None:
-        super().__init__("torch_dist", 1)
         self.values: list[torch.Tensor | io.BytesIO] = []
         """What this rank writes: views of the state's tensors, and opaque objects as files of torch.save."""
         self.index: Metadata | None = None
         """On rank 0: the index of the checkpoint, without `storage_data`."""
         self.keys_by_rank: list[list[MetadataIndex]] = []
         """On rank 0: the keys in `storage_data` of each rank's values, in their order."""
+        self.small_files: dict[str, bytes] = {}
+        """On rank 0: the contents of common.pt and metadata.json, by name."""
+        self._shards: dict[str, Any] = {}
 
-    @property
-    def can_handle_sharded_objects(self) -> bool:
-        """Whether opaque objects are among the values; they are."""
-        return True
+    def split(self, state: dict[str, Any]) -> None:
+        """Separate the shards from the values that all ranks have in common; a collective.
 
-    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Plan; a collective over the whole job. An error on one rank is raised on all.
+        Args:
+            state: shards and plain values, nested in any way; its factories are expanded in place.
 
         Raises:
-            CheckpointException: torch's own, which is no Exception: the shards do not make up whole tensors.
+            CheckpointingException: on rank 0 alone: the shards of all ranks do not make up whole tensors.
         """
-        shards, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        self._shards, common = save_preprocess(state)
+        if dist.get_rank() == 0:
+            stream = io.BytesIO()
+            torch.save(common, stream)
+            description = dataclasses.asdict(CheckpointingConfig("torch_dist", 1))
+            self.small_files = {
+                COMMON_FILE: stream.getvalue(),
+                METADATA_JSON_FILE: json.dumps(description).encode(),
+            }
+
+    def plan(self) -> None:
+        """Plan who writes which values; a collective. An error on one rank is raised on all.
+
+        Raises:
+            CheckpointException: torch's own, which is no Exception.
+        """
+        shards, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(self._shards, True)
+        self._shards = {}
         state = torch_strategies.mcore_to_pyt_state_dict(shards, False)
         planner = torch_strategies.MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
 

@@ -48,10 +48,6 @@ _LENGTH = _Reason(
     _CHANGE,
     may_change=True,
 )
-_STEPS = _Reason(
-    "has a pre-training run, whose length and learning rates are counted in steps of its batch size",
-    _FROM_WEIGHTS,
-)
 _TYPE = _Reason("has a run whose weights and states have another type", _ANEW)
 _FIXED: dict[str, _Reason] = {
     **dict.fromkeys([*STORED_SHAPE, "seq_length"], _SHAPE),
@@ -116,8 +112,6 @@ def _check_fields(config: RunConfig, before: RunConfig) -> None:
         then, now = (meaning(value_of(run, field)) for run in (before, config))
         if not _same(then, now):
             cause, reason = field, _FIXED[field]
-            if field == "global_batch_size" and not config.training.sft:
-                reason = _STEPS
             if field in SHAPE_FIELDS and before.model.model_size != config.model.model_size:
                 cause = "model_size"
             _refuse(config, cause, scalar_of(before, cause), scalar_of(config, cause), reason)

@@ -323,7 +323,7 @@ class CheckpointConfig:
         True,
     )
     resume_with_changed_data: bool = flag(
-        "a resume may change data, seed, length (SFT: batch size); it goes on after the consumed samples",
+        "a resume may change data, seed, length and batch size; it goes on after the consumed samples",
         False,
     )
     save_retain_last: int | None = flag(

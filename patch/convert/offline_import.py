@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from patch.checkpoint.streaming import Piece, PieceWriter
+from patch.checkpoint.piece_writer import PieceWriter
+from patch.checkpoint.stored import Piece
 from patch.config.schema import ModelConfig
 from patch.convert.hf_config_files import copy_descriptions, model_of
 from patch.convert.hf_layout import remember_layout

@@ -13,24 +13,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from patch.checkpoint.compatibility import check_files
-from patch.checkpoint.streaming import read_pieces
-from patch.compat.unpickle import read_metadata
+from patch.checkpoint.stored import StoredTensor, TorchDistReader
 from patch.config.schema import ModelConfig
 from patch.convert.mappings import HFBlock, TPShard, VocabParallelMapping, WeightMapping
 from patch.convert.weight_table import GATE_AND_UP, table_name, weights_table
 from patch.errors import ConversionError, nearest
 from patch.families.weights import EMBEDDING_PARAMETER
-from patch.storage.names import METADATA_FILE
 
 _MODEL = ("decoder.", "embedding.", "output_layer.", "final_layernorm.")
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _HALVES = {f"{GATE_AND_UP}_w": 0, f"{GATE_AND_UP}_v": 1}
 
 
-class _StoredTensor(NamedTuple):
+class _Place(NamedTuple):
     """The parameter, or the part of one, that a stored tensor contains."""
 
     name: str
@@ -55,17 +51,11 @@ class TorchDistWeights:
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
         self.folder, self._model = folder, model
-        self._index = read_metadata(folder / METADATA_FILE)
-        check_files(folder, self._index)
+        self._reader = TorchDistReader(folder)
         self._table = weights_table(model)
-        self._stored: dict[str, _StoredTensor] = {}
-        tensors = {
-            key: tensor
-            for key, tensor in self._index.state_dict_metadata.items()
-            if isinstance(tensor, TensorStorageMetadata)
-        }
-        prefix = self._prefix(list(tensors))
-        for key, tensor in tensors.items():
+        self._stored: dict[str, _Place] = {}
+        prefix = self._prefix(list(self._reader.tensors))
+        for key, tensor in self._reader.tensors.items():
             name = key.removeprefix(prefix)
             if key.startswith(prefix) and name.startswith(_MODEL):
                 self._stored[key] = self._locate(key, name, tensor)
@@ -79,7 +69,7 @@ class TorchDistWeights:
             )
         return min(embeddings, key=len).removesuffix(EMBEDDING_PARAMETER)
 
-    def _locate(self, key: str, name: str, stored: TensorStorageMetadata) -> _StoredTensor:
+    def _locate(self, key: str, name: str, stored: StoredTensor) -> _Place:
         match = _LAYER.search(name)
         layer = int(match[1]) if match else None
         name = _LAYER.sub("layers.", name).replace("layers.", "layers.*.")
@@ -87,16 +77,16 @@ class TorchDistWeights:
         name = table_name(name if half is None else GATE_AND_UP)
         if name not in self._table:
             raise ConversionError(
-                f"{self.folder} holds {key} (shape {tuple(stored.size)}), which this model has no place for"
+                f"{self.folder} holds {key} (shape {stored.shape}), which this model has no place for"
                 f"{nearest(name, list(self._table))}; expected what config.json describes (--hf-config)"
             )
         mapping = self._table[name]
         shape = mapping.shape if half is None else mapping.hf[half].shape
         if "*" in name and layer is None:
             shape = (self._model.num_layers, *shape)
-        self._check_shape(key, tuple(stored.size), shape, name)
+        self._check_shape(key, stored.shape, shape, name)
         first_row = 0 if not half else mapping.hf[0].shape[0]
-        return _StoredTensor(name, layer, first_row, stored.properties.dtype)
+        return _Place(name, layer, first_row, stored.dtype)
 
     def _check_shape(self, key: str, got: tuple[int, ...], expected: tuple[int, ...], name: str) -> None:
         """Compare two shapes; only the padding of the vocabulary may differ."""
@@ -135,7 +125,7 @@ class TorchDistWeights:
         Raises:
             CheckpointError: a tensor cannot be read; the message names its file.
         """
-        for piece in read_pieces(self.folder, self._index, set(self._stored)):
+        for piece in self._reader.pieces(set(self._stored)):
             stored, values, offsets = self._stored[piece.key], piece.tensor, piece.offsets
             if "*" in stored.name and stored.layer is None:
                 for index, layer_values in enumerate(values):
@@ -144,11 +134,11 @@ class TorchDistWeights:
                 yield from self._blocks(stored, stored.layer or 0, values, offsets)
 
     def _blocks(
-        self, stored: _StoredTensor, layer: int, values: torch.Tensor, offsets: tuple[int, ...]
+        self, stored: _Place, layer: int, values: torch.Tensor, offsets: tuple[int, ...]
     ) -> Iterator[HFBlock]:
         column = offsets[1] if len(offsets) > 1 else 0
         row = stored.first_row + offsets[0]
         return self._mapping(stored, layer).megatron_to_hf_blocks(values, TPShard(0, 1), row, column)
 
-    def _mapping(self, stored: _StoredTensor, layer: int) -> WeightMapping:
+    def _mapping(self, stored: _Place, layer: int) -> WeightMapping:
         return self._table[stored.name].at_layer(layer)

@@ -32,7 +32,14 @@ from torch.distributed.elastic.rendezvous import (
 )
 
 from patch.distributed.rendezvous import Meeting
-from patch.distributed.worker_process import CORES, END_S, LOST_RANK_CODE, Reply, read_reply
+from patch.distributed.worker_process import (
+    CORES,
+    END_S,
+    LOST_RANK_CODE,
+    TIME_LIMIT_CODE,
+    Reply,
+    read_reply,
+)
 from patch.errors import TrainingError
 from patch.logger import get_logger
 
@@ -105,15 +112,23 @@ class _Ended(NamedTuple):
     def is_failure(self) -> bool:
         return self.reply is None or self.reply.is_failure
 
+    @property
+    def may_restart(self) -> bool:
+        """Whether starting again could help; not if it was stopped, even if it had no room for its reply."""
+        if self.reply is not None:
+            return self.reply.may_restart
+        return self.exit_code != TIME_LIMIT_CODE and self.exit_code <= 128
+
     def __str__(self) -> str:
         """Why it ended, in words."""
-        if self.code == LOST_RANK_CODE:
+        code = self.code if self.is_failure else self.exit_code
+        if code == LOST_RANK_CODE:
             return "another rank ended"
-        if self.code >= 0:
-            return f"exit code {self.code}"
-        reason = _KILLERS.get(-self.code)
+        if code >= 0:
+            return f"exit code {code}"
+        reason = _KILLERS.get(-code)
         usual = f"; the usual reason is {reason}" if reason else ""
-        return f"killed by {signal.Signals(-self.code).name}{usual}"
+        return f"killed by {signal.Signals(-code).name}{usual}"
 
 
 class Agent(LocalElasticAgent):
@@ -196,14 +211,15 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._obey_signals()
         self._kill_the_endless()
-        self._kill_after_a_failure()
+        ended = self._ended()
+        if any(each.is_failure for each in ended):
+            self._kill_the_others()
+        elif ended and self._are_there():  # torch would end those that have not announced their end yet
+            return RunResult(WorkerState.HEALTHY)
         result = super()._monitor_workers(worker_group)
         if not result.is_failed():
             return result
-        ended = [
-            _Ended(each.local_rank, each.exitcode, read_reply(self._files.error_files[each.local_rank]))
-            for each in result.failures.values()
-        ]
+        ended = self._ended()
         failures = [each for each in ended if each.is_failure]
         for each in ended:
             if not each.is_failure:
@@ -228,7 +244,7 @@ class Agent(LocalElasticAgent):
         self._cause = next(iter(known or causes or own), None)
         if self._cause is not None:
             _logger.error("local rank %d ended: %s", self._cause.local_rank, self._cause)
-        if self._signals or any(each.reply and not each.reply.may_restart for each in failures):
+        if self._signals or not all(each.may_restart for each in failures):
             self._remaining_restarts = 0
 
     def _obey_signals(self) -> None:
@@ -259,18 +275,15 @@ class Agent(LocalElasticAgent):
             if time.time() - os.stat(file).st_mtime > END_S + KILL_GRACE_S:
                 self._kill(local_rank)
 
-    def _kill_after_a_failure(self) -> None:
-        """If a worker has failed, let the others end, then kill them: they only wait for the one that failed.
+    def _kill_the_others(self) -> None:
+        """After a failure let the other workers end, then kill them: they only wait for the one that failed.
 
         torch's agent sends them SIGTERM, which they take for a wish to save a checkpoint, and waits for 30 s.
         """
-        processes = self._processes()
-        if not any(process.poll() for process in processes.values()):
-            return
         deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline and any(process.poll() is None for process in processes.values()):
+        while time.monotonic() < deadline and self._are_there():
             time.sleep(POLL_S)
-        for local_rank, process in processes.items():
+        for local_rank, process in self._processes().items():
             if process.poll() is None:
                 self._killed.add(local_rank)
             self._kill(local_rank)
@@ -279,6 +292,16 @@ class Agent(LocalElasticAgent):
         """Kill a worker and what it has started, also if it has ended: each has a session of its own."""
         with suppress(ProcessLookupError):
             os.killpg(self._processes()[local_rank].pid, signal.SIGKILL)
+
+    def _ended(self) -> list[_Ended]:
+        """The workers that have ended with another code than 0."""
+        codes = {local_rank: process.poll() for local_rank, process in self._processes().items()}
+        files = self._files.error_files
+        return [_Ended(local, code, read_reply(files[local])) for local, code in codes.items() if code]
+
+    def _are_there(self) -> bool:
+        """Whether any worker has not ended."""
+        return any(process.poll() is None for process in self._processes().values())
 
     def _send(self, number: int) -> None:
         for process in self._processes().values():

@@ -14,6 +14,22 @@ import torch.distributed as dist
 from patch.errors import PatchError
 
 _Value = TypeVar("_Value")
+_Error = TypeVar("_Error", bound=Exception)
+_MARK = "is_on_all_ranks"
+
+
+def on_all_ranks(error: _Error) -> _Error:
+    """Note of an error that all ranks of the job raise it (or another one) at the same place.
+
+    Whoever handles it may use collectives then. The error is returned, to be raised.
+    """
+    setattr(error, _MARK, True)
+    return error
+
+
+def is_on_all_ranks(error: Exception) -> bool:
+    """Whether `on_all_ranks` noted so."""
+    return getattr(error, _MARK, False)
 
 
 def agree(error: Exception | None) -> None:
@@ -38,11 +54,11 @@ def agree(error: Exception | None) -> None:
     field = error.field if isinstance(error, PatchError) else None
     reports = all_gather_object(None if error is None else (kind, str(error), field))
     if error is not None:
-        raise error
+        raise on_all_ranks(error)
     for rank, report in enumerate(reports):
         if report is not None:
             kind, message, field = report
-            raise kind(f"rank {rank}: {message}", field=field)
+            raise on_all_ranks(kind(f"rank {rank}: {message}", field=field))
 
 
 @contextmanager

@@ -13,7 +13,6 @@ import json
 import os
 import signal
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,6 +25,9 @@ FAILED_END_S = 10.0
 """The same for a worker that failed: the others, and a restart, wait for it."""
 LOST_RANK_CODE = 6
 """The exit code of a worker that failed because another rank ended; the launcher prefers that rank's code."""
+TIME_LIMIT_CODE = 75
+"""Exit code after --exit-duration-in-mins: EX_TEMPFAIL of sysexits.h, "try again". A job's script repeats the
+same command after it; 0 would say that the run is done."""
 LAUNCHER = "PATCH_LAUNCHER_PID"
 """The variable with the process id of the launcher."""
 CORES = "PATCH_WORKER_CORES"
@@ -80,7 +82,7 @@ def claim_error_report() -> bool:
     return True
 
 
-def announce_end(reply: Reply) -> None:
+def announce_end(reply: Reply) -> int:
     """Announce that this worker's work has ended, before it leaves its groups.
 
     The remaining steps can block forever while they hold the GIL: groups and their store join threads when
@@ -88,13 +90,21 @@ def announce_end(reply: Reply) -> None:
     a failure), faulthandler's thread, which needs no GIL, prints the stack of every thread and ends the
     process; the launcher then uses the announced code. In a process without an error file, which may go on,
     nothing happens.
+
+    Returns:
+        the code with which this process should end. It is 0 if our launcher finds the reply's code in the
+        file, because the agent takes any other code for a failure and ends the other workers.
     """
     file = _error_file()
-    if file is not None:
-        content = {**reply._asdict(), "timestamp": int(time.time())}
-        with suppress(OSError):  # a full disk must neither hide an error nor fail a run that is done
-            write_atomically(file, json.dumps(content))
-        faulthandler.dump_traceback_later(FAILED_END_S if reply.is_failure else END_S, exit=True)
+    if file is None:
+        return reply.exit_code
+    faulthandler.dump_traceback_later(FAILED_END_S if reply.is_failure else END_S, exit=True)
+    content = {**reply._asdict(), "timestamp": int(time.time())}
+    try:
+        write_atomically(file, json.dumps(content))
+    except OSError:  # a full disk must neither hide an error nor fail a run that is done
+        return reply.exit_code
+    return 0 if is_launched() and not reply.is_failure else reply.exit_code
 
 
 def failure(error: BaseException) -> Reply:

@@ -7,13 +7,13 @@ from patch.optimizer.param_groups import ParamGroup
 
 
 def learning_rate(
-    step: int, train_iters: int, optimizer: OptimizerConfig, group: ParamGroup | None = None
+    step: float, train_iters: float, optimizer: OptimizerConfig, group: ParamGroup | None = None
 ) -> float:
     """The learning rate of one step.
 
     Args:
         step: counted from 1. The first step has lr / warm-up steps (in Megatron-LM it has 0 and changes
-            nothing); the last one has exactly min_lr.
+            nothing); the last one has exactly min_lr. Steps of another batch size count by their samples.
         train_iters: steps of the whole run, where the cosine ends.
         optimizer: lr, min_lr and the number of warm-up steps.
         group: a parameter group, whose own max_lr and min_lr replace the optimizer's; None: the optimizer's.

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from patch.config import RunConfig
 from patch.config.choices import Recompute
-from patch.config.run_length import num_train_samples, with_samples
+from patch.config.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.device import MachineFacts
 from patch.plan.activations import activation_bytes
 from patch.plan.flops import model_flops_per_step
@@ -69,7 +69,7 @@ def _resume(config: RunConfig) -> list[str]:
         return []
     tracked = read_tracker(root)
     newest = next((iteration for iteration in saved if str(iteration) == tracked), max(saved))
-    of_all = "" if config.training.train_epochs is not None else f" of {config.training.train_iters}"
+    of_all = "" if is_counted_in_samples(config) else f" of {config.training.train_iters}"
     return [f"resume      after step {newest}{of_all}, from {root}"]
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from patch.checkpoint.retention import Retention, delete_set_aside, point_link, set_aside_superseded
 from patch.logger import get_logger
-from patch.storage.names import BEST_LINK, BEST_TRACKER, LAST_LINK
+from patch.storage.names import BEST_LINK, BEST_TRACKER, LAST_LINK, all_iterations
 from patch.training.hooks import Record, TrainerHook
 
 _logger = get_logger(__name__)
@@ -23,11 +23,18 @@ class CheckpointRetention(TrainerHook):
         root: the folder of the run's checkpoints.
         retention: which of them stay.
         start_iteration: steps already done: those of the newest checkpoint, or 0.
+        weights_only: the iteration whose checkpoint has no optimizer states, so that the last ones before it
+            stay; None: there is none.
     """
 
-    def __init__(self, root: Path, retention: Retention, start_iteration: int) -> None:
+    def __init__(
+        self, root: Path, retention: Retention, start_iteration: int, weights_only: int | None = None
+    ) -> None:
         self._root, self._retention = root, retention
         self._newest = start_iteration or None
+        self._weights_only = set() if weights_only is None else {weights_only}
+        self._abandoned = {iteration for iteration in all_iterations(root) if iteration > start_iteration}
+        """Of later steps, from before this run went back to an older checkpoint; perhaps they are damaged."""
         self._has_links = True
         self._deletion: threading.Thread | None = None
         self._point_links()
@@ -41,7 +48,9 @@ class CheckpointRetention(TrainerHook):
         """Move the links, and remove what the new checkpoint supersedes."""
         self._newest = iteration
         self._point_links()
-        gone = set_aside_superseded(self._root, self._retention, iteration, self._best())
+        self._abandoned.discard(iteration)
+        uncounted = self._abandoned | self._weights_only
+        gone = set_aside_superseded(self._root, self._retention, iteration, self._best(), uncounted)
         if gone:
             _logger.info("removed the checkpoints of steps %s", ", ".join(map(str, gone)))
             self._delete_in_background()

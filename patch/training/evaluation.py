@@ -89,7 +89,7 @@ def _read(run: Run, reader: StepReader, index: int, name: str) -> tuple[list[Bat
         of_batches = [math.nan] * run.config.num_micro_batches
     of_batches = sum_over(run.groups.dp_cp, of_batches, run.device)
     learned = sum(of_batches)
-    reading.raise_together(learned, f"the validation set {name}")
+    reading.raise_together(learned, f"the validation set {name}", run.groups.dp_cp)
     if run.config.virtual_pipeline_size > 1:
         return reading.batches, learned
     num_needed = max((number for number, count in enumerate(of_batches, 1) if count), default=1)

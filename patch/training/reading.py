@@ -8,9 +8,12 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+import torch.distributed as dist
+
 from patch.data import Batch
 from patch.data.prefetch import StepReader
 from patch.data.samples import learned_tokens
+from patch.distributed.collectives import on_all_ranks
 from patch.errors import DataError
 
 
@@ -25,21 +28,26 @@ class Reading(NamedTuple):
         """Learned tokens of these micro-batches; NaN, which a sum over ranks keeps, after an error."""
         return math.nan if self.error is not None else learned_tokens(self.batches)
 
-    def raise_together(self, learned: float, what: str) -> None:
-        """Raise on all ranks if one of them could not read.
+    def raise_together(self, learned: float, what: str, group: dist.ProcessGroup) -> None:
+        """Raise on all ranks of a group if one of them could not read.
+
+        Ranks of other groups read the same data, and so raise too, unless it is this machine that cannot.
 
         Args:
-            learned: the sum of `learned` over the ranks that read different data.
+            learned: the sum of `learned` over the group.
             what: the step, for the message.
+            group: the ranks that read different data.
 
         Raises:
             Exception: this rank's error.
             DataError: on the ranks that could read.
         """
-        if self.error is not None:
-            raise self.error
-        if math.isnan(learned):
-            raise DataError(f"another rank cannot read the data of {what}; its own message says why")
+        if not math.isnan(learned):
+            return
+        error = self.error or DataError(
+            f"another rank cannot read the data of {what}; its own message says why"
+        )
+        raise on_all_ranks(error) if group.size() == dist.get_world_size() else error
 
 
 def read(reader: StepReader, iteration: int) -> Reading:

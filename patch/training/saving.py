@@ -110,6 +110,16 @@ class Saving:
         self._advance()
         self._stall_s += time.perf_counter() - begin
 
+    def complete(self) -> None:
+        """Complete the pending checkpoint, because all ranks end with an error; a collective.
+
+        A failure is only logged, so that it does not hide that error.
+        """
+        try:
+            self._finish()
+        except Exception as error:  # noqa: BLE001 - a rank may end meanwhile, a file may not be written
+            _logger.error("%s", error)
+
     def abandon(self) -> None:
         """Give up what is being written, because this rank fails; not a collective."""
         if self._pending is not None:

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
-from patch.config.schema import RunConfig
+from patch.config.run_length import place_in_schedule
 from patch.data import Batch
 from patch.data.samples import StepWork
 from patch.device import send
@@ -62,8 +62,8 @@ def train_step(run: Run, iteration: int) -> StepResult:
         DataError: on all ranks, if one of them cannot read the data of this step or of the next one.
     """
     optimizer = run.optimizer
-    work, lr = _work_of(run, iteration), _rate_of(run.config, iteration)
-    group_lrs = [_rate_of(run.config, iteration, group) for group in optimizer.param_groups]
+    work, lr = _work_of(run, iteration), _rate_of(run, iteration)
+    group_lrs = [_rate_of(run, iteration, group) for group in optimizer.param_groups]
     if optimizer.is_offloading:  # states move, and updates on the host may begin in backward
         run.before_change()
     apply_placement(optimizer)
@@ -90,7 +90,7 @@ def train_step(run: Run, iteration: int) -> StepResult:
         handle_non_finite(run, work, losses, outcome.grad_norm, repeat)
     else:
         run.num_skips = 0
-    following.raise_together(counts[0], f"step {iteration + 2}")
+    following.raise_together(counts[0], f"step {iteration + 2}", run.groups.dp_cp)
     run.upcoming = StepWork(iteration + 1, following.batches, *counts)
     optimizer.record_memory("train")
     waited_ms = optimizer.exposed_communication_ms()
@@ -105,12 +105,13 @@ def _work_of(run: Run, iteration: int) -> StepWork:
         return run.upcoming
     reading = _read(run, iteration)
     counts = sum_over(run.groups.dp_cp, _counts(run, reading), run.device)
-    reading.raise_together(counts[0], f"step {iteration + 1}")
+    reading.raise_together(counts[0], f"step {iteration + 1}", run.groups.dp_cp)
     return StepWork(iteration, reading.batches, *counts)
 
 
-def _rate_of(config: RunConfig, iteration: int, group: ParamGroup | None = None) -> float:
-    return learning_rate(iteration + 1, config.training.train_iters, config.optimizer, group)
+def _rate_of(run: Run, iteration: int, group: ParamGroup | None = None) -> float:
+    place = place_in_schedule(run.config, iteration, ahead=run.samples_ahead)
+    return learning_rate(*place, run.config.optimizer, group)
 
 
 def _read(run: Run, iteration: int) -> Reading:

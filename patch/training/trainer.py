@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from patch.data.prefetch import read_ahead
-from patch.distributed.collectives import barrier, max_over_world
+from patch.distributed.collectives import barrier, is_on_all_ranks, max_over_world, on_all_ranks
 from patch.errors import TrainingError
 from patch.logger import get_logger
 from patch.training.evaluation import evaluate
@@ -64,18 +64,27 @@ class Trainer:
                 self._requests.listening(),
                 read_ahead(run.train_reader, steps, run.config.data.data_prefetch) as run.train_reader,
             ):
-                for iteration in steps:
-                    self._step(iteration)
-                    if self._exit_code:
-                        break
+                self._run_steps(steps)
         finally:
-            self._saving.abandon()  # does nothing unless an error ends the run
+            self._saving.abandon()  # does nothing unless an error of this rank ends the run
             for hook in self._hooks:
                 hook.close()
         if self._exit_code:
             reason = self._requests.reason(self._exit_code)
             _logger.info("a checkpoint was saved, the same command resumes; stopped by %s", reason)
         return self._exit_code
+
+    def _run_steps(self, steps: range) -> None:
+        try:
+            for iteration in steps:
+                self._step(iteration)
+                if self._exit_code:
+                    break
+        except Exception as error:
+            if is_on_all_ranks(error):
+                self.run.phases.enter(Phase.SAVE)
+                self._saving.complete()
+            raise
 
     def _step(self, iteration: int) -> None:
         config, done = self.run.config, iteration + 1
@@ -124,11 +133,12 @@ class Trainer:
             TrainingError: it is not finite although the gradients are, so the step was taken.
         """
         if not math.isfinite(loss) and not result.skipped:
-            raise TrainingError(
+            samples = named_samples(self.run, samples_of_step(self.run, iteration))
+            message = (
                 f"step {iteration + 1}: loss {loss}, expected a finite number; the gradient norm is "
-                f"{result.grad_norm}. Look at its samples: "
-                f"{named_samples(self.run, samples_of_step(self.run, iteration))}"
+                f"{result.grad_norm}. Look at its samples: {samples}"
             )
+            raise on_all_ranks(TrainingError(message))
         if self._spikes is not None:
             self._spikes.note(iteration, loss, result.grad_norm)
 

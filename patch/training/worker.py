@@ -19,7 +19,7 @@ from patch.convert import export_hf
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_or_none
 from patch.distributed.groups import initialize, shutdown
-from patch.distributed.worker_process import Reply, announce_end, failure, is_launched
+from patch.distributed.worker_process import Reply, announce_end, failure
 from patch.errors import CheckpointError
 from patch.logger import configure_logging, get_logger
 from patch.storage.atomic import write_atomically
@@ -48,7 +48,7 @@ def run(config: RunConfig) -> None:
     Raises:
         PatchError: an error that the user can cure; its exit_code is the exit code of the worker.
         SystemExit: with the exit code of what stopped the run (see `stop`), when a checkpoint was saved;
-            with 0 under our launcher, which reads that code in the reply.
+            with 0 under our launcher, which reads that code in the reply (see `announce_end`).
     """
     configure_logging()
     try:
@@ -58,28 +58,28 @@ def run(config: RunConfig) -> None:
         announce_end(failure(error))
         raise
     if exit_code:
-        # The agent takes any code but 0 for a failure, and ends the others; ours reads the code in the reply.
-        sys.exit(0 if is_launched() else exit_code)
+        sys.exit(exit_code)
 
 
 def _train(config: RunConfig) -> int:
-    """Run from joining the job to leaving it; the exit code of what stopped training, or 0."""
+    """Run from joining the job to leaving it; the exit code of this process."""
     context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
     with _locked_folder(config):
         this_run = build_run(config, context, groups)
-        config = this_run.config
         _compare_data(this_run)
-        if this_run.start_iteration < config.training.train_iters:
-            _write_config(config)
+        if this_run.start_iteration < this_run.config.training.train_iters:
+            # The steps of epochs are known only now; other lengths are written as they were given.
+            _write_config(config if config.training.train_epochs is None else this_run.config)
+        config = this_run.config
         with all_or_none():
             hooks = build_hooks(this_run)
         with guarding(this_run):
             exit_code = Trainer(this_run, hooks).train()
         if not exit_code and config.checkpoint.export_hf:
             _export(this_run)
-    announce_end(Reply(exit_code))
+    exit_code = announce_end(Reply(exit_code))
     try:
         shutdown()
     except RuntimeError as error:  # the run is done, so a rank that has left already does no harm
@@ -97,15 +97,18 @@ def build_hooks(run: Run) -> list[TrainerHook]:
             LossPlot(output),
             ProgressDisplay(run.start_iteration, run.config.training.train_iters),
             BestCheckpoint(output, run.start_iteration),
-            CheckpointRetention(checkpoint_root(run.config), _retention(run.config), run.start_iteration),
+            _retention(run),
         ]
     return hooks
 
 
-def _retention(config: RunConfig) -> Retention:
-    """Which checkpoints stay; with --save-retain-every alone, the newest one besides."""
-    last, every = config.checkpoint.save_retain_last, config.checkpoint.save_retain_every
-    return Retention(last or (1 if every else None), every)
+def _retention(run: Run) -> CheckpointRetention:
+    """The hook that removes checkpoints; with --save-retain-every alone, the newest one stays besides."""
+    config = run.config.checkpoint
+    last, every = config.save_retain_last, config.save_retain_every
+    retention = Retention(last or (1 if every else None), every)
+    weights_only = run.config.training.train_iters if config.save_weights_only_at_end else None
+    return CheckpointRetention(checkpoint_root(run.config), retention, run.start_iteration, weights_only)
 
 
 @contextmanager

@@ -184,7 +184,8 @@ def test_programs_change_nothing_of_torch_and_megatron(alone: tuple[Path, Any]) 
     assert alone[1].returncode == 0, alone[1].stderr
     changed, applied = alone[1].stdout.splitlines()[-2:]
     assert changed == "CHANGED []"
-    assert "_reduce" in applied and "filters" in applied and "save_state_dict_async_finalize" in applied
+    assert "_reduce" in applied and "filters" in applied
+    assert "dist_checkpointing" not in applied, "a program may save in upstream's ways"
 
 
 def test_verify_on_a_cpu_says_which_call_is_missing(alone: tuple[Path, Any]) -> None:

@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 
 from patch.data.samples import StepWork
-from patch.distributed.collectives import all_gather_object
+from patch.distributed.collectives import all_gather_object, on_all_ranks
 from patch.errors import TrainingError
 from patch.logger import get_logger
 from patch.training.setup import Run
@@ -51,16 +51,17 @@ def handle_non_finite(
     message = f"step {work.iteration + 1}: gradient norm {grad_norm}, expected a finite number; {where}."
     run.num_skips += 1
     if run.config.training.on_non_finite == "stop":
-        raise TrainingError(
-            f"{message} The weights are those of the step before. Lower --lr, raise --lr-warmup-iters, look "
-            "at these samples, or have such steps skipped",
-            field="on_non_finite",
+        message += (
+            " The weights are those of the step before. Lower --lr, raise --lr-warmup-iters, look at these "
+            "samples, or have such steps skipped"
         )
+        raise on_all_ranks(TrainingError(message, field="on_non_finite"))
     if run.num_skips >= MOST_SKIPS:
-        raise TrainingError(
-            f"{message} This is step {run.num_skips} in a row without an update; the weights are those "
-            "before them. Lower --lr, or go back to an older checkpoint"
+        message += (
+            f" This is step {run.num_skips} in a row without an update; the weights are those before them. "
+            "Lower --lr, or go back to an older checkpoint"
         )
+        raise on_all_ranks(TrainingError(message))
     _logger.warning("%s The step is skipped, number %d in a row", message, run.num_skips)
 
 

@@ -18,16 +18,13 @@ import psutil
 import torch.distributed as dist
 
 from patch.config.schema import RunConfig
-from patch.distributed.worker_process import is_launched
+from patch.distributed.worker_process import TIME_LIMIT_CODE, is_launched
 from patch.logger import get_logger
 
 _logger = get_logger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Ctrl-C, a scheduler's end, and the two that SLURM is asked for some time before its limit (--signal)."""
-TIME_LIMIT_CODE = 75
-"""Exit code after --exit-duration-in-mins: EX_TEMPFAIL of sysexits.h, "try again". A job's script repeats the
-same command after it; 0 would say that the run is done."""
 STOP_FILE_CODE = 128 + signal.SIGINT
 """Exit code after the stop file, which is a Ctrl-C that others may press too."""
 POLL_S = 5.0

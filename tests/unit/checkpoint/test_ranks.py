@@ -23,9 +23,9 @@ ROWS = 256
 FULL_DISK_S = 30
 
 
-def state(rank: int, world_size: int, value: float) -> dict:
+def state(rank: int, world_size: int, value: float, parts: int | None = None) -> dict:
     tensor = torch.full((ROWS, 1024), value + rank)
-    return {"model": {"w": ShardedTensor.from_rank_offsets("w", tensor, (0, rank, world_size))}}
+    return {"model": {"w": ShardedTensor.from_rank_offsets("w", tensor, (0, rank, parts or world_size))}}
 
 
 def outcome(action: Callable[[], object]) -> str:
@@ -63,6 +63,8 @@ def run_failures(rank: int, world_size: int, folder: str) -> dict[str, object]:
         report["data"] = save(2)
     with disk_full_after(2 * 2**20 if rank == 0 else resource.RLIM_INFINITY):
         report["common"] = save(3, {"config": "x" * 4 * 2**20})
+    with_hole = state(rank, world_size, 5.0, parts=3)
+    report["hole"] = outcome(lambda: save_checkpoint(root, 5, with_hole, {}))
     report["names"] = sorted(path.name for path in root.iterdir())
     report["latest"] = latest_iteration(root)
     target = state(rank, world_size, 0.0)
@@ -91,15 +93,16 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
     "step, reason",
     [
         ("data", "OSError: [Errno 27] File too large"),
-        ("common", "rank 0: a file could not be written, the disk may be full"),
+        ("common", "OSError: [Errno 27] File too large"),
+        ("hole", "Invalid access pattern"),
     ],
 )
-def test_full_disk_on_one_rank_fails_both_and_names_it(reports, step, reason):
+def test_error_on_one_rank_fails_both_and_is_named(reports, step, reason):
     for report in reports:
         assert "was not written" in report[step] and reason in report[step], report[step]
 
 
-def test_full_disk_leaves_no_trace_and_the_previous_checkpoint_loads(reports):
+def test_failed_save_leaves_no_trace_and_the_previous_checkpoint_loads(reports):
     for rank, report in enumerate(reports):
         assert report["names"] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
         assert report["latest"] == 1 and report["value"] == 1.0 + rank

@@ -73,6 +73,16 @@ def test_later_and_damaged_ones_stay_and_do_not_count(one_process, tmp_path):
     assert iterations(tmp_path) == [1, 3, 4]
 
 
+def test_weights_alone_and_what_a_rollback_left_do_not_count(one_process, tmp_path):
+    """A run that went back from 3 to 2, because 3 has a wrong byte, needs 2 until 4 is followed by 5."""
+    save(tmp_path, 1, 2, 3, 4)
+    assert set_aside_superseded(tmp_path, Retention(last=2), 4, None, {3}) == [1, 3]
+    save(tmp_path, 5)
+    assert set_aside_superseded(tmp_path, Retention(last=1), 5, None, {5}) == [2]
+    delete_set_aside(tmp_path)
+    assert iterations(tmp_path) == [4, 5]
+
+
 @pytest.mark.parametrize("name", ["checksums.json", "common.pt", "__0_0.distcp"])
 def test_nothing_goes_while_the_newest_is_not_whole(one_process, tmp_path, caplog, name):
     save(tmp_path, 1, 2)

@@ -91,10 +91,17 @@ def test_steps_that_were_given_do_not_depend_on_the_set(command):
     assert {num_train_samples(command.parse().config, one_pass) for one_pass in (1, 7, 10**9)} == {160}
 
 
-@pytest.mark.parametrize(("flags", "steps"), [(["--train-epochs=2"], 16), ([], 20)])
-def test_samples_of_smaller_batches_before_a_resume_are_counted(command, flags, steps):
-    """After 12 steps of 4 samples, that is 48 fewer than 12 of 8: the epochs stay, or the steps."""
-    config = command.parse(*flags).config
+PRETRAINING = dict(SFT="false", TRAIN_TOKENS_OR_ITERS="5120", WARMUP_TOKENS_OR_ITERS="1024")
+
+
+@pytest.mark.parametrize(
+    ("flags", "positions", "steps"),
+    [(["--train-epochs=2"], {}, 16), ([], {}, 20), ([], PRETRAINING, 16)],
+    ids=["epochs", "steps", "tokens"],
+)
+def test_samples_of_smaller_batches_before_a_resume_are_counted(command, flags, positions, steps):
+    """After 12 steps of 4 samples, that is 48 fewer than 12 of 8: epochs stay, or steps, or tokens."""
+    config = command.parse(*flags, **positions).config
     samples = num_train_samples(config, 40, ahead=-48)
     assert samples == 48 + (steps - 12) * 8
     assert with_samples(config, samples, ahead=-48).training.train_iters == steps

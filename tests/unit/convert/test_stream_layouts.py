@@ -72,6 +72,7 @@ def _write_legacy(stages, folder: Path, groups) -> None:
 def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
     """In each layout load what was converted as position 22 does, export and save it; also as others do."""
     from megatron.core import dist_checkpointing
+    from upstream_saver import let_upstream_save
 
     from patch import compat
     from patch.checkpoint import save_checkpoint
@@ -101,6 +102,7 @@ def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
         if layout in LEGACY:
             _write_legacy(stages, root / f"legacy-{name_of(layout)}", groups)
         if layout == (2, 3, 0):
+            let_upstream_save()
             for name, (prefix, metadata) in FOREIGN.items():
                 if rank == 0:
                     (root / name).mkdir()

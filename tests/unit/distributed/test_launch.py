@@ -292,6 +292,39 @@ def test_failure_that_was_announced_ends_the_others_before_its_own_end(
     assert time.monotonic() - begin < 40
 
 
+def test_worker_that_is_done_and_crashes_does_not_end_one_that_still_works(
+    tmp_path: Path, short_waits: None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As rank 0 that still deletes superseded checkpoints."""
+    body = f"""
+from patch.distributed.worker_process import Reply, announce_end
+if rank:
+    announce_end(Reply(0))
+    os.kill(os.getpid(), signal.SIGSEGV)
+time.sleep(1.5)
+open('{tmp_path}/deleted', 'w').close()
+sys.exit(announce_end(Reply(0)))
+"""
+    assert launch_workers(write_script(tmp_path, body), 2, max_restarts=1) == 0
+    assert (tmp_path / "deleted").exists()
+    assert "local rank 1 had done its work but did not end by itself: killed by SIGSEGV" in caplog.text
+
+
+@pytest.mark.parametrize("code", [75, 143])
+def test_stopped_run_that_finds_no_room_for_its_reply_ends_with_its_code_all_the_same(
+    tmp_path: Path, short_waits: None, code: int
+) -> None:
+    body = f"""
+from pathlib import Path
+from patch.distributed.worker_process import Reply, announce_end
+Path(os.environ['TORCHELASTIC_ERROR_FILE']).parent.rmdir()
+open('{tmp_path}/starts', 'a').write('1')
+sys.exit(announce_end(Reply({code})))
+"""
+    assert launch_workers(write_script(tmp_path, body), 1, max_restarts=1) == code
+    assert (tmp_path / "starts").read_text() == "1", "it was stopped: nobody wants it to start again"
+
+
 def test_process_that_was_not_launched_lives_on_when_it_is_done() -> None:
     body = "import time; from patch.distributed import worker_process; worker_process.END_S = 0.2; "
     body += "worker_process.announce_end(worker_process.Reply(0)); "

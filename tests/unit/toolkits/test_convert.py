@@ -1,6 +1,7 @@
 """The converter's command line: exit codes, what bad input leaves behind, interruptions, memory."""
 
 import contextlib
+import dataclasses
 import io
 import json
 import os
@@ -194,6 +195,19 @@ def _change_index(root: Path, change) -> None:
     path.write_bytes(pickle.dumps(index))
 
 
+def _copy_in_index(root: Path, key: str, copy: str) -> None:
+    """A second name for a tensor's values."""
+    path = root / "mcore" / "release" / ".metadata"
+    index = pickle.loads(path.read_bytes())
+    index.state_dict_metadata[copy] = index.state_dict_metadata[key]
+    index.storage_data |= {
+        dataclasses.replace(where, fqn=copy): place
+        for where, place in index.storage_data.items()
+        if where.fqn == key
+    }
+    path.write_bytes(pickle.dumps(index))
+
+
 FC2 = "decoder.layers.mlp.linear_fc2.weight"
 SPOILED_MCORE = {
     "missing key": (
@@ -201,14 +215,14 @@ SPOILED_MCORE = {
         ["release lacks decoder.layers.*.mlp.linear_fc2.weight of layer 0"],
     ),
     "extra key": (
-        lambda root: _change_index(root, lambda tensors: tensors.update({FC2 + "s": tensors[FC2]})),
+        lambda root: _copy_in_index(root, FC2, FC2 + "s"),
         [f"release holds {FC2}s (shape (2, 64, 96))", "did you mean"],
     ),
     "wrong dtype": (
         lambda root: _change_index(
             root, lambda tensors: setattr(tensors[FC2].properties, "dtype", torch.bfloat16)
         ),
-        [f"__0_0.distcp: {FC2} is torch.float32, its index says torch.bfloat16"],
+        [f"__0_0.distcp: {FC2} (bytes ", "it is torch.float32 of shape", "its index says torch.bfloat16"],
     ),
     "missing data": (lambda root: _data(root).unlink(), ["__0_0.distcp is missing"]),
     "truncated data": (lambda root: os.truncate(_data(root), 1000), ["distcp is truncated: 1000 bytes"]),
@@ -320,7 +334,7 @@ def _arguments(way: str, root: Path) -> list[str]:
 
 def _killed(rank: int, world_size: int, root: Path, way: str) -> None:
     """A conversion that is killed in the middle of its weights."""
-    from patch.checkpoint.streaming import PieceWriter
+    from patch.checkpoint.piece_writer import PieceWriter
     from patch.convert.safetensors_writer import SafetensorsWriter
 
     kind, name = (PieceWriter, "add") if way == "hf2mcore" else (SafetensorsWriter, "write")

@@ -11,10 +11,11 @@ from small_runs import small_run
 from torch.distributed.checkpoint import FileSystemReader
 from training_runs import build_seeded_run
 
+from patch.checkpoint import save_checkpoint
 from patch.checkpoint.retention import Retention
 from patch.config.schema import RunConfig
 from patch.errors import CheckpointError
-from patch.storage.names import iteration_name
+from patch.storage.names import all_iterations, iteration_name
 from patch.training.checkpoint_retention import CheckpointRetention
 from patch.training.run_state import find_progress, load_weights, resume
 from patch.training.setup import Run
@@ -50,14 +51,14 @@ def train_and_return(rank: int, world_size: int, config: RunConfig) -> tuple[str
 
 def test_run_keeps_what_it_was_told_to_and_its_last_weights(tmp_path: Path) -> None:
     config = small_run(
-        train_iters=5, save_interval=1, eval_interval=1, save_retain_last=1, save_retain_every=2,
+        train_iters=5, save_interval=1, eval_interval=1, save_retain_last=1, save_retain_every=3,
         save_weights_only_at_end=True, precision="bf16", output_path=str(tmp_path),
     )  # fmt: skip
     ((said, resumed, equal),) = run_distributed(train_and_return, 1, config)
     root = tmp_path / "checkpoint"
     best = int((root / "best_checkpointed_iteration.txt").read_text())
     left = {path.name for path in root.iterdir() if path.is_dir() and not path.is_symlink()}
-    assert left == {iteration_name(iteration) for iteration in {2, 4, 5, best}}
+    assert left == {iteration_name(iteration) for iteration in {3, 4, 5, best}}, "4 can be resumed"
     assert os.readlink(root / "last") == iteration_name(5)
     assert os.readlink(root / "best") == iteration_name(best)
     weights, full = (
@@ -67,6 +68,24 @@ def test_run_keeps_what_it_was_told_to_and_its_last_weights(tmp_path: Path) -> N
     assert weights == {"decoder", "embedding", "output_layer"} and full - weights == {"optimizer", "random"}
     assert "iter_0000005 is the end of a run with --save-weights-only-at-end" in said
     assert resumed == 5 and equal == [True, True]
+
+
+def test_run_that_went_back_counts_its_own_checkpoints(one_process, tmp_path: Path) -> None:
+    """3 has a wrong byte, which a look at lengths does not show: 2 stays until 5 is there besides 4."""
+
+    def save(iteration: int) -> None:
+        save_checkpoint(tmp_path, iteration, {"model": {}}, {"iteration": iteration})
+
+    for iteration in (1, 2, 3):
+        save(iteration)
+    hook = CheckpointRetention(tmp_path, Retention(last=2), 2)
+    left = []
+    for iteration in (4, 5):
+        save(iteration)
+        hook.on_save(iteration)
+        hook.close()
+        left.append(sorted(all_iterations(tmp_path)))
+    assert left == [[2, 4], [4, 5]]
 
 
 def test_folder_without_links_is_said_once(tmp_path: Path, monkeypatch, caplog) -> None:

@@ -13,9 +13,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from distributed_runner import new_job, run_distributed
 from llama3_tokenizer import build_tiny_tokenizer
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from small_runs import small_run
 from training_runs import CPU, SeededReader, build_seeded_run
 
@@ -162,6 +166,50 @@ def resume_in_an_epoch(
 def test_run_resumed_in_the_middle_of_an_epoch_goes_on_with_the_same_samples_and_bits(folder: Path) -> None:
     ((losses, order, resumed, resumed_order),) = run_distributed(resume_in_an_epoch, 1, folder)
     assert resumed == losses[3:] and resumed_order == order[3:]
+
+
+def change_the_batch(rank: int, world_size: int, folder: Path) -> tuple[list, list[list[Record]]]:
+    """Pre-training on 40 samples: in batches of 4, and from step 4 on in batches of 8; samples, records."""
+    builder = IndexedDatasetBuilder(f"{folder / 'text'}.bin", dtype=np.int32)
+    for length in range(20, 60):
+        builder.add_document(torch.arange(length) % 250, [length])
+    builder.finalize(f"{folder / 'text'}.idx")
+    parts = [
+        {"global_batch_size": 4, "train_iters": 10, "lr_warmup_iters": 2},
+        {"global_batch_size": 8, "train_iters": 5, "lr_warmup_iters": 1, "resume_with_changed_data": True},
+    ]
+    samples, records = [], []
+    for part in parts:
+        config = config_of(
+            folder, "pretrained", sft=False, dataset_type="idxmap", train_data_path=str(folder / "text"),
+            save_interval=4, **part,
+        )  # fmt: skip
+        hook, run = Records(), build(config)
+        run.train_reader = reader = Noting(run.train_reader)
+        assert Trainer(run, [hook]).train() == 0
+        new_job()
+        samples.append([row for step in reader.given for batch in step for row in batch])
+        records.append(hook.records)
+        root = Path(config.checkpoint.output_path) / "checkpoint"
+        for name in ("iter_0000008", "iter_0000010"):
+            shutil.rmtree(root / name, ignore_errors=True)
+        (root / "latest_checkpointed_iteration.txt").write_text("4\n")
+    return samples, records
+
+
+def test_pretraining_in_larger_batches_goes_on_in_the_same_samples_and_learning_rates(folder: Path) -> None:
+    """The rates are those of upstream's scheduler, to which Megatron-LM tells the samples of each step."""
+    (((unbroken, resumed), records),) = run_distributed(change_the_batch, 1, folder)
+    assert len(unbroken) == 40 and resumed == unbroken[16:]
+    weight = torch.optim.SGD([torch.zeros(1)], lr=0.0)
+    upstream = OptimizerParamScheduler(
+        weight, init_lr=0.0, max_lr=2e-3, min_lr=1e-4, lr_warmup_steps=8, lr_decay_steps=40,
+        lr_decay_style="cosine", start_wd=0.1, end_wd=0.1, wd_incr_steps=40, wd_incr_style="constant",
+    )  # fmt: skip
+    for record in records[0][:4] + records[1]:
+        upstream.step(record["consumed_samples"] - upstream.num_steps)
+        assert record["lr"] == pytest.approx(weight.param_groups[0]["lr"], rel=1e-12)
+    assert [record["iteration"] for record in records[1]] == [5, 6, 7]
 
 
 def train_epochs(rank: int, world_size: int, folder: Path) -> tuple[int, int, list[float]]:

@@ -2,16 +2,23 @@
 
 import json
 import logging
+import math
+import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import psutil
 import pytest
+import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from training_runs import build_seeded_run, digests
 
+from patch.checkpoint import host_copies, latest_iteration
 from patch.config.schema import RunConfig
+from patch.data import Batch
+from patch.training.hooks import TrainerHook
 from patch.training.saving import _have_room
 from patch.training.setup import Run
 from patch.training.step import train_step
@@ -19,10 +26,23 @@ from patch.training.trainer import Trainer
 from patch.training.worker import build_hooks
 
 STEPS = 6
+COPY_S = 0.1
+"""Longer than a step: whoever does not wait for a copy changes what is copied."""
+
+
+def slow_down_copies() -> None:
+    reserve = host_copies.HostCopies._reserve
+
+    def slow(copies: host_copies.HostCopies, num_bytes: int, *, is_pinned: bool) -> None:
+        time.sleep(COPY_S)
+        reserve(copies, num_bytes, is_pinned=is_pinned)
+
+    host_copies.HostCopies._reserve = slow  # type: ignore[method-assign]
 
 
 def train(rank: int, world_size: int, configs: dict[str, RunConfig]) -> list[str]:
     """What the runs say about saving."""
+    slow_down_copies()
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
@@ -111,3 +131,74 @@ def test_nothing_changes_before_it_is_announced() -> None:
     ((*runs,),) = run_distributed(changes_around, 1, configs)
     for announced, before, after in runs:
         assert announced == {before} and before[0] != after[0] and before[1] != after[1]
+
+
+class EndingReader:
+    """Its data of a step cannot be read."""
+
+    def __init__(self, run: Run, bad_step: int) -> None:
+        self._reader, self._bad_step = run.train_reader, bad_step
+
+    def step(self, iteration: int) -> list[Batch]:
+        if iteration + 1 == self._bad_step:
+            raise OSError("the disk is gone")
+        return self._reader.step(iteration)
+
+
+class FailingHook(TrainerHook):
+    def on_step(self, iteration: int, seconds: float) -> None:
+        if iteration == 3:
+            raise RuntimeError("of this rank alone")
+
+
+def spoil(run: Run, rank: int, spoiled: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Change the losses of step 3 of one rank."""
+    count = iter(range(100))
+    of_step = run.config.num_micro_batches
+    own_rank = run.groups.dp.rank()
+    run.stages[0].register_forward_hook(
+        lambda *_: spoiled(_[2]) if next(count) // of_step == 2 and own_rank == rank else None
+    )
+
+
+FAULTS: dict[str, Callable[[Run, int], None]] = {
+    "gradients": lambda run, rank: spoil(run, 1, lambda loss: loss * math.nan),
+    "loss": lambda run, rank: spoil(run, 0, lambda loss: loss + torch.full((), math.inf)),
+    "data": lambda run, rank: setattr(
+        run, "train_reader", EndingReader(run, 4) if rank else run.train_reader
+    ),
+    "one rank": lambda run, rank: None,
+}
+"""Each ends step 3, while the checkpoint of step 2 is not complete."""
+
+
+def end_with_errors(rank: int, world_size: int, folder: str, faults: list[str]) -> dict[str, tuple]:
+    """The error of each run, and its newest checkpoint."""
+    slow_down_copies()
+    found = {}
+    for name in faults:
+        config = small_run(
+            dp=2, train_iters=STEPS, save_interval=2, output_path=f"{folder}/{name}", num_layers=1,
+            async_save=True,
+        )  # fmt: skip
+        run = build_seeded_run(config)
+        run.valid_readers = {}
+        FAULTS[name](run, rank)
+        with pytest.raises(Exception) as raised:
+            Trainer(run, [FailingHook()] if name == "one rank" else []).train()
+        new_job()
+        found[name] = (
+            str(raised.value),
+            latest_iteration(Path(config.checkpoint.output_path) / "checkpoint"),
+        )
+    return found
+
+
+def test_error_of_all_ranks_loses_no_checkpoint_that_is_being_written(tmp_path: Path) -> None:
+    """An error of one rank does, because completing a checkpoint takes all of them."""
+    first, second = run_distributed(end_with_errors, 2, str(tmp_path), list(FAULTS))
+    saved = [{name: iteration for name, (_, iteration) in found.items()} for found in (first, second)]
+    assert saved[0] == saved[1] == {"gradients": 2, "loss": 2, "data": 2, "one rank": None}
+    assert "step 3: gradient norm nan" in first["gradients"][0] and "step 3: loss " in first["loss"][0]
+    assert "another rank cannot read the data of step 4" in first["data"][0]
+    assert second["data"][0] == "the disk is gone"

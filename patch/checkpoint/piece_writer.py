@@ -1,0 +1,97 @@
+"""Writes a torch_dist checkpoint piece by piece, in one process that never has all of it in memory.
+
+Upstream's writer needs the whole state at once (megatron/core/dist_checkpointing/serialization.py:278). The
+format itself does not: a `.distcp` file is a sequence of torch.save records, and the pickled `.metadata`
+states where each piece of a tensor is stored (torch/distributed/checkpoint/metadata.py). A tensor may be
+tiled in any way; a reader with another layout takes what it needs from each piece.
+"""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from patch.checkpoint.records import no_zip_checksums
+from patch.checkpoint.stored import Piece
+from patch.compat.torch_checkpoint import StorageInfo
+from patch.storage.names import COMMON_FILE, METADATA_FILE
+
+_DATA = "__0_0.distcp"
+
+
+class PieceWriter:
+    """Writes the data file of a checkpoint piece by piece; `finish` adds the other files.
+
+    Args:
+        folder: an existing, empty folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._stream = (folder / _DATA).open("wb")
+        self._index = Metadata(state_dict_metadata={}, storage_data={})
+
+    def add(self, piece: Piece, shape: tuple[int, ...]) -> None:
+        """Append a piece of a tensor. The pieces of one key must tile the tensor and have the same dtype.
+
+        Args:
+            piece: the piece.
+            shape: the shape of the whole tensor.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        stored = self._index.state_dict_metadata.setdefault(
+            piece.key,
+            TensorStorageMetadata(TensorProperties(dtype=piece.tensor.dtype), torch.Size(shape), []),
+        )
+        assert isinstance(stored, TensorStorageMetadata)
+        assert stored.properties.dtype == piece.tensor.dtype and tuple(stored.size) == shape
+        offsets = torch.Size(piece.offsets)
+        index = MetadataIndex(piece.key, offsets, len(stored.chunks))
+        stored.chunks.append(ChunkStorageMetadata(offsets, piece.tensor.shape))
+        self._append(index, piece.tensor)
+
+    def add_object(self, key: str, value: Any) -> None:
+        """Append an opaque object in the format of megatron-core's ShardedObject."""
+        self._index.state_dict_metadata[key] = BytesStorageMetadata()
+        self._append(MetadataIndex(key), [value])
+
+    def _append(self, index: MetadataIndex, value: Any) -> None:
+        begin = self._stream.tell()
+        try:
+            with no_zip_checksums():
+                torch.save(value, self._stream)
+        except RuntimeError as error:  # torch's zip writer raises it instead of the stream's OSError
+            if isinstance(error.__context__, OSError):
+                raise error.__context__ from None
+            raise
+        self._index.storage_data[index] = StorageInfo(_DATA, begin, self._stream.tell() - begin)
+
+    def finish(self, common: dict[str, Any]) -> None:
+        """Close the data file and write the other files of the checkpoint.
+
+        Args:
+            common: plain values, stored in common.pt.
+        """
+        self.close()
+        with (self._folder / METADATA_FILE).open("wb") as stream:
+            pickle.dump(self._index, stream)
+        torch.save(common, self._folder / COMMON_FILE)
+        save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
+
+    def close(self) -> None:
+        """Close the data file."""
+        self._stream.close()
