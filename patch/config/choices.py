@@ -25,6 +25,9 @@ HfAttention = Literal["eager", "sdpa"]
 Recompute = Literal["selective", "full"]
 """megatron-core's `recompute_granularity`."""
 
+RopeScaling = Literal["llama3", "linear", "dynamic", "yarn"]
+"""How RoPE's frequencies are scaled for longer contexts: `rope_type` of transformers."""
+
 OffloadPolicy = Literal["static", "auto"]
 """Which optimizer states lie in host memory: a fixed share, or what does not fit on the device."""
 

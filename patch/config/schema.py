@@ -26,6 +26,7 @@ from patch.config.choices import (
     OnNonFinite,
     Precision,
     Recompute,
+    RopeScaling,
     Sharding,
     TokenizerType,
     TrainOn,
@@ -53,14 +54,27 @@ class ModelConfig:
     seq_length: int = flag("tokens of one training sequence", at_least=1)
     max_position_embeddings: int = flag("longest sequence the model claims to handle", at_least=1)
     rotary_base: float = flag("RoPE theta", above=0)
-    use_rope_scaling: bool = flag("LLaMA-3.1's scaling of the RoPE frequencies", False)
-    rope_scaling_factor: float = flag("llama3 RoPE: how many times the context was extended", 8.0, above=0)
+    use_rope_scaling: bool = flag("scale the RoPE frequencies for a longer context", False)
+    rope_scaling_type: RopeScaling = flag(
+        "how: as LLaMA 3.1, linear, dynamic NTK (for --seq-length above the model's longest), YaRN", "llama3"
+    )
+    rope_scaling_factor: float = flag("scaled RoPE: how many times the context is extended", 8.0, above=0)
     rope_low_freq_factor: float = flag(
         "llama3 RoPE: wavelengths above original/this are divided", 1.0, above=0
     )
     rope_high_freq_factor: float = flag("llama3 RoPE: wavelengths below original/this are kept", 4.0, above=0)
     rope_original_max_position: int = flag(
-        "llama3 RoPE: context length before the extension", 8192, at_least=1
+        "llama3 and YaRN RoPE: context length before the extension", 8192, at_least=1
+    )
+    yarn_beta_fast: float = flag(
+        "YaRN: channels that turn more often within the original context are kept", 32.0, above=0
+    )
+    yarn_beta_slow: float = flag(
+        "YaRN: channels that turn less often are divided by the factor", 1.0, above=0
+    )
+    yarn_correction_range_round_to_int: bool = flag("YaRN: the two borders are whole channels", True)
+    yarn_attention_factor: float | None = flag(
+        "YaRN: factor of RoPE's cosines and sines; 0: 0.1 ln(factor) + 1", None, none=0, at_least=0
     )
     norm_epsilon: float = flag("epsilon inside RMSNorm", 1e-5, above=0)
     add_qkv_bias: bool = flag("biases on queries, keys and values (Qwen 2)", False)
@@ -81,6 +95,15 @@ class ModelConfig:
         None,
         none="none",
     )
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens that RoPE serves: linear and dynamic scaling extend `max_position_embeddings`.
+
+        The other types have the extended length there.
+        """
+        extends = self.use_rope_scaling and self.rope_scaling_type in ("linear", "dynamic")
+        return int(self.max_position_embeddings * max(self.rope_scaling_factor if extends else 1.0, 1.0))
 
     def padded_vocab_size(self, tp_size: int) -> int:
         """Rows of the embedding, padded so that this TP size divides them."""

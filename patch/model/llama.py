@@ -36,7 +36,7 @@ from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, line
 from patch.model.loss import aligned_losses, hide_padded_vocabulary
 from patch.model.packed_sequences import give_own_positions
 from patch.model.recompute import RecomputingMLP, recomputed_modules
-from patch.model.rotary import inverse_frequencies
+from patch.model.rotary import attention_factor, inverse_frequencies, set_attention_factor
 from patch.model.spec import block_spec
 
 _ACTIVATIONS = {"silu": silu}
@@ -193,6 +193,8 @@ class LlamaModel(GPTModel):
                 # of the finished module is enough.
                 layer.mlp.__class__ = RecomputingMLP
         self.rotary_pos_emb.inv_freq = inverse_frequencies(model)
+        self.rope_attention_factor = attention_factor(model)
+        """YaRN's factor of cosines and sines; it is upstream's attention that multiplies."""
         self.decoder.register_forward_pre_hook(give_own_positions, with_kwargs=True)
         rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
@@ -305,6 +307,7 @@ def build_llama_model(
     if aligned is None:
         aligned = frozenset(SOURCES) if model.precision_align is not None else frozenset()
     upstream = transformer_config(model, groups, execution, cuda=device.type == "cuda", aligned=aligned)
+    set_attention_factor(upstream, model)
     return [
         LlamaModel(model, upstream, groups, aligned, vp_stage).to(device)
         for vp_stage in range(execution.virtual_pipeline_size)
