@@ -5,6 +5,7 @@ from patch.compat import quick_start
 with quick_start():
     import pytest  # noqa: F401
     import torch.distributed  # noqa: F401
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: F401
     from transformers import LlamaForCausalLM  # noqa: F401
 
     import patch.training  # noqa: F401

@@ -94,8 +94,8 @@ def leave() -> None:
 def new_job() -> None:
     """In all ranks of a body: leave every process group, and go on in a new job without any.
 
-    For bodies that build one layout after the other. The groups of a layout keep 50 threads of gloo, many of
-    which wake 100 times a second until their group is destroyed: half of the time after eight layouts.
+    For bodies that build one layout after the other, whose groups keep 100 threads of gloo until they are
+    destroyed.
     """
     import torch.distributed
     from megatron.core import parallel_state

@@ -1,8 +1,13 @@
-"""A disk that fills up while a test writes."""
+"""Disks that fill up while a test writes."""
 
+import os
 import resource
+import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import pytest
 
 
 @contextmanager
@@ -14,3 +19,50 @@ def disk_full_after(limit: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+class SmallDisk:
+    """A file system of its own, with files that take its room.
+
+    Args:
+        mount_point: where it is mounted.
+    """
+
+    def __init__(self, mount_point: Path) -> None:
+        self._mount_point, self._ballast = mount_point, mount_point / "ballast"
+        self.folder = mount_point / "data"
+        """What a test writes; not created."""
+
+    def leave(self, *, pages: int | None = None, files: int | None = None) -> None:
+        """Take all room but so many pages, and all names but so many."""
+        self._ballast.mkdir()
+        if files is not None:
+            for number in range(os.statvfs(self._mount_point).f_ffree - files):
+                (self._ballast / str(number)).touch()
+        if pages is not None:
+            room = os.statvfs(self._mount_point)
+            with suppress(OSError):  # a save in the background has taken the rest meanwhile
+                (self._ballast / "bytes").write_bytes(bytes((room.f_bavail - pages) * room.f_bsize))
+
+    def free(self) -> None:
+        """Give the room back."""
+        for path in self._ballast.iterdir():
+            path.unlink()
+        self._ballast.rmdir()
+
+    def remount(self, option: str) -> None:
+        """Make it read-only (ro) or writable (rw)."""
+        subprocess.run(["mount", "-o", f"remount,{option}", str(self._mount_point)], check=True)
+
+
+@contextmanager
+def small_disk(mount_point: Path, *, num_bytes: int, num_files: int) -> Iterator[SmallDisk]:
+    """Mount a disk in memory with so much room; the test is skipped if only root may."""
+    options = f"size={num_bytes},nr_inodes={num_files}"
+    command = ["mount", "-t", "tmpfs", "-o", options, "tmpfs", str(mount_point)]
+    if subprocess.run(command, check=False, capture_output=True).returncode:
+        pytest.skip("only root may mount a small disk")
+    try:
+        yield SmallDisk(mount_point)
+    finally:
+        subprocess.run(["umount", "--lazy", str(mount_point)], check=True)

@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from stale_reads import no_stale_reads
 
 from patch import compat
+from patch.compat.gloo import shared_devices
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.optimizer import OverlappedDistributedOptimizer
@@ -58,7 +59,8 @@ def data_parallel_groups() -> ProcessGroupCollection:
     """Groups of a job that is data-parallel only."""
     compat.apply(cuda=False)
     if not parallel_state.is_initialized():
-        parallel_state.initialize_model_parallel()
+        with shared_devices():
+            parallel_state.initialize_model_parallel()
     return ProcessGroupCollection.use_mpu_process_groups()
 
 

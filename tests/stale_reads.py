@@ -26,6 +26,11 @@ class _Alarm(TorchDispatchMode):
         self._storages = [flat.untyped_storage().data_ptr() for flat in self._weights.flats]
         """Of each domain."""
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing here is compiled; torch's guard against that takes longer than the check itself."""
+        return False
+
     def __torch_dispatch__(
         self, func: Any, types: Sequence, args: Sequence = (), kwargs: dict | None = None
     ) -> Any:
@@ -53,7 +58,10 @@ class _Alarm(TorchDispatchMode):
 def no_stale_reads(optimizer: OverlappedDistributedOptimizer) -> Iterator[None]:
     """Raise StaleReadError where this thread touches weights of `optimizer` that are on their way.
 
-    Not on a fake device, itself a dispatch mode: there the optimizer's own copies run in this thread.
+    Not on a fake device, itself a dispatch mode: there the optimizer's own copies run in this thread. Nor
+    where nothing can be on its way, because a rank updates all weights itself and at once.
     """
-    with nullcontext() if is_in_torch_dispatch_mode() else _Alarm(optimizer):
+    is_sharded = any(domain.num_shards > 1 for domain in optimizer.param_buffer._domains)
+    is_needed = (is_sharded or optimizer.adam._offload is not None) and not is_in_torch_dispatch_mode()
+    with _Alarm(optimizer) if is_needed else nullcontext():
         yield

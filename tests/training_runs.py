@@ -19,7 +19,8 @@ from patch.distributed.collectives import max_over_world
 from patch.distributed.groups import initialize
 from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.training.evaluation import evaluate
-from patch.training.setup import Run, build_run_optimizer
+from patch.training.run_state import find_progress, resume
+from patch.training.setup import Run, build_run_optimizer, checkpoint_root
 from patch.training.step import StepResult, train_step
 
 CPU = DeviceContext(torch.device("cpu"), "gloo")
@@ -75,6 +76,17 @@ def build_seeded_run(
         valid_readers={"valid": reader}, stages=stages, optimizer=optimizer,
         start_iteration=0,
     )  # fmt: skip
+
+
+def resume_seeded_run(config: RunConfig) -> Run:
+    """As `build_seeded_run`, from the newest checkpoint in the run's folder if there is one."""
+    run = build_seeded_run(config)
+    root = checkpoint_root(config)
+    progress = find_progress(root)
+    if progress is not None:
+        resume(root, progress, run.stages, run.optimizer, config.training.seed, config.training.train_iters)
+        run.start_iteration = progress.iteration
+    return run
 
 
 def train(config: RunConfig, hf_folder: Path | None = None) -> list[StepResult]:

@@ -21,6 +21,7 @@ def main(argv: list[str]) -> int:
     from patch.errors import ConversionError, PatchError
     from patch.logger import configure_logging
     from patch.storage.hub import fetch_model, hub_name
+    from patch.storage.places import any_path
 
     configure_logging()
     try:
@@ -30,10 +31,13 @@ def main(argv: list[str]) -> int:
             load = options.load if name is None else fetch_model(name, weights=True, error=ConversionError)
             hf_to_mcore(load, options.save, dtype, overwrite=options.overwrite)
         else:
-            mcore_to_hf(options.load, options.save, options.hf_config, overwrite=options.overwrite)
+            mcore_to_hf(any_path(options.load), options.save, options.hf_config, overwrite=options.overwrite)
     except PatchError as error:
         print(f"ERROR {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # of a store
+        print(f"ERROR {error}", file=sys.stderr)
+        return ConversionError.exit_code
     return 0
 
 
@@ -57,8 +61,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     mcore2hf = directions.add_parser("mcore2hf", help="checkpoint -> Hugging Face folder")
     mcore2hf.add_argument(
-        "--load", type=Path, required=True, metavar="DIR",
-        help="a converted folder, a run's folder or one iter_* in it, or a checkpoint of Megatron-LM "
+        "--load", required=True, metavar="DIR",
+        help="a converted folder, a run's folder or URL (--save), one iter_* in it, or one of Megatron-LM "
         "(torch_dist or mp_rank_*)",
     )  # fmt: skip
     mcore2hf.add_argument("--save", type=Path, required=True, metavar="HF_DIR", help="the folder to write")

@@ -28,7 +28,7 @@ _WIDTH = 160
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, 1 if two checkpoints differ, 4, or the exit code of another error."""
     options = _parse(argv)
-    from patch.errors import ConfigError, PatchError
+    from patch.errors import CheckpointError, ConfigError, PatchError
     from patch.logger import configure_logging
 
     configure_logging()
@@ -39,17 +39,21 @@ def main(argv: list[str]) -> int:
     except PatchError as error:
         print(f"ERROR {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # of a store
+        print(f"ERROR {error}", file=sys.stderr)
+        return CheckpointError.exit_code
 
 
-def _run(folders: list[Path], file: Path | None) -> int:
+def _run(folders: list[str], file: Path | None) -> int:
     from patch.checkpoint.compare import compare
     from patch.checkpoint.inspect import find_stored, inspect, num_bytes_of
     from patch.progress import progress
+    from patch.storage.places import any_path
 
     report: dict[str, Any] = {"checkpoints": []}
     console, readers = _console(), []
     for load in folders:
-        folder = find_stored(load)
+        folder = find_stored(any_path(load))
         with progress(f"checking {folder.name}", num_bytes_of(folder)) as advance:
             inspection, reader = inspect(folder, advance)
         report["checkpoints"].append(inspection.as_json())
@@ -152,11 +156,12 @@ def _visible(text: str) -> str:
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(prog="python -m toolkits.inspect_checkpoint", description=__doc__)
     parser.add_argument(
-        "folder", type=Path, metavar="DIR",
-        help="a run's folder, its checkpoint/, one checkpoint in it, a converted one, or one of Megatron-LM",
+        "folder", metavar="DIR",
+        help="a run's folder, its checkpoint/ or URL (--save), one checkpoint in it, a converted one, or "
+        "one of Megatron-LM",
     )  # fmt: skip
     parser.add_argument(
-        "second", type=Path, nargs="?", metavar="DIR2", help="compare with this one, saved in any layout"
+        "second", nargs="?", metavar="DIR2", help="compare with this one, saved in any layout"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of this as JSON")
     options = parser.parse_args(argv)

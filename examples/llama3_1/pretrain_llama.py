@@ -28,11 +28,11 @@ begin()  # before anything that takes time or starts threads
 
 from patch.config import (  # noqa: E402
     Invocation,
-    RunConfig,
     fetch_from_hub,
     parse_args,
     resume_notes,
     run_warnings,
+    set_spares_aside,
     slurm_task,
     to_flags,
     to_yaml,
@@ -49,11 +49,16 @@ from patch.plan import describe_length, describe_plan, resolve_sharding  # noqa:
 _logger = get_logger(__name__)
 
 
-def _check(invocation: Invocation, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
-    notes = validate_run(invocation.config, machine)
-    config = fetch_from_hub(invocation.config, weights=not invocation.dry_run)
+def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, list[str]]:
+    config, spares = set_spares_aside(invocation.config, machine)
+    rendezvous = invocation.rendezvous._replace(
+        num_spares=invocation.config.parallel.nnodes - config.parallel.nnodes
+    )
+    notes = validate_run(config, machine)
+    config = fetch_from_hub(config, weights=not invocation.dry_run)
     config, choices = resolve_sharding(config, machine)
-    return config, notes + choices + resume_notes(config)
+    notes = spares + notes + choices + resume_notes(config)
+    return invocation._replace(config=config, rendezvous=rendezvous), notes
 
 
 def _launch(invocation: Invocation, machine: MachineFacts) -> int:
@@ -83,12 +88,13 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
 
 
 def _work(invocation: Invocation) -> None:
-    restarts = invocation.config.parallel.max_restarts
-    if restarts and not is_launched():
+    parallel, who = invocation.config.parallel, "torchrun or SLURM has started this process, and"
+    if parallel.max_restarts and not is_launched():
         raise ConfigError(
-            f"got {restarts}, expected 0: torchrun or SLURM has started this process, and starts it again",
-            field="max_restarts",
+            f"got {parallel.max_restarts}, expected 0: {who} starts it again", field="max_restarts"
         )
+    if parallel.log_dir and not is_launched():
+        raise ConfigError(f"got {parallel.log_dir}, expected none: {who} writes its log", field="log_dir")
     from patch.compat import quick_start
 
     with quick_start():
@@ -103,12 +109,11 @@ def _run(argv: list[str], is_worker: bool) -> int:
         # SLURM may show each task its own GPU only.
         machine = replace(machine, cuda_devices=int(os.environ["LOCAL_WORLD_SIZE"]))
     invocation = parse_args(argv, os.environ, machine)
-    config, notes = _check(invocation, machine)
-    invocation = invocation._replace(config=config)
+    invocation, notes = _check(invocation, machine)
     if is_worker and not invocation.dry_run:
         _work(invocation)
         return 0
-    for warning in run_warnings(config):
+    for warning in run_warnings(invocation.config):
         _logger.warning("%s", warning)
     for note in notes:
         _logger.info("%s", note)

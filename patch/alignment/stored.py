@@ -32,6 +32,7 @@ from patch.storage.names import (
     find_checkpoint_root,
     is_complete,
 )
+from patch.storage.places import AnyPath
 
 _TIED = "untie_embeddings_and_output_weights"
 _STRUCTURE = WEIGHT_FIELDS - {_TIED}
@@ -101,7 +102,7 @@ def find_checkpoint(load: Path, hf_folder: Path) -> StoredCheckpoint:
 
 
 def _config_differences(
-    ours: dict[str, Any], theirs: dict[str, Any], file: Path, hf_folder: Path
+    ours: dict[str, Any], theirs: dict[str, Any], file: AnyPath, hf_folder: Path
 ) -> list[ConfigDifference]:
     differing = [
         ConfigDifference(name, ours[name], theirs[name])

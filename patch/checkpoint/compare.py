@@ -138,8 +138,22 @@ def _differing(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether plain values are equal; values of other kinds (tensors, stand-ins) are not compared."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    is_plain = all(isinstance(value, int | float | str | None) for value in (one, other))
-    return one == other if is_plain else type(one) is type(other)
+    """Whether plain values are equal; values of other kinds (tensors, stand-ins) are not compared.
+
+    A pair of dicts that was seen is not compared again: in a hostile file it may contain itself.
+    """
+    pairs, seen = [(one, other)], set()
+    while pairs:
+        one, other = pairs.pop()
+        if isinstance(one, dict) and isinstance(other, dict):
+            if one.keys() != other.keys():
+                return False
+            if (id(one), id(other)) not in seen:
+                seen.add((id(one), id(other)))
+                pairs += [(one[key], other[key]) for key in one]
+        elif all(isinstance(value, int | float | str | None) for value in (one, other)):
+            if one != other:
+                return False
+        elif type(one) is not type(other):
+            return False
+    return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -13,6 +13,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedTensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from patch.errors import CheckpointError, nearest
+from patch.storage.places import AnyPath, file_sizes
 
 _NAMED = 5
 
@@ -34,7 +35,7 @@ _SECTION_CURES = {"model": _SAME_MODEL, "optimizer": _SAME_MODEL, "random": _SAM
 NO_CURES: Mapping[str, Cure] = MappingProxyType({})
 
 
-def check_files(folder: Path, index: Metadata) -> None:
+def check_files(folder: AnyPath, index: Metadata) -> None:
     """Check that metadata.json can be read, and that every data file exists and is as long as the index says.
 
     Args:
@@ -47,12 +48,12 @@ def check_files(folder: Path, index: Metadata) -> None:
     _check_description(folder / "metadata.json")
     lengths: dict[str, int] = defaultdict(int)
     for place in index.storage_data.values():
-        if Path(place.relative_path).name != place.relative_path:
+        if PurePath(place.relative_path).name != place.relative_path:
             raise CheckpointError(f"{folder} names a data file outside of itself: {place.relative_path}")
         lengths[place.relative_path] = max(lengths[place.relative_path], place.offset + place.length)
+    sizes = file_sizes(folder)
     for name, expected in lengths.items():
-        path = folder / name
-        got = path.stat().st_size if path.is_file() else None
+        path, got = folder / name, sizes.get(name)
         if got is None:
             raise CheckpointError(f"{path} is missing; take another checkpoint")
         if got < expected:
@@ -61,7 +62,7 @@ def check_files(folder: Path, index: Metadata) -> None:
             )
 
 
-def _check_description(path: Path) -> None:
+def _check_description(path: AnyPath) -> None:
     """Check metadata.json before upstream reads it in the middle of a load; only torch_dist is accepted."""
     try:
         backend = json.loads(path.read_bytes())["sharded_backend"]
@@ -72,7 +73,11 @@ def _check_description(path: Path) -> None:
 
 
 def check_fit(
-    folder: Path, index: Metadata, shards: list[ShardedBase], requested: set[str], cures: Mapping[str, Cure]
+    folder: AnyPath,
+    index: Metadata,
+    shards: list[ShardedBase],
+    requested: set[str],
+    cures: Mapping[str, Cure],
 ) -> None:
     """Check that the checkpoint has exactly the requested keys, with the same shapes and dtypes.
 
@@ -97,7 +102,7 @@ def check_fit(
 
 
 def check_weights(
-    folder: Path,
+    folder: AnyPath,
     index: Metadata,
     shards: list[ShardedBase],
     requested: set[str],
@@ -128,7 +133,7 @@ def check_weights(
             _check_shape(folder, shard, stored[shard.key], vocab_size)
 
 
-def _check_names(folder: Path, stored: set[str], requested: set[str], cures: Mapping[str, Cure]) -> None:
+def _check_names(folder: AnyPath, stored: set[str], requested: set[str], cures: Mapping[str, Cure]) -> None:
     stored, requested = ({key for key in keys if not _is_extra_state(key)} for keys in (stored, requested))
     missing = sorted(requested - stored)
     if missing:
@@ -146,7 +151,7 @@ def _check_names(folder: Path, stored: set[str], requested: set[str], cures: Map
 
 
 def _check_shape(
-    folder: Path, shard: ShardedTensor, stored: object, vocab_size: int | None = None
+    folder: AnyPath, shard: ShardedTensor, stored: object, vocab_size: int | None = None
 ) -> TensorStorageMetadata:
     if not isinstance(stored, TensorStorageMetadata):
         raise CheckpointError(f"{folder}: {shard.key} is an object, expected a tensor")
@@ -161,7 +166,7 @@ def _check_shape(
     return stored
 
 
-def _check_tensor(folder: Path, shard: ShardedTensor, stored: object) -> None:
+def _check_tensor(folder: AnyPath, shard: ShardedTensor, stored: object) -> None:
     stored = _check_shape(folder, shard, stored)
     if stored.properties.dtype != shard.dtype:
         raise CheckpointError(

@@ -6,7 +6,7 @@ import heapq
 import io
 import threading
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 
 from patch.checkpoint.records import write_record
 from patch.storage.checksums import Content, SummedFile
+from patch.storage.places import AnyPath, retried
 
 NUM_FILES = 2
 """Of each rank, which are written at the same time."""
@@ -39,14 +40,21 @@ def data_file(rank: int, number: int) -> str:
     return f"__{rank}_{number}.distcp"
 
 
-def write_data(folder: Path, rank: int, values: Sequence[Value], cancelled: threading.Event) -> Written:
-    """Write a rank's values and flush them to the disk.
+def write_data(
+    folder: AnyPath,
+    rank: int,
+    values: Sequence[Value],
+    cancelled: threading.Event,
+    files: list[SummedFile],
+) -> Written:
+    """Write a rank's values and make them durable; a file that a store refuses is written again for a while.
 
     Args:
         folder: the checkpoint's folder.
         rank: of this process.
         values: tensors and opaque objects.
         cancelled: once it is set, the writing is given up before the next value.
+        files: each file is added when it is created, so that other threads can see how far it is.
 
     Raises:
         OSError: a file cannot be written.
@@ -60,7 +68,9 @@ def write_data(folder: Path, rank: int, values: Sequence[Value], cancelled: thre
     def write(number: int) -> None:
         name = data_file(rank, number)
         try:
-            contents[name] = _write_file(folder / name, number, values, shares[number], places, cancelled)
+            path = folder / name
+            attempt = partial(_write_file, path, number, values, shares[number], places, cancelled, files)
+            contents[name] = retried(path, attempt, cancelled)
         except Exception as error:  # noqa: BLE001 - raised below, in the thread that called
             errors.append(error)
 
@@ -77,14 +87,16 @@ def write_data(folder: Path, rank: int, values: Sequence[Value], cancelled: thre
 
 
 def _write_file(
-    path: Path,
+    path: AnyPath,
     number: int,
     values: Sequence[Value],
     share: list[int],
     places: np.ndarray,
     cancelled: threading.Event,
+    files: list[SummedFile],
 ) -> Content:
     file = SummedFile(path)
+    files.append(file)
     try:
         for index in share:
             if cancelled.is_set():

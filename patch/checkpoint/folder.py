@@ -3,14 +3,18 @@
 root/iter_0000100/         .metadata  __<rank>_<n>.distcp  common.pt  metadata.json  checksums.json
 root/iter_0000200.tmp/     being written; never read
 root/latest_checkpointed_iteration.txt "100"
+
+In a store, which cannot rename, a checkpoint is written under its own name: it counts once checksums.json is
+there, and the file .unfinished says whose remains may be removed.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal, NamedTuple, overload
 
 from patch.checkpoint.manifest import damage, is_marked
-from patch.distributed.collectives import from_rank_0
+from patch.distributed.collectives import fail_together, from_rank_0
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.atomic import StagedFolder, remove_leftover, write_atomically
@@ -18,6 +22,7 @@ from patch.storage.names import (
     CHECKSUMS_FILE,
     RELEASE,
     TRACKER,
+    UNFINISHED_FILE,
     all_iterations,
     complete_iterations,
     find_checkpoint_root,
@@ -26,8 +31,11 @@ from patch.storage.names import (
     is_released,
     iteration_name,
     lacking_files,
+    newest_of,
     read_tracker,
 )
+from patch.storage.places import AnyPath
+from patch.storage.remote import RemotePath
 
 _logger = get_logger(__name__)
 
@@ -37,12 +45,16 @@ _RESUME_CURE = "bring the files back, remove these checkpoints to start from ste
 _LOAD_CURE = "bring the files back, or give another checkpoint"
 
 
-def iteration_folder(root: Path, iteration: int) -> Path:
+class NoWholeCheckpointError(CheckpointError):
+    """There are checkpoints, or remains of them, but none is whole."""
+
+
+def iteration_folder(root: AnyPath, iteration: int) -> AnyPath:
     """The folder of one checkpoint."""
     return root / iteration_name(iteration)
 
 
-def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
+def latest_iteration(root: AnyPath, *, takes_older: bool = True) -> int | None:
     """The newest undamaged checkpoint in `root`; None if nothing was ever saved there.
 
     That is the checkpoint named by the tracker, or else the next newest one, with a warning that names the
@@ -58,8 +70,11 @@ def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
             them. Or the newest one is damaged and `takes_older` is false.
     """
     damaged: list[str] = []
-    cure, field = (_RESUME_CURE, "output_path") if takes_older else (_LOAD_CURE, "load")
-    for iteration in from_rank_0(lambda: _newest_first(root, all_iterations(root), cure, field)):
+    home = "save" if isinstance(root, RemotePath) else "output_path"
+    cure, field = (_RESUME_CURE, home) if takes_older else (_LOAD_CURE, "load")
+    with fail_together(f"{root} cannot be read", CheckpointError):
+        ordered = from_rank_0(lambda: _newest_first(root, _saved_iterations(root), cure, field))
+    for iteration in ordered:
         complaint = damage(iteration_folder(root, iteration))
         if complaint is None:
             for skipped in damaged:
@@ -72,11 +87,25 @@ def latest_iteration(root: Path, *, takes_older: bool = True) -> int | None:
                 f"own folder ({root / 'iter_*'}), or let a resume of that run train the lost steps again"
             )
     if damaged:
-        raise CheckpointError(f"no checkpoint below {root} is whole: {damaged[0]}; {cure}", field=field)
+        raise NoWholeCheckpointError(
+            f"no checkpoint below {root} is whole: {damaged[0]}; {cure}", field=field
+        )
     return None
 
 
-def weights_folder(load: Path) -> Path:
+def _saved_iterations(root: AnyPath) -> list[int]:
+    """The iterations of the checkpoints in `root`, damaged ones included, in no particular order."""
+    iterations = all_iterations(root)
+    if isinstance(root, RemotePath):  # the others are uploads that were interrupted
+        return [iteration for iteration in iterations if is_marked(iteration_folder(root, iteration))]
+    return iterations
+
+
+@overload
+def weights_folder(load: Path) -> Path: ...
+@overload
+def weights_folder(load: AnyPath) -> AnyPath: ...
+def weights_folder(load: AnyPath) -> AnyPath:
     """The folder of the checkpoint from which weights are read; a collective in a job.
 
     Args:
@@ -89,34 +118,45 @@ def weights_folder(load: Path) -> Path:
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
+    with fail_together(f"{load} cannot be read", CheckpointError):
+        found, kind = from_rank_0(lambda: _find_weights(load))
+    if kind == "whole run":
+        iteration = latest_iteration(found, takes_older=False)
+        assert iteration is not None, "rank 0 has seen some"
+        _logger.info("weights are those of iteration %d in %s", iteration, found)
+        return iteration_folder(found, iteration)
+    if kind == "with checksums" and (complaint := damage(found)):
+        cure = "convert the model again" if found.name == RELEASE else "take another checkpoint"
+        raise CheckpointError(f"{complaint}: it is not what was saved; {cure}")
+    return found
+
+
+def _find_weights(load: AnyPath) -> tuple[AnyPath, Literal["whole run", "with checksums", "without"]]:
+    """The folder of the checkpoint, or that of all checkpoints of a run of ours."""
     if is_marked(load):
-        if complaint := damage(load):
-            raise CheckpointError(f"{complaint}: it is not what was saved; take another checkpoint")
-        return load
+        return load, "with checksums"
     if is_complete(load) or any(load.glob("mp_rank_*")):
-        return load
+        return load, "without"
     root = find_checkpoint_root(load)
     if is_legacy(root):
-        return _legacy_folder(root)
+        return _legacy_folder(root), "without"
     if is_released(root):
         if lacking := lacking_files(root / RELEASE):
             raise CheckpointError(f"{root / RELEASE} lacks {', '.join(lacking)}; convert the model again")
-        return root / RELEASE
+        return root / RELEASE, "with checksums" if is_marked(root / RELEASE) else "without"
     if any(is_marked(iteration_folder(root, iteration)) for iteration in all_iterations(root)):
-        iteration = latest_iteration(root, takes_older=False)
-    else:  # another program's, which has no checksums
-        found = _newest_first(root, complete_iterations(root), _LOAD_CURE, "load")
-        iteration = next(iter(found), None)
-    if iteration is None:
+        return root, "whole run"
+    found = _newest_first(root, complete_iterations(root), _LOAD_CURE, "load")  # another program's
+    if not found:
         raise CheckpointError(
             f"{load} has no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
             "folder with .metadata"
         )
-    _logger.info("weights are those of iteration %d in %s", iteration, root)
-    return iteration_folder(root, iteration)
+    _logger.info("weights are those of iteration %d in %s", found[0], root)
+    return iteration_folder(root, found[0]), "without"
 
 
-def _legacy_folder(root: Path) -> Path:
+def _legacy_folder(root: AnyPath) -> AnyPath:
     """The legacy checkpoint that the tracker names; the first one if the tracker names none."""
     tracked = read_tracker(root) or ""
     names = sorted({path.parent.name for path in root.glob("*/mp_rank_*")})
@@ -128,8 +168,8 @@ def _legacy_folder(root: Path) -> Path:
     raise CheckpointError(f"{root / TRACKER} names {tracked}, but there is no {tracked} with mp_rank_* in it")
 
 
-def _newest_first(root: Path, iterations: list[int], cure: str, field: str) -> list[int]:
-    """The tracker's iteration first, then the others from new to old.
+def _newest_first(root: AnyPath, iterations: list[int], cure: str, field: str) -> list[int]:
+    """The newest iteration first (see `newest_of`), then the tracker's, then the others from new to old.
 
     Args:
         root: the folder of checkpoints.
@@ -137,69 +177,127 @@ def _newest_first(root: Path, iterations: list[int], cure: str, field: str) -> l
         cure: what a user can do if there are only remains of checkpoints.
         field: the configuration field that names the folder.
     """
-    tracked = _tracked_iteration(root)
-    ordered = sorted(iterations, key=lambda iteration: (iteration == tracked, iteration), reverse=True)
-    if not ordered:
+    tracked, newest = _tracked_iteration(root), newest_of(root, iterations)
+    if newest is None:
         _refuse_remains(root, cure, field)
-    elif ordered[0] != tracked:
+    elif tracked in iterations and newest != tracked:
         _logger.warning(
-            "%s names %s, which is not there; the newest checkpoint is %s",
-            root / TRACKER, tracked, ordered[0],
+            "%s names %s, and %s was completed after that: a run was killed between the two; to go back to "
+            "%s, write the file again",
+            root / TRACKER, tracked, iteration_name(newest), tracked,
         )  # fmt: skip
-    return ordered
+    elif newest != tracked:
+        _logger.warning(
+            "%s names %s, which is not there; the newest checkpoint is %s", root / TRACKER, tracked, newest
+        )
+    return sorted(iterations, key=lambda i: (i == newest, i == tracked, i), reverse=True)
 
 
-def _refuse_remains(root: Path, cure: str, field: str) -> None:
+def _refuse_remains(root: AnyPath, cure: str, field: str) -> None:
     """Refuse a folder with a tracker or a checkpoint under another name in it.
 
     A run that was killed during its first save leaves neither, so it may start again.
     """
-    remains = sorted(path.name for path in root.glob("iter_*") if not path.name.endswith(_PARTIAL))
+    remains = []
+    if not isinstance(root, RemotePath):
+        remains = sorted(path.name for path in root.glob("iter_*") if not path.name.endswith(_PARTIAL))
     remains += [TRACKER] if (root / TRACKER).exists() else []
     if remains:
-        raise CheckpointError(
+        raise NoWholeCheckpointError(
             f"{root} has {', '.join(remains)} and no complete checkpoint (iter_* with {CHECKSUMS_FILE}; a "
             f"folder *{_REPLACED} is a checkpoint under another name): {cure}",
             field=field,
         )
 
 
-def staged_checkpoint(target: Path) -> StagedFolder:
+class MarkedFolder(NamedTuple):
+    """The folder of one checkpoint in a store: as `StagedFolder`, but it is written under its own name.
+
+    All methods raise OSError if the store fails.
+    """
+
+    partial: RemotePath
+
+    def open(self) -> None:
+        """Remove what has this name, its marker first, and begin anew."""
+        unfinished = self.partial / UNFINISHED_FILE
+        if self.partial.is_dir():
+            unfinished.write_bytes(b"")
+            (self.partial / CHECKSUMS_FILE).unlink(missing_ok=True)
+            self.partial.remove_tree()
+        unfinished.write_bytes(b"")
+
+    def publish(self, *, files_are_synced: bool) -> None:
+        """Nothing but a hint is left to remove: the marker, the last file, has published it."""
+        try:
+            (self.partial / UNFINISHED_FILE).unlink(missing_ok=True)
+        except OSError as error:
+            _logger.warning(
+                "%s is complete, but has still %s: %s", self.partial, UNFINISHED_FILE, error.strerror
+            )
+
+    def discard(self) -> None:
+        """Leave the remains to the next save: the store may be the reason why there are any."""
+
+
+def staged_checkpoint(target: AnyPath) -> StagedFolder | MarkedFolder:
     """The folder of one checkpoint, with the temporary names used while it is written or replaced."""
+    if isinstance(target, RemotePath):
+        return MarkedFolder(target)
     return StagedFolder(
         target, target.with_name(target.name + _PARTIAL), target.with_name(target.name + _REPLACED)
     )
 
 
-def open_staging(target: Path) -> Path:
-    """Create an empty temporary folder beside `target`; those that killed runs left are removed.
+def open_staging(target: AnyPath) -> AnyPath:
+    """Create an empty temporary folder for `target`; those that killed runs left are removed.
 
     Raises:
         OSError: the folder cannot be created, or an old one cannot be removed.
     """
-    for suffix in (_PARTIAL, _REPLACED):
-        for leftover in target.parent.glob(f"iter_*{suffix}"):
-            remove_leftover(leftover)
+    if isinstance(target, RemotePath):
+        _remove_unfinished(target.parent)
+    else:
+        for suffix in (_PARTIAL, _REPLACED):
+            for leftover in target.parent.glob(f"iter_*{suffix}"):
+                remove_leftover(leftover)
     staged = staged_checkpoint(target)
     staged.open()
     return staged.partial
 
 
-def publish(target: Path) -> None:
-    """Rename the written temporary folder to `target`, replacing an older one, and update the tracker.
+def _remove_unfinished(root: RemotePath) -> None:
+    for hint in root.glob(f"iter_*/{UNFINISHED_FILE}"):
+        if is_marked(hint.parent):  # killed before it could remove the hint
+            hint.unlink(missing_ok=True)
+        else:
+            _logger.warning("removing %s, which was not written to its end", hint.parent)
+            hint.parent.remove_tree()
+
+
+def publish(target: AnyPath) -> None:
+    """Give the written folder its name, replacing an older one, and update the tracker.
 
     Whoever wrote the files has flushed them to the disk. The order (data, name, tracker) leaves a complete
     checkpoint on the disk after every step.
 
     Raises:
-        OSError: a file cannot be written or a folder cannot be renamed.
+        OSError: the folder cannot be renamed.
+        CheckpointError: the tracker cannot be written.
     """
     staged_checkpoint(target).publish(files_are_synced=True)
-    iteration = int(target.name.removeprefix("iter_"))
-    write_atomically(target.parent / TRACKER, f"{iteration}\n")
+    tracker = target.parent / TRACKER
+    try:
+        write_atomically(tracker, f"{int(target.name.removeprefix('iter_'))}\n")
+    except OSError as error:
+        raise CheckpointError(
+            f"{target} is complete, but {tracker} could not be written: {error.strerror}; make room there, "
+            "and start again: a resume goes on from this checkpoint",
+            field="output_path",
+        ) from error
 
 
-def _tracked_iteration(root: Path) -> int | None:
+def _tracked_iteration(root: AnyPath) -> int | None:
     try:
         return int(read_tracker(root) or "")
     except ValueError:

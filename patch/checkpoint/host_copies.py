@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 
@@ -27,15 +27,17 @@ class HostCopies:
     def __init__(self) -> None:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
-    def prepare(self, values: Sequence[Value]) -> Callable[[], list[Value]]:
+    def prepare(self, values: list[Value]) -> Callable[[], list[Value]]:
         """Prepare to copy values as all work that is queued on their GPU by now leaves them.
 
         Args:
-            values: tensors on the host or one GPU, and opaque objects, which are not copied.
+            values: tensors on the host or one GPU, and opaque objects, which are not copied. The function
+                replaces each tensor by its copy, so that one that only this list holds is freed at once.
 
         Returns:
-            a function that copies, in any thread; the copies are complete when it returns, and valid until
-            the next one is called. It raises MemoryError or RuntimeError if the system has not enough memory.
+            a function that copies, in any thread, and returns the list; the copies are complete then, and
+            valid until the next one is called. It raises MemoryError or RuntimeError if the system has not
+            enough memory.
         """
         gpus = {value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda}
         assert len(gpus) < 2, "a rank has one GPU"
@@ -44,21 +46,21 @@ class HostCopies:
             stream.wait_stream(torch.cuda.current_stream(stream.device))
         return partial(self._copy, values, stream)
 
-    def _copy(self, values: Sequence[Value], stream: torch.cuda.Stream | None) -> list[Value]:
-        copies: list[Value] = []
+    def _copy(self, values: list[Value], stream: torch.cuda.Stream | None) -> list[Value]:
         end = 0
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             self._reserve(sum(map(_room, values)), is_pinned=stream is not None)
-            for value in values:
+            for index, value in enumerate(values):
                 if isinstance(value, io.BytesIO):
-                    copies.append(value)
                     continue
                 begin, end = end, end + _room(value)
                 copy = self._buffer[begin : begin + value.nbytes].view(value.dtype).view(value.shape)
-                copies.append(copy.copy_(value.detach(), non_blocking=True))
+                values[index] = copy.copy_(value.detach(), non_blocking=True)
+                if stream is not None and value.is_cuda:
+                    value.record_stream(stream)  # its memory is free when the copy is done, not before
         if stream is not None:
             stream.synchronize()
-        return copies
+        return values
 
     def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
         if self._buffer.numel() >= num_bytes:

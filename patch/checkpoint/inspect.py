@@ -25,11 +25,14 @@ from patch.storage.names import (
     METADATA_FILE,
     METADATA_JSON_FILE,
     RELEASE,
+    all_iterations,
     complete_iterations,
     find_checkpoint_root,
     iteration_name,
+    newest_of,
     read_tracker,
 )
+from patch.storage.places import AnyPath, file_sizes, file_stats, subfolders
 
 _GROUPS = {"optimizer": "optimizer states", "random": "random states", "rng_state": "random states"}
 """First part of a name -> group; everything else is weights."""
@@ -82,7 +85,7 @@ class TensorGroup(NamedTuple):
 class Inspection(NamedTuple):
     """All that is known of a checkpoint."""
 
-    folder: Path
+    folder: AnyPath
     format: str
     """torch_dist, or mp_rank: Megatron-LM's old one."""
     saved: str
@@ -116,7 +119,7 @@ class Inspection(NamedTuple):
         }
 
 
-def find_stored(load: Path) -> Path:
+def find_stored(load: AnyPath) -> AnyPath:
     """The checkpoint at `load`, damaged or not: itself, or the one that the tracker names, or the newest.
 
     Args:
@@ -124,17 +127,19 @@ def find_stored(load: Path) -> Path:
 
     Raises:
         CheckpointError: there is none.
+        OSError: a store does not answer, also in the functions below.
     """
     is_itself = any((load / name).is_file() for name in (METADATA_FILE, COMMON_FILE, METADATA_JSON_FILE))
     if is_itself or _NAME.fullmatch(load.name) or is_legacy_checkpoint(load):
-        return load.resolve()
+        return load.resolve() if isinstance(load, Path) else load
     root = find_checkpoint_root(load)
     tracked = read_tracker(root) or ""
-    named = root / (iteration_name(int(tracked)) if tracked.isdecimal() else tracked)
+    newest = newest_of(root, all_iterations(root)) if tracked.isdecimal() else None
+    named = root / (tracked if newest is None else iteration_name(newest))
     if tracked and named.is_dir():
         return named
-    found = sorted(path for path in root.glob("iter_*") if _NAME.fullmatch(path.name))
-    found = found or sorted({path.parent for path in root.glob("*/mp_rank_*")})
+    found = sorted((path for path in root.glob("iter_*") if _NAME.fullmatch(path.name)), key=str)
+    found = found or sorted({path.parent for path in root.glob("*/mp_rank_*")}, key=str)
     if not found:
         raise CheckpointError(
             f"{load} has no checkpoint, expected a run's folder, a folder of checkpoints (iter_*, {RELEASE}, "
@@ -143,12 +148,12 @@ def find_stored(load: Path) -> Path:
     return found[-1]
 
 
-def num_bytes_of(folder: Path) -> int:
+def num_bytes_of(folder: AnyPath) -> int:
     """Bytes of all files in a folder."""
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(file_sizes(folder).values())
 
 
-def inspect(folder: Path, advance: Callable[[int], None]) -> tuple[Inspection, Reader | None]:
+def inspect(folder: AnyPath, advance: Callable[[int], None]) -> tuple[Inspection, Reader | None]:
     """Read everything about a checkpoint but its values, and compare its files with their checksums.
 
     Args:
@@ -183,14 +188,14 @@ def inspect(folder: Path, advance: Callable[[int], None]) -> tuple[Inspection, R
     return inspection, reader
 
 
-def _verify(folder: Path, advance: Callable[[int], None]) -> tuple[list[FileState], list[str]]:
+def _verify(folder: AnyPath, advance: Callable[[int], None]) -> tuple[list[FileState], list[str]]:
     """The files, and what is wrong with them; also the files that should be there."""
     manifest = read_manifest(folder)
     saved = manifest if isinstance(manifest, dict) else {}
-    there = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    there = file_sizes(folder)
     files = []
     for name in sorted({*there, *saved}):
-        num_bytes = there[name].stat().st_size if name in there else 0
+        num_bytes = there.get(name, 0)
         complaint = difference(folder / name, saved[name]) if name in saved else None
         files.append(FileState(name, num_bytes, complaint, name in saved))
         advance(num_bytes)
@@ -214,12 +219,12 @@ def _group(name: str) -> str:
     return next((_GROUPS[part] for part in parts[:3] if part in _GROUPS), "weights")
 
 
-def _saved(folder: Path) -> str:
-    newest = max((path.stat().st_mtime for path in folder.rglob("*") if path.is_file()), default=0.0)
+def _saved(folder: AnyPath) -> str:
+    newest = max((stat.st_mtime for stat in file_stats(folder).values()), default=0.0)
     return datetime.datetime.fromtimestamp(newest).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
-def _model_of(folder: Path, common: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _model_of(folder: AnyPath, common: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """The model's fields, and the whole configuration of the run; empty where they are not known."""
     text = common.get("config")
     try:
@@ -228,7 +233,7 @@ def _model_of(folder: Path, common: dict[str, Any]) -> tuple[dict[str, Any], dic
         config = None
     if isinstance(config, dict) and isinstance(config.get("model"), dict):
         return config["model"], config
-    for home in (folder, folder.parent):
+    for home in (folder, folder.parent) if isinstance(folder, Path) else ():
         if has_hf_config(home):
             try:
                 return read_hf_config(home), {}
@@ -238,14 +243,17 @@ def _model_of(folder: Path, common: dict[str, Any]) -> tuple[dict[str, Any], dic
 
 
 def _facts(
-    folder: Path,
+    folder: AnyPath,
     common: dict[str, Any],
     model: dict[str, Any],
     config: dict[str, Any],
     tensors: list[TensorGroup],
 ) -> dict[str, Any]:
-    plain = {key: value for key, value in common.items() if isinstance(value, int | float | str | dict)}
-    facts = {key: value for key, value in plain.items() if key not in ("config", "args")}
+    facts = {
+        key: value
+        for key, value in common.items()
+        if isinstance(key, str) and key not in ("config", "args") and _is_readable(value)
+    }
     parallel = config.get("parallel")
     if isinstance(parallel, dict):
         facts["layout"] = {name: parallel[name] for name in _LAYOUT if name in parallel}
@@ -253,13 +261,24 @@ def _facts(
     if writers:
         facts["processes that wrote it"] = len(writers)
     for each in tensors:
-        if each.group == "weights" and each.name.endswith(EMBEDDING_PARAMETER):
+        if each.group == "weights" and each.name.endswith(EMBEDDING_PARAMETER) and each.tensor.shape:
             stored, used = each.tensor.shape[0], model.get("vocab_size")
             vocabulary = {"stored rows": stored}
             if isinstance(used, int) and not each.name.startswith("mp_rank_"):
                 vocabulary |= {"used rows": used, "padding": stored - used}
             facts["vocabulary"] = vocabulary
     return facts
+
+
+def _is_readable(value: Any) -> bool:
+    """Whether it is a plain value, or a dict of them; in a hostile file dicts may have no end."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(each) for key, each in value.items())
+    return _is_plain(value)
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | float) or (isinstance(value, int) and abs(value) < 2**64)
 
 
 def _loads_into(
@@ -290,22 +309,21 @@ def _layouts(model: dict[str, Any]) -> str:
     return f"at TP {legal}, PP up to {layers}, any DP"
 
 
-def _neighbours(folder: Path) -> list[Neighbour]:
+def _neighbours(folder: AnyPath) -> list[Neighbour]:
     """All checkpoints in its folder, from old to new."""
     root = folder.parent
     complete = set(map(iteration_name, complete_iterations(root)))
     links: dict[str, list[str]] = {}
-    for name in (LAST_LINK, BEST_LINK):
-        if (root / name).is_symlink():
-            links.setdefault((root / name).readlink().name, []).append(name)
+    for link in (LAST_LINK, BEST_LINK):
+        path = root / link
+        if isinstance(path, Path) and path.is_symlink():
+            links.setdefault(path.readlink().name, []).append(link)
     found = []
-    for path in sorted(root.glob("iter_*")):
-        if not path.is_dir():
-            continue
-        notes = list(links.get(path.name, []))
-        if path.name not in complete:
+    for name in sorted(name for name in subfolders(root) if name.startswith("iter_")):
+        notes = list(links.get(name, []))
+        if name not in complete:
             notes.append("incomplete")
-        elif not (path / CHECKSUMS_FILE).is_file():
+        elif not (root / name / CHECKSUMS_FILE).is_file():
             notes.append("no checksums")
-        found.append(Neighbour(path.name, num_bytes_of(path), ", ".join(notes)))
+        found.append(Neighbour(name, num_bytes_of(root / name), ", ".join(notes)))
     return found

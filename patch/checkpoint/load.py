@@ -7,7 +7,9 @@ size is checked before. The loading run may have any layout (TP, PP, DP).
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,13 +31,15 @@ from patch.compat.unpickle import load_plain, plain_readers, read_metadata
 from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.storage.names import COMMON_FILE, METADATA_FILE
+from patch.storage.names import COMMON_FILE, METADATA_FILE, METADATA_JSON_FILE
+from patch.storage.places import AnyPath, whole_file
+from patch.storage.remote import RemotePath
 
 _logger = get_logger(__name__)
 
 
 def load_checkpoint(
-    root: Path, iteration: int, sharded_state: dict[str, Any], cures: Mapping[str, Cure] = NO_CURES
+    root: AnyPath, iteration: int, sharded_state: dict[str, Any], cures: Mapping[str, Cure] = NO_CURES
 ) -> dict[str, Any]:
     """Load the sections in `sharded_state` in place; a collective over all ranks.
 
@@ -67,18 +71,20 @@ def load_checkpoint(
         check_fit(folder, index, shards, requested, cures)
     failure = f"checkpoint {folder} failed while it was read, the model in memory is unusable"
     reader = WindowReader(folder, index)
-    with checkpoint_failures(failure), plain_readers(), reading_with(reader):
+    with (
+        checkpoint_failures(failure), _for_upstream(folder) as local, plain_readers(), reading_with(reader)
+    ):  # fmt: skip
         # Overlapping or incomplete shards are no error of a load, and upstream would raise on rank 0 only.
         loaded = dist_checkpointing.load(
             copied(_without_absent_extra_state(sharded_state, index)),
-            str(folder),
+            str(local),
             validate_access_integrity=False,
         )
     return loaded
 
 
 def load_only_weights(
-    folder: Path,
+    folder: AnyPath,
     sharded_state: dict[str, Any],
     *,
     prefixes: tuple[str, ...],
@@ -111,13 +117,28 @@ def load_only_weights(
     _warn_of_rounding(folder, index, shards)
     failure = f"{folder} failed while it was read, the model in memory is unusable"
     reader = WindowReader(folder, index)
-    with checkpoint_failures(failure), plain_readers(), reading_with(reader):
+    with (
+        checkpoint_failures(failure), _for_upstream(folder) as local, plain_readers(), reading_with(reader)
+    ):  # fmt: skip
         dist_checkpointing.load(
             copied(_without_absent_extra_state(sharded_state, index)),
-            str(folder),
+            str(local),
             common_strategy=_NoCommon(),
             validate_access_integrity=False,
         )
+
+
+@contextmanager
+def _for_upstream(folder: AnyPath) -> Iterator[Path]:
+    """A folder on the disk with the files that upstream opens itself, which are small."""
+    if isinstance(folder, Path):
+        yield folder
+        return
+    with tempfile.TemporaryDirectory() as local:
+        for name in (COMMON_FILE, METADATA_JSON_FILE):
+            if (folder / name).is_file():
+                (Path(local) / name).write_bytes((folder / name).read_bytes())
+        yield Path(local)
 
 
 class _NoCommon(TorchCommonLoadStrategy):
@@ -128,7 +149,7 @@ class _NoCommon(TorchCommonLoadStrategy):
         return {}
 
 
-def _warn_of_rounding(folder: Path, index: Metadata, shards: list[ShardedBase]) -> None:
+def _warn_of_rounding(folder: AnyPath, index: Metadata, shards: list[ShardedBase]) -> None:
     """Log a warning if stored weights are rounded to the run's dtype."""
     wanted = {shard.key: shard.dtype for shard in shards if isinstance(shard, ShardedTensor)}
     stored = {
@@ -144,7 +165,7 @@ def _warn_of_rounding(folder: Path, index: Metadata, shards: list[ShardedBase]) 
         )  # fmt: skip
 
 
-def read_common(root: Path, iteration: int) -> dict[str, Any]:
+def read_common(root: AnyPath, iteration: int) -> dict[str, Any]:
     """The plain values that were saved with the tensors; not a collective.
 
     Raises:
@@ -152,12 +173,14 @@ def read_common(root: Path, iteration: int) -> dict[str, Any]:
     """
     path = iteration_folder(root, iteration) / COMMON_FILE
     try:
-        common = load_plain(path, map_location="cpu")
+        common = load_plain(whole_file(path), map_location="cpu")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: there is no complete checkpoint") from error
     except pickle.UnpicklingError as error:
         raise CheckpointError(f"{path} contains more than plain values and was not read") from error
     except (OSError, RuntimeError, EOFError, ValueError) as error:
+        if isinstance(path, RemotePath) and isinstance(error, OSError):
+            raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
         raise CheckpointError(f"{path} is damaged: {type(error).__name__}") from error
     if not isinstance(common, dict):
         raise CheckpointError(f"{path} is damaged: it contains a {type(common).__name__}, expected a dict")

@@ -1,7 +1,7 @@
 """checksums.json: lengths and checksums of a checkpoint's files when they were saved, and its iteration.
 
 It is written last, so it marks a checkpoint that is complete. Its own last value is the checksum of the rest.
-Converted checkpoints and those of other programs have none.
+Checkpoints of other programs have none.
 """
 
 from __future__ import annotations
@@ -15,18 +15,21 @@ from typing import Any
 
 import torch.distributed as dist
 
-from patch.distributed.collectives import all_gather_object, from_rank_0
+from patch.distributed.collectives import all_gather_object, fail_together, from_rank_0
+from patch.errors import CheckpointError
 from patch.storage.atomic import sync
 from patch.storage.checksums import Content, difference, from_json, to_json
 from patch.storage.names import CHECKSUMS_FILE, iteration_name
+from patch.storage.places import AnyPath, file_sizes
+from patch.storage.remote import RemotePath
 
 _PREFIX = "iter_"
 _OWN = "crc32"
 _NUM_THREADS = 2
 
 
-def write_manifest(folder: Path, iteration: int, contents: dict[str, Content]) -> None:
-    """Write checksums.json, the last file of a checkpoint, and flush it to the disk.
+def write_manifest(folder: AnyPath, iteration: int, contents: dict[str, Content]) -> None:
+    """Write checksums.json, the last file of a checkpoint, and make it durable.
 
     Args:
         folder: the checkpoint.
@@ -38,21 +41,26 @@ def write_manifest(folder: Path, iteration: int, contents: dict[str, Content]) -
     manifest = {"iteration": iteration, "files": to_json(contents)}
     path = folder / CHECKSUMS_FILE
     path.write_bytes(_text({**manifest, _OWN: _own_checksum(manifest)}))
-    sync(path)
+    if isinstance(path, Path):
+        sync(path)
 
 
-def is_marked(folder: Path) -> bool:
+def is_marked(folder: AnyPath) -> bool:
     """Whether the folder has the marker of a complete checkpoint of ours."""
     return (folder / CHECKSUMS_FILE).is_file()
 
 
-def damage(folder: Path) -> str | None:
+def damage(folder: AnyPath) -> str | None:
     """How the folder differs from what was saved, in words; None if it does not.
 
     In a job this is a collective: rank 0 reads checksums.json, and each rank checks the files that the rank
     of its number wrote. At the same layout it reads them again to load them, now from its machine's memory.
+
+    Raises:
+        CheckpointError: a store does not answer.
     """
-    files = from_rank_0(lambda: read_manifest(folder))
+    with fail_together(f"{folder} cannot be verified", CheckpointError):
+        files = from_rank_0(lambda: read_manifest(folder))
     if files is None:
         missing = folder / CHECKSUMS_FILE
         return f"{missing} is missing: the checkpoint was not written to its end, or by another program"
@@ -61,8 +69,9 @@ def damage(folder: Path) -> str | None:
     is_job = dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_job else (0, 1)
     names = [name for name in sorted(files) if _writer(name) % world_size == rank]
-    with ThreadPoolExecutor(_NUM_THREADS) as pool:
-        differences = list(pool.map(lambda name: difference(folder / name, files[name]), names))
+    with fail_together(f"{folder} cannot be verified", CheckpointError):
+        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+            differences = list(pool.map(lambda name: difference(folder / name, files[name]), names))
     complaint = next(filter(None, differences), None)
     return next(filter(None, all_gather_object(complaint) if is_job else [complaint]), None)
 
@@ -81,19 +90,21 @@ def _own_checksum(manifest: dict[str, Any]) -> str:
     return f"{zlib.crc32(_text(manifest)):08x}"
 
 
-def has_saved_lengths(folder: Path) -> bool:
+def has_saved_lengths(folder: AnyPath) -> bool:
     """Whether the folder has checksums.json and the files that it names, as long as they were."""
-    files = read_manifest(folder)
     try:
-        return isinstance(files, dict) and all(
-            (folder / name).stat().st_size == saved.length for name, saved in files.items()
-        )
+        files, lengths = read_manifest(folder), file_sizes(folder)
     except OSError:
         return False
+    return isinstance(files, dict) and all(lengths.get(name) == saved.length for name, saved in files.items())
 
 
-def read_manifest(folder: Path) -> dict[str, Content] | str | None:
-    """The files' contents by name; or what is wrong with checksums.json, in words; None if it is missing."""
+def read_manifest(folder: AnyPath) -> dict[str, Content] | str | None:
+    """The files' contents by name; or what is wrong with checksums.json, in words; None if it is missing.
+
+    Raises:
+        OSError: a store does not answer.
+    """
     path = folder / CHECKSUMS_FILE
     try:
         text = path.read_bytes()
@@ -104,6 +115,8 @@ def read_manifest(folder: Path) -> dict[str, Content] | str | None:
     except FileNotFoundError:
         return None
     except OSError as error:
+        if isinstance(path, RemotePath):
+            raise
         return f"{path} cannot be read: {error.strerror}"
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         return f"{path} is no list of checksums: {type(error).__name__}"

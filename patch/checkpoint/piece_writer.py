@@ -10,10 +10,9 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
-from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -23,10 +22,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from patch.checkpoint.manifest import write_manifest
 from patch.checkpoint.records import no_zip_checksums
 from patch.checkpoint.stored import Piece
+from patch.compat.save_plan import common_files
 from patch.compat.torch_checkpoint import StorageInfo
-from patch.storage.names import COMMON_FILE, METADATA_FILE
+from patch.storage.checksums import SummedFile, write_summed
+from patch.storage.names import METADATA_FILE
 
 _DATA = "__0_0.distcp"
 
@@ -40,7 +42,7 @@ class PieceWriter:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._stream = (folder / _DATA).open("wb")
+        self._stream = SummedFile(folder / _DATA)
         self._index = Metadata(state_dict_metadata={}, storage_data={})
 
     def add(self, piece: Piece, shape: tuple[int, ...]) -> None:
@@ -73,24 +75,23 @@ class PieceWriter:
         begin = self._stream.tell()
         try:
             with no_zip_checksums():
-                torch.save(value, self._stream)
-        except RuntimeError as error:  # torch's zip writer raises it instead of the stream's OSError
-            if isinstance(error.__context__, OSError):
-                raise error.__context__ from None
+                torch.save(value, cast(IO[bytes], self._stream))
+        except RuntimeError:  # torch's zip writer raises it instead of the stream's OSError
+            if self._stream.error is not None:
+                raise self._stream.error from None
             raise
         self._index.storage_data[index] = StorageInfo(_DATA, begin, self._stream.tell() - begin)
 
     def finish(self, common: dict[str, Any]) -> None:
-        """Close the data file and write the other files of the checkpoint.
+        """Finish the data file and write the other files of the checkpoint; the checksums last.
 
         Args:
             common: plain values, stored in common.pt.
         """
-        self.close()
-        with (self._folder / METADATA_FILE).open("wb") as stream:
-            pickle.dump(self._index, stream)
-        torch.save(common, self._folder / COMMON_FILE)
-        save_config(CheckpointingConfig("torch_dist", 1), str(self._folder))
+        contents = {_DATA: self._stream.finish()}
+        small_files = {METADATA_FILE: pickle.dumps(self._index), **common_files(common)}
+        contents |= {name: write_summed(self._folder / name, data) for name, data in small_files.items()}
+        write_manifest(self._folder, 0, contents)
 
     def close(self) -> None:
         """Close the data file."""

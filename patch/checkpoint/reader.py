@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import io
 from collections import defaultdict
-from io import BufferedReader
-from pathlib import Path
-from typing import Any, cast
+from typing import IO, Any, cast
 
 import numpy as np
 from torch.distributed.checkpoint import FileSystemReader
@@ -19,6 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from patch.checkpoint.records import WINDOW_BYTES, read_header, read_region, reading_errors
+from patch.storage.places import AnyPath
 
 
 class WindowReader(FileSystemReader):
@@ -29,9 +28,9 @@ class WindowReader(FileSystemReader):
         index: its parsed `.metadata`, which is not read again.
     """
 
-    def __init__(self, folder: Path, index: Metadata) -> None:
-        super().__init__(folder)
-        self._index = index
+    def __init__(self, folder: AnyPath, index: Metadata) -> None:
+        super().__init__(str(folder))
+        self._folder, self._index = folder, index
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index that was given."""
@@ -49,7 +48,7 @@ class WindowReader(FileSystemReader):
         buffer = np.empty(WINDOW_BYTES, np.uint8)
         for name, items in sorted(by_file.items()):
             items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
-            path = Path(self.path) / name
+            path = self._folder / name
             with path.open("rb") as stream:
                 self._read_file(path, stream, items, planner, buffer)
         done: Future[None] = Future()
@@ -58,8 +57,8 @@ class WindowReader(FileSystemReader):
 
     def _read_file(
         self,
-        path: Path,
-        stream: BufferedReader,
+        path: AnyPath,
+        stream: IO[bytes],
         items: list[ReadItem],
         planner: LoadPlanner,
         buffer: np.ndarray,

@@ -6,13 +6,11 @@ Reading needs no memory but a small buffer, however large a record is and whatev
 from __future__ import annotations
 
 import math
-import os
 import pickle
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from io import BufferedReader
-from pathlib import Path
+from io import IOBase
 from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
@@ -22,6 +20,7 @@ from patch.compat.torch_checkpoint import StorageInfo, create_file_view
 from patch.compat.unpickle import load_plain
 from patch.errors import CheckpointError
 from patch.storage.checksums import SummedFile
+from patch.storage.places import AnyPath, read_at
 
 WINDOW_BYTES = 2 * 2**20
 """Bytes read at once, unless one element row is larger. They fit the processor's cache."""
@@ -93,9 +92,7 @@ class Record(NamedTuple):
     """The file offset of its values; None if they are not in the order of its elements."""
 
 
-def read_header(
-    stream: BufferedReader, place: StorageInfo, shape: Sequence[int], dtype: torch.dtype
-) -> Record:
+def read_header(stream: IO[bytes], place: StorageInfo, shape: Sequence[int], dtype: torch.dtype) -> Record:
     """A record's tensor without its values, unless they were stored with strides, which ours never are.
 
     That the device `meta` reads no values is true since torch 2.11 (pytorch pull request 170619).
@@ -126,12 +123,13 @@ def read_header(
     return Record(header, begin)
 
 
-def _load_record(stream: BufferedReader, place: StorageInfo, device: str) -> Any:
-    return load_plain(cast(IO[bytes], create_file_view(stream, place.offset, place.length)), device)
+def _load_record(stream: IO[bytes], place: StorageInfo, device: str) -> Any:
+    view = create_file_view(cast(IOBase, stream), place.offset, place.length)
+    return load_plain(cast(IO[bytes], view), device)
 
 
 def read_region(
-    stream: BufferedReader,
+    stream: IO[bytes],
     record: Record,
     offsets: Sequence[int],
     target: torch.Tensor,
@@ -181,7 +179,7 @@ def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]
 
 
 @contextmanager
-def reading_errors(path: Path, name: str, place: StorageInfo) -> Iterator[None]:
+def reading_errors(path: AnyPath, name: str, place: StorageInfo) -> Iterator[None]:
     """Turn errors of the block into a CheckpointError that names the file and the tensor."""
     try:
         yield
@@ -237,10 +235,10 @@ def cut_windows(
             yield window._replace(prefix=(index, *window.prefix), start=start)
 
 
-def _read_fully(stream: BufferedReader, begin: int, memory: np.ndarray) -> None:
+def _read_fully(stream: IO[bytes], begin: int, memory: np.ndarray) -> None:
     view = memory.data
     while len(view):
-        count = os.preadv(stream.fileno(), [view], begin)
+        count = read_at(stream, view, begin)
         if not count:
             raise EOFError("the file ends before its values do")
         view, begin = view[count:], begin + count

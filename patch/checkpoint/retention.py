@@ -7,18 +7,20 @@ leaves each checkpoint whole, or not at all.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 from patch.checkpoint.manifest import has_saved_lengths
 from patch.logger import get_logger
 from patch.storage.atomic import sync
-from patch.storage.names import complete_iterations, iteration_name
+from patch.storage.names import CHECKSUMS_FILE, REMOVED_FILE, all_iterations, iteration_name
+from patch.storage.places import AnyPath
+from patch.storage.remote import RemotePath
 
 _logger = get_logger(__name__)
 
-_REMOVED = ".removed_"
+REMOVED = ".removed_"
 """The beginning of the name of a checkpoint that is being deleted."""
 
 
@@ -31,27 +33,43 @@ class Retention(NamedTuple):
     """Those whose iteration is a multiple of this stay too; None: no more."""
 
     def superseded(
-        self, iterations: Iterable[int], best: int | None, uncounted: Collection[int] = ()
+        self,
+        iterations: Iterable[int],
+        best: int | None,
+        is_whole: Callable[[int], bool],
+        uncounted: Collection[int] = (),
     ) -> list[int]:
-        """The iterations, of these, whose checkpoints may go; in ascending order. The newest one never is.
+        """The iterations, of these, whose checkpoints may go; in ascending order. The newest never is.
 
         Args:
-            iterations: those of the whole checkpoints up to the newest one.
+            iterations: those of the checkpoints up to the newest one.
             best: the iteration of the best checkpoint; None if none is known.
+            is_whole: whether a checkpoint is whole; others neither count nor go. Those that stay anyway are
+                not asked for, because it takes a look at each file.
             uncounted: iterations that are none of the `last` ones.
         """
-        ordered = sorted(iterations)
-        if self.last is None or not ordered:
+        if self.last is None:
             return []
-        counted = [iteration for iteration in ordered if iteration not in uncounted]
-        kept = {*counted[-self.last :], ordered[-1], best}
-        return [i for i in ordered if i not in kept and not (self.every and i % self.every == 0)]
+        newest, *older = sorted(iterations, reverse=True)
+        left, gone = self.last - (newest not in uncounted), []
+        for iteration in older:
+            is_counted = left > 0 and iteration not in uncounted
+            is_kept = iteration == best or (self.every and iteration % self.every == 0)
+            if (is_kept and not is_counted) or not is_whole(iteration):
+                continue
+            if is_counted:
+                left -= 1
+            else:
+                gone.append(iteration)
+        return gone[::-1]
 
 
 def set_aside_superseded(
-    root: Path, retention: Retention, newest: int, best: int | None, uncounted: Collection[int] = ()
+    root: AnyPath, retention: Retention, newest: int, best: int | None, uncounted: Collection[int] = ()
 ) -> list[int]:
     """Take the names of the checkpoints that may go; `delete_set_aside` then frees their space.
+
+    In a store, which cannot rename, the file .removed in each says so, and its marker goes.
 
     Call it in one process, after `newest` was published. Checkpoints of later iterations, which a resume from
     an older one left, are not touched, and damaged ones neither count nor go. Only the lengths of files are
@@ -71,13 +89,16 @@ def set_aside_superseded(
     """
     if retention.last is None:
         return []
-    candidates = (iteration for iteration in complete_iterations(root) if iteration <= newest)
-    whole = [iteration for iteration in candidates if has_saved_lengths(root / iteration_name(iteration))]
-    if newest not in whole:
+
+    def is_whole(iteration: int) -> bool:
+        return has_saved_lengths(root / iteration_name(iteration))
+
+    if not is_whole(newest):
         _logger.warning("%s is not whole: no older checkpoint is removed", root / iteration_name(newest))
         return []
     gone = []
-    for iteration in retention.superseded(whole, best, uncounted):
+    candidates = [iteration for iteration in all_iterations(root) if iteration <= newest]
+    for iteration in retention.superseded(candidates, best, is_whole, uncounted):
         folder = root / iteration_name(iteration)
         try:
             _set_aside(folder)
@@ -88,20 +109,32 @@ def set_aside_superseded(
     return gone
 
 
-def _set_aside(folder: Path) -> None:
-    hidden = folder.with_name(_REMOVED + folder.name)
+def _set_aside(folder: AnyPath) -> None:
+    if isinstance(folder, RemotePath):
+        (folder / REMOVED_FILE).write_bytes(b"")
+        (folder / CHECKSUMS_FILE).unlink(missing_ok=True)
+        return
+    hidden = folder.with_name(REMOVED + folder.name)
     if hidden.exists():
         shutil.rmtree(hidden)
     folder.rename(hidden)
     sync(folder.parent)  # its files must not be gone, after a crash of the machine, while it has its old name
 
 
-def delete_set_aside(root: Path) -> None:
+def delete_set_aside(root: AnyPath) -> None:
     """Delete the checkpoints that were set aside, also by a process that was killed before it could.
 
     Two threads may call it at once.
+
+    Raises:
+        OSError: a store fails.
     """
-    for hidden in root.glob(f"{_REMOVED}*"):
+    if isinstance(root, RemotePath):
+        for mark in root.glob(f"iter_*/{REMOVED_FILE}"):
+            (mark.parent / CHECKSUMS_FILE).unlink(missing_ok=True)
+            mark.parent.remove_tree()
+        return
+    for hidden in root.glob(f"{REMOVED}*"):
         shutil.rmtree(hidden, ignore_errors=True)
         if hidden.exists():
             _logger.warning("%s is a removed checkpoint that cannot be deleted: delete it yourself", hidden)

@@ -2,6 +2,10 @@
 
 A save is planned by all ranks together; then a thread of each rank writes that rank's files, and at last a
 thread of rank 0 writes the index and the checksums and renames the folder. Training may go on meanwhile.
+
+A store has no renaming: the checksums, written last, publish a checkpoint there. If a store fails for good,
+the same checkpoint is written into a folder on the disk, from the same values, and the save ends with the
+store's error.
 """
 
 from __future__ import annotations
@@ -9,12 +13,13 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,16 +37,20 @@ from patch.compat.torch_checkpoint import StorageInfo
 from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.storage.checksums import Content, SummedFile
+from patch.storage.checksums import Content, SummedFile, write_summed
 from patch.storage.lock import check_held
 from patch.storage.names import METADATA_FILE
+from patch.storage.places import AnyPath
 from patch.storage.sizes import size_text
 
 _logger = get_logger(__name__)
 
+_FOLDER_IS_SEEN_S = 90.0
+"""For so long a machine may not see a folder that another one has created."""
+
 
 def save_checkpoint(
-    root: Path, iteration: int, sharded_state: dict[str, Any], common: dict[str, Any]
+    root: AnyPath, iteration: int, sharded_state: dict[str, Any], common: dict[str, Any]
 ) -> None:
     """Write one checkpoint with all ranks; its folder gets its name only when it is complete.
 
@@ -59,11 +68,13 @@ def save_checkpoint(
 
 
 def start_save(
-    root: Path,
+    root: AnyPath,
     iteration: int,
     sharded_state: dict[str, Any],
     common: dict[str, Any],
     host_copies: HostCopies | None = None,
+    *,
+    disk: Path | None = None,
 ) -> Save:
     """Plan a checkpoint and begin to write it; a collective.
 
@@ -71,6 +82,8 @@ def start_save(
         root, iteration, sharded_state, common: see `save_checkpoint`.
         host_copies: where this rank's part is copied to, in the background. The state may be changed after
             `Save.wait_for_copies`; without copies, only after `Save.finish`.
+        disk: where the checkpoint is written if `root` is in a store that fails: the root of checkpoints on
+            a disk that all ranks share.
 
     Raises:
         CheckpointError: on all ranks, if any rank could not begin.
@@ -83,15 +96,49 @@ def start_save(
             json.dumps(common)
             num_bytes = bytes_to_write(shards_of(sharded_state))
         needed = sum(all_gather_object(num_bytes))
-        with checkpoint_failures(f"checkpoint {target} was not started"):
-            if dist.get_rank() == 0:
-                open_staging(target)
-                _check_space(target, needed)
+        if isinstance(target, Path):
+            _open(target, needed)
         with checkpoint_failures(_failure(target)):
             planner.split({**copied(sharded_state), **common})
         with checkpoint_failures(_failure(target)):
             planner.plan()
-    return Save(target, iteration, planner, host_copies)
+    spare = None if isinstance(target, Path) else _Spare(needed, disk)
+    return Save(target, iteration, planner, host_copies, spare)
+
+
+def _open(target: AnyPath, needed: int) -> None:
+    """Rank 0 creates the folder to write into; a collective.
+
+    Args:
+        target: the checkpoint's folder.
+        needed: bytes of all ranks.
+    """
+    with checkpoint_failures(f"checkpoint {target} was not started"):
+        if dist.get_rank() == 0:
+            open_staging(target)
+            if isinstance(target, Path):
+                _check_space(target, needed)
+
+
+class _Spare(NamedTuple):
+    """What it takes to write the checkpoint of a store once more, on the disk."""
+
+    needed: int
+    """Bytes of all ranks."""
+    disk: Path | None
+    """The root of checkpoints there; None: there is none."""
+
+
+class Writing(NamedTuple):
+    """How far a rank is with writing a checkpoint; any progress changes it."""
+
+    iteration: int
+    is_publishing: bool
+    """Whether only the last files of rank 0 are missing."""
+    num_bytes: int
+    """Written to this rank's data files so far."""
+    num_flushing: int
+    """Of the files among them that are being made durable, which may take long without a sign of progress."""
 
 
 class Save:
@@ -102,16 +149,24 @@ class Save:
         iteration: its iteration.
         planner: holds what is to be written.
         host_copies: see `start_save`.
+        spare: for a target in a store; creating a Save is a collective then.
     """
 
     def __init__(
-        self, target: Path, iteration: int, planner: SavePlanner, host_copies: HostCopies | None
+        self,
+        target: AnyPath,
+        iteration: int,
+        planner: SavePlanner,
+        host_copies: HostCopies | None,
+        spare: _Spare | None = None,
     ) -> None:
         self.iteration = iteration
-        self._target, self._partial = target, staged_checkpoint(target).partial
+        self._target, self._spare = target, spare
+        self._store_error: CheckpointError | None = None
         self._planner = planner
         self._written: Written | None = None
         self._is_publishing = False
+        self._files: list[SummedFile] = []
         self._error: Exception | None = None
         self._cancelled, self._copied = threading.Event(), threading.Event()
         self._copy: Callable[[], list[Value]] | None = None
@@ -123,12 +178,31 @@ class Save:
         self.seconds = 0.0
         """From the start until the checkpoint was complete; known on rank 0 once it is."""
         self._thread: threading.Thread | None = None
+        if spare is not None:
+            try:
+                _open(target, spare.needed)
+            except CheckpointError as error:
+                self._turn_to_disk(error)
+                return
         self._start(self._write)
+
+    @property
+    def _partial(self) -> AnyPath:
+        return staged_checkpoint(self._target).partial
 
     @property
     def is_busy(self) -> bool:
         """Whether this rank still writes; not a collective."""
-        return self._thread is not None and self._thread.is_alive()
+        thread = self._thread
+        return thread is not None and thread.is_alive()
+
+    def progress(self) -> Writing | None:
+        """How far this rank is; None if it writes nothing at present. Not a collective, and of any thread."""
+        if not self.is_busy:
+            return None
+        lengths = [(file.tell(), file.is_flushing) for file in self._files]
+        flushing = sum(length for length, is_flushing in lengths if is_flushing)
+        return Writing(self.iteration, self._is_publishing, sum(length for length, _ in lengths), flushing)
 
     def wait_for_copies(self) -> None:
         """Wait until the state may be changed, or the copies have failed; not a collective."""
@@ -141,20 +215,34 @@ class Save:
             whether the checkpoint is complete; if not, call it again later.
 
         Raises:
-            CheckpointError: on all ranks, if any rank could not write; the new checkpoint is removed.
+            CheckpointError: on all ranks, if any rank could not write; the new checkpoint is removed. Or
+                a store failed, and the checkpoint is on the disk instead.
         """
-        with _discarding(self._target), checkpoint_failures(_failure(self._target)):
-            self._join()
-            if self._error is not None:
-                raise self._error
+        try:
+            with _discarding(self._target), checkpoint_failures(_failure(self._target)):
+                self._join()
+                if self._error is not None:
+                    raise self._error
+        except CheckpointError as error:
+            if not all(all_gather_object(self._copy is None)):
+                raise  # the state may have changed, so a copy made now could be of another step
+            self._turn_to_disk(error)
+            return False
         if self._is_publishing:
             _logger.info("saved %s", self._target)
+            if self._store_error is not None:
+                raise CheckpointError(
+                    f"{self._store_error}. THE CHECKPOINT IS IN {self._target} INSTEAD: when the store works "
+                    "again, the same command goes on from there; without --save, it goes on on the disk",
+                    field="save",
+                ) from self._store_error
             return True
         self._is_publishing = True
         is_first = dist.get_rank() == 0
         by_rank: list[Any] | None = [None] * dist.get_world_size() if is_first else None
         dist.gather_object(self._written, by_rank)
-        self._planner.values = []
+        if self._spare is None:
+            self._planner.values = []
         if by_rank is not None:
             written: list[Written] = by_rank
             self._start(lambda: self._publish(written))
@@ -173,6 +261,26 @@ class Save:
         """Give the checkpoint up, for a run that fails; not a collective. Its folder stays, unpublished."""
         self._cancelled.set()
         self._join()
+
+    def _turn_to_disk(self, error: CheckpointError) -> None:
+        """Write the checkpoint on the disk, because its store has failed; a collective.
+
+        Raises:
+            CheckpointError: `error`, if this is on the disk already, or there is none; or the disk's.
+        """
+        if self._spare is None or self._spare.disk is None or self._store_error is not None:
+            raise error
+        self._store_error = error
+        self._target = iteration_folder(self._spare.disk, self.iteration)
+        _logger.error("%s; IT IS WRITTEN INTO %s INSTEAD, then the run ends", error, self._target)
+        try:
+            with _discarding(self._target):
+                _open(self._target, self._spare.needed)
+        except CheckpointError as second:
+            raise CheckpointError(f"{error}; nor on the disk: {second}", field="save") from error
+        self._error, self._is_publishing = None, False
+        self._files.clear()
+        self._start(self._write)
 
     def _start(self, work: Callable[[], None]) -> None:
         def guarded() -> None:
@@ -193,18 +301,22 @@ class Save:
         values = self._planner.values
         try:
             if self._copy is not None:
-                values = self._copy()
-                self._planner.values = []
+                values, self._copy = self._copy(), None
+                self._planner.values = values if self._spare is not None else []
         finally:
             self._copied.set()
-        self._written = write_data(self._partial, dist.get_rank(), values, self._cancelled)
+        partial = self._partial
+        if isinstance(partial, Path):
+            _wait_for_folder(partial, self._cancelled)
+        self._written = write_data(partial, dist.get_rank(), values, self._cancelled, self._files)
 
     def _publish(self, by_rank: list[Written]) -> None:
-        """Write the index and the checksums, and rename the folder; in a thread of rank 0."""
+        """Write the index and the checksums, and publish the folder; in a thread of rank 0."""
         contents = {name: value for written in by_rank for name, value in written.contents.items()}
         contents[METADATA_FILE] = self._write_index([written.places for written in by_rank])
         for name, data in self._planner.small_files.items():
-            contents[name] = _write(self._partial / name, data)
+            contents[name] = write_summed(self._partial / name, data)
+        check_held(self._target)  # in a store, the next line publishes
         write_manifest(self._partial, self.iteration, contents)
         check_held(self._target)
         publish(self._target)
@@ -220,21 +332,30 @@ class Save:
                 self._planner.keys_by_rank[rank], places.tolist(), strict=True
             )
         }
-        return _write(self._partial / METADATA_FILE, pickle.dumps(index))
+        return write_summed(self._partial / METADATA_FILE, pickle.dumps(index))
 
 
-def _write(path: Path, data: bytes) -> Content:
-    """Write a small file and flush it to the disk."""
-    file = SummedFile(path)
-    try:
-        file.write(data)
-        return file.finish()
-    finally:
-        file.close()
+def _wait_for_folder(folder: Path, cancelled: threading.Event) -> None:
+    """Wait until this machine sees the folder that rank 0 has created.
+
+    Over NFS a machine may remember for 30 to 60 s that something was not there.
+
+    Raises:
+        CheckpointError: it does not see it.
+    """
+    begin = time.monotonic()
+    while not folder.is_dir() and not cancelled.is_set():
+        if time.monotonic() - begin > _FOLDER_IS_SEEN_S:
+            raise CheckpointError(
+                f"{folder} was not written: {socket.gethostname()} does not see that rank 0 has created it; "
+                "all ranks must share the folder of the run",
+                field="output_path",
+            )
+        cancelled.wait(0.2)
 
 
 @contextmanager
-def _discarding(target: Path) -> Iterator[None]:
+def _discarding(target: AnyPath) -> Iterator[None]:
     """A context of all ranks: on a CheckpointError rank 0 removes what was written of the checkpoint."""
     try:
         yield
@@ -244,7 +365,7 @@ def _discarding(target: Path) -> Iterator[None]:
         raise
 
 
-def _failure(target: Path) -> str:
+def _failure(target: AnyPath) -> str:
     return f"checkpoint {target} was not written, earlier ones are untouched"
 
 

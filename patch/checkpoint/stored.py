@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ from patch.compat.torch_checkpoint import StorageInfo
 from patch.compat.unpickle import load_tensors, read_metadata
 from patch.errors import CheckpointError
 from patch.storage.names import COMMON_FILE, METADATA_FILE
+from patch.storage.places import AnyPath, local_file
+from patch.storage.remote import RemotePath
 
 LEGACY_FILE = "model_optim_rng.pt"
 
@@ -70,21 +73,25 @@ class TorchDistReader:
         CheckpointError: the index cannot be read, or a data file is missing or truncated.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: AnyPath) -> None:
         self.folder = folder
         index = read_metadata(folder / METADATA_FILE)
-        check_files(folder, index)
-        self.tensors = {
-            key: StoredTensor(tuple(stored.size), stored.properties.dtype)
-            for key, stored in index.state_dict_metadata.items()
-            if isinstance(stored, TensorStorageMetadata)
-        }
-        self.objects = sorted(set(index.state_dict_metadata) - set(self.tensors))
-        self._stored = _stored_pieces(folder, index)
+        try:
+            check_files(folder, index)
+            self.tensors = {
+                key: StoredTensor(tuple(stored.size), stored.properties.dtype)
+                for key, stored in index.state_dict_metadata.items()
+                if isinstance(stored, TensorStorageMetadata)
+            }
+            self.objects = sorted(set(index.state_dict_metadata) - set(self.tensors))
+            self._stored = _stored_pieces(folder, index)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{folder / METADATA_FILE} is no index of tensors: {error}") from error
         self._records: dict[tuple[str, int], Record] = {}
         """Of the tensor that was read last, by file and offset."""
         self._last_key: str | None = None
         self._buffer = np.empty(WINDOW_BYTES, np.uint8)
+        self._remote: tuple[RemotePath, IO[bytes]] | None = None
 
     def common(self) -> dict[str, Any]:
         """The plain values of common.pt; objects of a program's own classes are empty stand-ins.
@@ -137,13 +144,24 @@ class TorchDistReader:
         path, place = self.folder / stored.place.relative_path, stored.place
         if key != self._last_key:
             self._records, self._last_key = {}, key
-        with reading_errors(path, key, place), path.open("rb") as stream:
+        with reading_errors(path, key, place), self._opened(path) as stream:
             position = _position(stored)
             if position not in self._records:
                 dtype = self.tensors[key].dtype
                 self._records[position] = read_header(stream, place, stored.box.sizes, dtype)
             offsets = [begin - origin for begin, origin in zip(part.offsets, stored.box.offsets, strict=True)]
             read_region(stream, self._records[position], offsets, target, self._buffer)
+
+    @contextmanager
+    def _opened(self, path: AnyPath) -> Iterator[IO[bytes]]:
+        """A file; that of a store stays open until another one is read, with what was read ahead of it."""
+        if isinstance(path, Path):
+            with path.open("rb") as stream:
+                yield stream
+            return
+        if self._remote is None or self._remote[0] != path:
+            self._remote = path, path.open("rb")
+        yield self._remote[1]
 
 
 class LegacyReader:
@@ -190,18 +208,22 @@ class LegacyReader:
 Reader = TorchDistReader | LegacyReader
 
 
-def is_legacy_checkpoint(folder: Path) -> bool:
+def is_legacy_checkpoint(folder: AnyPath) -> bool:
     """Whether this folder itself holds a checkpoint in Megatron-LM's old format."""
     return any(folder.glob("mp_rank_*"))
 
 
-def open_stored(folder: Path) -> Reader:
+def open_stored(folder: AnyPath) -> Reader:
     """The reader of a checkpoint.
 
     Raises:
         CheckpointError: it is damaged.
     """
-    return LegacyReader(folder) if is_legacy_checkpoint(folder) else TorchDistReader(folder)
+    if not is_legacy_checkpoint(folder):
+        return TorchDistReader(folder)
+    if isinstance(folder, RemotePath):
+        raise CheckpointError(f"{folder} has Megatron-LM's old format (mp_rank_*): copy it to a disk first")
+    return LegacyReader(folder)
 
 
 def intersection(one: Box, other: Box) -> Box | None:
@@ -230,11 +252,12 @@ def windows(box: Box, num_elements: int) -> Iterator[Box]:
         yield from windows(Box(tuple(offsets), tuple(sizes)), num_elements)
 
 
-def _stored_pieces(folder: Path, index: Metadata) -> dict[str, list[_StoredPiece]]:
+def _stored_pieces(folder: AnyPath, index: Metadata) -> dict[str, list[_StoredPiece]]:
     """Where the pieces of each tensor are.
 
     Raises:
         CheckpointError: the index names no file for a piece.
+        AttributeError, TypeError, ValueError: it is no index.
     """
     pieces: dict[str, list[_StoredPiece]] = {}
     places: dict[tuple[str, tuple[int, ...]], StorageInfo] = {
@@ -245,6 +268,11 @@ def _stored_pieces(folder: Path, index: Metadata) -> dict[str, list[_StoredPiece
             continue
         for chunk in stored.chunks:
             box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+            ends = map(sum, zip(*box, strict=True))
+            if not all(0 <= o <= end <= n for o, end, n in zip(box.offsets, ends, stored.size, strict=True)):
+                raise ValueError(
+                    f"{key} of shape {tuple(stored.size)} has a piece {box.sizes} at {box.offsets}"
+                )
             place = places.get((key, box.offsets))
             if place is None:
                 raise CheckpointError(f"{folder / METADATA_FILE} names no file for {key} at {box.offsets}")
@@ -265,9 +293,10 @@ def _slices(part: Box, whole: Box) -> tuple[slice, ...]:
     )
 
 
-def _load_dict(path: Path) -> dict[str, Any]:
+def _load_dict(path: AnyPath) -> dict[str, Any]:
     try:
-        contents = load_tensors(path)
+        with local_file(path) as file:
+            contents = load_tensors(file)
     except Exception as error:  # noqa: BLE001 - hostile bytes can make the unpickler raise anything
         raise CheckpointError(f"{path} cannot be read: {error or type(error).__name__}") from error
     if not isinstance(contents, dict):

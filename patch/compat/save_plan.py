@@ -26,6 +26,14 @@ from torch.distributed.checkpoint.utils import _DistWrapper
 from patch.storage.names import COMMON_FILE, METADATA_JSON_FILE
 
 
+def common_files(common: dict[str, Any]) -> dict[str, bytes]:
+    """The contents of common.pt and metadata.json, by name."""
+    stream = io.BytesIO()
+    torch.save(common, stream)
+    description = dataclasses.asdict(CheckpointingConfig("torch_dist", 1))
+    return {COMMON_FILE: stream.getvalue(), METADATA_JSON_FILE: json.dumps(description).encode()}
+
+
 class SavePlanner:
     """What is to be written of a state, after `split` and `plan`."""
 
@@ -51,13 +59,7 @@ class SavePlanner:
         """
         self._shards, common = save_preprocess(state)
         if dist.get_rank() == 0:
-            stream = io.BytesIO()
-            torch.save(common, stream)
-            description = dataclasses.asdict(CheckpointingConfig("torch_dist", 1))
-            self.small_files = {
-                COMMON_FILE: stream.getvalue(),
-                METADATA_JSON_FILE: json.dumps(description).encode(),
-            }
+            self.small_files = common_files(common)
 
     def plan(self) -> None:
         """Plan who writes which values; a collective. An error on one rank is raised on all.

@@ -35,6 +35,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.planner import ReadItem
 
 from patch.errors import CheckpointError
+from patch.storage.places import AnyPath
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
@@ -111,7 +112,7 @@ def _enum_member(kind: Any, name: Any) -> enum.Enum:
     return kind.__members__[name]
 
 
-def read_metadata(path: Path) -> metadata.Metadata:
+def read_metadata(path: AnyPath) -> metadata.Metadata:
     """The index of a torch_dist checkpoint: shape and dtype of each tensor, and the files of its pieces.
 
     Args:

@@ -8,7 +8,7 @@ from patch.config.data_record import SetRecord
 from patch.config.file_rules import run_warnings
 from patch.config.flags import to_flags
 from patch.config.hub_names import fetch_from_hub
-from patch.config.machines import usable_sizes
+from patch.config.machines import set_spares_aside, usable_sizes
 from patch.config.parse import Invocation, parse_args
 from patch.config.positions import unknown_variables, user_message
 from patch.config.resume_guard import check_tokens, remember_data, resume_notes
@@ -44,6 +44,7 @@ __all__ = [
     "remember_data",
     "resume_notes",
     "run_warnings",
+    "set_spares_aside",
     "slurm_task",
     "to_flags",
     "to_yaml",

@@ -24,6 +24,8 @@ class Rendezvous(NamedTuple):
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     """0: the launcher picks a free port."""
+    num_spares: int = 0
+    """Machines beyond those that train; see `set_spares_aside`."""
 
 
 class Cluster(NamedTuple):
@@ -123,6 +125,12 @@ def slurm_task(env: str, environ: Mapping[str, str]) -> dict[str, str]:
         raise ConfigError(
             f"SLURM started {tasks} tasks on {nnodes} machines, expected as many on each, one for each "
             "process: use srun --ntasks-per-node, or =1 for one launcher a machine"
+        )
+    gpus = _optional(environ, "SLURM_GPUS_ON_NODE", "the GPUs of this machine") or local
+    if gpus < local:
+        raise ConfigError(
+            f"SLURM gives {gpus} GPUs to the {local} tasks of a machine, expected one for each task: use "
+            f"--ntasks-per-node={gpus}, or --gpus-per-task=1"
         )
     # Not SLURM_PROCID: srun may deal the tasks out to the machines in turn.
     rank = _number(environ, "SLURM_NODEID", "with ENV=slurm this machine's index") * local + local_rank

@@ -23,6 +23,7 @@ from patch.config.schema import RunConfig
 from patch.errors import CheckpointError, ConfigError
 from patch.storage.atomic import write_atomically
 from patch.storage.names import DATA_RECORD_FILE, TOKENIZER_FILES
+from patch.storage.places import AnyPath
 
 _END_BYTES = 2**20
 _PIECE_BYTES = 2**14
@@ -72,7 +73,7 @@ class DataRecord:
         return cls(_files_hash(config), _tokenizer_hash(config), _chat_template(config), tuple(sets))
 
     @classmethod
-    def read(cls, output: Path) -> DataRecord | None:
+    def read(cls, output: AnyPath) -> DataRecord | None:
         """The record in a run's folder; None if it has none.
 
         Raises:

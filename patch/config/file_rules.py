@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import get_args
 
+from patch.config.checkpoint_places import checkpoint_root, store_errors
 from patch.config.choices import BuiltInTemplate
 from patch.config.data_spec import files_of, nearest_set, parse_data
 from patch.config.fields import FIELDS
@@ -35,6 +36,8 @@ from patch.storage.names import (
     is_legacy,
     is_released,
 )
+from patch.storage.places import AnyPath, any_path
+from patch.storage.remote import RemotePath, is_url
 
 _STRUCTURE = WEIGHT_FIELDS | {"make_vocab_size_divisible_by"}
 """Fields that decide the tensors' shapes; the other fields only change what is computed with the tensors."""
@@ -45,11 +48,19 @@ def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
     load = config.checkpoint.load
     if load is None or is_hf_folder(load):
         return
-    root = find_checkpoint_root(load)
+    with store_errors("load"):
+        _check_weights(load)
+
+
+def _check_weights(load: str) -> None:
+    folder = any_path(load)
+    root = find_checkpoint_root(folder)
     released = is_released(root) and is_complete(root / RELEASE)
-    if complete_iterations(root) or released or is_complete(Path(load)):
+    if complete_iterations(root) or released or is_complete(folder):
         return
-    found = "a folder without either" if Path(load).is_dir() else "no such folder"
+    found = "a folder without either" if folder.is_dir() else "no such folder"
+    if isinstance(folder, RemotePath) and (folder / "config.json").is_file():
+        found = "a Hugging Face folder in a store: copy it to a disk, or give its name on the hub (org/name)"
     if is_legacy(root):
         found = (
             "a checkpoint of Megatron-LM's old format (mp_rank_*), which the converter reads: "
@@ -73,7 +84,7 @@ def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
         refuse(field, ours, theirs, f"{file} says so (MODEL_SIZE=auto reads the shape from there)")
 
 
-def _differences(config: RunConfig) -> Iterator[tuple[Path, str, str, str]]:
+def _differences(config: RunConfig) -> Iterator[tuple[AnyPath, str, str, str]]:
     """Fields in which the loaded model differs from the run: (file, field, its value, the run's value)."""
     stored = shape_at(config.checkpoint.load)
     if stored is None:
@@ -166,6 +177,34 @@ def _other_tokenizer(config: RunConfig, own: str) -> str:
     return f"{where('tokenizer_name_or_path')}: {config.tokenizer_folder} is used, not the tokenizer in {own}"
 
 
+def store_is_there(config: RunConfig, machine: MachineFacts) -> None:
+    """--save is a store that answers. Whether it can be written is seen when the run locks it."""
+    save = config.checkpoint.save
+    if save is None:
+        return
+    scheme = save.partition("://")[0]
+    if not is_url(save) or scheme in ("file", "local"):
+        why = (
+            "on a disk, checkpoints are in checkpoint/ in OUTPUT_BASEPATH (position 25), which may be a "
+            "symbolic link to a folder elsewhere"
+        )
+        refuse("save", save, "the URL of a store, such as s3://bucket/run", why)
+    if scheme == "memory":
+        refuse("save", save, "a store that stays", "the memory of a process ends with it")
+    with store_errors("save"):
+        checkpoint_root(config).exists()
+        bucket = RemotePath(f"{scheme}://{save.partition('://')[2].partition('/')[0]}")
+        if not bucket.has_folders and not _may_exist(bucket):
+            refuse("save", save, "a bucket that exists", f"there is no {bucket}")
+
+
+def _may_exist(bucket: RemotePath) -> bool:
+    try:
+        return bucket.exists()
+    except PermissionError:  # a user may have rights on a part of the bucket only
+        return True
+
+
 def output_is_writable(config: RunConfig, machine: MachineFacts) -> None:
     """OUTPUT_BASEPATH is a folder that can be written or created."""
     path = Path(config.checkpoint.output_path).absolute()
@@ -203,6 +242,7 @@ FILE_RULES: tuple[Rule, ...] = (
     tokenizer_is_there,
     chat_template_is_there,
     output_is_writable,
+    store_is_there,
     stop_file_is_absent,
 )
 

@@ -16,6 +16,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+from patch.config.checkpoint_places import begun_root
 from patch.config.data_spec import SPLITS, format_data, parse_data
 from patch.config.file_rules import check_data
 from patch.config.schema import RunConfig
@@ -31,7 +32,7 @@ from patch.storage.hub import (
     shadowed_by,
     snapshot_name,
 )
-from patch.storage.names import CONFIG_FILE, complete_iterations, find_checkpoint_root
+from patch.storage.names import CONFIG_FILE
 
 _SPLITS_OF = {"train_data_path": ("training",), "valid_data_path": ("validation", "test")}
 """The splits of a data set that a position means, the first of them that is there."""
@@ -128,7 +129,7 @@ def _pinned(name: HubName, output: str | None) -> HubName:
 
 
 def _resumes(config: RunConfig) -> bool:
-    return bool(complete_iterations(find_checkpoint_root(config.checkpoint.output_path)))
+    return begun_root(config) is not None
 
 
 def _set_of(name: HubName, field: str) -> str:

@@ -1,4 +1,4 @@
-"""With how many machines a run can go on after others were lost: --min-nodes and the sizes above it."""
+"""On how many machines a run trains, and with how few it can go on: --min-nodes and the sizes above it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,30 @@ def usable_sizes(config: RunConfig, machine: MachineFacts) -> list[int]:
     parallel = config.parallel
     fewer = range(parallel.min_nodes or parallel.nnodes, parallel.nnodes)
     return [*(size for size in fewer if _obstacle(config, machine, size) is None), parallel.nnodes]
+
+
+def set_spares_aside(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+    """If layout and global batch do not allow all machines: the run on as many as they allow.
+
+    Without --min-nodes and --max-restarts, which make the others spares, nothing changes.
+
+    Args:
+        config: the run on all machines.
+        machine: one of them.
+    Returns:
+        The run, and a line for the log if machines are left over.
+    """
+    parallel = config.parallel
+    if parallel.min_nodes is None or not parallel.max_restarts:
+        return config, []
+    sizes = range(parallel.nnodes, parallel.min_nodes - 1, -1)
+    size = next((size for size in sizes if _obstacle(config, machine, size) is None), parallel.nnodes)
+    if size == parallel.nnodes:
+        return config, []
+    note = (
+        f"{size} of {parallel.nnodes} machines train, more do not fit layout and global batch: the rest wait"
+    )
+    return replace(config, parallel=replace(parallel, nnodes=size)), [f"{note} as spares"]
 
 
 def fewer_machines_suffice(config: RunConfig, machine: MachineFacts) -> None:

@@ -30,8 +30,9 @@ from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.parse_numbers import to_float
 from patch.storage.hub import hub_name
+from patch.storage.remote import is_url
 
-_PATHS = ("tokenizer_name_or_path", "load", "output_path")
+_PATHS = ("tokenizer_name_or_path", "load", "output_path", "log_dir")
 _DATA = ("train_data_path", "valid_data_path")
 
 
@@ -81,6 +82,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     _take_tokenizer(merged)
     if "nproc_per_node" not in flags.fields and (texts or "nproc_per_node" not in merged):
         merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
+    _refuse_urls(merged)
     _make_absolute(merged)
     return Invocation(_build(merged), flags.dry_run, cluster.rendezvous)
 
@@ -130,7 +132,7 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
         return found.fields
     if merged.keys() >= REQUIRED_SHAPE or "model_size" not in merged:
         return {}
-    if load is not None and not Path(load).exists():
+    if load is not None and not is_url(load) and not Path(load).exists():
         raise ConfigError(
             f"got {load!r}, no such folder, expected a folder, or a name of the hub (org/name)", field="load"
         )
@@ -163,9 +165,19 @@ def _take_tokenizer(merged: dict[str, Any]) -> None:
         merged["tokenizer_name_or_path"] = run.tokenizer_folder
 
 
+def _refuse_urls(merged: Mapping[str, Any]) -> None:
+    cures = {
+        "output_path": "a folder on a disk, for logs and the like, and --save URL for the checkpoints",
+        "tokenizer_name_or_path": "a folder on a disk, or a name of the hub (org/name)",
+    }
+    for name, cure in cures.items():
+        if is_url(merged.get(name)):
+            raise ConfigError(f"got {merged[name]}, expected {cure}", field=name)
+
+
 def _make_absolute(merged: dict[str, Any]) -> None:
     for name in _PATHS:
-        if merged.get(name) is not None:
+        if merged.get(name) is not None and not is_url(merged[name]):
             merged[name] = os.path.abspath(merged[name])
     for name in _DATA:
         if merged.get(name) is not None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from patch.config.checkpoint_places import begun_root, record_home, refuse_left_checkpoints
 from patch.config.columns import parse_columns
 from patch.config.data_record import DataRecord, SetRecord, changes_of_origin
 from patch.config.fields import FIELDS, scalar_of, value_of
@@ -17,7 +18,8 @@ from patch.config.schema import RunConfig
 from patch.config.stored_shape import STORED_SHAPE
 from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
-from patch.storage.names import CHECKPOINT_FOLDER, CONFIG_FILE, TRACKER, complete_iterations
+from patch.storage.names import CONFIG_FILE
+from patch.storage.remote import RemotePath
 
 _ANEW = "another OUTPUT_BASEPATH (position 25)"
 _FROM_WEIGHTS = _ANEW + ", which may start from this one's weights (this folder as position 22)"
@@ -75,16 +77,17 @@ def resume_notes(config: RunConfig) -> list[str]:
         ConfigError: a value changes that must not: model shape, tokenizer, precision, and, without
             `--resume-with-changed-data`, the data and its order; or there is no config.yaml to compare with.
     """
-    output = Path(config.checkpoint.output_path)
-    root = output / CHECKPOINT_FOLDER
-    if not _was_begun(root):
+    root = begun_root(config)
+    if root is None:
+        refuse_left_checkpoints(config)
         return []
-    if not (output / CONFIG_FILE).is_file():
+    file = record_home(config) / CONFIG_FILE
+    if not file.is_file():
         raise ConfigError(
-            f"{output / CONFIG_FILE} is missing, while {root} holds checkpoints: expected the run that "
+            f"{file} is missing, while {root} holds checkpoints: expected the run that "
             f"they belong to; put it back, or give {_FROM_WEIGHTS}"
         )
-    before = read_run(output / CONFIG_FILE)
+    before = read_run(file)
     _check_fields(config, before)
     _check_derived(config, before)
     _check_data(config, before)
@@ -98,10 +101,6 @@ def resume_notes(config: RunConfig) -> list[str]:
 def _is_open(config: RunConfig, field: str) -> bool:
     """Whether the field gets its value only when the data has been read."""
     return field == "train_iters" and config.training.train_epochs is not None
-
-
-def _was_begun(root: Path) -> bool:
-    return (root / TRACKER).is_file() or bool(complete_iterations(root))
 
 
 def _check_fields(config: RunConfig, before: RunConfig) -> None:
@@ -154,15 +153,20 @@ def _refuse(config: RunConfig, field: str, before: Any, now: Any, reason: _Reaso
         expected, got = spellings(FIELDS[field])[:: 1 if before else -1]
         again = expected
     raise ConfigError(
-        f"got {got}, expected {expected}: {config.checkpoint.output_path} {reason.why}; "
-        f"give {again}, or {reason.instead}",
+        f"got {got}, expected {expected}: {_place(config)} {reason.why}; give {again}, or {reason.instead}",
         field=field,
     )
 
 
+def _place(config: RunConfig) -> str:
+    """Where the run is that this one resumes; with --save, another run needs another URL too."""
+    home = record_home(config)
+    return f"{home} (--save)" if isinstance(home, RemotePath) else str(home)
+
+
 def _check_data(config: RunConfig, before: RunConfig) -> None:
     """Check that tokenizer, chat template and training data are those with which the run began."""
-    output = Path(config.checkpoint.output_path)
+    output = record_home(config)
     known, found = DataRecord.read(output), DataRecord.of(config)
     _check_tokenizer(config, before, known, found)
     if config.checkpoint.resume_with_changed_data:
@@ -229,7 +233,7 @@ def remember_data(config: RunConfig, sets: Sequence[SetRecord]) -> None:
         CheckpointError: the file cannot be written.
     """
     output = Path(config.checkpoint.output_path)
-    if config.checkpoint.resume_with_changed_data or not _was_begun(output / CHECKPOINT_FOLDER):
+    if config.checkpoint.resume_with_changed_data or begun_root(config) is None:
         DataRecord.of(config, sets).write(output)
 
 

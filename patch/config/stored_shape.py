@@ -5,17 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from patch.config.checkpoint_places import store_errors, was_begun
 from patch.config.hf_config import has_hf_config, read_hf_config
 from patch.config.presets import SHAPE_FIELDS
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
-from patch.storage.names import (
-    CONFIG_FILE,
-    TRACKER,
-    complete_iterations,
-    find_checkpoint_root,
-    is_complete,
-)
+from patch.storage.names import CONFIG_FILE, find_checkpoint_root, is_complete
+from patch.storage.places import AnyPath, any_path
+from patch.storage.remote import RemotePath
 
 STORED_SHAPE = SHAPE_FIELDS | {"make_vocab_size_divisible_by"}
 """The fields of a preset, and the field that decides how the stored vocabulary is padded."""
@@ -24,7 +21,7 @@ STORED_SHAPE = SHAPE_FIELDS | {"make_vocab_size_divisible_by"}
 class FoundShape(NamedTuple):
     """Fields of ModelConfig, and the file they were read from."""
 
-    file: Path
+    file: AnyPath
     fields: dict[str, Any]
 
 
@@ -37,16 +34,24 @@ def run_behind(load: str | Path) -> RunConfig | None:
     Raises:
         ConfigError: the config.yaml cannot be read.
     """
-    root = _checkpoint_root(load)
-    file = root.parent / CONFIG_FILE
-    is_run = (root / TRACKER).is_file() or complete_iterations(root)
-    return read_run(file) if is_run and file.is_file() else None
+    file = _run_file(load)
+    return read_run(file) if file is not None else None
 
 
-def _checkpoint_root(load: str | Path) -> Path:
-    """The folder of checkpoints that `load` is, contains, or lies in; absolute."""
-    folder = Path(load).absolute()
-    return folder.parent if is_complete(folder) else find_checkpoint_root(folder)
+def _run_file(load: str | Path) -> AnyPath | None:
+    """The config.yaml of the run that wrote the checkpoints at `load`; None if there is none.
+
+    In a store it lies beside the checkpoints, or above them if a whole run's folder was copied there.
+    """
+    with store_errors("load"):
+        folder = any_path(str(load))
+        if isinstance(folder, Path):
+            folder = folder.absolute()
+        root = folder.parent if is_complete(folder) else find_checkpoint_root(folder)
+        if not was_begun(root):
+            return None
+        homes = (root, root.parent) if isinstance(root, RemotePath) else (root.parent,)
+        return next((home / CONFIG_FILE for home in homes if (home / CONFIG_FILE).is_file()), None)
 
 
 def shape_at(load: str | Path | None) -> FoundShape | None:
@@ -59,8 +64,8 @@ def shape_at(load: str | Path | None) -> FoundShape | None:
         return None
     if has_hf_config(load):
         return FoundShape(Path(load) / "config.json", read_hf_config(load))
-    run = run_behind(load)
-    if run is None:
+    file = _run_file(load)
+    if file is None:
         return None
-    file = _checkpoint_root(load).parent / CONFIG_FILE
+    run = read_run(file)
     return FoundShape(file, {name: getattr(run.model, name) for name in sorted(STORED_SHAPE)})

@@ -34,7 +34,7 @@ _NAMES: dict[str, str] = {
     "--valid-data-path": "eval-data eval-dataset validation-file valid-data val-data eval-file",
     "--load": "model model-name-or-path model-path checkpoint base-model pretrained-checkpoint",
     "--tokenizer-name-or-path": "tokenizer tokenizer-path tokenizer-name tokenizer-model",
-    "--output-path": "output output-dir save save-dir save-path",
+    "--output-path": "output output-dir save-dir save-path",
     "--save-interval": "save-steps save-every",
     "--eval-interval": "eval-steps eval-every",
     "--chat-template": "template prompt-template conv-template",

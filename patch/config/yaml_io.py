@@ -11,6 +11,7 @@ import yaml
 from patch.config.fields import FIELDS, SECTIONS, assemble, coerce, missing, scalar_of
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, nearest
+from patch.storage.places import AnyPath
 from patch.storage.text_files import read_text
 
 
@@ -48,7 +49,7 @@ def read_yaml(file: str | Path) -> dict[str, Any]:
     return _parse(_read(Path(file), f"--config {file}"), str(file))
 
 
-def read_run(file: Path) -> RunConfig:
+def read_run(file: AnyPath) -> RunConfig:
     """A whole run, as config.yaml stores it.
 
     Raises:
@@ -60,7 +61,7 @@ def read_run(file: Path) -> RunConfig:
     return assemble(values)
 
 
-def _read(file: Path, origin: str) -> str:
+def _read(file: AnyPath, origin: str) -> str:
     try:
         return read_text(file)
     except (OSError, ValueError) as error:

@@ -33,6 +33,8 @@ from patch.errors import ConversionError, DataError
 from patch.logger import get_logger
 from patch.progress import progress
 from patch.storage.names import METADATA_FILE, is_complete
+from patch.storage.places import AnyPath
+from patch.storage.remote import RemotePath
 
 _logger = get_logger(__name__)
 
@@ -48,13 +50,13 @@ class _Description(NamedTuple):
 
 
 def mcore_to_hf(
-    source: Path, target: Path, hf_config: Path | None = None, *, overwrite: bool = False
+    source: AnyPath, target: Path, hf_config: Path | None = None, *, overwrite: bool = False
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder; on failure the target stays as it was.
 
     Args:
         source: a converted folder, a run's folder, its checkpoint/, one checkpoint in it, or a checkpoint of
-            Megatron-LM.
+            Megatron-LM; or a run's checkpoints in a store.
         target: a folder that does not exist or is empty.
         hf_config: a Hugging Face folder that describes the model; its configuration, tokenizer and layout of
             files are used. None: those of `source` are used.
@@ -62,19 +64,20 @@ def mcore_to_hf(
     Raises:
         CheckpointError: the checkpoint is damaged.
         ConversionError: the source cannot be read or is of another model, or the target cannot be written.
+        OSError: a store does not answer.
     """
-    source, target = source.resolve(), target.resolve()
+    source, target = source.resolve() if isinstance(source, Path) else source, target.resolve()
     if not source.is_dir():
         raise ConversionError(f"{source}: no such folder, expected a checkpoint (--load)")
     described = _describe(source, hf_config)
     folder = weights_folder(source)
     weights: TorchDistWeights | MpRankWeights
-    if (folder / METADATA_FILE).is_file():
+    if isinstance(folder, RemotePath) or (folder / METADATA_FILE).is_file():
         weights = TorchDistWeights(folder, described.model)
     else:
         weights = MpRankWeights(folder, described.model)
     _check_dtypes(weights)
-    sources = [source, described.folder] if described.folder else [source]
+    sources = [path for path in (source, described.folder) if isinstance(path, Path)]
     with staging(target, sources, overwrite=overwrite) as partial:
         _write_weights(weights, partial, described)
         with writing(partial):
@@ -92,12 +95,13 @@ def _check_dtypes(weights: TorchDistWeights | MpRankWeights) -> None:
             )
 
 
-def _describe(source: Path, hf_config: Path | None) -> _Description:
+def _describe(source: AnyPath, hf_config: Path | None) -> _Description:
     """The model: from --hf-config, from config.json beside the weights, or from the run that wrote them."""
-    is_single_checkpoint = is_complete(source) and not has_hf_config(source)
-    home = source.parent if is_single_checkpoint else source
-    if hf_config is not None or has_hf_config(home):
-        folder = hf_config or home
+    folder, home = hf_config, source
+    if isinstance(source, Path):
+        home = source.parent if is_complete(source) and not has_hf_config(source) else source
+        folder = hf_config or (home if isinstance(home, Path) and has_hf_config(home) else None)
+    if folder is not None:
         return _Description(model_of(folder), folder, None)
     run = run_behind(str(home))
     if run is None:

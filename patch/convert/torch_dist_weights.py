@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -20,6 +19,7 @@ from patch.convert.mappings import HFBlock, TPShard, VocabParallelMapping, Weigh
 from patch.convert.weight_table import GATE_AND_UP, table_name, weights_table
 from patch.errors import ConversionError, nearest
 from patch.families.weights import EMBEDDING_PARAMETER
+from patch.storage.places import AnyPath
 
 _MODEL = ("decoder.", "embedding.", "output_layer.", "final_layernorm.")
 _LAYER = re.compile(r"layers\.(\d+)\.")
@@ -49,7 +49,7 @@ class TorchDistWeights:
         ConversionError: the checkpoint is of another model.
     """
 
-    def __init__(self, folder: Path, model: ModelConfig) -> None:
+    def __init__(self, folder: AnyPath, model: ModelConfig) -> None:
         self.folder, self._model = folder, model
         self._reader = TorchDistReader(folder)
         self._table = weights_table(model)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+# LlamaConfig is not used: what loads it with a tokenizer is loaded here, under `quick_start` in a worker.
+from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase  # noqa: F401
 
 from patch.errors import DataError
 from patch.logger import get_logger

@@ -4,7 +4,8 @@ What is ours, in methods that torch leaves to subclasses of its agent:
 
 - Signals. torch's agent stops its workers' whole process groups, children that write a checkpoint included,
   and a second signal interrupts the wait. Here the workers alone get the first signal and have all the time
-  that they need; another signal INSISTENCE_S or more later kills them.
+  that they need. Schedulers send more signals while they wait (SLURM SIGUSR1, then SIGTERM), which change
+  nothing; only a person's Ctrl-C INSISTENCE_S or more after the first signal kills the workers.
 - Which failures are worth a restart, and the exit code: from the workers' error files (`Reply`). torch starts
   again after every failure.
 """
@@ -18,6 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +33,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
+from patch.distributed.guardian import Guardian
 from patch.distributed.rendezvous import Meeting
 from patch.distributed.worker_process import (
     CORES,
@@ -46,7 +49,7 @@ from patch.logger import get_logger
 _logger = get_logger(__name__)
 
 POLL_S = 0.1
-# Another signal at least this long after the first one kills the workers without a checkpoint.
+# Ctrl-C at least this long after the first signal kills the workers without a checkpoint.
 INSISTENCE_S = 3.0
 SETTLE_S = 5.0
 """After a failure the other ranks have so long to report a cause of their own; then they are killed."""
@@ -66,11 +69,14 @@ class WorkerFiles(LogsSpecs):
     Args:
         folder: each start of the workers gets a folder of its own in it.
         cores: the cores of each local rank; None: those of the launcher.
+        log_dir: what a worker writes to stderr also gets into a file of its own there; None: into none.
     """
 
-    def __init__(self, folder: Path, cores: Sequence[set[int]] | None) -> None:
+    def __init__(
+        self, folder: Path, cores: Sequence[set[int]] | None = None, log_dir: Path | None = None
+    ) -> None:
         super().__init__(str(folder))
-        self._folder, self._cores = folder, cores
+        self._folder, self._cores, self._log_dir = folder, cores, log_dir
         self.error_files: dict[int, str] = {}
         """Error file by local rank, of the last start."""
 
@@ -90,9 +96,20 @@ class WorkerFiles(LogsSpecs):
                 environment[CORES] = ",".join(map(str, sorted(self._cores[local_rank])))
         return LogsDest(
             stdouts={local_rank: os.devnull if local_rank else "" for local_rank in envs},
-            stderrs=dict.fromkeys(envs, ""),
+            stderrs={**dict.fromkeys(envs, ""), **(logs := self._logs(envs))},
+            tee_stderrs=logs,
             error_files=dict(self.error_files),
         )
+
+    def _logs(self, envs: dict[int, dict[str, str]]) -> dict[int, str]:
+        """A new log file for each local rank, named after its rank and this moment."""
+        if self._log_dir is None:
+            return {}
+        now = datetime.now().isoformat(timespec="milliseconds")
+        return {
+            local_rank: str(self._log_dir / f"rank{int(environment['RANK']):05d}.{now}.log")
+            for local_rank, environment in envs.items()
+        }
 
 
 class _Ended(NamedTuple):
@@ -137,11 +154,12 @@ class Agent(LocalElasticAgent):
     Args:
         spec: the workers, see torch.
         files: where they write.
+        guardian: ends what they have started if this process is killed.
     """
 
-    def __init__(self, spec: WorkerSpec, files: WorkerFiles) -> None:
-        super().__init__(spec, files)
-        self._files = files
+    def __init__(self, spec: WorkerSpec, files: WorkerFiles, guardian: Guardian) -> None:
+        super().__init__(spec, files, log_line_prefix_template="${rank}: ")
+        self._files, self._guardian = files, guardian
         self._signals: list[tuple[int, float]] = []
         """Number and time of each signal that came."""
         self._forwarded = False
@@ -197,6 +215,11 @@ class Agent(LocalElasticAgent):
         number = signal.Signals(self._signals[0][0])
         return SignalException(number.name, number)
 
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        processes = super()._start_workers(worker_group)
+        self._guardian.watch(processes.values())
+        return processes
+
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         limit = worker_group.spec.max_restarts
         if worker_group.state is WorkerState.HEALTHY:
@@ -250,19 +273,21 @@ class Agent(LocalElasticAgent):
     def _obey_signals(self) -> None:
         if not self._signals:
             return
-        (number, first), (_, last) = self._signals[0], self._signals[-1]
+        number, first = self._signals[0]
         name = signal.Signals(number).name
         if not self._forwarded:
             self._forwarded = True
             _logger.info(
-                "%s: waiting for the workers to save a checkpoint; a signal after %.0f s or more kills them",
+                "%s: waiting for the workers to save a checkpoint; Ctrl-C after %.0f s or more kills them",
                 name,
                 INSISTENCE_S,
             )
             self._send(number)
-        elif last - first >= INSISTENCE_S and not self._given_up:
+        elif not self._given_up and any(
+            each == signal.SIGINT and when - first >= INSISTENCE_S for each, when in self._signals
+        ):
             self._given_up = True
-            _logger.error("%s again: ending the workers without a checkpoint of these last steps", name)
+            _logger.error("Ctrl-C after %s: the workers end without a checkpoint of the last steps", name)
             self._killed.update(self._processes())
             for local_rank in self._processes():
                 self._kill(local_rank)
@@ -338,11 +363,14 @@ def run_workers(
         max_restarts=max_restarts,
         monitor_interval=POLL_S,
     )
-    agent = Agent(spec, files)
     try:
-        with _handling_signals(agent.note_signal):
-            result = agent.run()
+        with Guardian() as guardian:
+            agent = Agent(spec, files, guardian)
+            with _handling_signals(agent.note_signal):
+                result = agent.run()
     except SignalException as stopped:
+        if not meeting.is_spare:  # the others would wait for this machine
+            meeting.shutdown()
         return 128 + stopped.sigval
     except RendezvousTimeoutError as error:
         raise TrainingError(

@@ -28,8 +28,8 @@ def on_all_ranks(error: _Error) -> _Error:
 
 
 def is_on_all_ranks(error: Exception) -> bool:
-    """Whether `on_all_ranks` noted so."""
-    return getattr(error, _MARK, False)
+    """Whether `on_all_ranks` noted so, or there is but one rank."""
+    return getattr(error, _MARK, False) or dist.get_world_size() == 1
 
 
 def agree(error: Exception | None) -> None:

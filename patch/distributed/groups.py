@@ -17,6 +17,7 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from patch.compat.gloo import shared_devices
 from patch.config.schema import ParallelConfig, RunConfig
 from patch.device import DeviceContext
 from patch.distributed.job import join
@@ -48,13 +49,14 @@ def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollect
 
 
 def _build_groups(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=parallel.tensor_model_parallel_size,
-        pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
-        context_parallel_size=parallel.context_parallel_size,
-        distributed_timeout_minutes=parallel.distributed_timeout_minutes,
-        create_gloo_process_groups=False,  # additional groups, which only megatron-core's optimizer uses
-    )
+    with shared_devices():
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=parallel.tensor_model_parallel_size,
+            pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
+            context_parallel_size=parallel.context_parallel_size,
+            distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+            create_gloo_process_groups=False,  # additional groups, which only megatron-core's optimizer uses
+        )
     seed_generators(seed)
     return ProcessGroupCollection.use_mpu_process_groups()
 

@@ -20,6 +20,7 @@ from patch.config import Rendezvous, RunConfig, usable_sizes
 from patch.device import MachineFacts
 from patch.distributed.affinity import cores_of_workers
 from patch.distributed.worker_process import LAUNCHER
+from patch.errors import ConfigError
 from patch.logger import get_logger
 from patch.storage.lock import refuse_held_run
 from patch.storage.sizes import counted
@@ -41,7 +42,7 @@ def launch(
     """Run `script` with `flags` once per local rank and wait for all of them.
 
     The signals to stop (see `agent`) are forwarded once. The workers then have all the time they need to save
-    a checkpoint, unless another signal comes INSISTENCE_S or more after the first. If a worker fails, the
+    a checkpoint, unless Ctrl-C comes INSISTENCE_S or more after the first signal. If a worker fails, the
     others are ended, and all start again up to --max-restarts times, unless that would repeat the failure.
 
     Args:
@@ -57,10 +58,12 @@ def launch(
         this machine is that a rank of another machine ended.
 
     Raises:
-        ConfigError: another run writes to this run's folder. With several machines, rank 0 checks this.
+        ConfigError: another run writes to this run's folder (with several machines, rank 0 checks this), or
+            --log-dir cannot be created.
         TrainingError: the other machines cannot be met.
     """
     parallel = config.parallel
+    log_dir = _make_log_dir(parallel.log_dir)
     if parallel.nnodes == 1:
         refuse_held_run(Path(config.checkpoint.output_path))
     environment = worker_environment(config, machine, os.environ)
@@ -85,8 +88,18 @@ def launch(
             parallel.nproc_per_node,
             parallel.max_restarts,
             meeting,
-            WorkerFiles(Path(folder), cores),
+            WorkerFiles(Path(folder), cores, log_dir),
         )
+
+
+def _make_log_dir(log_dir: str | None) -> Path | None:
+    if log_dir is None:
+        return None
+    try:
+        os.makedirs(log_dir, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{log_dir} cannot be created: {error.strerror}", field="log_dir") from error
+    return Path(log_dir)
 
 
 @contextmanager

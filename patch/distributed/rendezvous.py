@@ -55,6 +55,8 @@ class Meeting(DynamicRendezvousHandler):
     sizes: list[int]
     """The numbers of machines that the layout and the global batch allow, in ascending order."""
     store: TCPStore
+    is_spare = False
+    """Whether this machine waits until another is lost; the others go on without it."""
 
     @classmethod
     def join(cls, place: Rendezvous, sizes: Collection[int], timeout: timedelta) -> Meeting:
@@ -70,7 +72,7 @@ class Meeting(DynamicRendezvousHandler):
         """
         # torch would keep another store for the workers, and each machine the address of the first round's.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-        low, high = min(sizes), max(sizes)
+        low, high = min(sizes), max(sizes) + place.num_spares
         address = f"{place.master_addr}:{place.master_port}"
         is_first, seconds = place.node_rank == 0, int(timeout.total_seconds())
         parameters = RendezvousParameters(
@@ -101,7 +103,9 @@ class Meeting(DynamicRendezvousHandler):
             size = max(size for size in self.sizes if size <= info.world_size)
             if info.rank < size:
                 break
+            self.is_spare = True
             self._wait_as_spare(size, info.world_size)
+            self.is_spare = False
         if info.rank == 0:
             info.store.set(ROUND, str(self.store.add(ROUND, 1)))
         os.environ[ROUND] = info.store.get(ROUND).decode()  # the workers inherit it
@@ -131,7 +135,7 @@ class Meeting(DynamicRendezvousHandler):
     def shutdown(self) -> bool:
         """Close the job for all machines."""
         closed = super().shutdown()
-        if self.place.node_rank == 0 and self.sizes[-1] > 1:
+        if self.place.node_rank == 0 and self.sizes[-1] + self.place.num_spares > 1:
             time.sleep(LINGER_S)
         return closed
 

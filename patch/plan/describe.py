@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from patch.config import RunConfig
+from patch.config.checkpoint_places import newest_saved
 from patch.config.choices import Recompute
 from patch.config.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.device import MachineFacts
@@ -13,7 +13,6 @@ from patch.plan.activations import activation_bytes
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import total_parameters
-from patch.storage.names import CHECKPOINT_FOLDER, complete_iterations, read_tracker
 from patch.storage.sizes import counted, size_text
 
 
@@ -70,12 +69,10 @@ def _length(config: RunConfig) -> str:
 
 def _resume(config: RunConfig) -> list[str]:
     """A line about the checkpoint that the run goes on from, by its name: whether it is whole is not read."""
-    root = Path(config.checkpoint.output_path) / CHECKPOINT_FOLDER
-    saved = complete_iterations(root)
-    if not saved:
+    found = newest_saved(config)
+    if found is None:
         return []
-    tracked = read_tracker(root)
-    newest = next((iteration for iteration in saved if str(iteration) == tracked), max(saved))
+    root, newest = found
     of_all = "" if is_counted_in_samples(config) else f" of {config.training.train_iters}"
     return [f"resume      after step {newest}{of_all}, from {root}"]
 

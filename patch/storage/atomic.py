@@ -11,12 +11,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 from patch.logger import get_logger
+from patch.storage.places import AnyPath
+from patch.storage.remote import RemotePath
 
 _logger = get_logger(__name__)
 
 
-def write_atomically(path: Path, content: str | bytes) -> None:
-    """Write or replace a file atomically. On an error the old file stays unchanged.
+def write_atomically(path: AnyPath, content: str | bytes) -> None:
+    """Write or replace a file atomically; in a store, as far as the store does so itself.
+
+    On an error the old file stays unchanged.
 
     Args:
         path: the file.
@@ -25,9 +29,13 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: the file cannot be written, for example because the disk is full.
     """
+    data = content.encode() if isinstance(content, str) else content
+    if isinstance(path, RemotePath):
+        path.write_bytes(data)
+        return
     draft = path.with_name(f"{path.name}.tmp")
     try:
-        draft.write_bytes(content.encode() if isinstance(content, str) else content)
+        draft.write_bytes(data)
         publish_file(draft, path)
     finally:
         draft.unlink(missing_ok=True)

@@ -7,11 +7,12 @@ EPYC, files in memory), four times as fast as BLAKE2b.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
+
+from patch.storage.places import AnyPath, new_file, open_to_read, retried
+from patch.storage.remote import RemotePath
 
 _WINDOW_BYTES = 2**20
 """Bytes summed and then written or read on: they are still in the processor's cache."""
@@ -26,7 +27,7 @@ class Content(NamedTuple):
     """Eight hexadecimal digits."""
 
 
-def content(path: Path) -> Content:
+def content(path: AnyPath) -> Content:
     """Length and checksum of the file as it is now.
 
     Raises:
@@ -34,8 +35,8 @@ def content(path: Path) -> Content:
     """
     length = crc = 0
     window = memoryview(bytearray(_WINDOW_BYTES))
-    with path.open("rb", buffering=0) as stream:
-        while count := stream.readinto(window):
+    with open_to_read(path) as stream:
+        while count := stream.readinto(window):  # type: ignore[attr-defined]
             crc = zlib.crc32(window[:count], crc)
             length += count
     return Content(length, f"{crc:08x}")
@@ -51,11 +52,13 @@ class SummedFile:
         OSError: as all methods: the file cannot be created or written.
     """
 
-    def __init__(self, path: Path) -> None:
-        self._stream = path.open("wb")
+    def __init__(self, path: AnyPath) -> None:
+        self._file = new_file(path)
         self._length = self._crc = 0
         self.error: OSError | None = None
         """The error of `write`, which some callers, such as torch.save, replace by another one."""
+        self.is_flushing = False
+        """Whether `finish` makes the file durable, which may take long without a sign of progress."""
 
     def write(self, data: bytes | memoryview) -> int:
         """Append bytes, and return their number."""
@@ -64,11 +67,11 @@ class SummedFile:
                 for begin in range(0, len(values), _WINDOW_BYTES):
                     window = values[begin : begin + _WINDOW_BYTES]
                     self._crc = zlib.crc32(window, self._crc)
-                    self._stream.write(window)
+                    self._file.write(window)
+                    self._length += len(window)
             except OSError as error:
                 self.error = error
                 raise
-            self._length += len(values)
             return len(values)
 
     def flush(self) -> None:
@@ -79,19 +82,43 @@ class SummedFile:
         return self._length
 
     def finish(self) -> Content:
-        """Flush the file to the disk (fsync) and close it; its length and checksum."""
-        self._stream.flush()
-        os.fsync(self._stream.fileno())
-        self._stream.close()
+        """Make the file durable (on a disk: fsync) and close it; its length and checksum."""
+        self.is_flushing = True
+        try:
+            self._file.commit()
+        finally:
+            self.is_flushing = False
         return Content(self._length, f"{self._crc:08x}")
 
     def close(self) -> None:
-        """Close the file; for a file that is given up."""
-        self._stream.close()
+        """Close the file; one that was not finished is given up."""
+        self._file.discard()
 
 
-def difference(path: Path, expected: Content) -> str | None:
-    """How the file differs from the expected content, in words; None if it does not. Never raises OSError."""
+def write_summed(path: AnyPath, data: bytes) -> Content:
+    """Write a small file and make it durable; its length and checksum.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+
+    def attempt() -> Content:
+        file = SummedFile(path)
+        try:
+            file.write(data)
+            return file.finish()
+        finally:
+            file.close()
+
+    return retried(path, attempt)
+
+
+def difference(path: AnyPath, expected: Content) -> str | None:
+    """How the file differs from the expected content, in words; None if it does not.
+
+    Raises:
+        OSError: a store cannot be asked, which says nothing about the file. A disk's errors are differences.
+    """
     try:
         if (length := path.stat().st_size) != expected.length:
             return f"{path} has {length} bytes, expected {expected.length}"
@@ -100,6 +127,8 @@ def difference(path: Path, expected: Content) -> str | None:
     except FileNotFoundError:
         return f"{path} is missing"
     except OSError as error:
+        if isinstance(path, RemotePath):
+            raise
         return f"{path} cannot be read: {error.strerror}"
     return None
 

@@ -14,7 +14,11 @@ from typing import NamedTuple
 
 from patch.errors import CheckpointError, ConfigError, ConversionError, DataError, PatchError
 from patch.logger import get_logger
-from patch.storage.lock_file import HeldLock, Owner, Watch, try_to_take
+from patch.storage import lock_file, remote_lock
+from patch.storage.lock_file import HeldLock, Owner, Watch
+from patch.storage.places import AnyPath, is_in
+from patch.storage.remote import RemotePath
+from patch.storage.remote_lock import RemoteLock
 
 _logger = get_logger(__name__)
 
@@ -30,8 +34,8 @@ _NAME_OWNER_EVERY_S = 60.0
 class _Request(NamedTuple):
     """A lock to take, and the errors to raise if another process has it, or takes it over."""
 
-    path: Path
-    folder: Path
+    path: AnyPath
+    folder: AnyPath
     error: type[PatchError]
     cure: str
     field: str | None
@@ -42,7 +46,7 @@ class _Request(NamedTuple):
     """The error if another process takes it over."""
 
 
-_held: list[tuple[_Request, HeldLock]] = []
+_held: list[tuple[_Request, HeldLock | RemoteLock]] = []
 """The locks of this process, for `check_held`."""
 
 
@@ -59,6 +63,18 @@ def hold_run(output: Path) -> Iterator[None]:
         ConfigError: another run has the lock; the message names its process, host and start.
     """
     with _hold(_run(output)):
+        yield
+
+
+@contextmanager
+def hold_store(root: RemotePath) -> Iterator[None]:
+    """Lock a folder of checkpoints in a store against runs with other folders.
+
+    Raises:
+        ConfigError: another run has the lock, or the store refuses to be written.
+    """
+    cure = "wait for that run, end it, or give another URL"
+    with _hold(_Request(root / _RUN_LOCK, root, ConfigError, cure, "save", lost=CheckpointError)):
         yield
 
 
@@ -104,7 +120,8 @@ def _hold(request: _Request) -> Iterator[None]:
     try:
         lock = _lock(request)
     except OSError as error:
-        message = f"{request.path} cannot be written: {error.strerror}; {request.cure}"
+        cure = "expected a folder that can be written: make room there, or give another one"
+        message = f"{request.path} cannot be written: {error.strerror}; {cure}"
         raise request.error(message, field=request.field) from error
     held = (request, lock)
     _held.append(held)
@@ -115,7 +132,7 @@ def _hold(request: _Request) -> Iterator[None]:
         lock.release()
 
 
-def check_held(path: Path) -> None:
+def check_held(path: AnyPath) -> None:
     """Call before a finished file or folder gets its name: is the lock that covers it still ours?
 
     It may not be if this process stood still for minutes (a stopped process, a suspended machine, a network
@@ -128,7 +145,7 @@ def check_held(path: Path) -> None:
         CheckpointError, ConversionError, DataError: another process has taken the lock over; write nothing.
     """
     for request, lock in _held:
-        if path.absolute().is_relative_to(request.folder.absolute()) and (thief := lock.thief()):
+        if is_in(path, request.folder) and (thief := lock.thief()):
             raise request.lost(
                 f"{path} was not written: {request.folder} now belongs to {thief}, which took this process "
                 "for dead, because it had stood still for minutes",
@@ -136,12 +153,19 @@ def check_held(path: Path) -> None:
             )
 
 
-def _lock(request: _Request) -> HeldLock:
+def _try_to_take(path: AnyPath, watch: Watch) -> HeldLock | RemoteLock | Owner:
+    if isinstance(path, RemotePath):
+        return remote_lock.try_to_take(path, watch)
+    return lock_file.try_to_take(path, watch)
+
+
+def _lock(request: _Request) -> HeldLock | RemoteLock:
     """Wait for the lock, and take it."""
-    request.path.parent.mkdir(parents=True, exist_ok=True)
+    if isinstance(request.path, Path):
+        request.path.parent.mkdir(parents=True, exist_ok=True)
     watch, begin = Watch(), time.monotonic()
     told = begin - _NAME_OWNER_EVERY_S + 1
-    while isinstance(taken := try_to_take(request.path, watch), Owner):
+    while isinstance(taken := _try_to_take(request.path, watch), Owner):
         name = taken.text or "another process"
         is_alive = watch.is_renewed or (taken.is_flocked and taken.is_local)
         patience = _WAIT_FOR_DYING_S if taken.is_dying else _WAIT_S

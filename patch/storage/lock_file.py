@@ -30,7 +30,7 @@ BEAT_S = 10.0
 _SILENT_BEATS = 3
 STALE_S = 180.0
 """An owner on another machine that has not renewed its lock for so long is dead."""
-_SETTLE_S = 2.0
+SETTLE_S = 2.0
 """Two who replace a dead owner's file do so within this time after they looked at it; the last one wins."""
 
 
@@ -161,7 +161,7 @@ def try_to_take(path: Path, watch: Watch) -> HeldLock | Owner:
             # The kernel's lock alone is no proof where another machine may not see it.
             is_free = is_new or (is_locked and (not owner.text or owner.is_local or watch.is_silent()))
             if is_free:
-                content = _describe_self()
+                content = describe_self()
                 os.truncate(descriptor, 0)
                 os.pwrite(descriptor, content, 0)
                 return HeldLock(path, descriptor, content)
@@ -195,7 +195,7 @@ def _flock(descriptor: int) -> bool | None:
 def _replace(path: Path, dead: Owner) -> HeldLock | Owner:
     """Replace a dead owner's file; of several who do so at once, one ends with the lock."""
     _logger.warning("%s was left by %s, which is dead; it is taken over", path, dead.text)
-    content = _describe_self()
+    content = describe_self()
     draft = path.with_name(f"{path.name}.{_lines(content)[1]}")
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666)
     try:
@@ -203,7 +203,7 @@ def _replace(path: Path, dead: Owner) -> HeldLock | Owner:
         os.pwrite(descriptor, content, 0)
         if _lines(_content(path))[1] == dead.token:
             draft.replace(path)
-            time.sleep(_SETTLE_S)
+            time.sleep(SETTLE_S)
         if content == _content(path):
             return HeldLock(path, descriptor, content)
     except BaseException:
@@ -242,7 +242,8 @@ def _is_at_path(descriptor: int, path: Path) -> bool:
         return False
 
 
-def _describe_self() -> bytes:
+def describe_self() -> bytes:
+    """Two lines: process, host and start of this owner, and a token that is unique for each taking."""
     since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
     token = secrets.token_hex(8)
     return f"process {os.getpid()} on {socket.gethostname()} since {since}\n{token}\n".encode()

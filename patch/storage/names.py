@@ -7,19 +7,27 @@ OUTPUT_BASEPATH/checkpoint/latest_checkpointed_iteration.txt       "100"
 OUTPUT_BASEPATH/checkpoint/best_checkpointed_iteration.txt         "100", the lowest validation loss
 OUTPUT_BASEPATH/checkpoint/last, best                              links to the two that these files name
 OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      the run's metrics
+OUTPUT_BASEPATH/log/spikes.jsonl                                   losses and gradient norms far above others
 OUTPUT_BASEPATH/log/stacks/rank_0.txt                              where the ranks were when the run hung
 OUTPUT_BASEPATH/data_index/                                        index files: the document of each sample
 OUTPUT_BASEPATH/data_cache/                                        tokenized sets, if the user has no cache
 OUTPUT_BASEPATH/hf/                                                the exported model
 OUTPUT_BASEPATH/STOP                                               written by people: ends the run
+
+With --save URL, the checkpoints and their .txt files are at URL/, config.yaml, data.json and metrics.jsonl
+beside them; OUTPUT_BASEPATH/checkpoint/ has only what the store refused.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import overload
 
 from patch.errors import CheckpointError
+from patch.storage.places import AnyPath, any_path, subfolders
+from patch.storage.remote import RemotePath
 
 # In a run's folder.
 CONFIG_FILE = "config.yaml"
@@ -27,6 +35,7 @@ DATA_RECORD_FILE = "data.json"
 CHECKPOINT_FOLDER = "checkpoint"
 METRICS_FILE = "log/metrics.jsonl"
 LOSS_PLOT_FILE = "log/loss.png"
+SPIKES_FILE = "log/spikes.jsonl"
 STACKS_FOLDER = "log/stacks"
 TENSORBOARD_FOLDER = "tensorboard"
 DATA_INDEX_FOLDER = "data_index"
@@ -51,6 +60,9 @@ _CHECKPOINT_FILES = (METADATA_FILE, COMMON_FILE, METADATA_JSON_FILE)
 
 CHECKSUMS_FILE = "checksums.json"
 """Lengths and checksums of the files in a folder: in a checkpoint and in data_index/."""
+UNFINISHED_FILE = ".unfinished"
+REMOVED_FILE = ".removed"
+"""In a checkpoint of a store: it is being written, it is being removed."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 """A tokenizer's folder has at least one of these. tokenizer_config.json alone is not enough to load one."""
@@ -61,28 +73,35 @@ def iteration_name(iteration: int) -> str:
     return f"{_ITERATION_PREFIX}{iteration:07d}"
 
 
-def find_checkpoint_root(folder: str | Path) -> Path:
+@overload
+def find_checkpoint_root(folder: Path) -> Path: ...
+@overload
+def find_checkpoint_root(folder: RemotePath) -> RemotePath: ...
+@overload
+def find_checkpoint_root(folder: str) -> AnyPath: ...
+def find_checkpoint_root(folder: str | AnyPath) -> AnyPath:
     """The folder of a run's checkpoints: `folder`/checkpoint if that exists, else `folder` itself."""
-    checkpoints = Path(folder) / CHECKPOINT_FOLDER
-    return checkpoints if checkpoints.is_dir() else Path(folder)
+    folder = any_path(folder) if isinstance(folder, str) else folder
+    checkpoints = folder / CHECKPOINT_FOLDER
+    return checkpoints if checkpoints.is_dir() else folder
 
 
-def lacking_files(folder: Path) -> list[str]:
+def lacking_files(folder: AnyPath) -> list[str]:
     """The files that every checkpoint has and that this folder lacks."""
     return [name for name in _CHECKPOINT_FILES if not (folder / name).is_file()]
 
 
-def is_complete(folder: Path) -> bool:
+def is_complete(folder: AnyPath) -> bool:
     """Whether the folder has all the files that every checkpoint has."""
     return not lacking_files(folder)
 
 
-def is_legacy(root: Path) -> bool:
+def is_legacy(root: AnyPath) -> bool:
     """Whether `root`, or a checkpoint in it, has Megatron-LM's old format: one pickle for each rank."""
     return any(root.glob("mp_rank_*")) or any(root.glob("*/mp_rank_*"))
 
 
-def is_released(root: Path) -> bool:
+def is_released(root: AnyPath) -> bool:
     """Whether the tracker in `root` names a converted model: weights without a training state.
 
     Raises:
@@ -91,7 +110,7 @@ def is_released(root: Path) -> bool:
     return read_tracker(root) == RELEASE
 
 
-def read_tracker(root: Path) -> str | None:
+def read_tracker(root: AnyPath) -> str | None:
     """The checkpoint that the tracker file in `root` names; None if there is no tracker file.
 
     Raises:
@@ -109,15 +128,43 @@ def read_tracker(root: Path) -> str | None:
         ) from error
 
 
-def complete_iterations(root: Path) -> list[int]:
+def newest_of(root: AnyPath, iterations: Iterable[int]) -> int | None:
+    """Which of the checkpoints in `root` is the newest one; None if there is none.
+
+    That is the one that the tracker names, unless a later one got its marker after the tracker was written: a
+    run was killed between the two. People who want to go back write an older number into the tracker, which
+    is younger than the markers then.
+
+    Raises:
+        CheckpointError: see `read_tracker`.
+    """
+    found = set(iterations)
+    tracked = read_tracker(root) or ""
+    if not tracked.isdecimal() or int(tracked) not in found:
+        return max(found, default=None)
+    written = _written_at(root / TRACKER)
+    later = (i for i in found if i > int(tracked))
+    untracked = (i for i in later if _written_at(root / iteration_name(i) / CHECKSUMS_FILE) >= written)
+    return max(untracked, default=int(tracked))
+
+
+def _written_at(file: AnyPath) -> float:
+    """When a file was written, in seconds by the clock of its file system; -1 if it is not there."""
+    try:
+        return file.stat().st_mtime
+    except FileNotFoundError:
+        return -1.0
+
+
+def complete_iterations(root: AnyPath) -> list[int]:
     """The iterations of all complete checkpoints in `root`, in no particular order."""
     return [iteration for iteration in all_iterations(root) if is_complete(root / iteration_name(iteration))]
 
 
-def all_iterations(root: Path) -> list[int]:
+def all_iterations(root: AnyPath) -> list[int]:
     """The iterations of all folders in `root` with the name of a checkpoint, in no particular order."""
     return [
-        int(path.name.removeprefix(_ITERATION_PREFIX))
-        for path in root.glob(f"{_ITERATION_PREFIX}*")
-        if re.fullmatch(rf"{_ITERATION_PREFIX}\d+", path.name) and path.is_dir()
+        int(name.removeprefix(_ITERATION_PREFIX))
+        for name in subfolders(root)
+        if re.fullmatch(rf"{_ITERATION_PREFIX}\d+", name)
     ]

@@ -1,11 +1,11 @@
 """Reads the small text files that a configuration is read from."""
 
-from pathlib import Path
+from patch.storage.places import AnyPath
 
 _MOST_BYTES = 1 << 26
 
 
-def read_text(file: Path) -> str:
+def read_text(file: AnyPath) -> str:
     """The text of a UTF-8 file or pipe of at most 64 MiB.
 
     Raises:

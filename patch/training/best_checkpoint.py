@@ -9,6 +9,8 @@ from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.atomic import write_atomically
 from patch.storage.names import BEST_TRACKER, CHECKPOINT_FOLDER, METRICS_FILE, complete_iterations
+from patch.storage.places import AnyPath
+from patch.storage.remote import RemotePath
 from patch.training.hooks import Record, TrainerHook
 from patch.training.metrics import read_metrics
 
@@ -25,13 +27,14 @@ class BestCheckpoint(TrainerHook):
     Args:
         output: the run's folder.
         start_iteration: steps already done; later checkpoints do not count.
+        root: the folder of the run's checkpoints; None: it is in `output`.
 
     Raises:
         CheckpointError: the file cannot be written.
     """
 
-    def __init__(self, output: Path, start_iteration: int) -> None:
-        self._file = output / CHECKPOINT_FOLDER / BEST_TRACKER
+    def __init__(self, output: Path, start_iteration: int, root: AnyPath | None = None) -> None:
+        self._file = (root or output / CHECKPOINT_FOLDER) / BEST_TRACKER
         self._losses: dict[int, float] = {}
         self._num_tokens: float | None = None
         """Learned tokens of the last evaluation, and so of all that `_losses` holds."""
@@ -73,6 +76,9 @@ class BestCheckpoint(TrainerHook):
         try:
             write_atomically(self._file, f"{best}\n")
         except OSError as error:
+            if isinstance(self._file, RemotePath):  # the next save will tell, and has a way out
+                _logger.warning("%s was not written: %s", self._file, error.strerror)
+                return
             raise CheckpointError(f"{self._file} was not written: {error}; free space, resume") from error
         self._best, loss = best, self._losses[best]
         _logger.info("the checkpoint of step %d is the best so far: validation loss %.4f", best, loss)

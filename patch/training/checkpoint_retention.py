@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-from patch.checkpoint.retention import Retention, delete_set_aside, point_link, set_aside_superseded
+from patch.checkpoint.retention import (
+    Retention,
+    delete_set_aside,
+    point_link,
+    set_aside_superseded,
+)
 from patch.logger import get_logger
 from patch.storage.names import BEST_LINK, BEST_TRACKER, LAST_LINK, all_iterations
+from patch.storage.places import AnyPath
 from patch.training.hooks import Record, TrainerHook
 
 _logger = get_logger(__name__)
 
+CLOSE_S = 60.0
+"""How long the end of a run waits for deletions: a scheduler may kill it a minute after its signal."""
+
 
 class CheckpointRetention(TrainerHook):
     """Removes superseded checkpoints in the background, so that no step waits while files are deleted.
+
+    In a store there are no links, and the checkpoints are also looked for in the background.
 
     It reads which checkpoint is the best from the file that `BestCheckpoint` writes, so it is called after
     that hook.
@@ -28,17 +42,17 @@ class CheckpointRetention(TrainerHook):
     """
 
     def __init__(
-        self, root: Path, retention: Retention, start_iteration: int, weights_only: int | None = None
+        self, root: AnyPath, retention: Retention, start_iteration: int, weights_only: int | None = None
     ) -> None:
         self._root, self._retention = root, retention
         self._newest = start_iteration or None
         self._weights_only = set() if weights_only is None else {weights_only}
         self._abandoned = {iteration for iteration in all_iterations(root) if iteration > start_iteration}
         """Of later steps, from before this run went back to an older checkpoint; perhaps they are damaged."""
-        self._has_links = True
-        self._deletion: threading.Thread | None = None
+        self._has_links = isinstance(root, Path)
+        self._removals: list[threading.Thread] = []
         self._point_links()
-        self._delete_in_background()
+        self._in_background(self._delete)
 
     def on_evaluate(self, record: Record) -> None:
         """A signal has a step evaluated after its checkpoint was saved."""
@@ -49,21 +63,50 @@ class CheckpointRetention(TrainerHook):
         self._newest = iteration
         self._point_links()
         self._abandoned.discard(iteration)
+        if isinstance(self._root, Path):
+            if self._set_aside(iteration):
+                self._in_background(self._delete)
+        elif self._retention.last is not None:
+            self._in_background(partial(self._remove, iteration))
+
+    def close(self) -> None:
+        """Wait until what was removed is deleted, but not for ever: the next start deletes the rest."""
+        deadline = time.monotonic() + CLOSE_S
+        for removal in self._removals:
+            removal.join(max(0.0, deadline - time.monotonic()))
+        if any(removal.is_alive() for removal in self._removals):
+            _logger.warning(
+                "superseded checkpoints in %s are still being deleted after %.0f s: the next start of this "
+                "run deletes the rest",
+                self._root, CLOSE_S,
+            )  # fmt: skip
+
+    def _set_aside(self, iteration: int) -> bool:
         uncounted = self._abandoned | self._weights_only
         gone = set_aside_superseded(self._root, self._retention, iteration, self._best(), uncounted)
         if gone:
             _logger.info("removed the checkpoints of steps %s", ", ".join(map(str, gone)))
-            self._delete_in_background()
+        return bool(gone)
 
-    def close(self) -> None:
-        """Wait until the removed checkpoints are deleted."""
-        if self._deletion is not None:
-            self._deletion.join()
+    def _remove(self, iteration: int) -> None:
+        if self._set_aside(iteration):
+            self._delete()
 
-    def _delete_in_background(self) -> None:
-        self.close()
-        self._deletion = threading.Thread(target=delete_set_aside, args=(self._root,), daemon=True)
-        self._deletion.start()
+    def _delete(self) -> None:
+        delete_set_aside(self._root)
+
+    def _in_background(self, work: Callable[[], object]) -> None:
+        def guarded(before: list[threading.Thread]) -> None:
+            try:
+                for removal in before:
+                    removal.join()
+                work()
+            except OSError as error:  # of a store; the next save tries again, and will tell if it is away
+                _logger.warning("%s: superseded checkpoints stay for now: %s", self._root, error.strerror)
+
+        self._removals = [removal for removal in self._removals if removal.is_alive()]
+        self._removals.append(threading.Thread(target=guarded, args=(self._removals[-1:],), daemon=True))
+        self._removals[-1].start()
 
     def _best(self) -> int | None:
         try:
@@ -72,7 +115,7 @@ class CheckpointRetention(TrainerHook):
             return None
 
     def _point_links(self) -> None:
-        if not self._has_links:
+        if not self._has_links or not isinstance(self._root, Path):
             return
         try:
             point_link(self._root, LAST_LINK, self._newest)

@@ -13,7 +13,7 @@ _logger = get_logger(__name__)
 
 
 class LossPlot(TrainerHook):
-    """Draws the losses in metrics.jsonl.
+    """Draws the losses in metrics.jsonl. A plot that cannot be written is only logged: it can be drawn later.
 
     Args:
         output: the run's folder.
@@ -27,14 +27,14 @@ class LossPlot(TrainerHook):
         self._draw()
 
     def close(self) -> None:
-        """Draw all losses; a failure is only logged, so that it does not hide an earlier error."""
-        try:
-            self._draw()
-        except OSError as error:
-            _logger.error("%s: %s", self._path.parent, error)
+        """Draw all losses."""
+        self._draw()
 
     def _draw(self) -> None:
-        plot_losses(read_metrics(self._metrics), self._path)
+        try:
+            plot_losses(read_metrics(self._metrics), self._path)
+        except OSError as error:
+            _logger.error("%s was not drawn: %s", self._path, error.strerror)
 
 
 def plot_losses(records: list[Record], path: Path) -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
+from patch.distributed.collectives import on_all_ranks
 from patch.logger import get_logger
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.storage.sizes import counted
@@ -94,7 +95,9 @@ class OomRetry:
         if not num_short:
             return True
         if num_hopeless:
-            raise self._error or LostRankError(f"another rank ran out of memory in {self._what}")
+            raise on_all_ranks(
+                self._error or LostRankError(f"another rank ran out of memory in {self._what}")
+            )
         if self._error is not None:
             evict(self._optimizer, self._what, str(self._error).strip().split("\n")[0])
         _logger.info("%s is done again: %s ran out of memory", self._what, counted(int(num_short), "rank"))

@@ -27,6 +27,7 @@ from patch.checkpoint import (
     weights_folder,
 )
 from patch.checkpoint.compatibility import SAME_PRECISION, Cure
+from patch.checkpoint.folder import NoWholeCheckpointError
 from patch.config.schema import RunConfig
 from patch.distributed.collectives import from_rank_0
 from patch.distributed.groups import seed_generators
@@ -35,6 +36,7 @@ from patch.logger import get_logger
 from patch.model import WEIGHT_PREFIXES, LlamaModel, sharded_weights
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.storage.names import iteration_name
+from patch.storage.places import AnyPath
 
 _logger = get_logger(__name__)
 
@@ -69,7 +71,7 @@ class Progress(NamedTuple):
     """Their samples."""
 
 
-def find_progress(root: Path) -> Progress | None:
+def find_progress(root: AnyPath) -> Progress | None:
     """The progress of the newest undamaged checkpoint in `root`; None if there is no checkpoint. Collective.
 
     Raises:
@@ -81,7 +83,48 @@ def find_progress(root: Path) -> Progress | None:
     return from_rank_0(lambda: Progress(iteration, _value(root, iteration, "consumed_samples")))
 
 
-def _value(root: Path, iteration: int, name: str) -> Any:
+def find_newest(root: AnyPath, disk: Path) -> tuple[AnyPath, Progress | None]:
+    """The newest undamaged checkpoint in `root` or, if that is in a store, also on the disk. Collective.
+
+    Args:
+        root: the folder of the run's checkpoints.
+        disk: the folder of those that a store has refused, or that were saved before --save was given.
+
+    Returns:
+        the folder with the checkpoint, and its progress; `root` and None if there is none.
+
+    Raises:
+        CheckpointError: see `find_progress`.
+    """
+    if root == disk:
+        return root, find_progress(root)
+    found: list[tuple[AnyPath, Progress]] = []
+    errors: list[CheckpointError] = []
+    for place in (root, disk):
+        try:
+            progress = find_progress(place)
+        except NoWholeCheckpointError as error:
+            errors.append(error)
+            continue
+        if progress is not None:
+            found.append((place, progress))
+    if not found:
+        if errors:
+            raise errors[0]
+        return root, None
+    for damaged in errors:
+        _logger.warning("%s", damaged)
+    place, progress = max(found, key=lambda one: one[1].iteration)  # the store's, of two equal ones
+    if place != root:
+        _logger.warning(
+            "RESUMING FROM THE DISK: the newest whole checkpoint is that of step %d in %s, not in %s, where "
+            "the next ones are saved",
+            progress.iteration, place, root,
+        )  # fmt: skip
+    return place, progress
+
+
+def _value(root: AnyPath, iteration: int, name: str) -> Any:
     """One of the plain values that `save` writes."""
     try:
         return read_common(root, iteration)[name]
@@ -94,7 +137,7 @@ def _value(root: Path, iteration: int, name: str) -> Any:
 
 
 def save(
-    root: Path,
+    root: AnyPath,
     progress: Progress,
     stages: list[LlamaModel],
     optimizer: OverlappedDistributedOptimizer,
@@ -138,7 +181,7 @@ def state_to_save(
 
 
 def resume(
-    root: Path,
+    root: AnyPath,
     progress: Progress,
     stages: list[LlamaModel],
     optimizer: OverlappedDistributedOptimizer,
@@ -179,7 +222,7 @@ def resume(
 
 
 def _load_finished(
-    root: Path,
+    root: AnyPath,
     iteration: int,
     stages: list[LlamaModel],
     optimizer: OverlappedDistributedOptimizer,
@@ -197,7 +240,7 @@ def _load_finished(
     optimizer.reload_model_params()
 
 
-def load_weights(load: Path, stages: list[LlamaModel], config: RunConfig) -> None:
+def load_weights(load: AnyPath, stages: list[LlamaModel], config: RunConfig) -> None:
     """Load only the weights of a checkpoint.
 
     Args:

@@ -13,15 +13,16 @@ from collections.abc import Callable
 import psutil
 
 from patch.checkpoint.host_copies import HostCopies
-from patch.checkpoint.save import Save, start_save
+from patch.checkpoint.save import Save, Writing, start_save
 from patch.checkpoint.sharded_tensors import bytes_to_write, shards_of
 from patch.config import to_yaml
+from patch.config.checkpoint_places import checkpoint_root, disk_root
 from patch.device import usable_memory
 from patch.distributed.collectives import all_gather_object
 from patch.logger import get_logger
 from patch.storage.sizes import size_text
 from patch.training.run_state import Progress, state_to_save
-from patch.training.setup import Run, checkpoint_root
+from patch.training.setup import Run
 
 _logger = get_logger(__name__)
 
@@ -41,12 +42,17 @@ class Saving:
         self._copies = HostCopies() if run.config.checkpoint.async_save else None
         self._is_decided = False
         self._pending: Save | None = None
+        self._newest: Save | None = None
         self._stall_s = self._write_s = 0.0
 
     @property
     def is_busy(self) -> bool:
         """Whether this rank writes in the background; not a collective."""
         return self._pending is not None and self._pending.is_busy
+
+    def progress(self) -> Writing | None:
+        """How far this rank is with writing a checkpoint, see `Save.progress`."""
+        return None if self._newest is None else self._newest.progress()
 
     @property
     def is_pending(self) -> bool:
@@ -87,7 +93,10 @@ class Saving:
             if not _have_room(bytes_to_write(shards_of(state))):
                 self._copies = None
         copies = None if is_end else self._copies
-        self._pending = start_save(checkpoint_root(run.config), iteration, state, common, copies)
+        self._pending = start_save(
+            checkpoint_root(run.config), iteration, state, common, copies, disk=disk_root(run.config)
+        )
+        self._newest = self._pending
         run.optimizer.record_memory("save")
         if copies is None:
             self._finish()

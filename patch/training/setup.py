@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from patch.config.checkpoint_places import checkpoint_root, disk_root
 from patch.config.data_record import SetRecord
 from patch.config.hf_config import is_hf_folder
 from patch.config.run_length import num_train_samples, with_samples
@@ -25,9 +26,10 @@ from patch.distributed.collectives import all_or_none
 from patch.logger import get_logger
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
-from patch.storage.names import CHECKPOINT_FOLDER, DATA_INDEX_FOLDER
+from patch.storage.names import DATA_INDEX_FOLDER
+from patch.storage.places import AnyPath, any_path
 from patch.training.guards.phases import PhaseClock
-from patch.training.run_state import Progress, find_progress, load_weights, resume
+from patch.training.run_state import Progress, find_newest, load_weights, resume
 from patch.training.state_placement import log_placement
 
 _logger = get_logger(__name__)
@@ -84,7 +86,7 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
     Raises:
         ConfigError, DataError, CheckpointError, ConversionError: on all ranks or on none.
     """
-    progress = find_progress(checkpoint_root(config))
+    root, progress = find_newest(checkpoint_root(config), disk_root(config))
     ahead = 0
     if progress is not None:
         ahead = progress.consumed_samples - progress.iteration * config.training.global_batch_size
@@ -121,7 +123,7 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
         start_iteration=0 if progress is None else progress.iteration,
         samples_ahead=ahead,
     )
-    _load(run, progress)
+    _load(run, root, progress)
     return run
 
 
@@ -164,11 +166,6 @@ def build_run_optimizer(
     return optimizer
 
 
-def checkpoint_root(config: RunConfig) -> Path:
-    """The folder of this run's checkpoints."""
-    return Path(config.checkpoint.output_path) / CHECKPOINT_FOLDER
-
-
 def _reader(
     config: RunConfig,
     source: SampleSource,
@@ -189,13 +186,12 @@ def _reader(
     )
 
 
-def _load(run: Run, progress: Progress | None) -> None:
-    """Resume this run's newest checkpoint; without one, start from --load or from random weights."""
+def _load(run: Run, root: AnyPath, progress: Progress | None) -> None:
+    """Resume the newest checkpoint, which is in `root`; without one, start from --load or random weights."""
     if progress is not None:
         training = run.config.training
-        root = checkpoint_root(run.config)
         resume(root, progress, run.stages, run.optimizer, training.seed, training.train_iters)
-        _log_resume(run, progress)
+        _log_resume(run, root, progress)
         return
     load = run.config.checkpoint.load
     if load is None:
@@ -204,15 +200,17 @@ def _load(run: Run, progress: Progress | None) -> None:
     elif is_hf_folder(Path(load)):
         import_hf(run.stages, Path(load), run.config.model, run.groups)
     else:
-        load_weights(Path(load), run.stages, run.config)
+        with all_or_none():
+            folder = any_path(load)
+        load_weights(folder, run.stages, run.config)
     run.optimizer.reload_model_params()
     _logger.info("weights from %s", load)
 
 
-def _log_resume(run: Run, progress: Progress) -> None:
+def _log_resume(run: Run, root: AnyPath, progress: Progress) -> None:
     training = run.config.training
     done = progress.iteration
-    _logger.info("resumed after step %d from %s", done, checkpoint_root(run.config))
+    _logger.info("resumed after step %d from %s", done, root)
     if done >= training.train_iters:
         _logger.info(
             "nothing is left to train of %d steps, %d are done; config.yaml stays", training.train_iters, done

@@ -39,6 +39,7 @@ class Trainer:
         self._requests = StopRequests(run.config)
         self._saving = Saving(run, self._on_save)
         run.before_change = self._saving.wait_for_copies
+        run.phases.writing = self._saving.progress
         self._spikes = SpikeWarnings(run) if dist.get_rank() == 0 else None
         self._exit_code = 0
         """With which all ranks agreed to stop; 0: they go on. A rank may have been asked a step earlier."""
@@ -66,6 +67,7 @@ class Trainer:
             ):
                 self._run_steps(steps)
         finally:
+            run.phases.enter(Phase.END)
             self._saving.abandon()  # does nothing unless an error of this rank ends the run
             for hook in self._hooks:
                 hook.close()

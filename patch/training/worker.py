@@ -13,28 +13,33 @@ import torch.distributed as dist
 from patch import compat
 from patch.checkpoint.retention import Retention
 from patch.config import check_tokens, remember_data, to_yaml
+from patch.config.checkpoint_places import checkpoint_root
 from patch.config.hf_config import has_hf_config
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
 from patch.device import DeviceContext
-from patch.distributed.collectives import all_or_none
+from patch.distributed.collectives import all_or_none, fail_together
 from patch.distributed.groups import initialize, shutdown
 from patch.distributed.worker_process import Reply, announce_end, failure
 from patch.errors import CheckpointError
 from patch.logger import configure_logging, get_logger
 from patch.storage.atomic import write_atomically
-from patch.storage.lock import hold_run
+from patch.storage.lock import hold_run, hold_store
 from patch.storage.names import CONFIG_FILE, HF_FOLDER
+from patch.storage.places import AnyPath
+from patch.storage.remote import RemotePath
 from patch.training.best_checkpoint import BestCheckpoint
 from patch.training.checkpoint_retention import CheckpointRetention
 from patch.training.error_translation import translate_errors
 from patch.training.guards.hang_guard import guarding
+from patch.training.guards.phases import PhaseClock
 from patch.training.hooks import TrainerHook
 from patch.training.loss_plot import LossPlot
 from patch.training.metrics import MetricsLog
 from patch.training.progress import ProgressDisplay
-from patch.training.setup import Run, build_run, checkpoint_root
+from patch.training.setup import Run, build_run
 from patch.training.step_time_forecast import StepTimeHook
+from patch.training.store_records import StoreMetrics, send_records, take_metrics, take_records
 from patch.training.trainer import Trainer
 
 _logger = get_logger(__name__)
@@ -66,17 +71,21 @@ def _train(config: RunConfig) -> int:
     context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
-    with _locked_folder(config):
+    phases = PhaseClock()
+    with guarding(config, phases, context.device), _locked_folder(config):
         this_run = build_run(config, context, groups)
+        this_run.phases, phases.num_before = phases, this_run.start_iteration
         _compare_data(this_run)
         if this_run.start_iteration < this_run.config.training.train_iters:
             # The steps of epochs are known only now; other lengths are written as they were given.
             _write_config(config if config.training.train_epochs is None else this_run.config)
+            with all_or_none():
+                if os.environ["RANK"] == "0":
+                    send_records(config)
         config = this_run.config
-        with all_or_none():
+        with fail_together("the run's records cannot be opened", CheckpointError):
             hooks = build_hooks(this_run)
-        with guarding(this_run):
-            exit_code = Trainer(this_run, hooks).train()
+        exit_code = Trainer(this_run, hooks).train()
         if not exit_code and config.checkpoint.export_hf:
             _export(this_run)
     exit_code = announce_end(Reply(exit_code))
@@ -91,33 +100,40 @@ def build_hooks(run: Run) -> list[TrainerHook]:
     """The hooks of this rank, in the order in which they are called."""
     hooks: list[TrainerHook] = [StepTimeHook(run.optimizer)]
     if dist.get_rank() == 0:
-        output = Path(run.config.checkpoint.output_path)
+        output, root = Path(run.config.checkpoint.output_path), checkpoint_root(run.config)
+        take_metrics(run.config, run.start_iteration)
         hooks += [
             MetricsLog(output, run.start_iteration),
             LossPlot(output),
             ProgressDisplay(run.start_iteration, run.config.training.train_iters),
-            BestCheckpoint(output, run.start_iteration),
-            _retention(run),
+            BestCheckpoint(output, run.start_iteration, root),
+            _retention(run, root),
         ]
+        if isinstance(root, RemotePath):
+            hooks.append(StoreMetrics(output, root))
     return hooks
 
 
-def _retention(run: Run) -> CheckpointRetention:
+def _retention(run: Run, root: AnyPath) -> CheckpointRetention:
     """The hook that removes checkpoints; with --save-retain-every alone, the newest one stays besides."""
     config = run.config.checkpoint
     last, every = config.save_retain_last, config.save_retain_every
     retention = Retention(last or (1 if every else None), every)
     weights_only = run.config.training.train_iters if config.save_weights_only_at_end else None
-    return CheckpointRetention(checkpoint_root(run.config), retention, run.start_iteration, weights_only)
+    return CheckpointRetention(root, retention, run.start_iteration, weights_only)
 
 
 @contextmanager
 def _locked_folder(config: RunConfig) -> Iterator[None]:
-    """Rank 0 locks the run's folder; a failure is raised on all ranks."""
+    """Rank 0 locks the run's folder, and its store; a failure is raised on all ranks."""
     with ExitStack() as stack:
         with all_or_none():
             if os.environ["RANK"] == "0":
                 stack.enter_context(hold_run(Path(config.checkpoint.output_path)))
+                root = checkpoint_root(config)
+                if isinstance(root, RemotePath):
+                    stack.enter_context(hold_store(root))
+                    take_records(config)
         yield
 
 

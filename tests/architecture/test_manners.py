@@ -1,6 +1,7 @@
 """What every file and folder owes its reader: docstrings, READMEs, a tidy top level, no stray output."""
 
 import ast
+import shutil
 import subprocess
 
 import pytest
@@ -25,6 +26,13 @@ def git_files(root) -> list[str]:
 
 def test_top_level_holds_only_what_the_design_lists(git_files):
     assert {file.split("/")[0] for file in git_files} <= TOP_LEVEL
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shell_scripts_pass_shellcheck(root, git_files):
+    scripts = [file for file in git_files if file.endswith(".sh") or file == ".ci/run"]
+    found = subprocess.run(["shellcheck", *scripts], cwd=root, capture_output=True, text=True, check=False)
+    assert scripts and not found.stdout
 
 
 def test_every_module_has_a_docstring(all_sources):

@@ -6,6 +6,7 @@ launcher and workers do together, and `call_workers` for what a run does by itse
 
 import json
 import os
+import resource
 import runpy
 import shutil
 import subprocess
@@ -83,10 +84,31 @@ def call(arguments: list[str], **variables: object) -> subprocess.CompletedProce
     )
 
 
+_started: list[subprocess.Popen] = []
+
+
+def start(arguments: list[str], variables: dict[str, str]) -> subprocess.Popen:
+    """Start a program with these variables as its environment; a test's end kills it."""
+    _started.append(subprocess.Popen(arguments, env=variables, stderr=subprocess.PIPE, text=True))
+    return _started[-1]
+
+
+def kill_started() -> None:
+    """Kill what `start` has started, and with it the workers of launchers."""
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
 def call_workers(
-    world_size: int, arguments: list[str], **variables: object
+    world_size: int, arguments: list[str], limit: tuple[int, int] | None = None, **variables: object
 ) -> subprocess.CompletedProcess[str]:
-    """Run the workers alone, in processes of the tests' runner; their common exit code, and stderr of all."""
+    """Run the workers alone, in processes of the tests' runner; their common exit code, and stderr of all.
+
+    `limit` is one of their resources, a RLIMIT_* of the module `resource`, and how much of it they have.
+    """
     own = {"MP_DATASET_TYPE": "raw", **variables}
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     own |= {"WORLD_SIZE": world_size, "LOCAL_WORLD_SIZE": world_size}
@@ -98,7 +120,7 @@ def call_workers(
     ]
     with tempfile.NamedTemporaryFile() as messages:
         codes = run_distributed(
-            _work, world_size, arguments, environments, messages.name, timeout_s=TIMEOUT_S
+            _work, world_size, arguments, environments, messages.name, limit, timeout_s=TIMEOUT_S
         )
         assert len(set(codes)) == 1, codes
         said = Path(messages.name).read_text()
@@ -106,7 +128,12 @@ def call_workers(
 
 
 def _work(
-    rank: int, world_size: int, arguments: list[str], environments: list[dict[str, str]], messages: str
+    rank: int,
+    world_size: int,
+    arguments: list[str],
+    environments: list[dict[str, str]],
+    messages: str,
+    limit: tuple[int, int] | None,
 ) -> int:
     """The exit code of this rank's worker, whose stderr is appended to a file."""
     leave()
@@ -116,19 +143,18 @@ def _work(
         os.dup2(file.fileno(), 2)
     sys.argv = [str(PROGRAM), *arguments[2:]]
     try:
+        if limit is not None:
+            resource.setrlimit(limit[0], (limit[1], resource.RLIM_INFINITY))
         runpy.run_path(str(PROGRAM), run_name="__main__")
     except SystemExit as ended:
         code = ended.code
+    if limit is not None:
+        resource.setrlimit(limit[0], (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
     os.dup2(stderr, 2)
     if torch.distributed.is_initialized():  # a worker that fails ends without leaving its job
         torch.distributed.destroy_process_group()
     rejoin()
     return code
-
-
-def limited(resource: str, amount: int, arguments: list[str]) -> list[str]:
-    """The same call under a `ulimit`, such as -v (KiB of address space) or -f (KiB of a file)."""
-    return ["bash", "-c", f'ulimit {resource} {amount}; exec "$@"', "limited", *arguments]
 
 
 def cut_back(output: Path, iteration: int) -> None:

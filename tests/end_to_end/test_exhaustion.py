@@ -1,15 +1,16 @@
 """A machine that runs out of memory or disk under a run: exit code, one message with a cure, no traceback."""
 
+import resource
 from pathlib import Path
 
 from end_to_end.conftest import Office
-from end_to_end.shell import call, command, limited
+from end_to_end.shell import call_workers, command
 
-ADDRESS_SPACE_KIB = 32 * 2**20
+ADDRESS_SPACE_BYTES = 32 * 2**30
 """Room for torch and megatron-core, a build for CUDA included, and not for the embedding below."""
 VOCABULARY = 4_000_000
 """At the 405B model's width 131 GB in bf16, asked for at once and before any page is touched."""
-FILE_KIB = 64
+FILE_BYTES = 64 * 2**10
 """Room for config.yaml, the metrics and the plot; not for the office model's weights."""
 
 
@@ -17,7 +18,8 @@ def test_out_of_memory_ends_with_5_and_names_what_to_lower(office: Office, tmp_p
     large = {"MODEL_SIZE": "405B", "PR": "bf16", "PRETRAIN_CHECKPOINT_PATH": "none"}
     arguments = command(**{**office.positions(tmp_path / "out"), **large})
     arguments += ["--vocab-size", str(VOCABULARY)]
-    result = call(limited("-v", ADDRESS_SPACE_KIB, arguments), NPROC_PER_NODE=1, TOKENIZER_PATH=office.model)
+    limit = (resource.RLIMIT_AS, ADDRESS_SPACE_BYTES)
+    result = call_workers(1, arguments, limit, TOKENIZER_PATH=office.model)
     assert result.returncode == 5, result.stderr
     assert all(name in result.stderr for name in ("out of memory", "alone take", "more machines"))
     assert not any(name in result.stderr for name in ("BATCH_SIZE)", "AC)", "DO)")), "none of them would do"
@@ -27,7 +29,7 @@ def test_out_of_memory_ends_with_5_and_names_what_to_lower(office: Office, tmp_p
 def test_full_disk_ends_with_4_and_leaves_no_half_of_a_checkpoint(office: Office, tmp_path: Path) -> None:
     output = tmp_path / "out"
     arguments = command(**office.positions(output), TRAIN_TOKENS_OR_ITERS=2, WARMUP_TOKENS_OR_ITERS=1)
-    result = call(limited("-f", FILE_KIB, arguments), NPROC_PER_NODE=1)
+    result = call_workers(1, arguments, (resource.RLIMIT_FSIZE, FILE_BYTES))
     assert result.returncode == 4, result.stderr
     assert str(output / "checkpoint") in result.stderr and "File too large" in result.stderr
     assert "Traceback" not in result.stderr

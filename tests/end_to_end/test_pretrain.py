@@ -1,12 +1,12 @@
-"""Pre-training through the shell: preprocess, train on documents kept apart, resume to the bit."""
+"""Pre-training: preprocess, train on documents kept apart, resume to the bit."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from end_to_end.conftest import Office
-from end_to_end.shell import REPOSITORY, call, call_workers, command, cut_back, losses
+from end_to_end.shell import call_workers, command, cut_back, losses
+
+from toolkits.preprocess_pretrain import main as preprocess_pretrain
 
 TOKENS_PER_STEP = 8 * 64
 
@@ -16,14 +16,13 @@ def test_documents_are_preprocessed_trained_and_resumed_to_the_bit(office: Offic
     documents, prefix = tmp_path / "documents.jsonl", tmp_path / "set_text_document"
     output = tmp_path / "out"
     documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
-    preprocess = [sys.executable, "-m", "toolkits.preprocess_pretrain", "--input", str(documents)]
-    preprocess += ["--output-prefix", str(tmp_path / "set"), "--tokenizer-name-or-path", str(office.model)]
-    subprocess.run(preprocess, cwd=REPOSITORY, check=True, timeout=120)
+    preprocess = ["--input", str(documents), "--output-prefix", str(tmp_path / "set")]
+    assert preprocess_pretrain([*preprocess, "--tokenizer-name-or-path", str(office.model)]) == 0
     paths = {**office.positions(output), "DATASET_PATH": prefix, "VALID_DATASET_PATH": "none"}
     lengths = {"TRAIN_TOKENS_OR_ITERS": 6 * TOKENS_PER_STEP, "WARMUP_TOKENS_OR_ITERS": TOKENS_PER_STEP}
     arguments = command(**{**paths, **lengths, "SFT": "false", "DO": "true", "SAVE_INTERVAL": 3})
     arguments += ["--split", "90,10,0", "--reset-position-ids", "--reset-attention-mask", "--eod-mask-loss"]
-    result = call(arguments, MP_DATASET_TYPE="idxmap")
+    result = call_workers(2, arguments, MP_DATASET_TYPE="idxmap")
     assert result.returncode == 0, result.stderr
     unbroken = losses(output)
     assert "valid_loss" in (output / "log" / "metrics.jsonl").read_text()

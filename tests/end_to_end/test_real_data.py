@@ -27,7 +27,7 @@ def llama3_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("name", ["alpaca_en_demo.json", "alpaca_zh_demo.json"])
 def test_alpaca_demo_trains(llama3_tokenizer: Path, tmp_path: Path, name: str) -> None:
-    positions = {"MODEL_SIZE": "tiny", "SEQ_LEN": 128, "PAD_LEN": 128, "GLOBAL_BATCH_SIZE": 4, "TP": 2}
+    positions = {"MODEL_SIZE": "tiny", "SEQ_LEN": 64, "PAD_LEN": 64, "GLOBAL_BATCH_SIZE": 4, "TP": 2}
     positions |= {
         "TRAIN_TOKENS_OR_ITERS": 4,
         "DATASET_PATH": data_file(name),
@@ -43,8 +43,8 @@ def test_c4_demo_pretrains(llama3_tokenizer: Path, tmp_path: Path) -> None:
     preprocess = ["--input", str(data_file("c4_demo.jsonl")), "--output-prefix", str(tmp_path / "c4")]
     preprocess += ["--tokenizer-name-or-path", str(llama3_tokenizer)]
     assert preprocess_pretrain(preprocess) == 0
-    tokens_per_step = 4 * 128
-    positions = {"MODEL_SIZE": "tiny", "SEQ_LEN": 128, "PAD_LEN": 128, "SFT": "false", "DATASET_PATH": prefix}
+    tokens_per_step = 4 * 64
+    positions = {"MODEL_SIZE": "tiny", "SEQ_LEN": 64, "PAD_LEN": 64, "SFT": "false", "DATASET_PATH": prefix}
     positions |= {"TRAIN_TOKENS_OR_ITERS": 4 * tokens_per_step, "WARMUP_TOKENS_OR_ITERS": 2 * tokens_per_step}
     positions |= {"GLOBAL_BATCH_SIZE": 4, "TP": 2, "OUTPUT_BASEPATH": tmp_path / "out"}
     variables = {"TOKENIZER_PATH": llama3_tokenizer, "MP_DATASET_TYPE": "idxmap"}

@@ -44,6 +44,15 @@ def test_unknown_flag_names_the_nearest(office: Office, tmp_path: Path) -> None:
     assert "--eval-interval" in result.stderr
 
 
+@pytest.mark.parametrize("flag", ["--max-restarts=1", "--log-dir=logs"])
+def test_what_only_our_launcher_does_is_refused_under_another_one(
+    office: Office, tmp_path: Path, flag: str
+) -> None:
+    result = call([*command(**office.positions(tmp_path / "out")), flag], LOCAL_RANK=0, WORLD_SIZE=1)
+    assert result.returncode == 2, result.stderr
+    assert f"{flag.partition('=')[0]}: got" in result.stderr and "torchrun or SLURM" in result.stderr
+
+
 def test_missing_data_is_refused_after_the_configuration(office: Office, tmp_path: Path) -> None:
     paths = office.positions(tmp_path / "out")
     missing = {**paths, "DATASET_PATH": tmp_path / "none.json"}

@@ -24,6 +24,7 @@ from end_to_end.shell import (
     cut_back,
     environment,
     losses,
+    start,
     training_records,
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -32,7 +33,8 @@ from patch.storage.names import TRACKER
 from toolkits.convert import main as convert
 from toolkits.quickstart.tasks import make_examples
 
-NUM_STEPS = 80
+NUM_STEPS = 40
+SAVE_STEPS = 25
 # The two frameworks add up float32 products in different orders.
 LOSS_TOLERANCE = 1e-4
 STEP_KEYS = (
@@ -44,7 +46,7 @@ STEP_KEYS = (
 
 def sft_command(office: Office, output: Path, **changes: str) -> list[str]:
     """Four micro-batches a step, so that a signal can find the run on its way."""
-    lengths = {"GLOBAL_BATCH_SIZE": 16, "TRAIN_TOKENS_OR_ITERS": NUM_STEPS, "SAVE_INTERVAL": 50}
+    lengths = {"GLOBAL_BATCH_SIZE": 16, "TRAIN_TOKENS_OR_ITERS": NUM_STEPS, "SAVE_INTERVAL": SAVE_STEPS}
     flags = ["--eval-interval", str(NUM_STEPS // 2), "--export-hf"]
     return [*command(**office.positions(output), **{**lengths, **changes}), *flags]
 
@@ -75,9 +77,9 @@ def test_run_leaves_its_files(unbroken: Path) -> None:
     assert [record["iteration"] for record in records] == list(range(1, NUM_STEPS + 1))
     assert sorted(records[0]) == sorted(STEP_KEYS)
     found = validation_losses(unbroken)
-    assert list(found) == [NUM_STEPS // 2, 50, NUM_STEPS], "also at each save"
+    assert list(found) == [NUM_STEPS // 2, SAVE_STEPS, NUM_STEPS], "also at each save"
     best = (unbroken / "checkpoint" / "best_checkpointed_iteration.txt").read_text()
-    assert int(best) == min((50, NUM_STEPS), key=found.__getitem__)
+    assert int(best) == min((SAVE_STEPS, NUM_STEPS), key=found.__getitem__)
 
 
 def test_no_library_warns_the_user(unbroken: Path) -> None:
@@ -161,16 +163,14 @@ def start_machine(rank: int, port: int, office: Office, output: Path) -> subproc
     """The launcher of one of two machines, with one process."""
     place = {"WORLD_SIZE": 2, "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     arguments = sft_command(office, output, ENV="dlc")
-    own = environment(**place, NPROC_PER_NODE=1)
-    return subprocess.Popen(arguments, env=own, stderr=subprocess.PIPE, text=True)
+    return start(arguments, environment(**place, NPROC_PER_NODE=1))
 
 
 def start_task(rank: int, port: int, office: Office, output: Path) -> subprocess.Popen:
     """One of two tasks that srun starts on one machine."""
     job = {"SLURM_NNODES": 1, "SLURM_STEP_NUM_TASKS": 2, "SLURM_NODEID": 0, "SLURM_LOCALID": rank}
     arguments = sft_command(office, output, ENV="slurm")
-    own = environment(**job, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-    return subprocess.Popen(arguments, env=own, stderr=subprocess.PIPE, text=True)
+    return start(arguments, environment(**job, MASTER_ADDR="127.0.0.1", MASTER_PORT=port))
 
 
 def stop_one_of_two(processes: list[subprocess.Popen], output: Path) -> None:
@@ -218,7 +218,7 @@ def test_killed_worker_is_replaced_and_the_run_ends_with_the_bits_of_an_undistur
     victim, step = random.choice("01"), random.randrange(1, NUM_STEPS // 2)
     output = tmp_path / "out"
     arguments = [*sft_command(office, output, SAVE_INTERVAL=10), "--max-restarts=1"]
-    launcher = subprocess.Popen(arguments, env=environment(), stderr=subprocess.PIPE, text=True)
+    launcher = start(arguments, environment())
     await_steps(output, step, launcher)
     os.kill(worker_of(launcher.pid, victim), signal.SIGKILL)
     _, messages = launcher.communicate(timeout=120)
@@ -251,7 +251,7 @@ def test_rest_goes_on_by_itself_when_one_of_two_machines_is_lost(
         place = {"WORLD_SIZE": 2, "RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         own = environment(**place, NPROC_PER_NODE=1, PYTHONPATH=REPOSITORY)
         flags = ["--max-restarts=1", "--min-nodes=1"]
-        machines.append(subprocess.Popen([*arguments, *flags], env=own, stderr=subprocess.PIPE, text=True))
+        machines.append(start([*arguments, *flags], own))
     await_checkpoint(output, machines[0])
     machines[1].kill()
     _, messages = machines[0].communicate(timeout=120)
@@ -277,9 +277,9 @@ def test_length_that_was_trained_already_leaves_the_run_as_it_was(
 ) -> None:
     shutil.copytree(unbroken, tmp_path / "out")
     before = (tmp_path / "out" / "config.yaml").read_bytes()
-    result = call_workers(2, sft_command(office, tmp_path / "out", TRAIN_TOKENS_OR_ITERS="40", LR="1e-3"))
+    result = call_workers(2, sft_command(office, tmp_path / "out", TRAIN_TOKENS_OR_ITERS="20", LR="1e-3"))
     assert result.returncode == 0, result.stderr
-    assert "nothing is left to train of 40 steps, 80 are done" in result.stderr
+    assert "nothing is left to train of 20 steps, 40 are done" in result.stderr
     assert (tmp_path / "out" / "config.yaml").read_bytes() == before
 
 

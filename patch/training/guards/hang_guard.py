@@ -5,7 +5,8 @@ seconds: what the rank does and for how long. The first and the last rank read t
 fault that sends no beats any more (its process is stopped, it keeps the GIL, its machine is lost), or that is
 behind the others and has been in its phase for too long; the others only wait for it. What is found goes into
 the store, and every rank writes its stacks and ends. The other thread notices that the store itself does not
-answer, for which the first one may wait for ever.
+answer, for which the first one may wait for ever; that the threads which write a checkpoint in the background
+get nothing done; and that the whole process stood still for a while, which is nobody's fault.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from patch.checkpoint.save import Writing
 from patch.compat.torch_internals import connect_to_job_store
 from patch.config.positions import where
 from patch.config.schema import RunConfig
@@ -31,10 +34,10 @@ from patch.distributed.collectives import barrier
 from patch.distributed.worker_process import Reply, announce_end, claim_error_report
 from patch.logger import get_logger
 from patch.storage.names import STACKS_FOLDER
+from patch.storage.sizes import size_text
 from patch.training.guards.hang_verdict import Beat, Fault, Judge, Limits
 from patch.training.guards.phases import Phase, PhaseClock, shared_memory
 from patch.training.guards.stacks import process_state, write_own_stacks, write_stacks_of
-from patch.training.setup import Run
 
 _logger = get_logger(__name__)
 
@@ -53,23 +56,23 @@ class HangGuard:
     Args:
         config: the run.
         phases: the notes of this rank's training thread.
-        start_iteration: steps done before this start of the run.
         store: a connection to the job's store that nobody else uses.
     """
 
-    def __init__(
-        self, config: RunConfig, phases: PhaseClock, start_iteration: int, store: dist.Store
-    ) -> None:
+    def __init__(self, config: RunConfig, phases: PhaseClock, store: dist.Store) -> None:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._folder = Path(config.checkpoint.output_path) / STACKS_FOLDER
         self._phases = phases
-        self._limits = Limits(config.parallel, phases, self._world_size)
-        self._judge = Judge(self._limits, self._world_size, start_iteration)
+        self._limits = Limits(config.parallel, phases)
+        self._judge = Judge(self._limits, phases, self._world_size)
         self._store = dist.PrefixStore("hang_guard", store)
         self._phases.shared, self._descriptor = shared_memory()
         self._num_beats = 0
-        self._answered = time.monotonic()
-        """When the store last answered."""
+        self._answered = self._looked = self._moved = time.monotonic()
+        """When the store last answered, when `_watch` last looked, and when this process last stood still."""
+        self._writing: Writing | None = None
+        self._wrote = self._moved
+        """How far this rank was with a checkpoint when `_talk` last looked, and when that was new."""
         self._is_over = threading.Event()
         self._ending = threading.Lock()
         self._send_beat()
@@ -78,7 +81,8 @@ class HangGuard:
     def watching(self) -> Iterator[None]:
         """A context in which the ranks are watched; every rank must have built its guard."""
         talking = threading.Thread(target=self._talk, name="hang guard: beats", daemon=True)
-        watching = threading.Thread(target=self._watch, name="hang guard: store", daemon=True)
+        (first,) = self._read_beats([0])
+        watching = threading.Thread(target=self._watch, args=(first,), name="hang guard: store", daemon=True)
         talking.start()
         watching.start()
         try:
@@ -102,27 +106,33 @@ class HangGuard:
                 self._send_beat()
                 if self._rank in (0, self._world_size - 1):
                     self._look_at(self._read_beats(range(self._world_size)))
+                self._look_at_writing()
                 if self._store.check([_VERDICT]):
                     self._end(json.loads(self._store.get(_VERDICT)))
                 self._answered = time.monotonic()
 
-    def _watch(self) -> None:
-        """The thread that never waits for anybody."""
-        (first,) = self._read_beats([0])
-        looked = time.monotonic()
-        while not self._is_over.wait(self._limits.interval_s):
-            slept_s, looked = time.monotonic() - looked, time.monotonic()
-            if slept_s > 2 * self._limits.interval_s + 1:  # this process stood still itself
-                self._answered = looked
-            # The timer's thread needs no GIL: if another thread keeps it, the stacks go to stderr.
-            faulthandler.dump_traceback_later(self._limits.step_s, file=sys.stderr)
-            silent_s = time.monotonic() - self._answered
+    def _watch(self, first: Beat) -> None:
+        """The thread that never waits for anybody.
+
+        Args:
+            first: rank 0's first beat, which tells where it is.
+        """
+        while not self._is_over.wait(self._limits.interval_s) and not self._ending.locked():
             own = self._beat()
-            if min(silent_s, own.age_s) > self._limits.step_s + self._limits.interval_s:
+            self._looked = time.monotonic()
+            limit_s = self._limits.of_silence(own.phase)
+            # The timer's thread needs no GIL: if another thread keeps it, the stacks go to stderr.
+            faulthandler.dump_traceback_later(limit_s, file=sys.stderr)
+            silent_s = self._looked - self._answered
+            if min(silent_s, own.age_s) > limit_s + self._limits.interval_s:
                 self._end(self._verdict_without_store(first, own, silent_s))
 
     def _beat(self) -> Beat:
-        return Beat.of(self._num_beats, self._phases, self._descriptor)
+        now, is_saving = time.monotonic(), self._phases.note.phase == Phase.SAVE
+        if now - self._looked > 2 * self._limits.interval_s + 1:  # `_watch` never waits, so all stood still
+            self._answered = self._moved = now
+        since = max(self._moved, self._wrote) if is_saving and self._writing is not None else self._moved
+        return Beat.of(self._num_beats, self._phases, since, self._descriptor)
 
     def _send_beat(self) -> None:
         self._num_beats += 1
@@ -131,10 +141,28 @@ class HangGuard:
     def _read_beats(self, ranks: Any) -> list[Beat]:
         return [Beat(*json.loads(text)) for text in self._store.multi_get([str(rank) for rank in ranks])]
 
+    def _announce(self, verdict: dict[str, Any]) -> None:
+        """Put a verdict where all ranks find it; another one may have been faster."""
+        self._store.compare_set(_VERDICT, "", json.dumps(verdict))
+
+    def _look_at_writing(self) -> None:
+        """See whether this rank's threads that write a checkpoint get anything done."""
+        writing = self._phases.writing()
+        if writing != self._writing:
+            self._writing, self._wrote = writing, time.monotonic()
+        silent_s = time.monotonic() - max(self._wrote, self._moved)
+        if writing is not None and silent_s > self._limits.of_writing(writing.num_flushing):
+            message = (
+                f"rank {self._rank} (process {os.getpid()} on {socket.gethostname()}) has written nothing of "
+                f"the checkpoint of step {writing.iteration} for {silent_s:.0f} s, after "
+                f"{size_text(writing.num_bytes)}"
+            )
+            self._announce({"message": self._complete(message), "stacks": []})
+
     def _look_at(self, beats: list[Beat]) -> None:
         fault = self._judge.find(beats)
-        if fault is not None:  # the other judge may have been faster
-            self._store.compare_set(_VERDICT, "", json.dumps(self._verdict(fault, beats)))
+        if fault is not None:
+            self._announce(self._verdict(fault, beats))
         elif self._rank == 0:
             for rank, usual_ms in self._judge.slow(beats):
                 _logger.warning(
@@ -144,11 +172,11 @@ class HangGuard:
                 )  # fmt: skip
 
     def _verdict(self, fault: Fault, beats: list[Beat]) -> dict[str, Any]:
-        """What all ranks have to know: the message, and of which processes which rank writes the stacks."""
+        """What all ranks have to know: the message, and of which ranks which other one writes the stacks."""
         writers = {beat.host: rank for rank, beat in enumerate(beats) if rank not in fault.ranks}
         silent = fault.ranks if fault.is_silent else []
         hosts = [(rank, beats[rank].host) for rank in silent]
-        stacks = [(writers[host], rank, beats[rank].pid) for rank, host in hosts if host in writers]
+        stacks = [(writers[host], rank, beats[rank]) for rank, host in hosts if host in writers]
         return {"message": self._complete(fault.message), "stacks": stacks}
 
     def _verdict_without_store(self, first: Beat, own: Beat, silent_s: float) -> dict[str, Any]:
@@ -159,7 +187,7 @@ class HangGuard:
         else:
             fault = f"the job's store on machine 0 ({first.host}) has not answered for {silent_s:.0f} s"
         waiting = f"rank {self._rank} waits in {self._judge.place(own.phase, own.num_steps)}"
-        stacks = [(_FIRST, 0, first.pid)] if is_here else []
+        stacks = [(_FIRST, 0, first)] if is_here else []
         return {"message": self._complete(f"{fault}; {waiting}"), "stacks": stacks}
 
     def _complete(self, message: str) -> str:
@@ -188,19 +216,24 @@ class HangGuard:
         with suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)
             write_own_stacks(self._folder / f"rank_{self._rank}.txt", verdict["message"])
-            for writer, rank, pid in verdict["stacks"]:
+            for writer, rank, beat in verdict["stacks"]:
                 if writer == self._rank or (writer == _FIRST and is_first):
-                    write_stacks_of(pid, self._folder / f"rank_{rank}.txt", verdict["message"])
+                    last = Beat(*beat)
+                    place = self._judge.place_now(last) or "in an unknown place"
+                    file = self._folder / f"rank_{rank}.txt"
+                    write_stacks_of(last.pid, file, verdict["message"], place)
 
 
 @contextmanager
-def guarding(run: Run) -> Iterator[None]:
+def guarding(config: RunConfig, phases: PhaseClock, device: torch.device) -> Iterator[None]:
     """A context in which a run's ranks are watched; all ranks enter it together.
 
     Args:
-        run: this rank's parts of the run.
+        config: the run.
+        phases: the notes of this rank's training thread.
+        device: of this rank.
     """
-    guard = HangGuard(run.config, run.phases, run.start_iteration, connect_to_job_store())
-    barrier(run.device)
+    guard = HangGuard(config, phases, connect_to_job_store())
+    barrier(device)
     with guard.watching():
         yield

@@ -21,6 +21,8 @@ STEPS = 20
 """The automatic limit in steps, each as long as the slowest one."""
 READING_LIMITS = 3
 """Reading data may take so many limits: a file server that is replaced needs minutes."""
+SLOWEST_DISK = 10e6
+"""Bytes per second that a flush gets done at least, of which nothing is seen before it ends."""
 SLOW_RATIO = 1.5
 """A rank is slow if its own part of a step takes so many times as long as the median rank's."""
 SLOW_AFTER = 50
@@ -52,12 +54,13 @@ class Beat(NamedTuple):
     """Of the memory that it shares with other processes of its machine."""
 
     @classmethod
-    def of(cls, number: int, phases: PhaseClock, descriptor: int) -> Beat:
+    def of(cls, number: int, phases: PhaseClock, since: float, descriptor: int) -> Beat:
         """This rank's beat.
 
         Args:
             number: of the beat.
             phases: the notes of its training thread.
+            since: a time of its last progress that these notes do not know of, by time.monotonic().
             descriptor: of the shared memory with these notes.
         """
         note = phases.note
@@ -65,7 +68,7 @@ class Beat(NamedTuple):
             number,
             note.phase,
             note.num_entered,
-            time.monotonic() - note.since,
+            time.monotonic() - max(since, note.since),
             phases.num_steps,
             phases.own_ms,
             socket.gethostname(),
@@ -80,14 +83,12 @@ class Limits:
     Args:
         parallel: has --hang-timeout and --distributed-timeout-minutes.
         phases: the notes of this rank; steps take equally long on all ranks.
-        world_size: number of ranks.
     """
 
-    def __init__(self, parallel: ParallelConfig, phases: PhaseClock, world_size: int) -> None:
+    def __init__(self, parallel: ParallelConfig, phases: PhaseClock) -> None:
         self._given_s, self._phases = parallel.hang_timeout, phases
         # Less than a collective, whose own time limit would end the run with a message that says less.
         self._collective_s = 0.9 * 60 * parallel.distributed_timeout_minutes
-        self._long_s = math.inf if world_size == 1 else self._collective_s
 
     @property
     def step_s(self) -> float:
@@ -99,11 +100,38 @@ class Limits:
         """Between two beats."""
         return min(self.step_s / _BEATS, _SLOWEST_BEAT_S)
 
+    @property
+    def long_s(self) -> float:
+        """For what may take nearly as long as a collective."""
+        return max(self.step_s, self._collective_s)
+
     def of(self, beat: Beat) -> float:
-        """In the phase of a rank: evaluation, a save and the first step may take as long as a collective."""
+        """In the phase of a rank that lives: evaluation, a save and the first step are long.
+
+        In set-up and at the end a rank may prepare data, write or delete for hours while the others wait.
+        """
+        if beat.phase in (Phase.SETUP, Phase.END):
+            return math.inf
         if not beat.num_steps or beat.phase in (Phase.EVALUATION, Phase.SAVE):
-            return max(self.step_s, self._long_s)
+            return self.long_s
         return self.step_s * (READING_LIMITS if beat.phase == Phase.READING else 1)
+
+    def of_silence(self, phase: str, *, is_set_up: bool = False) -> float:
+        """Without beats, which in set-up and at the end any library may keep a rank from.
+
+        Args:
+            phase: of the last beat.
+            is_set_up: some rank is known to train, so all have ended their set-up, which none leaves alone.
+        """
+        return self.long_s if phase == Phase.END or (phase == Phase.SETUP and not is_set_up) else self.step_s
+
+    def of_writing(self, num_bytes: int) -> float:
+        """Without progress in writing a checkpoint.
+
+        Args:
+            num_bytes: of the files that are being flushed, none of which need be on the disk before.
+        """
+        return self.step_s + num_bytes / SLOWEST_DISK
 
 
 class Fault(NamedTuple):
@@ -120,12 +148,12 @@ class Judge:
 
     Args:
         limits: see `Limits`.
+        phases: the notes of this rank.
         world_size: number of ranks.
-        start_iteration: steps done before this start of the run.
     """
 
-    def __init__(self, limits: Limits, world_size: int, start_iteration: int) -> None:
-        self._limits, self._start = limits, start_iteration
+    def __init__(self, limits: Limits, phases: PhaseClock, world_size: int) -> None:
+        self._limits, self._phases = limits, phases
         self._looked = time.monotonic()
         self._heard = [(0, self._looked)] * world_size
         """Of each rank the number of its newest beat, and when that was first seen."""
@@ -144,7 +172,12 @@ class Judge:
             for heard, beat in zip(self._heard, beats, strict=True)
         ]
         there = {rank: beat for rank, beat in enumerate(beats) if beat.phase != Phase.DONE}
-        silent = [rank for rank in there if now - self._heard[rank][1] > self._limits.step_s]
+        is_set_up = any(beat.num_entered for beat in beats)
+        silent = [
+            rank
+            for rank, beat in there.items()
+            if now - self._heard[rank][1] > self._limits.of_silence(beat.phase, is_set_up=is_set_up)
+        ]
         behind = min((beat.num_entered for beat in there.values()), default=0)
         late = [
             rank
@@ -188,11 +221,19 @@ class Judge:
             silence_s: the time since then.
         """
         fault = f"(process {beat.pid} on {beat.host}) has shown no sign of life for {silence_s:.0f} s"
-        shared = read_shared(beat.pid, beat.descriptor) if beat.host == socket.gethostname() else None
-        if shared is None:
+        place = self.place_now(beat)
+        if place is None:
             return f"{fault}; it was last heard of in {self.place(beat.phase, beat.num_steps)}"
-        phase, num_steps, _ = shared
-        return f"{fault}, {process_state(beat.pid)}, in {self.place(phase, num_steps)}"
+        return f"{fault}, {process_state(beat.pid)}, {place}"
+
+    def place_now(self, beat: Beat) -> str | None:
+        """Where a rank is now, in words, from its shared memory; None if its machine is another one.
+
+        Args:
+            beat: its last one.
+        """
+        shared = read_shared(beat.pid, beat.descriptor) if beat.host == socket.gethostname() else None
+        return None if shared is None else f"in {self.place(*shared)}"
 
     def place(self, phase: str, num_steps: int) -> str:
         """A phase and its step, in words.
@@ -201,4 +242,6 @@ class Judge:
             phase: the phase.
             num_steps: steps done before, since the start.
         """
-        return f"{phase} of step {self._start + num_steps + 1}"
+        if phase in (Phase.SETUP, Phase.END):
+            return phase
+        return f"{phase} of step {self._phases.num_before + num_steps + 1}"

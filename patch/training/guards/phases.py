@@ -10,18 +10,24 @@ import mmap
 import os
 import struct
 import time
+from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
 
+from patch.checkpoint.save import Writing
+
 _SHARE_OF_STEP = 0.05
 """How much the newest step counts in the mean of a rank's own time."""
-_RECORD = struct.Struct("=qqd")
-"""In shared memory: the index of the phase, the steps done, and `Note.since`."""
+_LARGEST_RATIO = 3.0
+"""As how many times this mean a step counts at most."""
+_RECORD = struct.Struct("=qq")
+"""In shared memory: the index of the phase, and the steps done."""
 
 
 class Phase(StrEnum):
     """The parts of a run that the guard tells apart."""
 
+    SETUP = "set-up"
     READING = "data reading"
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -30,6 +36,7 @@ class Phase(StrEnum):
     METRICS = "metrics"
     EVALUATION = "evaluation"
     SAVE = "save"
+    END = "clean-up or export"
     DONE = "leaving"
 
 
@@ -52,13 +59,17 @@ class PhaseClock:
     """The notes of one rank."""
 
     def __init__(self) -> None:
-        self.note = Note(Phase.METRICS, time.monotonic(), 0)
+        self.note = Note(Phase.SETUP, time.monotonic(), 0)
+        self.num_before = 0
+        """Steps done before this start of the run."""
         self.num_steps = 0
         """Steps done since the start."""
         self.step_s = 0.0
         """The time of the slowest step after the first one."""
         self.own_ms = 0.0
         """A running mean of the time of a step in which this rank did not wait for the others' gradients."""
+        self.writing: Callable[[], Writing | None] = lambda: None
+        """How far this rank is with writing a checkpoint; None: it writes none."""
         self.shared: mmap.mmap | None = None
         """Memory from `shared_memory` that gets the notes, too."""
 
@@ -77,10 +88,9 @@ class PhaseClock:
         self._set(phase if is_step else current, self.note.num_entered)
 
     def _set(self, phase: Phase, num_entered: int) -> None:
-        now = time.monotonic()
-        self.note = Note(phase, now, num_entered)
+        self.note = Note(phase, time.monotonic(), num_entered)
         if self.shared is not None:
-            _RECORD.pack_into(self.shared, 0, _INDEX[phase], self.num_steps, now)
+            _RECORD.pack_into(self.shared, 0, _INDEX[phase], self.num_steps)
 
     def end_step(self, seconds: float, waited_ms: float) -> None:
         """Note that a step is done.
@@ -94,7 +104,8 @@ class PhaseClock:
             self.own_ms = own_ms
         if self.num_steps:
             self.step_s = max(self.step_s, seconds)
-            self.own_ms += _SHARE_OF_STEP * (own_ms - self.own_ms)
+            # Not once a slow rank is one whose machine stood still for a minute.
+            self.own_ms += _SHARE_OF_STEP * (min(own_ms, _LARGEST_RATIO * self.own_ms) - self.own_ms)
         self.num_steps += 1
 
 
@@ -105,8 +116,8 @@ def shared_memory() -> tuple[mmap.mmap, int]:
     return mmap.mmap(descriptor, _RECORD.size), descriptor
 
 
-def read_shared(pid: int, descriptor: int) -> tuple[str, int, float] | None:
-    """The phase of another process of this machine, its steps done, and the seconds since its last progress.
+def read_shared(pid: int, descriptor: int) -> tuple[str, int] | None:
+    """The phase of another process of this machine, and its steps done.
 
     Args:
         pid: of the process.
@@ -116,7 +127,7 @@ def read_shared(pid: int, descriptor: int) -> tuple[str, int, float] | None:
     """
     try:
         with open(f"/proc/{pid}/fd/{descriptor}", "rb") as file:
-            index, num_steps, since = _RECORD.unpack(file.read(_RECORD.size))
-        return _PHASES[index], num_steps, time.monotonic() - since
+            index, num_steps = _RECORD.unpack(file.read(_RECORD.size))
+        return _PHASES[index], num_steps
     except (OSError, struct.error, IndexError):
         return None

@@ -1,12 +1,22 @@
-"""Warns of a loss or gradient norm far above those of the last steps, and names the step's samples."""
+"""Warns of a loss or gradient norm far above those of the last steps, and names the step's samples.
+
+The warning names a few of them; log/spikes.jsonl gets one object for each spike, with all of them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
+from typing import Any
+
+import orjson
 
 from patch.logger import get_logger
+from patch.storage.names import SPIKES_FILE
+from patch.storage.sizes import counted
 from patch.training.guards.non_finite import named_samples, samples_of_step
 from patch.training.setup import Run
 
@@ -14,6 +24,8 @@ _logger = get_logger(__name__)
 
 WINDOW = 100
 """Steps that a value is compared with."""
+_MOST_NAMED = 3
+"""Samples that a warning names."""
 _FEWEST = 20
 """Steps before the first comparison."""
 _SIGMAS = 1.4826
@@ -25,7 +37,7 @@ _SMALLEST_RISE = 0.1
 
 
 class SpikeWarnings:
-    """The warnings of rank 0; they change nothing.
+    """The warnings of rank 0; they change nothing in training.
 
     Args:
         run: the run; `--spike-factor` says how many standard deviations above the median are a spike.
@@ -33,6 +45,7 @@ class SpikeWarnings:
 
     def __init__(self, run: Run) -> None:
         self._run = run
+        self._file = Path(run.config.checkpoint.output_path) / SPIKES_FILE
         self._factor = run.config.training.spike_factor
         # A norm that is not clipped does no harm.
         norms = _Series(least=run.config.optimizer.clip_grad)
@@ -51,11 +64,26 @@ class SpikeWarnings:
         for (name, series), value in zip(self._series.items(), (loss, grad_norm), strict=True):
             usual = series.usual_if_spike(value, self._factor)
             if usual is not None:
-                samples = named_samples(self._run, samples_of_step(self._run, iteration))
+                samples = samples_of_step(self._run, iteration)
                 _logger.warning(
-                    "step %d: %s %.4g, far above the usual %.4g; its samples: %s",
-                    iteration + 1, name, value, usual, samples,
+                    "step %d: %s %.4g, far above the usual %.4g; the first of its %s: %s; all are in %s",
+                    iteration + 1, name, value, usual, counted(len(samples), "sample"),
+                    named_samples(self._run, samples[:_MOST_NAMED]), self._file,
                 )  # fmt: skip
+                spike = {"iteration": iteration + 1, "value_of": name, "value": value, "usual": usual}
+                self._append({**spike, "samples": self._described(samples)})
+
+    def _described(self, samples: Sequence[int]) -> list[dict[str, Any]]:
+        place = self._run.sample_place
+        return [{"number": each, "place": place and place(each)} for each in samples]
+
+    def _append(self, spike: dict[str, Any]) -> None:
+        try:
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            with self._file.open("ab") as file:
+                file.write(orjson.dumps(spike) + b"\n")
+        except OSError as error:
+            _logger.warning("%s cannot be written: %s", self._file, error.strerror)
 
 
 class _Series:

@@ -25,15 +25,16 @@ def write_own_stacks(file: Path, reason: str) -> None:
         faulthandler.dump_traceback(stream)
 
 
-def write_stacks_of(pid: int, file: Path, reason: str) -> None:
+def write_stacks_of(pid: int, file: Path, reason: str, place: str) -> None:
     """Append the state and the stacks of another process, which py-spy reads where it is installed.
 
     Args:
         pid: of a process on this machine.
         file: in a folder that exists.
         reason: the first line.
+        place: where it is, in words.
     """
-    text = f"process {pid}: {process_state(pid)}\n{_spied(pid)}\n"
+    text = f"process {pid}: {process_state(pid)}, {place}\n{_spied(pid)}\n"
     with file.open("a") as stream:
         stream.write(_header(reason) + text)
 

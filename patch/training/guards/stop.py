@@ -76,7 +76,7 @@ class StopRequests:
         """Within the block signals are only recorded, and rank 0 looks for the stop file."""
 
         def note(number: int, frame: object) -> None:
-            self._signal = number
+            self._signal = self._signal or number  # SLURM's SIGTERM at its limit follows the signal before it
 
         previous = {number: signal.signal(number, note) for number in STOP_SIGNALS}
         is_over = Event()

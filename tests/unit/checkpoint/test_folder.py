@@ -1,5 +1,6 @@
 """Which checkpoint is the newest, and how a written one takes its name."""
 
+import time
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,18 @@ def write_files(folder: Path, text: str = "") -> None:
     write_manifest(folder, iteration, {name: content(folder / name) for name in names})
 
 
+def wait_for_the_clock(folder: Path) -> None:
+    """Until a new file has a later time than those that are there."""
+    probe = folder / "probe"
+    begin = time.time_ns()
+    while True:
+        probe.write_bytes(b"")
+        if probe.stat().st_mtime_ns > begin:
+            break
+        time.sleep(0.001)
+    probe.unlink()
+
+
 def test_latest_iteration_is_none_without_a_checkpoint(tmp_path):
     assert latest_iteration(tmp_path / "not_there") is None
     assert latest_iteration(tmp_path) is None
@@ -30,11 +43,32 @@ def test_latest_iteration_is_none_without_a_checkpoint(tmp_path):
     assert latest_iteration(tmp_path) is None
 
 
-def test_latest_iteration_follows_the_tracker(tmp_path):
-    for iteration in (10, 20):
+def test_latest_iteration_follows_a_tracker_that_was_set_back_by_hand(tmp_path, caplog):
+    """Also when the run has gone on from there, and saved before the checkpoint that it left behind."""
+    for iteration in (10, 30):
         write_files(iteration_folder(tmp_path, iteration))
+    (tmp_path / TRACKER).write_text("30\n")
+    wait_for_the_clock(tmp_path)
     (tmp_path / TRACKER).write_text("10\n")
     assert latest_iteration(tmp_path) == 10
+    write_files(open_staging(iteration_folder(tmp_path, 20)))
+    publish(iteration_folder(tmp_path, 20))
+    assert latest_iteration(tmp_path) == 20 and not caplog.text
+
+
+def test_latest_iteration_is_one_that_a_kill_kept_from_the_tracker(tmp_path, caplog):
+    """A checkpoint exists when its marker does. One that was left behind before (40) plays no part."""
+    for iteration in (10, 40, 20):
+        write_files(iteration_folder(tmp_path, iteration))
+    wait_for_the_clock(tmp_path)
+    (tmp_path / TRACKER).write_text("20\n")
+    assert latest_iteration(tmp_path) == 20
+    wait_for_the_clock(tmp_path)
+    write_files(iteration_folder(tmp_path, 30))
+    assert latest_iteration(tmp_path) == 30 and weights_folder(tmp_path).name == "iter_0000030"
+    assert "iter_0000030 was completed after that" in caplog.text
+    (iteration_folder(tmp_path, 30) / "common.pt").write_text("damaged")
+    assert latest_iteration(tmp_path) == 20
 
 
 @pytest.mark.parametrize("tracked", ["30", "not a number", ""])

@@ -17,6 +17,7 @@ from patch import compat
 from patch.checkpoint import load_checkpoint, save_checkpoint
 from patch.checkpoint.folder import iteration_folder
 from patch.checkpoint.sharded_tensors import shards_of
+from patch.compat.gloo import shared_devices
 
 LAYOUTS = [(2, 1), (1, 2), (2, 2), (1, 1)]
 VOCAB, HIDDEN, FFN, LAYERS = 64, 32, 48, 2
@@ -25,7 +26,8 @@ VOCAB, HIDDEN, FFN, LAYERS = 64, 32, 48, 2
 def build(tp: int, pp: int, seed: int) -> GPTModel:
     """LLaMA-like (SwiGLU, RMSNorm, GQA, untied), with weights that differ between any two layouts."""
     new_job()
-    parallel_state.initialize_model_parallel(tp, pp)
+    with shared_devices():
+        parallel_state.initialize_model_parallel(tp, pp)
     config = TransformerConfig(
         num_layers=LAYERS, hidden_size=HIDDEN, ffn_hidden_size=FFN, num_attention_heads=4,
         num_query_groups=2, normalization="RMSNorm", add_bias_linear=False, gated_linear_unit=True,

@@ -1,6 +1,7 @@
 """Two processes: when one fails to write or to read, both say so, and the earlier checkpoint still loads."""
 
 import resource
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
 from patch import compat
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
+from patch.checkpoint import save as save_module
 from patch.checkpoint.folder import iteration_folder
 from patch.checkpoint.manifest import write_manifest
 from patch.errors import CheckpointError
@@ -65,6 +67,9 @@ def run_failures(rank: int, world_size: int, folder: str) -> dict[str, object]:
         report["common"] = save(3, {"config": "x" * 4 * 2**20})
     with_hole = state(rank, world_size, 5.0, parts=3)
     report["hole"] = outcome(lambda: save_checkpoint(root, 5, with_hole, {}))
+    save_module._FOLDER_IS_SEEN_S = 1.0
+    mine = root if rank == 0 else root.with_name("seen_later")
+    report["not shared"] = outcome(lambda: save_checkpoint(mine, 6, state(rank, world_size, 6.0), {}))
     report["names"] = sorted(path.name for path in root.iterdir())
     report["latest"] = latest_iteration(root)
     target = state(rank, world_size, 0.0)
@@ -72,6 +77,9 @@ def run_failures(rank: int, world_size: int, folder: str) -> dict[str, object]:
     report["value"] = float(target["model"]["w"].data.mean())
     report["after"] = save(4)
     report["final"] = latest_iteration(root)
+    if rank == 1:
+        threading.Timer(0.5, mine.symlink_to, (root,)).start()
+    report["seen later"] = outcome(lambda: save_checkpoint(mine, 4, state(rank, world_size, 4.0), {}))
     if rank == 0:
         data = iteration_folder(root, 4) / "__1_0.distcp"
         data.write_bytes(data.read_bytes()[:-1])
@@ -95,6 +103,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict]:
         ("data", "OSError: [Errno 27] File too large"),
         ("common", "OSError: [Errno 27] File too large"),
         ("hole", "Invalid access pattern"),
+        ("not shared", "all ranks must share the folder"),
     ],
 )
 def test_error_on_one_rank_fails_both_and_is_named(reports, step, reason):
@@ -106,6 +115,11 @@ def test_failed_save_leaves_no_trace_and_the_previous_checkpoint_loads(reports):
     for rank, report in enumerate(reports):
         assert report["names"] == ["iter_0000001", "latest_checkpointed_iteration.txt"]
         assert report["latest"] == 1 and report["value"] == 1.0 + rank
+
+
+def test_folder_that_a_machine_sees_later_is_waited_for(reports):
+    """As over NFS, which remembers for a while that a name was not there."""
+    assert all(report["seen later"] == "done" for report in reports)
 
 
 def test_save_works_again_after_failures(reports):

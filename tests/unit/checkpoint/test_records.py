@@ -68,7 +68,7 @@ def test_files_hold_what_torch_reads_and_their_checksums(tmp_path, is_strided):
         torch.tensor(7),
     ]
     values += [(torch.randn(11) * 4).to(dtype) for dtype in DTYPES] + [torch.zeros(1).expand(9)]
-    written = write_data(tmp_path, 3, values, cancelled=Event())
+    written = write_data(tmp_path, 3, values, cancelled=Event(), files=[])
     assert sorted(written.contents) == [f"__3_{number}.distcp" for number in range(NUM_FILES)]
     for name, saved in written.contents.items():
         assert saved == content(tmp_path / name)

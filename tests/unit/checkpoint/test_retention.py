@@ -73,6 +73,19 @@ def test_later_and_damaged_ones_stay_and_do_not_count(one_process, tmp_path):
     assert iterations(tmp_path) == [1, 3, 4]
 
 
+def test_those_that_stay_anyway_are_not_looked_at():
+    """A save must not wait for a look at thousands of files of each of a hundred old checkpoints."""
+    asked = []
+
+    def is_whole(iteration: int) -> bool:
+        asked.append(iteration)
+        return iteration != 11
+
+    retention = Retention(last=2, every=2)
+    assert retention.superseded(range(1, 13), 3, is_whole) == [1, 5, 7, 9]
+    assert asked == [11, 10, 9, 7, 5, 1]
+
+
 def test_weights_alone_and_what_a_rollback_left_do_not_count(one_process, tmp_path):
     """A run that went back from 3 to 2, because 3 has a wrong byte, needs 2 until 4 is followed by 5."""
     save(tmp_path, 1, 2, 3, 4)

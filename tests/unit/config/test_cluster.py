@@ -106,6 +106,14 @@ def test_slurm_tasks_are_as_many_on_each_machine(uneven):
         slurm_task("slurm", {**TASK, **uneven})
 
 
+def test_several_slurm_tasks_on_one_gpu_are_refused():
+    """NCCL would say "Duplicate GPU detected"."""
+    with pytest.raises(ConfigError, match="2 GPUs to the 4 tasks.*--ntasks-per-node=2"):
+        slurm_task("slurm", {**TASK, "SLURM_GPUS_ON_NODE": "2"})
+    without_gpus = {name: text for name, text in TASK.items() if name != "SLURM_GPUS_ON_NODE"}
+    assert slurm_task("slurm", without_gpus)["LOCAL_WORLD_SIZE"] == "4"
+
+
 def test_launcher_of_a_run_that_may_shrink_counts_the_machines(command):
     command.environ.update(LOCAL_RANK="0", WORLD_SIZE="2", LOCAL_WORLD_SIZE="1")
     elastic = ("--nnodes=4", "--nproc-per-node=1", "--max-restarts=1", "--min-nodes=1")

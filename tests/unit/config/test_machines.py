@@ -2,7 +2,7 @@
 
 import pytest
 
-from patch.config import usable_sizes, validate_run
+from patch.config import set_spares_aside, usable_sizes, validate_run
 from patch.errors import ConfigError
 
 MEETING = {"NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "99", "NPROC_PER_NODE": "1"}
@@ -24,6 +24,20 @@ def test_sizes_that_do_not_divide_the_batch_or_hold_the_layout_are_left_out(pars
     assert usable_sizes(parse(8, "--nnodes=4", "--min-nodes=1", AGAIN), command.machine) == [1, 2, 4]
     in_pairs = parse(8, "--nnodes=8", "--min-nodes=2", AGAIN, "--tensor-model-parallel-size=2")
     assert usable_sizes(in_pairs, command.machine) == [2, 4, 8]
+
+
+def test_machines_that_do_not_divide_the_batch_are_spares_if_the_rest_is_enough(parse, command):
+    elastic = parse(8, "--nnodes=7", "--min-nodes=2", AGAIN)
+    config, (note,) = set_spares_aside(elastic, command.machine)
+    assert config.parallel.nnodes == 4 and "4 of 7 machines train" in note
+    validate_run(config, command.machine)
+    for flags in [
+        ("--nnodes=7",),
+        ("--nnodes=7", "--min-nodes=5", AGAIN),
+        ("--nnodes=4", "--min-nodes=2", AGAIN),
+    ]:
+        config = parse(8, *flags)
+        assert set_spares_aside(config, command.machine) == (config, [])
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from patch.distributed.collectives import (
     all_or_none,
     fail_together,
     from_rank_0,
+    is_on_all_ranks,
     max_over_world,
     sum_over,
 )
@@ -56,6 +57,7 @@ def _seen(rank: int, make: Callable[[int], Exception | None]) -> tuple[bool, str
     plain = _raised(lambda: agree(error))
     in_block = _raised(lambda: _in_block(error))
     nested = _raised(lambda: _in_block(None, partial(_in_block, error)))
+    assert plain is None or is_on_all_ranks(plain)
     assert (type(in_block), str(in_block)) == (type(plain), str(plain)), "all_or_none is not agree"
     assert (type(nested), str(nested)) == (type(plain), str(plain)), "an inner block's error changed"
     assert (plain is error) == (in_block is error) == (nested is error)

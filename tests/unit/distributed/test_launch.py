@@ -1,13 +1,6 @@
-"""The launcher, with tiny scripts as workers: environment, exit codes, signals, restarts, orphans.
+"""The launcher, with tiny scripts as workers: environment, exit codes, restarts. See test_signals.py too."""
 
-Run as a program this file is the launcher of a machine: `python test_launch.py SCRIPT MACHINE`, see `start`.
-"""
-
-import json
-import logging
 import os
-import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,61 +10,26 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from launches import (
+    MACHINE,
+    REPOSITORY,
+    await_files,
+    free_port,
+    is_running,
+    launch_workers,
+    make_config,
+    start,
+    write_script,
+)
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
-from patch.config import Rendezvous, RunConfig, schema
+from patch.config import Rendezvous
 from patch.device import MachineFacts
 from patch.distributed import agent, rendezvous
-from patch.distributed.agent import INSISTENCE_S
-from patch.distributed.launch import launch, worker_environment
+from patch.distributed.launch import worker_environment
 from patch.distributed.worker_process import LOST_RANK_CODE
 from patch.errors import ConfigError
 from patch.storage.lock import hold_run
-
-REPOSITORY = Path(__file__).parents[3]
-MACHINE = MachineFacts(cuda_devices=0, cpu_cores=4)
-ALONE = Rendezvous()
-READY_TIMEOUT_S = 200.0
-
-
-def make_config(num_local: int, num_nodes: int = 1, **training: object) -> RunConfig:
-    return RunConfig(
-        model=schema.ModelConfig(
-            num_layers=2,
-            hidden_size=8,
-            ffn_hidden_size=8,
-            num_attention_heads=2,
-            num_query_groups=2,
-            kv_channels=4,
-            vocab_size=16,
-            seq_length=8,
-            max_position_embeddings=8,
-            rotary_base=1e4,
-        ),
-        parallel=schema.ParallelConfig(nproc_per_node=num_local, nnodes=num_nodes),
-        training=schema.TrainingConfig(
-            micro_batch_size=1, global_batch_size=num_local, train_iters=1, **training
-        ),
-        optimizer=schema.OptimizerConfig(lr=1e-3),
-        data=schema.DataConfig(train_data_path="none", max_padding_length=8),
-        checkpoint=schema.CheckpointConfig(output_path="none"),
-    )
-
-
-def launch_workers(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: int) -> int:
-    config = make_config(num_local)
-    config = replace(config, parallel=replace(config.parallel, **parallel))
-    return launch(script, ["--flag"], config, place, MACHINE)
-
-
-def write_script(folder: Path, body: str) -> Path:
-    script = folder / "worker.py"
-    script.write_text(
-        f"import os, signal, sys, time\nsys.path.insert(0, {str(REPOSITORY)!r})\n"
-        "from patch.distributed import worker_process\nworker_process.begin()\n"
-        f"rank = int(os.environ['RANK'])\n{body}\n"
-    )
-    return script
 
 
 @pytest.fixture
@@ -198,6 +156,27 @@ def test_run_of_one_machine_looks_whether_its_folder_is_free(
     monkeypatch.setattr("patch.storage.lock._WAIT_S", 0.1)
     with hold_run(Path("none")), pytest.raises(ConfigError, match="none is being written by process"):
         launch_workers(script, 1)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_each_process_has_a_log_of_its_own_for_each_start_beside_what_the_launcher_shows(
+    tmp_path: Path, short_waits: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = "start = os.environ['PATCH_ROUND']\nprint('says', rank, start, file=sys.stderr, flush=True)\n"
+    body += "sys.exit(start == '1')"
+    logs = tmp_path / "logs" / "here"
+    assert launch_workers(write_script(tmp_path, body), 2, max_restarts=1, log_dir=str(logs)) == 0
+    found = sorted((file.name.partition(".")[0], file.read_text()) for file in logs.iterdir())
+    said = [(rank, start) for rank in (0, 1) for start in (1, 2)]
+    assert found == [(f"rank{rank:05d}", f"says {rank} {start}\n") for rank, start in said]
+    shown = capfd.readouterr().err.splitlines()
+    assert all(f"{rank}: says {rank} {start}" in shown for rank, start in said)
+
+
+def test_log_dir_that_cannot_be_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    script = write_script(tmp_path, f"open(f'{tmp_path}/ran', 'w').write('yes')")
+    with pytest.raises(ConfigError, match="worker.py/logs cannot be created: Not a directory"):
+        launch_workers(script, 1, log_dir=str(script / "logs"))
     assert not (tmp_path / "ran").exists()
 
 
@@ -375,12 +354,6 @@ if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':
     assert not is_running(int((tmp_path / "child").read_text()))
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def test_the_rest_goes_on_when_a_machine_is_lost_and_takes_it_in_again(tmp_path: Path) -> None:
     """Ranks follow the machines' indices, also if a later machine comes first."""
     body = f"""
@@ -407,108 +380,25 @@ if start == '2':
     assert found == [str(again.pid), str(first.pid)]
 
 
-def test_machine_beyond_what_the_batch_allows_waits_until_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "num_spares", "num_machines", "num_training"), [([1, 3], 0, 2, 1), ([2], 1, 3, 2)]
+)
+def test_machine_beyond_what_the_batch_allows_waits_until_the_end(
+    monkeypatch: pytest.MonkeyPatch, sizes: list[int], num_spares: int, num_machines: int, num_training: int
+) -> None:
     monkeypatch.setattr(rendezvous, "LAST_CALL_S", 1)
     monkeypatch.setattr(rendezvous, "LINGER_S", 0)
-    place = Rendezvous(0, "127.0.0.1", free_port())
+    place = Rendezvous(0, "127.0.0.1", free_port(), num_spares)
     limit = timedelta(seconds=30)
     with ThreadPoolExecutor() as threads:
-        first = rendezvous.Meeting.join(place, [1, 3], limit)
-        second = rendezvous.Meeting.join(place._replace(node_rank=1), [1, 3], limit)
-        spare = threads.submit(second.next_rendezvous)
-        info = threads.submit(first.next_rendezvous).result(20)
-        assert (info.rank, info.world_size) == (0, 1)
+        places = [place._replace(node_rank=rank) for rank in range(num_machines)]
+        meetings = [rendezvous.Meeting.join(each, sizes, limit) for each in places]
+        *training, spare = [threads.submit(each.next_rendezvous) for each in meetings]
+        found = [(info.rank, info.world_size) for info in (each.result(20) for each in training)]
+        assert found == [(rank, num_training) for rank in range(num_training)]
         with pytest.raises(TimeoutError):
             spare.result(0.5)
+        first = meetings[0]
         first.shutdown()
         with pytest.raises(RendezvousGracefulExitError):
             spare.result(20)
-
-
-def start(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: int) -> subprocess.Popen:
-    """Start the launcher of a machine as a program."""
-    machine = json.dumps({"num_local": num_local, "place": place, **parallel})
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return subprocess.Popen([sys.executable, __file__, str(script), machine], env=environment)
-
-
-def await_files(*files: Path) -> list[str]:
-    deadline = time.monotonic() + READY_TIMEOUT_S
-    while not all(file.exists() and file.read_text() for file in files):
-        assert time.monotonic() < deadline, f"{files} were not written in time"
-        time.sleep(0.05)
-    return [file.read_text() for file in files]
-
-
-@pytest.mark.parametrize(
-    "signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2], ids=lambda each: each.name
-)
-def test_signal_is_forwarded_once_and_waited_for(tmp_path: Path, signum: signal.Signals) -> None:
-    body = f"""
-count = 0
-def stop(signum, frame):
-    global count
-    count += 1
-for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
-    signal.signal(each, stop)
-open(f'{tmp_path}/ready{{rank}}', 'w').write('yes')
-while not count:
-    time.sleep(0.05)
-time.sleep(1)
-open(f'{tmp_path}/saved{{rank}}', 'w').write(str(count))
-sys.exit(128 + {int(signum)})
-"""
-    launcher = start(write_script(tmp_path, body), 2, max_restarts=1)
-    await_files(tmp_path / "ready0", tmp_path / "ready1")
-    launcher.send_signal(signum)
-    time.sleep(0.3)
-    launcher.send_signal(signum)  # as `timeout` and impatient users do
-    assert launcher.wait(100) == 128 + signum
-    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
-
-
-def test_second_signal_after_a_while_ends_workers_that_hang(tmp_path: Path) -> None:
-    body = f"""
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-open(f'{tmp_path}/ready{{rank}}', 'w').write('yes')
-time.sleep(120)
-"""
-    launcher = start(write_script(tmp_path, body), 2, max_restarts=1)
-    await_files(tmp_path / "ready0", tmp_path / "ready1")
-    for pause in (0.5, 0.5, INSISTENCE_S):  # the first two are one impatient person
-        assert launcher.poll() is None
-        launcher.send_signal(signal.SIGINT)
-        time.sleep(pause)
-    assert launcher.poll() is None
-    launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(100) == 128 + signal.SIGINT
-
-
-def test_no_worker_outlives_a_killed_launcher(tmp_path: Path) -> None:
-    body = f"open(f'{tmp_path}/pid{{rank}}', 'w').write(str(os.getpid()))\ntime.sleep(120)"
-    launcher = start(write_script(tmp_path, body), 2, max_restarts=1)
-    pids = [int(text) for text in await_files(tmp_path / "pid0", tmp_path / "pid1")]
-    launcher.kill()
-    launcher.wait()
-    deadline = time.monotonic() + 10
-    while any(is_running(pid) for pid in pids):
-        assert time.monotonic() < deadline, "a worker outlived its launcher"
-        time.sleep(0.05)
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def become_machine(text: str) -> dict:
-    machine = json.loads(text)
-    return {**machine, "place": Rendezvous(*machine["place"])}
-
-
-if __name__ == "__main__":
-    logging.basicConfig(level=logging.INFO)
-    rendezvous.LAST_CALL_S = rendezvous.HEARTBEAT_S = 2
-    sys.exit(launch_workers(Path(sys.argv[1]), **become_machine(sys.argv[2])))

@@ -145,7 +145,7 @@ with lock.hold_run(Path(folder)):
 @pytest.fixture
 def holder(tmp_path, monkeypatch) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Starts a holder of tmp_path/out; in the test's own process a lock is stale after a second."""
-    for name, value in (("BEAT_S", 0.2), ("STALE_S", 1.0), ("_SETTLE_S", 0.2)):
+    for name, value in (("BEAT_S", 0.2), ("STALE_S", 1.0), ("SETTLE_S", 0.2)):
         monkeypatch.setattr(lock_file, name, value)
     monkeypatch.setattr("patch.storage.lock._WAIT_S", 0.1)
     started: list[subprocess.Popen[str]] = []

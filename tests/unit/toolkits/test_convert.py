@@ -237,10 +237,24 @@ SPOILED_MCORE = {
 
 @pytest.mark.parametrize("case", SPOILED_MCORE)
 def test_spoiled_checkpoint_ends_with_4_and_leaves_the_target(root, case, capsys):
+    """Without checksums, as of another program: what is wrong is found while it is read."""
+    (root / "mcore" / "release" / "checksums.json").unlink()
     spoil, parts = SPOILED_MCORE[case]
     spoil(root)
     argv = ["mcore2hf", "--load", str(root / "mcore"), "--save", str(root / "before" / "hf")]
     _check_refused(argv, root, parts, capsys)
+
+
+@pytest.mark.parametrize(
+    "name", [".metadata", "__0_0.distcp", "common.pt", "metadata.json", "checksums.json"]
+)
+def test_checksums_find_a_flipped_bit_in_any_file(root, name, capsys):
+    path = root / "mcore" / "release" / name
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    argv = ["mcore2hf", "--load", str(root / "mcore"), "--save", str(root / "before" / "hf")]
+    _check_refused(argv, root, [f"{path} ", "convert the model again"], capsys)
 
 
 @pytest.mark.parametrize(
@@ -271,6 +285,7 @@ def test_unknown_flag_names_the_nearest_one(capsys):
 def test_weights_of_a_type_that_hugging_face_folders_lack_are_refused(root, capsys):
     from toolkits import verify_alignment
 
+    (root / "mcore" / "release" / "checksums.json").unlink()
     _change_index(
         root,
         lambda tensors: [setattr(stored.properties, "dtype", torch.float64) for stored in _tensors(tensors)],
@@ -296,6 +311,7 @@ def test_checkpoint_is_never_replaced_by_what_is_made_of_it(root, capsys):
     """A checkpoint of Megatron-LM with a config.json beside it, which looks like a Hugging Face model."""
     checkpoint = root / "megatron"
     shutil.copytree(root / "mcore" / "release", checkpoint / "iter_0000001")
+    (checkpoint / "iter_0000001" / "checksums.json").unlink()
     (checkpoint / "latest_checkpointed_iteration.txt").write_text("1")
     shutil.copy(root / "hf" / "config.json", checkpoint)
     before = _snapshot(checkpoint)

@@ -169,6 +169,43 @@ def test_nothing_of_a_checkpoint_is_executed(one_process, tmp_path, name):
     assert code == (4 if name == ".metadata" else 0) and not trap.exists()
 
 
+def _endless() -> dict[str, Any]:
+    """A dict in itself, and one that holds another so often that its text would fill all memory."""
+    values: dict[str, Any] = {"number": 1}
+    for _ in range(60):
+        values = {"one": values, "other": values}
+    values["again"] = values
+    return values
+
+
+def test_values_without_end_are_neither_shown_nor_compared_for_ever(one_process, tmp_path):
+    folders = []
+    for name in ("a", "b"):
+        folders.append(save(tmp_path / name, values()))
+        (folders[-1] / "checksums.json").unlink()
+        torch.save({"iteration": 7, "scale": {"x": 1.0}, "deep": _endless()}, folders[-1] / "common.pt")
+    code, report = inspect(tmp_path, *folders)
+    assert code == 0 and report["comparison"]["common_values"] == []
+    assert report["checkpoints"][0]["facts"].keys() >= {"iteration", "scale"}
+
+
+@pytest.mark.parametrize("harm", ["size", "chunks", "dtype"])
+def test_index_that_makes_no_sense_is_damage(one_process, tmp_path, harm):
+    folder = save(tmp_path / "run", values())
+    (folder / "checksums.json").unlink()
+    index = pickle.loads((folder / ".metadata").read_bytes())
+    tensor = index.state_dict_metadata[W]
+    if harm == "size":
+        tensor.size = torch.Size([-3, 8])
+    elif harm == "chunks":
+        tensor.chunks = None
+    else:
+        tensor.properties = 7
+    (folder / ".metadata").write_bytes(pickle.dumps(index))
+    code, report = inspect(tmp_path, folder)
+    assert code == 4 and ".metadata is no index of tensors" in report["checkpoints"][0]["complaints"][0]
+
+
 def test_megatron_lms_old_format_is_listed_and_compared(tmp_path):
     for which, shift in (("a", 0.0), ("b", 1.0)):
         for rank in range(2):

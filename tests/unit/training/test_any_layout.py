@@ -67,6 +67,7 @@ def go_through(rank: int, world_size: int, root: Path, names: list[str], before:
             save(root / name / precision, Progress(DONE, 8 * DONE), run.stages, run.optimizer, "")
             losses = [train_step(run, iteration).loss for iteration in range(DONE, STEPS)]
             found[name, precision] = (max_over_world(losses, run.device), consumed)
+            run.optimizer.finish_param_sync()  # the gathers of a late host belong to this job
             new_job()
         before = name
     return found

@@ -2,6 +2,8 @@
 
 import logging
 import os
+import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from patch.checkpoint.retention import Retention
 from patch.config.schema import RunConfig
 from patch.errors import CheckpointError
 from patch.storage.names import all_iterations, iteration_name
+from patch.training import checkpoint_retention
 from patch.training.checkpoint_retention import CheckpointRetention
 from patch.training.run_state import find_progress, load_weights, resume
 from patch.training.setup import Run
@@ -68,6 +71,28 @@ def test_run_keeps_what_it_was_told_to_and_its_last_weights(tmp_path: Path) -> N
     assert weights == {"decoder", "embedding", "output_layer"} and full - weights == {"optimizer", "random"}
     assert "iter_0000005 is the end of a run with --save-weights-only-at-end" in said
     assert resumed == 5 and equal == [True, True]
+
+
+def test_deletion_that_hangs_holds_up_neither_a_save_nor_the_end(
+    one_process: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As on a file server that is gone."""
+    for iteration in (1, 2):
+        save_checkpoint(tmp_path, iteration, {"model": {}}, {"iteration": iteration})
+    monkeypatch.setattr(checkpoint_retention, "CLOSE_S", 0.2)
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: time.sleep(60))
+    (tmp_path / ".removed_iter_0000009").mkdir()
+    begin = time.monotonic()
+    with caplog.at_level(logging.WARNING):
+        hook = CheckpointRetention(tmp_path, Retention(last=1), 0)
+        hook.on_save(2)
+        hook.close()
+    assert time.monotonic() - begin < 5
+    assert "still being deleted after 0 s" in caplog.text
+    assert not (tmp_path / iteration_name(1)).exists() and (tmp_path / iteration_name(2)).exists()
 
 
 def test_run_that_went_back_counts_its_own_checkpoints(one_process, tmp_path: Path) -> None:

@@ -36,3 +36,10 @@ def test_plot_is_drawn_again_at_every_save_and_at_the_end(tmp_path: Path) -> Non
         drawn.append(picture.read_bytes())
     log.close()
     assert drawn[0] != drawn[1]
+
+
+def test_plot_that_cannot_be_written_does_not_end_the_run(tmp_path: Path, logged: list[str]) -> None:
+    """As on a full disk: what must not be lost, metrics and checkpoints, ends it with its own error."""
+    (tmp_path / "log" / "loss.png").mkdir(parents=True)
+    LossPlot(tmp_path).on_save(1)
+    assert logged == [f"{tmp_path / 'log' / 'loss.png'} was not drawn: Is a directory"]

@@ -11,6 +11,7 @@ from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from training_runs import build_seeded_run, digests
 
+from patch.distributed.collectives import is_on_all_ranks
 from patch.memory import SimulatedDevice
 from patch.optimizer.bucket import Bucket
 from patch.training.error_translation import LostRankError
@@ -102,6 +103,7 @@ def hopeless(rank: int, changes: dict[str, Any]) -> str:
     expected = torch.OutOfMemoryError if rank == 1 else LostRankError
     with pytest.raises(expected) as caught:
         train_step(run, 0)
+    assert is_on_all_ranks(caught.value), "so a checkpoint that is being written can be completed"
     return str(caught.value)
 
 

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 import torch.distributed as dist
 from distributed_runner import leave, run_distributed
 from small_runs import small_run
@@ -20,6 +22,8 @@ from training_runs import build_seeded_run
 from patch.data import Batch
 from patch.distributed.worker_process import read_reply
 from patch.logger import configure_logging
+from patch.storage.names import CHECKSUMS_FILE
+from patch.training.guards import hang_verdict
 from patch.training.guards.hang_guard import guarding
 from patch.training.guards.hang_verdict import Beat, Judge, Limits
 from patch.training.guards.phases import Phase, PhaseClock
@@ -27,7 +31,7 @@ from patch.training.hooks import TrainerHook
 from patch.training.setup import Run
 from patch.training.trainer import Trainer
 
-LIMIT_S = 4.0
+LIMIT_S = 3.0
 
 
 class Reader:
@@ -44,32 +48,70 @@ class Reader:
         return self._reader.step(iteration)
 
 
-class StopInSave(TrainerHook):
+class AfterSave(TrainerHook):
+    """A hook that calls something when a checkpoint is complete."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
     def on_save(self, iteration: int) -> None:
-        os.kill(os.getpid(), signal.SIGSTOP)
+        self._action()
 
 
-def stop_self(*_: object) -> None:
+def stop_self() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
-def at(number: int, action: Callable[[], None]) -> Callable[..., None]:
-    """Calls the action at one call, counted from 1."""
-    calls = iter(range(1, 10**6))
-    return lambda *_: action() if next(calls) == number else None
+def before_step(run: Run, step: int, action: Callable[[], object]) -> None:
+    """Have a step, counted from 1, call the action in its forward."""
+
+    def call(*_: object) -> None:
+        if run.stages[0].training and run.phases.num_steps == step - 1:
+            action()
+
+    run.stages[0].register_forward_pre_hook(call)
 
 
-def hang(run: Run, place: str) -> list[TrainerHook]:
-    """Have this rank hang in step 3, or in the save after step 4."""
+def freeze_all(phases: PhaseClock) -> None:
+    """All ranks stand still for more than the limit, as on a machine that is suspended; here in forward."""
+    looked, gap_s = time.monotonic(), 0.0  # it may begin as soon as rank 0 knows all processes
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    if dist.get_rank() == 0:
+        names = " ".join(map(str, pids))
+        subprocess.Popen(["sh", "-c", f"kill -STOP {names}; sleep {1.2 * LIMIT_S}; kill -CONT {names}"])
+    while gap_s < LIMIT_S:
+        phases.go_on(Phase.FORWARD)
+        time.sleep(0.05)
+        now = time.monotonic()
+        looked, gap_s = now, now - looked
+    time.sleep(0.3 * LIMIT_S)  # the guard looks before the next progress
+
+
+def never_flush() -> None:
+    """From now on checkpoints are not flushed, as if their file server were gone."""
+    flush = os.fsync
+
+    def fsync(descriptor: int) -> None:
+        if "/checkpoint/" in os.readlink(f"/proc/self/fd/{descriptor}"):
+            time.sleep(600)
+        flush(descriptor)
+
+    os.fsync = fsync  # type: ignore[assignment]
+
+
+def set_up(run: Run, place: str) -> list[TrainerHook]:
+    """Have this rank hang in step 3, or in the save after step 2; in "writing" in the one after step 4."""
     if place == "forward":
-        run.stages[0].register_forward_pre_hook(at(3, stop_self))
+        before_step(run, 3, lambda: time.sleep(0.3 * LIMIT_S))  # let beats tell that two steps are done
+    if place in ("forward", "rank 0"):
+        before_step(run, 3, stop_self)
+    if place == "behind":
+        before_step(run, 3, lambda: time.sleep(600))
     if place == "data reading":
         run.train_reader = Reader(run.train_reader, lambda iteration: stop_self() if iteration == 2 else None)
-    if place == "sleep":
-        run.train_reader = Reader(
-            run.train_reader, lambda iteration: time.sleep(60) if iteration == 2 else None
-        )
-    return [StopInSave()] if place == "save" else []
+    actions = {"save": stop_self, "writing": never_flush}
+    return [AfterSave(actions[place])] if place in actions else []
 
 
 def make_store(rank: int, world_size: int) -> dist.TCPStore:
@@ -84,10 +126,11 @@ def make_store(rank: int, world_size: int) -> dist.TCPStore:
     return own or dist.TCPStore("127.0.0.1", port[0], world_size, False, timeout)
 
 
-def train_guarded(
-    rank: int, world_size: int, folder: str, messages: str, hanging: int, place: str
-) -> tuple[int, float]:
-    """Train in a job that meets as those of a launcher do; what the guard writes to stderr goes to a file."""
+def train_guarded(rank: int, world_size: int, folder: str, messages: str, hanging: int, place: str) -> None:
+    """Train in a job that meets as those of a launcher do; what the guard writes to stderr goes to a file.
+
+    In "forward" the evaluation is long, and rank 2 is slow. In "save" all stand still in step 2.
+    """
     store = make_store(rank, world_size)
     Path(folder, str(rank)).mkdir()
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{folder}/{rank}/reply"
@@ -95,113 +138,120 @@ def train_guarded(
         os.dup2(file.fileno(), 2)
     sys.stderr = sys.__stderr__
     configure_logging()
+    hang_verdict.SLOW_AFTER = 2
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     config = small_run(
-        dp=world_size, num_layers=1, train_iters=4, micro_batch_size=1, global_batch_size=world_size,
-        data_prefetch=0, output_path=folder, hang_timeout=LIMIT_S,
+        dp=world_size, num_layers=1, train_iters=6, micro_batch_size=1, global_batch_size=world_size,
+        data_prefetch=0, output_path=folder, hang_timeout=LIMIT_S, eval_interval=2, save_interval=2,
+        async_save=place == "writing",
     )  # fmt: skip
-    run = build_seeded_run(config)
-    hooks = hang(run, place) if rank == hanging else []
-    if place == "slow":
-        reader = run.train_reader
-        slow = Reader(reader, at(1, lambda: time.sleep(1.5 * LIMIT_S)))
-        run.valid_readers = {"slow": slow}  # type: ignore[dict-item]
-    else:
+    phases = PhaseClock()
+    with guarding(config, phases, torch.device("cpu")):
+        run = build_seeded_run(config)
+        run.phases = phases
+        hooks = set_up(run, place) if rank == hanging else []
         run.valid_readers = {}
-    if place == "slow" and rank == 1:
-        run.stages[0].register_forward_pre_hook(lambda *_: time.sleep(0.1))
-    with guarding(run):
-        code = Trainer(run, hooks).train()
-    return code, run.phases.own_ms
+        if place == "forward":
+            slow = Reader(run.train_reader, lambda index: time.sleep(0 if index else 1.5 * LIMIT_S))
+            run.valid_readers = {"slow": slow}  # type: ignore[dict-item]
+        if place == "forward" and rank == 2:
+            before_step(run, 2, lambda: time.sleep(0.1))
+        if place == "save":
+            before_step(run, 2, lambda: freeze_all(phases))
+        Trainer(run, hooks).train()
 
 
 class Outcome(NamedTuple):
-    """What became of a job."""
+    """What became of a job that the guard ended with exit code 5."""
 
-    results: list[tuple[int, float]] | None
-    """The exit code of each rank and its own time of a step; None: the guard ended all with exit code 5."""
     messages: str
-    seconds: float
     folder: Path
 
 
-# Name: (number of ranks, the rank that hangs, where).
+# Place: (number of ranks, the rank that hangs).
 JOBS = {
-    "forward": (3, 1, "forward"),
-    "data reading": (3, 1, "data reading"),
-    "save": (3, 1, "save"),
-    "rank 0": (2, 0, "forward"),
-    "behind": (2, 1, "sleep"),
-    "slow": (2, -1, "slow"),
-}
+    "forward": (3, 1), "save": (2, 1), "data reading": (2, 1), "rank 0": (2, 0), "behind": (2, 1),
+    "writing": (1, 0),
+}  # fmt: skip
 
 
-def run_guarded(folder: Path, world_size: int, hanging: int, place: str) -> Outcome:
+def run_guarded(folder: Path, place: str, world_size: int, hanging: int) -> Outcome:
     folder.mkdir()
     messages = folder / "messages"
-    begin = time.monotonic()
-    results = None
-    try:
-        results = run_distributed(
-            train_guarded, world_size, str(folder), str(messages), hanging, place, timeout_s=200
-        )
-    except AssertionError as error:
-        assert "died with 5" in str(error), error
-    return Outcome(results, messages.read_text(), time.monotonic() - begin, folder)
+    arguments = (str(folder), str(messages), hanging, place)
+    with pytest.raises(AssertionError, match="died with 5"):
+        run_distributed(train_guarded, world_size, *arguments, timeout_s=200)
+    return Outcome(messages.read_text(), folder)
 
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
-    """Of all jobs; several at once, because they mostly wait."""
+    """Of all jobs; at once, because they mostly wait."""
     folder = tmp_path_factory.mktemp("jobs")
-    with ThreadPoolExecutor(3) as pool:
-        jobs = {name: pool.submit(run_guarded, folder / name, *job) for name, job in JOBS.items()}
-        return {name: job.result() for name, job in jobs.items()}
+    with ThreadPoolExecutor(len(JOBS)) as pool:
+        jobs = {place: pool.submit(run_guarded, folder / place, place, *job) for place, job in JOBS.items()}
+        return {place: job.result() for place, job in jobs.items()}
 
 
 # The data of a step is read at the end of the step before.
-@pytest.mark.parametrize(("place", "step"), [("forward", 3), ("data reading", 2), ("save", 4)])
+@pytest.mark.parametrize(("place", "step"), [("forward", 3), ("data reading", 2), ("save", 2)])
 def test_stopped_rank_is_named_with_its_phase_and_all_stacks(
     outcomes: dict[str, Outcome], place: str, step: int
 ) -> None:
-    results, text, _, folder = outcomes[place]
-    assert results is None
+    text, folder = outcomes[place]
+    others = [rank for rank in range(JOBS[place][0]) if rank != 1]
     (silence,) = re.findall(r"no sign of life for (\d+) s", text)
     assert LIMIT_S <= int(silence) <= 2 * LIMIT_S  # noted when it was found, however loaded the machine is
-    assert text.count("ERROR rank 1 (process ") == text.count("has shown no sign of life for ") == 1
-    assert f"T (stopped), in {place} of step {step}; 2 rank(s) wait in " in text, text
-    stacks = {rank: (folder / "log" / "stacks" / f"rank_{rank}.txt").read_text() for rank in range(3)}
-    assert all("in train_step" in stacks[rank] or "in _save" in stacks[rank] for rank in (0, 2))
-    assert "T (stopped)" in stacks[1]
-    replies = [read_reply(str(folder / str(rank) / "reply")) for rank in (0, 2)]
+    assert text.count("ERROR") == text.count("ERROR rank 1 (process ") == 1, text
+    assert f"T (stopped), in {place} of step {step}; {len(others)} rank(s) wait in " in text, text
+    stacks = {file.stem: file.read_text() for file in (folder / "log" / "stacks").iterdir()}
+    own = [stacks[f"rank_{rank}"] for rank in others]
+    assert all("in train_step" in each or "in _save" in each for each in own)
+    assert f"T (stopped), in {place} of step {step}" in stacks["rank_1"]
+    assert "stop_self" in stacks["rank_1"] or "it needs py-spy, which is not installed" in stacks["rank_1"]
+    replies = [read_reply(str(folder / str(rank) / "reply")) for rank in others]
     first = next(reply for reply in replies if reply is not None)  # the other rank may be killed before
     assert first.exit_code == 5 and first.may_restart and "rank 1 (process" in first.message
 
 
 def test_stopped_rank_0_that_keeps_the_store_is_named_by_the_others(outcomes: dict[str, Outcome]) -> None:
-    results, text, _, _ = outcomes["rank 0"]
-    assert results is None
+    text = outcomes["rank 0"].messages
     assert "ERROR rank 0 (process " in text and "T (stopped), in forward of step 3" in text, text
     assert "rank 1 waits in reduction of step 3" in text
 
 
 def test_rank_that_lives_but_is_behind_is_named(outcomes: dict[str, Outcome]) -> None:
-    results, text, _, _ = outcomes["behind"]
-    assert results is None
+    text = outcomes["behind"].messages
     assert "rank 1 (process " in text and "has made no progress for " in text
-    assert "in data reading of step 2; 1 rank(s) wait in " in text, text
+    assert "in forward of step 3; 1 rank(s) wait in " in text, text
+
+
+def test_background_writer_that_gets_nothing_done_is_named_in_a_run_of_one_process(
+    outcomes: dict[str, Outcome],
+) -> None:
+    text, folder = outcomes["writing"]
+    pattern = r"ERROR rank 0 .* has written nothing of the checkpoint of step 4 for \d+ s, after 0\.\d+ MiB"
+    assert len(re.findall(pattern, text)) == text.count("ERROR") == 1, text
+    assert "in fsync" in (folder / "log" / "stacks" / "rank_0.txt").read_text()
+    assert (folder / "checkpoint" / "iter_0000002" / CHECKSUMS_FILE).is_file()
 
 
 def test_evaluation_that_takes_longer_than_a_step_may_is_let_be(outcomes: dict[str, Outcome]) -> None:
-    assert outcomes["slow"].results is not None and "ERROR" not in outcomes["slow"].messages
-    assert [code for code, _ in outcomes["slow"].results] == [0, 0]
-    assert outcomes["slow"].seconds > LIMIT_S
+    """The run goes on to the hang that the first test finds."""
+    assert "of step 3" in outcomes["forward"].messages
 
 
-def test_own_time_of_a_rank_leaves_out_its_waiting_for_the_others(outcomes: dict[str, Outcome]) -> None:
-    assert outcomes["slow"].results is not None
-    (_, quick_ms), (_, slow_ms) = outcomes["slow"].results
-    assert slow_ms >= 100 and slow_ms > 1.5 * quick_ms
+def test_machine_that_stood_still_for_longer_than_a_step_may_is_let_be(outcomes: dict[str, Outcome]) -> None:
+    """The run goes on to the hang that the first test finds."""
+    assert "in save of step 2" in outcomes["save"].messages
+
+
+def test_slow_rank_is_reported_with_its_own_time(outcomes: dict[str, Outcome]) -> None:
+    """Which leaves out its waiting for the others."""
+    pattern = r"rank (\d) .* is slow: its own part of a step takes (\S+) ms, the median rank's (\S+) ms"
+    found = re.findall(pattern, outcomes["forward"].messages)
+    rank, slow_ms, usual_ms = found[-1]
+    assert rank == "2" and float(slow_ms) >= 100 and float(slow_ms) > 1.5 * float(usual_ms)
 
 
 def beats(phases: list[tuple[Phase, int, float]], number: int = 1, own_ms: float = 10.0) -> list[Beat]:
@@ -211,7 +261,8 @@ def beats(phases: list[tuple[Phase, int, float]], number: int = 1, own_ms: float
 
 def judge_of(num_ranks: int, **changes: Any) -> Judge:
     clock = PhaseClock()
-    return Judge(Limits(small_run(**changes).parallel, clock, num_ranks), num_ranks, start_iteration=100)
+    clock.num_before = 100
+    return Judge(Limits(small_run(**changes).parallel, clock), clock, num_ranks)
 
 
 @pytest.mark.parametrize(
@@ -224,10 +275,13 @@ def judge_of(num_ranks: int, **changes: Any) -> Judge:
         ([(Phase.SAVE, 9, 1700.0), (Phase.SAVE, 9, 1.0)], [0]),  # sooner than a collective fails
         ([(Phase.REDUCTION, 9, 31.0), (Phase.REDUCTION, 9, 31.0)], [0, 1]),
         ([(Phase.DONE, 5, 99.0), (Phase.DONE, 5, 99.0)], []),
+        ([(Phase.SAVE, 9, 1700.0)], [0]),  # nobody waits, but nothing gets done either
+        ([(Phase.SETUP, 0, 9000.0), (Phase.READING, 1, 9000.0)], []),  # it prepares data
+        ([(Phase.END, 9, 9000.0), (Phase.DONE, 5, 99.0)], []),
     ],
 )
 def test_who_is_behind_and_for_how_long(phases: list, expected: list[int]) -> None:
-    fault = judge_of(2, hang_timeout=30).find(beats(phases))
+    fault = judge_of(len(phases), hang_timeout=30).find(beats(phases))
     assert ([] if fault is None else fault.ranks) == expected
     if expected == [1]:
         assert "rank 1 (process 7 on elsewhere) has made no progress for 31 s in forward of step 161" in (
@@ -237,7 +291,7 @@ def test_who_is_behind_and_for_how_long(phases: list, expected: list[int]) -> No
 
 def test_automatic_limit_is_twenty_steps_and_at_least_five_minutes() -> None:
     clock = PhaseClock()
-    limits = Limits(small_run().parallel, clock, 2)
+    limits = Limits(small_run().parallel, clock)
     clock.end_step(1000.0, 0.0)  # the first step, in which kernels are tuned
     clock.end_step(2.0, 0.0)
     assert limits.step_s == 300.0
@@ -257,3 +311,29 @@ def test_slow_rank_is_reported_once() -> None:
     assert judge.slow(found) == []
     early = [beat._replace(num_steps=10) for beat in found]
     assert judge_of(3).slow(early) == []
+
+
+@pytest.mark.parametrize(
+    ("silent", "other", "limit_s"),
+    [
+        ((Phase.FORWARD, 9, 0.0), (Phase.FORWARD, 9, 0.0), 30),
+        ((Phase.SETUP, 0, 0.0), (Phase.SETUP, 0, 0.0), 0.9 * 30 * 60),
+        ((Phase.SETUP, 0, 0.0), (Phase.FORWARD, 2, 0.0), 30),  # it was stopped before it could tell
+        ((Phase.END, 9, 0.0), (Phase.END, 9, 0.0), 0.9 * 30 * 60),
+    ],
+)
+def test_silence_may_be_longer_in_set_up_and_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, silent: tuple, other: tuple, limit_s: float
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    judge = judge_of(2, hang_timeout=30)
+    said = beats([silent, other])
+    while judge.find([said[0], said[1]._replace(number=int(now))]) is None:
+        now += 5
+    assert limit_s < now - 1000 <= limit_s + 10
+
+
+def test_writing_may_wait_for_a_flush_of_all_that_was_written() -> None:
+    limits = Limits(small_run(hang_timeout=30).parallel, PhaseClock())
+    assert limits.of_writing(0) == 30 and limits.of_writing(10**9) == 130

@@ -1,5 +1,6 @@
 """Losses and gradients that are not finite: skipped or stopped for, with the samples and ranks named."""
 
+import json
 import logging
 import math
 from collections.abc import Callable
@@ -150,10 +151,10 @@ def test_too_many_skips_in_a_row_stop_the_run(spoiled: list) -> None:
         assert f"step {6 + MOST_SKIPS}: " in error and f"step {MOST_SKIPS} in a row" in error
 
 
-def test_spikes_are_those_of_a_plain_median_and_only_their_first_step_is_named() -> None:
+def test_spikes_are_those_of_a_plain_median_and_only_their_first_step_is_named(tmp_path: Path) -> None:
     values = np.random.RandomState(0).normal(3.0, 0.1, 300)
     values[[5, 150, 200, 201, 260]] = [9.0, 5.0, 6.0, 6.0, 1.0]  # too early; two spikes; far below
-    config = small_run(global_batch_size=4)
+    config = small_run(global_batch_size=4, output_path=str(tmp_path))
     lines = collect_messages()
     run = SimpleNamespace(config=config, sample_place="row {}".format, consumed_samples=lambda step: 4 * step)
     warnings = SpikeWarnings(run)  # type: ignore[arg-type]
@@ -164,7 +165,13 @@ def test_spikes_are_those_of_a_plain_median_and_only_their_first_step_is_named()
         assert value > np.median(before) + 10 * 1.4826 * np.median(np.abs(before - np.median(before)))
     assert [line.split(":")[0] for line in lines] == ["step 151", "step 201"]
     assert f"loss 5, far above the usual {np.median(values[50:150]):.4g}" in lines[0]
-    assert "600 (row 600), 601 (row 601), 602 (row 602), 603 (row 603)" in lines[0]
+    assert "the first of its 4 samples: 600 (row 600), 601 (row 601), 602 (row 602); all are in" in lines[0]
+    spikes = [json.loads(line) for line in (tmp_path / "log" / "spikes.jsonl").read_text().splitlines()]
+    assert [(spike["iteration"], spike["value_of"], spike["value"]) for spike in spikes] == [
+        (151, "loss", 5.0), (201, "loss", 6.0)
+    ]  # fmt: skip
+    assert spikes[0]["usual"] == np.median(values[50:150])
+    assert spikes[0]["samples"] == [{"number": each, "place": f"row {each}"} for each in range(600, 604)]
 
     off = SpikeWarnings(SimpleNamespace(config=small_run(spike_factor=0)))  # type: ignore[arg-type]
     for iteration, value in enumerate(values):
@@ -172,9 +179,9 @@ def test_spikes_are_those_of_a_plain_median_and_only_their_first_step_is_named()
     assert len(lines) == 2
 
 
-def test_small_spikes_are_not_named() -> None:
+def test_small_spikes_are_not_named(tmp_path: Path) -> None:
     """Of a loss near 0, and of a norm that is not clipped."""
-    run = SimpleNamespace(config=small_run(global_batch_size=4, clip_grad=1.0))
+    run = SimpleNamespace(config=small_run(global_batch_size=4, clip_grad=1.0, output_path=str(tmp_path)))
     run.sample_place, run.consumed_samples = "row {}".format, lambda step: 4 * step
     lines = collect_messages()
     warnings = SpikeWarnings(run)  # type: ignore[arg-type]

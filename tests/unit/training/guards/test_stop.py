@@ -32,6 +32,7 @@ class Asking(TrainerHook):
         if iteration == 2 and dist.get_rank() == dist.get_world_size() - 1:
             if self._number is not None:
                 os.kill(os.getpid(), self._number)
+                os.kill(os.getpid(), signal.SIGTERM)  # as SLURM does at its limit
             if self._file is not None:
                 self._file.touch()
         if self._file is not None:

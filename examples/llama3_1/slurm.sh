@@ -1,0 +1,119 @@
+#!/usr/bin/env bash
+# Trains on many nodes under SLURM, and goes on by itself after time limits and lost nodes:
+#
+#     sbatch examples/llama3_1/slurm.sh slurm MODEL_SIZE ... OUTPUT_BASEPATH --max-restarts 10 [flags]
+#
+# The arguments are those of run_mcore_llama.sh, with ENV slurm. Edit the lines below, or give other values as
+# options of sbatch before the script's name.
+#
+# All nodes, spares included: 9 for a run that needs 8, with --min-nodes 8. A range (8-9) also starts with fewer, but
+# not together with --ntasks-per-node here.
+#SBATCH --nodes=2
+#SBATCH --gpus-per-node=8
+#SBATCH --exclusive
+#SBATCH --mem=0
+#SBATCH --time=24:00:00
+# So many seconds before the limit all launchers get SIGUSR1: a step and a checkpoint must fit in. Without "B:" it
+# goes to the job's steps; the batch shell would have to forward it, and learns of it from their exit code anyway.
+#SBATCH --signal=USR1@300
+# After a lost node the others keep their allocation; if the first node is lost, they ask for the requeue.
+#SBATCH --no-kill
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=%x-%j.log
+#SBATCH --job-name=llama3_1
+set -uo pipefail
+
+num_positions=25
+if [ -z "${SLURM_JOB_ID:-}" ] || [ $# -lt $num_positions ] || [ "$1" != slurm ]; then
+    echo "usage: sbatch [options] slurm.sh slurm MODEL_SIZE ... OUTPUT_BASEPATH [flags], as run_mcore_llama.sh" >&2
+    exit 2
+fi
+
+output="${*:num_positions:1}"
+# On a disk that all nodes share: a folder for each attempt with a log of each node, and one with a log of each rank.
+all_logs="$output/log/slurm/$SLURM_JOB_ID"
+export ATTEMPT_LOGS="$all_logs/attempt_${SLURM_RESTART_COUNT:-0}" RANK_LOGS="$all_logs/ranks"
+mkdir -p "$ATTEMPT_LOGS" || exit 2
+
+# SLURM runs a copy of this file; the original is beside the launcher.
+original="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')"
+LAUNCHER="$(dirname "$original")/run_mcore_llama.sh"
+FIRST_NODE="${SLURMD_NODENAME:-$(hostname -s)}"
+export LAUNCHER FIRST_NODE
+
+# On each node: the launcher. What the first node's says is what the run says.
+run_node() {
+    local code=0
+    run_launcher "$@" || code=$?
+    echo "node $SLURMD_NODENAME ended with exit code $code" >&2
+    if [ "$SLURM_PROCID" = 0 ]; then
+        echo "$code" > "$ATTEMPT_LOGS/exit_code"
+    elif [ $code != 0 ] && ! first_node_answers; then
+        echo "$FIRST_NODE does not answer, and with it the batch script is lost: this node asks for the requeue" >&2
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+    return $code
+}
+
+# The launcher saves a checkpoint after a signal. With cgroups SLURM sends it to this shell alone, which forwards it;
+# otherwise to all processes, and this shell must not end before the launcher.
+run_launcher() {
+    local code name waited
+    bash "$LAUNCHER" "$@" --log-dir "$RANK_LOGS" &
+    launcher=$!
+    for name in TERM USR1 USR2; do
+        # shellcheck disable=SC2064 # with the name of now
+        trap "signalled=yes; kill -s $name $launcher 2> /dev/null" $name
+    done
+    signalled=yes
+    while [ -n "$signalled" ]; do # a signal interrupts the wait
+        signalled=
+        wait $launcher
+        waited=$?
+        [ $waited = 127 ] || code=$waited
+    done
+    return "$code"
+}
+
+# Whether the slurmd of the first node, where this script runs, can be reached.
+first_node_answers() {
+    local node config address port
+    node="$(scontrol show node "$FIRST_NODE")"
+    config="$(scontrol show config)"
+    address="$(sed -n 's/.*NodeAddr=\([^ ]*\).*/\1/p' <<< "$node")"
+    port="$(sed -n 's/.* Port=\([0-9]*\).*/\1/p' <<< " $node")"
+    port="${port:-$(sed -n 's/^SlurmdPort *= *\([0-9]*\)$/\1/p' <<< "$config")}"
+    timeout 30 bash -c ": < /dev/tcp/$address/$port" 2> /dev/null
+}
+
+# The newest checkpoint's step; with --save URL the last step in the log.
+progress() {
+    cat "$output/checkpoint/latest_checkpointed_iteration.txt" 2> /dev/null ||
+        tail -n 1 "$output/log/metrics.jsonl" 2> /dev/null | sed -n 's/.*"iteration": *\([0-9]*\).*/\1/p'
+}
+export -f run_node run_launcher first_node_answers
+
+before="$(progress)"
+echo "attempt ${SLURM_RESTART_COUNT:-0} on $SLURM_JOB_NODELIST, after step ${before:-0}; logs in $ATTEMPT_LOGS"
+# One task a node: the launcher, which starts a process for each GPU and binds it.
+srun --ntasks="$SLURM_NNODES" --ntasks-per-node=1 --no-kill --kill-on-bad-exit=0 --wait=0 --cpu-bind=none \
+    --output="$ATTEMPT_LOGS/%N.%t.log" bash -c 'run_node "$@"' run_node "$@"
+code=$?
+# srun's code is the highest of all nodes, also of one that was lost while the others went on.
+[ -s "$ATTEMPT_LOGS/exit_code" ] && code="$(< "$ATTEMPT_LOGS/exit_code")"
+
+# Done (0), wrong input (2, 3), bad checkpoint (4), stopped by a person (130: STOP, 143: scancel): the end.
+case $code in 0 | 2 | 3 | 4 | 130 | 143) exit "$code" ;; esac
+
+# The rest is worth another attempt: the limit (75, 138), a hang or lost machines (5), a crash. Not for ever.
+after="$(progress)"
+in_vain=0
+[ "$before" != "$after" ] || in_vain=$(($(cat "$all_logs/in_vain" 2> /dev/null || echo 0) + 1))
+echo "$in_vain" > "$all_logs/in_vain"
+if [ $in_vain -ge 2 ]; then
+    echo "exit code $code; two attempts in a row have not saved a checkpoint: not repeated" >&2
+    exit "$code"
+fi
+echo "exit code $code after step ${after:-0}: requeued"
+scontrol requeue "$SLURM_JOB_ID"

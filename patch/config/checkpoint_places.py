@@ -1,0 +1,113 @@
+"""Where the checkpoints of a run are: in its folder, or in the store that --save names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from patch.config.schema import RunConfig
+from patch.config.yaml_io import read_run
+from patch.errors import ConfigError
+from patch.storage.names import CHECKPOINT_FOLDER, CONFIG_FILE, TRACKER, complete_iterations, newest_of
+from patch.storage.places import AnyPath
+from patch.storage.remote import RemotePath
+
+
+def checkpoint_root(config: RunConfig) -> AnyPath:
+    """The folder of this run's checkpoints.
+
+    Raises:
+        OSError: --save is malformed, or there is no driver for it.
+    """
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        return disk_root(config)
+    return RemotePath(checkpoint.save, patience_s=checkpoint.save_retry_seconds)
+
+
+def disk_root(config: RunConfig) -> Path:
+    """The folder of checkpoints in the run's folder; with --save, it gets those that the store refuses."""
+    return Path(config.checkpoint.output_path) / CHECKPOINT_FOLDER
+
+
+def was_begun(root: AnyPath) -> bool:
+    """Whether a run has saved checkpoints there."""
+    return (root / TRACKER).is_file() or bool(complete_iterations(root))
+
+
+def begun_root(config: RunConfig) -> AnyPath | None:
+    """Where this run has checkpoints, the store first; None if nowhere.
+
+    Raises:
+        ConfigError: the store does not answer.
+    """
+    with store_errors("save"):
+        roots = dict.fromkeys((checkpoint_root(config), disk_root(config)))
+        return next((root for root in roots if was_begun(root)), None)
+
+
+def newest_saved(config: RunConfig) -> tuple[AnyPath, int] | None:
+    """Folder and iteration of the checkpoint that a resume takes if it is whole, which is not read here.
+
+    Raises:
+        ConfigError: the store does not answer.
+    """
+    found: list[tuple[int, AnyPath]] = []
+    with store_errors("save"):
+        for root in dict.fromkeys((checkpoint_root(config), disk_root(config))):
+            newest = newest_of(root, complete_iterations(root))
+            if newest is not None:
+                found.append((newest, root))
+    if not found:
+        return None
+    iteration, root = max(found, key=lambda one: one[0])
+    return root, iteration
+
+
+def record_home(config: RunConfig) -> AnyPath:
+    """The folder with config.yaml and data.json of the run that this one resumes: beside its checkpoints.
+
+    Raises:
+        ConfigError: the store does not answer.
+    """
+    root, output = begun_root(config), Path(config.checkpoint.output_path)
+    with store_errors("save"):
+        if isinstance(root, RemotePath) and (root / CONFIG_FILE).is_file():
+            return root
+    return output
+
+
+def refuse_left_checkpoints(config: RunConfig) -> None:
+    """Refuse to start over beside the checkpoints that this run's folder says are elsewhere.
+
+    Raises:
+        ConfigError: the run in this folder has saved to another store.
+    """
+    file = Path(config.checkpoint.output_path) / CONFIG_FILE
+    before = None
+    with suppress(ConfigError):
+        before = read_run(file).checkpoint.save if file.is_file() else None
+    if before is None or before == config.checkpoint.save:
+        return
+    with store_errors("save"):
+        if was_begun(RemotePath(before)):
+            raise ConfigError(
+                f"got {config.checkpoint.save or 'none'}, expected {before}: there the run in {file.parent} "
+                "has its checkpoints; give that again, or another OUTPUT_BASEPATH (position 25)",
+                field="save",
+            )
+
+
+@contextmanager
+def store_errors(field: str) -> Iterator[None]:
+    """Errors of a store within are about this field.
+
+    Raises:
+        ConfigError: instead of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        text = f"{error.filename or ''}: {error.strerror or error}".lstrip(": ")
+        raise ConfigError(text, field=field) from error

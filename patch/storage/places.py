@@ -1,0 +1,149 @@
+"""A folder of checkpoints on a disk or in a store: the one place that knows how the two differ.
+
+Code that reads and writes checkpoints has an `AnyPath` and calls what pathlib and `RemotePath` both have, or
+else a function of this module. On a disk these do what they always did: files are flushed (fsync), and a
+folder gets its name by renaming. A store has no renaming: a folder counts once its marker, written last, is
+there, and is removed marker first.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, TypeVar
+
+from patch.storage.remote import PATIENCE_S, RemoteFile, RemotePath, Stat, is_url
+
+AnyPath = Path | RemotePath
+_Value = TypeVar("_Value")
+
+
+def any_path(text: str, *, patience_s: float = PATIENCE_S) -> AnyPath:
+    """The path that a text means: a URL, or a path on the disk.
+
+    Args:
+        text: what a user wrote.
+        patience_s: how long failing requests to a store are tried again.
+
+    Raises:
+        OSError: the URL is malformed, or there is no driver for it.
+    """
+    return RemotePath(text, patience_s=patience_s) if is_url(text) else Path(text)
+
+
+def is_in(path: AnyPath, folder: AnyPath) -> bool:
+    """Whether `path` is `folder` or something in it."""
+    if isinstance(path, RemotePath) or isinstance(folder, RemotePath):
+        return isinstance(path, RemotePath) and isinstance(folder, RemotePath) and path.is_relative_to(folder)
+    return path.absolute().is_relative_to(folder.absolute())
+
+
+def subfolders(folder: AnyPath) -> list[str]:
+    """Names of the folders in this one, in no particular order; none if it does not exist."""
+    if isinstance(folder, RemotePath):
+        return folder.folders()
+    return [path.name for path in folder.glob("*") if path.is_dir()]
+
+
+def file_stats(folder: AnyPath) -> dict[str, Stat]:
+    """Size and time of each file in this folder and those below, by its path in it.
+
+    Raises:
+        OSError: a file cannot be looked at, or a store cannot be asked.
+    """
+    if isinstance(folder, RemotePath):
+        return folder.files()
+    files = {str(path.relative_to(folder)): path.stat() for path in folder.rglob("*") if path.is_file()}
+    return {name: Stat(stat.st_size, stat.st_mtime) for name, stat in files.items()}
+
+
+def file_sizes(folder: AnyPath) -> dict[str, int]:
+    """Bytes of each file; see `file_stats`."""
+    return {name: stat.st_size for name, stat in file_stats(folder).items()}
+
+
+def retried(path: AnyPath, attempt: Callable[[], _Value], given_up: threading.Event | None = None) -> _Value:
+    """Call `attempt`, which writes a file; again when a store fails (see `RemotePath.retried`)."""
+    return path.retried(attempt, given_up) if isinstance(path, RemotePath) else attempt()
+
+
+class _LocalFile:
+    """A new file on a disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._stream = path.open("wb")
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Append bytes."""
+        self._stream.write(data)
+
+    def commit(self) -> None:
+        """Flush the file to the disk and close it."""
+        self._stream.flush()
+        os.fsync(self._stream.fileno())
+        self._stream.close()
+
+    def discard(self) -> None:
+        """Close the file, which stays as it is."""
+        self._stream.close()
+
+
+NewFile = _LocalFile | RemoteFile
+
+
+def new_file(path: AnyPath) -> NewFile:
+    """Create a file that is written piece by piece; `commit` makes it durable.
+
+    Raises:
+        OSError: it cannot be created.
+    """
+    return RemoteFile(path) if isinstance(path, RemotePath) else _LocalFile(path)
+
+
+def open_to_read(path: AnyPath) -> IO[bytes]:
+    """Open a file that is read in large pieces."""
+    return path.open("rb") if isinstance(path, RemotePath) else path.open("rb", buffering=0)
+
+
+def read_at(stream: IO[bytes], memory: memoryview, begin: int) -> int:
+    """Fill memory from a place of an open file; the number of bytes read, which may be less than wanted.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
+    try:
+        descriptor = stream.fileno()
+    except io.UnsupportedOperation:
+        stream.seek(begin)
+        return stream.readinto(memory)  # type: ignore[attr-defined]
+    return os.preadv(descriptor, [memory], begin)
+
+
+@contextmanager
+def local_file(path: AnyPath) -> Iterator[Path]:
+    """A file for a reader that takes nothing but a path: a small one of a store is copied to the disk.
+
+    Raises:
+        OSError: it cannot be fetched.
+    """
+    if isinstance(path, Path):
+        yield path
+        return
+    with tempfile.NamedTemporaryFile() as copy:
+        copy.write(path.read_bytes())
+        copy.flush()
+        yield Path(copy.name)
+
+
+def whole_file(path: AnyPath) -> Path | io.BytesIO:
+    """A file for a reader that takes a path or a stream, such as torch.load: one of a store is fetched.
+
+    Raises:
+        OSError: it cannot be fetched.
+    """
+    return io.BytesIO(path.read_bytes()) if isinstance(path, RemotePath) else path

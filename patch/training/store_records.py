@@ -1,0 +1,121 @@
+"""What travels with a run's checkpoints in a store, so that it can go on elsewhere with nothing but the URL.
+
+config.yaml and data.json are sent when training begins, metrics.jsonl after each save. A run whose folder
+lacks them, or has fewer metrics than the store, takes them from there.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+from patch.config.checkpoint_places import checkpoint_root, record_home
+from patch.config.schema import RunConfig
+from patch.errors import CheckpointError
+from patch.logger import get_logger
+from patch.storage.atomic import write_atomically
+from patch.storage.names import CONFIG_FILE, DATA_RECORD_FILE, METRICS_FILE
+from patch.storage.remote import RemotePath
+from patch.training.hooks import TrainerHook
+from patch.training.metrics import read_metrics
+
+_logger = get_logger(__name__)
+
+_RECORDS = (CONFIG_FILE, DATA_RECORD_FILE)
+
+
+def take_records(config: RunConfig) -> None:
+    """Bring config.yaml and data.json from the store of a run that is resumed; in one process.
+
+    Raises:
+        CheckpointError: the store does not answer, or the run's folder cannot be written.
+    """
+    home, output = record_home(config), Path(config.checkpoint.output_path)
+    if isinstance(home, RemotePath):
+        for name in _RECORDS:
+            _take(home / name, output / name)
+
+
+def send_records(config: RunConfig) -> None:
+    """Send config.yaml and data.json to the store, if there is one; in one process.
+
+    Raises:
+        CheckpointError: the store refuses them.
+    """
+    root = checkpoint_root(config)
+    for name in _RECORDS if isinstance(root, RemotePath) else ():
+        file = Path(config.checkpoint.output_path) / name
+        try:
+            if file.is_file():
+                write_atomically(root / name, file.read_bytes())
+        except OSError as error:
+            raise CheckpointError(
+                f"{root / name} cannot be written: {error.strerror}", field="save"
+            ) from error
+
+
+def take_metrics(config: RunConfig, start_iteration: int) -> None:
+    """Bring metrics.jsonl from the store if it has more of the steps that are done; in one process.
+
+    Raises:
+        CheckpointError: the run's folder cannot be written, or the store does not answer.
+    """
+    root, file = checkpoint_root(config), Path(config.checkpoint.output_path) / METRICS_FILE
+    if not isinstance(root, RemotePath) or not start_iteration:
+        return
+    draft = file.with_name(f"{file.name}.store")
+    _take(root / file.name, draft)
+    if draft.is_file():
+        if _num_done(draft, start_iteration) > _num_done(file, start_iteration):
+            draft.replace(file)
+        draft.unlink(missing_ok=True)
+
+
+def _num_done(file: Path, start_iteration: int) -> int:
+    return sum(record["iteration"] <= start_iteration for record in read_metrics(file))
+
+
+def _take(source: RemotePath, target: Path) -> None:
+    try:
+        content = source.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error.strerror}", field="save") from error
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(target, content)
+    except OSError as error:
+        message = f"{target} cannot be written: {error.strerror}"
+        raise CheckpointError(message, field="output_path") from error
+
+
+class StoreMetrics(TrainerHook):
+    """Sends metrics.jsonl to the store after each save, in the background. It is created after `MetricsLog`.
+
+    Args:
+        output: the run's folder.
+        root: the folder of its checkpoints.
+    """
+
+    def __init__(self, output: Path, root: RemotePath) -> None:
+        self._file, self._root = output / METRICS_FILE, root
+        self._sending: threading.Thread | None = None
+
+    def on_save(self, iteration: int) -> None:
+        """Send the file as it is now."""
+        self.close()
+        self._sending = threading.Thread(target=self._send, args=(self._file.read_bytes(),), daemon=True)
+        self._sending.start()
+
+    def close(self) -> None:
+        """Wait until it was sent."""
+        if self._sending is not None:
+            self._sending.join()
+
+    def _send(self, content: bytes) -> None:
+        """A failure is no reason to end the run: the next save will tell, and has a way out."""
+        try:
+            write_atomically(self._root / self._file.name, content)
+        except OSError as error:
+            _logger.warning("%s was not sent: %s", self._root / self._file.name, error.strerror)

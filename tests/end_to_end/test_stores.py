@@ -1,0 +1,191 @@
+"""Runs whose checkpoints go to an S3 that fails, dies, and works again; against one on the disk.
+
+The S3 is moto's server, asked by s3fs over HTTP. The tests build on one another.
+"""
+
+import gc
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+import s3_server
+from distributed_runner import run_distributed
+from end_to_end.conftest import Office
+from end_to_end.shell import call_workers, command, losses
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from refusals import refused
+from small_runs import small_run
+
+from patch import compat
+from patch.checkpoint import latest_iteration, save_checkpoint
+from patch.config.file_rules import store_is_there
+from patch.device import MachineFacts
+from patch.errors import ConfigError
+from patch.storage.checksums import SummedFile, content
+from patch.storage.remote import RemotePath
+from toolkits.convert import main as convert
+from toolkits.inspect_checkpoint import main as inspect
+
+STEPS = 6
+FLAGS = ["--save-retry-seconds", "1", "--save-interval", "2", "--seed", "5"]
+RECORDS = {"config.yaml": "config.yaml", "data.json": "data.json", "metrics.jsonl": "log/metrics.jsonl"}
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[s3_server.Server]:
+    with pytest.MonkeyPatch.context() as patched, s3_server.running() as server:
+        for name, value in {**s3_server.ENVIRONMENT, "AWS_ENDPOINT_URL": server.url}.items():
+            patched.setenv(name, value)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def store(server: s3_server.Server) -> fsspec.AbstractFileSystem:
+    store = fsspec.filesystem("s3", use_listings_cache=False)
+    store.mkdir("bucket")
+    return store
+
+
+def run(office: Office, output: Path, *flags: str, steps: int = STEPS) -> subprocess.CompletedProcess[str]:
+    positions = {**office.positions(output), "VALID_DATASET_PATH": "none", "TRAIN_TOKENS_OR_ITERS": steps}
+    return call_workers(2, [*command(**positions), *FLAGS, *flags], **s3_server.ENVIRONMENT)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    output = tmp_path_factory.mktemp("undisturbed") / "out"
+    done = run(office, output)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+def assert_same_state(store: fsspec.AbstractFileSystem, url: str, undisturbed: Path) -> None:
+    """The last checkpoints hold the same tensors, byte for byte."""
+    folder = undisturbed / "checkpoint" / f"iter_{STEPS:07d}"
+    names = [path.name for path in folder.glob("*.distcp")]
+    assert len(names) == 4
+    for name in names:
+        assert store.cat_file(f"{url}/{folder.name}/{name}") == (folder / name).read_bytes()
+
+
+def test_bucket_that_is_not_there_is_refused_before_a_process_starts(store, tmp_path) -> None:
+    machine = MachineFacts(cuda_devices=0, cpu_cores=2)
+    store_is_there(small_run(output_path=str(tmp_path), save="s3://bucket/run"), machine)
+    with refused(ConfigError, match="--save: got s3://none/run, expected a bucket that exists"):
+        store_is_there(small_run(output_path=str(tmp_path), save="s3://none/run"), machine)
+
+
+def test_store_that_fails_every_third_request_loses_nothing(
+    office, undisturbed, server, store, tmp_path
+) -> None:
+    server.fail("every/3")
+    url, output = "s3://bucket/flaky", tmp_path / "out"
+    done = run(office, output, "--save", url, "--save-retain-last", "2", "--no-async-save")
+    server.fail("none")
+    assert done.returncode == 0, done.stderr
+    assert "again in" in done.stderr and losses(output) == losses(undisturbed)
+    assert not (output / "checkpoint").exists()
+    names = {path.removeprefix("bucket/flaky/") for path in store.find(url)}
+    assert {name.partition("/")[0] for name in names} == {
+        "iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt", *RECORDS
+    }  # fmt: skip
+    assert not [name for name in names if name.endswith((".unfinished", ".removed"))]
+    for there, here in RECORDS.items():
+        assert store.cat_file(f"{url}/{there}") == (output / here).read_bytes()
+    assert_same_state(store, url, undisturbed)
+
+
+def test_run_goes_on_on_another_machine_with_nothing_but_the_url(
+    office, undisturbed, store, tmp_path
+) -> None:
+    """And without its newest checkpoint, of which a file is damaged."""
+    url = "s3://bucket/flaky"
+    store.pipe_file(f"{url}/iter_0000006/__1_0.distcp", b"damaged")
+    assert inspect([url]) == 4
+    done = run(office, tmp_path / "out", "--save", url)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "DAMAGED CHECKPOINT" in done.stderr and "resumed after step 4 from s3://bucket/flaky" in done.stderr
+    )
+    assert losses(tmp_path / "out") == losses(undisturbed)
+    assert_same_state(store, url, undisturbed)
+    assert inspect([url, str(undisturbed)]) == 0
+    for name, source in {"of_store": url, "of_disk": str(undisturbed)}.items():
+        assert convert(["mcore2hf", "--load", source, "--save", str(tmp_path / name)]) == 0
+    first, second = (tmp_path / name / "model.safetensors" for name in ("of_store", "of_disk"))
+    assert first.read_bytes() == second.read_bytes()
+    assert convert(["mcore2hf", "--load", "s3://none/run", "--save", str(tmp_path / "none")]) == 4
+    assert inspect(["s3://none/run"]) == 4
+
+
+def test_store_that_dies_in_a_save_leaves_a_local_copy_from_which_the_run_goes_on(
+    office, undisturbed, server, store, tmp_path
+) -> None:
+    url, output = "s3://bucket/dies", tmp_path / "out"
+    server.fail("after/5/distcp")  # the save of step 2 writes 4
+    died = run(office, output, "--save", url)
+    server.fail("none")
+    assert died.returncode == 4, died.stderr
+    copy = output / "checkpoint" / "iter_0000004"
+    assert "s3://bucket/dies/iter_0000004 was not written" in died.stderr
+    assert f"THE CHECKPOINT IS IN {copy} INSTEAD" in died.stderr and "position" not in died.stderr
+    assert not store.exists(f"{url}/iter_0000004/checksums.json") and copy.is_dir()
+    again = run(office, output, "--save", url)
+    assert again.returncode == 0, again.stderr
+    assert (
+        f"RESUMING FROM THE DISK: the newest whole checkpoint is that of step 4 in {copy.parent}"
+        in again.stderr
+    )
+    assert losses(output) == losses(undisturbed)
+    assert_same_state(store, url, undisturbed)
+    assert not store.exists(f"{url}/iter_0000004")
+
+
+def test_upload_in_parts_that_is_interrupted_leaves_no_file(server, store, monkeypatch) -> None:
+    monkeypatch.setattr("s3fs.S3FileSystem.default_block_size", 5 * 2**20)
+    data = bytes(12 * 2**20)
+    for faults, name in (("after/1/half", "half"), ("none", "whole")):
+        server.fail(faults)
+        path = RemotePath(f"s3://bucket/{name}", patience_s=0)
+        file = SummedFile(path)
+        try:
+            file.write(data)
+            written = file.finish()
+        except OSError as error:
+            assert error.filename == "s3://bucket/half"
+        finally:
+            file.close()
+            del file
+    gc.collect()
+    assert not store.exists("bucket/half") and content(path) == written
+
+
+def state(value: float) -> dict:
+    import torch
+
+    return {"model": {"w": ShardedTensor.from_rank_offsets("w", torch.full((4, 4), value))}}
+
+
+def save(rank: int, world_size: int, url: str, faults: str | None, server: s3_server.Server) -> int | None:
+    """Save the second checkpoint; the newest one before that."""
+    compat.apply(cuda=False)
+    root = RemotePath(url, patience_s=1)
+    newest = latest_iteration(root)
+    if faults is not None:
+        save_checkpoint(root, 1, state(1.0), {})
+        server.fail(f"{faults}/{os.getpid()}")
+    save_checkpoint(root, 2, state(2.0), {})
+    return newest
+
+
+def test_process_that_is_killed_in_an_upload_leaves_the_checkpoint_before(server, store) -> None:
+    url = "s3://bucket/killed"
+    with pytest.raises(AssertionError, match="died with -9"):
+        run_distributed(save, 1, url, "kill/0/checksums", server)
+    server.fail("none")
+    assert store.exists(f"{url}/iter_0000002/.metadata")
+    assert run_distributed(save, 1, url, None, server) == [1]
+    assert not store.exists(f"{url}/iter_0000002/.unfinished")

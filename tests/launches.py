@@ -1,0 +1,120 @@
+"""Launchers with tiny scripts as workers, in this process or as programs.
+
+Run as a program this file is the launcher of a machine: `python launches.py SCRIPT MACHINE`, see `start`.
+"""
+
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from patch.config import Rendezvous, RunConfig, schema
+from patch.device import MachineFacts
+from patch.distributed import rendezvous
+from patch.distributed.launch import launch
+
+REPOSITORY = Path(__file__).parents[1]
+MACHINE = MachineFacts(cuda_devices=0, cpu_cores=4)
+ALONE = Rendezvous()
+READY_TIMEOUT_S = 200.0
+_started: list[subprocess.Popen] = []
+
+
+def make_config(num_local: int, num_nodes: int = 1, **training: object) -> RunConfig:
+    return RunConfig(
+        model=schema.ModelConfig(
+            num_layers=2,
+            hidden_size=8,
+            ffn_hidden_size=8,
+            num_attention_heads=2,
+            num_query_groups=2,
+            kv_channels=4,
+            vocab_size=16,
+            seq_length=8,
+            max_position_embeddings=8,
+            rotary_base=1e4,
+        ),
+        parallel=schema.ParallelConfig(nproc_per_node=num_local, nnodes=num_nodes),
+        training=schema.TrainingConfig(
+            micro_batch_size=1, global_batch_size=num_local, train_iters=1, **training
+        ),
+        optimizer=schema.OptimizerConfig(lr=1e-3),
+        data=schema.DataConfig(train_data_path="none", max_padding_length=8),
+        checkpoint=schema.CheckpointConfig(output_path="none"),
+    )
+
+
+def launch_workers(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: object) -> int:
+    config = make_config(num_local)
+    config = replace(config, parallel=replace(config.parallel, **parallel))
+    return launch(script, ["--flag"], config, place, MACHINE)
+
+
+def write_script(folder: Path, body: str) -> Path:
+    script = folder / "worker.py"
+    script.write_text(
+        f"import os, signal, sys, time\nsys.path.insert(0, {str(REPOSITORY)!r})\n"
+        "from patch.distributed import worker_process\nworker_process.begin()\n"
+        f"rank = int(os.environ['RANK'])\n{body}\n"
+    )
+    return script
+
+
+def start(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: int) -> subprocess.Popen:
+    """Start the launcher of a machine as a program."""
+    machine = json.dumps({"num_local": num_local, "place": place, **parallel})
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    _started.append(subprocess.Popen([sys.executable, __file__, str(script), machine], env=environment))
+    return _started[-1]
+
+
+def kill_started() -> None:
+    """A launcher of a failed test would wait for its workers, or for other machines."""
+    while _started:
+        process = _started.pop()
+        process.kill()
+        process.wait()
+
+
+def await_files(*files: Path) -> list[str]:
+    deadline = time.monotonic() + READY_TIMEOUT_S
+    while not all(file.exists() and file.read_text() for file in files):
+        assert time.monotonic() < deadline, f"{files} were not written in time"
+        time.sleep(0.05)
+    return [file.read_text() for file in files]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def await_end(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(is_running(pid) for pid in pids):
+        assert time.monotonic() < deadline, "a process outlived its launcher"
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def become_machine(text: str) -> dict:
+    machine = json.loads(text)
+    return {**machine, "place": Rendezvous(*machine["place"])}
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO)
+    rendezvous.LAST_CALL_S = rendezvous.HEARTBEAT_S = 2
+    sys.exit(launch_workers(Path(sys.argv[1]), **become_machine(sys.argv[2])))

@@ -1,0 +1,432 @@
+"""Runs that are killed at random moments around saves: `python tests/random_kills.py --kills 50`, minutes.
+
+A tiny run of two ranks saves every step or two. When its folder shows a moment drawn by chance (a save has
+begun, its data, its marker, its name, the tracker, the deletion of an older checkpoint), a process of the run
+is killed by SIGKILL. It is started again, by this script or by the launcher (--max-restarts), until it has
+ended. Each start must go on from the newest whole checkpoint on disk, which never goes back, and the end must
+have the bytes of a run that nobody has disturbed. Wholeness is checked anew, with json and zlib.
+
+It is a test that takes too long for `make test`, where tests/unit/training/test_random_kills.py does five.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+if "LOCAL_RANK" in os.environ:  # a worker of the launcher below
+    from patch.distributed.worker_process import begin
+
+    begin()
+
+import argparse
+import json
+import math
+import random
+import signal
+import subprocess
+import tempfile
+import time
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, NamedTuple, Protocol
+
+import psutil
+
+STEPS = 10
+RANKS = 2
+SAVING = ("between saves", "begun", "data", "index", "marker", "named", "tracked", "deletion")
+"""Moments of saving, in their order. named: the folder has its name, the tracker does not name it yet."""
+_END_S = 5.0
+"""So long the rest of a run may take to end by itself when one of its processes was killed."""
+_MOMENT_S = 3.0
+"""So long a moment is waited for; then the kill comes whatever is seen."""
+_STEPS_S = 0.2
+"""The search for a moment begins up to so late: the time of a few steps."""
+_RUN_S = 300.0
+"""So long a run may take to start, and to end."""
+_FRESH_S = 0.005
+"""So long the tracker counts as just written."""
+_POLL_S = 0.0005
+TRACKER = "latest_checkpointed_iteration.txt"
+
+
+class Job(Protocol):
+    """The processes of one start of a run."""
+
+    def victims(self) -> dict[str, int]:
+        """The process ids by name, of those that live."""
+
+    def ended(self) -> bool:
+        """Whether no process lives any more."""
+
+    def end(self) -> None:
+        """Kill what is left, and wait for it."""
+
+
+class Hit(NamedTuple):
+    """One kill."""
+
+    victim: str
+    moment: str
+    """What the folder showed right after it."""
+
+
+# The run.
+
+
+def settings(output: Path, *, is_async: bool, interval: int) -> dict[str, Any]:
+    """The changes of `small_run` that make the run."""
+    return {
+        "dp": RANKS, "num_layers": 1, "vocab_size": 1000,
+        "train_iters": STEPS, "save_interval": interval, "async_save": is_async,
+        "data_parallel_sharding": "optimizer", "output_path": str(output), "distributed_timeout_minutes": 5,
+    }  # fmt: skip
+
+
+def work(changes: dict[str, Any]) -> None:
+    """The worker of one rank: resumes, trains, saves. RANK and the like are in the environment."""
+    from patch.compat import quick_start
+
+    with quick_start():
+        import torch
+        from small_runs import small_run
+        from training_runs import resume_seeded_run
+
+        from patch.checkpoint.retention import Retention
+        from patch.distributed.groups import shutdown
+        from patch.storage.lock import hold_run
+        from patch.training.checkpoint_retention import CheckpointRetention
+        from patch.training.metrics import MetricsLog
+        from patch.training.setup import checkpoint_root
+        from patch.training.trainer import Trainer
+
+    torch.set_num_threads(1)
+    config = small_run(**changes)
+    root, output = checkpoint_root(config), Path(changes["output_path"])
+    run = resume_seeded_run(config)
+    run.valid_readers = {}
+    hooks = []
+    if os.environ["RANK"] != "0":
+        Trainer(run, hooks).train()
+    else:
+        with hold_run(output):
+            with (output / "starts").open("a") as stream:
+                stream.write(f"{run.start_iteration}\n")
+            hooks.append(MetricsLog(output, run.start_iteration))
+            hooks.append(CheckpointRetention(root, Retention(last=2), run.start_iteration))
+            Trainer(run, hooks).train()
+    shutdown()
+
+
+# Its processes.
+
+
+class ForkedJob:
+    """Workers forked from a server that has imported torch, without a launcher."""
+
+    def __init__(self, changes: dict[str, Any]) -> None:
+        import torch.distributed as dist
+        from distributed_runner import _forking
+
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        shared = {
+            "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS, "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": 1,
+            "MASTER_PORT": self._store.port, "TORCHELASTIC_USE_AGENT_STORE": True,
+        }  # fmt: skip
+        environments = [shared | {"RANK": rank, "LOCAL_RANK": rank} for rank in range(RANKS)]
+        self._workers = [
+            _forking().Process(target=_forked, args=(changes, {k: str(v) for k, v in environment.items()}))
+            for environment in environments
+        ]
+        for worker in self._workers:
+            worker.start()
+
+    def victims(self) -> dict[str, int]:
+        return {f"rank {rank}": each.pid for rank, each in enumerate(self._workers) if each.is_alive()}
+
+    def ended(self) -> bool:
+        return not any(worker.is_alive() for worker in self._workers)
+
+    def end(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+            worker.join()
+
+
+def _forked(changes: dict[str, Any], environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    with open(Path(changes["output_path"], "messages"), "ab") as messages:
+        os.dup2(messages.fileno(), 2)
+    work(changes)
+
+
+class LaunchedJob:
+    """The launcher and its workers; with restarts only workers are victims, and nobody starts it again."""
+
+    def __init__(self, changes: dict[str, Any], restarts: int) -> None:
+        self._restarts = restarts
+        here = Path(__file__).parent
+        own = {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]), "OMP_NUM_THREADS": "1"}
+        arguments = [sys.executable, __file__, "launch", json.dumps({**changes, "max_restarts": restarts})]
+        with open(Path(changes["output_path"], "messages"), "ab") as messages:
+            self._launcher = subprocess.Popen(arguments, env=os.environ | own, stderr=messages)
+
+    def victims(self) -> dict[str, int]:
+        found = {} if self._restarts else {"launcher": self._launcher.pid}
+        with suppress(psutil.Error):
+            for child in psutil.Process(self._launcher.pid).children():
+                if "RANK" in (variables := child.environ()) and child.status() != psutil.STATUS_ZOMBIE:
+                    found[f"rank {variables['RANK']}"] = child.pid
+        return found
+
+    def ended(self) -> bool:
+        return self._launcher.poll() is not None
+
+    def end(self) -> None:
+        self._launcher.kill()  # its workers die with it
+        self._launcher.wait()
+
+
+def launch_here(changes: dict[str, Any]) -> int:
+    """Be the launcher of a run."""
+    from small_runs import small_run
+
+    from patch.config import Rendezvous
+    from patch.device import MachineFacts
+    from patch.distributed.launch import launch
+    from patch.logger import configure_logging
+
+    configure_logging()
+    machine = MachineFacts(cuda_devices=0, cpu_cores=RANKS)
+    return launch(Path(__file__), [json.dumps(changes)], small_run(**changes), Rendezvous(), machine)
+
+
+# What its folder shows.
+
+
+def moment_of(root: Path) -> str:
+    """Which moment it is, of a run that has started."""
+    try:
+        names = os.listdir(root)
+    except FileNotFoundError:
+        return "between saves"
+    tracked = tracked_by(root)
+    if any(name.startswith(".removed_") for name in names):
+        return "deletion"
+    for name in names:
+        if name.startswith("iter_") and name.endswith(".tmp"):
+            return _moment_of_save(root / name)
+    if any(iteration > tracked for iteration in named(names)):
+        return "named"
+    return "tracked" if _age(root / TRACKER) < _FRESH_S else "between saves"
+
+
+def _moment_of_save(folder: Path) -> str:
+    files = set()
+    with suppress(FileNotFoundError):  # it has got its name
+        files = set(os.listdir(folder))
+    for name, moment in (("checksums.json", "marker"), (".metadata", "index")):
+        if name in files:
+            return moment
+    return "data" if any(name.endswith(".distcp") for name in files) else "begun"
+
+
+def _age(file: Path) -> float:
+    """Seconds since a file was written."""
+    with suppress(FileNotFoundError):
+        return time.time() - file.stat().st_mtime
+    return math.inf
+
+
+def tracked_by(root: Path) -> int:
+    with suppress(OSError, ValueError):
+        return int((root / TRACKER).read_text())
+    return 0
+
+
+def named(names: list[str]) -> list[int]:
+    numbers = (name.removeprefix("iter_") for name in names if name.startswith("iter_"))
+    return sorted(int(number) for number in numbers if number.isdecimal())
+
+
+def marked(root: Path) -> list[int]:
+    """The iterations of those with a marker."""
+    names = os.listdir(root) if root.exists() else []
+    return [i for i in named(names) if (root / f"iter_{i:07d}" / "checksums.json").exists()]
+
+
+def starts(output: Path) -> list[int]:
+    """After which iteration each start of the run went on."""
+    file = output / "starts"
+    return [int(line) for line in file.read_text().split()] if file.exists() else []
+
+
+def whole_checkpoints(root: Path) -> list[int]:
+    """The iterations of those whose files are as their marker says."""
+    return [i for i in marked(root) if _is_whole(root / f"iter_{i:07d}")]
+
+
+def _is_whole(folder: Path) -> bool:
+    marker = folder / "checksums.json"
+    files = json.loads(marker.read_text())["files"]
+    contents = {path.name: path.read_bytes() for path in folder.iterdir() if path != marker}
+    return {name: (len(data), f"{zlib.crc32(data):08x}") for name, data in contents.items()} == {
+        name: (saved["length"], saved["crc32"]) for name, saved in files.items()
+    }
+
+
+def outcome(output: Path) -> dict[str, Any]:
+    """The bytes of the last checkpoint's tensors, and what the metrics say of all steps."""
+    folder = output / "checkpoint" / f"iter_{STEPS:07d}"
+    lines = map(json.loads, (output / "log" / "metrics.jsonl").read_text().splitlines())
+    metrics = [(line["iteration"], line["loss"], line["grad_norm"]) for line in lines]
+    data = {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
+    assert _is_whole(folder) and len(data) == 2 * RANKS
+    return {"metrics": metrics, "index": (folder / ".metadata").read_bytes(), **data}
+
+
+# The kills.
+
+
+class Killing:
+    """Kills of several runs, one after the other; every finding that is wrong raises AssertionError.
+
+    Args:
+        folder: where the runs are.
+        is_async: whether checkpoints are written in the background.
+        way: fork, launch or restart: who starts the processes (see the two jobs).
+        seed: of all that is drawn.
+    """
+
+    def __init__(self, folder: Path, *, is_async: bool, way: str, seed: int) -> None:
+        self._folder, self._is_async, self._way = folder, is_async, way
+        self._random = random.Random(seed)
+        self.hits: list[Hit] = []
+        self._moments: list[str] = []
+        """Those to come, so that each has its turn."""
+        self._least: dict[int, int] = {}
+        """Number of a start of this run -> the iteration from which it has to go on, at least."""
+
+    def run(self, num_kills: int) -> None:
+        """Kill so many times, in as many runs as that takes; each ends as one that nobody has disturbed."""
+        expected = self._run("undisturbed", 0)
+        number = 0
+        while len(self.hits) < num_kills:
+            number += 1
+            found = self._run(f"run-{number}", num_kills)
+            differing = [name for name in expected if found[name] != expected[name]]
+            assert not differing, f"run {number}: {differing} differ from the undisturbed run's"
+
+    def _run(self, name: str, num_kills: int) -> dict[str, Any]:
+        """Start a run again and again until it has ended; its outcome."""
+        output = self._folder / name
+        output.mkdir()
+        self._least = {}
+        interval, restarts = self._random.choice((1, 2)), num_kills if self._way == "restart" else 0
+        newest = 0
+        while newest < STEPS:
+            changes = settings(output, is_async=self._is_async, interval=interval)
+            job = ForkedJob(changes) if self._way == "fork" else LaunchedJob(changes, restarts)
+            try:
+                is_killed = len(self.hits) < num_kills and self._kill(job, output)
+                while restarts and is_killed:
+                    is_killed = len(self.hits) < num_kills and self._kill(job, output)
+                wait_for(job.ended, _END_S if is_killed else _RUN_S)
+                assert is_killed or job.ended(), f"{output}: the run hangs"
+            finally:
+                job.end()
+            newest = self._check(output, newest, is_killed=is_killed)
+        return outcome(output)
+
+    def _kill(self, job: Job, output: Path) -> bool:
+        """Kill one of the processes at one of the moments; whether the run had not ended before."""
+        root, started = output / "checkpoint", len(starts(output))
+        if not self._moments:
+            others = () if self._way == "restart" else ("starting",)  # its last start may live on for a while
+            self._moments = self._random.sample(SAVING + others, len(SAVING + others))
+        moment = self._moments.pop()
+
+        def has_begun() -> bool:
+            return job.ended() or len(starts(output)) > started or (moment == "starting" and has_ranks(job))
+
+        assert wait_for(has_begun, _RUN_S), f"{output}: the run does not start"
+        time.sleep(self._random.uniform(0, _STEPS_S))
+        living = job.victims()
+        if not any(name.startswith("rank") for name in living):
+            return False
+        victim = self._random.choice([name for name in living for _ in range(3 if name == "rank 0" else 1)])
+        if moment != "starting":
+            wait_for(lambda: job.ended() or moment_of(root) == moment, _MOMENT_S)
+        seen = max(marked(root), default=0)
+        try:
+            os.kill(living[victim], signal.SIGKILL)
+        except ProcessLookupError:  # the run has ended
+            return False
+        begun = len(starts(output))
+        self._least[begun] = seen
+        self.hits.append(Hit(victim, moment_of(root) if begun > started else "starting"))
+        return True
+
+    def _check(self, output: Path, newest: int, *, is_killed: bool) -> int:
+        """Look at what is on the disk when no process lives; the newest whole checkpoint."""
+        begun = starts(output)
+        late = {at: least for at, least in self._least.items() if at < len(begun) and begun[at] < least}
+        assert not late, f"{output}: starts {late} had more on disk than they went on from, {begun}"
+        whole = max(whole_checkpoints(output / "checkpoint"), default=0)
+        least = max([newest, *self._least.values()])
+        assert whole >= least, f"{output}: the newest whole checkpoint is {whole}, it was {least}"
+        assert is_killed or whole == STEPS, f"{output}/messages: not killed, but ended after {whole}"
+        self._least = {len(begun): whole}
+        return whole
+
+
+def has_ranks(job: Job) -> bool:
+    """Whether a worker lives."""
+    return any(name.startswith("rank") for name in job.victims())
+
+
+def wait_for(is_so: Callable[[], bool], seconds: float) -> bool:
+    """Wait until it is so, at most so long; whether it is."""
+    deadline = time.monotonic() + seconds
+    while not is_so():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
+
+
+def main(arguments: list[str]) -> None:
+    """See the module's docstring."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    parser.add_argument("--save", choices=("sync", "async"), default="async")
+    parser.add_argument(
+        "--way", choices=("fork", "launch", "restart"), default="fork",
+        help="fork: workers alone; launch: launcher and workers; restart: the launcher starts them again",
+    )  # fmt: skip
+    chosen = parser.parse_args(arguments)
+    print(chosen, flush=True)
+    with tempfile.TemporaryDirectory(prefix="kills-") as folder:
+        killing = Killing(Path(folder), is_async=chosen.save == "async", way=chosen.way, seed=chosen.seed)
+        try:
+            killing.run(chosen.kills)
+        finally:
+            for (victim, moment), count in sorted(Counter(killing.hits).items()):
+                print(f"{count:4} {victim:9} {moment}", flush=True)
+    print(f"{len(killing.hits)} kills: each start had the newest whole checkpoint, each end the same bytes")
+
+
+if __name__ == "__main__":
+    if "LOCAL_RANK" in os.environ:
+        work(json.loads(sys.argv[1]))
+    elif sys.argv[1:2] == ["launch"]:
+        sys.exit(launch_here(json.loads(sys.argv[2])))
+    else:
+        main(sys.argv[1:])

@@ -1,0 +1,192 @@
+"""Checkpoints in a store, which has no renaming: whole or not there, one process, in fsspec's memory."""
+
+import json
+import re
+
+import pytest
+import torch
+from failing_store import answer, die, failing_store
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from patch.checkpoint import (
+    latest_iteration,
+    load_checkpoint,
+    load_only_weights,
+    read_common,
+    save_checkpoint,
+    weights_folder,
+)
+from patch.checkpoint.compare import compare
+from patch.checkpoint.folder import NoWholeCheckpointError
+from patch.checkpoint.host_copies import HostCopies
+from patch.checkpoint.inspect import find_stored, inspect
+from patch.checkpoint.retention import Retention, delete_set_aside, set_aside_superseded
+from patch.checkpoint.save import start_save
+from patch.checkpoint.stored import TorchDistReader
+from patch.errors import CheckpointError
+from patch.storage.remote import RemotePath
+from patch.training.run_state import Progress, find_newest
+
+pytestmark = pytest.mark.usefixtures("one_process")
+
+
+@pytest.fixture
+def root(request: pytest.FixtureRequest) -> RemotePath:
+    return RemotePath(f"memory://{request.node.name}", patience_s=0.2)
+
+
+def state(value: float) -> dict:
+    return {"model": {"w": ShardedTensor.from_rank_offsets("w", torch.arange(12.0).view(4, 3) + value)}}
+
+
+def loaded(root, iteration: int) -> float:
+    target = state(-1.0)
+    load_checkpoint(root, iteration, target)
+    return float(target["model"]["w"].data[0, 0])
+
+
+def save(root, iteration: int, value: float) -> None:
+    save_checkpoint(
+        root, iteration, state(value), {"iteration": iteration, "consumed_samples": 4 * iteration}
+    )
+
+
+def test_checkpoint_in_a_store_has_the_files_of_one_on_the_disk(root, tmp_path) -> None:
+    for place in (root, tmp_path):
+        save(place, 7, 1.0)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "iter_0000007").iterdir()}
+    assert {name: (root / "iter_0000007" / name).read_bytes() for name in files} == files
+    assert {"latest_checkpointed_iteration.txt", *(f"iter_0000007/{name}" for name in files)} == {
+        *root.files()
+    }
+    assert latest_iteration(root) == 7 and loaded(root, 7) == 1.0 and read_common(root, 7)["iteration"] == 7
+
+
+def test_same_iteration_is_replaced_and_remains_of_a_killed_save_go(root) -> None:
+    save(root, 1, 1.0)
+    save(root, 2, 2.0)
+    for name in (".unfinished", "__0_0.distcp", "__9_0.distcp"):  # of a run with more processes
+        (root / "iter_0000003" / name).write_bytes(b"half")
+    (root / "iter_0000001" / ".unfinished").write_bytes(b"")  # killed after it was complete
+    assert latest_iteration(root) == 2
+    save(root, 2, 5.0)
+    assert loaded(root, 2) == 5.0 and loaded(root, 1) == 1.0
+    assert root.folders() == ["iter_0000001", "iter_0000002"]
+    assert not (root / "iter_0000001" / ".unfinished").exists()
+
+
+def test_damage_is_found_and_other_checkpoints_are_taken(root, logged) -> None:
+    assert latest_iteration(root) is None
+    for iteration in (1, 2, 3):
+        save(root, iteration, float(iteration))
+    data = root / "iter_0000003" / "__0_0.distcp"
+    content = bytearray(data.read_bytes())
+    content[-700] ^= 1
+    data.write_bytes(bytes(content))
+    (root / "iter_0000002" / "checksums.json").unlink()
+    assert latest_iteration(root) == 1
+    assert any("DAMAGED CHECKPOINT" in message and "__0_0.distcp has CRC-32" in message for message in logged)
+    with pytest.raises(CheckpointError, match="the newest checkpoint is not what was saved"):
+        weights_folder(root)
+    assert weights_folder(root / "iter_0000001") == root / "iter_0000001"
+    (root / "iter_0000001" / "common.pt").unlink()
+    with pytest.raises(NoWholeCheckpointError, match="no checkpoint below"):
+        latest_iteration(root)
+
+
+def test_store_that_does_not_answer_is_no_damage() -> None:
+    """An older checkpoint would be taken for it."""
+    with failing_store():
+        root = RemotePath("failing://run", patience_s=0.01)
+        for iteration in (1, 2):
+            save(root, iteration, 1.0)
+        for working in range(0, 12, 2):
+            die(working)
+            with pytest.raises(CheckpointError, match="failing://run.* no answer"):
+                latest_iteration(root)
+        answer(())
+        assert latest_iteration(root) == 2
+
+
+def test_weights_are_read_from_a_store(root) -> None:
+    """Of another dtype and padding, in windows: as position 22 does."""
+    values = torch.arange(3_000_000.0).view(-1, 3)
+    save_checkpoint(root, 1, {"model": {"w": ShardedTensor.from_rank_offsets("w", values)}}, {})
+    wanted = torch.zeros(1_000_000, 3, dtype=torch.float64)
+    state = {"model": {"w": ShardedTensor.from_rank_offsets("w", wanted)}}
+    load_only_weights(weights_folder(root), state, prefixes=("w",), vocab_size=1)
+    assert torch.equal(wanted.float(), values)
+    half = torch.zeros(1_000_000, 1)
+    cut = ShardedTensor("w", half, half.dtype, (1_000_000, 1), (1_000_000, 3), (0, 1), (1, 3), 0)
+    load_only_weights(root / "iter_0000001", {"model": {"w": cut}}, prefixes=("w",), vocab_size=1)
+    assert torch.equal(half, values[:, 1:2])
+
+
+def test_retention_removes_the_marker_first_and_finishes_what_was_interrupted(root) -> None:
+    for iteration in range(1, 6):
+        save(root, iteration, float(iteration))
+    assert set_aside_superseded(root, Retention(2), 5, best=1) == [2, 3]
+    assert not (root / "iter_0000002" / "checksums.json").exists() and latest_iteration(root) == 5
+    delete_set_aside(root)
+    assert root.folders() == ["iter_0000001", "iter_0000004", "iter_0000005"]
+
+
+def test_inspection_and_comparison_of_a_store_with_the_disk(root, tmp_path) -> None:
+    for place in (root, tmp_path):
+        save(place, 1, 1.0)
+        save(place, 2, 2.0)
+    found = find_stored(root)
+    assert found == root / "iter_0000002" and find_stored(found) == found
+    inspection, reader = inspect(found, lambda num_bytes: None)
+    theirs, other = inspect(tmp_path / "iter_0000002", lambda num_bytes: None)
+    assert reader is not None and other is not None and not inspection.complaints
+    for field in ("files", "facts", "tensors", "neighbours", "loads_into"):
+        assert getattr(inspection, field) == getattr(theirs, field)
+    assert json.dumps(inspection.as_json())
+    assert compare(reader, other, lambda num_bytes: None).is_equal
+    older = TorchDistReader(root / "iter_0000001")
+    assert [each.largest for each in compare(older, other, lambda num_bytes: None).differences] == [1.0]
+
+
+@pytest.mark.parametrize("in_background", [False, True])
+def test_store_that_dies_at_any_moment_of_a_save_leaves_a_copy_on_the_disk(tmp_path, in_background) -> None:
+    """In the background the state has changed when the copy is written."""
+    moments = 0
+    for working in range(0, 60, 3):
+        with failing_store():
+            root, disk = RemotePath("failing://run", patience_s=0.01), tmp_path / str(working)
+            save(root, 1, 1.0)
+            values = state(2.0)
+            die(working)
+            copies = HostCopies() if in_background else None
+            saving = start_save(root, 2, values, {"consumed_samples": 8}, copies, disk=disk)
+            saving.wait_for_copies()
+            if in_background:
+                values["model"]["w"].data.fill_(99.0)
+            try:
+                saving.finish()
+                break  # a save has fewer requests
+            except CheckpointError as error:
+                assert error.field == "save"
+                assert re.search(rf"failing://run.*no answer.* IS IN {disk}/iter_0000002 INSTEAD", str(error))
+            finally:
+                answer(())
+            moments += 1
+            place, progress = find_newest(root, disk)
+            assert place == (disk if latest_iteration(root) == 1 else root)
+            assert progress == Progress(2, 8) and loaded(disk, 2) == loaded(place, 2) == 2.0
+            save(root, 3, 3.0)
+            assert find_newest(root, disk) == (root, Progress(3, 12))
+            assert ".unfinished" not in {name.partition("/")[2] for name in root.files()}
+    assert moments > 6
+
+
+def test_neither_store_nor_disk(tmp_path) -> None:
+    (tmp_path / "file").write_bytes(b"")
+    with failing_store():
+        root = RemotePath("failing://run", patience_s=0.01)
+        die(0)
+        with pytest.raises(CheckpointError, match="no answer.*; nor on the disk: .*Not a directory"):
+            start_save(root, 1, state(1.0), {}, disk=tmp_path / "file").finish()
+        with pytest.raises(CheckpointError, match="was not started.*no answer"):
+            save(root, 1, 1.0)

@@ -1,0 +1,138 @@
+"""The launcher's signals, and its end: workers save and nothing outlives it, with tiny scripts as workers."""
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import psutil
+import pytest
+from launches import await_end, await_files, free_port, launch_workers, start, write_script
+from torch.distributed.elastic.rendezvous import RendezvousClosedError
+
+from patch.config import Rendezvous
+from patch.distributed import agent, rendezvous
+
+
+@pytest.mark.parametrize(
+    "signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2], ids=lambda each: each.name
+)
+def test_signal_is_forwarded_once_and_waited_for(tmp_path: Path, signum: signal.Signals) -> None:
+    """The first worker plays `timeout`, or an impatient user."""
+    body = f"""
+count = 0
+def stop(signum, frame):
+    global count
+    count += 1
+for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+    signal.signal(each, stop)
+open(f'{tmp_path}/ready{{rank}}', 'w').close()
+while not all(os.path.exists(f'{tmp_path}/ready{{each}}') for each in (0, 1)):
+    time.sleep(0.05)
+if rank == 0:
+    os.kill(os.getppid(), {int(signum)})
+    time.sleep(0.3)
+    os.kill(os.getppid(), {int(signum)})
+while not count:
+    time.sleep(0.05)
+time.sleep(0.7)
+open(f'{tmp_path}/saved{{rank}}', 'w').write(str(count))
+sys.exit(128 + {int(signum)})
+"""
+    assert launch_workers(write_script(tmp_path, body), 2, max_restarts=1) == 128 + signum
+    assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+def test_second_ctrl_c_after_a_while_ends_workers_that_hang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The worker plays the user."""
+    monkeypatch.setattr(agent, "INSISTENCE_S", 0.6)
+    body = f"""
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+for pause in (0.15, 0.15, 0.5, 0.5):  # the first two are one impatient person
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(pause)
+    open('{tmp_path}/lived', 'a').write('.')
+time.sleep(120)
+"""
+    script = write_script(tmp_path, body)
+    assert launch_workers(script, 1, max_restarts=1) == 128 + signal.SIGINT
+    assert (tmp_path / "lived").read_text() == "..."
+
+
+def test_signal_of_another_kind_lets_the_workers_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM sends SIGUSR1 some time before its limit, then SIGTERM twice. The worker plays SLURM."""
+    monkeypatch.setattr(agent, "INSISTENCE_S", 0.2)
+    body = f"""
+seen = []
+for each in (signal.SIGUSR1, signal.SIGTERM):
+    signal.signal(each, lambda number, frame: seen.append(number))
+os.kill(os.getppid(), signal.SIGUSR1)
+while not seen:
+    time.sleep(0.05)
+for _ in range(2):
+    time.sleep(0.4)
+    os.kill(os.getppid(), signal.SIGTERM)
+time.sleep(0.4)
+open('{tmp_path}/saved', 'w').write(str(seen))
+sys.exit(128 + signal.SIGUSR1)
+"""
+    assert launch_workers(write_script(tmp_path, body), 1) == 128 + signal.SIGUSR1
+    assert (tmp_path / "saved").read_text() == str([int(signal.SIGUSR1)])
+
+
+@pytest.mark.parametrize(("sizes", "others_go_on"), [([3], False), ([1, 3], True)], ids=["needed", "spare"])
+def test_signal_to_a_machine_that_waits_ends_the_wait_of_the_others_unless_it_is_a_spare(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: list[int], others_go_on: bool
+) -> None:
+    monkeypatch.setattr(rendezvous, "LAST_CALL_S", 1)
+    monkeypatch.setattr(rendezvous, "LINGER_S", 0)
+    place, limit = Rendezvous(0, "127.0.0.1", free_port()), timedelta(seconds=30)
+    with ThreadPoolExecutor() as threads:
+        first = rendezvous.Meeting.join(place, sizes, limit)
+        second = rendezvous.Meeting.join(place._replace(node_rank=1), sizes, limit)
+        taking_part = threads.submit(first.next_rendezvous)
+        threads.submit(signal_when, lambda: second.is_spare or not others_go_on)
+        files = agent.WorkerFiles(tmp_path, None)
+        assert agent.run_workers(["true"], 1, 0, second, files) == 128 + signal.SIGTERM
+        if others_go_on:
+            assert taking_part.result(20).world_size == 1
+        else:
+            with pytest.raises(RendezvousClosedError):
+                taking_part.result(20)
+        assert first.is_closed() is not others_go_on
+        first.shutdown()
+
+
+def signal_when(is_ready: Callable[[], bool]) -> None:
+    while not is_ready():
+        time.sleep(0.05)
+    time.sleep(0.5)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_no_worker_and_nothing_that_it_has_started_outlives_a_killed_launcher(tmp_path: Path) -> None:
+    body = f"""
+import subprocess
+child = subprocess.Popen(['sleep', '120'])
+open(f'{tmp_path}/pid{{rank}}', 'w').write(f'{{os.getpid()}} {{child.pid}}')
+time.sleep(120)
+"""
+    launcher = start(write_script(tmp_path, body), 2, max_restarts=1)
+    texts = await_files(tmp_path / "pid0", tmp_path / "pid1")
+    watching = psutil.Process(launcher.pid).children()
+    launcher.kill()
+    launcher.wait()
+    await_end([*(int(pid) for text in texts for pid in text.split()), *(each.pid for each in watching)])
+
+
+def test_nothing_stays_after_a_launcher_that_has_ended(tmp_path: Path) -> None:
+    before = psutil.Process().children()
+    assert launch_workers(write_script(tmp_path, ""), 1) == 0
+    assert psutil.Process().children() == before

@@ -1,0 +1,81 @@
+"""One run for each folder in a store, on which nobody can hold a kernel's lock."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from failing_store import failing_store
+
+from patch.errors import CheckpointError, ConfigError
+from patch.storage import lock_file, remote_lock
+from patch.storage.lock import check_held, hold_store
+from patch.storage.remote import RemotePath
+
+OTHER_MACHINE = "process 7 on elsewhere since yesterday\n{token}\nboot pid:[1] 7 99\n{renewed}\n"
+
+
+@pytest.fixture
+def root(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> RemotePath:
+    monkeypatch.setattr(remote_lock, "SETTLE_S", 0.01)
+    monkeypatch.setattr("patch.storage.lock._WAIT_S", 0.1)
+    monkeypatch.setattr("patch.storage.lock._POLL_S", 0.01)
+    for module in (lock_file, remote_lock):
+        monkeypatch.setattr(module, "BEAT_S", 0.05)
+    return RemotePath(f"memory://{request.node.name}")
+
+
+def test_second_run_is_told_who_writes_there_and_the_end_of_the_first_frees_it(root) -> None:
+    with hold_store(root):
+        with pytest.raises(ConfigError) as refused, hold_store(root):
+            pass
+        assert refused.value.field == "save"
+        said = f"{root} is being written by process {os.getpid()} on {socket.gethostname()} since "
+        assert said in str(refused.value) and "give another URL" in str(refused.value)
+        check_held(root / "iter_0000001")
+    assert not root.files()
+    with hold_store(root):
+        pass
+
+
+def test_owner_on_another_machine_is_alive_as_long_as_it_renews_its_lock(root, monkeypatch) -> None:
+    monkeypatch.setattr(lock_file, "STALE_S", 0.3)
+    (root / ".lock").write_bytes(OTHER_MACHINE.format(token="t", renewed=1.0).encode())
+    with hold_store(root):  # silent for three beats, and for long
+        assert b"elsewhere" not in (root / ".lock").read_bytes()
+    (root / ".lock").write_bytes(OTHER_MACHINE.format(token="u", renewed=1.0).encode())
+    content, _, _ = (root / ".lock").read_bytes().rpartition(b"1.0")
+    writer = remote_lock.RemoteLock(root / ".lock", content)
+    try:
+        with pytest.raises(ConfigError, match="being written by process 7 on elsewhere"), hold_store(root):
+            pass
+    finally:
+        writer.release()
+
+
+def test_lock_of_a_killed_process_of_this_machine_is_taken_at_once(root) -> None:
+    program = "import os, patch.storage.remote_lock as lock; print(lock._identity(os.getpid()))"
+    identity = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    ).stdout
+    text = f"process {identity.split()[2]} on {socket.gethostname()} since now\ntoken\n{identity}1.0\n"
+    (root / ".lock").write_bytes(text.encode())
+    with hold_store(root):
+        assert f"process {os.getpid()} ".encode() in (root / ".lock").read_bytes()
+
+
+def test_run_whose_lock_was_taken_over_publishes_nothing(root) -> None:
+    with hold_store(root):
+        (root / ".lock").write_bytes(OTHER_MACHINE.format(token="thief", renewed=1.0).encode())
+        with pytest.raises(CheckpointError, match="now belongs to process 7 on elsewhere") as lost:
+            check_held(root / "iter_0000001")
+        assert lost.value.field == "save"
+    assert b"elsewhere" in (root / ".lock").read_bytes()
+
+
+def test_store_that_refuses_to_be_written_is_named_before_training() -> None:
+    with failing_store(FileNotFoundError(), None, PermissionError("Access Denied")):
+        with pytest.raises(ConfigError, match=r"failing://bucket/\.lock cannot be written: Access Denied"):
+            with hold_store(RemotePath("failing://bucket")):
+                pass

@@ -1,0 +1,13 @@
+"""Five kills around saves; tests/random_kills.py has the fifty, also of a launcher and with its restarts."""
+
+from pathlib import Path
+
+from random_kills import Killing
+
+
+def test_killed_runs_go_on_from_the_newest_checkpoint_and_end_with_the_same_bytes(
+    tmp_path: Path,
+) -> None:
+    killing = Killing(tmp_path, is_async=True, way="fork", seed=13)
+    killing.run(5)
+    assert len(killing.hits) == 5
