@@ -52,8 +52,8 @@ class RemoteLock:
     def release(self) -> None:
         """Give up the lock. In a store that is away it stays; the next run sees that its owner is dead."""
         self._ended.set()
-        self._thread.join()
-        if self._is_away:
+        self._thread.join(_RELEASE_S)
+        if self._is_away or self._thread.is_alive():
             return
         with suppress(OSError):
             path = self.path.with_patience(_RELEASE_S)

@@ -22,6 +22,8 @@ from patch.training.metrics import read_metrics
 _logger = get_logger(__name__)
 
 _RECORDS = (CONFIG_FILE, DATA_RECORD_FILE)
+_WAIT_S = 10.0
+"""How long the next save and the end wait for a store that does not take the metrics."""
 
 
 def take_records(config: RunConfig) -> None:
@@ -109,9 +111,9 @@ class StoreMetrics(TrainerHook):
         self._sending.start()
 
     def close(self) -> None:
-        """Wait until it was sent."""
+        """Wait until it was sent, but not for ever."""
         if self._sending is not None:
-            self._sending.join()
+            self._sending.join(_WAIT_S)
 
     def _send(self, content: bytes) -> None:
         """A failure is no reason to end the run: the next save will tell, and has a way out."""

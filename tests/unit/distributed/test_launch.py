@@ -62,6 +62,14 @@ def test_environment_lets_cublas_be_deterministic_where_it_is_asked() -> None:
     assert "CUBLAS_WORKSPACE_CONFIG" not in only
 
 
+def test_environment_bounds_how_long_s3_keeps_a_save_waiting() -> None:
+    config = make_config(1)
+    stored = replace(config, checkpoint=replace(config.checkpoint, save="s3://bucket/run"))
+    assert worker_environment(stored, MACHINE, {})["AWS_MAX_ATTEMPTS"] == "3"
+    assert worker_environment(stored, MACHINE, {"AWS_MAX_ATTEMPTS": "7"})["AWS_MAX_ATTEMPTS"] == "7"
+    assert "AWS_MAX_ATTEMPTS" not in worker_environment(config, MACHINE, {})
+
+
 def test_environment_keeps_nccl_from_sums_in_the_switch_where_bits_must_repeat() -> None:
     """NVLS reductions differ from call to call (pytorch#154880)."""
     config = make_config(1, deterministic_mode=True)
