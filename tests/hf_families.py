@@ -23,6 +23,12 @@ def _llama3_rope(factor: float) -> dict[str, Any]:
     }  # fmt: skip
 
 
+_YARN_ROPE = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64,
+    "attention_factor": 1.3,
+}  # fmt: skip
+
+
 def _plain_rope(theta: float) -> dict[str, Any]:
     return {"rope_type": "default", "rope_theta": theta}
 
@@ -37,6 +43,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-3.2": (
         "Llama", {"rms_norm_eps": 1e-5, "rope_parameters": _llama3_rope(32.0), "tie_word_embeddings": True}
     ),
+    "llama-yarn": ("Llama", {"rms_norm_eps": 1e-5, "rope_parameters": _YARN_ROPE}),
     "mistral-0.1": (
         "Mistral", {"sliding_window": 16, "rms_norm_eps": 1e-5, "rope_parameters": _plain_rope(1e4)}
     ),

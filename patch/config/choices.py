@@ -28,6 +28,9 @@ Recompute = Literal["selective", "full"]
 ContextCommunication = Literal["p2p", "a2a"]
 """How context-parallel ranks exchange what attention needs: around a ring, or all-to-all over heads."""
 
+RopeScaling = Literal["llama3", "linear", "dynamic", "yarn"]
+"""How RoPE's frequencies are scaled for longer contexts: `rope_type` of transformers."""
+
 OffloadPolicy = Literal["static", "auto"]
 """Which optimizer states lie in host memory: a fixed share, or what does not fit on the device."""
 

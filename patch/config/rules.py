@@ -135,14 +135,33 @@ def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:
         refuse("export_hf", "true", "one of --add-qkv-bias and --qk-layernorm left out, or no export", why)
 
 
-def llama3_rope_is_ordered(config: RunConfig, machine: MachineFacts) -> None:
-    """The band between the two wavelengths of llama3's scaling is not empty."""
+def rope_scaling_is_asked_for(config: RunConfig, machine: MachineFacts) -> None:
+    """A type of scaling is not named in vain."""
     model = config.model
-    if model.use_rope_scaling and model.rope_low_freq_factor >= model.rope_high_freq_factor:
-        expected = f"less than --rope-high-freq-factor {model.rope_high_freq_factor}"
-        refuse(
-            "rope_low_freq_factor", model.rope_low_freq_factor, expected, "wavelengths between are blended"
-        )
+    if model.rope_scaling_type != "llama3" and not model.use_rope_scaling:
+        why = "without it the frequencies are not scaled"
+        refuse("rope_scaling_type", model.rope_scaling_type, "--use-rope-scaling beside it", why)
+
+
+def rope_scaling_is_ordered(config: RunConfig, machine: MachineFacts) -> None:
+    """The band between the two borders of llama3's scaling, or YaRN's, is not empty; NTK's factor extends."""
+    model = config.model
+    if not model.use_rope_scaling:
+        return
+    factor = model.rope_scaling_factor
+    match model.rope_scaling_type:
+        case "llama3" if model.rope_low_freq_factor >= model.rope_high_freq_factor:
+            expected = f"less than --rope-high-freq-factor {model.rope_high_freq_factor}"
+            why = "wavelengths between are blended"
+            refuse("rope_low_freq_factor", model.rope_low_freq_factor, expected, why)
+        case "yarn" if model.yarn_beta_slow >= model.yarn_beta_fast:
+            expected = f"less than --yarn-beta-fast {model.yarn_beta_fast}"
+            refuse("yarn_beta_slow", model.yarn_beta_slow, expected, "channels between are blended")
+        case "dynamic" if factor < 1 or model.kv_channels < 4:
+            what = "the base grows with the context, by an exponent of the head size"
+            if factor < 1:
+                refuse("rope_scaling_factor", factor, "at least 1", what)
+            refuse("kv_channels", model.kv_channels, "at least 4", what)
 
 
 def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:
@@ -200,8 +219,9 @@ def sequence_fits(config: RunConfig, machine: MachineFacts) -> None:
     if padding > model.seq_length:
         expected = f"at most {model.seq_length}"
         refuse("max_padding_length", padding, expected, f"it cannot exceed {where('seq_length')}")
-    if model.seq_length > model.max_position_embeddings:
-        expected = f"at most {model.max_position_embeddings} (or a larger --max-position-embeddings)"
+    longest = model.longest_sequence
+    if model.seq_length > longest:
+        expected = f"at most {longest} (or a larger --max-position-embeddings)"
         refuse("seq_length", model.seq_length, expected, "the model claims no longer sequence")
     _cuts_are_even(config)
 
@@ -338,7 +358,8 @@ RULES: tuple[Rule, ...] = (
     heads_fit,
     window_is_causal,
     export_has_a_class,
-    llama3_rope_is_ordered,
+    rope_scaling_is_asked_for,
+    rope_scaling_is_ordered,
     tensor_parallel_divides,
     pipeline_fits,
     interleaving_divides,

@@ -43,10 +43,15 @@ def _llama3(size: _Size, factor: float, tied: bool) -> dict[str, Any]:
         **_shape(size, vocab_size=128256, max_position=131072, norm_epsilon=1e-5),
         "rotary_base": 500000.0,
         "use_rope_scaling": True,
+        "rope_scaling_type": "llama3",
         "rope_scaling_factor": factor,
         "rope_low_freq_factor": 1.0,
         "rope_high_freq_factor": 4.0,
         "rope_original_max_position": 8192,
+        "yarn_beta_fast": 32.0,
+        "yarn_beta_slow": 1.0,
+        "yarn_correction_range_round_to_int": True,
+        "yarn_attention_factor": None,
         "untie_embeddings_and_output_weights": not tied,
     }
 

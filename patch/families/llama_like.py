@@ -1,7 +1,4 @@
-"""What LLaMA, Mistral and Qwen share: the weight table, and a config.json that differs in a few keys only.
-
-transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes one `rope_parameters` with both.
-"""
+"""What LLaMA, Mistral and Qwen share: the weight table, and a config.json that differs in a few keys only."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ from typing import Any
 
 from patch.families.config_reader import ConfigReader
 from patch.families.family import Family
+from patch.families.rope import ROPE_FIELDS, read_rope, write_rope
 from patch.families.shape import ModelShape, Window, traits_of
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT, Kind, WeightRow
 
@@ -37,16 +35,6 @@ _KEYS: dict[str, str] = {
     "norm_epsilon": "rms_norm_eps",
 }
 """ModelConfig's field -> config.json's key, for fields with the same value in both."""
-
-_LLAMA3_ROPE: dict[str, str] = {
-    "factor": "rope_scaling_factor",
-    "low_freq_factor": "rope_low_freq_factor",
-    "high_freq_factor": "rope_high_freq_factor",
-    "original_max_position_embeddings": "rope_original_max_position",
-}
-"""Key of `rope_scaling` -> ModelConfig's field."""
-
-_ROPE_FIELDS = {"rotary_base", "use_rope_scaling", *_LLAMA3_ROPE.values()}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +74,7 @@ class LlamaLike(Family):
             "add_qkv_bias": self.traits.add_qkv_bias,
             "qk_layernorm": self.traits.qk_layernorm,
             "window_size": self._window(config),
-            **_read_rope(config),
+            **read_rope(config),
         }
 
     def _window(self, config: ConfigReader) -> Window:
@@ -109,8 +97,8 @@ class LlamaLike(Family):
         described |= {key: getattr(model, field) for field, key in _KEYS.items() if field in fields}
         if "untie_embeddings_and_output_weights" in fields:
             described["tie_word_embeddings"] = not model.untie_embeddings_and_output_weights
-        if fields & _ROPE_FIELDS or "rope_parameters" in described:
-            _write_rope(described, model)
+        if fields & ROPE_FIELDS or "rope_parameters" in described:
+            write_rope(described, model)
 
     def weights(self, model: ModelShape) -> tuple[WeightRow, ...]:
         """The embedding, the layers' parameters, the last norm, the output layer; see Family."""
@@ -159,37 +147,3 @@ def _layer_weights(model: ModelShape) -> list[WeightRow]:
             norm = {f"self_attn.{name}_norm.weight": (head,)}
             rows.append(row(f"self_attention.{name}_layernorm.weight", Kind.REPLICATED, norm))
     return rows
-
-
-def _read_rope(config: ConfigReader) -> dict[str, Any]:
-    """RoPE's fields from the keys of transformers 4 or 5; if both are present, as transformers 5 reads them.
-
-    `rope_type` was called `type` in old files.
-    """
-    rope = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
-    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
-        config.refuse("rope_parameters", rope, "an object for all layers alike")
-    inner = ConfigReader(config.file, rope)
-    base = inner.number("rope_theta", config.number("rope_theta", 10000.0))
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "llama3"):
-        config.refuse("rope_type", rope_type, "default or llama3: no other scaling is supported")
-    if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        config.refuse("partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
-    fields: dict[str, Any] = {"rotary_base": base, "use_rope_scaling": rope_type == "llama3"}
-    if rope_type == "llama3":
-        fields |= {field: inner.number(key) for key, field in _LLAMA3_ROPE.items()}
-        fields["rope_original_max_position"] = inner.integer("original_max_position_embeddings")
-    return fields
-
-
-def _write_rope(described: dict[str, Any], model: ModelShape) -> None:
-    """Set RoPE's keys of transformers 4, and also that of transformers 5 if it is present."""
-    scaling = None
-    if model.use_rope_scaling:
-        scaling = {"rope_type": "llama3"} | {key: getattr(model, name) for key, name in _LLAMA3_ROPE.items()}
-    described |= {"rope_theta": model.rotary_base, "rope_scaling": scaling}
-    if "rope_parameters" in described:
-        described["rope_parameters"] = {
-            **(scaling or {"rope_type": "default"}), "rope_theta": model.rotary_base
-        }  # fmt: skip

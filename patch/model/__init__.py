@@ -2,8 +2,9 @@
 
 from patch.config.schema import Execution
 from patch.model.hf_order import SOURCES
+from patch.model.linear_cross_entropy import LearnedTokens
 from patch.model.llama import WEIGHT_PREFIXES, LlamaModel, build_llama_model, sharded_weights
-from patch.model.loss import sum_learned
+from patch.model.loss import sum_aligned
 from patch.model.packed_sequences import PackedSequences
 from patch.model.weight_init import forget_weights, initialize_weights
 
@@ -11,11 +12,12 @@ __all__ = [
     "SOURCES",
     "WEIGHT_PREFIXES",
     "Execution",
+    "LearnedTokens",
     "LlamaModel",
     "PackedSequences",
     "build_llama_model",
     "forget_weights",
     "initialize_weights",
     "sharded_weights",
-    "sum_learned",
+    "sum_aligned",
 ]

@@ -22,6 +22,10 @@ from megatron.core.tensor_parallel.layers import (
     VocabParallelEmbedding,
     set_tensor_model_parallel_attributes,
 )
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
@@ -30,10 +34,11 @@ from patch.device import torch_dtype
 from patch.distributed.zigzag import Zigzag
 from patch.families import traits_of
 from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
+from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
 from patch.model.loss import aligned_losses, hide_padded_vocabulary
 from patch.model.packed_sequences import give_own_positions
 from patch.model.recompute import RecomputingMLP, recomputed_modules
-from patch.model.rotary import inverse_frequencies
+from patch.model.rotary import attention_factor, inverse_frequencies, set_attention_factor
 from patch.model.spec import block_spec
 
 _ACTIVATIONS = {"silu": silu}
@@ -150,6 +155,8 @@ class LlamaModel(GPTModel):
     Inputs and outputs of `forward` are GPTModel's: tokens and labels [B, S] in; per-token losses [B, S] out,
     or logits [B, S, V / TP] without labels, or hidden states [S, B, H] before the last stage. S counts the
     tokens of this CP rank. With `packed_seq_params` (`PackedSequences`) a row consists of several sequences.
+    With labels and `loss_mask` (`LearnedTokens`) the sum of the learned tokens' losses comes out, computed
+    without all logits at once.
 
     Args:
         model: the shape of the whole model.
@@ -192,6 +199,8 @@ class LlamaModel(GPTModel):
                 # of the finished module is enough.
                 layer.mlp.__class__ = RecomputingMLP
         self.rotary_pos_emb.inv_freq = inverse_frequencies(model)
+        self.rope_attention_factor = attention_factor(model)
+        """YaRN's factor of cosines and sines; it is upstream's attention that multiplies."""
         # Upstream would cut the angles over CP by a copy that needs CUDA; the hook cuts them like tokens.
         self.rotary_pos_emb.cp_group = None
         cut_positions = partial(give_own_positions, zigzag=Zigzag.of(groups.cp))
@@ -210,6 +219,33 @@ class LlamaModel(GPTModel):
         """GPTModel's forward. What is sent to the next stage is made contiguous, as sending requires."""
         output = super().forward(*args, **kwargs)
         return output if self.post_process else output.contiguous()
+
+    def _postprocess(
+        self,
+        hidden_states: torch.Tensor,
+        *args: Any,
+        labels: torch.Tensor | None,
+        loss_mask: LearnedTokens | None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """What follows the layers: GPTModel's, or the summed loss of `loss_mask`."""
+        if self.post_process and labels is not None and loss_mask is not None:
+            return self.summed_loss(hidden_states, labels, loss_mask)
+        return super()._postprocess(hidden_states, *args, labels=labels, loss_mask=loss_mask, **kwargs)
+
+    def summed_loss(self, hidden: torch.Tensor, labels: torch.Tensor, learned: LearnedTokens) -> torch.Tensor:
+        """The sum of the learned tokens' losses, from hidden states [S, B, H], with SP [S / TP, B, H]."""
+        group = self.pg_collection.tp
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=True, group=group
+            )
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=group)
+        is_tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
+        part = VocabularyPart(group.rank() * len(weight), self.num_vocab_rows, group)
+        return linear_cross_entropy(hidden, weight, labels, learned, part)
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark embedding and output weights for the optimizer.
@@ -280,6 +316,7 @@ def build_llama_model(
     if aligned is None:
         aligned = frozenset(SOURCES) if model.precision_align is not None else frozenset()
     upstream = transformer_config(model, groups, execution, cuda=device.type == "cuda", aligned=aligned)
+    set_attention_factor(upstream, model)
     return [
         LlamaModel(model, upstream, groups, aligned, vp_stage).to(device)
         for vp_stage in range(execution.virtual_pipeline_size)

@@ -1,8 +1,9 @@
-"""The loss: cross entropy over the real vocabulary, and its sum over the learned tokens.
+"""The loss from logits that exist: for whoever asks for each token's loss, and for `--precision-align`.
 
-Shapes: S sequence, B micro-batch, V vocabulary. On the fast path the cross entropy itself is upstream's
-vocabulary-parallel one. The aligned functions follow Hugging Face's order of operations
-(`--precision-align`).
+Training uses `linear_cross_entropy` instead. The aligned functions follow Hugging Face's order of operations,
+otherwise the cross entropy is upstream's vocabulary-parallel one.
+
+Shapes: S sequence, B micro-batch, V vocabulary.
 """
 
 from __future__ import annotations
@@ -41,15 +42,12 @@ def aligned_losses(labels: torch.Tensor, logits: torch.Tensor, vocab_size: int) 
     return F.cross_entropy(flat, labels.flatten(), reduction="none").view_as(labels)
 
 
-def sum_learned(losses: torch.Tensor, mask: torch.Tensor, *, is_aligned: bool) -> torch.Tensor:
-    """The sum of the learned tokens' losses.
+def sum_aligned(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The sum of the learned tokens' losses in the order of torch's own loss function, Hugging Face's.
 
     Args:
         losses: [B, S].
         mask: [B, S], 1 for a learned token, else 0.
-        is_aligned: sum in the order of torch's own loss function, which Hugging Face uses.
     """
-    if not is_aligned:
-        return (losses * mask).sum()
     ignored = torch.where(mask > 0, 0, -100)
     return F.nll_loss(-losses.reshape(-1, 1), ignored.flatten(), ignore_index=-100, reduction="sum")

@@ -1,8 +1,9 @@
-"""RoPE frequencies of the LLaMA family, with all four fields of llama3 scaling.
+"""RoPE frequencies of the LLaMA family, plain and with transformers' types of scaling.
 
-Upstream's llama3 scaling has three of the fields hard-coded
-(megatron/core/models/common/embeddings/rotary_pos_embedding.py:92-99), so the frequencies are computed here
-and set in upstream's RotaryEmbedding, which does the rest.
+Upstream's llama3 scaling has three of its fields hard-coded
+(megatron/core/models/common/embeddings/rotary_pos_embedding.py:92-99), and its YaRN is another order of
+operations, so the frequencies are computed here and set in upstream's RotaryEmbedding, which does the rest.
+All are bitwise equal to transformers'.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import math
 
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from patch.config.schema import ModelConfig
 
@@ -17,13 +19,64 @@ from patch.config.schema import ModelConfig
 def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
     """The angle in radians by which RoPE rotates each pair of channels from one position to the next.
 
+    Dynamic NTK scaling depends on the length of the sequence: it is `seq_length`, SEQ_LEN, for every row and
+    pack of a run, also for shorter ones.
+
     Returns:
-        (kv_channels // 2,) float32 on the CPU, bitwise equal to transformers'.
-    Source: Su et al., arXiv:2104.09864; llama3 scaling as in Meta's llama-models (apply_scaling).
+        (kv_channels // 2,) float32 on the CPU.
+    Sources: Su et al., arXiv:2104.09864; llama3 scaling as in Meta's llama-models (apply_scaling); YaRN, Peng
+    et al., arXiv:2309.00071, which also describes the other two.
     """
+    if not model.use_rope_scaling:
+        return 1.0 / _periods(model, model.rotary_base)
+    match model.rope_scaling_type:
+        case "linear":
+            return 1.0 / _periods(model, model.rotary_base) / model.rope_scaling_factor
+        case "dynamic":
+            return 1.0 / _periods(model, _dynamic_base(model))
+        case "yarn":
+            return _scale_yarn(_periods(model, model.rotary_base), model)
+        case _:
+            return _scale_llama3(1.0 / _periods(model, model.rotary_base), model)
+
+
+def attention_factor(model: ModelConfig) -> float:
+    """The factor of RoPE's cosines and sines; 1 except with YaRN."""
+    if not model.use_rope_scaling or model.rope_scaling_type != "yarn":
+        return 1.0
+    if model.yarn_attention_factor is not None:
+        return model.yarn_attention_factor
+    return 0.1 * math.log(max(model.rope_scaling_factor, 1.0)) + 1.0
+
+
+def set_attention_factor(upstream: TransformerConfig, model: ModelConfig) -> None:
+    """Let upstream's attention multiply cosines and sines by the model's factor.
+
+    Upstream computes it from the three attributes set here (yarn_rotary_pos_embedding.py), as
+    (0.1 mscale ln(scale) + 1) / (0.1 mscale_all_dim ln(scale) + 1), which at scale = e gives any factor.
+    """
+    factor = attention_factor(model)
+    if factor != 1.0:
+        values = {"yarn_rotary_scaling_factor": math.e, "yarn_mscale": 10 * (factor - 1.0)}
+        vars(upstream).update(values, yarn_mscale_all_dim=0.0)
+
+
+def _periods(model: ModelConfig, base: float | torch.Tensor) -> torch.Tensor:
+    """Positions in which each pair of channels turns by one radian."""
     exponents = torch.arange(0, model.kv_channels, 2, dtype=torch.int64).float() / model.kv_channels
-    frequencies = 1.0 / (model.rotary_base**exponents)
-    return _scale_llama3(frequencies, model) if model.use_rope_scaling else frequencies
+    return base**exponents
+
+
+def _dynamic_base(model: ModelConfig) -> float | torch.Tensor:
+    """The base for `seq_length` tokens; the model's own up to its longest sequence.
+
+    In float32 beyond it, because transformers computes it from positions, which are a tensor.
+    """
+    head, factor, longest = model.kv_channels, model.rope_scaling_factor, model.max_position_embeddings
+    if model.seq_length <= longest:
+        return model.rotary_base
+    length = torch.tensor(model.seq_length)
+    return model.rotary_base * ((factor * length / longest) - (factor - 1)) ** (head / (head - 2))
 
 
 def _scale_llama3(frequencies: torch.Tensor, model: ModelConfig) -> torch.Tensor:
@@ -36,3 +89,21 @@ def _scale_llama3(frequencies: torch.Tensor, model: ModelConfig) -> torch.Tensor
     blended = (1 - blend) * scaled / model.rope_scaling_factor + blend * scaled
     is_between = (wavelengths >= context / high) & (wavelengths <= context / low)
     return torch.where(is_between, blended, scaled)
+
+
+def _scale_yarn(periods: torch.Tensor, model: ModelConfig) -> torch.Tensor:
+    """Keep the first channels, divide the last ones by the factor, blend in between."""
+    first, last = (_channel(model, turns) for turns in (model.yarn_beta_fast, model.yarn_beta_slow))
+    if model.yarn_correction_range_round_to_int:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, model.kv_channels - 1)
+    width = last - first if last != first else 0.001
+    channels = torch.arange(model.kv_channels // 2, dtype=torch.float32)
+    kept = 1 - ((channels - first) / width).clamp(0, 1)
+    return 1.0 / (model.rope_scaling_factor * periods) * (1 - kept) + 1.0 / periods * kept
+
+
+def _channel(model: ModelConfig, turns: float) -> float:
+    """The pair of channels that makes so many turns within the original context; between two in general."""
+    period = model.rope_original_max_position / (turns * 2 * math.pi)
+    return (model.kv_channels * math.log(period)) / (2 * math.log(model.rotary_base))

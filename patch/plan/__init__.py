@@ -3,12 +3,13 @@
 from patch.plan.activations import activation_bytes
 from patch.plan.context_parallel import resolve_cp_comm_type, sent_bytes
 from patch.plan.describe import describe_length, describe_plan
-from patch.plan.flops import attended_pairs, flops_per_token, model_flops_per_step, peak_flops
+from patch.plan.flops import StepFlops, attended_pairs, flops_per_step, flops_per_token, peak_flops
 from patch.plan.memory import RankBytes, bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.plan.sharding import StageCost, resolve_sharding, stage_cost
 
 __all__ = [
+    "StepFlops",
     "RankBytes",
     "StageCost",
     "activation_bytes",
@@ -17,8 +18,8 @@ __all__ = [
     "describe_plan",
     "device_memory",
     "attended_pairs",
+    "flops_per_step",
     "flops_per_token",
-    "model_flops_per_step",
     "needed_bytes",
     "offloaded_bytes",
     "parameters_per_rank",

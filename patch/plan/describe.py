@@ -10,7 +10,7 @@ from patch.config.choices import Recompute
 from patch.config.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.device import MachineFacts
 from patch.plan.activations import activation_bytes
-from patch.plan.flops import model_flops_per_step
+from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import total_parameters
 from patch.storage.sizes import counted, size_text
@@ -43,13 +43,20 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             *_activations(config, machine),
             f"step        {training.global_batch_size} samples x {config.sample_length} tokens = "
             f"{tokens} tokens, {counted(config.num_micro_batches, 'micro-batch')} a replica, "
-            f"{_scaled(model_flops_per_step(config))}FLOP",
+            + _flops(config),
             *_packing(config),
             f"run         {_length(config)}",
             *_resume(config),
             *_shortages(config, machine),
         )
     )
+
+
+def _flops(config: RunConfig) -> str:
+    """FLOPs of a step, and those with what recomputation repeats if they are more."""
+    model, hardware = flops_per_step(config)
+    repeated = f", {_scaled(hardware)}FLOP with recomputation" if hardware > model else ""
+    return f"{_scaled(model)}FLOP{repeated}"
 
 
 def _length(config: RunConfig) -> str:

@@ -1,14 +1,16 @@
-"""Model FLOPs of training, and the peak FLOP/s of GPUs: numerator and denominator of MFU.
+"""FLOPs of training, and the peak FLOP/s of GPUs: numerator and denominator of MFU and HFU.
 
-Convention (Megatron-LM's `num_floating_point_operations`): only matrix multiplications count; a multiply-add
-is 2 FLOPs; the backward costs twice the forward; causal attention counts the half of the scores that is not
-masked; the output layer counts the padded vocabulary; recomputation does not count. PaLM (arXiv 2204.02311,
-appendix B) differs only in that it counts all scores of attention.
+Only matrix products count; a multiply-add is 2 FLOPs; the backward costs twice the forward; the output layer
+counts the padded vocabulary. Attention counts the pairs of a token and one that it attends to: causal, within
+the window, within each packed sequence. (Megatron-LM's `num_floating_point_operations` counts half of the
+square, half a diagonal less; PaLM, arXiv 2204.02311, appendix B, the whole square.) Model FLOPs leave
+recomputation out, hardware FLOPs count it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from patch.config import ModelConfig, RunConfig
 from patch.plan.parameters import layer_matrices
@@ -35,46 +37,69 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
 """Dense bf16 tensor-core peaks from NVIDIA's data sheets; longer names come before their shorter forms."""
 
 
+class StepFlops(NamedTuple):
+    """FLOPs of one optimizer step over all ranks; padding of samples counts."""
+
+    model: float
+    """What the model's forward and backward need: of MFU."""
+    hardware: float
+    """What is computed, with the forwards that `AC` repeats: of HFU."""
+
+
+def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
+    """FLOPs of one optimizer step.
+
+    Args:
+        config: the run.
+        pairs: with packing, the `attended_pairs` of the step's sequences; None: each sample is one sequence.
+    """
+    model, samples = config.model, config.training.global_batch_size
+    if pairs is None:
+        pairs = samples * attended_pairs([config.sample_length], model.window_size)
+    tokens = samples * config.sample_length
+    layers, attention = _forward_of_layers(model, tokens, pairs)
+    forward = (
+        layers + attention + _forward_of_output(model, tokens, config.parallel.tensor_model_parallel_size)
+    )
+    repeated = 0.0
+    if config.training.recompute_granularity == "full":
+        repeated = layers + attention
+    elif config.training.recompute_granularity == "selective" and model.precision_align is not None:
+        repeated = attention
+    return StepFlops(3 * forward, 3 * forward + repeated)
+
+
 def flops_per_token(model: ModelConfig, length: int, tp_size: int) -> float:
-    """FLOPs of forward and backward for one token.
+    """Model FLOPs of forward and backward for one token, averaged over its sequence.
 
     Args:
         model: the model's shape.
         length: tokens of the sequence that the token is part of.
         tp_size: tensor parallel size, on which the padding of the vocabulary depends.
     """
-    query = model.num_attention_heads * model.kv_channels
-    scores_and_values = 2 * query * _attended(length, model.window_size)
-    per_layer = layer_matrices(model) + scores_and_values
-    return 6 * (model.num_layers * per_layer + model.padded_vocab_size(tp_size) * model.hidden_size)
+    forward = sum(_forward_of_layers(model, length, attended_pairs([length], model.window_size)))
+    return 3 * (forward + _forward_of_output(model, length, tp_size)) / length
 
 
-def _attended(length: int, window: tuple[int, int] | None) -> float:
-    """Tokens that a token attends to on average: half of the sequence, fewer with a sliding window."""
-    width = length if window is None else min(window[0] + 1, length)
-    return width * (length - width / 2) / length
+def _forward_of_layers(model: ModelConfig, tokens: int, pairs: float) -> tuple[float, float]:
+    """FLOPs of a forward through all layers: of the products with weights, and of attention."""
+    heads = model.num_attention_heads * model.kv_channels
+    scores_and_values = 2 * 2 * heads * pairs
+    return model.num_layers * 2 * layer_matrices(model) * tokens, model.num_layers * scores_and_values
 
 
-def attended_pairs(lengths: Iterable[int], window: tuple[int, int] | None) -> float:
-    """Pairs of a token and one that it attends to, over sequences of these lengths."""
-    return sum(length * _attended(length, window) for length in lengths)
+def _forward_of_output(model: ModelConfig, tokens: int, tp_size: int) -> int:
+    return 2 * model.padded_vocab_size(tp_size) * model.hidden_size * tokens
 
 
-def model_flops_per_step(config: RunConfig, pairs: float | None = None) -> float:
-    """FLOPs of one optimizer step over all ranks; padding counts.
+def attended_pairs(lengths: Iterable[int], window: tuple[int, int] | None) -> int:
+    """Pairs of a token and one that it attends to, itself included, over sequences of these lengths."""
+    return sum(_pairs(length, length if window is None else min(window[0] + 1, length)) for length in lengths)
 
-    Args:
-        config: the run.
-        pairs: with packing, the `attended_pairs` of the step's sequences; None: each sample is one sequence.
-    """
-    length, tp_size = config.sample_length, config.parallel.tensor_model_parallel_size
-    tokens = config.training.global_batch_size * length
-    flops = flops_per_token(config.model, length, tp_size) * tokens
-    if pairs is None:
-        return flops
-    model = config.model
-    fewer = tokens * _attended(length, model.window_size) - pairs
-    return flops - 12 * model.num_layers * model.num_attention_heads * model.kv_channels * fewer
+
+def _pairs(length: int, width: int) -> int:
+    """Of a sequence in which a token attends to the last `width` tokens: fewer at the beginning."""
+    return width * length - width * (width - 1) // 2
 
 
 def peak_flops(device_name: str) -> float | None:

@@ -16,7 +16,7 @@ import torch
 
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.plan import model_flops_per_step, peak_flops
+from patch.plan import flops_per_step, peak_flops
 from patch.storage.atomic import write_atomically
 from patch.storage.names import METRICS_FILE, TENSORBOARD_FOLDER
 from patch.training.hooks import Record, TrainerHook
@@ -60,13 +60,14 @@ def make_record(
         result: the step's result.
         worst: the largest value of each metric of `measure` over all ranks.
     Returns:
-        the object. Tokens are positions that the model computed, padding included; `mfu` is None if the peak
-        of the device is not known.
+        the object. Tokens are positions that the model computed, padding included; `mfu` and `hfu` (with
+        what recomputation repeats) are None if the peak of the device is not known.
     """
     config, consumed = run.config, run.consumed_samples(iteration)
     tokens = config.training.global_batch_size * config.sample_length
     process_seconds = config.world_size * worst["step_time_ms"] / 1e3
-    flops = model_flops_per_step(config, result.attended_pairs or None) / process_seconds
+    flops = flops_per_step(config, result.attended_pairs or None)
+    speed, hardware_speed = (count / process_seconds for count in flops)
     peak = peak_flops(torch.cuda.get_device_name(run.device)) if run.device.type == "cuda" else None
     return {
         "iteration": iteration,
@@ -75,8 +76,10 @@ def make_record(
         "grad_norm": result.grad_norm,
         "lr": result.lr,
         "tokens_per_s_per_gpu": tokens / process_seconds,
-        "tflops_per_gpu": flops / 1e12,
-        "mfu": flops / peak if peak else None,
+        "tflops_per_gpu": speed / 1e12,
+        "hardware_tflops_per_gpu": hardware_speed / 1e12,
+        "mfu": speed / peak if peak else None,
+        "hfu": hardware_speed / peak if peak else None,
         "skipped": result.skipped,
         **worst,
     }

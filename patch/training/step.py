@@ -22,7 +22,7 @@ from patch.device import send
 from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
 from patch.distributed.collectives import sum_over
 from patch.distributed.zigzag import Zigzag
-from patch.model import LlamaModel, PackedSequences, sum_learned
+from patch.model import LearnedTokens, LlamaModel, PackedSequences, sum_aligned
 from patch.optimizer import ParamGroup, learning_rate
 from patch.plan import attended_pairs
 from patch.training.guards.non_finite import handle_non_finite
@@ -167,8 +167,9 @@ def _abandon(run: Run, work: StepWork) -> list[torch.Tensor]:
 def run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only: bool) -> list[torch.Tensor]:
     """Run all micro-batches; the last stage returns the summed loss of each over `tokens`, the others []."""
     pp_size, vp_size = run.groups.pp.size(), run.stages[0].config.virtual_pipeline_model_parallel_size
+    scale = 1.0 if forward_only else run.optimizer.loss_scale.value
     return get_forward_backward_func(pp_size, vp_size)(
-        forward_step_func=partial(_forward_step, run=run, divisor=max(tokens, 1.0)),
+        forward_step_func=partial(_forward_step, run=run, divisor=max(tokens, 1.0), scale=scale),
         data_iterator=[iter(batches) for _ in run.stages],
         model=run.stages,
         num_microbatches=len(batches),
@@ -179,21 +180,34 @@ def run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only:
 
 
 def _forward_step(
-    batches: Iterator[Batch], model: LlamaModel, *, run: Run, divisor: float
+    batches: Iterator[Batch], model: LlamaModel, *, run: Run, divisor: float, scale: float
 ) -> tuple[torch.Tensor, Any]:
-    """Upstream's forward_step_func: the stage's output and the function that computes the loss from it."""
+    """Upstream's forward_step_func: the stage's output and the function that computes the loss from it.
+
+    Args:
+        batches: this rank's micro-batches. model: the stage. run: this rank's parts of the run.
+        divisor: learned tokens of the global batch.
+        scale: the factor of the loss before backward.
+    """
     run.phases.go_on(Phase.FORWARD)
     batch = next(batches)
     tokens, labels, mask = (send(tensor, run.device) for tensor in batch[:3])
     packed = PackedSequences.of(batch.cu_seqlens, batch.tokens, run.device, Zigzag.of(run.groups.cp))
-    # RoPE needs no position ids, causal attention no mask.
-    output = model(tokens, None, None, labels=labels, packed_seq_params=packed)
-    run.phases.go_on(Phase.BACKWARD)
     is_aligned = run.config.model.precision_align is not None
+    learned = None if is_aligned else LearnedTokens(mask, scale / divisor)
+    # RoPE needs no position ids, causal attention no mask.
+    output = model(tokens, None, None, labels=labels, loss_mask=learned, packed_seq_params=packed)
+    run.phases.go_on(Phase.BACKWARD)
     return output, partial(_masked_loss, mask=mask, divisor=divisor, is_aligned=is_aligned)
 
 
-def _masked_loss(losses: torch.Tensor, *, mask: torch.Tensor, divisor: float, is_aligned: bool) -> tuple:
-    """This micro-batch's share of the global mean; upstream's (loss, tokens, report) protocol."""
-    loss = sum_learned(losses, mask, is_aligned=is_aligned) / divisor
+def _masked_loss(output: torch.Tensor, *, mask: torch.Tensor, divisor: float, is_aligned: bool) -> tuple:
+    """This micro-batch's share of the global mean; upstream's (loss, tokens, report) protocol.
+
+    Args:
+        output: the summed loss; aligned: the losses [B, S], for Hugging Face's order of summation.
+        mask: [B, S]. divisor: learned tokens of the global batch.
+        is_aligned: whether the run has `--precision-align`.
+    """
+    loss = (sum_aligned(output, mask) if is_aligned else output) / divisor
     return loss, mask.sum().int(), loss.detach()

@@ -39,8 +39,8 @@ SAVE_STEPS = 25
 LOSS_TOLERANCE = 1e-4
 STEP_KEYS = (
     "iteration consumed_samples consumed_tokens loss grad_norm lr step_time_ms tokens_per_s_per_gpu "
-    "tflops_per_gpu mfu peak_memory_gib host_memory_gib skipped offload_fraction comm_exposed_ms "
-    "data_wait_ms save_stall_ms save_write_s"
+    "tflops_per_gpu hardware_tflops_per_gpu mfu hfu peak_memory_gib host_memory_gib skipped "
+    "offload_fraction comm_exposed_ms data_wait_ms save_stall_ms save_write_s"
 ).split()
 
 

@@ -125,10 +125,18 @@ def test_what_transformers_saves_is_read_back(tmp_path, tied):
         ({"attention_bias": True}, "attention_bias: got True, expected False"),
         ({"mlp_bias": True}, "mlp_bias: got True, expected False"),
         (
-            {"rope_scaling": {"type": "linear", "factor": 2.0}},
-            "rope_type: got 'linear', expected default or llama3",
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}},
+            "rope_type: got 'longrope', expected one of default, llama3, linear, dynamic, yarn",
         ),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type: got 'yarn'"),
+        ({"rope_scaling": {"type": "dynamic"}}, "factor: got None, expected a finite number"),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "truncate": 1}},
+            "truncate: got 1, expected true or false",
+        ),
+        (
+            {"rope_parameters": {"rope_type": "yarn", "original_max_position_embeddings": 0}},
+            "original_max_position_embeddings: got 0, expected at least 1",
+        ),
         ({"rope_scaling": {"rope_type": "llama3"}}, "factor: got None, expected a finite number"),
         ({"rope_parameters": [1]}, "rope_parameters: got [1], expected an object"),
         ({"hidden_size": "wide"}, "hidden_size: got 'wide', expected a whole number"),

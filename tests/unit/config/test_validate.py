@@ -96,6 +96,22 @@ REFUSED = [
     ({}, ["--num-query-groups=3"], ["--num-query-groups: got 3, expected one of 1, 2, 4", "4 heads"]),
     ({}, ["--kv-channels=15"], ["--kv-channels: got 15, expected at least 1 and a multiple of 2"]),
     ({}, ["--rope-low-freq-factor=4"], ["got 4.0, expected less than --rope-high-freq-factor 4.0"]),
+    ({}, ["--rope-scaling-type=yarn", "--no-use-rope-scaling"], ["got yarn, expected --use-rope-scaling"]),
+    (
+        {},
+        ["--rope-scaling-type=yarn", "--yarn-beta-slow=40"],
+        ["--yarn-beta-slow: got 40.0, expected less than --yarn-beta-fast 32.0"],
+    ),
+    (
+        {},
+        ["--rope-scaling-type=dynamic", "--rope-scaling-factor=0.5"],
+        ["--rope-scaling-factor: got 0.5, expected at least 1"],
+    ),
+    (
+        dict(SEQ_LEN="262145"),
+        ["--rope-scaling-type=dynamic", "--rope-scaling-factor=2"],
+        ["got 262145, expected at most 262144"],
+    ),
     ({}, ["--window-size=4,1"], ["--window-size: got 4,1", "attention is causal"]),
     (
         {},

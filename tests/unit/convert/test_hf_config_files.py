@@ -168,6 +168,34 @@ def test_changed_rope_is_written_in_every_spelling_that_is_there(
             assert LlamaConfig.from_pretrained(tmp_path).rope_parameters == expected
 
 
+YARN = {"rope_scaling_type": "yarn", "rope_original_max_position": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"rope_scaling_type": "linear"}, {"rope_type": "linear", "factor": 8.0}),
+        ({"rope_scaling_type": "dynamic"}, {"rope_type": "dynamic", "factor": 8.0}),
+        (YARN, {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}),
+        ({**YARN, "yarn_attention_factor": 0.9}, {"rope_type": "yarn", "attention_factor": 0.9}),
+        (
+            {**YARN, "yarn_beta_fast": 9.0, "yarn_correction_range_round_to_int": False},
+            {"beta_fast": 9.0, "truncate": False},
+        ),
+    ],
+)
+@pytest.mark.parametrize("spelling", ["source", "old_source", None])
+def test_every_scaling_of_rope_is_exported(request, tmp_path, spelling, changes, expected, tiny_tokenizer):
+    """Without a source, and in place of a source's llama3; read by transformers and by us."""
+    model = small_run(**changes).model
+    folder = request.getfixturevalue(spelling) if spelling else None
+    _write_json(tmp_path, "config.json", model_description(model, folder, tiny_tokenizer(), torch.float32))
+    theirs, ours = LlamaConfig.from_pretrained(tmp_path), read_hf_config(tmp_path)
+    assert theirs.rope_parameters.items() >= {**expected, "rope_theta": model.rotary_base}.items()
+    assert ours == {name: getattr(model, name) for name in ours}
+    assert set(changes) < set(ours)
+
+
 @pytest.mark.parametrize(
     ("eos", "chat", "expected"),
     [

@@ -84,6 +84,7 @@ def test_a_family_may_read_what_describes_a_shape():
 def test_weights_change_with_the_fields_that_are_said_to_decide_them(field):
     model = small_run().model
     value = getattr(model, field)
-    changed = (7, 0) if field == "window_size" else not value if isinstance(value, bool) else 2 * value
+    absent = {"window_size": (7, 0), "yarn_attention_factor": 0.9}
+    changed = absent.get(field, not value if isinstance(value, bool) else value and 2 * value)
     other = dataclasses.replace(model, **{field: changed})
     assert (weight_rows(other) != weight_rows(model)) == (field in WEIGHT_FIELDS)

@@ -22,12 +22,16 @@ from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import Batch
 from patch.distributed.groups import initialize
-from patch.model import LlamaModel, build_llama_model, sum_learned
+from patch.model import LlamaModel, build_llama_model, sum_aligned
 from patch.optimizer import learning_rate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-NAMES = ("odd", "llama-3.1", "llama-1", "llama-3.2", "mistral-0.1", "mistral-nemo", "qwen-2", "qwen-3")
-"""As many groups as heads, fewer, tied, a window, a scale that is no power of two, biases, norms of heads."""
+NAMES = (
+    "odd", "llama-3.1", "llama-1", "llama-3.2", "llama-yarn", "mistral-0.1", "mistral-nemo", "qwen-2",
+    "qwen-3",
+)  # fmt: skip
+"""As many groups as heads, fewer, tied, scaled cosines, a window, a scale that is no power of two,
+biases, norms of heads."""
 ODD = {
     "num_layers": 2, "hidden_size": 60, "ffn_hidden_size": 90, "num_attention_heads": 6,
     "num_query_groups": 3, "kv_channels": 10, "vocab_size": 251,
@@ -119,7 +123,7 @@ def _our_step(stages: list[LlamaModel], batches: list[Batch], is_aligned: bool) 
     ]
 
     def loss_of(losses: torch.Tensor, mask: torch.Tensor) -> tuple:
-        loss = sum_learned(losses, mask, is_aligned=is_aligned) / tokens
+        loss = (sum_aligned(losses, mask) if is_aligned else (losses * mask).sum()) / tokens
         return loss, mask.sum().int(), loss.detach()
 
     def forward(data: Any, stage: Any) -> tuple:

@@ -1,10 +1,19 @@
 """RoPE frequencies against transformers', to the bit."""
 
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from small_runs import hf_llama, small_run
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from patch.model.rotary import inverse_frequencies
+from patch.config.hf_config import read_hf_config
+from patch.config.schema import ModelConfig
+from patch.model.rotary import attention_factor, inverse_frequencies
 
 
 @pytest.mark.parametrize(
@@ -21,3 +30,62 @@ def test_frequencies_equal_transformers(changes: dict) -> None:
     config = small_run(**changes)
     expected = hf_llama(config).model.rotary_emb.inv_freq
     assert torch.equal(inverse_frequencies(config.model), expected)
+
+
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+SCALINGS: dict[str, dict[str, Any]] = {
+    "linear": {"rope_type": "linear", "factor": 3.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": YARN,
+    "yarn, no factor": YARN | {"factor": None},
+    "yarn, original length by default": {"rope_type": "yarn", "factor": 2.0},
+    "yarn, betas": YARN | {"beta_fast": 8.0, "beta_slow": 2.0},
+    "yarn, border between channels": YARN | {"truncate": False},
+    "yarn, one border": YARN | {"beta_fast": 1.5, "beta_slow": 1.4},
+    "yarn, no extension": YARN | {"factor": 1.0},
+    "yarn, attention factor": YARN | {"attention_factor": 0.83},
+    "yarn, mscale": YARN | {"mscale": 0.707, "mscale_all_dim": 1.1},
+    "yarn, one mscale": YARN | {"mscale": 0.707},
+}
+
+
+def read_model(
+    folder: Path, rope: dict[str, Any], beside: dict[str, Any] | None = None, **changes: Any
+) -> tuple[LlamaConfig, ModelConfig]:
+    """What transformers and what we read from one config.json; `beside` are more of its keys."""
+    described = {
+        "model_type": "llama", "hidden_size": 128, "num_attention_heads": 4, "num_hidden_layers": 1,
+        "intermediate_size": 32, "vocab_size": 100, "max_position_embeddings": 512, "head_dim": 32,
+        "rope_parameters": {"rope_theta": 10000.0, **rope}, **(beside or {}),
+    }  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(described))
+    model = small_run(**read_hf_config(folder)).model
+    return LlamaConfig.from_pretrained(folder), dataclasses.replace(model, **changes)
+
+
+@pytest.mark.parametrize("rope", SCALINGS.values(), ids=SCALINGS)
+def test_scaled_frequencies_and_attention_factor_equal_transformers(tmp_path: Path, rope: dict) -> None:
+    config, model = read_model(tmp_path, rope)
+    expected = LlamaRotaryEmbedding(config)
+    assert torch.equal(inverse_frequencies(model), expected.inv_freq)
+    assert attention_factor(model) == expected.attention_scaling
+
+
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+
+
+@pytest.mark.parametrize("rope", [YARN, LLAMA3 | {"original_max_position_embeddings": 64}, LLAMA3])
+def test_an_original_length_beside_the_scaling_counts(tmp_path: Path, rope: dict) -> None:
+    """As some files have it; transformers takes it when it computes frequencies."""
+    config, model = read_model(tmp_path, rope, {"original_max_position_embeddings": 48})
+    assert torch.equal(inverse_frequencies(model), LlamaRotaryEmbedding(config).inv_freq)
+    assert model.rope_original_max_position == 48
+
+
+@pytest.mark.parametrize("length", [100, 512, 513, 1500, 2048])
+def test_dynamic_frequencies_are_those_of_a_row_of_the_runs_length(tmp_path: Path, length: int) -> None:
+    config, model = read_model(tmp_path, SCALINGS["dynamic"], seq_length=length)
+    expected = LlamaRotaryEmbedding(config)
+    expected(torch.ones(1), torch.arange(length)[None])
+    assert torch.equal(inverse_frequencies(model), expected.inv_freq)
+    assert torch.equal(expected.inv_freq, expected.original_inv_freq) == (length <= 512)

@@ -61,9 +61,9 @@ class Fault:
 
     def on_forward(self, *arguments: Any) -> None:
         torch.rand(3)  # as dropout would
-        if self.place == "full device" and self.is_armed:  # another process takes what is left
+        if self.place == "full device" and self.is_armed:  # another process takes what is left, and a byte
             self.is_armed = False
-            self.device.budget = self.device.allocated_bytes
+            self.device.budget = self.device.allocated_bytes - 1
         elif self.place in ("first forward", "last forward", "evaluation"):
             self.strike()
 

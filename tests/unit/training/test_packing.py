@@ -144,6 +144,6 @@ def test_attention_of_a_packed_step_is_counted_sequence_by_sequence(results: dic
     lengths = [*SIZES, 4, 1]  # and the padding of two rows
     for name in ("packed", "dp", "vpp"):
         for rank in results[name]:
-            assert [step[2] for step in rank] == [sum(length**2 for length in lengths) / 2] * STEPS
+            assert [step[2] for step in rank] == [sum(n * (n + 1) / 2 for n in lengths)] * STEPS
     assert results["padded"][0][0][2] == 0
     assert results["families packed"][0][0][2] == attended_pairs(lengths, (7, 0))

@@ -1,0 +1,125 @@
+"""RoPE's keys of config.json in both directions: one table of the types of scaling.
+
+transformers 4 writes `rope_theta` and `rope_scaling`; transformers 5 writes one `rope_parameters` with both.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from patch.families.config_reader import ConfigReader
+from patch.families.shape import ModelShape
+
+_LLAMA3: dict[str, str] = {
+    "low_freq_factor": "rope_low_freq_factor",
+    "high_freq_factor": "rope_high_freq_factor",
+    "original_max_position_embeddings": "rope_original_max_position",
+}
+_YARN: dict[str, str] = {
+    "original_max_position_embeddings": "rope_original_max_position",
+    "beta_fast": "yarn_beta_fast",
+    "beta_slow": "yarn_beta_slow",
+    "truncate": "yarn_correction_range_round_to_int",
+    "attention_factor": "yarn_attention_factor",
+}
+_TYPES: dict[str, dict[str, str]] = {"llama3": _LLAMA3, "linear": {}, "dynamic": {}, "yarn": _YARN}
+"""`rope_type` -> key -> ModelConfig's field, besides the factor that all have."""
+
+ROPE_FIELDS: frozenset[str] = frozenset(
+    {"rotary_base", "use_rope_scaling", "rope_scaling_type", "rope_scaling_factor"}
+    | {field for fields in _TYPES.values() for field in fields.values()}
+)
+"""ModelConfig's fields that `write_rope` writes."""
+
+_IMPLIED: dict[str, Any] = {
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_correction_range_round_to_int": True,
+    "yarn_attention_factor": None,
+}
+"""Fields whose keys are left out where transformers means the same without them."""
+
+_OUTSIDE = "original_max_position_embeddings"
+"""A key that some files have beside the object of the others; transformers prefers it."""
+
+
+def read_rope(config: ConfigReader) -> dict[str, Any]:
+    """RoPE's fields from the keys of transformers 4 or 5; if both are present, as transformers 5 reads them.
+
+    `rope_type` was called `type` in old files.
+    """
+    rope = config.values.get("rope_scaling") or config.values.get("rope_parameters") or {}
+    if not isinstance(rope, dict) or any(isinstance(value, dict) for value in rope.values()):
+        config.refuse("rope_parameters", rope, "an object for all layers alike")
+    inner = ConfigReader(config.file, rope)
+    base = inner.number("rope_theta", config.number("rope_theta", 10000.0))
+    rope_type = rope.get("rope_type", rope.get("type", "default"))
+    if rope_type not in ("default", *_TYPES):
+        known = ", ".join(("default", *_TYPES))
+        config.refuse("rope_type", rope_type, f"one of {known}: no other scaling is supported")
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        config.refuse("partial_rotary_factor", rope["partial_rotary_factor"], "1.0")
+    fields: dict[str, Any] = {"rotary_base": base, "use_rope_scaling": rope_type != "default"}
+    if rope_type != "default":
+        fields |= {"rope_scaling_type": rope_type} | _read_scaling(config, inner, rope_type)
+    return fields
+
+
+def _read_scaling(config: ConfigReader, rope: ConfigReader, rope_type: str) -> dict[str, Any]:
+    """The fields of one type of scaling, with transformers' defaults."""
+    if rope_type in ("linear", "dynamic"):
+        return {"rope_scaling_factor": rope.number("factor")}
+    longest = config.integer("max_position_embeddings")
+    original = config.integer(_OUTSIDE, rope.integer(_OUTSIDE, longest))
+    if original < 1:
+        config.refuse(_OUTSIDE, original, "at least 1")
+    if rope_type == "llama3":
+        fields = {field: rope.number(key) for key, field in _LLAMA3.items() if key != _OUTSIDE}
+        return {"rope_scaling_factor": rope.number("factor"), "rope_original_max_position": original} | fields
+    factor = rope.number("factor", longest / original)
+    truncate = rope.values.get("truncate", True)
+    if not isinstance(truncate, bool):
+        config.refuse("truncate", truncate, "true or false")
+    return {
+        "rope_scaling_factor": factor,
+        "rope_original_max_position": original,
+        "yarn_beta_fast": rope.number("beta_fast", 0.0) or _IMPLIED["yarn_beta_fast"],
+        "yarn_beta_slow": rope.number("beta_slow", 0.0) or _IMPLIED["yarn_beta_slow"],
+        "yarn_correction_range_round_to_int": truncate,
+        "yarn_attention_factor": _attention_factor(rope, factor),
+    }
+
+
+def _attention_factor(rope: ConfigReader, factor: float) -> float | None:
+    """The factor that the file names, or that follows from its `mscale` and `mscale_all_dim`; else None."""
+    if rope.values.get("attention_factor") is not None:
+        return rope.number("attention_factor")
+    scales = [rope.number(key, 0.0) for key in ("mscale", "mscale_all_dim")]
+    if not all(scales):
+        return None
+    above, below = (1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0 for scale in scales)
+    return above / below
+
+
+def write_rope(described: dict[str, Any], model: ModelShape) -> None:
+    """Set RoPE's keys of transformers 4, and also that of transformers 5 if it is present.
+
+    Args:
+        described: the contents of config.json, changed in place.
+        model: the model to describe.
+    """
+    scaling = None
+    if model.use_rope_scaling:
+        scaling = {"rope_type": model.rope_scaling_type, "factor": model.rope_scaling_factor}
+        for key, field in _TYPES[model.rope_scaling_type].items():
+            value = getattr(model, field)
+            if field not in _IMPLIED or value != _IMPLIED[field]:
+                scaling[key] = value
+        if _OUTSIDE in described:
+            described[_OUTSIDE] = model.rope_original_max_position
+    described |= {"rope_theta": model.rotary_base, "rope_scaling": scaling}
+    if "rope_parameters" in described:
+        described["rope_parameters"] = {
+            **(scaling or {"rope_type": "default"}), "rope_theta": model.rotary_base
+        }  # fmt: skip

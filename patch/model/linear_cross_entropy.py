@@ -1,0 +1,208 @@
+"""Output layer and cross entropy in one: chunk by chunk over tokens, so that the logits never exist at once.
+
+A chunk's logits give its losses, and at once its gradients of the hidden states and of the weight, in the
+order of upstream's operations. So backward holds no logits either; it only hands the gradients on. For that,
+forward has to know what backward will bring: `LearnedTokens`.
+
+One chunk gives the bits of upstream's `ColumnParallelLinear` and `vocab_parallel_cross_entropy`. Several give
+another order of summation in the weight's gradient, in float32 also for fp16 and bf16.
+
+Shapes: T tokens, H hidden, V rows of the padded vocabulary on this TP rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.autograd.function import once_differentiable
+
+_LEAST_CHUNK_BYTES = 2**26
+"""Of float32 logits: enough for efficient products."""
+
+
+class LearnedTokens(NamedTuple):
+    """Which tokens of a micro-batch are learned, and the gradient that backward will bring."""
+
+    mask: torch.Tensor
+    """[B, S]: 1 for a learned token, else 0."""
+    gradient: float
+    """Of the sum of losses: loss scale / divisor. Another one that comes costs a rounding, no error."""
+
+
+class VocabularyPart(NamedTuple):
+    """The part of the vocabulary that this TP rank has."""
+
+    first: int
+    """The token id of its first row."""
+    num_rows: int
+    """Rows of the real vocabulary; those after them are padding."""
+    group: dist.ProcessGroup
+    """The TP ranks."""
+
+
+def chunk_length(vocab_rows: int, hidden_size: int) -> int:
+    """Tokens of a chunk.
+
+    Its float32 logits have `_LEAST_CHUNK_BYTES`, or a quarter of the weight's bytes in float32, if that is
+    more: each chunk is added to the weight's gradient, which must be cheap against the products.
+    """
+    return max(1, max(_LEAST_CHUNK_BYTES // 4, vocab_rows * hidden_size // 4) // vocab_rows)
+
+
+def linear_cross_entropy(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    learned: LearnedTokens,
+    part: VocabularyPart,
+    *,
+    chunk: int | None = None,
+) -> torch.Tensor:
+    """The sum of the learned tokens' losses.
+
+    Backward may run once, as through any graph that is not retained.
+
+    Args:
+        hidden: [S, B, H], equal on all TP ranks; each gets its own part of their gradient.
+        weight: [V, H].
+        labels: [B, S], token ids of the whole vocabulary.
+        learned: see there.
+        part: see there.
+        chunk: tokens of a chunk; None: `chunk_length`.
+    Returns:
+        a float32 number, equal on all TP ranks.
+    """
+    chunk = chunk or chunk_length(*weight.shape)
+    return _LinearCrossEntropy.apply(hidden, weight, labels, learned, part, chunk, torch.is_grad_enabled())
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        learned: LearnedTokens,
+        part: VocabularyPart,
+        chunk: int,
+        has_backward: bool,
+    ) -> torch.Tensor:
+        needed = [needs and has_backward for needs in ctx.needs_input_grad[:2]]
+        flat, mask = hidden.flatten(0, 1), learned.mask.t().flatten()
+        chunks = _Chunks(flat, weight, part, min(chunk, len(flat)), needed)
+        losses = [
+            chunks.add(begin, ids, weights * learned.gradient)
+            for begin, ids, weights in zip(
+                range(0, len(flat), chunk), labels.t().flatten().split(chunk), mask.split(chunk), strict=True
+            )
+        ]
+        ctx.expected = learned.gradient
+        ctx.save_for_backward(*chunks.gradients(hidden.shape))
+        per_token = torch.cat(losses).view(hidden.shape[:2]).t().contiguous()
+        return (per_token * learned.mask).sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        factor = gradient / ctx.expected
+        # In place: a copy of the weight's gradient would be large. So a retained graph cannot be used again;
+        # autograd says so.
+        return *(None if own is None else own.mul_(factor) for own in ctx.saved_tensors), *[None] * 5
+
+
+class _Chunks:
+    """The gradients of hidden states and weight, to which chunks are added.
+
+    Args:
+        hidden: [T, H]. weight: [V, H]. part: see `VocabularyPart`.
+        chunk: tokens of a chunk; only the last one may have fewer.
+        needed: whether hidden states and weight need gradients.
+    """
+
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        part: VocabularyPart,
+        chunk: int,
+        needed: list[bool],
+    ) -> None:
+        self._hidden, self._weight, self._part = hidden, weight, part
+        self._logits = hidden.new_empty(chunk, len(weight))
+        is_wide = hidden.dtype == torch.float32
+        self._wide = (
+            self._logits if is_wide else self._logits.new_empty(self._logits.shape, dtype=torch.float32)
+        )
+        self._hidden_gradient = torch.empty_like(hidden) if needed[0] else None
+        self._weight_gradient = torch.empty_like(weight) if needed[1] else None
+        self._weight_sum: torch.Tensor | None = None
+        """In float32, where fp16 or bf16 chunks are summed."""
+
+    def add(self, begin: int, labels: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """Compute a chunk.
+
+        Args:
+            begin: its first token.
+            labels: [chunk].
+            gradient: [chunk], float32: of each token's loss.
+        Returns:
+            [chunk] float32: each token's loss.
+        """
+        hidden = self._hidden[begin : begin + len(labels)]
+        logits, wide = self._logits[: len(labels)], self._wide[: len(labels)]
+        torch.mm(hidden, self._weight.t(), out=logits)
+        logits[:, self._part.num_rows :] = torch.finfo(logits.dtype).min
+        if wide is not logits:
+            wide.copy_(logits)
+        losses = _losses_and_gradients(wide, labels, gradient, self._part)
+        if wide is not logits:
+            logits.copy_(wide)
+        if self._hidden_gradient is not None:
+            torch.mm(logits, self._weight, out=self._hidden_gradient[begin : begin + len(labels)])
+        if self._weight_gradient is not None:
+            self._add_to_weight(self._weight_gradient, logits, hidden, is_first=begin == 0)
+        return losses
+
+    def _add_to_weight(
+        self, gradient: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor, *, is_first: bool
+    ) -> None:
+        if is_first:
+            torch.mm(logits.t(), hidden, out=gradient)
+        elif gradient.dtype == torch.float32:
+            gradient.addmm_(logits.t(), hidden)
+        else:
+            if self._weight_sum is None:
+                self._weight_sum = gradient.float()
+            self._weight_sum += torch.mm(logits.t(), hidden, out=gradient)
+
+    def gradients(self, shape: torch.Size) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Those of the hidden states, in this shape, and of the weight; None where none is needed."""
+        if self._weight_sum is not None and self._weight_gradient is not None:
+            self._weight_gradient.copy_(self._weight_sum)
+        hidden = self._hidden_gradient
+        return None if hidden is None else hidden.view(shape), self._weight_gradient
+
+
+def _losses_and_gradients(
+    logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor, part: VocabularyPart
+) -> torch.Tensor:
+    """Losses [chunk] of float32 logits [chunk, V], which become their gradients.
+
+    The operations are those of upstream's `VocabParallelCrossEntropy` (cross_entropy.py), in its order.
+    """
+    largest = logits.max(dim=-1).values
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=part.group)
+    logits -= largest[:, None]
+    own = labels - part.first
+    is_own = (own >= 0) & (own < logits.shape[1])
+    cells = torch.arange(len(labels), device=labels.device), torch.where(is_own, own, 0)
+    predicted = torch.where(is_own, logits[cells], 0.0)
+    sums = torch.stack((predicted, logits.exp_().sum(dim=-1)))
+    dist.all_reduce(sums, group=part.group)
+    logits /= sums[1][:, None]
+    logits[cells] -= is_own.float()
+    logits *= gradient[:, None]
+    return torch.log(sums[1]) - sums[0]

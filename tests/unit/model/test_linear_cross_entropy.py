@@ -1,0 +1,231 @@
+"""The loss without logits: upstream's bits in one chunk, its precision in several, and a chunk's memory."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from distributed_runner import new_job, run_distributed
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_tensor_model_parallel_region,
+)
+from small_runs import small_run
+from training_runs import CPU
+
+from patch import compat
+from patch.distributed.groups import initialize
+from patch.model import LearnedTokens, LlamaModel, build_llama_model, initialize_weights
+from patch.model.linear_cross_entropy import VocabularyPart, chunk_length, linear_cross_entropy
+from toolkits.benchmarks._allocated import peak_bytes
+
+LENGTH, ROWS, GRADIENT = 22, 2, 0.25
+CASES: dict[str, dict[str, Any]] = {
+    "alone": {"dp": 2},
+    "padding": {"dp": 2, "make_vocab_size_divisible_by": 512},
+    "tp": {"tp": 2},
+    "sp": {"tp": 2, "sequence_parallel": True},
+    "nothing but padding on a rank": {"tp": 2, "vocab_size": 100, "make_vocab_size_divisible_by": 128},
+}
+PRECISIONS = ["fp32", "bf16", "fp16"]
+CHUNKS = [1, 7, LENGTH * ROWS]
+
+
+class Found(NamedTuple):
+    """The loss, and its gradients of the hidden states and of this rank's part of the weight."""
+
+    loss: torch.Tensor
+    hidden: torch.Tensor
+    weight: torch.Tensor | None
+
+    def same_bits(self, other: "Found") -> list[bool]:
+        return [torch.equal(a, b) for a, b in zip(self, other, strict=True)]
+
+    def errors(self, exact: "Found") -> list[float]:
+        """The norm of each one's difference, as a share of its norm."""
+        return [((a.double() - b).norm() / b.norm()).item() for a, b in zip(self, exact, strict=True)]
+
+
+class Problem:
+    """Hidden states, labels and mask for a model, equal on all ranks."""
+
+    def __init__(self, model: LlamaModel, vocab_size: int, tp_rank: int) -> None:
+        torch.manual_seed(3)
+        self.model, self.group = model, model.pg_collection.tp
+        dtype = model.config.params_dtype
+        self.whole = torch.randn(LENGTH, ROWS, model.config.hidden_size).to(dtype)
+        sp_size = self.group.size() if model.config.sequence_parallel else 1
+        self.own = self.whole.chunk(sp_size)[tp_rank if sp_size > 1 else 0]
+        self.labels = torch.randint(0, vocab_size, (ROWS, LENGTH))
+        self.labels[0, 3] = -100  # nobody learns it, no rank has it
+        self.learned = LearnedTokens((torch.rand(ROWS, LENGTH) < 0.7).float(), GRADIENT)
+        self.learned.mask[0, 3] = 0
+
+    def upstream(self) -> Found:
+        """By megatron-core's output layer and cross entropy, which hold all logits."""
+
+        def loss(hidden: torch.Tensor) -> torch.Tensor:
+            logits, _ = self.model.output_layer(hidden)
+            losses = self.model.compute_language_model_loss(self.labels, logits)
+            return (losses * self.learned.mask).sum()
+
+        return self._found(loss, self.own)
+
+    def ours(self, gradient: float = GRADIENT) -> Found:
+        learned = self.learned._replace(gradient=gradient)
+        return self._found(lambda hidden: self.model.summed_loss(hidden, self.labels, learned), self.own)
+
+    def in_chunks(self, chunk: int) -> Found:
+        weight = self.model.output_layer.weight
+        part = VocabularyPart(self.group.rank() * len(weight), self.model.num_vocab_rows, self.group)
+
+        def loss(hidden: torch.Tensor) -> torch.Tensor:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.group)
+            return linear_cross_entropy(hidden, weight, self.labels, self.learned, part, chunk=chunk)
+
+        return self._found(loss, self.whole)
+
+    def exact(self, vocab_size: int) -> Found:
+        """In float64, from the whole vocabulary; the weight's gradient is this rank's part."""
+        own = self.model.output_layer.weight.detach()
+        rows = gather_from_tensor_model_parallel_region(own.t().contiguous(), group=self.group).t()
+        weight, hidden = (tensor.double().detach().requires_grad_() for tensor in (rows, self.whole))
+        logits = (hidden @ weight[:vocab_size].t()).transpose(0, 1).flatten(0, 1)
+        losses = F.cross_entropy(logits, self.labels.flatten(), reduction="none")
+        loss = (losses * self.learned.mask.flatten()).sum()
+        (loss * GRADIENT).backward()
+        part = weight.grad[self.group.rank() * len(own) :][: len(own)]
+        return Found(loss.detach(), hidden.grad, part)
+
+    def _found(self, compute: Any, hidden: torch.Tensor) -> Found:
+        weight = self.model.output_layer.weight
+        weight.grad = None
+        leaf = hidden.detach().clone().requires_grad_()
+        loss = compute(leaf)
+        (loss * GRADIENT).backward()
+        return Found(loss.detach(), leaf.grad, weight.grad)
+
+
+def problems(rank: int) -> Iterator[tuple[tuple[str, str], Problem, int]]:
+    for name, changes in CASES.items():
+        for precision in PRECISIONS:
+            config = small_run(**changes, precision=precision)
+            compat.apply(cuda=False)
+            (model,) = build_llama_model(config.model, initialize(config, CPU), CPU.device, config.execution)
+            initialize_weights([model], config.model, seed=1)
+            tp_rank = rank if "tp" in changes else 0
+            yield (name, precision), Problem(model, config.model.vocab_size, tp_rank), config.model.vocab_size
+            new_job()
+
+
+def run_all(rank: int, world_size: int) -> dict[str, Any]:
+    found: dict[Any, Any] = {}
+    for case, problem, vocab_size in problems(rank):
+        upstream, exact = problem.upstream(), problem.exact(vocab_size)
+        found[case] = {
+            "same bits": upstream.same_bits(problem.ours()),
+            "another gradient": upstream.same_bits(problem.ours(gradient=8 * GRADIENT)),
+            "upstream's error": upstream.errors(exact) if case[0] != "sp" else None,
+            "errors": [problem.in_chunks(chunk).errors(exact) for chunk in CHUNKS],
+        }
+    found["frozen"] = frozen_weight(problem)
+    found["no backward"] = without_backward(problem)
+    found["second backward"] = second_backward(problem)
+    return found
+
+
+def frozen_weight(problem: Problem) -> bool:
+    weight = problem.model.output_layer.weight
+    expected = problem.ours()
+    weight.requires_grad_(False)
+    got = problem.ours()
+    weight.requires_grad_(True)
+    return got.weight is None and torch.equal(got.hidden, expected.hidden)
+
+
+def without_backward(problem: Problem) -> bool:
+    with torch.no_grad():
+        loss = problem.model.summed_loss(problem.own.requires_grad_(), problem.labels, problem.learned)
+    return loss.grad_fn is None and torch.equal(loss, problem.ours().loss)
+
+
+def second_backward(problem: Problem) -> str:
+    loss = problem.model.summed_loss(problem.own.requires_grad_(), problem.labels, problem.learned)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def results() -> list[dict[Any, Any]]:
+    return run_distributed(run_all, 2)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_one_chunk_has_upstreams_bits(results: list, case: str, precision: str) -> None:
+    for rank in results:
+        assert rank[case, precision]["same bits"] == [True] * 3
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_another_gradient_than_was_expected_is_only_a_factor(results: list, case: str) -> None:
+    for rank in results:
+        assert rank[case, "fp32"]["another gradient"] == [True] * 3
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_chunks_are_as_precise_as_upstream(results: list, case: str, precision: str) -> None:
+    """Against float64; with SP only our own form is called, with the whole hidden states."""
+    for rank in results:
+        of_upstream = rank["tp" if case == "sp" else case, precision]["upstream's error"]
+        for errors in rank[case, precision]["errors"]:
+            assert all(own <= 1.5 * other + 1e-7 for own, other in zip(errors, of_upstream, strict=True))
+
+
+def test_a_frozen_weight_gets_no_gradient(results: list) -> None:
+    assert all(rank["frozen"] for rank in results)
+
+
+def test_without_backward_there_are_no_gradients(results: list) -> None:
+    assert all(rank["no backward"] for rank in results)
+
+
+def test_a_second_backward_is_refused(results: list) -> None:
+    assert all("modified by an inplace operation" in rank["second backward"] for rank in results)
+
+
+def run_peaks(rank: int, world_size: int) -> tuple[int, int]:
+    tokens, vocab_size, width = 2048, 4096, 16
+    config = small_run(vocab_size=vocab_size, hidden_size=width)
+    compat.apply(cuda=False)
+    group = initialize(config, CPU).tp
+    hidden = torch.randn(tokens, 1, width).requires_grad_()
+    weight = torch.randn(vocab_size, width).requires_grad_()
+    labels = torch.randint(0, vocab_size, (1, tokens))
+    learned = LearnedTokens(torch.ones(1, tokens), 1.0)
+    part = VocabularyPart(0, vocab_size, group)
+
+    def chunked() -> None:
+        linear_cross_entropy(hidden, weight, labels, learned, part, chunk=128).backward()
+
+    def plain() -> None:
+        F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), labels.flatten(), reduction="sum").backward()
+
+    return peak_bytes(plain, CPU.device), peak_bytes(chunked, CPU.device)
+
+
+def test_the_logits_never_exist_at_once() -> None:
+    plain, chunked = run_distributed(run_peaks, 1)[0]
+    assert plain > 2048 * 4096 * 4 and chunked < plain / 8
+
+
+@pytest.mark.parametrize(
+    ("vocab_rows", "hidden_size", "tokens"),
+    [(128256, 64, 130), (128256, 4096, 1024), (16032, 16384, 4096), (250, 64, 67108), (2**26, 1, 1)],
+)
+def test_a_chunk_is_large_enough_for_its_products(vocab_rows: int, hidden_size: int, tokens: int) -> None:
+    assert chunk_length(vocab_rows, hidden_size) == tokens

@@ -1,0 +1,93 @@
+"""FLOPs by hand, and against torch's counter: GQA, SwiGLU, windows, packed sequences, recomputation."""
+
+from typing import Any
+
+import pytest
+import torch
+from distributed_runner import new_job, run_distributed
+from small_runs import small_run
+from torch.utils.flop_counter import FlopCounterMode
+from training_runs import CPU
+
+from patch import compat
+from patch.config import RunConfig
+from patch.distributed.groups import initialize
+from patch.model import PackedSequences, build_llama_model, initialize_weights
+from patch.plan import attended_pairs, flops_per_step
+
+BORDERS = [0, 10, 32, 37, 64]
+"""Of the sequences of two rows of 32 tokens."""
+COUNTED: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full", "recompute_num_layers": 2},
+    "window": {"window_size": (6, 0)},
+    "biases and head norms": {"add_qkv_bias": True, "qk_layernorm": True, "num_query_groups": 4},
+}
+PACKED = ("rows", "packed")
+
+
+def run_of(changes: dict[str, Any]) -> RunConfig:
+    """With an attention whose scores are whole squares, which the counter sees."""
+    return small_run(vocab_size=256, global_batch_size=2, precision_align="eager", **changes)
+
+
+def run_all(rank: int, world_size: int) -> dict[Any, int]:
+    """FLOPs of a forward and backward by torch's counter."""
+    found = {}
+    for name, changes in COUNTED.items():
+        config = run_of(changes)
+        compat.apply(cuda=False)
+        (model,) = build_llama_model(config.model, initialize(config, CPU), CPU.device, config.execution)
+        initialize_weights([model], config.model, seed=1)
+        tokens = torch.arange(64).view(2, 32)
+        for kind in PACKED:
+            borders = torch.tensor(BORDERS, dtype=torch.int32) if kind == "packed" else None
+            packed = PackedSequences.of(borders, tokens, CPU.device)
+            with FlopCounterMode(display=False) as counter:
+                model(tokens, None, None, labels=tokens, packed_seq_params=packed).sum().backward()
+            found[name, kind] = counter.get_total_flops()
+        new_job()
+    return found
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[Any, int]:
+    return run_distributed(run_all, 1)[0]
+
+
+@pytest.mark.parametrize("kind", PACKED)
+@pytest.mark.parametrize("name", COUNTED)
+def test_flops_are_those_of_torchs_counter(counted: dict, name: str, kind: str) -> None:
+    """Eager attention computes each sequence's whole square, also what the mask hides."""
+    lengths = [10, 22, 5, 27] if kind == "packed" else [32, 32]
+    flops = flops_per_step(run_of(COUNTED[name]), sum(length**2 for length in lengths))
+    assert counted[name, kind] == flops.hardware
+    assert (flops.hardware > flops.model) == (name in ("selective", "full"))
+
+
+def test_flops_by_hand() -> None:
+    """LLaMA 3.1 8B, a step of 4 samples of 8192 tokens."""
+    config = small_run(
+        num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8,
+        kv_channels=128, vocab_size=128256, make_vocab_size_divisible_by=128, seq_length=8192,
+        max_padding_length=8192, max_position_embeddings=8192, micro_batch_size=1, global_batch_size=4,
+        recompute_granularity="full",
+    )  # fmt: skip
+    qkv_and_projection = 4096 * (4096 + 1024 + 1024) + 4096 * 4096
+    gate_up_down = 3 * 4096 * 14336
+    attention = 2 * 4096 * 8193 / 2  # scores and values of the average token, which attends to 4096.5 tokens
+    layers = 2 * 32 * (qkv_and_projection + gate_up_down + attention)
+    output = 2 * 4096 * 128256
+    flops = flops_per_step(config)
+    assert flops.model == 3 * (layers + output) * 4 * 8192
+    assert flops.hardware == flops.model + layers * 4 * 8192
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 7, 8, 9])
+@pytest.mark.parametrize("lengths", [[8], [1], [3, 1, 8, 12], []])
+def test_attended_pairs_are_the_ones_of_the_masks(lengths: list[int], window: int | None) -> None:
+    masks = [torch.ones(length, length).tril() for length in lengths]
+    visible = masks if window is None else [mask.triu(1 - window) for mask in masks]
+    expected = sum(mask.sum().item() for mask in visible)
+    assert attended_pairs(lengths, None if window is None else (window - 1, 0)) == expected
