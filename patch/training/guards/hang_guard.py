@@ -193,7 +193,7 @@ class HangGuard:
 
     def _complete(self, message: str) -> str:
         return (
-            f"{message}. The run ends; the Python stacks of the ranks are in {self._folder}. "
+            f"{message}. All ranks end here; the Python stacks of the ranks are in {self._folder}. "
             f"{where('hang_timeout')} is how long a rank may make no progress in a step, here "
             f"{self._limits.step_s:.0f} s"
         )
