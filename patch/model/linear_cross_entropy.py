@@ -26,7 +26,7 @@ class LearnedTokens(NamedTuple):
     """Which tokens of a micro-batch are learned, and the gradient that backward will bring."""
 
     mask: torch.Tensor
-    """[B, S]: 1 for a learned token, else 0."""
+    """[B, S]: 1 for a learned token, else 0; with CP this rank's part of each row, as of the labels."""
     gradient: float
     """Of the sum of losses: loss scale / divisor. Another one that comes costs a rounding, no error."""
 

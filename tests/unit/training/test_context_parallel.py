@@ -1,7 +1,8 @@
 """Context parallelism against one process: losses, gradient norms and evaluation of the same global batches.
 
 Only the order of summation differs. The layouts go through CP's two ways with TP, SP, PP, VPP, DP, sharding,
-recomputation, packing, windows, fewer key/value heads than ranks, tied embeddings and bf16.
+recomputation, packing, windows, fewer key/value heads than ranks, YaRN, tied embeddings and bf16. They
+compute their loss in chunks of a few tokens, one process in one chunk.
 """
 
 import dataclasses
@@ -19,19 +20,22 @@ from patch.config.schema import RunConfig
 from patch.data.samples import cut_batch
 from patch.distributed.groups import initialize
 from patch.distributed.zigzag import Zigzag
-from patch.model import build_llama_model, initialize_weights
+from patch.model import build_llama_model, initialize_weights, linear_cross_entropy
 from patch.plan import activation_bytes
 from patch.training.step import StepResult
 
 LOSS_BOUND, NORM_BOUND = 5e-6, 5e-6
 """Absolute, on losses near 5.6, and relative; AdamW amplifies the rounding of the first step."""
 BF16_BOUND = 0.005
+CHUNK = 7
+"""Tokens; a rank has 16 or 32 of a micro-batch."""
 WINDOW = {"window_size": "4,0"}
+YARN = {"rope_scaling_type": "yarn", "rope_original_max_position": 16, "rope_scaling_factor": 2.0}
 ONE: dict[str, dict[str, Any]] = {
     "plain": {},
     "packed": PACKED,
     "packed window": PACKED | WINDOW,
-    "families": {"add_qkv_bias": True, "qk_layernorm": True, **WINDOW},
+    "families": {"add_qkv_bias": True, "qk_layernorm": True, **WINDOW, **YARN},
     "tied": {"untie_embeddings_and_output_weights": False},
     "bf16": {"precision": "bf16"},
 }
@@ -82,6 +86,7 @@ def train_all(rank: int, world_size: int, configs: list[RunConfig]) -> list[list
 
 
 def train_and_measure(rank: int, world_size: int, configs: list[RunConfig]) -> tuple[list, dict]:
+    linear_cross_entropy.chunk_length = lambda *shape: CHUNK
     trained = train_all(rank, world_size, configs)
     return trained, held_by_layers() if world_size == 2 else {}
 
