@@ -236,9 +236,6 @@ class MarkedFolder(NamedTuple):
                 "%s is complete, but has still %s: %s", self.partial, UNFINISHED_FILE, error.strerror
             )
 
-    def discard(self) -> None:
-        """Leave the remains to the next save: the store may be the reason why there are any."""
-
 
 def staged_checkpoint(target: AnyPath) -> StagedFolder | MarkedFolder:
     """The folder of one checkpoint, with the temporary names used while it is written or replaced."""
@@ -251,6 +248,8 @@ def staged_checkpoint(target: AnyPath) -> StagedFolder | MarkedFolder:
 
 def open_staging(target: AnyPath) -> AnyPath:
     """Create an empty temporary folder for `target`; those that killed runs left are removed.
+
+    The caller has made sure that the lock is still its own.
 
     Raises:
         OSError: the folder cannot be created, or an old one cannot be removed.

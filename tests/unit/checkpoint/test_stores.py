@@ -24,6 +24,8 @@ from patch.checkpoint.retention import Retention, delete_set_aside, set_aside_su
 from patch.checkpoint.save import start_save
 from patch.checkpoint.stored import TorchDistReader
 from patch.errors import CheckpointError
+from patch.storage import remote_lock
+from patch.storage.lock import hold_store
 from patch.storage.remote import RemotePath
 from patch.training.run_state import Progress, find_newest
 
@@ -190,3 +192,26 @@ def test_neither_store_nor_disk(tmp_path) -> None:
             start_save(root, 1, state(1.0), {}, disk=tmp_path / "file").finish()
         with pytest.raises(CheckpointError, match="was not started.*no answer"):
             save(root, 1, 1.0)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_run_that_has_lost_its_lock_touches_nothing_of_the_new_owner(root, monkeypatch, is_whole) -> None:
+    """Whether that one has written it, or still writes."""
+    monkeypatch.setattr(remote_lock, "SETTLE_S", 0.01)
+    save(root, 1, 1.0)
+    with hold_store(root):
+        lock = (root / ".lock").read_bytes()
+        (root / ".lock").write_bytes(b"process 1 on elsewhere since today\nanother token\n")
+        theirs = RemotePath(f"{root}-theirs")
+        save(theirs, 2, 2.0)
+        for name in theirs.files():
+            if is_whole or not name.endswith("checksums.json"):
+                (root / name).write_bytes((theirs / name).read_bytes())
+        (root / "iter_0000002" / ".unfinished").write_bytes(b"")
+        before = root.files()
+        with pytest.raises(CheckpointError, match="now belongs to process 1 on elsewhere since today"):
+            save(root, 2, 99.0)
+        assert root.files() == before
+        (root / ".lock").write_bytes(lock)
+    assert latest_iteration(root) == (2 if is_whole else 1)
+    assert not is_whole or loaded(root, 2) == 2.0
