@@ -40,7 +40,7 @@ from patch.logger import get_logger
 from patch.storage.atomic import StagedFolder
 from patch.storage.checksums import Content, SummedFile, write_summed
 from patch.storage.lock import check_held
-from patch.storage.names import METADATA_FILE
+from patch.storage.names import METADATA_FILE, REFUSED_FILE
 from patch.storage.places import AnyPath
 from patch.storage.sizes import size_text
 
@@ -278,6 +278,9 @@ class Save:
         try:
             with _discarding(self._target):
                 _open(self._target, self._spare.needed)
+                with checkpoint_failures(_failure(self._target)):
+                    if dist.get_rank() == 0:
+                        (self._partial / REFUSED_FILE).write_bytes(b"")
         except CheckpointError as second:
             raise CheckpointError(f"{error}; nor on the disk: {second}", field="save") from error
         self._error, self._is_publishing = None, False

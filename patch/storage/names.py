@@ -63,6 +63,8 @@ CHECKSUMS_FILE = "checksums.json"
 UNFINISHED_FILE = ".unfinished"
 REMOVED_FILE = ".removed"
 """In a checkpoint of a store: it is being written, it is being removed."""
+REFUSED_FILE = ".refused"
+"""In a checkpoint on the disk: a store has refused it."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 """A tokenizer's folder has at least one of these. tokenizer_config.json alone is not enough to load one."""

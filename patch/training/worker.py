@@ -13,7 +13,7 @@ import torch.distributed as dist
 from patch import compat
 from patch.checkpoint.retention import Retention
 from patch.config import check_tokens, remember_data, to_yaml
-from patch.config.checkpoint_places import checkpoint_root
+from patch.config.checkpoint_places import checkpoint_root, disk_root
 from patch.config.hf_config import has_hf_config
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
@@ -120,7 +120,7 @@ def _retention(run: Run, root: AnyPath) -> CheckpointRetention:
     last, every = config.save_retain_last, config.save_retain_every
     retention = Retention(last or (1 if every else None), every)
     weights_only = run.config.training.train_iters if config.save_weights_only_at_end else None
-    return CheckpointRetention(root, retention, run.start_iteration, weights_only)
+    return CheckpointRetention(root, disk_root(run.config), retention, run.start_iteration, weights_only)
 
 
 @contextmanager

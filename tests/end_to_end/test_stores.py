@@ -142,6 +142,7 @@ def test_store_that_dies_in_a_save_leaves_a_local_copy_from_which_the_run_goes_o
     assert losses(output) == losses(undisturbed)
     assert_same_state(store, url, undisturbed)
     assert not store.exists(f"{url}/iter_0000004")
+    assert not copy.exists(), "it would stand for the newest one"
 
 
 def test_upload_in_parts_that_is_interrupted_leaves_no_file(server, store, monkeypatch) -> None:
