@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, overload
 
 from patch.checkpoint.manifest import damage, is_marked
+from patch.config.checkpoint_places import hint_of_store
 from patch.distributed.collectives import fail_together, from_rank_0
 from patch.errors import CheckpointError
 from patch.logger import get_logger
@@ -150,7 +151,7 @@ def _find_weights(load: AnyPath) -> tuple[AnyPath, Literal["whole run", "with ch
     if not found:
         raise CheckpointError(
             f"{load} has no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
-            "folder with .metadata"
+            f"folder with .metadata{hint_of_store(load)}"
         )
     _logger.info("weights are those of iteration %d in %s", found[0], root)
     return iteration_folder(root, found[0]), "without"

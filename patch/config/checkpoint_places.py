@@ -134,6 +134,15 @@ def _newest_whole(root: RemotePath) -> int | None:
     return newest_of(root, found)
 
 
+def hint_of_store(folder: AnyPath) -> str:
+    """The end of an error about a folder without checkpoints: where its run has saved; empty if unknown."""
+    file = folder / CONFIG_FILE
+    with suppress(ConfigError):
+        if isinstance(file, Path) and file.is_file() and (url := read_run(file).checkpoint.save):
+            return f"; the run there saved to {url}: give that instead"
+    return ""
+
+
 @contextmanager
 def store_errors(field: str) -> Iterator[None]:
     """Errors of a store within are about this field.

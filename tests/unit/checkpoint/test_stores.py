@@ -7,6 +7,7 @@ import pytest
 import torch
 from failing_store import answer, die, failing_store
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from small_runs import small_run
 
 from patch.checkpoint import (
     latest_iteration,
@@ -23,6 +24,7 @@ from patch.checkpoint.inspect import find_stored, inspect
 from patch.checkpoint.retention import Retention, delete_set_aside, set_aside_superseded
 from patch.checkpoint.save import start_save
 from patch.checkpoint.stored import TorchDistReader
+from patch.config import to_yaml
 from patch.errors import CheckpointError
 from patch.storage import remote_lock
 from patch.storage.lock import hold_store
@@ -215,3 +217,12 @@ def test_run_that_has_lost_its_lock_touches_nothing_of_the_new_owner(root, monke
         (root / ".lock").write_bytes(lock)
     assert latest_iteration(root) == (2 if is_whole else 1)
     assert not is_whole or loaded(root, 2) == 2.0
+
+
+def test_folder_of_a_run_that_saved_to_a_store_names_the_store(tmp_path) -> None:
+    for url in ("s3://bucket/run", None):
+        (tmp_path / "config.yaml").write_text(to_yaml(small_run(save=url)))
+        for find in (weights_folder, find_stored):
+            with pytest.raises(CheckpointError, match="has no checkpoint, expected") as failed:
+                find(tmp_path)
+            assert ("the run there saved to s3://bucket/run: give that" in str(failed.value)) is bool(url)
