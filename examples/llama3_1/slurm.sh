@@ -42,7 +42,7 @@ mkdir -p "$ATTEMPT_LOGS" || exit 2
 
 # SLURM runs a copy of this file; the original is beside the launcher. Its path may have spaces.
 original="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')"
-original="${original%" $*"}" # some versions also show the arguments
+original="${original%% slurm *}" # the arguments are shown too
 LAUNCHER="$(dirname "$original")/run_mcore_llama.sh"
 FIRST_NODE="${SLURMD_NODENAME:-$(hostname -s)}"
 export LAUNCHER FIRST_NODE
