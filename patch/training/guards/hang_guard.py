@@ -63,7 +63,8 @@ class HangGuard:
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._folder = Path(config.checkpoint.output_path) / STACKS_FOLDER
         self._phases = phases
-        self._limits = Limits(config.parallel, phases)
+        patience_s = config.checkpoint.save_retry_seconds if config.checkpoint.save else 0.0
+        self._limits = Limits(config.parallel, phases, patience_s)
         self._judge = Judge(self._limits, phases, self._world_size)
         self._store = dist.PrefixStore("hang_guard", store)
         self._phases.shared, self._descriptor = shared_memory()
@@ -192,7 +193,7 @@ class HangGuard:
 
     def _complete(self, message: str) -> str:
         return (
-            f"{message}. The run ends; the Python stacks of the ranks are in {self._folder}. "
+            f"{message}. All ranks end here; the Python stacks of the ranks are in {self._folder}. "
             f"{where('hang_timeout')} is how long a rank may make no progress in a step, here "
             f"{self._limits.step_s:.0f} s"
         )

@@ -23,6 +23,8 @@ READING_LIMITS = 3
 """Reading data may take so many limits: a file server that is replaced needs minutes."""
 SLOWEST_DISK = 10e6
 """Bytes per second that a flush gets done at least, of which nothing is seen before it ends."""
+PATIENCE_RATIO = 3
+"""A store that fails takes longer than its patience: its driver tries each request several times too."""
 SLOW_RATIO = 1.5
 """A rank is slow if its own part of a step takes so many times as long as the median rank's."""
 SLOW_AFTER = 50
@@ -83,10 +85,11 @@ class Limits:
     Args:
         parallel: has --hang-timeout and --distributed-timeout-minutes.
         phases: the notes of this rank; steps take equally long on all ranks.
+        patience_s: how long a store of checkpoints that fails is asked again, with nothing written.
     """
 
-    def __init__(self, parallel: ParallelConfig, phases: PhaseClock) -> None:
-        self._given_s, self._phases = parallel.hang_timeout, phases
+    def __init__(self, parallel: ParallelConfig, phases: PhaseClock, patience_s: float = 0.0) -> None:
+        self._given_s, self._phases, self._patience_s = parallel.hang_timeout, phases, patience_s
         # Less than a collective, whose own time limit would end the run with a message that says less.
         self._collective_s = 0.9 * 60 * parallel.distributed_timeout_minutes
 
@@ -131,7 +134,7 @@ class Limits:
         Args:
             num_bytes: of the files that are being flushed, none of which need be on the disk before.
         """
-        return self.step_s + num_bytes / SLOWEST_DISK
+        return self.step_s + PATIENCE_RATIO * self._patience_s + num_bytes / SLOWEST_DISK
 
 
 class Fault(NamedTuple):

@@ -341,6 +341,9 @@ def test_what_may_pass_is_tried_again_until_the_budget_is_spent(
     tmp_path: Path, short_waits: None, logged: list[str], end: str, code: int, starts: str
 ) -> None:
     body = f"folder = {str(tmp_path)!r}\nfrom patch.distributed.worker_process import Reply{COUNT}"
+    body += "others = f'{folder}/starts0'\n"
+    body += "while not os.path.exists(others) or os.environ['PATCH_ROUND'] not in open(others).read():\n"
+    body += "    time.sleep(0.02)  # it would be killed before it has written its start\n"
     body += f"if rank == 0:\n    time.sleep(60)\n{end}\nsys.exit({code if code != 143 else 0})"
     body = body.replace("time.sleep(60)", "sys.exit()") if code == 143 else body
     assert launch_workers(write_script(tmp_path, body), 2, max_restarts=2) == code

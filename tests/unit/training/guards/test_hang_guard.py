@@ -337,3 +337,5 @@ def test_silence_may_be_longer_in_set_up_and_at_the_end(
 def test_writing_may_wait_for_a_flush_of_all_that_was_written() -> None:
     limits = Limits(small_run(hang_timeout=30).parallel, PhaseClock())
     assert limits.of_writing(0) == 30 and limits.of_writing(10**9) == 130
+    patient = Limits(small_run(hang_timeout=30).parallel, PhaseClock(), 90.0)
+    assert patient.of_writing(0) >= 30 + 2 * 90, "the driver's own attempts come on top"
