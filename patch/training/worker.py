@@ -34,6 +34,7 @@ from patch.training.error_translation import translate_errors
 from patch.training.guards.hang_guard import guarding
 from patch.training.guards.phases import PhaseClock
 from patch.training.hooks import TrainerHook
+from patch.training.last_saved import LastSaved
 from patch.training.loss_plot import LossPlot
 from patch.training.metrics import MetricsLog
 from patch.training.progress import ProgressDisplay
@@ -104,6 +105,7 @@ def build_hooks(run: Run) -> list[TrainerHook]:
         take_metrics(run.config, run.start_iteration)
         hooks += [
             MetricsLog(output, run.start_iteration),
+            LastSaved(output),
             LossPlot(output),
             ProgressDisplay(run.start_iteration, run.config.training.train_iters),
             BestCheckpoint(output, run.start_iteration, root),
