@@ -119,7 +119,7 @@ def work(changes: dict[str, Any]) -> None:
             with (output / "starts").open("a") as stream:
                 stream.write(f"{run.start_iteration}\n")
             hooks.append(MetricsLog(output, run.start_iteration))
-            hooks.append(CheckpointRetention(root, Retention(last=2), run.start_iteration))
+            hooks.append(CheckpointRetention(root, root, Retention(last=2), run.start_iteration))
             Trainer(run, hooks).train()
     shutdown()
 

@@ -24,11 +24,15 @@
 #SBATCH --job-name=llama3_1
 set -uo pipefail
 
-num_positions=25
-if [ -z "${SLURM_JOB_ID:-}" ] || [ $# -lt $num_positions ] || [ "$1" != slurm ]; then
+export num_positions=25
+refuse() {
+    echo "$1" >&2
     echo "usage: sbatch [options] slurm.sh slurm MODEL_SIZE ... OUTPUT_BASEPATH [flags], as run_mcore_llama.sh" >&2
     exit 2
-fi
+}
+[ -n "${SLURM_JOB_ID:-}" ] || refuse "environment variable SLURM_JOB_ID is not set: start this script with sbatch"
+[ "${1:-}" = slurm ] || refuse "position 1 (ENV): got '${1:-}', expected slurm"
+[ $# -ge $num_positions ] || refuse "got $# arguments, expected at least the $num_positions positions"
 
 output="${*:num_positions:1}"
 # On a disk that all nodes share: a folder for each attempt with a log of each node, and one with a log of each rank.
@@ -36,8 +40,9 @@ all_logs="$output/log/slurm/$SLURM_JOB_ID"
 export ATTEMPT_LOGS="$all_logs/attempt_${SLURM_RESTART_COUNT:-0}" RANK_LOGS="$all_logs/ranks"
 mkdir -p "$ATTEMPT_LOGS" || exit 2
 
-# SLURM runs a copy of this file; the original is beside the launcher.
-original="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=\([^ ]*\).*/\1/p')"
+# SLURM runs a copy of this file; the original is beside the launcher. Its path may have spaces.
+original="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/^ *Command=//p')"
+original="${original%% slurm *}" # the arguments are shown too
 LAUNCHER="$(dirname "$original")/run_mcore_llama.sh"
 FIRST_NODE="${SLURMD_NODENAME:-$(hostname -s)}"
 export LAUNCHER FIRST_NODE
@@ -60,7 +65,8 @@ run_node() {
 # otherwise to all processes, and this shell must not end before the launcher.
 run_launcher() {
     local code name waited
-    bash "$LAUNCHER" "$@" --log-dir "$RANK_LOGS" &
+    # A --log-dir of the user's own comes later, and wins.
+    bash "$LAUNCHER" "${@:1:num_positions}" --log-dir "$RANK_LOGS" "${@:num_positions+1}" &
     launcher=$!
     for name in TERM USR1 USR2; do
         # shellcheck disable=SC2064 # with the name of now
@@ -87,11 +93,8 @@ first_node_answers() {
     timeout 30 bash -c ": < /dev/tcp/$address/$port" 2> /dev/null
 }
 
-# The newest checkpoint's step; with --save URL the last step in the log.
-progress() {
-    cat "$output/checkpoint/latest_checkpointed_iteration.txt" 2> /dev/null ||
-        tail -n 1 "$output/log/metrics.jsonl" 2> /dev/null | sed -n 's/.*"iteration": *\([0-9]*\).*/\1/p'
-}
+# The step of the last checkpoint, on the disk or at --save URL.
+progress() { cat "$output/log/last_saved_iteration.txt" 2> /dev/null; }
 export -f run_node run_launcher first_node_answers
 
 before="$(progress)"
@@ -104,6 +107,7 @@ code=$?
 [ -s "$ATTEMPT_LOGS/exit_code" ] && code="$(< "$ATTEMPT_LOGS/exit_code")"
 
 # Done (0), wrong input (2, 3), bad checkpoint (4), stopped by a person (130: STOP, 143: scancel): the end.
+# So is a store that is away for longer than --save-retry-seconds (2 or 4).
 case $code in 0 | 2 | 3 | 4 | 130 | 143) exit "$code" ;; esac
 
 # The rest is worth another attempt: the limit (75, 138), a hang or lost machines (5), a crash. Not for ever.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, overload
 
 from patch.checkpoint.manifest import damage, is_marked
+from patch.config.checkpoint_places import hint_of_store
 from patch.distributed.collectives import fail_together, from_rank_0
 from patch.errors import CheckpointError
 from patch.logger import get_logger
@@ -150,7 +151,7 @@ def _find_weights(load: AnyPath) -> tuple[AnyPath, Literal["whole run", "with ch
     if not found:
         raise CheckpointError(
             f"{load} has no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
-            "folder with .metadata"
+            f"folder with .metadata{hint_of_store(load)}"
         )
     _logger.info("weights are those of iteration %d in %s", found[0], root)
     return iteration_folder(root, found[0]), "without"
@@ -236,9 +237,6 @@ class MarkedFolder(NamedTuple):
                 "%s is complete, but has still %s: %s", self.partial, UNFINISHED_FILE, error.strerror
             )
 
-    def discard(self) -> None:
-        """Leave the remains to the next save: the store may be the reason why there are any."""
-
 
 def staged_checkpoint(target: AnyPath) -> StagedFolder | MarkedFolder:
     """The folder of one checkpoint, with the temporary names used while it is written or replaced."""
@@ -251,6 +249,8 @@ def staged_checkpoint(target: AnyPath) -> StagedFolder | MarkedFolder:
 
 def open_staging(target: AnyPath) -> AnyPath:
     """Create an empty temporary folder for `target`; those that killed runs left are removed.
+
+    The caller has made sure that the lock is still its own.
 
     Raises:
         OSError: the folder cannot be created, or an old one cannot be removed.

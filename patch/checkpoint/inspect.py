@@ -13,6 +13,7 @@ import yaml
 
 from patch.checkpoint.manifest import read_manifest
 from patch.checkpoint.stored import Reader, StoredTensor, is_legacy_checkpoint, open_stored
+from patch.config.checkpoint_places import hint_of_store
 from patch.config.hf_config import has_hf_config, read_hf_config
 from patch.errors import CheckpointError, ConfigError
 from patch.families.weights import EMBEDDING_PARAMETER
@@ -143,7 +144,7 @@ def find_stored(load: AnyPath) -> AnyPath:
     if not found:
         raise CheckpointError(
             f"{load} has no checkpoint, expected a run's folder, a folder of checkpoints (iter_*, {RELEASE}, "
-            f"mp_rank_*) or a checkpoint ({METADATA_FILE} and data files)"
+            f"mp_rank_*) or a checkpoint ({METADATA_FILE} and data files){hint_of_store(load)}"
         )
     return found[-1]
 

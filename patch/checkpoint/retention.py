@@ -14,7 +14,14 @@ from typing import NamedTuple
 from patch.checkpoint.manifest import has_saved_lengths
 from patch.logger import get_logger
 from patch.storage.atomic import sync
-from patch.storage.names import CHECKSUMS_FILE, REMOVED_FILE, all_iterations, iteration_name
+from patch.storage.names import (
+    CHECKSUMS_FILE,
+    REFUSED_FILE,
+    REMOVED_FILE,
+    TRACKER,
+    all_iterations,
+    iteration_name,
+)
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
 
@@ -138,6 +145,35 @@ def delete_set_aside(root: AnyPath) -> None:
         shutil.rmtree(hidden, ignore_errors=True)
         if hidden.exists():
             _logger.warning("%s is a removed checkpoint that cannot be deleted: delete it yourself", hidden)
+
+
+def find_refused(disk: Path, newest: int) -> set[int]:
+    """The iterations of the checkpoints on the disk that a store has refused, up to `newest`.
+
+    Those that a run saved there before it had a store are none of them.
+    """
+    found = (iteration for iteration in all_iterations(disk) if iteration <= newest)
+    return {iteration for iteration in found if (disk / iteration_name(iteration) / REFUSED_FILE).is_file()}
+
+
+def remove_refused(disk: Path, iterations: Collection[int]) -> None:
+    """Remove checkpoints on the disk, because their store has a later one now.
+
+    Whoever looks only at the disk would take them for the newest ones.
+
+    Args:
+        disk: the folder of checkpoints.
+        iterations: of those that go.
+
+    Raises:
+        OSError: one cannot be removed.
+    """
+    tracker = disk / TRACKER
+    if tracker.is_file() and tracker.read_text(errors="replace").strip() in map(str, iterations):
+        tracker.unlink()  # before them: it must not name what is not there
+    for iteration in iterations:
+        _set_aside(disk / iteration_name(iteration))
+    delete_set_aside(disk)
 
 
 def point_link(root: Path, name: str, iteration: int | None) -> None:

@@ -17,7 +17,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +37,10 @@ from patch.compat.torch_checkpoint import StorageInfo
 from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
+from patch.storage.atomic import StagedFolder
 from patch.storage.checksums import Content, SummedFile, write_summed
 from patch.storage.lock import check_held
-from patch.storage.names import METADATA_FILE
+from patch.storage.names import METADATA_FILE, REFUSED_FILE
 from patch.storage.places import AnyPath
 from patch.storage.sizes import size_text
 
@@ -115,6 +116,7 @@ def _open(target: AnyPath, needed: int) -> None:
     """
     with checkpoint_failures(f"checkpoint {target} was not started"):
         if dist.get_rank() == 0:
+            check_held(target)  # what it removes would be another run's
             open_staging(target)
             if isinstance(target, Path):
                 _check_space(target, needed)
@@ -276,6 +278,9 @@ class Save:
         try:
             with _discarding(self._target):
                 _open(self._target, self._spare.needed)
+                with checkpoint_failures(_failure(self._target)):
+                    if dist.get_rank() == 0:
+                        (self._partial / REFUSED_FILE).write_bytes(b"")
         except CheckpointError as second:
             raise CheckpointError(f"{error}; nor on the disk: {second}", field="save") from error
         self._error, self._is_publishing = None, False
@@ -356,12 +361,19 @@ def _wait_for_folder(folder: Path, cancelled: threading.Event) -> None:
 
 @contextmanager
 def _discarding(target: AnyPath) -> Iterator[None]:
-    """A context of all ranks: on a CheckpointError rank 0 removes what was written of the checkpoint."""
+    """A context of all ranks: on a CheckpointError rank 0 removes what was written of the checkpoint.
+
+    Not if another run has taken the lock over, which may write the same checkpoint; and in a store the next
+    save does it, because the store may be the reason of the error.
+    """
     try:
         yield
     except CheckpointError:
-        if dist.get_rank() == 0:
-            staged_checkpoint(target).discard()
+        staged = staged_checkpoint(target)
+        if dist.get_rank() == 0 and isinstance(staged, StagedFolder):
+            with suppress(CheckpointError):
+                check_held(target)
+                staged.discard()
         raise
 
 

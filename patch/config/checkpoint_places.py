@@ -9,9 +9,21 @@ from pathlib import Path
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
-from patch.storage.names import CHECKPOINT_FOLDER, CONFIG_FILE, TRACKER, complete_iterations, newest_of
+from patch.logger import get_logger
+from patch.storage.names import (
+    CHECKPOINT_FOLDER,
+    CHECKSUMS_FILE,
+    CONFIG_FILE,
+    TRACKER,
+    all_iterations,
+    complete_iterations,
+    iteration_name,
+    newest_of,
+)
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
+
+_logger = get_logger(__name__)
 
 
 def checkpoint_root(config: RunConfig) -> AnyPath:
@@ -79,10 +91,11 @@ def record_home(config: RunConfig) -> AnyPath:
 
 
 def refuse_left_checkpoints(config: RunConfig) -> None:
-    """Refuse to start over beside the checkpoints that this run's folder says are elsewhere.
+    """Refuse to start over beside the checkpoints that this run's folder says are elsewhere, or before them.
 
     Raises:
-        ConfigError: the run in this folder has saved to another store.
+        ConfigError: the run in this folder has saved to another store, which has a later checkpoint than the
+            places of this run; or it does not answer, and they have none.
     """
     file = Path(config.checkpoint.output_path) / CONFIG_FILE
     before = None
@@ -90,13 +103,44 @@ def refuse_left_checkpoints(config: RunConfig) -> None:
         before = read_run(file).checkpoint.save if file.is_file() else None
     if before is None or before == config.checkpoint.save:
         return
-    with store_errors("save"):
-        if was_begun(RemotePath(before)):
-            raise ConfigError(
-                f"got {config.checkpoint.save or 'none'}, expected {before}: there the run in {file.parent} "
-                "has its checkpoints; give that again, or another OUTPUT_BASEPATH (position 25)",
-                field="save",
-            )
+    newest = newest_saved(config)
+    if newest is None:
+        with store_errors("save"):
+            is_left = was_begun(RemotePath(before))
+        if is_left:
+            raise _left(config, before, "has its checkpoints")
+        return
+    try:
+        left = _newest_whole(RemotePath(before, patience_s=0))
+    except OSError as error:
+        _logger.warning("%s does not answer: %s; whether it has a later checkpoint is unknown", before, error)
+        return
+    if left is not None and left > newest[1]:
+        here = f"after step {newest[1]}, the newest one in {newest[0]}"
+        raise _left(config, before, f"has a checkpoint of step {left}, and this command would go on {here}")
+
+
+def _left(config: RunConfig, before: str, what: str) -> ConfigError:
+    return ConfigError(
+        f"got {config.checkpoint.save or 'none'}, expected {before}: there the run in "
+        f"{config.checkpoint.output_path} {what}; give that again, or another OUTPUT_BASEPATH (position 25)",
+        field="save",
+    )
+
+
+def _newest_whole(root: RemotePath) -> int | None:
+    """Not what was interrupted while it was written."""
+    found = [i for i in all_iterations(root) if (root / iteration_name(i) / CHECKSUMS_FILE).is_file()]
+    return newest_of(root, found)
+
+
+def hint_of_store(folder: AnyPath) -> str:
+    """The end of an error about a folder without checkpoints: where its run has saved; empty if unknown."""
+    file = folder / CONFIG_FILE
+    with suppress(ConfigError):
+        if isinstance(file, Path) and file.is_file() and (url := read_run(file).checkpoint.save):
+            return f"; the run there saved to {url}: give that instead"
+    return ""
 
 
 @contextmanager

@@ -89,7 +89,8 @@ def _slurm(environ: Mapping[str, str]) -> Cluster:
 
 def _slurm_nodes(environ: Mapping[str, str]) -> int:
     step = _optional(environ, "SLURM_STEP_NUM_NODES", "the machines of this job step")
-    return step or _number(environ, "SLURM_NNODES", "with ENV=slurm the number of machines", least=1)
+    why = "with ENV=slurm the number of machines: start it with srun, or with sbatch and slurm.sh"
+    return step or _number(environ, "SLURM_NNODES", why, least=1)
 
 
 def _slurm_address(environ: Mapping[str, str]) -> tuple[str, int]:

@@ -78,8 +78,8 @@ def resume_notes(config: RunConfig) -> list[str]:
             `--resume-with-changed-data`, the data and its order; or there is no config.yaml to compare with.
     """
     root = begun_root(config)
+    refuse_left_checkpoints(config)
     if root is None:
-        refuse_left_checkpoints(config)
         return []
     file = record_home(config) / CONFIG_FILE
     if not file.is_file():

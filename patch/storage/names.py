@@ -7,6 +7,7 @@ OUTPUT_BASEPATH/checkpoint/latest_checkpointed_iteration.txt       "100"
 OUTPUT_BASEPATH/checkpoint/best_checkpointed_iteration.txt         "100", the lowest validation loss
 OUTPUT_BASEPATH/checkpoint/last, best                              links to the two that these files name
 OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      the run's metrics
+OUTPUT_BASEPATH/log/last_saved_iteration.txt                       "100", also of a checkpoint in a store
 OUTPUT_BASEPATH/log/spikes.jsonl                                   losses and gradient norms far above others
 OUTPUT_BASEPATH/log/stacks/rank_0.txt                              where the ranks were when the run hung
 OUTPUT_BASEPATH/data_index/                                        index files: the document of each sample
@@ -35,6 +36,7 @@ DATA_RECORD_FILE = "data.json"
 CHECKPOINT_FOLDER = "checkpoint"
 METRICS_FILE = "log/metrics.jsonl"
 LOSS_PLOT_FILE = "log/loss.png"
+LAST_SAVED_FILE = "log/last_saved_iteration.txt"
 SPIKES_FILE = "log/spikes.jsonl"
 STACKS_FOLDER = "log/stacks"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -63,6 +65,8 @@ CHECKSUMS_FILE = "checksums.json"
 UNFINISHED_FILE = ".unfinished"
 REMOVED_FILE = ".removed"
 """In a checkpoint of a store: it is being written, it is being removed."""
+REFUSED_FILE = ".refused"
+"""In a checkpoint on the disk: a store has refused it."""
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 """A tokenizer's folder has at least one of these. tokenizer_config.json alone is not enough to load one."""

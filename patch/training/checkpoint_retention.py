@@ -8,15 +8,19 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from patch.checkpoint.manifest import has_saved_lengths
 from patch.checkpoint.retention import (
     Retention,
     delete_set_aside,
+    find_refused,
     point_link,
+    remove_refused,
     set_aside_superseded,
 )
 from patch.logger import get_logger
-from patch.storage.names import BEST_LINK, BEST_TRACKER, LAST_LINK, all_iterations
+from patch.storage.names import BEST_LINK, BEST_TRACKER, LAST_LINK, all_iterations, iteration_name
 from patch.storage.places import AnyPath
+from patch.storage.remote import RemotePath
 from patch.training.hooks import Record, TrainerHook
 
 _logger = get_logger(__name__)
@@ -35,6 +39,7 @@ class CheckpointRetention(TrainerHook):
 
     Args:
         root: the folder of the run's checkpoints.
+        disk: if that is in a store, the folder on the disk that gets those that the store refuses.
         retention: which of them stay.
         start_iteration: steps already done: those of the newest checkpoint, or 0.
         weights_only: the iteration whose checkpoint has no optimizer states, so that the last ones before it
@@ -42,9 +47,14 @@ class CheckpointRetention(TrainerHook):
     """
 
     def __init__(
-        self, root: AnyPath, retention: Retention, start_iteration: int, weights_only: int | None = None
+        self,
+        root: AnyPath,
+        disk: Path,
+        retention: Retention,
+        start_iteration: int,
+        weights_only: int | None = None,
     ) -> None:
-        self._root, self._retention = root, retention
+        self._root, self._disk, self._retention = root, disk, retention
         self._newest = start_iteration or None
         self._weights_only = set() if weights_only is None else {weights_only}
         self._abandoned = {iteration for iteration in all_iterations(root) if iteration > start_iteration}
@@ -66,8 +76,8 @@ class CheckpointRetention(TrainerHook):
         if isinstance(self._root, Path):
             if self._set_aside(iteration):
                 self._in_background(self._delete)
-        elif self._retention.last is not None:
-            self._in_background(partial(self._remove, iteration))
+        else:
+            self._in_background(partial(self._remove, self._root, iteration))
 
     def close(self) -> None:
         """Wait until what was removed is deleted, but not for ever: the next start deletes the rest."""
@@ -88,12 +98,25 @@ class CheckpointRetention(TrainerHook):
             _logger.info("removed the checkpoints of steps %s", ", ".join(map(str, gone)))
         return bool(gone)
 
-    def _remove(self, iteration: int) -> None:
-        if self._set_aside(iteration):
+    def _remove(self, root: RemotePath, iteration: int) -> None:
+        self._remove_refused(root, iteration)
+        if self._retention.last is not None and self._set_aside(iteration):
             self._delete()
 
+    def _remove_refused(self, root: RemotePath, iteration: int) -> None:
+        refused = find_refused(self._disk, iteration)
+        if not refused or not has_saved_lengths(root / iteration_name(iteration)):
+            return
+        if gone := sorted(refused - {self._best()}):
+            remove_refused(self._disk, gone)
+            _logger.info(
+                "%s has the checkpoint of step %d: removed those of steps %s, which it had refused, from %s",
+                root, iteration, ", ".join(map(str, gone)), self._disk,
+            )  # fmt: skip
+
     def _delete(self) -> None:
-        delete_set_aside(self._root)
+        for place in dict.fromkeys((self._root, self._disk)):
+            delete_set_aside(place)
 
     def _in_background(self, work: Callable[[], object]) -> None:
         def guarded(before: list[threading.Thread]) -> None:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from patch import compat
 from patch.checkpoint.retention import Retention
 from patch.config import check_tokens, remember_data, to_yaml
-from patch.config.checkpoint_places import checkpoint_root
+from patch.config.checkpoint_places import checkpoint_root, disk_root
 from patch.config.hf_config import has_hf_config
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
@@ -34,6 +34,7 @@ from patch.training.error_translation import translate_errors
 from patch.training.guards.hang_guard import guarding
 from patch.training.guards.phases import PhaseClock
 from patch.training.hooks import TrainerHook
+from patch.training.last_saved import LastSaved
 from patch.training.loss_plot import LossPlot
 from patch.training.metrics import MetricsLog
 from patch.training.progress import ProgressDisplay
@@ -104,6 +105,7 @@ def build_hooks(run: Run) -> list[TrainerHook]:
         take_metrics(run.config, run.start_iteration)
         hooks += [
             MetricsLog(output, run.start_iteration),
+            LastSaved(output),
             LossPlot(output),
             ProgressDisplay(run.start_iteration, run.config.training.train_iters),
             BestCheckpoint(output, run.start_iteration, root),
@@ -120,7 +122,7 @@ def _retention(run: Run, root: AnyPath) -> CheckpointRetention:
     last, every = config.save_retain_last, config.save_retain_every
     retention = Retention(last or (1 if every else None), every)
     weights_only = run.config.training.train_iters if config.save_weights_only_at_end else None
-    return CheckpointRetention(root, retention, run.start_iteration, weights_only)
+    return CheckpointRetention(root, disk_root(run.config), retention, run.start_iteration, weights_only)
 
 
 @contextmanager

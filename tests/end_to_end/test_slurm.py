@@ -5,6 +5,7 @@ The stories run at the same time, because they mostly wait for SLURM.
 
 import json
 import math
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -13,13 +14,14 @@ from pathlib import Path
 
 import pytest
 from end_to_end.conftest import Office
-from end_to_end.shell import REPOSITORY, SCRIPT, command, training_records
+from end_to_end.shell import REPOSITORY, SCRIPT, call, command, training_records
 from launches import free_port
 from slurm_cluster import Cluster, running_cluster, why_not
 
 from patch.storage.names import TRACKER
 
 pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(900)]
+SLURM_SCRIPT = SCRIPT.with_name("slurm.sh")
 NODES = ["n1", "n2", "n3", "n4", "n5", "n6"]
 QUICK_MEETING = f"""#!{sys.executable}
 import os, runpy, sys
@@ -34,21 +36,31 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 LAUNCHER_WITHOUT_A_RUN = """#!/bin/bash
-# It ends with a code for each attempt, after a checkpoint if there is progress.
+# It ends with a code for each attempt, after steps, and a checkpoint if there is progress.
+# On the disk is a copy that a store once refused.
 cd "$OUTPUT" && mkdir -p checkpoint
-[ "$PROGRESS" = no ] || echo "1${SLURM_RESTART_COUNT:-0}" > checkpoint/latest_checkpointed_iteration.txt
+echo 4 > checkpoint/latest_checkpointed_iteration.txt
 [ "$SLURM_PROCID" = 0 ] || exit 137
+printf '%s\n' "$@" > arguments
+echo "{\"iteration\":1${SLURM_RESTART_COUNT:-0}}" > log/metrics.jsonl
+[ "$PROGRESS" = no ] || echo "1${SLURM_RESTART_COUNT:-0}" > log/last_saved_iteration.txt
 codes=($CODES)
 exit "${codes[${SLURM_RESTART_COUNT:-0}]}"
 """
 
 
-def submit(cluster: Cluster, output: Path, nodes: str, arguments: list[str], **variables: object) -> str:
+def submit(
+    cluster: Cluster,
+    output: Path,
+    nodes: str,
+    arguments: list[str],
+    script: Path = SLURM_SCRIPT,
+    **variables: object,
+) -> str:
     """Submit slurm.sh for all or the rest of two nodes; the job's number."""
     # A requeued job would never start if it needed a node that is lost.
     options = ["--nodes=1-2", "--gpus-per-node=0", "--time=60", "--signal=USR1@120"]
     options += [f"--output={output}.log", f"--exclude={','.join(sorted({*NODES} - {*nodes.split(',')}))}"]
-    script = SCRIPT.with_name("slurm.sh")
     return cluster.call("sbatch", "--parsable", *options, script, *arguments, **variables).strip()
 
 
@@ -216,16 +228,35 @@ def test_job_is_requeued_by_the_first_nodes_exit_code_until_it_does_not_help(
     cluster: Cluster, stories: tuple, tmp_path: Path, codes: tuple[int, ...], progress: str, end: tuple
 ) -> None:
     """The other node is lost (137): nobody asks why."""
-    launcher, output = tmp_path / "launcher", tmp_path / "out"
+    launcher, output, folder = tmp_path / "launcher", tmp_path / "out", tmp_path / "with a space"
+    folder.mkdir()
+    for script in (SCRIPT, SLURM_SCRIPT):
+        shutil.copy(script, folder)
     launcher.write_text(LAUNCHER_WITHOUT_A_RUN)
     launcher.chmod(0o755)
-    arguments = command(ENV="slurm", OUTPUT_BASEPATH=output)[2:]
+    arguments = [*command(ENV="slurm", OUTPUT_BASEPATH=output)[2:], "--log-dir", "my logs"]
     own = {"OUTPUT": output, "CODES": " ".join(map(str, codes)), "PROGRESS": progress}
-    job = submit(cluster, output, "n5,n6", arguments, PYTHON=launcher, **own)
+    job = submit(cluster, output, "n5,n6", arguments, folder / SLURM_SCRIPT.name, PYTHON=launcher, **own)
     ends = ("COMPLETED", "FAILED")
     cluster.await_true(lambda: cluster.job(job)["JobState"] in ends, lambda: cluster.job(job))
     facts = cluster.job(job)
     assert (facts["Restarts"], facts["ExitCode"]) == end, Path(f"{output}.log").read_text()
+    passed = (output / "arguments").read_text().splitlines()[1:]
+    assert passed[:25] == arguments[:25] and passed[-2:] == ["--log-dir", "my logs"], "the user's own wins"
+    assert passed[25:-2] == ["--log-dir", str(output / "log" / "slurm" / job / "ranks")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "message"),
+    [
+        (["slurm"], {}, "SLURM_JOB_ID is not set: start this script with sbatch"),
+        (["dsw", "8B"], {"SLURM_JOB_ID": "1"}, "position 1 (ENV): got 'dsw', expected slurm"),
+        (["slurm", "8B"], {"SLURM_JOB_ID": "1"}, "got 2 arguments, expected at least the 25 positions"),
+    ],
+)
+def test_wrong_use_is_refused_with_its_cure(arguments: list[str], variables: dict, message: str) -> None:
+    done = call(["bash", str(SLURM_SCRIPT), *arguments], **variables)
+    assert done.returncode == 2 and message in done.stderr and "usage: sbatch" in done.stderr
 
 
 def test_run_goes_on_after_a_killed_worker_the_limit_and_a_lost_node_and_stops_when_a_person_says_so(
@@ -238,6 +269,7 @@ def test_run_goes_on_after_a_killed_worker_the_limit_and_a_lost_node_and_stops_w
     assert "stopped by SIGUSR1" in messages and "exit code 138 after step" in messages, messages
     assert "attempt 1 on n[1-2]," in messages, messages
     assert losses_are_continued(job.output)
+    assert (job.output / "log" / "slurm" / job.number / "in_vain").read_text() == "0\n"
     ranks = (job.output / "log" / "slurm" / job.number / "ranks").iterdir()
     starts = [file.name.partition(".")[0] for file in ranks]
     assert (starts.count("rank00000"), starts.count("rank00001")) == (4, 3), starts

@@ -88,6 +88,7 @@ def test_store_that_fails_every_third_request_loses_nothing(
     assert done.returncode == 0, done.stderr
     assert "again in" in done.stderr and losses(output) == losses(undisturbed)
     assert not (output / "checkpoint").exists()
+    assert (output / "log" / "last_saved_iteration.txt").read_text() == "6\n"
     names = {path.removeprefix("bucket/flaky/") for path in store.find(url)}
     assert {name.partition("/")[0] for name in names} == {
         "iter_0000004", "iter_0000006", "latest_checkpointed_iteration.txt", *RECORDS
@@ -142,6 +143,7 @@ def test_store_that_dies_in_a_save_leaves_a_local_copy_from_which_the_run_goes_o
     assert losses(output) == losses(undisturbed)
     assert_same_state(store, url, undisturbed)
     assert not store.exists(f"{url}/iter_0000004")
+    assert not copy.exists(), "it would stand for the newest one"
 
 
 def test_upload_in_parts_that_is_interrupted_leaves_no_file(server, store, monkeypatch) -> None:

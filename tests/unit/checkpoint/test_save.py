@@ -7,6 +7,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from refusals import refused
 
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
+from patch.checkpoint.save import start_save
 from patch.errors import CheckpointError
 from patch.storage.lock import hold_run
 
@@ -83,3 +84,26 @@ def test_run_whose_lock_was_taken_over_publishes_nothing(one_process, tmp_path):
             save_checkpoint(root, 2, state(2.0), {"iteration": 2})
     assert latest_iteration(root) == 1
     assert sorted(path.name for path in root.glob("iter_*")) == ["iter_0000001"]
+
+
+@pytest.mark.parametrize("is_lost_while_it_writes", [False, True])
+def test_run_whose_lock_was_taken_over_removes_nothing_of_the_new_owner(
+    one_process, tmp_path, is_lost_while_it_writes
+):
+    """Which writes the same checkpoint at the moment."""
+    root = tmp_path / "checkpoint"
+    theirs = root / "iter_0000002.tmp" / "__0_0.distcp"
+
+    def lose() -> None:
+        (tmp_path / ".lock").write_text("process 1 on elsewhere since today\nanother token\n")
+        theirs.parent.mkdir(parents=True, exist_ok=True)
+        theirs.write_bytes(b"theirs")
+
+    with hold_run(tmp_path):
+        if not is_lost_while_it_writes:
+            lose()
+        with pytest.raises(CheckpointError, match="now belongs to process 1 on elsewhere since today"):
+            saving = start_save(root, 2, state(2.0), {"iteration": 2})
+            lose()
+            saving.finish()
+    assert theirs.is_file() and latest_iteration(root) is None

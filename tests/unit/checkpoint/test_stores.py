@@ -7,6 +7,7 @@ import pytest
 import torch
 from failing_store import answer, die, failing_store
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from small_runs import small_run
 
 from patch.checkpoint import (
     latest_iteration,
@@ -23,7 +24,10 @@ from patch.checkpoint.inspect import find_stored, inspect
 from patch.checkpoint.retention import Retention, delete_set_aside, set_aside_superseded
 from patch.checkpoint.save import start_save
 from patch.checkpoint.stored import TorchDistReader
+from patch.config import to_yaml
 from patch.errors import CheckpointError
+from patch.storage import remote_lock
+from patch.storage.lock import hold_store
 from patch.storage.remote import RemotePath
 from patch.training.run_state import Progress, find_newest
 
@@ -190,3 +194,35 @@ def test_neither_store_nor_disk(tmp_path) -> None:
             start_save(root, 1, state(1.0), {}, disk=tmp_path / "file").finish()
         with pytest.raises(CheckpointError, match="was not started.*no answer"):
             save(root, 1, 1.0)
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_run_that_has_lost_its_lock_touches_nothing_of_the_new_owner(root, monkeypatch, is_whole) -> None:
+    """Whether that one has written it, or still writes."""
+    monkeypatch.setattr(remote_lock, "SETTLE_S", 0.01)
+    save(root, 1, 1.0)
+    with hold_store(root):
+        lock = (root / ".lock").read_bytes()
+        (root / ".lock").write_bytes(b"process 1 on elsewhere since today\nanother token\n")
+        theirs = RemotePath(f"{root}-theirs")
+        save(theirs, 2, 2.0)
+        for name in theirs.files():
+            if is_whole or not name.endswith("checksums.json"):
+                (root / name).write_bytes((theirs / name).read_bytes())
+        (root / "iter_0000002" / ".unfinished").write_bytes(b"")
+        before = root.files()
+        with pytest.raises(CheckpointError, match="now belongs to process 1 on elsewhere since today"):
+            save(root, 2, 99.0)
+        assert root.files() == before
+        (root / ".lock").write_bytes(lock)
+    assert latest_iteration(root) == (2 if is_whole else 1)
+    assert not is_whole or loaded(root, 2) == 2.0
+
+
+def test_folder_of_a_run_that_saved_to_a_store_names_the_store(tmp_path) -> None:
+    for url in ("s3://bucket/run", None):
+        (tmp_path / "config.yaml").write_text(to_yaml(small_run(save=url)))
+        for find in (weights_folder, find_stored):
+            with pytest.raises(CheckpointError, match="has no checkpoint, expected") as failed:
+                find(tmp_path)
+            assert ("the run there saved to s3://bucket/run: give that" in str(failed.value)) is bool(url)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from failing_store import answer, failing_store
+from failing_store import answer, die, failing_store
 from refusals import refused
 
 from patch.config import remember_data, resume_notes, to_yaml, validate_run
@@ -120,3 +120,38 @@ def test_run_that_forgets_its_store_does_not_start_over(command, url) -> None:
     fill(output / "checkpoint", 20)  # what the store has refused
     remember_data(config, [])
     assert resume_notes(command.parse().config) == [f"--save: {url} before, none from here on"]
+
+
+def test_run_that_forgets_its_store_does_not_go_back(command, url) -> None:
+    """The disk has an earlier checkpoint, which the store refused once."""
+    output = command.folder / "out"
+    begun = command.parse(f"--save={url}").config
+    fill(output / "checkpoint", 4)
+    (output / "config.yaml").write_text(to_yaml(begun))
+    remember_data(command.parse("--resume-with-changed-data").config, [])
+    others = [command.parse(*flags).config for flags in ([], ["--save=memory://other_place"])]
+    fill(RemotePath(url), 2)
+    assert [len(resume_notes(config)) for config in others] == [1, 1], "what a failed store is told"
+    fill(RemotePath(url), 6)
+    assert [len(resume_notes(config)) for config in others] == [1, 1], "its last one was interrupted"
+    (RemotePath(url) / "iter_0000006" / "checksums.json").write_bytes(b"")
+    said = f"expected {url}: .*/out has a checkpoint of step 6, .* after step 4, .* in .*/checkpoint"
+    for config in others:
+        with refused(ConfigError, match=said):
+            resume_notes(config)
+    (RemotePath(url) / "config.yaml").write_bytes(to_yaml(begun).encode())
+    (RemotePath(url) / "data.json").write_bytes((output / "data.json").read_bytes())
+    assert resume_notes(begun) == []
+
+
+def test_run_whose_store_is_away_goes_on_on_the_disk(command, logged) -> None:
+    output = command.folder / "out"
+    with failing_store():
+        config = command.parse("--save=failing://bucket/run").config
+        fill(output / "checkpoint", 4)
+        (output / "config.yaml").write_text(to_yaml(config))
+        remember_data(command.parse("--resume-with-changed-data").config, [])
+        fill(RemotePath("failing://bucket/run"), 2)
+        die(0)
+        assert len(resume_notes(command.parse().config)) == 1
+    assert any("failing://bucket/run does not answer" in message for message in logged)

@@ -60,6 +60,13 @@ def test_dlc_names_the_missing_variable(command, variable):
         command.parse(ENV="dlc")
 
 
+def test_slurm_needs_srun_or_sbatch(command):
+    command.environ.update(SLURM)
+    del command.environ["SLURM_NNODES"]
+    with pytest.raises(ConfigError, match="SLURM_NNODES is not set, .*start it with srun, or with sbatch"):
+        command.parse(ENV="slurm")
+
+
 def test_slurm_reads_its_variables(command):
     command.environ.update(SLURM)
     invocation = command.parse(ENV="slurm")
