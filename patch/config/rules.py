@@ -15,7 +15,14 @@ from patch.config.choices import ZeroStage
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
-from patch.config.pipeline_rules import counted_layers, layout_fits, pipeline_notes, rank_order_is_whole
+from patch.config.pipeline_rules import (
+    counted_layers,
+    layout_fits,
+    messages_can_travel,
+    micro_batch_groups_fit,
+    pipeline_notes,
+    rank_order_is_whole,
+)
 from patch.config.positions import length_text, where
 from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
@@ -373,6 +380,8 @@ RULES: tuple[Rule, ...] = (
     rank_order_is_whole,
     global_batch_divides,
     interleaving_has_enough_batches,
+    micro_batch_groups_fit,
+    messages_can_travel,
     sharding_is_said_once,
     run_has_steps,
     retained_are_saved,

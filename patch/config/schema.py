@@ -60,6 +60,19 @@ class ParallelConfig:
         None,
         none="none",
     )
+    overlap_p2p_communication: bool = flag(
+        "interleaved PP: stages compute while their messages travel; without it they wait, and free outputs",
+        True,
+    )
+    overlap_p2p_communication_warmup_flush: bool = flag(
+        "interleaved PP: also while the pipeline fills and empties", False
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        "interleaved PP: micro-batches that pass a stage in a row, PP or more; 0: as few as fit",
+        None,
+        none=0,
+        at_least=0,
+    )
     context_parallel_size: int = flag("processes that share each sequence (CP)", 1, at_least=1)
     rank_order: str = flag(
         "axes along which processes are numbered, the fastest first; tp-cp-pp-dp is Megatron-LM's "
@@ -314,6 +327,10 @@ class Execution:
     each pipeline rank; None: one stage each, cut by `split_layers`."""
     num_micro_batches: int = 1
     """Micro-batches of one replica in one step; used only when a process has several stages."""
+    overlap_p2p_communication: bool = True
+    """The next three are for processes with several stages too: see the fields of `ParallelConfig`."""
+    overlap_p2p_communication_warmup_flush: bool = False
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     recompute_granularity: Recompute | None = None
     recompute_method: RecomputeMethod = "uniform"
     recompute_num_layers: int = 1
@@ -365,12 +382,15 @@ class RunConfig:
     @property
     def execution(self) -> Execution:
         """The settings that building the model needs besides its shape."""
-        training = self.training
+        training, parallel = self.training, self.parallel
         return Execution(
             precision=training.precision,
             sequence_parallel=self.parallel.sequence_parallel,
             stage_layers=tuple(self.stage_layers),
             num_micro_batches=self.num_micro_batches,
+            overlap_p2p_communication=parallel.overlap_p2p_communication,
+            overlap_p2p_communication_warmup_flush=parallel.overlap_p2p_communication_warmup_flush,
+            microbatch_group_size_per_virtual_pipeline_stage=parallel.microbatch_group_size_per_virtual_pipeline_stage,
             recompute_granularity=training.recompute_granularity,
             recompute_method=training.recompute_method,
             recompute_num_layers=training.recompute_num_layers,
