@@ -117,7 +117,6 @@ def stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> StageBytes:
         cuda: whether it runs on a GPU.
     """
     parallel, training, model = config.parallel, config.training, config.model
-    sections = {"length": config.sample_length, "cuda": cuda}
     size = _FP32 if training.precision == "fp32" else 2
     tp_size, last = parallel.tensor_model_parallel_size, len(config.stage_layers) - 1
     tokens = training.micro_batch_size * config.sample_length // parallel.context_parallel_size
@@ -130,7 +129,8 @@ def stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> StageBytes:
     ends, forward = 0, 0
     if stage == last:
         loss = loss_bytes(config, cuda=cuda)
-        ends = loss.kept + final_norm_bytes(model, parallel, training, **sections)
+        norm = final_norm_bytes(model, parallel, training, length=config.sample_length, cuda=cuda)
+        ends = loss.kept + norm
         forward = loss.transient
     elif config.virtual_pipeline_size > 1:  # only 1F1B frees them once they are sent
         ends = boundary

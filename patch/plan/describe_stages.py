@@ -35,8 +35,9 @@ def bubble_lines(config: RunConfig) -> Iterator[str]:
     work = stage_work(config).layers
     heaviest = max(range(len(work)), key=lambda stage: work[stage])
     yield (
-        f"{_INDENT}stage {heaviest + 1} of {len(work)} is the heaviest: the work of {work[heaviest]:.1f} layers, "
-        f"{sum(work) / len(work):.1f} on average (output layer and loss: {output_in_layers(config):.1f})"
+        f"{_INDENT}stage {heaviest + 1} of {len(work)} is the heaviest: the work of {work[heaviest]:.1f} "
+        f"layers, {sum(work) / len(work):.1f} on average (output layer and loss: "
+        f"{output_in_layers(config):.1f})"
     )
 
 

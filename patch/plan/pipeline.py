@@ -1,7 +1,7 @@
 """The schedule of a pipeline: the order of each process's passes, what is in flight, and the idle time.
 
-The order is that of megatron-core's schedules (1F1B, interleaved 1F1B; schedules.py:738-825). Messages take no
-time here, and a process never waits for another except for what it receives.
+The order is that of megatron-core's schedules (1F1B, interleaved 1F1B; schedules.py:738-825). Messages take
+no time here, and a process never waits for another except for what it receives.
 """
 
 from __future__ import annotations
@@ -145,6 +145,6 @@ def simulate(schedule: Schedule, forward: Sequence[float], backward: Sequence[fl
 
 
 def _input_of(own: Pass, stage: int, last: int) -> tuple[bool, int, int] | None:
-    """The pass whose result this one needs; its own forward, which its process has done before, is not named."""
+    """The pass of a neighbour whose result this one needs; a backward's own forward is always done before."""
     neighbour = stage - 1 if own.is_forward else stage + 1
     return (own.is_forward, neighbour, own.micro_batch) if 0 <= neighbour <= last else None
