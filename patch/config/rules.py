@@ -8,33 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from patch.config.choices import ZeroStage
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
+from patch.config.pipeline_rules import counted_layers, layout_fits, pipeline_notes
 from patch.config.positions import length_text, where
+from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
 from patch.config.unsupported import NOT_BUILT
 from patch.device import MachineFacts
-from patch.errors import ConfigError
 from patch.families import family_of
 from patch.storage.sizes import counted
 
 Rule = Callable[[RunConfig, MachineFacts], None]
-
-
-def refuse(field: str, got: object, expected: str, why: str) -> NoReturn:
-    """Raise the ConfigError of one field.
-
-    Args:
-        field: the field to change.
-        got: its value.
-        expected: the legal values, in words.
-        why: the reason for them.
-    """
-    raise ConfigError(f"got {got}, expected {expected}: {why}", field=field)
 
 
 def _divisors(*numbers: int) -> str:
@@ -180,10 +169,12 @@ def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def pipeline_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """Every pipeline stage has at least one layer."""
-    layers, pp_size = config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    if layers < pp_size:
-        refuse("pipeline_model_parallel_size", pp_size, f"at most {layers}", f"the model has {layers} layers")
+    """Every pipeline stage has a layer, or what counts as one."""
+    parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
+    layers = parallel.num_split_layers(config.model.num_layers)
+    if parallel.pipeline_model_parallel_layout is None and layers < pp_size:
+        why = f"the model has {counted_layers(config, layers)}"
+        refuse("pipeline_model_parallel_size", pp_size, f"at most {layers}", why)
 
 
 def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
@@ -197,12 +188,14 @@ def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
             f"0, or {where('pipeline_model_parallel_size')} above 1",
             "one process has all layers",
         )
-    layers_per_process, remainder = divmod(config.model.num_layers, pp_size)
+    num_layers = config.parallel.num_split_layers(config.model.num_layers)
+    layers_per_process, remainder = divmod(num_layers, pp_size)
     if layers and remainder:
-        refuse(field, layers, "0", f"{config.model.num_layers} layers do not divide by PP={pp_size}")
+        expected = f"0, or stages by hand ({where('pipeline_model_parallel_layout')})"
+        refuse(field, layers, expected, f"{counted_layers(config, num_layers)} do not divide by PP={pp_size}")
     if layers and layers_per_process % layers:
         expected = f"0 or one of {_divisors(layers_per_process)}"
-        refuse(field, layers, expected, f"a process has {layers_per_process} layers")
+        refuse(field, layers, expected, f"a process has {counted_layers(config, layers_per_process)}")
 
 
 def recompute_divides(config: RunConfig, machine: MachineFacts) -> None:
@@ -361,6 +354,7 @@ RULES: tuple[Rule, ...] = (
     rope_scaling_is_asked_for,
     rope_scaling_is_ordered,
     tensor_parallel_divides,
+    layout_fits,
     pipeline_fits,
     interleaving_divides,
     recompute_divides,
@@ -383,6 +377,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         yield f"{where('sequence_parallel')} has no effect at TP=1"
     if config.parallel.num_layers_per_virtual_pipeline_stage and config.virtual_pipeline_size == 1:
         yield f"{where('num_layers_per_virtual_pipeline_stage')} has no effect: a process has no more layers"
+    yield from pipeline_notes(config, machine)
     yield from _offload_notes(config, machine)
     if config.model.precision_align is not None:
         yield from _alignment_notes(config, machine)

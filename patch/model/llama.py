@@ -26,10 +26,13 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
-from patch.config.schema import Execution, ModelConfig, split_layers
+from patch.compat.stage_layout import StageLayout
+from patch.config.pipeline_stages import split_layers
+from patch.config.schema import Execution, ModelConfig
 from patch.device import torch_dtype
 from patch.distributed.zigzag import Zigzag
 from patch.families import traits_of
@@ -103,18 +106,23 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **_pipeline_settings(model.num_layers, groups.pp.size(), execution),
+        **_pipeline_settings(model.num_layers, groups.pp, execution),
     )
 
 
-def _pipeline_settings(num_layers: int, pp_size: int, execution: Execution) -> dict[str, Any]:
+def _pipeline_settings(
+    num_layers: int, pp: torch.distributed.ProcessGroup, execution: Execution
+) -> dict[str, Any]:
     """The fields of upstream's configuration for pipeline stages and their communication."""
-    vp_size = execution.virtual_pipeline_size
+    pp_size = pp.size()
+    stage_layers = list(execution.stage_layers or split_layers(num_layers, pp_size))
+    vp_size = len(stage_layers) // pp_size
     is_interleaved = vp_size > 1
+    is_even = len(set(stage_layers)) == 1
     group = micro_batch_group(execution.num_micro_batches, pp_size) if is_interleaved else None
     return {
         "pipeline_model_parallel_size": pp_size,
-        "pipeline_model_parallel_layout": _uneven_layout(split_layers(num_layers, pp_size * vp_size)),
+        "pipeline_model_parallel_layout": None if is_even else StageLayout(stage_layers, pp_size, pp.rank()),
         "virtual_pipeline_model_parallel_size": vp_size if is_interleaved else None,
         "microbatch_group_size_per_vp_stage": group,
         # Interleaved over two processes, both neighbours are the same process, and in one batch of sends and
@@ -125,16 +133,6 @@ def _pipeline_settings(num_layers: int, pp_size: int, execution: Execution) -> d
         # this gave wrong losses.
         "deallocate_pipeline_outputs": not is_interleaved,
     }
-
-
-def _uneven_layout(stage_layers: list[int]) -> list[list[str]] | None:
-    """Upstream's list of each stage's modules, needed only if PP does not divide the layers; else None."""
-    if len(set(stage_layers)) == 1:
-        return None
-    layout = [["decoder"] * layers for layers in stage_layers]
-    layout[0].insert(0, "embedding")
-    layout[-1].append("loss")
-    return layout
 
 
 class LlamaModel(GPTModel):
@@ -164,12 +162,12 @@ class LlamaModel(GPTModel):
     ) -> None:
         stage = vp_stage * groups.pp.size() + groups.pp.rank()
         num_stages = (upstream.virtual_pipeline_model_parallel_size or 1) * groups.pp.size()
-        layers = split_layers(model.num_layers, num_stages)
+        num_layers = get_num_layers_to_build(upstream, vp_stage, groups.pp.rank())
         padded_vocab_size = model.padded_vocab_size(groups.tp.size())
         super().__init__(
             config=upstream,
             transformer_layer_spec=block_spec(
-                model, layers[stage], aligned, is_context_parallel=groups.cp.size() > 1
+                model, num_layers, aligned, is_context_parallel=groups.cp.size() > 1
             ),
             vocab_size=padded_vocab_size,
             max_sequence_length=model.max_position_embeddings,
@@ -307,7 +305,7 @@ def build_llama_model(
     set_attention_factor(upstream, model)
     return [
         LlamaModel(model, upstream, groups, aligned, vp_stage).to(device)
-        for vp_stage in range(execution.virtual_pipeline_size)
+        for vp_stage in range(upstream.virtual_pipeline_model_parallel_size or 1)
     ]
 
 
