@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from patch.config.activation_layers import check_activation_layers
 from patch.config.choices import ZeroStage
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
@@ -201,9 +202,16 @@ def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
 def recompute_divides(config: RunConfig, machine: MachineFacts) -> None:
     """Full recomputation divides a stage's layers into equal blocks."""
     block, stages = config.training.recompute_num_layers, sorted(set(config.stage_layers))
-    if config.training.recompute_granularity == "full" and any(layers % block for layers in stages):
+    is_uniform = config.training.recompute_method == "uniform"
+    is_full = config.training.recompute_granularity == "full"
+    if is_full and is_uniform and any(layers % block for layers in stages):
         why = f"a stage has {' or '.join(map(str, stages))} layers"
         refuse("recompute_num_layers", block, f"one of {_divisors(*stages)}", why)
+
+
+def activation_layers_exist(config: RunConfig, machine: MachineFacts) -> None:
+    """No stage is asked to offload or recompute more layers than it has."""
+    check_activation_layers(config)
 
 
 def sequence_fits(config: RunConfig, machine: MachineFacts) -> None:
@@ -357,6 +365,7 @@ RULES: tuple[Rule, ...] = (
     layout_fits,
     pipeline_fits,
     interleaving_divides,
+    activation_layers_exist,
     recompute_divides,
     sequence_fits,
     context_parallel_fits,
@@ -384,9 +393,19 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     yield from _context_parallel_notes(config, machine)
     if config.model.attention_backend == "flash" and not machine.cuda_devices:
         yield f"{where('attention_backend')} has no effect on the CPU: attention is torch's SDPA either way"
-    if config.training.recompute_num_layers != 1 and config.training.recompute_granularity != "full":
-        yield f"{where('recompute_num_layers')} has no effect without AC=full"
+    yield from _activation_notes(config)
     yield from _data_notes(config)
+
+
+def _activation_notes(config: RunConfig) -> Iterator[str]:
+    """Flags about recomputed and offloaded layers, where none are."""
+    training = config.training
+    if training.recompute_granularity != "full":
+        for field in ("recompute_method", "recompute_num_layers"):
+            if value_of(config, field) != FIELDS[field].default:
+                yield f"{where(field)} has no effect without AC=full"
+    if training.cpu_offloading_num_layers and not training.cpu_offloading:
+        yield f"{where('cpu_offloading_num_layers')} has no effect without {where('cpu_offloading')}"
 
 
 def _context_parallel_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:

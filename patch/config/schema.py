@@ -23,6 +23,7 @@ from patch.config.choices import (
     OnNonFinite,
     Precision,
     Recompute,
+    RecomputeMethod,
     Sharding,
     ZeroStage,
 )
@@ -147,8 +148,23 @@ class TrainingConfig:
         None,
         none="none",
     )
-    recompute_num_layers: int = flag("full recompute: layers per recomputed block", 1, at_least=1)
-    cpu_offloading: bool = flag("keep activations in host memory", False)
+    recompute_method: RecomputeMethod = flag(
+        "full recompute: uniform (all layers, block by block) or block (some layers of each stage)", "uniform"
+    )
+    recompute_num_layers: int = flag(
+        "full recompute: layers of a block (uniform), or of each stage that are recomputed (block)",
+        1,
+        at_least=1,
+    )
+    cpu_offloading: bool = flag(
+        "the activations of the first layers of each stage are in host memory until backward", False
+    )
+    cpu_offloading_num_layers: int | None = flag(
+        "--cpu-offloading: so many layers; 0: all but the recomputed ones and the last one of each stage",
+        None,
+        none=0,
+        at_least=0,
+    )
     on_non_finite: OnNonFinite = flag(
         "after a step whose loss or gradient is not finite: stop, or skip its update (at most 9 in a row)",
         "stop",
@@ -285,7 +301,10 @@ class Execution:
     num_micro_batches: int = 1
     """Micro-batches of one replica in one step; used only when a process has several stages."""
     recompute_granularity: Recompute | None = None
+    recompute_method: RecomputeMethod = "uniform"
     recompute_num_layers: int = 1
+    cpu_offloading: bool = False
+    cpu_offloading_num_layers: int | None = None
     deterministic_mode: bool = False
     cp_comm_type: ContextCommunication | None = None
     """Needed with context parallelism only."""
@@ -339,7 +358,10 @@ class RunConfig:
             stage_layers=tuple(self.stage_layers),
             num_micro_batches=self.num_micro_batches,
             recompute_granularity=training.recompute_granularity,
+            recompute_method=training.recompute_method,
             recompute_num_layers=training.recompute_num_layers,
+            cpu_offloading=training.cpu_offloading,
+            cpu_offloading_num_layers=training.cpu_offloading_num_layers,
             deterministic_mode=training.deterministic_mode,
             cp_comm_type=self.parallel.cp_comm_type,
         )

@@ -36,6 +36,7 @@ from patch.config.schema import Execution, ModelConfig
 from patch.device import torch_dtype
 from patch.distributed.zigzag import Zigzag
 from patch.families import traits_of
+from patch.model.activation_layers import set_activation_layers
 from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
 from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
 from patch.model.loss import aligned_losses, hide_padded_vocabulary
@@ -67,7 +68,6 @@ def transformer_config(
     """
     tp_size = groups.tp.size()
     dtype, traits = torch_dtype(execution.precision), traits_of(model)
-    recompute = execution.recompute_granularity
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -93,10 +93,7 @@ def transformer_config(
         context_parallel_size=groups.cp.size(),
         cp_comm_type=execution.cp_comm_type,
         sequence_parallel=execution.sequence_parallel and tp_size > 1,
-        recompute_granularity=recompute,
         recompute_modules=recomputed_modules(dtype, aligned, cuda=cuda),
-        recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=execution.recompute_num_layers if recompute == "full" else None,
         calculate_per_token_loss=True,
         deterministic_mode=execution.deterministic_mode,
         use_cpu_initialization=not cuda,
@@ -106,8 +103,23 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **_recompute_settings(execution),
         **_pipeline_settings(model.num_layers, groups.pp, execution),
     )
+
+
+def _recompute_settings(execution: Execution) -> dict[str, Any]:
+    """The fields of upstream's configuration for recomputation, except the modules of `selective`."""
+    granularity = execution.recompute_granularity
+    if granularity != "full":
+        return {"recompute_granularity": granularity}
+    if execution.recompute_method == "block":  # such layers recompute themselves (activation_layers.py)
+        return {}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": execution.recompute_num_layers,
+    }
 
 
 def _pipeline_settings(
@@ -303,10 +315,13 @@ def build_llama_model(
         aligned = frozenset(SOURCES) if model.precision_align is not None else frozenset()
     upstream = transformer_config(model, groups, execution, cuda=device.type == "cuda", aligned=aligned)
     set_attention_factor(upstream, model)
-    return [
+    stages = [
         LlamaModel(model, upstream, groups, aligned, vp_stage).to(device)
         for vp_stage in range(upstream.virtual_pipeline_model_parallel_size or 1)
     ]
+    for stage in stages:
+        set_activation_layers(stage, execution)
+    return stages
 
 
 WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.")

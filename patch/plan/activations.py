@@ -16,6 +16,8 @@ def activation_bytes(
 ) -> dict[Recompute | None, int]:
     """Bytes of one layer and one micro-batch on one rank, for each value of `recompute_granularity`.
 
+    With `--recompute-method block`, "full" is that of the layers that are recomputed, None of the others.
+
     Not included: norms of heads, masks of a sliding window, the order of operations of Hugging Face
     (`--precision-align`), packing (a CPU may keep attention's result twice), and what backward itself
     allocates (with `full`, all of a block of layers).
@@ -35,11 +37,12 @@ def activation_bytes(
     is_norm_recomputed = cuda or size == _HALF
     attention = _attention_bytes(model, parallel, training.micro_batch_size, size)
     gate_up = size * 2 * model.ffn_hidden_size // tp_size
+    layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
     activation = 3 * gate_up // 2  # silu(gate), the summand of up, their product
     per_token: dict[Recompute | None, float] = {
         None: 2 * norm + attention + gate_up + activation,
         "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + gate_up,
-        "full": hidden * size / training.recompute_num_layers,
+        "full": hidden * size / layers_of_block,
     }
     num_tokens = training.micro_batch_size * length // parallel.context_parallel_size
     return {setting: int(num_tokens * num_bytes) for setting, num_bytes in per_token.items()}
