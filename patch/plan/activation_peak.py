@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from patch.config import RunConfig
+from patch.config.activation_layers import stage_activations
 from patch.plan.activations import activation_bytes, final_norm_bytes
 from patch.plan.loss import loss_bytes
 from patch.plan.memory import state_on_device
@@ -125,7 +126,8 @@ def stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> StageBytes:
     # The gradients of gate and up; with SP the MLP's gathered input and its gradient.
     gradients = tokens * 2 * model.ffn_hidden_size // tp_size * size
     gradients += 2 * hidden if parallel.sequence_parallel else 0
-    kept, backward = _layers(config, config.stage_layers[stage], boundary, gradients, cuda=cuda)
+    layers = _layers_of(config, config.stage_layers[stage], boundary, cuda=cuda)
+    kept, backward = sum(layer.kept for layer in layers), _backward(layers) + gradients
     ends, forward = 0, 0
     if stage == last:
         loss = loss_bytes(config, cuda=cuda)
@@ -140,24 +142,42 @@ def stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> StageBytes:
     return StageBytes(kept, ends, forward + travelling, backward + travelling, embedding)
 
 
-def _layers(
-    config: RunConfig, num_layers: int, boundary: int, gradients: int, *, cuda: bool
-) -> tuple[int, int]:
-    """What the layers of a stage keep, and the most that their backward adds to it.
+class _LayerBytes(NamedTuple):
+    kept: int
+    """On the device from forward to backward."""
+    back: int
+    """What its own backward has in addition: computed again, or come back from the host."""
+
+
+def _layers_of(config: RunConfig, num_layers: int, boundary: int, *, cuda: bool) -> list[_LayerBytes]:
+    """The layers of a stage, or its blocks of recomputed layers, in the order of forward.
 
     Args:
         config: the run.
         num_layers: of the stage.
         boundary: bytes of a layer's input.
-        gradients: bytes of the gradients that exist at once in a layer's backward.
         cuda: whether the layers are on a GPU.
     """
     training = config.training
     sections = config.model, config.parallel, training
     of_layer = activation_bytes(*sections, length=config.sample_length, cuda=cuda)
-    whole = of_layer[None]
-    if training.recompute_granularity == "full":
+    granularity, whole = training.recompute_granularity, of_layer[None]
+    if granularity == "full" and training.recompute_method == "uniform":
         block = training.recompute_num_layers
-        return num_layers // block * boundary, block * whole - boundary + gradients
-    kept = of_layer[training.recompute_granularity]
-    return num_layers * kept, whole - kept + gradients
+        return [_LayerBytes(boundary, block * whole - boundary)] * (num_layers // block)
+    split = stage_activations(num_layers, training)
+    kept = of_layer["selective"] if granularity == "selective" else whole
+    return [
+        *[_LayerBytes(0, whole)] * split.offloaded,
+        *[_LayerBytes(boundary, whole - boundary)] * split.recomputed,
+        *[_LayerBytes(kept, whole - kept)] * split.kept,
+    ]
+
+
+def _backward(layers: list[_LayerBytes]) -> int:
+    """The most bytes of these layers that exist during backward beyond what they keep in all."""
+    most, freed = 0, 0
+    for layer in reversed(layers):
+        most = max(most, layer.back - freed)
+        freed += layer.kept
+    return most

@@ -43,7 +43,7 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             f"(data-parallel sharding: {config.zero_stage.name.lower()})",
             *_activations(config, machine),
             *memory_lines(config, machine),
-            *bubble_lines(config),
+            *bubble_lines(config, machine),
             f"step        {training.global_batch_size} samples x {config.sample_length} tokens = "
             f"{tokens} tokens, {counted(config.num_micro_batches, 'micro-batch')} a replica, "
             + _flops(config),

@@ -7,16 +7,18 @@ from collections.abc import Iterator
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.plan.activation_peak import heaviest_rank
-from patch.plan.balance import stage_work, step_timing
+from patch.plan.balance import better_split, stage_work, step_timing
 from patch.plan.flops import output_in_layers
 from patch.plan.memory import needed_bytes
 from patch.plan.pipeline import Schedule
 from patch.storage.sizes import counted, size_text
 
 _INDENT = " " * 12
+_ROUNDED = 0.0005
+"""A difference that one digit of a percentage does not show."""
 
 
-def bubble_lines(config: RunConfig) -> Iterator[str]:
+def bubble_lines(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     """Idle time of the pipeline by its schedule, and the stage that is to blame; nothing without stages."""
     schedule = Schedule.of(config)
     if schedule.pp_size == 1:
@@ -25,7 +27,7 @@ def bubble_lines(config: RunConfig) -> Iterator[str]:
     stages, count = (f"VPP {schedule.vp_size} x ", "({})") if has_several else ("", "{}")
     equal = f"(PP - 1) / {count.format(f'{stages}{schedule.num_micro_batches} micro-batches')}"
     timing = step_timing(config)
-    if timing.bubble <= 1.01 * schedule.formula:
+    if timing.bubble <= 1.01 * schedule.formula + _ROUNDED:
         yield f"bubble      {timing.bubble:.1%} of the computing time = {equal}"
         return
     yield (
@@ -39,6 +41,9 @@ def bubble_lines(config: RunConfig) -> Iterator[str]:
         f"layers, {sum(work) / len(work):.1f} on average (output layer and loss: "
         f"{output_in_layers(config):.1f})"
     )
+    if split := better_split(config, machine):
+        saved = 1 - split.timing.step / timing.step
+        yield f"{_INDENT}{split.flags} would idle {split.timing.bubble:.1%} and take {saved:.1%} less time"
 
 
 def memory_lines(config: RunConfig, machine: MachineFacts) -> Iterator[str]:

@@ -1,11 +1,15 @@
 """The simulated schedule against the formulas where they hold, and by hand where they do not."""
 
+import dataclasses
+
 import pytest
 from small_runs import small_run
 
+from patch.config import RunConfig
+from patch.config.pipeline_stages import layout_text
 from patch.device import MachineFacts
 from patch.plan import describe_plan, flops_per_step
-from patch.plan.balance import stage_work, step_timing
+from patch.plan.balance import better_split, stage_work, step_timing
 from patch.plan.pipeline import Schedule, micro_batch_group, simulate
 
 CPU = MachineFacts(0, 2)
@@ -77,3 +81,47 @@ def test_description_names_the_heaviest_stage() -> None:
     heaviest = stage_work(config).layers[1]
     assert f"bubble      {step_timing(config).bubble:.1%} of the computing time; if all stages" in text
     assert f"stage 2 of 2 is the heaviest: the work of {heaviest:.1f} layers" in text
+
+
+def with_layout(layout: str | None, **changes: object) -> RunConfig:
+    own = {} if layout is None else {"pipeline_model_parallel_layout": layout}
+    return small_run(pp=4, num_layers=16, global_batch_size=64, **own, **changes)
+
+
+@pytest.mark.parametrize("vocab_size", [2000, 4000, 8000])
+def test_the_better_split_is_the_best_of_all(vocab_size: int) -> None:
+    """Against every layout of 16 layers over 4 stages that has a layer in each."""
+    config = with_layout(None, vocab_size=vocab_size)
+    split = better_split(config, CPU)
+    cuts = [
+        (first, second, third, 16 - first - second - third)
+        for first in range(1, 14) for second in range(1, 14) for third in range(1, 14)
+        if first + second + third < 16
+    ]  # fmt: skip
+    output = stage_work(config).forward[-1] - 4
+    heaviest = [max(*cut[:3], cut[3] + output) for cut in cuts]
+    assert split is not None
+    fastest = [
+        step_timing(with_layout(layout_text(list(cut)), vocab_size=vocab_size)).step
+        for cut, weight in zip(cuts, heaviest, strict=True)
+        if weight < min(heaviest) + 1
+    ]
+    assert split.timing.step <= 1.01 * min(fastest) < step_timing(config).step
+    assert f"{split.flags} would idle" in describe_plan(config, CPU)
+
+
+def test_stages_that_are_even_get_no_advice() -> None:
+    assert better_split(small_run(pp=2, **SMALL_OUTPUT), CPU) is None
+
+
+def test_a_split_that_rules_refuse_is_not_named() -> None:
+    """Blocks of two layers divide no stage of three."""
+    blocks = {"recompute_granularity": "full", "recompute_num_layers": 2}
+    config = small_run(pp=2, num_layers=4, vocab_size=1000, global_batch_size=16)
+    assert better_split(config, CPU).flags == "--pipeline-model-parallel-layout 'Et*3|tL'"
+    assert (
+        better_split(
+            dataclasses.replace(config, training=dataclasses.replace(config.training, **blocks)), CPU
+        )
+        is None
+    )

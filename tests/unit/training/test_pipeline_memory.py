@@ -40,6 +40,11 @@ ALONE: dict[str, dict[str, Any]] = {
     "bf16, selective": {"precision": "bf16", "recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full"},
     "bf16, blocks of 3": {"precision": "bf16", "recompute_granularity": "full", "recompute_num_layers": 3},
+    "2 of 3 layers": {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 2,
+    },
     "bf16, loss in chunks": {"precision": "bf16", "vocab_size": 32000, "num_layers": 1},
 }
 
