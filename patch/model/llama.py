@@ -44,6 +44,7 @@ from patch.model.packed_sequences import give_own_positions
 from patch.model.recompute import RecomputingMLP, recomputed_modules
 from patch.model.rotary import attention_factor, inverse_frequencies, set_attention_factor
 from patch.model.spec import block_spec
+from patch.plan.pipeline import micro_batch_group
 
 _ACTIVATIONS = {"silu": silu}
 
@@ -130,7 +131,7 @@ def _pipeline_settings(
     vp_size = len(stage_layers) // pp_size
     is_interleaved = vp_size > 1
     is_even = len(set(stage_layers)) == 1
-    group = _micro_batch_group(execution.num_micro_batches, pp_size) if is_interleaved else None
+    group = micro_batch_group(execution.num_micro_batches, pp_size) if is_interleaved else None
     return {
         "pipeline_model_parallel_size": pp_size,
         "pipeline_model_parallel_layout": None if is_even else StageLayout(stage_layers, pp_size, pp.rank()),
@@ -144,19 +145,6 @@ def _pipeline_settings(
         # this gave wrong losses.
         "deallocate_pipeline_outputs": not is_interleaved,
     }
-
-
-def _micro_batch_group(num_micro_batches: int, pp_size: int) -> int:
-    """Micro-batches that pass one stage before the process changes to its next stage.
-
-    The smallest number that upstream's schedule accepts (schedules.py:1000-1020): every group, also the last
-    one, must have at least PP micro-batches.
-    """
-    for size in range(pp_size, num_micro_batches):
-        last_group = num_micro_batches % size
-        if last_group == 0 or last_group >= pp_size:
-            return size
-    return num_micro_batches
 
 
 class LlamaModel(GPTModel):

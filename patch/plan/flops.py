@@ -70,6 +70,14 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
     return StepFlops(3 * forward, 3 * forward + repeated)
 
 
+def output_in_layers(config: RunConfig) -> float:
+    """Work of the output layer for each token, counted in transformer layers."""
+    model, length = config.model, config.sample_length
+    layers = sum(_forward_of_layers(model, length, attended_pairs([length], model.window_size)))
+    output = _forward_of_output(model, length, config.parallel.tensor_model_parallel_size)
+    return model.num_layers * output / layers
+
+
 def _recomputed_layers(config: RunConfig) -> int:
     """Layers of the whole model whose forward is repeated."""
     return sum(stage_activations(layers, config.training).recomputed for layers in config.stage_layers)
