@@ -15,7 +15,7 @@ from patch.config.choices import ZeroStage
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
-from patch.config.pipeline_rules import counted_layers, layout_fits, pipeline_notes
+from patch.config.pipeline_rules import counted_layers, layout_fits, pipeline_notes, rank_order_is_whole
 from patch.config.positions import length_text, where
 from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
@@ -371,6 +371,7 @@ RULES: tuple[Rule, ...] = (
     sequence_fits,
     context_parallel_fits,
     processes_fit,
+    rank_order_is_whole,
     global_batch_divides,
     interleaving_has_enough_batches,
     sharding_is_said_once,

@@ -34,6 +34,9 @@ from patch.config.model_schema import ModelConfig
 from patch.config.pipeline_stages import layout_layers, split_layers
 from patch.storage.names import STOP_FILE
 
+RANK_AXES = ("tp", "cp", "dp", "pp")
+"""The axes along which processes are numbered, in the default order."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ParallelConfig:
@@ -59,6 +62,11 @@ class ParallelConfig:
         none="none",
     )
     context_parallel_size: int = flag("processes that share each sequence (CP)", 1, at_least=1)
+    rank_order: str = flag(
+        "axes along which processes are numbered, the fastest first; tp-cp-pp-dp is Megatron-LM's "
+        "--use-tp-pp-dp-mapping",
+        "tp-cp-dp-pp",
+    )
     cp_comm_type: ContextCommunication | None = flag(
         "CP: keys and values travel around a ring (p2p), or ranks exchange heads for whole sequences (a2a); "
         "auto: by the bytes sent",
@@ -102,6 +110,12 @@ class ParallelConfig:
         none=0,
         at_least=0,
     )
+
+    @property
+    def rank_axes(self) -> tuple[str, ...]:
+        """The axes of --rank-order: without ep, and with those that it leaves out; their size is 1."""
+        named = [axis for axis in self.rank_order.split("-") if axis != "ep"]
+        return (*named, *(axis for axis in RANK_AXES if axis not in named))
 
     def num_split_layers(self, num_layers: int) -> int:
         """What pipeline stages share evenly: the layers, and embedding and loss if they count as layers."""
