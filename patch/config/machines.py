@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from patch.config.pipeline_rules import micro_batch_groups_fit
+from patch.config.pipeline_rules import interleaving_has_enough_batches, micro_batch_groups_fit
 from patch.config.positions import where
 from patch.config.refusal import refuse
-from patch.config.rules import global_batch_divides, interleaving_has_enough_batches, processes_fit
+from patch.config.rules import global_batch_divides, processes_fit
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError

@@ -50,6 +50,25 @@ def _example(num_layers: int, pp_size: int) -> str:
     return f", such as {layout_text(layers)}"
 
 
+def pipeline_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """Every pipeline stage has a layer, or what counts as one."""
+    parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
+    layers = parallel.num_split_layers(config.model.num_layers)
+    if parallel.pipeline_model_parallel_layout is None and layers < pp_size:
+        why = f"the model has {counted_layers(config, layers)}"
+        refuse("pipeline_model_parallel_size", pp_size, f"at most {layers}", why)
+
+
+def interleaving_has_enough_batches(config: RunConfig, machine: MachineFacts) -> None:
+    """Interleaving needs PP micro-batches or more: so many pass a stage before the process changes stages."""
+    count, pp_size = config.num_micro_batches, config.parallel.pipeline_model_parallel_size
+    if config.virtual_pipeline_size > 1 and count < pp_size:
+        training = config.training
+        unit = training.micro_batch_size * config.data_parallel_size
+        why = f"interleaved stages need as many micro-batches as PP={pp_size}, this is {count}"
+        refuse("global_batch_size", training.global_batch_size, f"at least {unit * pp_size}", why)
+
+
 def rank_order_is_whole(config: RunConfig, machine: MachineFacts) -> None:
     """The order of ranks names each axis once; axes of size 1 may be left out."""
     parallel = config.parallel

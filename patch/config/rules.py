@@ -10,16 +10,18 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from patch.config.activation_layers import check_activation_layers
+from patch.config.activation_layers import check_activation_choice, check_activation_layers
 from patch.config.choices import ZeroStage
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
 from patch.config.pipeline_rules import (
     counted_layers,
+    interleaving_has_enough_batches,
     layout_fits,
     messages_can_travel,
     micro_batch_groups_fit,
+    pipeline_fits,
     pipeline_notes,
     rank_order_is_whole,
 )
@@ -176,15 +178,6 @@ def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:
         refuse("tensor_model_parallel_size", tp_size, f"one of {legal}", why)
 
 
-def pipeline_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """Every pipeline stage has a layer, or what counts as one."""
-    parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
-    layers = parallel.num_split_layers(config.model.num_layers)
-    if parallel.pipeline_model_parallel_layout is None and layers < pp_size:
-        why = f"the model has {counted_layers(config, layers)}"
-        refuse("pipeline_model_parallel_size", pp_size, f"at most {layers}", why)
-
-
 def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
     """With interleaving every process has several stages, all with the same number of layers."""
     pp_size, field = config.parallel.pipeline_model_parallel_size, "num_layers_per_virtual_pipeline_stage"
@@ -295,16 +288,6 @@ def global_batch_divides(config: RunConfig, machine: MachineFacts) -> None:
         refuse("global_batch_size", batch, f"a multiple of {unit} such as {near}", why)
 
 
-def interleaving_has_enough_batches(config: RunConfig, machine: MachineFacts) -> None:
-    """Interleaving needs PP micro-batches or more: so many pass a stage before the process changes stages."""
-    count, pp_size = config.num_micro_batches, config.parallel.pipeline_model_parallel_size
-    if config.virtual_pipeline_size > 1 and count < pp_size:
-        training = config.training
-        unit = training.micro_batch_size * config.data_parallel_size
-        why = f"interleaved stages need as many micro-batches as PP={pp_size}, this is {count}"
-        refuse("global_batch_size", training.global_batch_size, f"at least {unit * pp_size}", why)
-
-
 def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
     """The flags that choose what replicas share do not contradict each other."""
     parallel = config.parallel
@@ -372,6 +355,7 @@ RULES: tuple[Rule, ...] = (
     layout_fits,
     pipeline_fits,
     interleaving_divides,
+    check_activation_choice,
     activation_layers_exist,
     recompute_divides,
     sequence_fits,
@@ -446,6 +430,10 @@ def _data_notes(config: RunConfig) -> Iterator[str]:
         )
 
 
+_PLANNED = ("simulated_device_memory",)
+"""Fields that the plan reads in any case: it warns of memory that is too small, and chooses for AC=auto."""
+
+
 def _offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     """Flags of optimizer offload that have no effect with this policy, and a threshold above all memory."""
     policy = config.optimizer.optimizer_offload_policy
@@ -459,7 +447,8 @@ def _offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         if policy not in policies and value_of(config, field) != FIELDS[field].default:
             word = scalar_of(config, "optimizer_offload_policy")
             where_not = f"with {where('optimizer_offload_policy')} {word}" if policies else "beside a GPU"
-            yield f"{where(field)} has no effect {where_not}"
+            what = "is only planned for" if policies and field in _PLANNED else "has no effect"
+            yield f"{where(field)} {what} {where_not}"
 
     optimizer = config.optimizer
     threshold, simulated = optimizer.optimizer_offload_auto_threshold, optimizer.simulated_device_memory

@@ -23,6 +23,7 @@ from patch.config.choices import (
     OnNonFinite,
     Precision,
     Recompute,
+    RecomputeChoice,
     RecomputeMethod,
     Sharding,
     ZeroStage,
@@ -30,7 +31,7 @@ from patch.config.choices import (
 from patch.config.data_schema import DataConfig
 from patch.config.flag_field import flag
 from patch.config.model_schema import ModelConfig
-from patch.config.pipeline_stages import layout_layers, split_layers
+from patch.config.pipeline_stages import layout_layers, smallest_micro_batch_group, split_layers
 from patch.storage.names import STOP_FILE
 
 RANK_AXES = ("tp", "cp", "dp", "pp")
@@ -170,8 +171,9 @@ class TrainingConfig:
     )
     sft: bool = flag("supervised fine-tuning: the loss covers only what the assistant says", False)
     precision: Precision = flag("type of weights and activations; masters stay fp32", "bf16")
-    recompute_granularity: Recompute | None = flag(
-        "activations to recompute in backward: none, selective (norms and MLP activations) or full (layers)",
+    recompute_granularity: RecomputeChoice | None = flag(
+        "activations to recompute in backward: none, selective (norms and MLP activations), full (layers) or "
+        "auto (also --cpu-offloading: what fits the device at the least cost)",
         None,
         none="none",
     )
@@ -327,10 +329,10 @@ class Execution:
     each pipeline rank; None: one stage each, cut by `split_layers`."""
     num_micro_batches: int = 1
     """Micro-batches of one replica in one step; used only when a process has several stages."""
+    micro_batch_group: int | None = None
+    """Those that pass a stage before its process changes to its next stage; None: as few as fit."""
     overlap_p2p_communication: bool = True
-    """The next three are for processes with several stages too: see the fields of `ParallelConfig`."""
     overlap_p2p_communication_warmup_flush: bool = False
-    microbatch_group_size_per_virtual_pipeline_stage: int | None = None
     recompute_granularity: Recompute | None = None
     recompute_method: RecomputeMethod = "uniform"
     recompute_num_layers: int = 1
@@ -390,8 +392,8 @@ class RunConfig:
             num_micro_batches=self.num_micro_batches,
             overlap_p2p_communication=parallel.overlap_p2p_communication,
             overlap_p2p_communication_warmup_flush=parallel.overlap_p2p_communication_warmup_flush,
-            microbatch_group_size_per_virtual_pipeline_stage=parallel.microbatch_group_size_per_virtual_pipeline_stage,
-            recompute_granularity=training.recompute_granularity,
+            micro_batch_group=self.micro_batch_group,
+            recompute_granularity=self.recompute,
             recompute_method=training.recompute_method,
             recompute_num_layers=training.recompute_num_layers,
             cpu_offloading=training.cpu_offloading,
@@ -417,10 +419,26 @@ class RunConfig:
         return self.sharding
 
     @property
+    def recompute(self) -> Recompute | None:
+        """What is recomputed in a run whose `auto` has been resolved."""
+        granularity = self.training.recompute_granularity
+        assert granularity != "auto", "resolve_activations chooses before anything is built"
+        return granularity
+
+    @property
     def num_micro_batches(self) -> int:
         """Micro-batches of one data-parallel rank in one optimizer step."""
         samples = self.training.micro_batch_size * self.data_parallel_size
         return self.training.global_batch_size // samples
+
+    @property
+    def micro_batch_group(self) -> int:
+        """Micro-batches that pass a stage before its process changes to its next stage (VPP)."""
+        parallel = self.parallel
+        given = parallel.microbatch_group_size_per_virtual_pipeline_stage
+        return given or smallest_micro_batch_group(
+            self.num_micro_batches, parallel.pipeline_model_parallel_size
+        )
 
     @property
     def padded_vocab_size(self) -> int:

@@ -42,7 +42,7 @@ from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, line
 from patch.model.loss import aligned_losses, hide_padded_vocabulary
 from patch.model.packed_sequences import give_own_positions
 from patch.model.recompute import RecomputingMLP, recomputed_modules
-from patch.model.rotary import attention_factor, inverse_frequencies, set_attention_factor
+from patch.model.rotary import RotaryAngles, attention_factor, inverse_frequencies, set_attention_factor
 from patch.model.spec import block_spec
 
 _ACTIVATIONS = {"silu": silu}
@@ -131,16 +131,13 @@ def _pipeline_settings(
     is_interleaved = vp_size > 1
     is_even = len(set(stage_layers)) == 1
     overlaps = is_interleaved and execution.overlap_p2p_communication
-    group = None
-    if is_interleaved:
-        group = execution.microbatch_group_size_per_virtual_pipeline_stage or smallest_micro_batch_group(
-            execution.num_micro_batches, pp_size
-        )
+    count = execution.num_micro_batches
+    group = execution.micro_batch_group or smallest_micro_batch_group(count, pp_size)
     return {
         "pipeline_model_parallel_size": pp_size,
         "pipeline_model_parallel_layout": None if is_even else StageLayout(stage_layers, pp_size, pp.rank()),
         "virtual_pipeline_model_parallel_size": vp_size if is_interleaved else None,
-        "microbatch_group_size_per_vp_stage": group,
+        "microbatch_group_size_per_vp_stage": group if is_interleaved else None,
         # Interleaved over two processes, both neighbours are the same process, and in one batch of sends and
         # receives a gradient could be received as an activation. So they are sent singly, as in Megatron-LM;
         # in batches, which do not overlap, only among three processes (`messages_can_travel`).
@@ -202,13 +199,11 @@ class LlamaModel(GPTModel):
                 # (transformer_layer.py:354). RecomputingMLP has no state of its own, so changing the class
                 # of the finished module is enough.
                 layer.mlp.__class__ = RecomputingMLP
-        self.rotary_pos_emb.inv_freq = inverse_frequencies(model)
+        self.rotary_pos_emb = RotaryAngles(inverse_frequencies(model), Zigzag.of(groups.cp))
         self.rope_attention_factor = attention_factor(model)
         """YaRN's factor of cosines and sines; it is upstream's attention that multiplies."""
-        # Upstream would cut the angles over CP by a copy that needs CUDA; the hook cuts them like tokens.
-        self.rotary_pos_emb.cp_group = None
-        cut_positions = partial(give_own_positions, zigzag=Zigzag.of(groups.cp))
-        self.decoder.register_forward_pre_hook(cut_positions, with_kwargs=True)
+        own_positions = partial(give_own_positions, angles=self.rotary_pos_emb)
+        self.decoder.register_forward_pre_hook(own_positions, with_kwargs=True)
         rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
         self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
