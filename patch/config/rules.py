@@ -8,33 +8,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
 from patch.config.choices import ZeroStage
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
+from patch.config.fp8_rules import fp8_fits, fp8_notes
 from patch.config.positions import length_text, where
+from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
 from patch.config.unsupported import NOT_BUILT
 from patch.device import MachineFacts
-from patch.errors import ConfigError
 from patch.families import family_of
 from patch.storage.sizes import counted
 
 Rule = Callable[[RunConfig, MachineFacts], None]
-
-
-def refuse(field: str, got: object, expected: str, why: str) -> NoReturn:
-    """Raise the ConfigError of one field.
-
-    Args:
-        field: the field to change.
-        got: its value.
-        expected: the legal values, in words.
-        why: the reason for them.
-    """
-    raise ConfigError(f"got {got}, expected {expected}: {why}", field=field)
 
 
 def _divisors(*numbers: int) -> str:
@@ -364,6 +353,7 @@ RULES: tuple[Rule, ...] = (
     pipeline_fits,
     interleaving_divides,
     recompute_divides,
+    fp8_fits,
     sequence_fits,
     context_parallel_fits,
     processes_fit,
@@ -391,6 +381,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         yield f"{where('attention_backend')} has no effect on the CPU: attention is torch's SDPA either way"
     if config.training.recompute_num_layers != 1 and config.training.recompute_granularity != "full":
         yield f"{where('recompute_num_layers')} has no effect without AC=full"
+    yield from fp8_notes(config, machine)
     yield from _data_notes(config)
 
 

@@ -7,6 +7,7 @@ import math
 from patch.config import ModelConfig, ParallelConfig, TrainingConfig
 from patch.config.choices import Recompute
 
+_FP8 = 1
 _HALF = 2
 _FP32 = 4
 
@@ -17,8 +18,8 @@ def activation_bytes(
     """Bytes of one layer and one micro-batch on one rank, for each value of `recompute_granularity`.
 
     Not included: norms of heads, masks of a sliding window, the order of operations of Hugging Face
-    (`--precision-align`), packing (a CPU may keep attention's result twice), and what backward itself
-    allocates (with `full`, all of a block of layers).
+    (`--precision-align`), fp8's scales and its layers that stay in bf16, packing (a CPU may keep attention's
+    result twice), and what backward itself allocates (with `full`, all of a block of layers).
 
     Args:
         model: the model's shape.
@@ -33,11 +34,13 @@ def activation_bytes(
     hidden = model.hidden_size
     if parallel.sequence_parallel:
         hidden //= tp_size
-    norm = hidden * (2 * size if cuda else 2 * _FP32 + size) + _FP32
+    input_size = _FP8 if training.precision == "fp8" else size  # of what products keep, unless AC=sel
+    norm = hidden * (size + input_size if cuda else 2 * _FP32 + input_size) + _FP32
     is_norm_recomputed = cuda or size == _HALF
     attention = _attention_bytes(model, parallel, training.micro_batch_size, size)
     gate_up = size * 2 * model.ffn_hidden_size // tp_size
-    activation = 3 * gate_up // 2  # silu(gate), the summand of up, their product
+    # silu(gate), the summand of up, their product
+    activation = (2 * size + input_size) * model.ffn_hidden_size // tp_size
     per_token: dict[Recompute | None, float] = {
         None: 2 * norm + attention + gate_up + activation,
         "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + gate_up,
