@@ -111,7 +111,7 @@ def test_help_shows_positions_then_flags(command, capsys):
         "none|false|sel|full (refused yet: offload)",
         "--fp8-recipe default|tensorwise|rowwise|delayed|mxfp8|blockwise fp8: scales for whole tensors, or",
         "default: tensorwise [default] (refused yet: delayed, mxfp8, blockwise)",
-        "--cpu-offloading keep activations in host memory (refused yet)",
+        "in host memory until backward (refused yet)",
         "always so (refused yet: --no-distributed-checkpointing)",
     ):
         assert refused in shown, refused
