@@ -7,6 +7,9 @@ a scale for each row of what it sums over. On a TP rank these are the scales of 
 For backward a layer keeps its input in 8 bits, half of what bfloat16 takes; where something else keeps the
 input anyway (attention its result) or brings it back (AC=sel), it keeps that one. With SP a rank keeps its
 own part, and backward gathers 8-bit values.
+
+Row-wise, weight and input are rounded twice, once for each dimension that is summed over. On CUDA the search
+for the largest number, the cast and the transposition are kernels of torch, one after the other.
 """
 
 from __future__ import annotations

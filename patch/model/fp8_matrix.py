@@ -14,7 +14,7 @@ import math
 from typing import NamedTuple
 
 import torch
-from torch.nn.functional import ScalingType, scaled_mm
+from torch.nn.functional import ScalingType, pad, scaled_mm
 
 MULTIPLE = 16
 """CUDA's 8-bit products need a contracted dimension and columns that are multiples of this."""
@@ -38,11 +38,10 @@ class Fp8Matrix(NamedTuple):
 
         The scale, of all or of each column, becomes one of all or of each row.
         """
-        num_rows, num_columns = self.values.shape
-        shape = (num_columns, math.ceil(num_rows / MULTIPLE) * MULTIPLE)
-        values = self.values.new_empty(shape)
-        values[:, :num_rows] = self.values.t()
-        values[:, num_rows:] = 0
+        # As bytes, for which every device has these operations; a zero is a zero byte.
+        turned, missing = self.values.view(torch.uint8).t(), -self.values.shape[0] % MULTIPLE
+        turned = pad(turned, (0, missing)) if missing else turned.contiguous()
+        values = turned.view(self.values.dtype)
         return Fp8Matrix(values, self.scale_inv.view(-1, 1) if self.scale_inv.dim() else self.scale_inv)
 
 

@@ -111,7 +111,7 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", type=Path, default=Path("quickstart_output"), help="folder to work in")
-    parser.add_argument("--precision", choices=("fp32", "bf16", "fp8"), default="fp32", help="position 9 (PR)")
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp8"), default="fp32", help="position 9")
     options = parser.parse_args(argv)
     output = options.output.resolve()
     begin = time.monotonic()
