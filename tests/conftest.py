@@ -1,4 +1,4 @@
-"""For all tests: the logger as in a new process, and imports that the garbage collector leaves alone."""
+"""For all tests: the logger as in a new process, no program left, imports without garbage collection."""
 
 import gc
 import logging
@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
+from started_programs import kill_started
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the network
 
@@ -24,6 +25,12 @@ def new_logger() -> None:
     logger.handlers.clear()
     logger.propagate = True
     logger.setLevel(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def no_program_is_left() -> Iterator[None]:
+    yield
+    kill_started()
 
 
 @pytest.fixture

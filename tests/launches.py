@@ -13,6 +13,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from started_programs import start_program
+
 from patch.config import Rendezvous, RunConfig, schema
 from patch.device import MachineFacts
 from patch.distributed import rendezvous
@@ -22,7 +24,6 @@ REPOSITORY = Path(__file__).parents[1]
 MACHINE = MachineFacts(cuda_devices=0, cpu_cores=4)
 ALONE = Rendezvous()
 READY_TIMEOUT_S = 200.0
-_started: list[subprocess.Popen] = []
 
 
 def make_config(num_local: int, num_nodes: int = 1, **training: object) -> RunConfig:
@@ -69,16 +70,7 @@ def start(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: i
     """Start the launcher of a machine as a program."""
     machine = json.dumps({"num_local": num_local, "place": place, **parallel})
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    _started.append(subprocess.Popen([sys.executable, __file__, str(script), machine], env=environment))
-    return _started[-1]
-
-
-def kill_started() -> None:
-    """A launcher of a failed test would wait for its workers, or for other machines."""
-    while _started:
-        process = _started.pop()
-        process.kill()
-        process.wait()
+    return start_program([sys.executable, __file__, str(script), machine], environment)
 
 
 def await_files(*files: Path) -> list[str]:

@@ -98,7 +98,7 @@ def _read(run: Run, reader: StepReader, index: int, name: str) -> tuple[list[Bat
 
 def _loss(run: Run, batches: list[Batch]) -> float:
     """The summed loss of these micro-batches; repeated if ranks ran out of memory."""
-    forward = partial(run_schedule, run, batches, 1.0, forward_only=True)
+    forward = partial(run_schedule, run, batches, 1.0, loss_scale=None)
     retry = OomRetry(run.optimizer, "the evaluation")
     is_done = False
     while not is_done:

@@ -145,7 +145,7 @@ def _accumulate(run: Run, work: StepWork, group_lrs: list[float]) -> list[torch.
     """Forward and backward of a whole step; the losses of the micro-batches."""
     run.phases.enter(Phase.FORWARD)
     run.optimizer.zero_grad(group_lrs)
-    return run_schedule(run, work.batches, work.tokens, forward_only=False)
+    return run_schedule(run, work.batches, work.tokens, loss_scale=run.optimizer.loss_scale.value)
 
 
 def _has_finite_gradients(run: Run, work: StepWork, group_lrs: list[float]) -> bool:
@@ -164,18 +164,27 @@ def _abandon(run: Run, work: StepWork) -> list[torch.Tensor]:
     return []
 
 
-def run_schedule(run: Run, batches: list[Batch], tokens: float, *, forward_only: bool) -> list[torch.Tensor]:
-    """Run all micro-batches; the last stage returns the summed loss of each over `tokens`, the others []."""
+def run_schedule(
+    run: Run, batches: list[Batch], tokens: float, *, loss_scale: float | None
+) -> list[torch.Tensor]:
+    """Run all micro-batches; the last stage returns the summed loss of each over `tokens`, the others [].
+
+    Args:
+        run: this rank's parts of the run.
+        batches: its micro-batches.
+        tokens: learned tokens of the global batch.
+        loss_scale: the factor of the loss before backward; None: forward only.
+    """
     pp_size, vp_size = run.groups.pp.size(), run.stages[0].config.virtual_pipeline_model_parallel_size
-    scale = 1.0 if forward_only else run.optimizer.loss_scale.value
+    divisor, scale = max(tokens, 1.0), loss_scale or 1.0
     return get_forward_backward_func(pp_size, vp_size)(
-        forward_step_func=partial(_forward_step, run=run, divisor=max(tokens, 1.0), scale=scale),
+        forward_step_func=partial(_forward_step, run=run, divisor=divisor, scale=scale),
         data_iterator=[iter(batches) for _ in run.stages],
         model=run.stages,
         num_microbatches=len(batches),
         seq_length=run.config.sample_length,
         micro_batch_size=run.config.training.micro_batch_size,
-        forward_only=forward_only,
+        forward_only=loss_scale is None,
     )
 
 

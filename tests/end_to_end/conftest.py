@@ -1,23 +1,14 @@
 """A small model with its tokenizer, and a few rows of the quickstart's data."""
 
 import json
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from end_to_end.shell import kill_started
 
 from toolkits.quickstart.seed_model import write_model, write_tokenizer
 from toolkits.quickstart.tasks import make_examples, to_row
-
-
-@pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
-    """Those that a failed test has started would disturb the tests after it."""
-    yield
-    kill_started()
 
 
 class Office(NamedTuple):

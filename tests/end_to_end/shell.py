@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from distributed_runner import leave, rejoin, run_distributed
 from small_runs import small_run
+from started_programs import start_program
 from transformers import AutoModelForCausalLM
 
 from patch.device import MachineFacts
@@ -84,22 +85,9 @@ def call(arguments: list[str], **variables: object) -> subprocess.CompletedProce
     )
 
 
-_started: list[subprocess.Popen] = []
-
-
 def start(arguments: list[str], variables: dict[str, str]) -> subprocess.Popen:
-    """Start a program with these variables as its environment; a test's end kills it."""
-    _started.append(subprocess.Popen(arguments, env=variables, stderr=subprocess.PIPE, text=True))
-    return _started[-1]
-
-
-def kill_started() -> None:
-    """Kill what `start` has started, and with it the workers of launchers."""
-    while _started:
-        process = _started.pop()
-        process.kill()
-        process.wait()
-        process.stderr.close()
+    """Start a program with these variables as its environment."""
+    return start_program(arguments, variables, stderr=subprocess.PIPE, text=True)
 
 
 def call_workers(

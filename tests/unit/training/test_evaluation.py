@@ -151,9 +151,9 @@ def count_micro_batches(rank: int, world_size: int) -> list[int]:
 
     counts: list[int] = []
 
-    def counted(run, batches, tokens, *, forward_only):
+    def counted(run, batches, tokens, *, loss_scale):
         counts.append(len(batches))
-        return run_schedule(run, batches, tokens, forward_only=forward_only)
+        return run_schedule(run, batches, tokens, loss_scale=loss_scale)
 
     evaluation.run_schedule = counted
     run = build_seeded_run(small_run(global_batch_size=16, micro_batch_size=1, dp=2))

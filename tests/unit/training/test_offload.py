@@ -142,7 +142,8 @@ def out_of_memory(fails: bool) -> dict[str, Any]:
         torch.rand(3)
         forwards[0] += 1
         if fails and len(steps) == 3 and device.budget == 10**12:
-            device.budget = device.allocated_bytes  # another process takes what is left
+            # Another process takes what is left; the next micro-batch needs as much as this one.
+            device.budget = device.allocated_bytes - 1
 
     run.stages[0].register_forward_hook(count)
     for iteration in range(6):

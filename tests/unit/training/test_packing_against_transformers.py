@@ -49,7 +49,7 @@ def our_step(run: Run, talks: Talks) -> tuple[float, dict[str, torch.Tensor]]:
     for stage in run.stages:
         stage.zero_grad()
     batches = batches_of(talks, run.config)
-    losses = run_schedule(run, batches, learned_tokens(batches), forward_only=False)
+    losses = run_schedule(run, batches, learned_tokens(batches), loss_scale=1.0)
     return float(sum(losses)), hf_gradients(run.stages, run.config)
 
 
