@@ -157,7 +157,7 @@ def measure(run: Run) -> tuple[float, float]:
     run.optimizer.zero_grad(0.0)
     dist.barrier()
     begin = time.perf_counter()
-    run_schedule(run, run.train_reader.step(0), tokens=1.0, forward_only=False)
+    run_schedule(run, run.train_reader.step(0), tokens=1.0, loss_scale=1.0)
     seconds = torch.tensor(time.perf_counter() - begin)
     compute = torch.tensor(timers.compute_s)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
