@@ -25,7 +25,6 @@ class NotBuilt(NamedTuple):
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt("precision", lambda v: v == "fp8", "fp8", "fp8 training", "bf16, fp16 or fp32"),
-    NotBuilt("cpu_offloading", bool, "true", "activation offload", "AC=sel or full"),
     NotBuilt(
         "distributed_checkpointing",
         lambda v: not v,

@@ -36,6 +36,7 @@ from patch.config.schema import Execution, ModelConfig
 from patch.device import torch_dtype
 from patch.distributed.zigzag import Zigzag
 from patch.families import traits_of
+from patch.memory import UNLIMITED, CudaDevice, SavedTensors, SimulatedDevice
 from patch.model.activation_layers import set_activation_layers
 from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
 from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
@@ -163,6 +164,9 @@ class LlamaModel(GPTModel):
         aligned: the operations (of `SOURCES`) in Hugging Face's order.
         vp_stage: the index of this stage among the stages of its process.
     """
+
+    activation_offload: SavedTensors | None = None
+    """Of all stages of the process, with AC=offload; call its `end_step` after each step."""
 
     def __init__(
         self,
@@ -317,9 +321,16 @@ def build_llama_model(
         LlamaModel(model, upstream, groups, aligned, vp_stage).to(device)
         for vp_stage in range(upstream.virtual_pipeline_model_parallel_size or 1)
     ]
+    offload = _activation_offload(device) if execution.cpu_offloading else None
     for stage in stages:
-        set_activation_layers(stage, execution)
+        stage.activation_offload = offload
+        set_activation_layers(stage, execution, offload)
     return stages
+
+
+def _activation_offload(device: torch.device) -> SavedTensors:
+    own = CudaDevice(device) if device.type == "cuda" else SimulatedDevice(UNLIMITED)
+    return SavedTensors(own, device)
 
 
 WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.")
