@@ -108,7 +108,7 @@ def test_help_shows_positions_then_flags(command, capsys):
     for refused in (
         "9 PR precision of weights and activations fp32|fp16|bf16|fp8",
         "12 CP context parallelism",
-        "none|false|sel|full (refused yet: offload)",
+        "none|false|sel|full|auto (refused yet: offload)",
         "--fp8-recipe default|tensorwise|rowwise|delayed|mxfp8|blockwise fp8: scales for whole tensors, or",
         "default: tensorwise [default] (refused yet: delayed, mxfp8, blockwise)",
         "in host memory until backward (refused yet)",
