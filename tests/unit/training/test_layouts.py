@@ -68,6 +68,7 @@ RUNS = {
         "families-tp=2": run_of(tp=2, **FAMILIES),
         "fp8-vpp=2": run_of(precision="fp8", pp=2, stage=1),
         "fp8-tp=2-sp": run_of(precision="fp8", tp=2, sequence_parallel=True),
+        "fp8-cp=2": run_of(precision="fp8", cp=2, cp_comm_type="p2p"),
         "families-tp=2-sp": run_of(tp=2, sequence_parallel=True, **FAMILIES),
     },
     3: {
@@ -163,6 +164,6 @@ def test_bf16_trains_close_to_fp32(results: dict, name: str) -> None:
     assert _losses(results[name][0]) == pytest.approx(_losses(results["one"][0]), abs=0.005)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-tp=2-sp"])
+@pytest.mark.parametrize("name", ["fp8", "fp8-tp=2-sp", "fp8-cp=2"])
 def test_fp8_trains_close_to_bf16(results: dict, name: str) -> None:
     assert _losses(results[name][0]) == pytest.approx(_losses(results["bf16"][0]), abs=FP8_BOUND)
