@@ -1,4 +1,4 @@
-"""The rules of how a run's pipeline stages are cut, as those in rules.py."""
+"""The rules of how pipeline stages are cut and processes are numbered, as those in rules.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from patch.config.fields import value_of
 from patch.config.pipeline_stages import layout_layers, layout_text, split_layers
 from patch.config.positions import where
 from patch.config.refusal import refuse
-from patch.config.schema import RunConfig
+from patch.config.schema import RANK_AXES, RunConfig
 from patch.device import MachineFacts
 
 _LAYOUT = "pipeline_model_parallel_layout"
@@ -45,6 +45,23 @@ def _example(num_layers: int, pp_size: int) -> str:
         return ""
     layers = split_layers(num_layers, pp_size, with_embedding=is_short, with_loss=is_short)
     return f", such as {layout_text(layers)}"
+
+
+def rank_order_is_whole(config: RunConfig, machine: MachineFacts) -> None:
+    """The order of ranks names each axis once; axes of size 1 may be left out."""
+    parallel = config.parallel
+    sizes = {
+        "tp": parallel.tensor_model_parallel_size,
+        "cp": parallel.context_parallel_size,
+        "dp": config.data_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+    }
+    named, expected = parallel.rank_order.split("-"), "tp, cp, dp and pp in any order, such as tp-cp-pp-dp"
+    if len({*named}) < len(named) or not {*named} <= {*RANK_AXES, "ep"}:
+        refuse("rank_order", parallel.rank_order, expected, "it names each axis once, the fastest first")
+    for axis, size in sizes.items():
+        if size > 1 and axis not in named:
+            refuse("rank_order", parallel.rank_order, expected, f"{axis} is missing, its size is {size}")
 
 
 def counted_layers(config: RunConfig, number: int) -> str:

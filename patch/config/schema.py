@@ -23,6 +23,7 @@ from patch.config.choices import (
     OnNonFinite,
     Precision,
     Recompute,
+    RecomputeChoice,
     RecomputeMethod,
     Sharding,
     ZeroStage,
@@ -32,6 +33,9 @@ from patch.config.flag_field import flag
 from patch.config.model_schema import ModelConfig
 from patch.config.pipeline_stages import layout_layers, split_layers
 from patch.storage.names import STOP_FILE
+
+RANK_AXES = ("tp", "cp", "dp", "pp")
+"""The axes along which processes are numbered, in the default order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +62,11 @@ class ParallelConfig:
         none="none",
     )
     context_parallel_size: int = flag("processes that share each sequence (CP)", 1, at_least=1)
+    rank_order: str = flag(
+        "axes along which processes are numbered, the fastest first; tp-cp-pp-dp is Megatron-LM's "
+        "--use-tp-pp-dp-mapping",
+        "tp-cp-dp-pp",
+    )
     cp_comm_type: ContextCommunication | None = flag(
         "CP: keys and values travel around a ring (p2p), or ranks exchange heads for whole sequences (a2a); "
         "auto: by the bytes sent",
@@ -102,6 +111,12 @@ class ParallelConfig:
         at_least=0,
     )
 
+    @property
+    def rank_axes(self) -> tuple[str, ...]:
+        """The axes of --rank-order: without ep, and with those that it leaves out; their size is 1."""
+        named = [axis for axis in self.rank_order.split("-") if axis != "ep"]
+        return (*named, *(axis for axis in RANK_AXES if axis not in named))
+
     def num_split_layers(self, num_layers: int) -> int:
         """What pipeline stages share evenly: the layers, and embedding and loss if they count as layers."""
         with_embedding = self.account_for_embedding_in_pipeline_split
@@ -143,8 +158,9 @@ class TrainingConfig:
     )
     sft: bool = flag("supervised fine-tuning: the loss covers only what the assistant says", False)
     precision: Precision = flag("type of weights and activations; masters stay fp32", "bf16")
-    recompute_granularity: Recompute | None = flag(
-        "activations to recompute in backward: none, selective (norms and MLP activations) or full (layers)",
+    recompute_granularity: RecomputeChoice | None = flag(
+        "activations to recompute in backward: none, selective (norms and MLP activations), full (layers) or "
+        "auto (also --cpu-offloading: what fits the device at the least cost)",
         None,
         none="none",
     )
@@ -357,7 +373,7 @@ class RunConfig:
             sequence_parallel=self.parallel.sequence_parallel,
             stage_layers=tuple(self.stage_layers),
             num_micro_batches=self.num_micro_batches,
-            recompute_granularity=training.recompute_granularity,
+            recompute_granularity=self.recompute,
             recompute_method=training.recompute_method,
             recompute_num_layers=training.recompute_num_layers,
             cpu_offloading=training.cpu_offloading,
@@ -381,6 +397,13 @@ class RunConfig:
         """The ZeRO stage of a run whose `auto` has been resolved."""
         assert self.sharding != "auto", "resolve_sharding chooses before anything is built"
         return self.sharding
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """What is recomputed in a run whose `auto` has been resolved."""
+        granularity = self.training.recompute_granularity
+        assert granularity != "auto", "resolve_activations chooses before anything is built"
+        return granularity
 
     @property
     def num_micro_batches(self) -> int:

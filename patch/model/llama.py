@@ -42,8 +42,9 @@ from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, line
 from patch.model.loss import aligned_losses, hide_padded_vocabulary
 from patch.model.packed_sequences import give_own_positions
 from patch.model.recompute import RecomputingMLP, recomputed_modules
-from patch.model.rotary import attention_factor, inverse_frequencies, set_attention_factor
+from patch.model.rotary import RotaryAngles, attention_factor, inverse_frequencies, set_attention_factor
 from patch.model.spec import block_spec
+from patch.plan.pipeline import micro_batch_group
 
 _ACTIVATIONS = {"silu": silu}
 
@@ -130,7 +131,7 @@ def _pipeline_settings(
     vp_size = len(stage_layers) // pp_size
     is_interleaved = vp_size > 1
     is_even = len(set(stage_layers)) == 1
-    group = _micro_batch_group(execution.num_micro_batches, pp_size) if is_interleaved else None
+    group = micro_batch_group(execution.num_micro_batches, pp_size) if is_interleaved else None
     return {
         "pipeline_model_parallel_size": pp_size,
         "pipeline_model_parallel_layout": None if is_even else StageLayout(stage_layers, pp_size, pp.rank()),
@@ -144,19 +145,6 @@ def _pipeline_settings(
         # this gave wrong losses.
         "deallocate_pipeline_outputs": not is_interleaved,
     }
-
-
-def _micro_batch_group(num_micro_batches: int, pp_size: int) -> int:
-    """Micro-batches that pass one stage before the process changes to its next stage.
-
-    The smallest number that upstream's schedule accepts (schedules.py:1000-1020): every group, also the last
-    one, must have at least PP micro-batches.
-    """
-    for size in range(pp_size, num_micro_batches):
-        last_group = num_micro_batches % size
-        if last_group == 0 or last_group >= pp_size:
-            return size
-    return num_micro_batches
 
 
 class LlamaModel(GPTModel):
@@ -208,13 +196,11 @@ class LlamaModel(GPTModel):
                 # (transformer_layer.py:354). RecomputingMLP has no state of its own, so changing the class
                 # of the finished module is enough.
                 layer.mlp.__class__ = RecomputingMLP
-        self.rotary_pos_emb.inv_freq = inverse_frequencies(model)
+        self.rotary_pos_emb = RotaryAngles(inverse_frequencies(model), Zigzag.of(groups.cp))
         self.rope_attention_factor = attention_factor(model)
         """YaRN's factor of cosines and sines; it is upstream's attention that multiplies."""
-        # Upstream would cut the angles over CP by a copy that needs CUDA; the hook cuts them like tokens.
-        self.rotary_pos_emb.cp_group = None
-        cut_positions = partial(give_own_positions, zigzag=Zigzag.of(groups.cp))
-        self.decoder.register_forward_pre_hook(cut_positions, with_kwargs=True)
+        own_positions = partial(give_own_positions, angles=self.rotary_pos_emb)
+        self.decoder.register_forward_pre_hook(own_positions, with_kwargs=True)
         rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
         self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)

@@ -162,12 +162,18 @@ REFUSED = [
     (5, [EMBEDDING, LOSS], ["expected at most 4: the model has 4 layers (embedding and loss counted)"]),
     (3, [EMBEDDING, f"{VPP}=2"], ["expected 0 or one of 1: a process has 1 layers (embedding counted)"]),
     (2, [LOSS, f"{VPP}=1"], [f"or stages by hand ({LAYOUT}): 3 layers (loss counted) do not divide by PP=2"]),
+    (2, ["--rank-order=tp-pp-pp"], ["--rank-order: got tp-pp-pp, expected tp, cp, dp and pp in any order"]),
+    (2, ["--rank-order=tp-xp-pp"], ["such as tp-cp-pp-dp: it names each axis once, the fastest first"]),
+    (1, ["--rank-order=TP-PP"], ["--rank-order: got TP-PP, expected tp, cp, dp and pp"]),
+    (2, ["--rank-order=tp-cp-dp"], ["pp is missing, its size is 2"]),
+    (1, ["--rank-order=tp-pp", "--nproc-per-node=2"], ["dp is missing, its size is 2"]),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("pp", "flags", "parts"), REFUSED)
 def test_stages_that_cannot_be_cut_so_are_refused(command, pp, flags, parts):
-    config = command.parse(f"--nproc-per-node={pp}", *flags, PP=str(pp)).config
+    processes = [] if "--nproc-per-node=2" in flags else [f"--nproc-per-node={pp}"]
+    config = command.parse(*processes, *flags, PP=str(pp)).config
     with pytest.raises(ConfigError) as caught:
         validate_run(config, command.machine)
     for part in parts:

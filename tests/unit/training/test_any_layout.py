@@ -36,6 +36,7 @@ class Place(NamedTuple):
 
 
 PIPELINE = "pipeline_model_parallel_layout"
+ZERO_2 = {"data_parallel_sharding": "gradients"}
 OFFLOADED = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
 CHAIN = {
     "one": Place(1, {}),
@@ -51,8 +52,16 @@ CHAIN = {
         {"pp": 2, "dp": 2, "account_for_loss_in_pipeline_split": True, "data_parallel_sharding": "optimizer"},
         False,
     ),
-    "TP2 x CP2, ZeRO-2": Place(
-        4, {"tp": 2, "cp": 2, "cp_comm_type": "p2p", "data_parallel_sharding": "gradients"}, False
+    "TP2 x CP2 in the other order, ZeRO-2": Place(
+        4,
+        {
+            "tp": 2,
+            "cp": 2,
+            "rank_order": "cp-tp",
+            "cp_comm_type": "p2p",
+            "data_parallel_sharding": "gradients",
+        },
+        False,
     ),
     "PP3, by hand": Place(3, {"pp": 3, PIPELINE: "E|ttt|tL"}),
     "one again": Place(1, {"reduce_bucket_size": 50_000, **OFFLOADED, "optimizer_offload_fraction": 1.0}),

@@ -52,6 +52,7 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
         "full": {"recompute_granularity": "full"},
         "block": {"recompute_granularity": "full", "recompute_method": "block"},
     },
+    "ranks": {"tp-cp-dp-pp": {}, "pp-dp-cp-tp": {"rank_order": "pp-dp-cp-tp"}},
     "DO": {level: {"data_parallel_sharding": level} for level in ("none", "optimizer", "gradients")},
     "offload": {
         "none": {},

@@ -61,7 +61,12 @@ RUNS = {
         "tied-pp=3": run_of(pp=3, **TIED),
         "pp=3-by-hand": run_of(pp=3, pipeline_model_parallel_layout="E|t*3|tL", recompute_granularity="full"),
     },
-    4: {"pp=4-vpp=2-9": run_of(pp=4, stage=1, **NINE)},
+    4: {
+        "tp=2-pp=2": run_of(tp=2, pp=2),
+        "tp=2-pp=2-reversed": run_of(tp=2, pp=2, rank_order="pp-tp"),
+        "pp=2-dp=2-reversed": run_of(pp=2, dp=2, rank_order="tp-cp-ep-pp-dp"),
+        "pp=4-vpp=2-9": run_of(pp=4, stage=1, **NINE),
+    },
 }
 
 
@@ -99,6 +104,8 @@ def test_loss_falls_and_clipping_triggers(results: dict) -> None:
         ("vpp=2-accounted", "one"),
         ("vpp=2-by-hand", "tied-pp=2"),
         ("pp=3-by-hand", "one"),
+        ("pp=2-dp=2-reversed", "one"),
+        ("tp=2-pp=2-reversed", "tp=2-pp=2"),
     ],
 )
 def test_losses_are_bitwise_alike(results: dict, name: str, alike: str) -> None:
