@@ -17,6 +17,8 @@ from patch.training.step import StepResult
 STEPS = 5
 # On losses near 5.6: the two stages' sums of a tied embedding's gradient are added up last.
 TIED_BOUND = 2e-6
+# Measured 0.016: 8 bits have three digits (binary) after the first, bf16 seven.
+FP8_BOUND = 0.04
 TIED = {"untie_embeddings_and_output_weights": False}
 # Embedding and loss are stages of their own.
 ACCOUNTED = {
@@ -38,6 +40,7 @@ RUNS = {
         "one": run_of(),
         "tied": run_of(**TIED),
         "bf16": run_of(precision="bf16"),
+        "fp8": run_of(precision="fp8"),
         "one-4": run_of(**FOUR),
         "one-5": run_of(**FIVE),
         "one-9": run_of(**NINE),
@@ -55,6 +58,8 @@ RUNS = {
         "vpp=2-4": run_of(pp=2, stage=1, **FOUR),
         "vpp=2-5": run_of(pp=2, stage=1, **FIVE),
         "tied-vpp=2": run_of(pp=2, stage=1, **TIED),
+        "fp8-vpp=2": run_of(precision="fp8", pp=2, stage=1),
+        "fp8-tp=2-sp": run_of(precision="fp8", tp=2, sequence_parallel=True),
     },
     3: {
         "pp=3": run_of(pp=3),
@@ -101,6 +106,7 @@ def test_loss_falls_and_clipping_triggers(results: dict) -> None:
         ("vpp=2-5", "one-5"),
         ("pp=4-vpp=2-9", "one-9"),
         ("tied-vpp=2", "tied-pp=2"),
+        ("fp8-vpp=2", "fp8"),
         ("vpp=2-accounted", "one"),
         ("vpp=2-by-hand", "tied-pp=2"),
         ("pp=3-by-hand", "one"),
@@ -128,3 +134,8 @@ def test_tied_embeddings_train_alike_on_one_stage_and_on_two(results: dict, name
 
 def test_bf16_trains_close_to_fp32(results: dict) -> None:
     assert _losses(results["bf16"][0]) == pytest.approx(_losses(results["one"][0]), abs=0.005)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-tp=2-sp"])
+def test_fp8_trains_close_to_bf16(results: dict, name: str) -> None:
+    assert _losses(results[name][0]) == pytest.approx(_losses(results["bf16"][0]), abs=FP8_BOUND)
