@@ -8,16 +8,19 @@ be built. A RunConfig never changes. Rules that relate several fields are in `ru
 A value that is off or absent is None here. Flags, positions and YAML write words for it ("none", "false", 0);
 `fields.py` translates.
 
-The fields of model and data are in `model_schema.py` and `data_schema.py`. Imports neither torch nor
-megatron.
+The fields of model, data and checkpoint are in `model_schema.py`, `data_schema.py`, `checkpoint_schema.py`.
+Imports neither torch nor megatron.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from patch.config.checkpoint_schema import CheckpointConfig
 from patch.config.choices import (
     ContextCommunication,
+    Fp8Format,
+    Fp8Scaling,
     GradientType,
     OffloadPolicy,
     OnNonFinite,
@@ -170,7 +173,23 @@ class TrainingConfig:
         at_least=0,
     )
     sft: bool = flag("supervised fine-tuning: the loss covers only what the assistant says", False)
-    precision: Precision = flag("type of weights and activations; masters stay fp32", "bf16")
+    precision: Precision = flag(
+        "type of weights and activations; masters stay fp32; fp8: as bf16, with 8-bit products in the layers",
+        "bf16",
+    )
+    fp8_format: Fp8Format | None = flag(
+        "fp8: e4m3 with gradients in e5m2 (hybrid), or e4m3 alone; default: hybrid", None, none="default"
+    )
+    fp8_recipe: Fp8Scaling | None = flag(
+        "fp8: scales for whole tensors, or for each row of what a product sums over; default: tensorwise",
+        None,
+        none="default",
+    )
+    first_last_layers_bf16: bool = flag("fp8: the model's first and last layers stay in bf16", False)
+    num_layers_at_start_in_bf16: int = flag(
+        "with --first-last-layers-bf16: so many of the first", 1, at_least=0
+    )
+    num_layers_at_end_in_bf16: int = flag("with --first-last-layers-bf16: so many of the last", 1, at_least=0)
     recompute_granularity: RecomputeChoice | None = flag(
         "activations to recompute in backward: none, selective (norms and MLP activations), full (layers) or "
         "auto (also --cpu-offloading: what fits the device at the least cost)",
@@ -212,6 +231,17 @@ class TrainingConfig:
     )
     seed: int = flag("seed of weights and data order", 1234, at_least=0)
     deterministic_mode: bool = flag("only kernels that give the same bits each time", False)
+
+    @property
+    def fp8(self) -> Fp8:
+        """The settings of precision fp8."""
+        is_mixed = self.first_last_layers_bf16
+        return Fp8(
+            format=self.fp8_format or "hybrid",
+            recipe=self.fp8_recipe or "tensorwise",
+            num_first_in_bf16=self.num_layers_at_start_in_bf16 if is_mixed else 0,
+            num_last_in_bf16=self.num_layers_at_end_in_bf16 if is_mixed else 0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -264,54 +294,14 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    """Where the initial weights come from, and what the run writes where."""
+class Fp8:
+    """How the products of a model's layers are computed with precision fp8."""
 
-    load: str | None = flag(
-        "a Hugging Face folder or org/name, a checkpoint of ours (folder or URL), or none: random weights",
-        None,
-        none="none",
-    )
-    output_path: str = flag("the run's folder; the same command again resumes from it")
-    save: str | None = flag(
-        "the store of the run's checkpoints, such as s3://bucket/run; none: checkpoint/ in the run's folder",
-        None,
-        none="none",
-    )
-    save_retry_seconds: float = flag(
-        "how long a store that fails is asked again, before a checkpoint is written to the run's folder",
-        30.0,
-        at_least=0,
-    )
-    distributed_checkpointing: bool = flag("every rank writes its part of a checkpoint; always so", True)
-    save_interval: int = flag("steps between checkpoints; the last step is always saved", 500, at_least=1)
-    async_save: bool = flag(
-        "training goes on while a checkpoint is written, if host memory has room for a copy",
-        True,
-    )
-    resume_with_changed_data: bool = flag(
-        "a resume may change data, seed, length and batch size; it goes on after the consumed samples",
-        False,
-    )
-    save_retain_last: int | None = flag(
-        "checkpoints before the last N are removed, except the best; 0: all stay", None, none=0, at_least=0
-    )
-    save_retain_every: int | None = flag(
-        "checkpoints of every N-th step stay; the others go, except the last and the best; 0: all stay",
-        None,
-        none=0,
-        at_least=0,
-    )
-    save_weights_only_at_end: bool = flag(
-        "the checkpoint of the last step has no optimizer states: no longer run can resume from it", False
-    )
-    export_hf: bool = flag("write the trained model as a Hugging Face folder at the end", False)
-    stop_file: str | None = flag(
-        "when this file appears, the run saves a checkpoint and ends; default: STOP in the run's folder",
-        None,
-        none="default",
-    )
-    log_interval: int = flag("steps between lines of log/metrics.jsonl", 1, at_least=1)
+    format: Fp8Format = "hybrid"
+    recipe: Fp8Scaling = "tensorwise"
+    num_first_in_bf16: int = 0
+    """So many of the model's first layers have bf16 products."""
+    num_last_in_bf16: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -323,6 +313,8 @@ class Execution:
     """
 
     precision: Precision = "bf16"
+    fp8: Fp8 = Fp8()
+    """Used with precision fp8 only."""
     sequence_parallel: bool = False
     stage_layers: tuple[int, ...] | None = None
     """Layers of each pipeline stage in the order in which a batch passes them, the same number of stages for
@@ -387,6 +379,7 @@ class RunConfig:
         training, parallel = self.training, self.parallel
         return Execution(
             precision=training.precision,
+            fp8=training.fp8,
             sequence_parallel=self.parallel.sequence_parallel,
             stage_layers=tuple(self.stage_layers),
             num_micro_batches=self.num_micro_batches,

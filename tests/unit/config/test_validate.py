@@ -20,11 +20,10 @@ DOCUMENTS = dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITER
 REFUSED = [
     (
         dict(PR="fp8"),
-        [],
+        ["--fp8-recipe=delayed"],
         [
-            "--precision (position 9 PR)",
-            "got fp8, expected bf16, fp16 or fp32",
-            "fp8 training is not built yet",
+            "--fp8-recipe: got delayed, expected tensorwise or rowwise",
+            "a scaling of Transformer Engine is not built yet",
         ],
     ),
     (
@@ -105,6 +104,11 @@ REFUSED = [
         {},
         ["--rope-scaling-type=dynamic", "--rope-scaling-factor=0.5"],
         ["--rope-scaling-factor: got 0.5, expected at least 1"],
+    ),
+    (
+        {},
+        ["--rope-scaling-type=dynamic", "--kv-channels=2"],
+        ["--kv-channels: got 2, expected at least 4: the base grows with the context"],
     ),
     (
         dict(SEQ_LEN="262145"),
