@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import Recompute, RecomputeMethod
-from patch.config.unsupported import is_built
 from patch.device import MachineFacts
 from patch.plan.activation_peak import RankMemory, heaviest_rank
 from patch.plan.activations import activation_bytes
@@ -139,9 +138,8 @@ class _Search:
         if all_kept.fits:
             return
         yield self._candidate(Mix("selective"))
-        if is_built("cpu_offloading", True):
-            yield self._fewest(most, lambda layers: Mix(offloaded=layers))
-            yield self._fewest(most, lambda layers: Mix("selective", offloaded=layers))
+        yield self._fewest(most, lambda layers: Mix(offloaded=layers))
+        yield self._fewest(most, lambda layers: Mix("selective", offloaded=layers))
         if most > 1:
             yield self._fewest(most - 1, lambda layers: Mix("full", "block", layers))
         for block in range(1, most + 1):
