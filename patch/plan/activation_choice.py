@@ -125,7 +125,7 @@ class _Search:
     def _seconds_of_a_forward(self) -> float | None:
         """Of a layer and micro-batch on a rank; None if the device's speed is not known."""
         parallel, training = self._config.parallel, self._config.training
-        peak = peak_flops(self._machine.cuda_name)
+        peak = peak_flops(self._machine.cuda_name, training.precision)
         if peak is None or training.precision == "fp32":
             return None
         ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
