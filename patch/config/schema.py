@@ -55,6 +55,9 @@ class ParallelConfig:
         none="auto",
     )
     sequence_parallel: bool = flag("cut norms and residuals along the sequence over TP", False)
+    tp_comm_overlap: bool | None = flag(
+        "TP: messages travel in pieces while matrix products are computed; auto: on CPUs", None, none="auto"
+    )
     use_distributed_optimizer: bool = flag("shard optimizer states over replicas (ZeRO-1)", False)
     overlapped_distributed_optimizer: bool = flag(
         "with --use-distributed-optimizer: gradients are sharded too (ZeRO-2)", False
@@ -323,6 +326,7 @@ class Execution:
 
     precision: Precision = "bf16"
     sequence_parallel: bool = False
+    tp_comm_overlap: bool | None = None
     virtual_pipeline_size: int = 1
     """Pipeline stages of one process."""
     num_micro_batches: int = 1
@@ -390,6 +394,7 @@ class RunConfig:
         return Execution(
             precision=training.precision,
             sequence_parallel=self.parallel.sequence_parallel,
+            tp_comm_overlap=self.parallel.tp_comm_overlap,
             virtual_pipeline_size=self.virtual_pipeline_size,
             num_micro_batches=self.num_micro_batches,
             recompute_granularity=training.recompute_granularity,

@@ -10,6 +10,10 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
 from types import TracebackType
 
 INTERFACE = "cable"
@@ -81,6 +85,48 @@ def limit_speed(mbit: float) -> None:
     """Limit the sending speed of this process's namespace to `mbit` Mbit/s, headers included."""
     rate = ["tbf", "rate", f"{mbit:.1f}mbit", "burst", _BURST, "limit", _QUEUE]
     _run("tc", "qdisc", "replace", "dev", INTERFACE, "root", *rate)
+
+
+def run_ranks(commands: Sequence[list[str]], link: Link | None, timeout_s: float) -> None:
+    """Run the ranks of a benchmark to their end, each with Python in a process of its own.
+
+    Args:
+        commands: the arguments of Python for each rank.
+        link: each rank runs at one end of it, with one core and one thread; None: anywhere.
+        timeout_s: seconds after which all are killed.
+    Raises:
+        RuntimeError: a rank failed, or not all ended in time; the message of a rank is on stderr.
+    """
+    ranks: list[subprocess.Popen] = []
+    try:
+        for rank, command in enumerate(commands):
+            ranks.append(_start([sys.executable, "-W", "ignore", *command], rank, link))
+        _wait(ranks, timeout_s)
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
+
+
+def _start(command: list[str], rank: int, link: Link | None) -> subprocess.Popen:
+    if link is None:
+        return subprocess.Popen(command)
+    core = sorted(os.sched_getaffinity(0))[rank]
+    return subprocess.Popen(
+        link.inside(rank, command),
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE},
+        preexec_fn=partial(os.sched_setaffinity, 0, {core}),
+    )
+
+
+def _wait(ranks: list[subprocess.Popen], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(process.poll() is None for process in ranks):
+        failed = [rank for rank, process in enumerate(ranks) if process.poll()]
+        if failed or time.monotonic() > deadline:
+            what = f"failed, exit code {ranks[failed[0]].poll()}" if failed else f"took over {timeout_s:.0f} s"
+            raise RuntimeError(f"rank {failed[0] if failed else 0} {what}")
+        time.sleep(0.2)
 
 
 def _run(*command: str) -> None:

@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from patch.device import MachineFacts
 from patch.plan.sharding import resolve_sharding, with_sharding
-from toolkits.benchmarks._link import INTERFACE, Link, LinkError
+from toolkits.benchmarks._link import Link, LinkError, run_ranks
 from toolkits.benchmarks._overlap_figures import Figures, plot, table
 from toolkits.benchmarks._overlap_rank import NUM_RANKS, Task, run_config
 from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
@@ -91,39 +88,12 @@ def _measure(schedule: dict[str, list[int]], mbit: float, cuda: bool) -> dict[st
     """
     with tempfile.TemporaryDirectory() as folder, nullcontext() if cuda else Link() as link:
         store, output = f"{folder}/store", f"{folder}/output.json"
-        ranks: list[subprocess.Popen] = []
-        try:
-            for rank in range(NUM_RANKS):
-                task = Task(rank=rank, store=store, output=output, cuda=cuda, mbit=mbit, schedule=schedule)
-                ranks.append(_start(task, link))
-            _wait(ranks)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
+        commands = []
+        for rank in range(NUM_RANKS):
+            task = Task(rank=rank, store=store, output=output, cuda=cuda, mbit=mbit, schedule=schedule)
+            commands.append(["-m", "toolkits.benchmarks._overlap_rank", task.to_json()])
+        run_ranks(commands, link, _TIMEOUT_S)
         return json.loads(Path(output).read_text(encoding="utf-8"))
-
-
-def _start(task: Task, link: Link | None) -> subprocess.Popen:
-    command = [sys.executable, "-W", "ignore", "-m", "toolkits.benchmarks._overlap_rank", task.to_json()]
-    if link is None:
-        return subprocess.Popen(command)
-    core = sorted(os.sched_getaffinity(0))[task.rank]
-    return subprocess.Popen(
-        link.inside(task.rank, command),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE},
-        preexec_fn=partial(os.sched_setaffinity, 0, {core}),
-    )
-
-
-def _wait(ranks: list[subprocess.Popen]) -> None:
-    deadline = time.monotonic() + _TIMEOUT_S
-    while any(process.poll() is None for process in ranks):
-        failed = [rank for rank, process in enumerate(ranks) if process.poll()]
-        if failed or time.monotonic() > deadline:
-            what = f"failed, exit code {ranks[failed[0]].poll()}" if failed else f"took over {_TIMEOUT_S} s"
-            raise RuntimeError(f"rank {failed[0] if failed else 0} {what}")
-        time.sleep(0.2)
 
 
 def _auto_level(cuda: bool, accumulation: int, machine: MachineFacts) -> str:
