@@ -25,6 +25,9 @@ HfAttention = Literal["eager", "sdpa"]
 Recompute = Literal["selective", "full"]
 """megatron-core's `recompute_granularity`."""
 
+RecomputeMethod = Literal["uniform", "block"]
+"""Which layers `full` recomputes: all, in blocks of several, or the first ones of each stage."""
+
 ContextCommunication = Literal["p2p", "a2a"]
 """How context-parallel ranks exchange what attention needs: around a ring, or all-to-all over heads."""
 

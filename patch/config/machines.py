@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from patch.config.positions import where
-from patch.config.rules import global_batch_divides, interleaving_has_enough_batches, processes_fit, refuse
+from patch.config.refusal import refuse
+from patch.config.rules import global_batch_divides, interleaving_has_enough_batches, processes_fit
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError

@@ -77,7 +77,10 @@ USAGE = (
 
 VARIABLES: dict[str, tuple[str, str]] = {
     "MP_DATASET_TYPE": ("dataset_type", "idxmap (default) or raw"),
-    "MP_AC_LAYERS": ("recompute_num_layers", "AC=full: layers per recomputed block (default 1)"),
+    "MP_AC_LAYERS": (
+        "recompute_num_layers",
+        "AC=full: layers per recomputed block (default 1)",
+    ),
     "MP_VP": ("num_layers_per_virtual_pipeline_stage", "layers per interleaved stage"),
     "OPTIMIZER_OFFLOAD_FRACTION": (
         "optimizer_offload_fraction",

@@ -8,33 +8,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any
 
+from patch.config.activation_layers import check_activation_layers
 from patch.config.choices import ZeroStage
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
+from patch.config.pipeline_rules import counted_layers, layout_fits, pipeline_notes, rank_order_is_whole
 from patch.config.positions import length_text, where
+from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
 from patch.config.unsupported import NOT_BUILT
 from patch.device import MachineFacts
-from patch.errors import ConfigError
 from patch.families import family_of
 from patch.storage.sizes import counted
 
 Rule = Callable[[RunConfig, MachineFacts], None]
-
-
-def refuse(field: str, got: object, expected: str, why: str) -> NoReturn:
-    """Raise the ConfigError of one field.
-
-    Args:
-        field: the field to change.
-        got: its value.
-        expected: the legal values, in words.
-        why: the reason for them.
-    """
-    raise ConfigError(f"got {got}, expected {expected}: {why}", field=field)
 
 
 def _divisors(*numbers: int) -> str:
@@ -180,10 +170,12 @@ def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def pipeline_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """Every pipeline stage has at least one layer."""
-    layers, pp_size = config.model.num_layers, config.parallel.pipeline_model_parallel_size
-    if layers < pp_size:
-        refuse("pipeline_model_parallel_size", pp_size, f"at most {layers}", f"the model has {layers} layers")
+    """Every pipeline stage has a layer, or what counts as one."""
+    parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
+    layers = parallel.num_split_layers(config.model.num_layers)
+    if parallel.pipeline_model_parallel_layout is None and layers < pp_size:
+        why = f"the model has {counted_layers(config, layers)}"
+        refuse("pipeline_model_parallel_size", pp_size, f"at most {layers}", why)
 
 
 def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
@@ -197,20 +189,29 @@ def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
             f"0, or {where('pipeline_model_parallel_size')} above 1",
             "one process has all layers",
         )
-    layers_per_process, remainder = divmod(config.model.num_layers, pp_size)
+    num_layers = config.parallel.num_split_layers(config.model.num_layers)
+    layers_per_process, remainder = divmod(num_layers, pp_size)
     if layers and remainder:
-        refuse(field, layers, "0", f"{config.model.num_layers} layers do not divide by PP={pp_size}")
+        expected = f"0, or stages by hand ({where('pipeline_model_parallel_layout')})"
+        refuse(field, layers, expected, f"{counted_layers(config, num_layers)} do not divide by PP={pp_size}")
     if layers and layers_per_process % layers:
         expected = f"0 or one of {_divisors(layers_per_process)}"
-        refuse(field, layers, expected, f"a process has {layers_per_process} layers")
+        refuse(field, layers, expected, f"a process has {counted_layers(config, layers_per_process)}")
 
 
 def recompute_divides(config: RunConfig, machine: MachineFacts) -> None:
     """Full recomputation divides a stage's layers into equal blocks."""
     block, stages = config.training.recompute_num_layers, sorted(set(config.stage_layers))
-    if config.training.recompute_granularity == "full" and any(layers % block for layers in stages):
+    is_uniform = config.training.recompute_method == "uniform"
+    is_full = config.training.recompute_granularity == "full"
+    if is_full and is_uniform and any(layers % block for layers in stages):
         why = f"a stage has {' or '.join(map(str, stages))} layers"
         refuse("recompute_num_layers", block, f"one of {_divisors(*stages)}", why)
+
+
+def activation_layers_exist(config: RunConfig, machine: MachineFacts) -> None:
+    """No stage is asked to offload or recompute more layers than it has."""
+    check_activation_layers(config)
 
 
 def sequence_fits(config: RunConfig, machine: MachineFacts) -> None:
@@ -361,12 +362,15 @@ RULES: tuple[Rule, ...] = (
     rope_scaling_is_asked_for,
     rope_scaling_is_ordered,
     tensor_parallel_divides,
+    layout_fits,
     pipeline_fits,
     interleaving_divides,
+    activation_layers_exist,
     recompute_divides,
     sequence_fits,
     context_parallel_fits,
     processes_fit,
+    rank_order_is_whole,
     global_batch_divides,
     interleaving_has_enough_batches,
     sharding_is_said_once,
@@ -383,15 +387,26 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         yield f"{where('sequence_parallel')} has no effect at TP=1"
     if config.parallel.num_layers_per_virtual_pipeline_stage and config.virtual_pipeline_size == 1:
         yield f"{where('num_layers_per_virtual_pipeline_stage')} has no effect: a process has no more layers"
+    yield from pipeline_notes(config, machine)
     yield from _offload_notes(config, machine)
     if config.model.precision_align is not None:
         yield from _alignment_notes(config, machine)
     yield from _context_parallel_notes(config, machine)
     if config.model.attention_backend == "flash" and not machine.cuda_devices:
         yield f"{where('attention_backend')} has no effect on the CPU: attention is torch's SDPA either way"
-    if config.training.recompute_num_layers != 1 and config.training.recompute_granularity != "full":
-        yield f"{where('recompute_num_layers')} has no effect without AC=full"
+    yield from _activation_notes(config)
     yield from _data_notes(config)
+
+
+def _activation_notes(config: RunConfig) -> Iterator[str]:
+    """Flags about recomputed and offloaded layers, where none are."""
+    training = config.training
+    if training.recompute_granularity != "full":
+        for field in ("recompute_method", "recompute_num_layers"):
+            if value_of(config, field) != FIELDS[field].default:
+                yield f"{where(field)} has no effect without AC=full"
+    if training.cpu_offloading_num_layers and not training.cpu_offloading:
+        yield f"{where('cpu_offloading_num_layers')} has no effect without {where('cpu_offloading')}"
 
 
 def _context_parallel_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:

@@ -8,7 +8,8 @@ be built. A RunConfig never changes. Rules that relate several fields are in `ru
 A value that is off or absent is None here. Flags, positions and YAML write words for it ("none", "false", 0);
 `fields.py` translates.
 
-The model's fields are in `model_schema.py`. Imports neither torch nor megatron.
+The fields of model and data are in `model_schema.py` and `data_schema.py`. Imports neither torch nor
+megatron.
 """
 
 from __future__ import annotations
@@ -17,22 +18,23 @@ from dataclasses import dataclass
 
 from patch.config.choices import (
     ContextCommunication,
-    DatasetType,
     GradientType,
-    InputJoin,
-    LongSamples,
     OffloadPolicy,
     OnNonFinite,
     Precision,
     Recompute,
+    RecomputeMethod,
     Sharding,
-    TokenizerType,
-    TrainOn,
     ZeroStage,
 )
+from patch.config.data_schema import DataConfig
 from patch.config.flag_field import flag
 from patch.config.model_schema import ModelConfig
+from patch.config.pipeline_stages import layout_layers, split_layers
 from patch.storage.names import STOP_FILE
+
+RANK_AXES = ("tp", "cp", "dp", "pp")
+"""The axes along which processes are numbered, in the default order."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,7 +49,23 @@ class ParallelConfig:
         none=0,
         at_least=0,
     )
+    account_for_embedding_in_pipeline_split: bool = flag(
+        "PP: the embedding counts as a layer of the first stage", False
+    )
+    account_for_loss_in_pipeline_split: bool = flag(
+        "PP: output layer and loss count as a layer of the last stage", False
+    )
+    pipeline_model_parallel_layout: str | None = flag(
+        "PP: the stages by hand, such as Et*3|t*4|t*4L: E embedding, t layer, L loss; PP x N: N stages each",
+        None,
+        none="none",
+    )
     context_parallel_size: int = flag("processes that share each sequence (CP)", 1, at_least=1)
+    rank_order: str = flag(
+        "axes along which processes are numbered, the fastest first; tp-cp-pp-dp is Megatron-LM's "
+        "--use-tp-pp-dp-mapping",
+        "tp-cp-dp-pp",
+    )
     cp_comm_type: ContextCommunication | None = flag(
         "CP: keys and values travel around a ring (p2p), or ranks exchange heads for whole sequences (a2a); "
         "auto: by the bytes sent",
@@ -95,15 +113,34 @@ class ParallelConfig:
         at_least=0,
     )
 
+    @property
+    def rank_axes(self) -> tuple[str, ...]:
+        """The axes of --rank-order: without ep, and with those that it leaves out; their size is 1."""
+        named = [axis for axis in self.rank_order.split("-") if axis != "ep"]
+        return (*named, *(axis for axis in RANK_AXES if axis not in named))
+
+    def num_split_layers(self, num_layers: int) -> int:
+        """What pipeline stages share evenly: the layers, and embedding and loss if they count as layers."""
+        with_embedding = self.account_for_embedding_in_pipeline_split
+        return num_layers + with_embedding + self.account_for_loss_in_pipeline_split
+
     def virtual_pipeline_size(self, num_layers: int) -> int:
         """Pipeline stages of one process for a model of this many layers."""
-        layers = self.num_layers_per_virtual_pipeline_stage
-        return num_layers // (layers * self.pipeline_model_parallel_size) if layers else 1
+        pp_size, layers = self.pipeline_model_parallel_size, self.num_layers_per_virtual_pipeline_stage
+        if self.pipeline_model_parallel_layout is not None:
+            return len(layout_layers(self.pipeline_model_parallel_layout)) // pp_size
+        return self.num_split_layers(num_layers) // (layers * pp_size) if layers else 1
 
     def stage_layers(self, num_layers: int) -> list[int]:
         """Layers of each pipeline stage for a model of this many layers."""
-        stages = self.pipeline_model_parallel_size * self.virtual_pipeline_size(num_layers)
-        return split_layers(num_layers, stages)
+        if self.pipeline_model_parallel_layout is not None:
+            return layout_layers(self.pipeline_model_parallel_layout)
+        return split_layers(
+            num_layers,
+            self.pipeline_model_parallel_size * self.virtual_pipeline_size(num_layers),
+            with_embedding=self.account_for_embedding_in_pipeline_split,
+            with_loss=self.account_for_loss_in_pipeline_split,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,8 +165,23 @@ class TrainingConfig:
         None,
         none="none",
     )
-    recompute_num_layers: int = flag("full recompute: layers per recomputed block", 1, at_least=1)
-    cpu_offloading: bool = flag("keep activations in host memory", False)
+    recompute_method: RecomputeMethod = flag(
+        "full recompute: uniform (all layers, block by block) or block (some layers of each stage)", "uniform"
+    )
+    recompute_num_layers: int = flag(
+        "full recompute: layers of a block (uniform), or of each stage that are recomputed (block)",
+        1,
+        at_least=1,
+    )
+    cpu_offloading: bool = flag(
+        "the activations of the first layers of each stage are in host memory until backward", False
+    )
+    cpu_offloading_num_layers: int | None = flag(
+        "--cpu-offloading: so many layers; 0: all but the recomputed ones and the last one of each stage",
+        None,
+        none=0,
+        at_least=0,
+    )
     on_non_finite: OnNonFinite = flag(
         "after a step whose loss or gradient is not finite: stop, or skip its update (at most 9 in a row)",
         "stop",
@@ -200,72 +252,6 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DataConfig:
-    """Data set, tokenizer and evaluation."""
-
-    dataset_type: DatasetType = flag(
-        "idxmap: .bin/.idx for pre-training, or Pai-Megatron-Patch's for --sft; raw: JSON rows (with --sft)",
-        "idxmap",
-    )
-    train_data_path: str = flag(
-        "raw: a file, folder or glob of JSON, JSONL, .gz, .zst or parquet; idxmap: path prefix of .bin/.idx; "
-        "several: 'WEIGHT PATH WEIGHT PATH ...' or 'PATH PATH ...'"
-    )
-    valid_data_path: str | None = flag("the same for evaluation; none: no evaluation", None, none="none")
-    max_padding_length: int = flag("raw samples are padded and truncated to this many tokens", at_least=1)
-    tokenizer_type: TokenizerType = flag("where the tokenizer comes from", "PretrainedFromHF")
-    tokenizer_name_or_path: str | None = flag(
-        "folder of a Hugging Face tokenizer, or org/name; none: that of --load", None, none="none"
-    )
-    columns: str | None = flag(
-        "names of the rows' keys where they are not the usual ones: instruction=question,output=answer; none",
-        None,
-        none="none",
-    )
-    alpaca_input_join: InputJoin = flag(
-        "between alpaca's instruction and input: newline, or empty as Pai-Megatron-Patch has it", "newline"
-    )
-    chat_template: str | None = flag(
-        "chatml, llama3, alpaca, plain, or a .jinja file; none: the tokenizer's own", None, none="none"
-    )
-    train_on: TrainOn = flag("turns of the assistant that are learned", "all")
-    allow_special_tokens: bool = flag(
-        "special tokens that a row's text spells out are encoded as such, not as text", False
-    )
-    long_samples: LongSamples = flag(
-        "raw samples over --max-padding-length are cut at an end, split, or dropped", "cut-end"
-    )
-    max_dropped_share: float = flag(
-        "the run stops if a larger share of a set's rows is dropped", 0.1, at_least=0, at_most=1
-    )
-    packing: bool = flag("several raw samples in one sequence of --max-padding-length tokens", False)
-    cache_dir: str | None = flag(
-        "folder of tokenized sets, shared by runs; default: llama-megatron-patch in the user's cache folder",
-        None,
-        none="default",
-    )
-    data_workers: int | None = flag(
-        "processes that tokenize on each machine; 0: one for each core", None, none=0, at_least=0
-    )
-    data_prefetch: int = flag("steps whose batches are read ahead in the background; 0: none", 2, at_least=0)
-    split: str | None = flag(
-        "idxmap: shares of each set's documents for training, validation and neither, such as 99,1,0; none: "
-        "all of them for training",
-        None,
-        none="none",
-    )
-    reset_position_ids: bool = flag(
-        "idxmap: positions start again after each end of document; with --reset-attention-mask", False
-    )
-    reset_attention_mask: bool = flag("idxmap: no attention over an end of document", False)
-    eod_mask_loss: bool = flag("idxmap: what follows an end of document is not learned", False)
-    eval_interval: int | None = flag("steps between evaluations; 0: none", 100, none=0, at_least=0)
-    eval_iters: int | None = flag(
-        "most global batches of one evaluation of a set; 0: the whole set", None, none=0, at_least=0
-    )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class CheckpointConfig:
     """Where the initial weights come from, and what the run writes where."""
 
@@ -327,26 +313,19 @@ class Execution:
     precision: Precision = "bf16"
     sequence_parallel: bool = False
     tp_comm_overlap: bool | None = None
-    virtual_pipeline_size: int = 1
-    """Pipeline stages of one process."""
+    stage_layers: tuple[int, ...] | None = None
+    """Layers of each pipeline stage in the order in which a batch passes them, the same number of stages for
+    each pipeline rank; None: one stage each, cut by `split_layers`."""
     num_micro_batches: int = 1
     """Micro-batches of one replica in one step; used only when a process has several stages."""
     recompute_granularity: Recompute | None = None
+    recompute_method: RecomputeMethod = "uniform"
     recompute_num_layers: int = 1
+    cpu_offloading: bool = False
+    cpu_offloading_num_layers: int | None = None
     deterministic_mode: bool = False
     cp_comm_type: ContextCommunication | None = None
     """Needed with context parallelism only."""
-
-
-def split_layers(num_layers: int, num_stages: int) -> list[int]:
-    """Layers of each pipeline stage in the order in which a batch passes them.
-
-    If the layers do not divide evenly, the middle stages get the remaining layers first, because the first
-    stage also has the embedding, and the last stage the output layer.
-    """
-    fewest, num_remaining = divmod(num_layers, num_stages)
-    middle_first = [*range(1, num_stages - 1), 0, num_stages - 1]
-    return [fewest + (stage in middle_first[:num_remaining]) for stage in range(num_stages)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -395,10 +374,13 @@ class RunConfig:
             precision=training.precision,
             sequence_parallel=self.parallel.sequence_parallel,
             tp_comm_overlap=self.parallel.tp_comm_overlap,
-            virtual_pipeline_size=self.virtual_pipeline_size,
+            stage_layers=tuple(self.stage_layers),
             num_micro_batches=self.num_micro_batches,
             recompute_granularity=training.recompute_granularity,
+            recompute_method=training.recompute_method,
             recompute_num_layers=training.recompute_num_layers,
+            cpu_offloading=training.cpu_offloading,
+            cpu_offloading_num_layers=training.cpu_offloading_num_layers,
             deterministic_mode=training.deterministic_mode,
             cp_comm_type=self.parallel.cp_comm_type,
         )

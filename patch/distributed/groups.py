@@ -1,7 +1,7 @@
 """Process groups of a run: ranks that share a layer (TP), are stages of a pipeline (PP), are replicas (DP).
 
 megatron-core's parallel_state builds them once; they are passed on explicitly as a ProcessGroupCollection.
-The rank order is megatron-core's default: TP fastest, then CP, DP, PP.
+The rank order is that of --rank-order; by default megatron-core's: TP fastest, then CP, DP, PP.
 """
 
 from __future__ import annotations
@@ -49,12 +49,17 @@ def initialize(config: RunConfig, context: DeviceContext) -> ProcessGroupCollect
 
 
 def _build_groups(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection:
+    axes = parallel.rank_axes
+    # Upstream also builds groups of experts, which know no CP, and refuses an order in which their pipelines
+    # differ from the model's (parallel_state.py:808-817). Experts in the place of CP make them equal.
     with shared_devices():
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=parallel.tensor_model_parallel_size,
             pipeline_model_parallel_size=parallel.pipeline_model_parallel_size,
             context_parallel_size=parallel.context_parallel_size,
+            expert_model_parallel_size=1 if axes[-1] == "pp" else parallel.context_parallel_size,
             distributed_timeout_minutes=parallel.distributed_timeout_minutes,
+            order="-".join("cp-ep" if axis == "cp" else axis for axis in axes),
             create_gloo_process_groups=False,  # additional groups, which only megatron-core's optimizer uses
         )
     seed_generators(seed)

@@ -18,8 +18,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-_LEAST_CHUNK_BYTES = 2**26
-"""Of float32 logits: enough for efficient products."""
+from patch.plan.loss import chunk_length
 
 
 class LearnedTokens(NamedTuple):
@@ -40,15 +39,6 @@ class VocabularyPart(NamedTuple):
     """Rows of the real vocabulary; those after them are padding."""
     group: dist.ProcessGroup
     """The TP ranks."""
-
-
-def chunk_length(vocab_rows: int, hidden_size: int) -> int:
-    """Tokens of a chunk.
-
-    Its float32 logits have `_LEAST_CHUNK_BYTES`, or a quarter of the weight's bytes in float32, if that is
-    more: each chunk is added to the weight's gradient, which must be cheap against the products.
-    """
-    return max(1, max(_LEAST_CHUNK_BYTES // 4, vocab_rows * hidden_size // 4) // vocab_rows)
 
 
 def linear_cross_entropy(

@@ -26,20 +26,25 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import silu
 
-from patch.config.schema import Execution, ModelConfig, split_layers
+from patch.compat.stage_layout import StageLayout
+from patch.config.pipeline_stages import split_layers
+from patch.config.schema import Execution, ModelConfig
 from patch.device import torch_dtype
 from patch.distributed.zigzag import Zigzag
 from patch.families import traits_of
+from patch.model.activation_layers import set_activation_layers
 from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
 from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
 from patch.model.loss import aligned_losses, hide_padded_vocabulary
 from patch.model.packed_sequences import give_own_positions
 from patch.model.recompute import RecomputingMLP, recomputed_modules
-from patch.model.rotary import attention_factor, inverse_frequencies, set_attention_factor
+from patch.model.rotary import RotaryAngles, attention_factor, inverse_frequencies, set_attention_factor
 from patch.model.spec import block_spec
+from patch.plan.pipeline import micro_batch_group
 
 _ACTIVATIONS = {"silu": silu}
 
@@ -63,7 +68,6 @@ def transformer_config(
     """
     tp_size = groups.tp.size()
     dtype, traits = torch_dtype(execution.precision), traits_of(model)
-    recompute = execution.recompute_granularity
     return TransformerConfig(
         num_layers=model.num_layers,
         hidden_size=model.hidden_size,
@@ -90,10 +94,7 @@ def transformer_config(
         cp_comm_type=execution.cp_comm_type,
         sequence_parallel=execution.sequence_parallel and tp_size > 1,
         tp_comm_overlap=_overlaps(execution, cuda=cuda),
-        recompute_granularity=recompute,
         recompute_modules=recomputed_modules(dtype, aligned, cuda=cuda),
-        recompute_method="uniform" if recompute == "full" else None,
-        recompute_num_layers=execution.recompute_num_layers if recompute == "full" else None,
         calculate_per_token_loss=True,
         deterministic_mode=execution.deterministic_mode,
         use_cpu_initialization=not cuda,
@@ -103,7 +104,8 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
-        **_pipeline_settings(model.num_layers, groups.pp.size(), execution),
+        **_recompute_settings(execution),
+        **_pipeline_settings(model.num_layers, groups.pp, execution),
     )
 
 
@@ -112,14 +114,33 @@ def _overlaps(execution: Execution, *, cuda: bool) -> bool:
     return not cuda if execution.tp_comm_overlap is None else execution.tp_comm_overlap
 
 
-def _pipeline_settings(num_layers: int, pp_size: int, execution: Execution) -> dict[str, Any]:
+def _recompute_settings(execution: Execution) -> dict[str, Any]:
+    """The fields of upstream's configuration for recomputation, except the modules of `selective`."""
+    granularity = execution.recompute_granularity
+    if granularity != "full":
+        return {"recompute_granularity": granularity}
+    if execution.recompute_method == "block":  # such layers recompute themselves (activation_layers.py)
+        return {}
+    return {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": execution.recompute_num_layers,
+    }
+
+
+def _pipeline_settings(
+    num_layers: int, pp: torch.distributed.ProcessGroup, execution: Execution
+) -> dict[str, Any]:
     """The fields of upstream's configuration for pipeline stages and their communication."""
-    vp_size = execution.virtual_pipeline_size
+    pp_size = pp.size()
+    stage_layers = list(execution.stage_layers or split_layers(num_layers, pp_size))
+    vp_size = len(stage_layers) // pp_size
     is_interleaved = vp_size > 1
-    group = _micro_batch_group(execution.num_micro_batches, pp_size) if is_interleaved else None
+    is_even = len(set(stage_layers)) == 1
+    group = micro_batch_group(execution.num_micro_batches, pp_size) if is_interleaved else None
     return {
         "pipeline_model_parallel_size": pp_size,
-        "pipeline_model_parallel_layout": _uneven_layout(split_layers(num_layers, pp_size * vp_size)),
+        "pipeline_model_parallel_layout": None if is_even else StageLayout(stage_layers, pp_size, pp.rank()),
         "virtual_pipeline_model_parallel_size": vp_size if is_interleaved else None,
         "microbatch_group_size_per_vp_stage": group,
         # Interleaved over two processes, both neighbours are the same process, and in one batch of sends and
@@ -130,29 +151,6 @@ def _pipeline_settings(num_layers: int, pp_size: int, execution: Execution) -> d
         # this gave wrong losses.
         "deallocate_pipeline_outputs": not is_interleaved,
     }
-
-
-def _uneven_layout(stage_layers: list[int]) -> list[list[str]] | None:
-    """Upstream's list of each stage's modules, needed only if PP does not divide the layers; else None."""
-    if len(set(stage_layers)) == 1:
-        return None
-    layout = [["decoder"] * layers for layers in stage_layers]
-    layout[0].insert(0, "embedding")
-    layout[-1].append("loss")
-    return layout
-
-
-def _micro_batch_group(num_micro_batches: int, pp_size: int) -> int:
-    """Micro-batches that pass one stage before the process changes to its next stage.
-
-    The smallest number that upstream's schedule accepts (schedules.py:1000-1020): every group, also the last
-    one, must have at least PP micro-batches.
-    """
-    for size in range(pp_size, num_micro_batches):
-        last_group = num_micro_batches % size
-        if last_group == 0 or last_group >= pp_size:
-            return size
-    return num_micro_batches
 
 
 class LlamaModel(GPTModel):
@@ -182,7 +180,7 @@ class LlamaModel(GPTModel):
     ) -> None:
         stage = vp_stage * groups.pp.size() + groups.pp.rank()
         num_stages = (upstream.virtual_pipeline_model_parallel_size or 1) * groups.pp.size()
-        layers = split_layers(model.num_layers, num_stages)
+        num_layers = get_num_layers_to_build(upstream, vp_stage, groups.pp.rank())
         padded_vocab_size = model.padded_vocab_size(groups.tp.size())
         # On a CPU the messages are in pieces without overlap too, for the same bits.
         has_pieces = groups.tp.size() > 1 and (upstream.tp_comm_overlap or upstream.use_cpu_initialization)
@@ -190,7 +188,7 @@ class LlamaModel(GPTModel):
             config=upstream,
             transformer_layer_spec=block_spec(
                 model,
-                layers[stage],
+                num_layers,
                 aligned,
                 is_context_parallel=groups.cp.size() > 1,
                 has_pieces=has_pieces,
@@ -210,13 +208,11 @@ class LlamaModel(GPTModel):
                 # (transformer_layer.py:354). RecomputingMLP has no state of its own, so changing the class
                 # of the finished module is enough.
                 layer.mlp.__class__ = RecomputingMLP
-        self.rotary_pos_emb.inv_freq = inverse_frequencies(model)
+        self.rotary_pos_emb = RotaryAngles(inverse_frequencies(model), Zigzag.of(groups.cp))
         self.rope_attention_factor = attention_factor(model)
         """YaRN's factor of cosines and sines; it is upstream's attention that multiplies."""
-        # Upstream would cut the angles over CP by a copy that needs CUDA; the hook cuts them like tokens.
-        self.rotary_pos_emb.cp_group = None
-        cut_positions = partial(give_own_positions, zigzag=Zigzag.of(groups.cp))
-        self.decoder.register_forward_pre_hook(cut_positions, with_kwargs=True)
+        own_positions = partial(give_own_positions, angles=self.rotary_pos_emb)
+        self.decoder.register_forward_pre_hook(own_positions, with_kwargs=True)
         rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
         self.num_vocab_rows = min(max(model.vocab_size - groups.tp.rank() * rows, 0), rows)
@@ -329,10 +325,13 @@ def build_llama_model(
         aligned = frozenset(SOURCES) if model.precision_align is not None else frozenset()
     upstream = transformer_config(model, groups, execution, cuda=device.type == "cuda", aligned=aligned)
     set_attention_factor(upstream, model)
-    return [
+    stages = [
         LlamaModel(model, upstream, groups, aligned, vp_stage).to(device)
-        for vp_stage in range(execution.virtual_pipeline_size)
+        for vp_stage in range(upstream.virtual_pipeline_model_parallel_size or 1)
     ]
+    for stage in stages:
+        set_activation_layers(stage, execution)
+    return stages
 
 
 WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.")

@@ -19,6 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from patch.device import send
 from patch.distributed.zigzag import WHOLE, Zigzag
+from patch.model.rotary import RotaryAngles
 
 
 @dataclass(kw_only=True)
@@ -68,13 +69,14 @@ class PackedSequences(PackedSeqParams):
 
 
 def give_own_positions(
-    decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any], *, zigzag: Zigzag
+    decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any], *, angles: RotaryAngles
 ) -> Any:
-    """A forward pre-hook of upstream's TransformerBlock: the RoPE angles of each token's own position.
+    """A forward pre-hook of upstream's TransformerBlock: RoPE begins again in each packed sequence.
 
-    Upstream gives the block the angles of all positions, [longest sequence, 1, 1, D]; they become those of
-    this CP rank's tokens, [S / CP, 1, 1, D], or with packed sequences [S / CP, B, 1, D].
+    Upstream gives the block the angles of a whole row, [S / CP, 1, 1, D]; with packed sequences they become
+    those of each token's position within its sequence, [S / CP, B, 1, D].
     """
-    packed, angles = kwargs["packed_seq_params"], kwargs["rotary_pos_emb"]
-    own = zigzag.cut(angles, 0) if packed is None else angles[:, 0][packed.position_ids.t()]
-    return args, kwargs | {"rotary_pos_emb": own}
+    packed = kwargs["packed_seq_params"]
+    if packed is None:
+        return None
+    return args, kwargs | {"rotary_pos_emb": angles.at(packed.position_ids.t())}

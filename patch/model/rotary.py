@@ -2,18 +2,61 @@
 
 Upstream's llama3 scaling has three of its fields hard-coded
 (megatron/core/models/common/embeddings/rotary_pos_embedding.py:92-99), and its YaRN is another order of
-operations, so the frequencies are computed here and set in upstream's RotaryEmbedding, which does the rest.
-All are bitwise equal to transformers'.
+operations, so the frequencies are computed here. All are bitwise equal to transformers'.
+
+The angles are computed here too: upstream's table has all positions of a sequence on every context-parallel
+rank, for as long as the model lives, and is cut over the ranks by a copy that needs CUDA.
 """
 
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from patch.config.schema import ModelConfig
+from patch.distributed.zigzag import Zigzag
+
+
+class RotaryAngles(torch.nn.Module):
+    """The angles by which RoPE rotates this rank's tokens, in place of upstream's RotaryEmbedding.
+
+    Args:
+        frequencies: (D / 2,) float32, radians from one position to the next.
+        zigzag: this rank's part of the sequences.
+    """
+
+    frequencies: torch.Tensor
+
+    def __init__(self, frequencies: torch.Tensor, zigzag: Zigzag) -> None:
+        super().__init__()
+        self.register_buffer("frequencies", frequencies, persistent=False)
+        self._zigzag = zigzag
+
+    def get_rotary_seq_len(self, *args: Any) -> int:
+        """Upstream's protocol: S, or 0 with packed sequences, whose tokens have other positions (see `at`)."""
+        *_, packed = args
+        return 0 if packed is not None else RotaryEmbedding.get_rotary_seq_len(self, *args)
+
+    def forward(self, length: int, **unused: Any) -> torch.Tensor:
+        """Upstream's protocol: the angles of rows that are one sequence each.
+
+        Args:
+            length: S, tokens of the whole sequence.
+            unused: what upstream's own packed format and its cutting over ranks need.
+        Returns:
+            [S / CP, 1, 1, D] float32.
+        """
+        positions = torch.arange(length, device=self.frequencies.device)
+        return self.at(self._zigzag.cut(positions, 0)[:, None])
+
+    def at(self, positions: torch.Tensor) -> torch.Tensor:
+        """The angles [s, B, 1, D] of tokens at any positions [s, B]."""
+        angles = positions[..., None, None].float() * self.frequencies
+        return torch.cat((angles, angles), dim=-1)
 
 
 def inverse_frequencies(model: ModelConfig) -> torch.Tensor:

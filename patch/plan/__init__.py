@@ -1,5 +1,6 @@
 """What a run needs, by arithmetic over its configuration: parameters, FLOPs, bytes. Imports no torch."""
 
+from patch.plan.activation_peak import activation_peak
 from patch.plan.activations import activation_bytes
 from patch.plan.context_parallel import resolve_cp_comm_type, sent_bytes
 from patch.plan.describe import describe_length, describe_plan
@@ -13,6 +14,7 @@ __all__ = [
     "RankBytes",
     "StageCost",
     "activation_bytes",
+    "activation_peak",
     "bytes_per_rank",
     "describe_length",
     "describe_plan",

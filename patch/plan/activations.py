@@ -16,6 +16,8 @@ def activation_bytes(
 ) -> dict[Recompute | None, int]:
     """Bytes of one layer and one micro-batch on one rank, for each value of `recompute_granularity`.
 
+    With `--recompute-method block`, "full" is that of the layers that are recomputed, None of the others.
+
     Not included: norms of heads, masks of a sliding window, the order of operations of Hugging Face
     (`--precision-align`), packing (a CPU may keep attention's result twice), and what backward itself
     allocates (with `full`, all of a block of layers).
@@ -30,21 +32,44 @@ def activation_bytes(
     """
     tp_size = parallel.tensor_model_parallel_size
     size = _FP32 if training.precision == "fp32" else _HALF
-    hidden = model.hidden_size
-    if parallel.sequence_parallel:
-        hidden //= tp_size
-    norm = hidden * (2 * size if cuda else 2 * _FP32 + size) + _FP32
+    hidden = _own_hidden(model, parallel)
+    norm = _norm_bytes(hidden, size, cuda=cuda)
     is_norm_recomputed = cuda or size == _HALF
     attention = _attention_bytes(model, parallel, training.micro_batch_size, size)
     gate_up = size * 2 * model.ffn_hidden_size // tp_size
+    layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
     activation = 3 * gate_up // 2  # silu(gate), the summand of up, their product
     per_token: dict[Recompute | None, float] = {
         None: 2 * norm + attention + gate_up + activation,
         "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + gate_up,
-        "full": hidden * size / training.recompute_num_layers,
+        "full": hidden * size / layers_of_block,
     }
     num_tokens = training.micro_batch_size * length // parallel.context_parallel_size
     return {setting: int(num_tokens * num_bytes) for setting, num_bytes in per_token.items()}
+
+
+def final_norm_bytes(
+    model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, *, length: int, cuda: bool
+) -> int:
+    """Bytes that the norm after the last layer keeps of one micro-batch on one rank, without its output.
+
+    Args:
+        model, parallel, training, length, cuda: see `activation_bytes`.
+    """
+    size = _FP32 if training.precision == "fp32" else _HALF
+    hidden = _own_hidden(model, parallel)
+    num_tokens = training.micro_batch_size * length // parallel.context_parallel_size
+    return num_tokens * (_norm_bytes(hidden, size, cuda=cuda) - hidden * size)
+
+
+def _own_hidden(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Hidden values of a token on one rank, averaged: SP cuts the tokens of what is outside of products."""
+    return model.hidden_size // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+
+
+def _norm_bytes(hidden: int, size: int, *, cuda: bool) -> int:
+    """Of one token: a norm's input, its output and a sum; on a CPU also two fp32 values."""
+    return hidden * (2 * size if cuda else 2 * _FP32 + size) + _FP32
 
 
 def _attention_bytes(model: ModelConfig, parallel: ParallelConfig, micro_batch_size: int, size: int) -> int:

@@ -10,8 +10,9 @@ from patch.config.choices import Recompute
 from patch.config.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.device import MachineFacts
 from patch.plan.activations import activation_bytes
+from patch.plan.describe_stages import bubble_lines, memory_lines, memory_needed
 from patch.plan.flops import flops_per_step
-from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
+from patch.plan.memory import bytes_per_rank, device_memory, offloaded_bytes
 from patch.plan.parameters import total_parameters
 from patch.storage.sizes import counted, size_text
 
@@ -38,9 +39,11 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             *_split_layers(config),
             f"parameters  {_scaled(total_parameters(config.model))} ({config.model.model_size})",
             f"state/rank  {size_text(state.total)} = weights {size_text(state.weights)} "
-            f"+ gradients {size_text(state.gradients)} + optimizer {size_text(state.optimizer)}{offloaded}; "
-            f"activations come on top (data-parallel sharding: {config.zero_stage.name.lower()})",
+            f"+ gradients {size_text(state.gradients)} + optimizer {size_text(state.optimizer)}{offloaded} "
+            f"(data-parallel sharding: {config.zero_stage.name.lower()})",
             *_activations(config, machine),
+            *memory_lines(config, machine),
+            *bubble_lines(config, machine),
             f"step        {training.global_batch_size} samples x {config.sample_length} tokens = "
             f"{tokens} tokens, {counted(config.num_micro_batches, 'micro-batch')} a replica, "
             + _flops(config),
@@ -136,16 +139,17 @@ def _activations(config: RunConfig, machine: MachineFacts) -> list[str]:
 
 
 def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """A line for each memory that is too small for the model state alone."""
-    on_device, on_host = needed_bytes(config, machine)
+    """A line for each memory that is too small."""
+    on_device, on_host, what = memory_needed(config, machine)
     device = device_memory(config, machine)
     if 0 < device < on_device:
         name = "GPU" if machine.cuda_devices else "simulated device"
-        yield (f"warning     {size_text(on_device)} of model state on a {name} that has {size_text(device)}")
+        yield (f"warning     {size_text(on_device)} of {what} on a {name} that has {size_text(device)}")
     if 0 < machine.host_memory_bytes < on_host:
         processes = counted(config.parallel.nproc_per_node, "process")
+        of_host = "model state" if machine.cuda_devices else what
         yield (
-            f"warning     {size_text(on_host)} of model state in the host memory of {processes}, "
+            f"warning     {size_text(on_host)} of {of_host} in the host memory of {processes}, "
             f"this machine has {size_text(machine.host_memory_bytes)}"
         )
 

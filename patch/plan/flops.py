@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from patch.config import ModelConfig, RunConfig
+from patch.config.activation_layers import stage_activations
 from patch.plan.parameters import layer_matrices
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
@@ -63,10 +64,23 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
     )
     repeated = 0.0
     if config.training.recompute_granularity == "full":
-        repeated = layers + attention
+        repeated = (layers + attention) * _recomputed_layers(config) / model.num_layers
     elif config.training.recompute_granularity == "selective" and model.precision_align is not None:
         repeated = attention
     return StepFlops(3 * forward, 3 * forward + repeated)
+
+
+def output_in_layers(config: RunConfig) -> float:
+    """Work of the output layer for each token, counted in transformer layers."""
+    model, length = config.model, config.sample_length
+    layers = sum(_forward_of_layers(model, length, attended_pairs([length], model.window_size)))
+    output = _forward_of_output(model, length, config.parallel.tensor_model_parallel_size)
+    return model.num_layers * output / layers
+
+
+def _recomputed_layers(config: RunConfig) -> int:
+    """Layers of the whole model whose forward is repeated."""
+    return sum(stage_activations(layers, config.training).recomputed for layers in config.stage_layers)
 
 
 def flops_per_token(model: ModelConfig, length: int, tp_size: int) -> float:

@@ -14,7 +14,7 @@ _STATE_BYTES = {"fp32": 8, "bf16": 10, "fp16": 12, "fp8": 10}
 
 
 class RankBytes(NamedTuple):
-    """Bytes on one rank of the heaviest pipeline stage."""
+    """Bytes of model state on one rank."""
 
     weights: int
     gradients: int
@@ -27,28 +27,36 @@ class RankBytes(NamedTuple):
         return self.weights + self.gradients + self.optimizer
 
 
-def bytes_per_rank(config: RunConfig) -> RankBytes:
-    """Weights, main gradients and optimizer states of the heaviest rank, without staging buffers.
+def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
+    """Weights, main gradients and optimizer states of a rank, without staging buffers.
 
     Sharding divides the states over replicas (ZeRO-1), or states and gradients (ZeRO-2).
+
+    Args:
+        config: the run.
+        pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
-    parameters, replicas = max(parameters_per_rank(config.model, config.parallel)), config.num_state_shares
+    parameters, replicas = _parameters(config, pp_rank), config.num_state_shares
     gradients = parameters * (4 if config.optimizer.main_grads_dtype == "fp32" else 2)
     return RankBytes(
         weights=parameters * (4 if config.training.precision == "fp32" else 2),
         gradients=gradients // replicas if config.zero_stage is ZeroStage.GRADIENTS else gradients,
-        optimizer=_state_bytes(config) - offloaded_bytes(config),
+        optimizer=_state_bytes(config, pp_rank) - offloaded_bytes(config, pp_rank),
     )
 
 
-def offloaded_bytes(config: RunConfig) -> int:
-    """Bytes of optimizer states that `static` offload keeps in host memory for the heaviest rank.
+def offloaded_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
+    """Bytes of optimizer states that `static` offload keeps in host memory for a rank.
 
     0 with `auto`, which finds out during the first steps what fits on the device.
+
+    Args:
+        config: the run.
+        pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
     if config.optimizer.optimizer_offload_policy != "static":
         return 0
-    return int(_state_bytes(config) * config.optimizer.optimizer_offload_fraction)
+    return int(_state_bytes(config, pp_rank) * config.optimizer.optimizer_offload_fraction)
 
 
 def device_memory(config: RunConfig, machine: MachineFacts) -> int:
@@ -63,12 +71,26 @@ def needed_bytes(config: RunConfig, machine: MachineFacts) -> tuple[int, int]:
 
     States that `auto` places are in neither number, because their place is not known yet.
     """
-    state, is_auto = bytes_per_rank(config), config.optimizer.optimizer_offload_policy == "auto"
-    on_device = state.total - (state.optimizer if is_auto else 0)
-    on_host = offloaded_bytes(config) + (0 if machine.cuda_devices else state.total)
-    return on_device, on_host * config.parallel.nproc_per_node
+    on_host = offloaded_bytes(config) + (0 if machine.cuda_devices else bytes_per_rank(config).total)
+    return state_on_device(config), on_host * config.parallel.nproc_per_node
 
 
-def _state_bytes(config: RunConfig) -> int:
-    states = max(parameters_per_rank(config.model, config.parallel)) * _STATE_BYTES[config.training.precision]
+def state_on_device(config: RunConfig, pp_rank: int | None = None) -> int:
+    """Bytes of model state that are on a rank's device in any case: not of states that `auto` places.
+
+    Args:
+        config: the run.
+        pp_rank: the rank's place in the pipeline; None: the heaviest one.
+    """
+    state, is_auto = bytes_per_rank(config, pp_rank), config.optimizer.optimizer_offload_policy == "auto"
+    return state.total - (state.optimizer if is_auto else 0)
+
+
+def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
+    states = _parameters(config, pp_rank) * _STATE_BYTES[config.training.precision]
     return states if config.zero_stage is ZeroStage.NONE else states // config.num_state_shares
+
+
+def _parameters(config: RunConfig, pp_rank: int | None) -> int:
+    of_ranks = parameters_per_rank(config.model, config.parallel)
+    return max(of_ranks) if pp_rank is None else of_ranks[pp_rank]

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from patch import __version__
@@ -28,7 +29,7 @@ from patch.checkpoint import (
 )
 from patch.checkpoint.compatibility import SAME_PRECISION, Cure
 from patch.checkpoint.folder import NoWholeCheckpointError
-from patch.config.schema import RunConfig
+from patch.config.schema import RANK_AXES, RunConfig
 from patch.distributed.collectives import from_rank_0
 from patch.distributed.groups import seed_generators
 from patch.errors import CheckpointError
@@ -278,13 +279,23 @@ def _sharded_generators() -> dict[str, ShardedTensor]:
 def _layout(stages: list[LlamaModel]) -> dict[str, int | str]:
     """What decides which generators a rank has. Interleaved stages do not: VPP may change."""
     config = stages[0].config
-    return {
+    layout: dict[str, int | str] = {
         "TP": config.tensor_model_parallel_size,
         "PP": config.pipeline_model_parallel_size,
         "CP": config.context_parallel_size,
         "processes": dist.get_world_size(),
         "device": "cuda" if torch.cuda.is_available() else "cpu",
     }
+    axes = [axis for axis in RANK_AXES if getattr(stages[0].pg_collection, axis).size() > 1]
+    if (order := sorted(axes, key=lambda axis: _stride(stages[0].pg_collection, axis))) != axes:
+        layout["order"] = "-".join(order)
+    return layout
+
+
+def _stride(groups: ProcessGroupCollection, axis: str) -> int:
+    """How far apart the ranks of a group are that has several."""
+    first, second, *_ = dist.get_process_group_ranks(getattr(groups, axis))
+    return second - first
 
 
 def _text(layout: dict[str, int | str]) -> str:

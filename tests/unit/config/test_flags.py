@@ -111,7 +111,7 @@ def test_help_shows_positions_then_flags(command, capsys):
         "none|false|sel|full (refused yet: offload)",
         "--precision fp32|fp16|bf16|fp8 type of weights and activations; masters stay fp32 [bf16] "
         "(refused yet: fp8)",
-        "--cpu-offloading keep activations in host memory (refused yet)",
+        "in host memory until backward (refused yet)",
         "always so (refused yet: --no-distributed-checkpointing)",
     ):
         assert refused in shown, refused

@@ -73,6 +73,7 @@ def test_weights_with_other_numerics_are_noted(command):
             ["--recompute-num-layers=2"],
             "--recompute-num-layers (MP_AC_LAYERS) has no effect without AC=full",
         ),
+        (dict(AC="sel"), ["--recompute-method=block"], "--recompute-method has no effect without AC=full"),
         (
             dict(OPTIMIZER_OFFLOAD="auto"),
             ["--optimizer-offload-fraction=0.5"],

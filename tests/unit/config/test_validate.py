@@ -162,6 +162,11 @@ REFUSED = [
         ["--recompute-num-layers=3"],
         ["(MP_AC_LAYERS): got 3, expected one of 1, 2:", "2 layers"],
     ),
+    (
+        dict(AC="full"),
+        ["--recompute-method=block", "--recompute-num-layers=3"],
+        ["(MP_AC_LAYERS): got 3, expected at most 2: the largest stage has 2 layers"],
+    ),
     (dict(PAD_LEN="128"), [], ["position 8 PAD_LEN): got 128, expected at most 64", "position 7 SEQ_LEN"]),
     (dict(SEQ_LEN="200000"), [], ["position 7 SEQ_LEN): got 200000, expected at most 131072"]),
     (dict(TP="2", SP="true", PAD_LEN="33"), [], ["position 8 PAD_LEN): got 33, expected a multiple of TP=2"]),

@@ -14,8 +14,11 @@ from patch.convert.live_weights import Receivers
 CASES: dict[str, dict[str, Any]] = {
     "untied": {},
     "interleaved": {"stage": 1},
+    "by hand": {"pipeline_model_parallel_layout": "E|ttt|t|L"},
     "tied bf16": {"untie_embeddings_and_output_weights": False, "precision": "bf16"},
 }
+CUT = ("stage", "pipeline_model_parallel_layout")
+LAYERS_OF_THE_SECOND = {"interleaved": {1, 3}, "by hand": {0, 1, 2}}
 RECEIVERS: tuple[Receivers, ...] = ("all", "first", "stage")
 NORM = "model.norm.weight"
 
@@ -72,7 +75,7 @@ def _change_while_iterating(stages: Any, config: Any, groups: Any) -> tuple[list
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("live")
     for case, changes in CASES.items():
-        config = small_run(**{name: value for name, value in changes.items() if name != "stage"})
+        config = small_run(**{name: value for name, value in changes.items() if name not in CUT})
         dtype = torch.bfloat16 if config.training.precision == "bf16" else torch.float32
         hf_llama(config).to(dtype).save_pretrained(root / case)
     return root
@@ -123,7 +126,7 @@ def test_first_rank_of_each_stage_gets_its_tensors(ranks: list[dict], case: str)
     assert sorted(first[0] + second[0]) == sorted(ranks[0][case, "all"][0])
     assert first[0][0] == "model.embed_tokens.weight" and NORM in second[0]
     assert {int(name.split(".")[2]) for name in second[0] if ".layers." in name} == (
-        {1, 3} if case == "interleaved" else {2, 3}
+        LAYERS_OF_THE_SECOND.get(case, {2, 3})
     )
     assert all(ranks[rank][case, "stage"] == ([], True) for rank in (1, 3))
 

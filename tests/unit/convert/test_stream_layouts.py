@@ -17,15 +17,15 @@ from patch.compat.unpickle import read_metadata
 from patch.convert import hf_to_mcore, mcore_to_hf
 
 JOBS = {
-    4: [(1, 1, 0), (1, 2, 0), (2, 1, 0), (2, 2, 0), (4, 1, 0), (1, 2, 1), (2, 2, 1)],
+    4: [(1, 1, 0), (1, 2, 0), (2, 1, 0), (2, 2, 0), (4, 1, 0), (1, 2, 1), (2, 2, 1), (2, 2, "E|tt|tt|L")],
     6: [(1, 3, 0), (2, 3, 0), (2, 3, 1)],
     8: [(4, 2, 0), (4, 2, 1)],
     12: [(4, 3, 0)],
 }
-"""By processes: TP, PP and layers of an interleaved stage; four layers, so PP=3 is uneven. Interleaved PP=3
-takes six."""
+"""By processes: TP, PP, and layers of an interleaved stage or stages by hand; four layers, so PP=3 is uneven.
+Interleaved PP=3 takes six."""
 LAYOUTS = [layout for layouts in JOBS.values() for layout in layouts]
-LEGACY = [(2, 2, 0), (2, 3, 0), (2, 2, 1)]
+LEGACY = [(2, 2, 0), (2, 3, 0), (2, 2, 1), (2, 2, "E|tt|tt|L")]
 FOREIGN = {
     "one-key-a-layer": ("", {"non_homogeneous_layers": True}),
     "gate-and-up-apart": ("", {"singleton_local_shards": True}),
@@ -44,13 +44,18 @@ class Backend(enum.Enum):
     AUTO = 1
 
 
-def name_of(layout: tuple[int, int, int]) -> str:
-    return "tp{}-pp{}-vpp{}".format(*layout)
+def name_of(layout: tuple[int, int, int | str]) -> str:
+    return "tp{}-pp{}-vpp{}".format(*layout).replace("|", "_")
 
 
-def source_of(layout: tuple[int, int, int]) -> str:
+def source_of(layout: tuple[int, int, int | str]) -> str:
     _, pp, stage = layout
     return "six layers" if stage and pp == 3 else "source"
+
+
+def cut_of(stage: int | str) -> dict[str, int | str]:
+    is_number = isinstance(stage, int)
+    return {"num_layers_per_virtual_pipeline_stage" if is_number else "pipeline_model_parallel_layout": stage}
 
 
 def _write_legacy(stages, folder: Path, groups) -> None:
@@ -89,8 +94,7 @@ def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
             tp, pp, stage = layout
             config = family_run(
                 root / source, tp, pp, world_size // (tp * pp),
-                num_layers_per_virtual_pipeline_stage=stage, make_vocab_size_divisible_by=48,
-                precision="bf16",
+                make_vocab_size_divisible_by=48, precision="bf16", **cut_of(stage),
             )  # fmt: skip
             if stages is None:
                 groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))

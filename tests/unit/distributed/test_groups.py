@@ -1,6 +1,5 @@
-"""Process groups against the arithmetic of their order, generators, and leaving."""
+"""Process groups against arithmetic and upstream's RankGenerator; random generators, and leaving."""
 
-import dataclasses
 import itertools
 
 import pytest
@@ -8,8 +7,10 @@ import torch
 import torch.distributed as dist
 from distributed_runner import new_job, run_distributed
 from megatron.core import parallel_state
+from megatron.core.parallel_state import RankGenerator
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from small_runs import small_run
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_runs import CPU
 
 from patch import compat
@@ -23,10 +24,8 @@ LAYOUTS = [dict.fromkeys(AXES, 1) | dict.fromkeys(pair, 2) for pair in itertools
 LAYOUTS += [dict.fromkeys(AXES, 1) | {axis: 4} for axis in ("tp", "pp")]
 
 
-def _config(layout: dict[str, int]) -> RunConfig:
-    config = small_run(layout["tp"], layout["pp"], layout["dp"])
-    parallel = dataclasses.replace(config.parallel, context_parallel_size=layout["cp"], nproc_per_node=4)
-    return dataclasses.replace(config, parallel=parallel)
+def _config(layout: dict[str, int], **changes: str) -> RunConfig:
+    return small_run(layout["tp"], layout["pp"], layout["dp"], cp=layout["cp"], **changes)
 
 
 def _coordinates(rank: int, layout: dict[str, int]) -> dict[str, int]:
@@ -96,6 +95,31 @@ def test_only_the_generator_of_cut_weights_differs_over_tp(drawn: list) -> None:
                 assert cut[rank] == cut[other], layout
             if other in _along({"tp"}, rank, layout):
                 assert cut[rank] != cut[other], layout
+
+
+ORDERS = ["tp-pp-dp", "pp-tp-dp", "tp-cp-ep-pp-dp", *map("-".join, itertools.permutations(AXES))]
+
+
+def run_orders(rank: int, world_size: int) -> None:
+    """Build the groups of every order, by upstream's own checks, as one of 24 ranks that never talk."""
+    compat.apply(cuda=False)
+    dist.destroy_process_group()
+    for own, order in zip(itertools.cycle(range(24)), ORDERS):
+        sizes = {"tp": 2, "cp": 1 if "cp" not in order else 2, "dp": 3, "pp": 2}
+        config = _config(sizes, rank_order=order)
+        world = config.world_size
+        dist.init_process_group("fake", store=FakeStore(), rank=own % world, world_size=world)
+        groups = initialize(config, CPU)
+        generator = RankGenerator(ep=1, order=order, **sizes)
+        for name, axes in {**{axis: axis for axis in AXES}, "dp_cp": "dp-cp", "mp": "tp-pp"}.items():
+            (expected,) = (ranks for ranks in generator.get_ranks(axes) if own % world in ranks)
+            assert dist.get_process_group_ranks(getattr(groups, name)) == expected, (order, name)
+        shutdown()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the runner leaves one
+
+
+def test_groups_of_every_order_are_upstreams() -> None:
+    run_distributed(run_orders, 1)
 
 
 def run_wrong_size(rank: int, world_size: int) -> None:

@@ -1,4 +1,4 @@
-"""AC=sel and AC=full: what backward holds, what is computed again, and that no bit changes."""
+"""AC=sel and AC=full, uniform and block: what backward holds and computes again, and that no bit changes."""
 
 from typing import Any
 
@@ -13,7 +13,13 @@ from patch.config.schema import RunConfig
 from patch.plan import activation_bytes
 from patch.training.step import train_step
 
-SETTINGS = ("none", "selective", "full")
+SETTINGS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "selective": {"recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full"},
+}
+BLOCK = {"block": {"recompute_granularity": "full", "recompute_method": "block"}}
+"""The first layer of each stage."""
 FAMILIES = {"add_qkv_bias": True, "qk_layernorm": True, "window_size": "7,0"}
 ALONE: dict[str, dict[str, Any]] = {
     "fp32": {},
@@ -41,7 +47,7 @@ MEASURED: dict[str, dict[str, Any]] = {
 
 
 def run_of(changes: dict[str, Any], setting: str) -> RunConfig:
-    return small_run(**{"train_iters": 2, "num_layers": 2, **changes, "recompute_granularity": setting})
+    return small_run(**{"train_iters": 2, "num_layers": 2, **changes, **(SETTINGS | BLOCK)[setting]})
 
 
 def bits(config: RunConfig) -> list[Any]:
@@ -93,7 +99,7 @@ def measure(changes: dict[str, Any]) -> dict[str, Any]:
 
 def run_alone(rank: int, world_size: int) -> dict[str, Any]:
     found: dict[str, Any] = {
-        case: {setting: bits(run_of(changes, setting)) for setting in SETTINGS}
+        case: {setting: bits(run_of(changes, setting)) for setting in SETTINGS | BLOCK}
         for case, changes in ALONE.items()
     }
     return found | {"measured": {case: measure(changes) for case, changes in MEASURED.items()}}
@@ -101,7 +107,7 @@ def run_alone(rank: int, world_size: int) -> dict[str, Any]:
 
 def run_together(rank: int, world_size: int) -> dict[str, Any]:
     return {
-        case: {setting: bits(run_of(changes, setting)) for setting in ("none", "selective")}
+        case: {setting: bits(run_of(changes, setting)) for setting in ("none", "selective", "block")}
         for case, changes in TOGETHER.items()
     }
 
@@ -116,7 +122,7 @@ def together() -> list[dict[str, Any]]:
     return run_distributed(run_together, 2)
 
 
-@pytest.mark.parametrize("setting", ["selective", "full"])
+@pytest.mark.parametrize("setting", ["selective", "full", "block"])
 @pytest.mark.parametrize("case", ALONE)
 def test_recomputation_changes_no_bit(alone: dict, case: str, setting: str) -> None:
     assert alone[case][setting] == alone[case]["none"]
@@ -125,7 +131,7 @@ def test_recomputation_changes_no_bit(alone: dict, case: str, setting: str) -> N
 @pytest.mark.parametrize("case", TOGETHER)
 def test_recomputation_changes_no_bit_in_any_layout(together: list, case: str) -> None:
     for rank in together:
-        assert rank[case]["selective"] == rank[case]["none"]
+        assert rank[case]["selective"] == rank[case]["block"] == rank[case]["none"]
 
 
 @pytest.mark.parametrize("case", MEASURED)

@@ -1,4 +1,4 @@
-"""RoPE frequencies against transformers', to the bit."""
+"""RoPE frequencies and angles against transformers', to the bit."""
 
 import dataclasses
 import json
@@ -13,7 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from patch.config.hf_config import read_hf_config
 from patch.config.schema import ModelConfig
-from patch.model.rotary import attention_factor, inverse_frequencies
+from patch.distributed.zigzag import Zigzag
+from patch.model.rotary import RotaryAngles, attention_factor, inverse_frequencies
 
 
 @pytest.mark.parametrize(
@@ -89,3 +90,15 @@ def test_dynamic_frequencies_are_those_of_a_row_of_the_runs_length(tmp_path: Pat
     expected(torch.ones(1), torch.arange(length)[None])
     assert torch.equal(inverse_frequencies(model), expected.inv_freq)
     assert torch.equal(expected.inv_freq, expected.original_inv_freq) == (length <= 512)
+
+
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (2, 4)])
+def test_a_rank_has_the_angles_of_its_own_tokens_alone(rank: int, size: int) -> None:
+    config = small_run()
+    zigzag, length = Zigzag(rank, size), 4096
+    angles = RotaryAngles(inverse_frequencies(config.model), zigzag)(length)
+    assert angles.untyped_storage().nbytes() == length // size * config.model.kv_channels * 4
+    own = zigzag.cut(torch.arange(length), 0)[None]
+    cos, sin = hf_llama(config).model.rotary_emb(torch.ones(1), own)
+    assert torch.equal(angles[:, 0].cos(), cos.transpose(0, 1))
+    assert torch.equal(angles[:, 0].sin(), sin.transpose(0, 1))

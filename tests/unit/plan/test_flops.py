@@ -21,6 +21,7 @@ COUNTED: dict[str, dict[str, Any]] = {
     "none": {},
     "selective": {"recompute_granularity": "selective"},
     "full": {"recompute_granularity": "full", "recompute_num_layers": 2},
+    "block": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 3},
     "window": {"window_size": (6, 0)},
     "biases and head norms": {"add_qkv_bias": True, "qk_layernorm": True, "num_query_groups": 4},
 }
@@ -63,7 +64,7 @@ def test_flops_are_those_of_torchs_counter(counted: dict, name: str, kind: str) 
     lengths = [10, 22, 5, 27] if kind == "packed" else [32, 32]
     flops = flops_per_step(run_of(COUNTED[name]), sum(length**2 for length in lengths))
     assert counted[name, kind] == flops.hardware
-    assert (flops.hardware > flops.model) == (name in ("selective", "full"))
+    assert (flops.hardware > flops.model) == (name in ("selective", "full", "block"))
 
 
 def test_flops_by_hand() -> None:

@@ -1,5 +1,7 @@
 """Parameters against transformers' modules, FLOPs against torch's counter, bytes by hand."""
 
+import dataclasses
+
 import hf_families
 import pytest
 import torch
@@ -9,6 +11,7 @@ from patch.config.presets import PRESETS
 from patch.device import MachineFacts
 from patch.plan import (
     activation_bytes,
+    activation_peak,
     bytes_per_rank,
     describe_plan,
     flops_per_step,
@@ -18,6 +21,7 @@ from patch.plan import (
     peak_flops,
     total_parameters,
 )
+from patch.storage.sizes import size_text
 
 UNKNOWN = MachineFacts(0, 2)
 """A machine whose memory is not known."""
@@ -197,7 +201,7 @@ def test_description_splits_layers_that_do_not_divide():
     assert "layers      10 = 2 + 3 + 3 + 2 over the pipeline stages" in describe_plan(
         _run("8B", *flags), UNKNOWN
     )
-    assert "layers" not in describe_plan(_run("8B", "--pipeline-model-parallel-size=4"), UNKNOWN)
+    assert "layers     " not in describe_plan(_run("8B", "--pipeline-model-parallel-size=4"), UNKNOWN)
 
 
 def test_small_sizes_are_in_mib():
@@ -231,44 +235,73 @@ def test_a_rank_keeps_its_part_of_a_layers_activations():
     assert 4 * _activation_bytes(blocks)["full"] == whole["full"]
 
 
-TINY_BF16 = 16 * total_parameters(_run("tiny").model)
+TINY = total_parameters(_run("tiny").model)
+STATIC_HALF = ("--optimizer-offload-policy=static", "--optimizer-offload-fraction=0.5")
+AUTO = ("--optimizer-offload-policy=auto",)
 
 
 @pytest.mark.parametrize(
-    ("machine", "flags", "warning"),
-    [
-        (MachineFacts(0, 2, host_memory_bytes=TINY_BF16), (), None),
-        (
-            MachineFacts(0, 2, host_memory_bytes=TINY_BF16 - 1),
-            (),
-            "0.25 GiB of model state in the host memory of 1 process,",
-        ),
-        (
-            MachineFacts(0, 2, host_memory_bytes=TINY_BF16),
-            ("--nproc-per-node=2",),
-            "0.49 GiB of model state in the host memory of 2 processes, this machine has 0.25 GiB",
-        ),
-        (MachineFacts(2, 2, TINY_BF16, TINY_BF16), ("--nproc-per-node=2",), None),
-        (MachineFacts(1, 2, TINY_BF16 - 1, 1), (), "0.25 GiB of model state on a GPU that has 0.25 GiB"),
-        (
-            MachineFacts(1, 2, TINY_BF16, TINY_BF16 // 4),
-            ("--optimizer-offload-policy=static", "--optimizer-offload-fraction=0.5"),
-            "0.08 GiB of model state in the host memory of 1 process,",
-        ),
-        (MachineFacts(1, 2, TINY_BF16 // 2), ("--optimizer-offload-policy=auto",), None),
-        (
-            MachineFacts(1, 2, TINY_BF16 // 4),
-            ("--optimizer-offload-policy=auto",),
-            "0.09 GiB of model state on a GPU that has 0.06 GiB",
-        ),
-        (
-            MachineFacts(0, 2),
-            ("--optimizer-offload-policy=static", "--simulated-device-memory=1e6"),
-            "0.09 GiB of model state on a simulated device that has 0.95 MiB",
-        ),
-    ],
+    ("flags", "device_state", "host_state"),
+    [((), 16, 0), (STATIC_HALF, 11, 5), (AUTO, 6, 0), (("--nproc-per-node=2",), 16, 0)],
 )
-def test_more_than_fits_is_warned_of(machine, flags, warning):
-    text = describe_plan(_run("tiny", *flags), machine)
-    found = [line for line in text.splitlines() if line.startswith("warning")]
-    assert len(found) == (warning is not None) and (warning or "") in text
+def test_a_gpu_without_room_for_state_and_activations_is_warned_of(flags, device_state, host_state):
+    config = _run("tiny", *flags)
+    needed = device_state * TINY + activation_peak(config, 0, cuda=True).total
+    on_host = host_state * TINY
+    fits = MachineFacts(2, 2, needed, on_host + 1)
+    assert "warning" not in describe_plan(config, fits)
+    text = describe_plan(config, dataclasses.replace(fits, cuda_memory_bytes=needed - 1))
+    size = size_text(needed)
+    assert f"warning     {size} of model state and activations on a GPU that has {size}" in text
+    if on_host:
+        text = describe_plan(config, dataclasses.replace(fits, host_memory_bytes=on_host - 1))
+        assert f"warning     {size_text(on_host)} of model state in the host memory of 1 process," in text
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_host_without_room_for_its_processes_is_warned_of(processes):
+    config = _run("tiny", f"--nproc-per-node={processes}")
+    needed = processes * (16 * TINY + activation_peak(config, 0, cuda=False).total)
+    assert "warning" not in describe_plan(config, MachineFacts(0, 2, host_memory_bytes=needed))
+    text = describe_plan(config, MachineFacts(0, 2, host_memory_bytes=needed - 1))
+    what = f"{size_text(needed)} of model state and activations in the host memory of {processes} process"
+    assert f"warning     {what}" in text and f"this machine has {size_text(needed)}" in text
+
+
+def test_a_simulated_device_without_room_is_warned_of():
+    config = _run("tiny", *STATIC_HALF, "--simulated-device-memory=1e6")
+    assert "model state and activations on a simulated device that has 0.95 MiB" in describe_plan(
+        config, UNKNOWN
+    )
+
+
+def test_memory_of_transformers_order_is_that_of_the_state_alone():
+    text = describe_plan(_run("tiny", "--precision-align=eager"), MachineFacts(1, 2, 16 * TINY - 1))
+    assert "memory/rank" not in text
+    assert f"warning     {size_text(16 * TINY)} of model state on a GPU" in text
+
+
+def test_memory_of_a_rank_is_its_state_and_what_waits_for_backward():
+    """LLaMA-3 8B over four stages: the first one holds four micro-batches of eight layers."""
+    flags = ("--pipeline-model-parallel-size=4", "--nproc-per-node=4")
+    config = _run("8B", *flags, length=8192)
+    layers = 4 * 8 * _activation_bytes(config)[None]
+    text = describe_plan(config, MachineFacts(4, 2))
+    state = size_text(bytes_per_rank(config, 0).total)
+    assert f"at most on pipeline rank 0 of 4 = state {state} + activations" in text
+    assert f"(4 micro-batches in flight: layers {size_text(layers)}, loss and borders 0.00 MiB" in text
+    selective = _run("8B", *flags, "--recompute-granularity=selective", length=8192)
+    kept = activation_peak(selective, 0, cuda=True)
+    assert kept.layers == 4 * 8 * _activation_bytes(config)["selective"]
+
+
+def test_the_last_stage_keeps_the_gradients_of_the_loss():
+    config = _run("8B", "--pipeline-model-parallel-size=4", length=8192)
+    peak = activation_peak(config, 3, cuda=True)
+    tokens, hidden, vocabulary = 2 * 8192, 4096, 128256
+    gradients = 2 * hidden * (tokens + vocabulary)
+    norm = tokens * (2 * hidden + 4)
+    assert (peak.in_flight, peak.ends) == (1, gradients + norm)
+    logits = 4096 // 4 * vocabulary * (2 + 4)  # a chunk's logits have a quarter of the weight's elements
+    weight_sum = 4 * hidden * vocabulary
+    assert peak.transient == logits + weight_sum + 2 * 2 * tokens * hidden  # and two messages

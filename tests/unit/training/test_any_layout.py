@@ -35,19 +35,35 @@ class Place(NamedTuple):
     """Whether its sums have the order of one process."""
 
 
+PIPELINE = "pipeline_model_parallel_layout"
+ZERO_2 = {"data_parallel_sharding": "gradients"}
 OFFLOADED = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
 CHAIN = {
     "one": Place(1, {}),
-    "TP2 x PP2, interleaved, SP": Place(4, {"tp": 2, "pp": 2, "stage": 1, "sequence_parallel": True}, False),
+    "TP2 x PP2, interleaved by hand, SP": Place(
+        4, {"tp": 2, "pp": 2, PIPELINE: "Et|tt|t|L", "sequence_parallel": True}, False
+    ),
     "DP4, ZeRO-2, half offloaded": Place(
         4, {"dp": 4, "data_parallel_sharding": "gradients", "reduce_bucket_size": 9000, **OFFLOADED}
     ),
     "TP2 x DP2, replicated": Place(4, {"tp": 2, "dp": 2, "data_parallel_sharding": "none"}, False),
-    "PP2 x DP2, ZeRO-1": Place(4, {"pp": 2, "dp": 2, "data_parallel_sharding": "optimizer"}, False),
-    "TP2 x CP2, ZeRO-2": Place(
-        4, {"tp": 2, "cp": 2, "cp_comm_type": "p2p", "data_parallel_sharding": "gradients"}, False
+    "PP2 x DP2, accounted, ZeRO-1": Place(
+        4,
+        {"pp": 2, "dp": 2, "account_for_loss_in_pipeline_split": True, "data_parallel_sharding": "optimizer"},
+        False,
     ),
-    "PP3": Place(3, {"pp": 3}),
+    "TP2 x CP2 in the other order, ZeRO-2": Place(
+        4,
+        {
+            "tp": 2,
+            "cp": 2,
+            "rank_order": "cp-tp",
+            "cp_comm_type": "p2p",
+            "data_parallel_sharding": "gradients",
+        },
+        False,
+    ),
+    "PP3, by hand": Place(3, {"pp": 3, PIPELINE: "E|ttt|tL"}),
     "one again": Place(1, {"reduce_bucket_size": 50_000, **OFFLOADED, "optimizer_offload_fraction": 1.0}),
 }
 

@@ -59,7 +59,7 @@ CUT: dict[int, list[tuple[str, dict[str, Any]]]] = {
         ("packed", P2P | SP),
         ("plain", A2A | SP | FULL),
         ("packed window", P2P | VPP | FULL),
-        ("tied", A2A | {"pp": 2}),
+        ("tied", A2A | {"pp": 2, "rank_order": "pp-cp-tp-dp"}),
         ("packed window", A2A | {"dp": 2} | ZERO_2),
     ],
 }

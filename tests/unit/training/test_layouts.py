@@ -20,6 +20,10 @@ TP_BOUND = 2e-5
 TIED = {"untie_embeddings_and_output_weights": False}
 # Qwen's biases and head norms, Mistral's window, all at once.
 FAMILIES = {"add_qkv_bias": True, "qk_layernorm": True, "window_size": "7,0"}
+# Embedding and loss are stages of their own.
+ACCOUNTED = {
+    "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
+}  # fmt: skip
 # Micro-batches of a step: 2 are one group of the interleaved schedule, 4 two, 5 one of three and one of two.
 FOUR = {"global_batch_size": 8, "train_iters": 3}
 FIVE = {"global_batch_size": 10, "train_iters": 3}
@@ -51,6 +55,8 @@ RUNS = {
         "tp=2-sp-full": run_of(tp=2, sequence_parallel=True, recompute_granularity="full"),
         "tied-pp=2": run_of(pp=2, **TIED),
         "vpp=2": run_of(pp=2, stage=1),
+        "vpp=2-accounted": run_of(pp=2, stage=1, **ACCOUNTED),
+        "vpp=2-by-hand": run_of(pp=2, pipeline_model_parallel_layout="E|ttt|t|L", **TIED),
         "vpp=2-full": run_of(pp=2, stage=1, recompute_granularity="full"),
         "vpp=2-4": run_of(pp=2, stage=1, **FOUR),
         "vpp=2-5": run_of(pp=2, stage=1, **FIVE),
@@ -59,9 +65,15 @@ RUNS = {
         "families-tp=2": run_of(tp=2, **FAMILIES),
         "families-tp=2-sp": run_of(tp=2, sequence_parallel=True, **FAMILIES),
     },
-    3: {"pp=3": run_of(pp=3), "tied-pp=3": run_of(pp=3, **TIED)},
+    3: {
+        "pp=3": run_of(pp=3),
+        "tied-pp=3": run_of(pp=3, **TIED),
+        "pp=3-by-hand": run_of(pp=3, pipeline_model_parallel_layout="E|t*3|tL", recompute_granularity="full"),
+    },
     4: {
         "tp=2-pp=2": run_of(tp=2, pp=2),
+        "tp=2-pp=2-reversed": run_of(tp=2, pp=2, rank_order="pp-tp"),
+        "pp=2-dp=2-reversed": run_of(pp=2, dp=2, rank_order="tp-cp-ep-pp-dp"),
         "tp=2-pp=2-sp": run_of(tp=2, pp=2, sequence_parallel=True),
         "tied-tp=2-pp=2": run_of(tp=2, pp=2, **TIED),
         "pp=4-vpp=2-9": run_of(pp=4, stage=1, **NINE),
@@ -102,6 +114,11 @@ def test_loss_falls_and_clipping_triggers(results: dict) -> None:
         ("vpp=2-5", "one-5"),
         ("pp=4-vpp=2-9", "one-9"),
         ("tied-vpp=2", "tied-pp=2"),
+        ("vpp=2-accounted", "one"),
+        ("vpp=2-by-hand", "tied-pp=2"),
+        ("pp=3-by-hand", "one"),
+        ("pp=2-dp=2-reversed", "one"),
+        ("tp=2-pp=2-reversed", "tp=2-pp=2"),
     ],
 )
 def test_losses_are_bitwise_alike(results: dict, name: str, alike: str) -> None:

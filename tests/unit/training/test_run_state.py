@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from training_runs import build_seeded_run
 
-from patch.training.run_state import Progress, find_progress, load_weights, resume, save
+from patch.distributed.groups import shutdown
+from patch.training.run_state import Progress, find_progress, load_weights, resume, save, state_to_save
 from patch.training.step import train_step
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -47,6 +50,25 @@ def exchange(rank: int, world_size: int, folder: Path) -> dict[tuple[str, str], 
             found[theirs, ours] = (differing, train_step(run, 0).loss)
             new_job()
     return found
+
+
+def layouts_of_orders(rank: int, world_size: int) -> list[dict[str, int | str]]:
+    """What a checkpoint of ranks in each order says of its layout; one of four ranks, which never talk."""
+    dist.destroy_process_group()
+    found = []
+    for order in ("tp-cp-dp-pp", "pp-tp", "tp-cp-pp-dp"):
+        dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=4)
+        run = build_seeded_run(small_run(tp=2, pp=2, rank_order=order))
+        found.append(state_to_save(Progress(0, 0), run.stages, run.optimizer, "")[1]["layout"])
+        shutdown()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # the runner leaves one
+    return found
+
+
+def test_checkpoint_knows_the_order_of_its_ranks_for_their_random_generators() -> None:
+    (found,) = run_distributed(layouts_of_orders, 1)
+    assert [layout.get("order") for layout in found] == [None, "pp-tp", None]
+    assert found[0] == found[2] and found[0]["PP"] == 2
 
 
 def resume_over_damage(rank: int, world_size: int, folder: Path) -> tuple[Progress | None, list[str], bool]:

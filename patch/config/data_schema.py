@@ -1,0 +1,77 @@
+"""The section `data` of a run: data set, tokenizer and evaluation (see `schema.py`).
+
+Imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from patch.config.choices import DatasetType, InputJoin, LongSamples, TokenizerType, TrainOn
+from patch.config.flag_field import flag
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataConfig:
+    """Data set, tokenizer and evaluation."""
+
+    dataset_type: DatasetType = flag(
+        "idxmap: .bin/.idx for pre-training, or Pai-Megatron-Patch's for --sft; raw: JSON rows (with --sft)",
+        "idxmap",
+    )
+    train_data_path: str = flag(
+        "raw: a file, folder or glob of JSON, JSONL, .gz, .zst or parquet; idxmap: path prefix of .bin/.idx; "
+        "several: 'WEIGHT PATH WEIGHT PATH ...' or 'PATH PATH ...'"
+    )
+    valid_data_path: str | None = flag("the same for evaluation; none: no evaluation", None, none="none")
+    max_padding_length: int = flag("raw samples are padded and truncated to this many tokens", at_least=1)
+    tokenizer_type: TokenizerType = flag("where the tokenizer comes from", "PretrainedFromHF")
+    tokenizer_name_or_path: str | None = flag(
+        "folder of a Hugging Face tokenizer, or org/name; none: that of --load", None, none="none"
+    )
+    columns: str | None = flag(
+        "names of the rows' keys where they are not the usual ones: instruction=question,output=answer; none",
+        None,
+        none="none",
+    )
+    alpaca_input_join: InputJoin = flag(
+        "between alpaca's instruction and input: newline, or empty as Pai-Megatron-Patch has it", "newline"
+    )
+    chat_template: str | None = flag(
+        "chatml, llama3, alpaca, plain, or a .jinja file; none: the tokenizer's own", None, none="none"
+    )
+    train_on: TrainOn = flag("turns of the assistant that are learned", "all")
+    allow_special_tokens: bool = flag(
+        "special tokens that a row's text spells out are encoded as such, not as text", False
+    )
+    long_samples: LongSamples = flag(
+        "raw samples over --max-padding-length are cut at an end, split, or dropped", "cut-end"
+    )
+    max_dropped_share: float = flag(
+        "the run stops if a larger share of a set's rows is dropped", 0.1, at_least=0, at_most=1
+    )
+    packing: bool = flag("several raw samples in one sequence of --max-padding-length tokens", False)
+    cache_dir: str | None = flag(
+        "folder of tokenized sets, shared by runs; default: llama-megatron-patch in the user's cache folder",
+        None,
+        none="default",
+    )
+    data_workers: int | None = flag(
+        "processes that tokenize on each machine; 0: one for each core", None, none=0, at_least=0
+    )
+    data_prefetch: int = flag("steps whose batches are read ahead in the background; 0: none", 2, at_least=0)
+    split: str | None = flag(
+        "idxmap: shares of each set's documents for training, validation and neither, such as 99,1,0; none: "
+        "all of them for training",
+        None,
+        none="none",
+    )
+    reset_position_ids: bool = flag(
+        "idxmap: positions start again after each end of document; with --reset-attention-mask", False
+    )
+    reset_attention_mask: bool = flag("idxmap: no attention over an end of document", False)
+    eod_mask_loss: bool = flag("idxmap: what follows an end of document is not learned", False)
+    eval_interval: int | None = flag("steps between evaluations; 0: none", 100, none=0, at_least=0)
+    eval_iters: int | None = flag(
+        "most global batches of one evaluation of a set; 0: the whole set", None, none=0, at_least=0
+    )

@@ -1,0 +1,73 @@
+"""How many layers each pipeline stage has: by the rule of `split_layers`, or as a layout by hand says.
+
+Imports neither torch nor megatron.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NoReturn
+
+from patch.errors import ConfigError
+
+_REPETITIONS = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
+"""First of groups, then of single letters, as megatron-core expands them."""
+_MAX_LETTERS = 100_000
+_FORM = "a form such as Et*3|t*4|t*4L: E embedding, t layer, L loss, | between stages, (t|)*3 for repeats"
+
+
+def split_layers(
+    num_layers: int, num_stages: int, *, with_embedding: bool = False, with_loss: bool = False
+) -> list[int]:
+    """Layers of each pipeline stage in the order in which a batch passes them.
+
+    If asked for, the embedding counts as a layer of the first stage, and output layer and loss as one of the
+    last. If the sum does not divide evenly, the middle stages get the remaining layers first, because the
+    first stage also has the embedding, and the last stage the output layer. If it does, this is Megatron-LM's
+    split.
+
+    Args:
+        num_layers: transformer layers of the model.
+        num_stages: stages over all pipeline ranks, interleaved ones included; at most what is counted.
+        with_embedding: `--account-for-embedding-in-pipeline-split`.
+        with_loss: `--account-for-loss-in-pipeline-split`.
+    """
+    fewest, num_remaining = divmod(num_layers + with_embedding + with_loss, num_stages)
+    middle_first = [*range(1, num_stages - 1), 0, num_stages - 1]
+    layers = [fewest + (stage in middle_first[:num_remaining]) for stage in range(num_stages)]
+    layers[0] -= with_embedding
+    layers[-1] -= with_loss
+    return layers
+
+
+def layout_layers(layout: str) -> list[int]:
+    """Layers of each pipeline stage of a layout in Megatron-LM's spelling, such as `Et*3|t*4|t*4L`.
+
+    Raises:
+        ConfigError: the text is no layout, or one with stages that cannot be built.
+    """
+    letters = layout.replace(",", "")
+    for repetition in _REPETITIONS:
+        if sum(len(match[1]) * float(match[2]) for match in repetition.finditer(letters)) > _MAX_LETTERS:
+            _refuse(layout, f"at most {_MAX_LETTERS} letters", "it repeats something too often")
+        letters = repetition.sub(lambda match: match[1] * int(match[2]), letters)
+    if "m" in letters:
+        _refuse(layout, "no m", "layers that predict several tokens (MTP) are not built")
+    if unknown := sorted(set(letters) - set("EtL|")):
+        _refuse(layout, _FORM, f"{' '.join(unknown)} has no meaning here")
+    if letters.count("E") != 1 or letters.count("L") != 1 or letters[0] != "E" or letters[-1] != "L":
+        why = "the first stage begins with the embedding, and the last one ends with the loss"
+        _refuse(layout, _FORM, why)
+    stages = letters.split("|")
+    if "" in stages:
+        _refuse(layout, _FORM, f"stage {stages.index('') + 1} of {len(stages)} would be empty")
+    return [stage.count("t") for stage in stages]
+
+
+def _refuse(layout: str, expected: str, why: str) -> NoReturn:
+    raise ConfigError(f"got {layout}, expected {expected}: {why}", field="pipeline_model_parallel_layout")
+
+
+def layout_text(stage_layers: list[int]) -> str:
+    """The layout of stages with these numbers of layers, for `layout_layers`."""
+    return "E" + "|".join(f"t*{layers}" if layers > 1 else "t" * layers for layers in stage_layers) + "L"

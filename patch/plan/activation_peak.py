@@ -1,0 +1,183 @@
+"""The most memory that activations take on each process of a pipeline, over all passes of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from patch.config import RunConfig
+from patch.config.activation_layers import stage_activations
+from patch.plan.activations import activation_bytes, final_norm_bytes
+from patch.plan.loss import loss_bytes
+from patch.plan.memory import state_on_device
+from patch.plan.pipeline import Moment, Schedule, moments
+
+_FP32 = 4
+
+
+class ActivationPeak(NamedTuple):
+    """Bytes of one process at its worst moment."""
+
+    layers: int
+    """What layers keep for backward, of all micro-batches in flight."""
+    ends: int
+    """What the last norm and the loss keep, and interleaved stages of their outputs."""
+    transient: int
+    """What the pass itself allocates, with what travels between stages."""
+    in_flight: int
+    """Micro-batches in flight, counted in each stage of the process."""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all."""
+        return self.layers + self.ends + self.transient
+
+
+class RankMemory(NamedTuple):
+    """Bytes on the device of one process."""
+
+    pp_rank: int
+    state: int
+    """Model state, without optimizer states that `auto` places."""
+    activations: ActivationPeak
+
+    @property
+    def total(self) -> int:
+        """Model state and activations together."""
+        return self.state + self.activations.total
+
+
+class StageBytes(NamedTuple):
+    """Bytes of one micro-batch in one pipeline stage."""
+
+    layers: int
+    """Kept by the layers from forward to backward."""
+    ends: int
+    """Kept besides."""
+    forward: int
+    """Allocated by forward at its worst moment, beyond what is kept."""
+    backward: int
+    """The same of backward."""
+    embedding: int
+    """The gradient of the embedding's weight, when nothing else of the micro-batch is left."""
+
+    @property
+    def kept(self) -> int:
+        """Bytes from forward to backward."""
+        return self.layers + self.ends
+
+
+def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
+    """The pipeline rank that needs the most memory for model state and activations together.
+
+    Args:
+        config: the run, without `--precision-align`, which keeps more.
+        cuda: whether it runs on GPUs.
+    """
+    ranks = (
+        RankMemory(rank, state_on_device(config, rank), activation_peak(config, rank, cuda=cuda))
+        for rank in range(config.parallel.pipeline_model_parallel_size)
+    )
+    return max(ranks, key=lambda rank: rank.total)
+
+
+def activation_peak(config: RunConfig, pp_rank: int, *, cuda: bool) -> ActivationPeak:
+    """Activations of a process of this pipeline rank.
+
+    Args:
+        config: the run, without `--precision-align`.
+        pp_rank: the process's place in the pipeline.
+        cuda: whether it runs on a GPU.
+    """
+    schedule = Schedule.of(config)
+    stages = [
+        stage_bytes(config, chunk * schedule.pp_size + pp_rank, cuda=cuda)
+        for chunk in range(schedule.vp_size)
+    ]
+    peaks = (peak for moment in moments(schedule, pp_rank) for peak in _peaks_of(moment, stages))
+    return max(peaks, key=lambda peak: (peak.total, peak.in_flight))
+
+
+def _peaks_of(moment: Moment, stages: list[StageBytes]) -> Iterator[ActivationPeak]:
+    """The worst moments of one pass."""
+    counts, own = moment.in_flight, stages[moment.chunk]
+    layers = sum(count * stage.layers for count, stage in zip(counts, stages, strict=True))
+    ends = sum(count * stage.ends for count, stage in zip(counts, stages, strict=True))
+    transient = own.forward if moment.is_forward else own.backward
+    yield ActivationPeak(layers, ends, transient, sum(counts))
+    if not moment.is_forward and own.embedding:
+        yield ActivationPeak(layers - own.layers, ends - own.ends, own.embedding, sum(counts) - 1)
+
+
+def stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> StageBytes:
+    """Bytes of one micro-batch in a pipeline stage.
+
+    Args:
+        config: the run, without `--precision-align`.
+        stage: its number in the order of the model.
+        cuda: whether it runs on a GPU.
+    """
+    parallel, training, model = config.parallel, config.training, config.model
+    size = _FP32 if training.precision == "fp32" else 2
+    tp_size, last = parallel.tensor_model_parallel_size, len(config.stage_layers) - 1
+    tokens = training.micro_batch_size * config.sample_length // parallel.context_parallel_size
+    hidden = tokens * model.hidden_size * size
+    boundary = hidden // tp_size if parallel.sequence_parallel else hidden
+    # The gradients of gate and up; with SP the MLP's gathered input and its gradient.
+    gradients = tokens * 2 * model.ffn_hidden_size // tp_size * size
+    gradients += 2 * hidden if parallel.sequence_parallel else 0
+    layers = _layers_of(config, config.stage_layers[stage], boundary, cuda=cuda)
+    kept, backward = sum(layer.kept for layer in layers), _backward(layers) + gradients
+    ends, forward = 0, 0
+    if stage == last:
+        loss = loss_bytes(config, cuda=cuda)
+        norm = final_norm_bytes(model, parallel, training, length=config.sample_length, cuda=cuda)
+        ends = loss.kept + norm
+        forward = loss.transient
+    elif config.virtual_pipeline_size > 1:  # only 1F1B frees them once they are sent
+        ends = boundary
+    travelling = 2 * boundary if last else 0
+    rows = config.padded_vocab_size // tp_size
+    embedding = rows * model.hidden_size * size if stage == 0 else 0
+    return StageBytes(kept, ends, forward + travelling, backward + travelling, embedding)
+
+
+class _LayerBytes(NamedTuple):
+    kept: int
+    """On the device from forward to backward."""
+    back: int
+    """What its own backward has in addition: computed again, or come back from the host."""
+
+
+def _layers_of(config: RunConfig, num_layers: int, boundary: int, *, cuda: bool) -> list[_LayerBytes]:
+    """The layers of a stage, or its blocks of recomputed layers, in the order of forward.
+
+    Args:
+        config: the run.
+        num_layers: of the stage.
+        boundary: bytes of a layer's input.
+        cuda: whether the layers are on a GPU.
+    """
+    training = config.training
+    sections = config.model, config.parallel, training
+    of_layer = activation_bytes(*sections, length=config.sample_length, cuda=cuda)
+    granularity, whole = training.recompute_granularity, of_layer[None]
+    if granularity == "full" and training.recompute_method == "uniform":
+        block = training.recompute_num_layers
+        return [_LayerBytes(boundary, block * whole - boundary)] * (num_layers // block)
+    split = stage_activations(num_layers, training)
+    kept = of_layer["selective"] if granularity == "selective" else whole
+    return [
+        *[_LayerBytes(0, whole)] * split.offloaded,
+        *[_LayerBytes(boundary, whole - boundary)] * split.recomputed,
+        *[_LayerBytes(kept, whole - kept)] * split.kept,
+    ]
+
+
+def _backward(layers: list[_LayerBytes]) -> int:
+    """The most bytes of these layers that exist during backward beyond what they keep in all."""
+    most, freed = 0, 0
+    for layer in reversed(layers):
+        most = max(most, layer.back - freed)
+        freed += layer.kept
+    return most

@@ -1,0 +1,75 @@
+"""The plan of the pipeline as text: its bubble, and the memory of its heaviest rank."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from patch.config import RunConfig
+from patch.device import MachineFacts
+from patch.plan.activation_peak import heaviest_rank
+from patch.plan.balance import better_split, stage_work, step_timing
+from patch.plan.flops import output_in_layers
+from patch.plan.memory import needed_bytes
+from patch.plan.pipeline import Schedule
+from patch.storage.sizes import counted, size_text
+
+_INDENT = " " * 12
+_ROUNDED = 0.0005
+"""A difference that one digit of a percentage does not show."""
+
+
+def bubble_lines(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """Idle time of the pipeline by its schedule, and the stage that is to blame; nothing without stages."""
+    schedule = Schedule.of(config)
+    if schedule.pp_size == 1:
+        return
+    has_several = schedule.vp_size > 1
+    stages, count = (f"VPP {schedule.vp_size} x ", "({})") if has_several else ("", "{}")
+    equal = f"(PP - 1) / {count.format(f'{stages}{schedule.num_micro_batches} micro-batches')}"
+    timing = step_timing(config)
+    if timing.bubble <= 1.01 * schedule.formula + _ROUNDED:
+        yield f"bubble      {timing.bubble:.1%} of the computing time = {equal}"
+        return
+    yield (
+        f"bubble      {timing.bubble:.1%} of the computing time; if all stages took equally long, "
+        f"{equal} = {schedule.formula:.1%}"
+    )
+    work = stage_work(config).layers
+    heaviest = max(range(len(work)), key=lambda stage: work[stage])
+    yield (
+        f"{_INDENT}stage {heaviest + 1} of {len(work)} is the heaviest: the work of {work[heaviest]:.1f} "
+        f"layers, {sum(work) / len(work):.1f} on average (output layer and loss: "
+        f"{output_in_layers(config):.1f})"
+    )
+    if split := better_split(config, machine):
+        saved = 1 - split.timing.step / timing.step
+        yield f"{_INDENT}{split.flags} would idle {split.timing.bubble:.1%} and take {saved:.1%} less time"
+
+
+def memory_lines(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """Memory of the heaviest rank; none for `--precision-align`, which keeps more."""
+    if config.model.precision_align is not None:
+        return
+    rank = heaviest_rank(config, cuda=bool(machine.cuda_devices))
+    kept = rank.activations
+    pp_size = config.parallel.pipeline_model_parallel_size
+    where = f" on pipeline rank {rank.pp_rank} of {pp_size}" if pp_size > 1 else ""
+    in_flight = counted(kept.in_flight, "micro-batch") + " in flight"
+    if config.virtual_pipeline_size > 1:
+        in_flight = f"{in_flight} through {config.virtual_pipeline_size} stages"
+    yield (
+        f"memory/rank {size_text(rank.total)} at most{where} = state {size_text(rank.state)} "
+        f"+ activations {size_text(kept.total)} ({in_flight}: layers {size_text(kept.layers)}, "
+        f"loss and borders {size_text(kept.ends)}, the running pass {size_text(kept.transient)})"
+    )
+
+
+def memory_needed(config: RunConfig, machine: MachineFacts) -> tuple[int, int, str]:
+    """Bytes on the device of one process, and in the host memory of one machine; and what they consist of."""
+    on_device, on_host = needed_bytes(config, machine)
+    if config.model.precision_align is not None:
+        return on_device, on_host, "model state"
+    rank = heaviest_rank(config, cuda=bool(machine.cuda_devices))
+    if not machine.cuda_devices:
+        on_host += rank.activations.total * config.parallel.nproc_per_node
+    return rank.total, on_host, "model state and activations"

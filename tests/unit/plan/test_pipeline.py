@@ -1,0 +1,123 @@
+"""The simulated schedule against the formulas where they hold, and by hand where they do not."""
+
+import dataclasses
+
+import pytest
+from small_runs import small_run
+
+from patch.config import RunConfig
+from patch.config.pipeline_stages import layout_text
+from patch.device import MachineFacts
+from patch.plan import describe_plan, flops_per_step
+from patch.plan.balance import better_split, stage_work, step_timing
+from patch.plan.pipeline import Schedule, micro_batch_group, simulate
+
+CPU = MachineFacts(0, 2)
+SIZES = [(pp, vp, count) for pp in (2, 3, 4, 8) for vp in (1, 2, 3) for count in (pp, pp + 1, 2 * pp, 37)]
+
+
+def schedule_of(pp_size: int, vp_size: int, count: int) -> Schedule:
+    return Schedule(pp_size, vp_size, count, micro_batch_group(count, pp_size))
+
+
+@pytest.mark.parametrize(("pp_size", "vp_size", "count"), SIZES)
+def test_the_bubble_of_equal_stages_is_that_of_the_formula(pp_size: int, vp_size: int, count: int) -> None:
+    stages = pp_size * vp_size
+    timing = simulate(schedule_of(pp_size, vp_size, count), [1.0] * stages, [2.0] * stages)
+    assert timing.bubble == pytest.approx((pp_size - 1) / (vp_size * count))
+    assert timing.computing == pytest.approx([3.0 * vp_size * count] * pp_size)
+
+
+def test_fewer_micro_batches_than_stages_still_pass_all_of_them() -> None:
+    timing = simulate(schedule_of(4, 1, 2), [1.0] * 4, [2.0] * 4)
+    assert timing.step == 3 * (4 + 2 - 1)
+    assert timing.bubble == pytest.approx(3 / 2)
+
+
+def test_the_slowest_stage_sets_the_pace() -> None:
+    """By hand: the slow last stage gets an input at 1 and works without a gap; one backward follows."""
+    timing = simulate(schedule_of(2, 1, 5), [1.0, 2.0], [2.0, 4.0])
+    assert timing.step == 1 + 5 * 6 + 2
+    assert timing.bubble == pytest.approx((2 * 33 - 45) / 45)
+
+
+def test_a_slow_first_stage_of_several_interleaved_ones_is_waited_for() -> None:
+    """Two processes of two stages, two micro-batches a and b, drawn by hand (F0a: forward of stage 0).
+
+    Process 0: F0a 0-2, F0b 2-4, F2a 4-5, F2b 5-6, B2a 7-8, B2b 9-10, B0a 10-12, B0b 12-14.
+    Process 1: F1a 2-3, F1b 4-5, F3a 5-6, B3a 6-7, F3b 7-8, B3b 8-9, B1a 9-10, B1b 10-11.
+    """
+    timing = simulate(schedule_of(2, 2, 2), [2.0, 1.0, 1.0, 1.0], [2.0, 1.0, 1.0, 1.0])
+    assert (timing.step, timing.computing) == (14, [12, 8])
+
+
+def test_work_is_counted_as_flops_are() -> None:
+    config = small_run(pp=2, num_layers=5, recompute_granularity="full")
+    work = stage_work(config)
+    computed = sum(work.forward) + sum(work.backward)
+    model, hardware = flops_per_step(config)
+    assert sum(work.layers) - 5 == pytest.approx(sum(work.forward) - 5 + 5 / 3)
+    of_output = sum(work.forward) - 5
+    assert computed / (3 * (5 + of_output)) == pytest.approx(hardware / model)
+
+
+def text_of(**changes: object) -> str:
+    return describe_plan(small_run(**changes), CPU)
+
+
+SMALL_OUTPUT = {"vocab_size": 16, "ffn_hidden_size": 4096, "global_batch_size": 16}
+
+
+def test_description_says_the_bubble_by_the_formula() -> None:
+    assert "12.5% of the computing time = (PP - 1) / 8 micro-batches" in text_of(pp=2, **SMALL_OUTPUT)
+    interleaved = text_of(pp=2, stage=1, **SMALL_OUTPUT)
+    assert "6.3% of the computing time = (PP - 1) / (VPP 2 x 8 micro-batches)" in interleaved
+    assert "bubble" not in text_of(**SMALL_OUTPUT)
+
+
+def test_description_names_the_heaviest_stage() -> None:
+    config = small_run(pp=2, global_batch_size=16)
+    text = describe_plan(config, CPU)
+    heaviest = stage_work(config).layers[1]
+    assert f"bubble      {step_timing(config).bubble:.1%} of the computing time; if all stages" in text
+    assert f"stage 2 of 2 is the heaviest: the work of {heaviest:.1f} layers" in text
+
+
+def with_layout(layout: str | None, **changes: object) -> RunConfig:
+    own = {} if layout is None else {"pipeline_model_parallel_layout": layout}
+    return small_run(pp=4, num_layers=16, global_batch_size=64, **own, **changes)
+
+
+@pytest.mark.parametrize("vocab_size", [2000, 4000, 8000])
+def test_the_better_split_is_the_best_of_all(vocab_size: int) -> None:
+    """Against every layout of 16 layers over 4 stages that has a layer in each."""
+    config = with_layout(None, vocab_size=vocab_size)
+    split = better_split(config, CPU)
+    cuts = [
+        (first, second, third, 16 - first - second - third)
+        for first in range(1, 14) for second in range(1, 14) for third in range(1, 14)
+        if first + second + third < 16
+    ]  # fmt: skip
+    output = stage_work(config).forward[-1] - 4
+    heaviest = [max(*cut[:3], cut[3] + output) for cut in cuts]
+    assert split is not None
+    fastest = [
+        step_timing(with_layout(layout_text(list(cut)), vocab_size=vocab_size)).step
+        for cut, weight in zip(cuts, heaviest, strict=True)
+        if weight < min(heaviest) + 1
+    ]
+    assert split.timing.step <= 1.01 * min(fastest) < step_timing(config).step
+    assert f"{split.flags} would idle" in describe_plan(config, CPU)
+
+
+def test_stages_that_are_even_get_no_advice() -> None:
+    assert better_split(small_run(pp=2, **SMALL_OUTPUT), CPU) is None
+
+
+def test_a_split_that_rules_refuse_is_not_named() -> None:
+    """Blocks of two layers divide no stage of three."""
+    blocks = {"recompute_granularity": "full", "recompute_num_layers": 2}
+    config = small_run(pp=2, num_layers=4, vocab_size=1000, global_batch_size=16)
+    assert better_split(config, CPU).flags == "--account-for-loss-in-pipeline-split"  # three and one
+    in_blocks = dataclasses.replace(config, training=dataclasses.replace(config.training, **blocks))
+    assert better_split(in_blocks, CPU) is None

@@ -1,0 +1,164 @@
+"""Steps as they run, against the plan: the order of passes, what waits for backward, the allocator's peak."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+from weakref import WeakSet, finalize
+
+import pytest
+import torch
+from distributed_runner import new_job, run_distributed
+from small_runs import small_run
+from training_runs import build_seeded_run
+
+from patch.config.schema import RunConfig
+from patch.plan import activation_peak
+from patch.plan.pipeline import Schedule
+from patch.training.setup import Run
+from patch.training.step import run_schedule, train_step
+from toolkits.benchmarks._allocated import peak_bytes
+
+EIGHT = {"num_layers": 8}
+CASES: dict[str, dict[str, Any]] = {
+    "fewer micro-batches than stages": {"pp": 4, "global_batch_size": 4},
+    "1F1B": {"pp": 4, "global_batch_size": 12, "num_layers": 6},
+    "interleaved, one group": {"pp": 4, "stage": 1, "global_batch_size": 8, **EIGHT},
+    "interleaved, two groups": {"pp": 4, "stage": 1, "global_batch_size": 18, **EIGHT},
+    "selective, bf16": {
+        "pp": 2, "stage": 2, "dp": 2, "global_batch_size": 20, "precision": "bf16",
+        "recompute_granularity": "selective", **EIGHT,
+    },
+    "sequence parallel": {"pp": 2, "tp": 2, "sequence_parallel": True, "global_batch_size": 6},
+}  # fmt: skip
+WIDE = {
+    "hidden_size": 256, "ffn_hidden_size": 704, "num_attention_heads": 8, "kv_channels": 32, "num_layers": 3,
+    "max_padding_length": 512, "seq_length": 512, "global_batch_size": 2,
+}  # fmt: skip
+ALONE: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16, selective": {"precision": "bf16", "recompute_granularity": "selective"},
+    "full": {"recompute_granularity": "full"},
+    "bf16, blocks of 3": {"precision": "bf16", "recompute_granularity": "full", "recompute_num_layers": 3},
+    "2 of 3 layers": {
+        "recompute_granularity": "full",
+        "recompute_method": "block",
+        "recompute_num_layers": 2,
+    },
+    "bf16, loss in chunks": {"precision": "bf16", "vocab_size": 32000, "num_layers": 1},
+}
+
+
+class Observed:
+    """The passes of a rank's stages, and the most bytes that wait for backward at the end of a forward."""
+
+    def __init__(self, run: Run) -> None:
+        self.passes: list[tuple[bool, int]] = []
+        self.peak = 0
+        self._parameters = {p.untyped_storage()._cdata for stage in run.stages for p in stage.parameters()}
+        self._saved: dict[int, tuple[int, torch.UntypedStorage]] = {}
+        self._outputs: WeakSet[torch.Tensor] = WeakSet()
+        self._frees_outputs = len(run.stages) == 1
+        for chunk, stage in enumerate(run.stages):
+            stage.register_forward_hook(lambda module, args, output, chunk=chunk: self._see(chunk, output))
+
+    def _see(self, chunk: int, output: torch.Tensor) -> None:
+        self.passes.append((True, chunk))
+        output.register_hook(lambda gradient: self.passes.append((False, chunk)))
+        if output.dim() and not self._frees_outputs:
+            self._outputs.add(output)
+        # At the end of a forward: selective recomputation frees what autograd has saved.
+        storages = [storage for _, storage in self._saved.values()]
+        storages += [kept.untyped_storage() for kept in self._outputs]
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in storages))
+
+    @contextmanager
+    def saved_tensors(self) -> Iterator[None]:
+        def pack(tensor: torch.Tensor) -> Any:
+            storage = tensor.untyped_storage()
+            key = storage._cdata
+            if key in self._parameters:
+                return [tensor]
+            self._saved[key] = self._saved.get(key, (0, storage))[0] + 1, storage
+            handle = _Holder(tensor)
+            finalize(handle, self._drop, key)
+            return handle
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda holder: holder[0]):
+            yield
+
+    def _drop(self, key: int) -> None:
+        count, storage = self._saved.pop(key)
+        if count > 1:
+            self._saved[key] = count - 1, storage
+
+
+class _Holder(list):
+    """Autograd's only reference to a tensor that it saved."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        super().__init__([tensor])
+
+
+def config_of(case: str) -> RunConfig:
+    return small_run(**CASES[case])
+
+
+def observe(rank: int, world_size: int) -> dict[str, tuple[int, list, int]]:
+    """By case: the pipeline rank, its passes, and the most bytes that waited for backward."""
+    found = {}
+    for case in CASES:
+        run = build_seeded_run(config_of(case))
+        observed = Observed(run)
+        with observed.saved_tensors():
+            train_step(run, 0)
+        found[case] = run.groups.pp.rank(), observed.passes, observed.peak
+        new_job()
+    return found
+
+
+def allocate(rank: int, world_size: int) -> dict[str, int]:
+    """By case: the most bytes that the passes of a step allocate at once."""
+    found = {}
+    for case, changes in ALONE.items():
+        run = build_seeded_run(small_run(**WIDE | changes))
+        batches = run.train_reader.step(0)
+        run.optimizer.zero_grad(1e-3)
+        passes = partial(run_schedule, run, batches, 100.0, loss_scale=1.0)
+        found[case] = peak_bytes(lambda passes=passes: passes() and None, run.device)
+        run.optimizer.finish_grad_sync()
+        new_job()
+    return found
+
+
+@pytest.fixture(scope="module")
+def allocated() -> dict[str, int]:
+    return run_distributed(allocate, 1)[0]
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, tuple[int, list, int]]]:
+    return run_distributed(observe, 4)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_passes_are_in_the_order_of_the_plan(ranks: list, case: str) -> None:
+    schedule = Schedule.of(config_of(case))
+    for found in ranks:
+        pp_rank, passes, _ = found[case]
+        assert passes == [(one.is_forward, one.chunk) for one in schedule.passes(pp_rank)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_plan_says_what_waits_for_backward(ranks: list, case: str) -> None:
+    config = config_of(case)
+    for found in ranks:
+        pp_rank, _, peak = found[case]
+        planned = activation_peak(config, pp_rank, cuda=False)
+        assert planned.layers + planned.ends == pytest.approx(peak, rel=0.01)
+
+
+@pytest.mark.parametrize("case", ALONE)
+def test_the_plan_is_close_to_what_the_allocator_gives(allocated: dict, case: str) -> None:
+    planned = activation_peak(small_run(**WIDE | ALONE[case]), 0, cuda=False)
+    assert planned.total == pytest.approx(allocated[case], rel=0.07)
