@@ -74,7 +74,9 @@ class ParallelConfig:
     )
     sequence_parallel: bool = flag("cut norms and residuals along the sequence over TP", False)
     tp_comm_overlap: bool | None = flag(
-        "TP: messages travel in pieces while matrix products are computed; auto: on CPUs", None, none="auto"
+        "TP: messages travel in pieces while products are computed; auto, the default: on CPUs",
+        None,
+        none="auto",
     )
     use_distributed_optimizer: bool = flag("shard optimizer states over replicas (ZeRO-1)", False)
     overlapped_distributed_optimizer: bool = flag(

@@ -25,9 +25,9 @@ import torch.distributed as dist
 from patch.distributed.async_collectives import Pending, start_all_reduce, start_swap
 
 _PIECES = 2
-"""Into how many pieces the rows of one rank are cut: with one, half of the product at TP=2 hides no message."""
+"""Into how many the rows of a rank are cut: with one, half of the product at TP=2 would hide no message."""
 _LEAST_ROWS, _LEAST_BYTES = 16, 2**16
-"""Of a piece: below, products and messages are slow; and for few rows MKL has kernels that give other bits."""
+"""Of a piece: smaller ones are slow, and for products of few rows MKL has kernels that give other bits."""
 _IN_FLIGHT = 2
 """Messages that a gather has started before it waits for the first."""
 

@@ -1,4 +1,4 @@
-"""megatron-core's linear layers with their tensor-parallel messages cut in pieces, which overlap with products.
+"""megatron-core's linear layers, whose tensor-parallel messages travel in pieces while products are computed.
 
 Upstream's layers wait for messages in forward: with sequence parallelism (SP) for a gather before the column
 layers, and for a reduce-scatter after the row layers, without it for an all-reduce there. Here a product is
