@@ -37,6 +37,9 @@ class MachineFacts:
     gpu_nodes: tuple[int, ...] = ()
     """The NUMA node of each GPU; -1 if not known."""
 
+    cuda_name: str = ""
+    """The first GPU's name, as its driver reports it."""
+
     @staticmethod
     def probe() -> MachineFacts:
         """Look at this machine; imports torch to count the GPUs, if there is a CUDA driver."""
@@ -52,6 +55,7 @@ class MachineFacts:
             cuda_memory_bytes=gpus[0].total_memory if gpus else 0,
             host_memory_bytes=host,
             compute_capability=gpus[0].major if gpus else 0,
+            cuda_name=gpus[0].name if gpus else "",
             gpu_nodes=tuple(
                 numa_node(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)  # type: ignore[attr-defined]
                 for gpu in gpus

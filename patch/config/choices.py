@@ -25,6 +25,9 @@ HfAttention = Literal["eager", "sdpa"]
 Recompute = Literal["selective", "full"]
 """megatron-core's `recompute_granularity`."""
 
+RecomputeChoice = Recompute | Literal["auto"]
+"""One of them, or `auto`: `patch.plan.resolve_activations` chooses by memory and cost."""
+
 RecomputeMethod = Literal["uniform", "block"]
 """Which layers `full` recomputes: all, in blocks of several, or the first ones of each stage."""
 

@@ -50,9 +50,9 @@ POSITIONS: tuple[Position, ...] = (
     Position("SFT", _BOOLS, ("sft",), "fine-tuning (MP_DATASET_TYPE=raw); false: pre-training"),
     Position(
         "AC",
-        ("none", "false", "sel", "full", "offload"),
+        ("none", "false", "sel", "full", "offload", "auto"),
         ("recompute_granularity", "cpu_offloading"),
-        "activations: keep, recompute norms and MLP activations (sel) or layers (full), or offload",
+        "activations: keep; recompute norms and MLP activations (sel) or layers (full); offload; what fits",
     ),
     Position(
         "OPTIMIZER_OFFLOAD",
@@ -145,7 +145,7 @@ def _fields_set_by(position: Position, value: Any) -> dict[str, Any]:
     if position.name == "FL":
         return {"attention_backend": "flash" if value else "fused"}
     if position.name == "AC":
-        granularity = {"sel": "selective", "full": "full"}.get(value)
+        granularity = {"sel": "selective", "full": "full", "auto": "auto"}.get(value)
         return {"recompute_granularity": granularity, "cpu_offloading": value == "offload"}
     return {name: FIELDS[name].from_scalar(value) for name in position.fields}
 

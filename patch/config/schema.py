@@ -23,6 +23,7 @@ from patch.config.choices import (
     OnNonFinite,
     Precision,
     Recompute,
+    RecomputeChoice,
     RecomputeMethod,
     Sharding,
     ZeroStage,
@@ -162,8 +163,9 @@ class TrainingConfig:
     )
     sft: bool = flag("supervised fine-tuning: the loss covers only what the assistant says", False)
     precision: Precision = flag("type of weights and activations; masters stay fp32", "bf16")
-    recompute_granularity: Recompute | None = flag(
-        "activations to recompute in backward: none, selective (norms and MLP activations) or full (layers)",
+    recompute_granularity: RecomputeChoice | None = flag(
+        "activations to recompute in backward: none, selective (norms and MLP activations), full (layers) or "
+        "auto (also --cpu-offloading: what fits the device at the least cost)",
         None,
         none="none",
     )
@@ -378,7 +380,7 @@ class RunConfig:
             tp_comm_overlap=self.parallel.tp_comm_overlap,
             stage_layers=tuple(self.stage_layers),
             num_micro_batches=self.num_micro_batches,
-            recompute_granularity=training.recompute_granularity,
+            recompute_granularity=self.recompute,
             recompute_method=training.recompute_method,
             recompute_num_layers=training.recompute_num_layers,
             cpu_offloading=training.cpu_offloading,
@@ -402,6 +404,13 @@ class RunConfig:
         """The ZeRO stage of a run whose `auto` has been resolved."""
         assert self.sharding != "auto", "resolve_sharding chooses before anything is built"
         return self.sharding
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """What is recomputed in a run whose `auto` has been resolved."""
+        granularity = self.training.recompute_granularity
+        assert granularity != "auto", "resolve_activations chooses before anything is built"
+        return granularity
 
     @property
     def num_micro_batches(self) -> int:

@@ -37,7 +37,7 @@ class RotaryAngles(torch.nn.Module):
         self._zigzag = zigzag
 
     def get_rotary_seq_len(self, *args: Any) -> int:
-        """Upstream's protocol: S, or 0 with packed sequences, whose tokens have other positions (see `at`)."""
+        """Upstream's protocol: S, or 0 with packed sequences, whose tokens have other positions (`at`)."""
         *_, packed = args
         return 0 if packed is not None else RotaryEmbedding.get_rotary_seq_len(self, *args)
 

@@ -70,12 +70,17 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
     return StepFlops(3 * forward, 3 * forward + repeated)
 
 
-def output_in_layers(config: RunConfig) -> float:
-    """Work of the output layer for each token, counted in transformer layers."""
+def layer_flops(config: RunConfig) -> float:
+    """FLOPs of one layer's forward for one sample."""
     model, length = config.model, config.sample_length
     layers = sum(_forward_of_layers(model, length, attended_pairs([length], model.window_size)))
-    output = _forward_of_output(model, length, config.parallel.tensor_model_parallel_size)
-    return model.num_layers * output / layers
+    return layers / model.num_layers
+
+
+def output_in_layers(config: RunConfig) -> float:
+    """Work of the output layer for each token, counted in transformer layers."""
+    tp_size = config.parallel.tensor_model_parallel_size
+    return _forward_of_output(config.model, config.sample_length, tp_size) / layer_flops(config)
 
 
 def _recomputed_layers(config: RunConfig) -> int:

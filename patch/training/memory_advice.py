@@ -69,7 +69,7 @@ def _fewer_activations(config: RunConfig) -> list[str]:
         "selective": ["full"],
         "full": [],
     }
-    recompute = more[config.training.recompute_granularity]
+    recompute = more[config.recompute]
     return [
         f"a smaller {where(smaller)}",
         *(f"{word} at {where('recompute_granularity')}" for word in recompute),

@@ -112,9 +112,11 @@ def test_chat_template_that_fails_is_refused_with_its_file(office: Office, tmp_p
 
 
 def test_dry_run_prints_the_run_and_writes_nothing(office: Office, tmp_path: Path) -> None:
-    result = call([*command(**office.positions(tmp_path / "out")), "--dry-run"])
+    positions = command(**{**office.positions(tmp_path / "out"), "AC": "auto"})
+    result = call([*positions, "--simulated-device-memory=1e9", "--dry-run"])
     assert result.returncode == 0, result.stderr
     run = yaml.safe_load(result.stdout)
+    assert run["training"]["recompute_granularity"] == "none" and "a rank, chosen" in result.stderr
     assert run["model"]["hidden_size"] == 64
     assert run["parallel"]["nproc_per_node"] == 2
     assert list(tmp_path.iterdir()) == []

@@ -109,7 +109,7 @@ def test_help_shows_positions_then_flags(command, capsys):
     for refused in (
         "9 PR precision of weights and activations fp32|fp16|bf16 (refused yet: fp8)",
         "12 CP context parallelism",
-        "none|false|sel|full (refused yet: offload)",
+        "none|false|sel|full|auto (refused yet: offload)",
         "--precision fp32|fp16|bf16|fp8 type of weights and activations; masters stay fp32 [bf16] "
         "(refused yet: fp8)",
         "in host memory until backward (refused yet)",

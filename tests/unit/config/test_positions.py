@@ -44,6 +44,7 @@ def test_every_position_reaches_its_field(command):
         ("false", None, False),
         ("sel", "selective", False),
         ("offload", None, True),
+        ("auto", "auto", False),
     ],
 )
 def test_ac_words_become_recomputation(command, word, granularity, offload):
@@ -126,7 +127,7 @@ BAD_WORDS = {
     "DO": ("1", "true, false"),
     "FL": ("yes", "true, false"),
     "SFT": ("", "true, false"),
-    "AC": ("fulll", "none, false, sel, full, did you mean full?"),
+    "AC": ("fulll", "none, false, sel, full, auto, did you mean full?"),
     "OPTIMIZER_OFFLOAD": ("statik", "false, static, auto, did you mean static?"),
 }
 
