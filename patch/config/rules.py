@@ -15,6 +15,7 @@ from patch.config.choices import ZeroStage
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
+from patch.config.fp8_rules import fp8_fits, fp8_notes
 from patch.config.pipeline_rules import counted_layers, layout_fits, pipeline_notes, rank_order_is_whole
 from patch.config.positions import length_text, where
 from patch.config.refusal import refuse
@@ -368,6 +369,7 @@ RULES: tuple[Rule, ...] = (
     check_activation_choice,
     activation_layers_exist,
     recompute_divides,
+    fp8_fits,
     sequence_fits,
     context_parallel_fits,
     processes_fit,
@@ -397,6 +399,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     yield from _context_parallel_notes(config, machine)
     if config.model.attention_backend == "flash" and not machine.cuda_devices:
         yield f"{where('attention_backend')} has no effect on the CPU: attention is torch's SDPA either way"
+    yield from fp8_notes(config, machine)
     yield from _activation_notes(config)
     yield from _data_notes(config)
 

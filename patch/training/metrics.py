@@ -68,7 +68,9 @@ def make_record(
     process_seconds = config.world_size * worst["step_time_ms"] / 1e3
     flops = flops_per_step(config, result.attended_pairs or None)
     speed, hardware_speed = (count / process_seconds for count in flops)
-    peak = peak_flops(torch.cuda.get_device_name(run.device)) if run.device.type == "cuda" else None
+    peak = None
+    if run.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(run.device), config.training.precision)
     return {
         "iteration": iteration,
         "consumed_samples": consumed,

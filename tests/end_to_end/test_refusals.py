@@ -18,9 +18,8 @@ from patch.storage.lock import hold_run
     [
         ({"PR": "fp17"}, ("PR", "fp17", "bf16")),
         ({"GLOBAL_BATCH_SIZE": 6}, ("GLOBAL_BATCH_SIZE", "6")),
-        ({"PR": "fp8"}, ("PR", "not built")),
     ],
-    ids=["unknown-value", "batch-does-not-divide", "not-built-yet"],
+    ids=["unknown-value", "batch-does-not-divide"],
 )
 def test_bad_position_is_refused_by_name(
     office: Office, tmp_path: Path, changes: dict[str, object], named: tuple[str, ...]

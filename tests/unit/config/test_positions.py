@@ -122,7 +122,7 @@ def _parse(command, argv):
 BAD_WORDS = {
     "ENV": ("dsv", "dsw, dlc, slurm, did you mean dsw?"),
     "MODEL_SIZE": ("llama2-8B", "did you mean llama2-7B?"),
-    "PR": ("bf61", "fp32, fp16, bf16, did you mean bf16?"),
+    "PR": ("bf61", "fp32, fp16, bf16, fp8, did you mean bf16?"),
     "SP": ("True", "true, false, did you mean true?"),
     "DO": ("1", "true, false"),
     "FL": ("yes", "true, false"),

@@ -20,11 +20,10 @@ DOCUMENTS = dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITER
 REFUSED = [
     (
         dict(PR="fp8"),
-        [],
+        ["--fp8-recipe=delayed"],
         [
-            "--precision (position 9 PR)",
-            "got fp8, expected bf16, fp16 or fp32",
-            "fp8 training is not built yet",
+            "--fp8-recipe: got delayed, expected tensorwise or rowwise",
+            "a scaling of Transformer Engine is not built yet",
         ],
     ),
     (

@@ -25,6 +25,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16, one sample": {"precision": "bf16", "micro_batch_size": 1},
     "families": FAMILIES,
+    "fp8": {"precision": "fp8"},
     "aligned eager": {"precision_align": "eager"},
     "aligned sdpa, one sample, bf16": {
         "precision_align": "sdpa", "micro_batch_size": 1, "precision": "bf16",
@@ -33,6 +34,7 @@ ALONE: dict[str, dict[str, Any]] = {
 TOGETHER: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "sp": {"tp": 2, "sequence_parallel": True, "precision": "bf16"},
+    "sp, fp8": {"tp": 2, "sequence_parallel": True, "precision": "fp8", "fp8_recipe": "rowwise", **FAMILIES},
     "sp, aligned": {"tp": 2, "sequence_parallel": True, "precision_align": "eager", **FAMILIES},
     "pp": {"pp": 2},
     "vpp": {"pp": 2, "stage": 1},
@@ -42,6 +44,9 @@ MEASURED: dict[str, dict[str, Any]] = {
     "fp32": {"max_padding_length": 64, "seq_length": 64},
     "bf16, one sample": {
         "precision": "bf16", "micro_batch_size": 1, "global_batch_size": 1, "num_attention_heads": 8,
+    },
+    "fp8, one sample": {
+        "precision": "fp8", "micro_batch_size": 1, "global_batch_size": 1, "num_attention_heads": 8,
     },
 }  # fmt: skip
 
@@ -134,7 +139,8 @@ def test_recomputation_changes_no_bit_in_any_layout(together: list, case: str) -
         assert rank[case]["selective"] == rank[case]["block"] == rank[case]["none"]
 
 
-@pytest.mark.parametrize("case", MEASURED)
+# torch's counter does not know products of 8-bit factors
+@pytest.mark.parametrize("case", [case for case in MEASURED if "fp8" not in case])
 def test_selective_saves_much_and_does_no_product_again(alone: dict, case: str) -> None:
     """Recomputing fused attention, as upstream does by default, saved 0.1 % for an attention forward."""
     measured = alone["measured"][case]

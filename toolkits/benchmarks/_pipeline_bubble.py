@@ -1,0 +1,190 @@
+"""One rank of the pipeline part of `parallel`: upstream's schedules over layers that wait, not compute.
+
+python -m toolkits.benchmarks._pipeline_bubble '{"rank": 0, ...}'        the fields of Task, as JSON
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from patch import compat
+from patch.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
+from patch.device import DeviceContext
+from patch.distributed.groups import initialize, shutdown
+from patch.model import build_llama_model, initialize_weights
+from patch.training.setup import Run, build_run_optimizer
+from patch.training.step import run_schedule
+from toolkits.benchmarks._contenders import SameBatches
+
+_PROCESS_LAYERS = 2
+"""Layers of a process: one stage of two layers, or two stages of one."""
+_FORWARD_SHARE = 1 / 3
+"""Of a layer's time; backward has twice as many products."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Task:
+    """The work of one rank."""
+
+    rank: int
+    stages: int
+    """p, the processes of the pipeline."""
+    store: str
+    """File of the FileStore through which the ranks find each other."""
+    output: str
+    """File for the results."""
+    cases: list[tuple[int, int, float]]
+    """v, stages of a process; m, micro-batches; seconds of a micro-batch on a process, both ways."""
+    rounds: int
+
+    def to_json(self) -> str:
+        """The argument of the process."""
+        return json.dumps(asdict(self))
+
+
+class ComputeTimers:
+    """Adds up what upstream's schedules call the compute of this process; takes the place of their timers."""
+
+    def __init__(self) -> None:
+        self.compute_s = 0.0
+        self._name, self._begin = "", 0.0
+
+    def __call__(self, name: str, log_level: int = 0) -> ComputeTimers:
+        """Upstream's protocol: choose a timer; those of compute count, and never run at the same time."""
+        self._name = name
+        return self
+
+    def start(self, barrier: bool = False) -> None:
+        """Upstream's protocol."""
+        if self._name.endswith("-compute"):
+            self._begin = time.perf_counter()
+
+    def stop(self) -> None:
+        """Upstream's protocol."""
+        if self._name.endswith("-compute"):
+            self.compute_s += time.perf_counter() - self._begin
+
+
+class _Wait(torch.autograd.Function):
+    """Waits in forward and in backward, and changes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, seconds: float) -> torch.Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds * _FORWARD_SHARE)
+        return hidden.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+        time.sleep(ctx.seconds * (1 - _FORWARD_SHARE))
+        return gradient, None
+
+
+class WaitingLayer(torch.nn.Module):
+    """In place of a transformer layer; forward and backward together take `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__()
+        self._seconds = seconds
+
+    def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
+        """Upstream's protocol: hidden states and no cross-attention context."""
+        return _Wait.apply(hidden_states, self._seconds), None
+
+
+def _run_config(stages: int, virtual: int, micro_batches: int) -> RunConfig:
+    """A model so small that all but the waiting takes next to no time."""
+    return RunConfig(
+        model=ModelConfig(
+            num_layers=_PROCESS_LAYERS * stages, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1,
+            num_query_groups=1, kv_channels=8, vocab_size=16, seq_length=8, max_position_embeddings=8,
+            rotary_base=500000.0, untie_embeddings_and_output_weights=True,
+        ),
+        parallel=ParallelConfig(
+            nproc_per_node=stages, pipeline_model_parallel_size=stages,
+            num_layers_per_virtual_pipeline_stage=_PROCESS_LAYERS // virtual if virtual > 1 else None,
+        ),
+        training=TrainingConfig(
+            micro_batch_size=1, global_batch_size=micro_batches, train_iters=1, precision="fp32"
+        ),
+        optimizer=OptimizerConfig(lr=1e-4, min_lr=1e-4),
+        data=DataConfig(train_data_path="none", max_padding_length=8),
+        checkpoint=CheckpointConfig(output_path="none"),
+    )  # fmt: skip
+
+
+def build_waiting_run(config: RunConfig, groups: ProcessGroupCollection, wait_s: float) -> Run:
+    """A run whose layers wait.
+
+    Args:
+        config: the run.
+        groups: the process groups of the job.
+        wait_s: seconds of a micro-batch in the layers of a process, forward and backward.
+    """
+    device = torch.device("cpu")
+    stages = build_llama_model(config.model, groups, device, config.execution)
+    initialize_weights(stages, config.model, config.training.seed)
+    for layers in (stage.decoder.layers for stage in stages):
+        for index in range(len(layers)):
+            layers[index] = WaitingLayer(wait_s / _PROCESS_LAYERS)
+    return Run(
+        config=config, device=device, groups=groups, tokenizer=None,
+        train_reader=SameBatches(config, 0), valid_readers={},  # type: ignore[arg-type]
+        stages=stages, optimizer=build_run_optimizer(stages, config, groups), start_iteration=0,
+    )  # fmt: skip
+
+
+def measure(run: Run) -> tuple[float, float]:
+    """Forward and backward of a step: seconds of the slowest process, mean compute seconds of a process."""
+    run.stages[0].config.timers = timers = ComputeTimers()
+    run.optimizer.zero_grad(0.0)
+    dist.barrier()
+    begin = time.perf_counter()
+    run_schedule(run, run.train_reader.step(0), tokens=1.0, loss_scale=1.0)
+    seconds = torch.tensor(time.perf_counter() - begin)
+    compute = torch.tensor(timers.compute_s)
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    dist.all_reduce(compute)
+    return seconds.item(), compute.item() / dist.get_world_size()
+
+
+def run_rank(task: Task) -> list[list[tuple[float, float]]]:
+    """For each case: what `measure` found in each round."""
+    torch.set_num_threads(1)
+    compat.apply(cuda=False)
+    store = dist.FileStore(task.store, task.stages)
+    dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.stages)
+    context = DeviceContext(torch.device("cpu"), "gloo")
+    groups = initialize(_run_config(task.stages, 1, task.stages), context)
+    runs = [
+        build_waiting_run(_run_config(task.stages, virtual, micro_batches), groups, wait_s)
+        for virtual, micro_batches, wait_s in task.cases
+    ]
+    rounds = [[measure(run) for run in runs] for _ in range(task.rounds)]
+    dist.barrier()
+    shutdown()
+    return [list(case) for case in zip(*rounds, strict=True)]
+
+
+if __name__ == "__main__":
+    given = Task(**json.loads(sys.argv[1]))
+    measured = run_rank(given)
+    if given.rank == 0:
+        Path(given.output).write_text(json.dumps(measured), encoding="utf-8")

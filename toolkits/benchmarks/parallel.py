@@ -1,0 +1,154 @@
+"""Measures pipeline and context parallelism: the bubble of a pipeline, and whether ring messages are hidden.
+
+    python -m toolkits.benchmarks.parallel [--part pipeline|context] [--quick] [--json FILE] [--plot FILE]
+
+The pipeline's layers wait instead of computing, so that any number of processes run on any number of cores.
+The two context-parallel ranks are at the ends of a cable of limited speed (needs root and iproute2).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import signal
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from patch.device import MachineFacts
+from toolkits.benchmarks import _context_step, _pipeline_bubble
+from toolkits.benchmarks._link import Link, LinkError, run_ranks
+from toolkits.benchmarks._parallel_figures import Bubble, ContextFigures, bubble_table, context_table, plot
+from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
+
+PIPELINE, CONTEXT = "pipeline", "context"
+_MICRO_BATCHES = {2: (2, 4, 8), 4: (4, 8, 16)}
+"""Stages p -> numbers m of micro-batches; v is 1 and 2."""
+_QUICK_MICRO_BATCHES = {2: (4,)}
+_WAITS_S = (0.1, 0.3)
+_ROUNDS, _QUICK_ROUNDS = {PIPELINE: 3, CONTEXT: 7}, {PIPELINE: 1, CONTEXT: 2}
+_SHARES, _QUICK_SHARES = [1.0, 0.4], [1.0]
+_TIMEOUT_S = 900
+_MOST_OFF, _MOST_OVER_BOUND = 0.05, 1.1
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the benchmark and report; returns 0 also if a part cannot run here, 130 after Ctrl-C."""
+    arguments = _parse(argv)
+    signal.signal(signal.SIGTERM, _interrupt)  # so that the namespaces are removed on SIGTERM too
+    aims: list[Aim] = []
+    bubbles: list[Bubble] = []
+    contexts: list[ContextFigures] = []
+    try:
+        if PIPELINE in arguments.part:
+            bubbles = _measure_bubbles(arguments.quick)
+            aims += _bubble_aims(bubbles)
+            print(bubble_table(bubbles))
+        if CONTEXT in arguments.part:
+            contexts = _measure_contexts(arguments.quick)
+            aims += _context_aims(contexts)
+            print(context_table(contexts))
+    except KeyboardInterrupt:
+        return 130
+    print("\n".join(aim_lines(aims)))
+    if arguments.json:
+        raw = {"pipeline": [vars(one) for one in bubbles], "context": [vars(one) for one in contexts]}
+        write_json(arguments.json, aims, **raw)
+    if aims:
+        plot(arguments.plot, bubbles, contexts)
+        print(f"plot: {arguments.plot}")
+    return 0
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argument_parser("parallel", __doc__, "fewer cases and rounds: about a minute")
+    parser.add_argument(
+        "--part", nargs="+", choices=(PIPELINE, CONTEXT), default=(PIPELINE, CONTEXT),
+        help="what to measure (default: all)",
+    )  # fmt: skip
+    return parser.parse_args(argv)
+
+
+def _interrupt(*unused: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def _measure_bubbles(quick: bool) -> list[Bubble]:
+    rounds = (_QUICK_ROUNDS if quick else _ROUNDS)[PIPELINE]
+    found = []
+    for stages, numbers in (_QUICK_MICRO_BATCHES if quick else _MICRO_BATCHES).items():
+        cases = [(v, m, wait_s) for v in (1, 2) for m in numbers for wait_s in _WAITS_S]
+        with tempfile.TemporaryDirectory() as folder:
+            tasks = [
+                _pipeline_bubble.Task(
+                    rank=rank, stages=stages, store=f"{folder}/store", output=f"{folder}/output.json",
+                    cases=cases, rounds=rounds,
+                )
+                for rank in range(stages)
+            ]  # fmt: skip
+            measured = _run(_pipeline_bubble.__name__, tasks, None)
+        by_case = dict(zip(cases, measured, strict=True))
+        found += [
+            Bubble(stages, v, m, {wait_s: by_case[v, m, wait_s] for wait_s in _WAITS_S})
+            for v in (1, 2)
+            for m in numbers
+        ]
+    return found
+
+
+def _bubble_aims(bubbles: Sequence[Bubble]) -> list[Aim]:
+    longest = max(_WAITS_S)
+    return [
+        Aim(
+            "pipeline: farthest bubble from the formula, as a share of the formula, without constant costs",
+            max(abs(one.without_constant / one.formula - 1) for one in bubbles), _MOST_OFF,
+        ),
+        Aim(
+            f"pipeline: farthest step from the formula's, as a share of it, at {longest * 1e3:.0f} ms",
+            max(abs((1 + one.at(longest)) / (1 + one.formula) - 1) for one in bubbles), _MOST_OFF,
+        ),
+    ]  # fmt: skip
+
+
+def _context_aims(figures: Sequence[ContextFigures]) -> list[Aim]:
+    name = "ring step / max(compute, messages), where messages alone take"
+    ring = _context_step.RING
+    return [
+        Aim(f"{name} {one.share:g} of compute", one.over_bound(ring), _MOST_OVER_BOUND) for one in figures
+    ]
+
+
+def _measure_contexts(quick: bool) -> list[ContextFigures]:
+    """Of each speed of the cable; empty, with a line that says why, if this machine cannot have one."""
+    cores, needed = MachineFacts.probe().cpu_cores, _context_step.NUM_RANKS
+    if cores < needed:
+        print(f"context: not run: needs {needed} cores, found {cores}\n")
+        return []
+    try:
+        with tempfile.TemporaryDirectory() as folder, Link() as link:
+            tasks = [
+                _context_step.Task(
+                    rank=rank, store=f"{folder}/store", output=f"{folder}/output.json",
+                    shares=_QUICK_SHARES if quick else _SHARES,
+                    rounds=(_QUICK_ROUNDS if quick else _ROUNDS)[CONTEXT],
+                )
+                for rank in range(needed)
+            ]  # fmt: skip
+            return [ContextFigures(**one) for one in _run(_context_step.__name__, tasks, link)]
+    except LinkError as reason:
+        print(f"context: not run: {reason}\n")
+        return []
+
+
+def _run(
+    module: str, tasks: Sequence[_pipeline_bubble.Task] | Sequence[_context_step.Task], link: Link | None
+) -> Any:
+    """Run a rank for each task; the measurements of rank 0."""
+    run_ranks([["-m", module, task.to_json()] for task in tasks], link, _TIMEOUT_S)
+    return json.loads(Path(tasks[0].output).read_text(encoding="utf-8"))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
