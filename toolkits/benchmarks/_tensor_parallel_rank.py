@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 from patch import compat
 from patch.config.choices import Precision
@@ -56,6 +56,7 @@ _ON_CUDA = ModelConfig(
     untie_embeddings_and_output_weights=True,
 )  # fmt: skip
 _ROWS = 4
+_PRODUCTS = {torch.mm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
 _WAITING_FLOPS = 1e11
 """Floating-point operations a second of products that wait."""
 _FIRST_MBIT, _MANY_TIMES = 300.0, 3
@@ -83,16 +84,16 @@ class Task:
         return json.dumps(asdict(self))
 
 
-class _WaitingProducts(TorchDispatchMode):
+class _WaitingProducts(TorchFunctionMode):
     """Matrix products sleep as long as an accelerator would compute, and are zero."""
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if function not in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in _PRODUCTS:
             return function(*args, **kwargs or {})
-        (rows, inner), columns = args[0].shape, args[1].shape[1]
-        time.sleep(2 * rows * inner * columns / _WAITING_FLOPS)
+        left, columns = args[0], args[1].shape[1]
+        time.sleep(2 * left.numel() * columns / _WAITING_FLOPS)
         out = (kwargs or {}).get("out")
-        return args[0].new_zeros(rows, columns) if out is None else out.zero_()
+        return left.new_zeros(*left.shape[:-1], columns) if out is None else out.zero_()
 
 
 class _Silent(TensorGroup):
