@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from torch.overrides import TorchFunctionMode
 
 from patch import compat
+from patch.compat.torch_internals import TorchDispatchMode
 from patch.config.choices import Precision
 from patch.config.schema import (
     CheckpointConfig,
@@ -56,7 +56,7 @@ _ON_CUDA = ModelConfig(
     untie_embeddings_and_output_weights=True,
 )  # fmt: skip
 _ROWS = 4
-_PRODUCTS = {torch.mm, torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__}
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.mm.out}
 _WAITING_FLOPS = 1e11
 """Floating-point operations a second of products that wait."""
 _FIRST_MBIT, _MANY_TIMES = 300.0, 3
@@ -84,16 +84,16 @@ class Task:
         return json.dumps(asdict(self))
 
 
-class _WaitingProducts(TorchFunctionMode):
+class _WaitingProducts(TorchDispatchMode):
     """Matrix products sleep as long as an accelerator would compute, and are zero."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if function not in _PRODUCTS:
             return function(*args, **kwargs or {})
         left, columns = args[0], args[1].shape[1]
         time.sleep(2 * left.numel() * columns / _WAITING_FLOPS)
         out = (kwargs or {}).get("out")
-        return left.new_zeros(*left.shape[:-1], columns) if out is None else out.zero_()
+        return left.new_zeros(len(left), columns) if out is None else out.zero_()
 
 
 class _Silent(TensorGroup):
