@@ -79,7 +79,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "MP_DATASET_TYPE": ("dataset_type", "idxmap (default) or raw"),
     "MP_AC_LAYERS": (
         "recompute_num_layers",
-        "AC=full: layers per recomputed block (default 1)",
+        "AC=full: layers per recomputed block (default 1); offload: offloaded ones",
     ),
     "MP_VP": ("num_layers_per_virtual_pipeline_stage", "layers per interleaved stage"),
     "OPTIMIZER_OFFLOAD_FRACTION": (
@@ -135,6 +135,8 @@ def read_positions(
     for index, (position, text) in enumerate(zip(POSITIONS, texts, strict=True), 1):
         layer.update(_fields_set_by(position, _parse(index, position, text)))
     layer.update(read_variables(environ))
+    if layer["cpu_offloading"] and "recompute_num_layers" in layer:  # as in Pai-Megatron-Patch
+        layer["cpu_offloading_num_layers"] = layer.pop("recompute_num_layers")
     if not flags.get("sft", layer["sft"]):
         _tokens_to_iters(layer, flags)
     return texts[0], layer

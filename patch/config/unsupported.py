@@ -31,7 +31,6 @@ NOT_BUILT: tuple[NotBuilt, ...] = (
         "a scaling of Transformer Engine",
         "tensorwise or rowwise",
     ),
-    NotBuilt("cpu_offloading", bool, "true", "activation offload", "AC=sel or full"),
     NotBuilt(
         "distributed_checkpointing",
         lambda v: not v,

@@ -37,6 +37,7 @@ from patch.config.schema import Execution, Fp8, ModelConfig
 from patch.device import torch_dtype
 from patch.distributed.zigzag import Zigzag
 from patch.families import traits_of
+from patch.memory import UNLIMITED, CudaDevice, SavedTensors, SimulatedDevice
 from patch.model.activation_layers import set_activation_layers
 from patch.model.fp8_linear import use_fp8
 from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
@@ -172,6 +173,9 @@ class LlamaModel(GPTModel):
         vp_stage: the index of this stage among the stages of its process.
         fp8: the settings of 8-bit products; None: products have the weights' type.
     """
+
+    activation_offload: SavedTensors | None = None
+    """Of all stages of the process, with AC=offload; call its `end_step` after each step."""
 
     def __init__(
         self,
@@ -343,9 +347,16 @@ def build_llama_model(
         LlamaModel(model, upstream, groups, aligned, vp_stage, fp8).to(device)
         for vp_stage in range(upstream.virtual_pipeline_model_parallel_size or 1)
     ]
+    offload = _activation_offload(device) if execution.cpu_offloading else None
     for stage in stages:
-        set_activation_layers(stage, execution)
+        stage.activation_offload = offload
+        set_activation_layers(stage, execution, offload)
     return stages
+
+
+def _activation_offload(device: torch.device) -> SavedTensors:
+    own = CudaDevice(device) if device.type == "cuda" else SimulatedDevice(UNLIMITED)
+    return SavedTensors(own, device)
 
 
 WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.")

@@ -16,7 +16,6 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import Recompute, RecomputeMethod
-from patch.config.unsupported import is_built
 from patch.device import MachineFacts
 from patch.plan.activation_peak import RankMemory, heaviest_rank
 from patch.plan.activations import activation_bytes
@@ -126,7 +125,7 @@ class _Search:
     def _seconds_of_a_forward(self) -> float | None:
         """Of a layer and micro-batch on a rank; None if the device's speed is not known."""
         parallel, training = self._config.parallel, self._config.training
-        peak = peak_flops(self._machine.cuda_name)
+        peak = peak_flops(self._machine.cuda_name, training.precision)
         if peak is None or training.precision == "fp32":
             return None
         ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
@@ -139,9 +138,8 @@ class _Search:
         if all_kept.fits:
             return
         yield self._candidate(Mix("selective"))
-        if is_built("cpu_offloading", True):
-            yield self._fewest(most, lambda layers: Mix(offloaded=layers))
-            yield self._fewest(most, lambda layers: Mix("selective", offloaded=layers))
+        yield self._fewest(most, lambda layers: Mix(offloaded=layers))
+        yield self._fewest(most, lambda layers: Mix("selective", offloaded=layers))
         if most > 1:
             yield self._fewest(most - 1, lambda layers: Mix("full", "block", layers))
         for block in range(1, most + 1):

@@ -39,6 +39,7 @@ def measure(run: Run, result: StepResult, step_time_ms: float) -> dict[str, floa
     """
     report = run.optimizer.report()
     return {
+        **_offloaded_activations(run),
         "loss": result.loss,
         "step_time_ms": step_time_ms,
         "comm_exposed_ms": result.comm_exposed_ms,
@@ -47,6 +48,14 @@ def measure(run: Run, result: StepResult, step_time_ms: float) -> dict[str, floa
         "host_memory_gib": psutil.Process().memory_info().rss / _GIB,
         "offload_fraction": report.offload_fraction,
     }
+
+
+def _offloaded_activations(run: Run) -> dict[str, float]:
+    """With AC=offload: what this rank copied to the host in the step; how long compute waited for copies."""
+    offload = run.activation_offload
+    if offload is None:
+        return {}
+    return {"activation_offload_gib": offload.pop_bytes() / _GIB, "activation_wait_ms": offload.pop_wait_ms()}
 
 
 def make_record(

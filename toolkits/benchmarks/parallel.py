@@ -27,8 +27,8 @@ PIPELINE, CONTEXT = "pipeline", "context"
 _MICRO_BATCHES = {2: (2, 4, 8), 4: (4, 8, 16)}
 """Stages p -> numbers m of micro-batches; v is 1 and 2."""
 _QUICK_MICRO_BATCHES = {2: (4,)}
-_WAITS_S = (0.1, 0.3)
-_ROUNDS, _QUICK_ROUNDS = {PIPELINE: 3, CONTEXT: 7}, {PIPELINE: 1, CONTEXT: 2}
+_WAITS_S = (0.1, 0.4)
+_ROUNDS, _QUICK_ROUNDS = {PIPELINE: 5, CONTEXT: 7}, {PIPELINE: 1, CONTEXT: 2}
 _SHARES, _QUICK_SHARES = [1.0, 0.4], [1.0]
 _TIMEOUT_S = 900
 _MOST_OFF, _MOST_OVER_BOUND = 0.05, 1.1

@@ -6,7 +6,6 @@ import pytest
 from refusals import refused
 
 from patch.config import validate_run
-from patch.config.unsupported import is_built
 from patch.errors import ConfigError
 
 SIMULATED = "--simulated-device-memory=1e9"
@@ -20,9 +19,8 @@ REFUSED: list[tuple[list[str], str]] = [
         [SIMULATED, "--precision-align=eager"],
         r"position 17 AC\): got auto, expected none, selective or full, or none at --precision-align: ",
     ),
+    ([SIMULATED, "--cpu-offloading"], r"--cpu-offloading .*got true, expected false, or"),
 ]
-if is_built("cpu_offloading", True):
-    REFUSED += [([SIMULATED, "--cpu-offloading"], r"--cpu-offloading .*got true, expected false, or")]
 
 
 @pytest.mark.parametrize(("flags", "message"), REFUSED)

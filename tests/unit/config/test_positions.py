@@ -52,6 +52,15 @@ def test_ac_words_become_recomputation(command, word, granularity, offload):
     assert (training.recompute_granularity, training.cpu_offloading) == (granularity, offload)
 
 
+@pytest.mark.parametrize(
+    ("word", "recomputed", "offloaded"), [("full", 2, None), ("offload", 1, 2), ("sel", 2, None)]
+)
+def test_layers_of_ac_are_those_that_it_recomputes_or_offloads(command, word, recomputed, offloaded):
+    command.environ["MP_AC_LAYERS"] = "2"
+    training = command.parse(AC=word).config.training
+    assert (training.recompute_num_layers, training.cpu_offloading_num_layers) == (recomputed, offloaded)
+
+
 def test_tokens_become_whole_iterations_in_pretraining(command):
     del command.environ["MP_DATASET_TYPE"]
     config = command.parse(
@@ -127,7 +136,7 @@ BAD_WORDS = {
     "DO": ("1", "true, false"),
     "FL": ("yes", "true, false"),
     "SFT": ("", "true, false"),
-    "AC": ("fulll", "none, false, sel, full, auto, did you mean full?"),
+    "AC": ("fulll", "none, false, sel, full, offload, auto, did you mean full?"),
     "OPTIMIZER_OFFLOAD": ("statik", "false, static, auto, did you mean static?"),
 }
 

@@ -7,11 +7,10 @@ import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from torch.utils.flop_counter import FlopCounterMode
-from training_runs import build_seeded_run, digest_of, saved_for_backward
+from training_runs import bits_of_steps, build_seeded_run, saved_for_backward
 
 from patch.config.schema import RunConfig
 from patch.plan import activation_bytes
-from patch.training.step import train_step
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -56,15 +55,7 @@ def run_of(changes: dict[str, Any], setting: str) -> RunConfig:
 
 
 def bits(config: RunConfig) -> list[Any]:
-    """Losses, norms and gradients of two steps, and the weights after them."""
-    run = build_seeded_run(config)
-    found: list[Any] = []
-    for iteration in range(2):
-        result = train_step(run, iteration)
-        shards = (bucket.shard for bucket in run.optimizer.grad_buffer.buckets)
-        found.append((result.loss, result.grad_norm, digest_of(shards)))
-    run.optimizer.finish_param_sync()
-    found.append(digest_of(p for stage in run.stages for p in stage.parameters()))
+    found = bits_of_steps(build_seeded_run(config))
     new_job()
     return found
 

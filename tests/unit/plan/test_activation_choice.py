@@ -7,7 +7,6 @@ from small_runs import small_run
 
 from patch.config import RunConfig, parse_args, to_yaml
 from patch.config.rules import RULES
-from patch.config.unsupported import is_built
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.plan import resolve_activations
@@ -106,7 +105,6 @@ def test_states_that_auto_places_make_room_for_activations() -> None:
     assert of_8b(H100, 64 * 2**30, *auto, threshold)[0].recompute == "full"
 
 
-@pytest.mark.skipif(not is_built("cpu_offloading", True), reason="activation offload is not built yet")
 def test_offload_goes_before_recomputation_where_the_link_is_fast_enough() -> None:
     """At 50 % of its peak an H100 repeats a layer faster than 25 GB/s carry its activations, an A100 not."""
     fast, _ = of_8b(H100, 64 * 2**30)
