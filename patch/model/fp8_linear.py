@@ -196,8 +196,8 @@ def use_fp8(layer: TransformerLayer, fp8: Fp8, *, brings_inputs_back: bool) -> N
     """
     attention, mlp = layer.self_attention, layer.mlp
     for linear in (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2):
-        is_column = type(linear) is ColumnParallelLinear
-        assert is_column or type(linear) is RowParallelLinear, type(linear)
+        is_column = isinstance(linear, ColumnParallelLinear)
+        assert is_column or isinstance(linear, RowParallelLinear), type(linear)
         linear.__class__ = Fp8ColumnParallelLinear if is_column else Fp8RowParallelLinear
         linear.fp8 = fp8
         # Attention keeps its result, which is the projection's input.

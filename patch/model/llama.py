@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.functional import silu
 
 from patch.compat.stage_layout import StageLayout
-from patch.config.pipeline_stages import split_layers
+from patch.config.pipeline_stages import smallest_micro_batch_group, split_layers
 from patch.config.schema import Execution, Fp8, ModelConfig
 from patch.device import torch_dtype
 from patch.distributed.zigzag import Zigzag
@@ -47,7 +47,6 @@ from patch.model.packed_sequences import give_own_positions
 from patch.model.recompute import RecomputingMLP, recomputed_modules
 from patch.model.rotary import RotaryAngles, attention_factor, inverse_frequencies, set_attention_factor
 from patch.model.spec import block_spec
-from patch.plan.pipeline import micro_batch_group
 
 _ACTIVATIONS = {"silu": silu}
 
@@ -134,19 +133,23 @@ def _pipeline_settings(
     vp_size = len(stage_layers) // pp_size
     is_interleaved = vp_size > 1
     is_even = len(set(stage_layers)) == 1
-    group = micro_batch_group(execution.num_micro_batches, pp_size) if is_interleaved else None
+    overlaps = is_interleaved and execution.overlap_p2p_communication
+    count = execution.num_micro_batches
+    group = execution.micro_batch_group or smallest_micro_batch_group(count, pp_size)
     return {
         "pipeline_model_parallel_size": pp_size,
         "pipeline_model_parallel_layout": None if is_even else StageLayout(stage_layers, pp_size, pp.rank()),
         "virtual_pipeline_model_parallel_size": vp_size if is_interleaved else None,
-        "microbatch_group_size_per_vp_stage": group,
+        "microbatch_group_size_per_vp_stage": group if is_interleaved else None,
         # Interleaved over two processes, both neighbours are the same process, and in one batch of sends and
-        # receives a gradient could be received as an activation. So they are sent singly, as in Megatron-LM.
-        "overlap_p2p_comm": is_interleaved,
-        "batch_p2p_comm": not is_interleaved,
+        # receives a gradient could be received as an activation. So they are sent singly, as in Megatron-LM;
+        # in batches, which do not overlap, only among three processes (`messages_can_travel`).
+        "overlap_p2p_comm": overlaps,
+        "overlap_p2p_comm_warmup_flush": overlaps and execution.overlap_p2p_communication_warmup_flush,
+        "batch_p2p_comm": not overlaps,
         # A send that overlaps with computation may still read the output when upstream frees it. Over gloo
         # this gave wrong losses.
-        "deallocate_pipeline_outputs": not is_interleaved,
+        "deallocate_pipeline_outputs": not overlaps,
     }
 
 

@@ -106,6 +106,11 @@ REFUSED = [
         ["--rope-scaling-factor: got 0.5, expected at least 1"],
     ),
     (
+        {},
+        ["--rope-scaling-type=dynamic", "--kv-channels=2"],
+        ["--kv-channels: got 2, expected at least 4: the base grows with the context"],
+    ),
+    (
         dict(SEQ_LEN="262145"),
         ["--rope-scaling-type=dynamic", "--rope-scaling-factor=2"],
         ["got 262145, expected at most 262144"],
