@@ -32,18 +32,23 @@ class ContextGroup:
         self._group = group
         self.zigzag = Zigzag.of(group)
 
-    def start_shift(self, tensor: torch.Tensor) -> Shift:
+    def start_shift(self, tensor: torch.Tensor, *, is_reverse: bool = False) -> Shift:
         """Send a contiguous tensor to the next rank, and receive one of the same shape from the rank before.
 
         All ranks make these calls in the same order. The tensor must not be changed before `wait`.
+
+        Args:
+            tensor: what is sent.
+            is_reverse: send to the rank before, and receive from the next one.
         """
         rank, size = self.zigzag
+        distance = -1 if is_reverse else 1
         received = torch.empty_like(tensor)
         # In one group, because NCCL would otherwise send before it receives, on all ranks, and wait for ever.
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, tensor, group=self._group, group_peer=(rank + 1) % size),
-                dist.P2POp(dist.irecv, received, group=self._group, group_peer=(rank - 1) % size),
+                dist.P2POp(dist.isend, tensor, group=self._group, group_peer=(rank + distance) % size),
+                dist.P2POp(dist.irecv, received, group=self._group, group_peer=(rank - distance) % size),
             ]
         )
         return Shift(tensor, received, Pending(works))
