@@ -31,11 +31,14 @@ class MachineFacts:
     host_memory_bytes: int = 0
     """Host memory that all processes of this machine may use; 0 if not known."""
 
-    compute_capability: int = 0
-    """Major compute capability of the first GPU; 0 without a GPU."""
+    compute_capability: tuple[int, int] = (0, 0)
+    """Compute capability of the first GPU, major and minor; zeros without a GPU."""
 
     gpu_nodes: tuple[int, ...] = ()
     """The NUMA node of each GPU; -1 if not known."""
+
+    cuda_name: str = ""
+    """The first GPU's name, as its driver reports it."""
 
     @staticmethod
     def probe() -> MachineFacts:
@@ -51,7 +54,8 @@ class MachineFacts:
             cpu_cores=cores,
             cuda_memory_bytes=gpus[0].total_memory if gpus else 0,
             host_memory_bytes=host,
-            compute_capability=gpus[0].major if gpus else 0,
+            compute_capability=(gpus[0].major, gpus[0].minor) if gpus else (0, 0),
+            cuda_name=gpus[0].name if gpus else "",
             gpu_nodes=tuple(
                 numa_node(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)  # type: ignore[attr-defined]
                 for gpu in gpus
@@ -178,10 +182,12 @@ FLOAT_TYPES: tuple[FloatType, ...] = get_args(FloatType)
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The torch type of a name, one of FLOAT_TYPES."""
+    """The torch type of a name, one of FLOAT_TYPES; of weights and activations of precision fp8: bfloat16."""
     import torch
 
-    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]
+    # With fp8 only the factors of products have 8 bits.
+    types = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+    return types[name]
 
 
 def streams_of(device: torch.device) -> Any:

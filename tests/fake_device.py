@@ -12,6 +12,9 @@ adversary that keeps to the two promises that CUDA gives: a stream is strictly i
 
 All of it happens in one thread, so that a run repeats itself.
 
+With `reuses_memory` the compute stream overwrites memory as soon as the host has freed it: like torch's
+allocator, which gives it to what is queued there next.
+
 A device has the face of `torch.cuda` as far as the optimizer needs it.
 """
 
@@ -21,6 +24,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,11 +106,13 @@ class FakeDevice(TorchDispatchMode):
 
     Args:
         order: what executes when.
+        reuses_memory: whether freed memory is overwritten.
     """
 
-    def __init__(self, order: Order) -> None:
+    def __init__(self, order: Order, *, reuses_memory: bool = False) -> None:
         super().__init__()
-        self.order = order
+        self.order, self._reuses_memory = order, reuses_memory
+        self._freed: set[int] = set()
         self._random = random.Random(order)
         self._storages: dict[int, torch.UntypedStorage] = {}
         self._pinned: dict[int, torch.UntypedStorage] = {}
@@ -227,15 +233,33 @@ class FakeDevice(TorchDispatchMode):
         return results
 
     def _queue(self, func: Any, args: Any, kwargs: Any, into: Sequence[torch.Tensor] = ()) -> None:
-        # `.data` has a version of its own: autograd is not to take an execution for a change in place.
-        args, kwargs = tree_map(lambda a: a.data if isinstance(a, torch.Tensor) else a, (args, kwargs))
+        args, kwargs, into = tree_map(self._place_of, (args, kwargs, list(into)))
 
         def execute() -> None:
-            results = tree_leaves(func(*args, **kwargs))
-            for target, result in zip(into, results if into else (), strict=True):
+            own_args, own_kwargs, targets = tree_map(_tensor_at, (args, kwargs, into))
+            results = tree_leaves(func(*own_args, **own_kwargs))
+            for target, result in zip(targets, results if targets else (), strict=True):
                 target.copy_(result)
 
+        self._overwrite_freed()
         self._current.queue(execute)
+
+    def _place_of(self, value: Any) -> Any:
+        """A tensor without a reference to the device's memory, which the host may free before it executes."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        if not self._reuses_memory or not self.holds(value):
+            # `.data` has a version of its own: autograd is not to take an execution for a change in place.
+            return value.data
+        storage = self._storages[value.untyped_storage().data_ptr()]
+        return _Place(storage, value.dtype, value.size(), value.stride(), value.storage_offset())
+
+    def _overwrite_freed(self) -> None:
+        for address, storage in self._storages.items() if self._reuses_memory else ():
+            if address not in self._freed and torch._C._storage_Use_Count(storage._cdata) == 1:
+                self._freed.add(address)
+                memory = torch.empty(0, dtype=torch.uint8).set_(storage)  # type: ignore[call-overload]
+                self.compute.queue(partial(memory.fill_, 255))  # NaN in every type
 
     def _copy(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         """Between pinned memory and the device as it comes; pageable memory holds the host up."""
@@ -264,6 +288,20 @@ class FakeDevice(TorchDispatchMode):
 
     def start_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, group: Any) -> Pending:
         return self._collective(lambda: [part.copy_(shard.data) for part in buffer.data.chunk(group.size())])
+
+
+class _Place:
+    """Where a tensor is. No tuple: the trees of arguments end here."""
+
+    def __init__(self, storage: torch.UntypedStorage, dtype: torch.dtype, *place: Any) -> None:
+        self.storage, self.dtype, self.place = storage, dtype, place
+
+
+def _tensor_at(value: Any) -> Any:
+    if not isinstance(value, _Place):
+        return value
+    size, stride, offset = value.place
+    return torch.empty(0, dtype=value.dtype).set_(value.storage, offset, size, stride)  # type: ignore
 
 
 _aten = torch.ops.aten

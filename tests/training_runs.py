@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from distributed_runner import new_job
@@ -136,6 +137,17 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> str:
     for tensor in tensors:
         found.update(tensor.detach().contiguous().view(torch.uint8).numpy())
     return found.hexdigest()
+
+
+def bits_of_steps(run: Run) -> list[Any]:
+    """Losses, norms and gradients of two steps, and the weights after them."""
+    found: list[Any] = []
+    for iteration in range(2):
+        result = train_step(run, iteration)
+        shards = (bucket.shard for bucket in run.optimizer.grad_buffer.buckets)
+        found.append((result.loss, result.grad_norm, digest_of(shards)))
+    run.optimizer.finish_param_sync()
+    return [*found, digest_of(p for stage in run.stages for p in stage.parameters())]
 
 
 def digests(run: Run) -> tuple[str, str]:

@@ -44,7 +44,13 @@ from patch.device import MachineFacts  # noqa: E402
 from patch.distributed.launch import allocator_environment, launch  # noqa: E402
 from patch.errors import ConfigError, PatchError  # noqa: E402
 from patch.logger import configure_logging, get_logger  # noqa: E402
-from patch.plan import describe_length, describe_plan, resolve_cp_comm_type, resolve_sharding  # noqa: E402
+from patch.plan import (  # noqa: E402
+    describe_length,
+    describe_plan,
+    resolve_activations,
+    resolve_cp_comm_type,
+    resolve_sharding,
+)
 
 _logger = get_logger(__name__)
 
@@ -58,7 +64,8 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
     config = fetch_from_hub(config, weights=not invocation.dry_run)
     config, sharding = resolve_sharding(config, machine)
     config, communication = resolve_cp_comm_type(config)
-    notes = spares + notes + sharding + communication + resume_notes(config)
+    config, activations = resolve_activations(config, machine)
+    notes = spares + notes + sharding + communication + activations + resume_notes(config)
     return invocation._replace(config=config, rendezvous=rendezvous), notes
 
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from patch.config.refusal import refuse
 from patch.config.schema import Execution, RunConfig, TrainingConfig
+from patch.device import MachineFacts
 
 
 class StageActivations(NamedTuple):
@@ -70,3 +71,23 @@ def check_activation_layers(config: RunConfig) -> None:
     if training.cpu_offloading and offloaded + recomputed > most:
         others = f", and {recomputed} are recomputed (--recompute-num-layers)" if recomputed else ""
         refuse("cpu_offloading_num_layers", offloaded, f"at most {most - recomputed}", f"{has}{others}")
+
+
+def check_activation_choice(config: RunConfig, machine: MachineFacts) -> None:
+    """Check that `auto` has a memory to fit, knows what it fits, and is not told what to choose.
+
+    Raises:
+        ConfigError: it has not, does not, or is.
+    """
+    training, field = config.training, "recompute_granularity"
+    if training.recompute_granularity != "auto":
+        return
+    if not machine.cuda_devices and not config.optimizer.simulated_device_memory:
+        expected = "none, selective, full, or auto with --simulated-device-memory BYTES"
+        refuse(field, "auto", expected, "there is no GPU whose memory the activations should fit")
+    if config.model.precision_align is not None:
+        expected = "none, selective or full, or none at --precision-align"
+        refuse(field, "auto", expected, "it is not planned what transformers' order of operations keeps")
+    if training.cpu_offloading:
+        expected = "false, or --recompute-granularity none or selective"
+        refuse("cpu_offloading", "true", expected, "--recompute-granularity auto chooses the layers itself")

@@ -11,7 +11,13 @@ from enum import IntEnum
 from typing import Literal
 
 Precision = Literal["fp32", "fp16", "bf16", "fp8"]
-"""Type of weights and activations."""
+"""Type of weights and activations; fp8 is bf16 with 8-bit products in the layers."""
+
+Fp8Format = Literal["hybrid", "e4m3"]
+"""8-bit types: e4m3 with gradients in e5m2 (more range, fewer digits), or e4m3 alone. Megatron-LM's names."""
+
+Fp8Scaling = Literal["tensorwise", "rowwise", "delayed", "mxfp8", "blockwise"]
+"""Which numbers share a scale, and when it is made: megatron-core's `Fp8Recipe`, and a scale for each row."""
 
 GradientType = Literal["fp32", "bf16"]
 """Type in which gradients are added up and reduced."""
@@ -24,6 +30,9 @@ HfAttention = Literal["eager", "sdpa"]
 
 Recompute = Literal["selective", "full"]
 """megatron-core's `recompute_granularity`."""
+
+RecomputeChoice = Recompute | Literal["auto"]
+"""One of them, or `auto`: `patch.plan.resolve_activations` chooses by memory and cost."""
 
 RecomputeMethod = Literal["uniform", "block"]
 """Which layers `full` recomputes: all, in blocks of several, or the first ones of each stage."""

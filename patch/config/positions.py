@@ -50,9 +50,9 @@ POSITIONS: tuple[Position, ...] = (
     Position("SFT", _BOOLS, ("sft",), "fine-tuning (MP_DATASET_TYPE=raw); false: pre-training"),
     Position(
         "AC",
-        ("none", "false", "sel", "full", "offload"),
+        ("none", "false", "sel", "full", "offload", "auto"),
         ("recompute_granularity", "cpu_offloading"),
-        "activations: keep, recompute norms and MLP activations (sel) or layers (full), or offload",
+        "activations: keep; recompute norms and MLP activations (sel) or layers (full); offload; what fits",
     ),
     Position(
         "OPTIMIZER_OFFLOAD",
@@ -79,7 +79,7 @@ VARIABLES: dict[str, tuple[str, str]] = {
     "MP_DATASET_TYPE": ("dataset_type", "idxmap (default) or raw"),
     "MP_AC_LAYERS": (
         "recompute_num_layers",
-        "AC=full: layers per recomputed block (default 1)",
+        "AC=full: layers per recomputed block (default 1); offload: offloaded ones",
     ),
     "MP_VP": ("num_layers_per_virtual_pipeline_stage", "layers per interleaved stage"),
     "OPTIMIZER_OFFLOAD_FRACTION": (
@@ -135,6 +135,8 @@ def read_positions(
     for index, (position, text) in enumerate(zip(POSITIONS, texts, strict=True), 1):
         layer.update(_fields_set_by(position, _parse(index, position, text)))
     layer.update(read_variables(environ))
+    if layer["cpu_offloading"] and "recompute_num_layers" in layer:  # as in Pai-Megatron-Patch
+        layer["cpu_offloading_num_layers"] = layer.pop("recompute_num_layers")
     if not flags.get("sft", layer["sft"]):
         _tokens_to_iters(layer, flags)
     return texts[0], layer
@@ -145,7 +147,7 @@ def _fields_set_by(position: Position, value: Any) -> dict[str, Any]:
     if position.name == "FL":
         return {"attention_backend": "flash" if value else "fused"}
     if position.name == "AC":
-        granularity = {"sel": "selective", "full": "full"}.get(value)
+        granularity = {"sel": "selective", "full": "full", "auto": "auto"}.get(value)
         return {"recompute_granularity": granularity, "cpu_offloading": value == "offload"}
     return {name: FIELDS[name].from_scalar(value) for name in position.fields}
 

@@ -63,7 +63,10 @@ _FIXED: dict[str, _Reason] = {
 }
 """Fields that a resumed run must keep; all others may change: the layout (TP, PP, VPP, processes), sharding,
 offloading. Tokenizer, chat template and training data may move, see `_check_data`."""
-_MEANINGS: dict[str, Callable[[Any], Any]] = {"columns": parse_columns}
+_MEANINGS: dict[str, Callable[[Any], Any]] = {
+    "columns": parse_columns,
+    "precision": lambda precision: "bf16" if precision == "fp8" else precision,  # of weights and states
+}
 """What a text of a field means, where several texts mean the same."""
 
 

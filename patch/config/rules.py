@@ -10,11 +10,12 @@ import math
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from patch.config.activation_layers import check_activation_layers
+from patch.config.activation_layers import check_activation_choice, check_activation_layers
 from patch.config.choices import ZeroStage
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
+from patch.config.fp8_rules import fp8_fits, fp8_notes
 from patch.config.pipeline_rules import counted_layers, layout_fits, pipeline_notes, rank_order_is_whole
 from patch.config.positions import length_text, where
 from patch.config.refusal import refuse
@@ -365,8 +366,10 @@ RULES: tuple[Rule, ...] = (
     layout_fits,
     pipeline_fits,
     interleaving_divides,
+    check_activation_choice,
     activation_layers_exist,
     recompute_divides,
+    fp8_fits,
     sequence_fits,
     context_parallel_fits,
     processes_fit,
@@ -394,6 +397,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     yield from _context_parallel_notes(config, machine)
     if config.model.attention_backend == "flash" and not machine.cuda_devices:
         yield f"{where('attention_backend')} has no effect on the CPU: attention is torch's SDPA either way"
+    yield from fp8_notes(config, machine)
     yield from _activation_notes(config)
     yield from _data_notes(config)
 
@@ -437,6 +441,10 @@ def _data_notes(config: RunConfig) -> Iterator[str]:
         )
 
 
+_PLANNED = ("simulated_device_memory",)
+"""Fields that the plan reads in any case: it warns of memory that is too small, and chooses for AC=auto."""
+
+
 def _offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     """Flags of optimizer offload that have no effect with this policy, and a threshold above all memory."""
     policy = config.optimizer.optimizer_offload_policy
@@ -450,7 +458,8 @@ def _offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         if policy not in policies and value_of(config, field) != FIELDS[field].default:
             word = scalar_of(config, "optimizer_offload_policy")
             where_not = f"with {where('optimizer_offload_policy')} {word}" if policies else "beside a GPU"
-            yield f"{where(field)} has no effect {where_not}"
+            what = "is only planned for" if policies and field in _PLANNED else "has no effect"
+            yield f"{where(field)} {what} {where_not}"
 
     optimizer = config.optimizer
     threshold, simulated = optimizer.optimizer_offload_auto_threshold, optimizer.simulated_device_memory

@@ -18,11 +18,14 @@ from dataclasses import dataclass
 
 from patch.config.choices import (
     ContextCommunication,
+    Fp8Format,
+    Fp8Scaling,
     GradientType,
     OffloadPolicy,
     OnNonFinite,
     Precision,
     Recompute,
+    RecomputeChoice,
     RecomputeMethod,
     Sharding,
     ZeroStage,
@@ -156,9 +159,26 @@ class TrainingConfig:
         at_least=0,
     )
     sft: bool = flag("supervised fine-tuning: the loss covers only what the assistant says", False)
-    precision: Precision = flag("type of weights and activations; masters stay fp32", "bf16")
-    recompute_granularity: Recompute | None = flag(
-        "activations to recompute in backward: none, selective (norms and MLP activations) or full (layers)",
+    precision: Precision = flag(
+        "type of weights and activations; masters stay fp32; fp8: as bf16, with 8-bit products in the layers",
+        "bf16",
+    )
+    fp8_format: Fp8Format | None = flag(
+        "fp8: e4m3 with gradients in e5m2 (hybrid), or e4m3 alone; default: hybrid", None, none="default"
+    )
+    fp8_recipe: Fp8Scaling | None = flag(
+        "fp8: scales for whole tensors, or for each row of what a product sums over; default: tensorwise",
+        None,
+        none="default",
+    )
+    first_last_layers_bf16: bool = flag("fp8: the model's first and last layers stay in bf16", False)
+    num_layers_at_start_in_bf16: int = flag(
+        "with --first-last-layers-bf16: so many of the first", 1, at_least=0
+    )
+    num_layers_at_end_in_bf16: int = flag("with --first-last-layers-bf16: so many of the last", 1, at_least=0)
+    recompute_granularity: RecomputeChoice | None = flag(
+        "activations to recompute in backward: none, selective (norms and MLP activations), full (layers) or "
+        "auto (also --cpu-offloading: what fits the device at the least cost)",
         None,
         none="none",
     )
@@ -197,6 +217,17 @@ class TrainingConfig:
     )
     seed: int = flag("seed of weights and data order", 1234, at_least=0)
     deterministic_mode: bool = flag("only kernels that give the same bits each time", False)
+
+    @property
+    def fp8(self) -> Fp8:
+        """The settings of precision fp8."""
+        is_mixed = self.first_last_layers_bf16
+        return Fp8(
+            format=self.fp8_format or "hybrid",
+            recipe=self.fp8_recipe or "tensorwise",
+            num_first_in_bf16=self.num_layers_at_start_in_bf16 if is_mixed else 0,
+            num_last_in_bf16=self.num_layers_at_end_in_bf16 if is_mixed else 0,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -300,6 +331,17 @@ class CheckpointConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Fp8:
+    """How the products of a model's layers are computed with precision fp8."""
+
+    format: Fp8Format = "hybrid"
+    recipe: Fp8Scaling = "tensorwise"
+    num_first_in_bf16: int = 0
+    """So many of the model's first layers have bf16 products."""
+    num_last_in_bf16: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
     """How a model is computed: the settings that building it needs besides its shape and process groups.
 
@@ -308,6 +350,8 @@ class Execution:
     """
 
     precision: Precision = "bf16"
+    fp8: Fp8 = Fp8()
+    """Used with precision fp8 only."""
     sequence_parallel: bool = False
     stage_layers: tuple[int, ...] | None = None
     """Layers of each pipeline stage in the order in which a batch passes them, the same number of stages for
@@ -368,10 +412,11 @@ class RunConfig:
         training = self.training
         return Execution(
             precision=training.precision,
+            fp8=training.fp8,
             sequence_parallel=self.parallel.sequence_parallel,
             stage_layers=tuple(self.stage_layers),
             num_micro_batches=self.num_micro_batches,
-            recompute_granularity=training.recompute_granularity,
+            recompute_granularity=self.recompute,
             recompute_method=training.recompute_method,
             recompute_num_layers=training.recompute_num_layers,
             cpu_offloading=training.cpu_offloading,
@@ -395,6 +440,13 @@ class RunConfig:
         """The ZeRO stage of a run whose `auto` has been resolved."""
         assert self.sharding != "auto", "resolve_sharding chooses before anything is built"
         return self.sharding
+
+    @property
+    def recompute(self) -> Recompute | None:
+        """What is recomputed in a run whose `auto` has been resolved."""
+        granularity = self.training.recompute_granularity
+        assert granularity != "auto", "resolve_activations chooses before anything is built"
+        return granularity
 
     @property
     def num_micro_batches(self) -> int:

@@ -17,7 +17,7 @@ _NAMES: dict[str, str] = {
     "--global-batch-size": "gradient-accumulation-steps grad-accum accumulation-steps gbs train-batch-size",
     "--seq-length": "seq-len max-seq-length max-seq-len max-model-len context-length model-max-length",
     "--max-padding-length": "max-length pad-len cutoff-len block-size",
-    "--precision": "bf16 fp16 fp32 dtype torch-dtype mixed-precision",
+    "--precision": "bf16 fp16 fp32 fp8 dtype torch-dtype mixed-precision",
     "--tensor-model-parallel-size": "tp tp-size tensor-parallel-size",
     "--pipeline-model-parallel-size": "pp pp-size pipeline-parallel-size",
     "--context-parallel-size": "cp cp-size",

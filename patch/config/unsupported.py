@@ -24,8 +24,13 @@ class NotBuilt(NamedTuple):
 
 
 NOT_BUILT: tuple[NotBuilt, ...] = (
-    NotBuilt("precision", lambda v: v == "fp8", "fp8", "fp8 training", "bf16, fp16 or fp32"),
-    NotBuilt("cpu_offloading", bool, "true", "activation offload", "AC=sel or full"),
+    NotBuilt(
+        "fp8_recipe",
+        lambda v: v in ("delayed", "mxfp8", "blockwise"),
+        "delayed, mxfp8, blockwise",
+        "a scaling of Transformer Engine",
+        "tensorwise or rowwise",
+    ),
     NotBuilt(
         "distributed_checkpointing",
         lambda v: not v,

@@ -27,7 +27,7 @@ from patch.storage.sizes import counted
 
 _logger = get_logger(__name__)
 
-BLACKWELL = 10
+BLACKWELL = (10, 0)
 """Major compute capability of Blackwell GPUs."""
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch refuses deterministic matmuls without it

@@ -3,6 +3,7 @@
 from patch.memory.allocators import HOST, Allocator, HostAllocator, TorchAllocator
 from patch.memory.cuda_device import CudaDevice
 from patch.memory.offload_device import Copies, Event, Joinable, OffloadDevice
+from patch.memory.saved_tensors import SavedTensors
 from patch.memory.simulated_device import UNLIMITED, SimulatedDevice, SimulatedOutOfMemory
 from patch.memory.staged_copy import StagedCopier
 
@@ -16,6 +17,7 @@ __all__ = [
     "HostAllocator",
     "Joinable",
     "OffloadDevice",
+    "SavedTensors",
     "SimulatedDevice",
     "SimulatedOutOfMemory",
     "StagedCopier",

@@ -60,8 +60,11 @@ class CudaDevice:
             after.wait()
         return self._copy(copies, self._d2h_stream)
 
-    def copy_to_device(self, copies: Copies) -> Event:
-        """Copy on the host-to-device stream."""
+    def copy_to_device(self, copies: Copies, after: Event | None = None) -> Event:
+        """Copy on the host-to-device stream, which is a queue too."""
+        if after is not None:
+            with self._streams.stream(self._h2d_stream):
+                after.wait()
         return self._copy(copies, self._h2d_stream)
 
     def usable_bytes(self) -> int:
@@ -80,6 +83,9 @@ class CudaDevice:
     def count_activations(self) -> AbstractContextManager[None]:
         """Do nothing: torch's allocator counts activations."""
         return nullcontext()
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Do nothing: torch's allocator counts activations."""
 
     def _copy(self, copies: Copies, stream: torch.cuda.Stream) -> Event:
         with self._streams.stream(stream):

@@ -54,8 +54,8 @@ class OffloadDevice(Allocator, Protocol):
             an event at the end of the copies.
         """
 
-    def copy_to_device(self, copies: Copies) -> Event:
-        """Start copies to the device at once.
+    def copy_to_device(self, copies: Copies, after: Event | None = None) -> Event:
+        """Start copies to the device at once, or with `after` as soon as it has occurred.
 
         Returns:
             an event at the end of the copies.
@@ -69,3 +69,9 @@ class OffloadDevice(Allocator, Protocol):
 
     def count_activations(self) -> AbstractContextManager[None]:
         """A context for forward and backward, so that the peak includes the tensors that they keep."""
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Within `count_activations`: let the peak include a tensor's memory until that is freed.
+
+        Only what changes the hooks of saved tensors calls it.
+        """

@@ -27,7 +27,7 @@ class _PinnedPages(mmap.mmap):
         if error_code:
             raise MemoryError(
                 f"{len(self)} bytes of host memory could not be pinned (cudaError {error_code}); "
-                "leave more of it free, or lower --optimizer-offload-chunk-size"
+                "leave more free, or lower --optimizer-offload-chunk-size or --cpu-offloading-num-layers"
             )
         self.address = address
 

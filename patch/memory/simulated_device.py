@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from patch.memory.offload_device import Copies, Event, Joinable
+from patch.memory.weights import is_weight
 
 UNLIMITED = sys.maxsize
 """The budget of a simulated device that never runs out of memory."""
@@ -42,6 +43,8 @@ class SimulatedDevice:
         self.allocated_bytes = 0
         """Bytes of buffers and activations, and those that `reserve` counted."""
         self._peak_bytes = 0
+        self._counter: _StorageCounter | None = None
+        """Of the current `count_activations`."""
 
     def set_device(self) -> None:
         """Do nothing: the CPU is always current."""
@@ -91,7 +94,7 @@ class SimulatedDevice:
         """Copy at once."""
         return self.copy_to_device(copies)
 
-    def copy_to_device(self, copies: Copies) -> Event:
+    def copy_to_device(self, copies: Copies, after: Event | None = None) -> Event:
         """Copy at once."""
         for source, target in copies:
             target.copy_(source)
@@ -108,9 +111,10 @@ class SimulatedDevice:
 
     @contextmanager
     def count_activations(self) -> Iterator[None]:
-        """A context for forward and backward: tensors saved for backward count until autograd drops them.
+        """A context for forward and backward: what autograd saves counts until its memory is freed.
 
-        When the context ends, none of them is counted any more, even if an error keeps the graph alive.
+        Each storage counts once; weights do not, since `reserve` has counted them. When the context ends,
+        nothing is counted any more, even if an error keeps the graph alive.
 
         Raises:
             SimulatedOutOfMemory: at the tensor that exceeds the budget.
@@ -118,47 +122,64 @@ class SimulatedDevice:
         if self.budget == UNLIMITED:
             yield
             return
-        counter = _SavedTensorCounter(self)
+        self._counter = _StorageCounter(self)
         try:
-            with torch.autograd.graph.saved_tensors_hooks(counter.pack, counter.unpack):
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _itself):
                 yield
         finally:
-            counter.close()
+            self._counter.close()
+            self._counter = None
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count a tensor's memory until it is freed.
+
+        Raises:
+            SimulatedOutOfMemory: the budget is exceeded.
+        """
+        if self._counter is not None and not is_weight(tensor):
+            self._counter.count(tensor.untyped_storage())
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.count(tensor)
+        return tensor.detach()  # the tensor itself would refer to its own graph
 
 
-class _SavedTensor:
-    """Autograd's only reference to a tensor that it saved for backward."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
-class _SavedTensorCounter:
-    """Counts the bytes of tensors that autograd keeps for backward, until `close`."""
+class _StorageCounter:
+    """Counts the bytes of storages until they are freed, or until `close`."""
 
     def __init__(self, device: SimulatedDevice) -> None:
         self._device = device
-        self._num_bytes = 0
-        self._is_closed = False
+        self._storages: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._sizes: dict[int, int] = {}
+        """As counted, by the storage's address."""
 
-    def pack(self, tensor: torch.Tensor) -> _SavedTensor:
-        """Count a tensor that autograd saves, until the returned object is deleted."""
-        self._device.reserve(tensor.nbytes)
-        self._num_bytes += tensor.nbytes
-        saved = _SavedTensor(tensor)
-        weakref.finalize(saved, self._drop, tensor.nbytes).atexit = False
-        return saved
+    def count(self, storage: torch.UntypedStorage) -> None:
+        """Count a storage, unless it is counted."""
+        if storage._cdata not in self._sizes:
+            self._sizes[storage._cdata] = 0
+            self._storages[storage._cdata] = weakref.ref(storage)
+            weakref.finalize(storage, self._drop, storage._cdata).atexit = False
+        self._measure()
 
-    def unpack(self, saved: _SavedTensor) -> torch.Tensor:
-        """Return the tensor, for backward."""
-        return saved.tensor
+    def _measure(self) -> None:
+        """Count what the storages have now: recomputation frees memory and gives it back to them."""
+        sizes = {key: storage.nbytes() for key, ref in self._storages.items() if (storage := ref())}
+        grown = sum(sizes.values()) - sum(self._sizes[key] for key in sizes)
+        if grown > 0:
+            self._device.reserve(grown)
+        else:
+            self._device.release(-grown)
+        self._sizes |= sizes
 
-    def _drop(self, num_bytes: int) -> None:
-        if not self._is_closed:
-            self._device.release(num_bytes)
-            self._num_bytes -= num_bytes
+    def _drop(self, key: int) -> None:
+        self._storages.pop(key, None)
+        self._device.release(self._sizes.pop(key, 0))
 
     def close(self) -> None:
-        """Release all bytes that are still counted; tensors that autograd drops later change nothing."""
-        self._device.release(self._num_bytes)
-        self._is_closed = True
+        """Release all bytes that are still counted; storages that are freed later change nothing."""
+        self._device.release(sum(self._sizes.values()))
+        self._sizes, self._storages = {}, {}

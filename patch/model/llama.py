@@ -28,15 +28,18 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.functional import silu
 
 from patch.compat.stage_layout import StageLayout
 from patch.config.pipeline_stages import split_layers
-from patch.config.schema import Execution, ModelConfig
+from patch.config.schema import Execution, Fp8, ModelConfig
 from patch.device import torch_dtype
 from patch.distributed.zigzag import Zigzag
 from patch.families import traits_of
+from patch.memory import UNLIMITED, CudaDevice, SavedTensors, SimulatedDevice
 from patch.model.activation_layers import set_activation_layers
+from patch.model.fp8_linear import use_fp8
 from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
 from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
 from patch.model.loss import aligned_losses, hide_padded_vocabulary
@@ -162,7 +165,11 @@ class LlamaModel(GPTModel):
         groups: megatron-core's process groups.
         aligned: the operations (of `SOURCES`) in Hugging Face's order.
         vp_stage: the index of this stage among the stages of its process.
+        fp8: the settings of 8-bit products; None: products have the weights' type.
     """
+
+    activation_offload: SavedTensors | None = None
+    """Of all stages of the process, with AC=offload; call its `end_step` after each step."""
 
     def __init__(
         self,
@@ -171,6 +178,7 @@ class LlamaModel(GPTModel):
         groups: ProcessGroupCollection,
         aligned: frozenset[str],
         vp_stage: int,
+        fp8: Fp8 | None,
     ) -> None:
         stage = vp_stage * groups.pp.size() + groups.pp.rank()
         num_stages = (upstream.virtual_pipeline_model_parallel_size or 1) * groups.pp.size()
@@ -196,6 +204,8 @@ class LlamaModel(GPTModel):
                 # (transformer_layer.py:354). RecomputingMLP has no state of its own, so changing the class
                 # of the finished module is enough.
                 layer.mlp.__class__ = RecomputingMLP
+        if fp8 is not None:
+            _give_8_bit_products(self.decoder.layers, model.num_layers, fp8)
         self.rotary_pos_emb = RotaryAngles(inverse_frequencies(model), Zigzag.of(groups.cp))
         self.rope_attention_factor = attention_factor(model)
         """YaRN's factor of cosines and sines; it is upstream's attention that multiplies."""
@@ -275,6 +285,13 @@ class LlamaModel(GPTModel):
         )
 
 
+def _give_8_bit_products(layers: Sequence[TransformerLayer], num_layers: int, fp8: Fp8) -> None:
+    """Of a stage's layers, those that are not among the first and last of the model that stay in bf16."""
+    for layer in layers:  # upstream numbers the layers of the whole model from 1
+        if fp8.num_first_in_bf16 < layer.layer_number <= num_layers - fp8.num_last_in_bf16:
+            use_fp8(layer, fp8, brings_inputs_back=layer.config.recompute_granularity == "selective")
+
+
 def _mark_cut_weights(model: torch.nn.Module) -> None:
     """Mark the weights that are split over TP. The gradient norm counts the others on one TP rank only.
 
@@ -313,13 +330,21 @@ def build_llama_model(
         aligned = frozenset(SOURCES) if model.precision_align is not None else frozenset()
     upstream = transformer_config(model, groups, execution, cuda=device.type == "cuda", aligned=aligned)
     set_attention_factor(upstream, model)
+    fp8 = execution.fp8 if execution.precision == "fp8" else None
     stages = [
-        LlamaModel(model, upstream, groups, aligned, vp_stage).to(device)
+        LlamaModel(model, upstream, groups, aligned, vp_stage, fp8).to(device)
         for vp_stage in range(upstream.virtual_pipeline_model_parallel_size or 1)
     ]
+    offload = _activation_offload(device) if execution.cpu_offloading else None
     for stage in stages:
-        set_activation_layers(stage, execution)
+        stage.activation_offload = offload
+        set_activation_layers(stage, execution, offload)
     return stages
+
+
+def _activation_offload(device: torch.device) -> SavedTensors:
+    own = CudaDevice(device) if device.type == "cuda" else SimulatedDevice(UNLIMITED)
+    return SavedTensors(own, device)
 
 
 WEIGHT_PREFIXES = ("decoder.", "embedding.", "output_layer.")

@@ -42,10 +42,7 @@ from patch.optimizer.domain import Domain
 from patch.optimizer.layout import BucketRange, ParamRange, flat_numels
 from patch.optimizer.micro_batch import NO_BACKWARD, LastMicroBatchCheck, follow_backward
 from patch.optimizer.refusals import Named
-
-# Staging buffers of stage `gradients`: one filling, one travelling, one for gradients that come before
-# the last of the bucket before.
-NUM_STAGING = 3
+from patch.plan.memory import NUM_STAGING
 
 
 @dataclass

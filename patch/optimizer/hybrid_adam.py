@@ -153,6 +153,11 @@ class HybridAdam:
         return self._offload.policy.moves(self.manager.chunks, memory)
 
     @property
+    def offload_device(self) -> OffloadDevice | None:
+        """The device that states may leave."""
+        return self._offload.device if self._offload else None
+
+    @property
     def is_offloading(self) -> bool:
         """Whether states may leave the device in this run."""
         return self._offload is not None

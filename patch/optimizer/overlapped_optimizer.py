@@ -33,6 +33,7 @@ from patch.config.schema import OptimizerConfig
 from patch.device import torch_dtype
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import CheckpointError, TrainingError
+from patch.memory import OffloadDevice
 from patch.optimizer.domain import Domain, find_domains
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
 from patch.optimizer.hybrid_adam import HybridAdam, Offload, state_dtypes
@@ -331,6 +332,11 @@ class OverlappedDistributedOptimizer:
     def is_offloading(self) -> bool:
         """Whether states may leave the device in this run."""
         return self.adam.is_offloading
+
+    @property
+    def offload_device(self) -> OffloadDevice | None:
+        """The device that states may leave."""
+        return self.adam.offload_device
 
     @property
     def can_evict(self) -> bool:

@@ -1,5 +1,6 @@
 """What a run needs, by arithmetic over its configuration: parameters, FLOPs, bytes. Imports no torch."""
 
+from patch.plan.activation_choice import resolve_activations
 from patch.plan.activation_peak import activation_peak
 from patch.plan.activations import activation_bytes
 from patch.plan.context_parallel import resolve_cp_comm_type, sent_bytes
@@ -26,6 +27,7 @@ __all__ = [
     "offloaded_bytes",
     "parameters_per_rank",
     "peak_flops",
+    "resolve_activations",
     "resolve_cp_comm_type",
     "resolve_sharding",
     "sent_bytes",

@@ -9,7 +9,7 @@ from patch.config import RunConfig
 from patch.config.activation_layers import stage_activations
 from patch.plan.activations import activation_bytes, final_norm_bytes
 from patch.plan.loss import loss_bytes
-from patch.plan.memory import state_on_device
+from patch.plan.memory import staging_bytes, state_on_device
 from patch.plan.pipeline import Moment, Schedule, moments
 
 _FP32 = 4
@@ -26,10 +26,12 @@ class ActivationPeak(NamedTuple):
     """What the pass itself allocates, with what travels between stages."""
     in_flight: int
     """Micro-batches in flight, counted in each stage of the process."""
+    on_host: int
+    """Bytes of offloaded layers, in host memory."""
 
     @property
     def total(self) -> int:
-        """Bytes of all."""
+        """Bytes on the device."""
         return self.layers + self.ends + self.transient
 
 
@@ -39,12 +41,14 @@ class RankMemory(NamedTuple):
     pp_rank: int
     state: int
     """Model state, without optimizer states that `auto` places."""
+    staging: int
+    """Buffers of ZeRO-2, in which gradients are collected."""
     activations: ActivationPeak
 
     @property
     def total(self) -> int:
-        """Model state and activations together."""
-        return self.state + self.activations.total
+        """All together."""
+        return self.state + self.staging + self.activations.total
 
 
 class StageBytes(NamedTuple):
@@ -60,6 +64,8 @@ class StageBytes(NamedTuple):
     """The same of backward."""
     embedding: int
     """The gradient of the embedding's weight, when nothing else of the micro-batch is left."""
+    on_host: int
+    """Offloaded layers."""
 
     @property
     def kept(self) -> int:
@@ -75,7 +81,12 @@ def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
         cuda: whether it runs on GPUs.
     """
     ranks = (
-        RankMemory(rank, state_on_device(config, rank), activation_peak(config, rank, cuda=cuda))
+        RankMemory(
+            rank,
+            state_on_device(config, rank),
+            staging_bytes(config, rank),
+            activation_peak(config, rank, cuda=cuda),
+        )
         for rank in range(config.parallel.pipeline_model_parallel_size)
     )
     return max(ranks, key=lambda rank: rank.total)
@@ -101,12 +112,16 @@ def activation_peak(config: RunConfig, pp_rank: int, *, cuda: bool) -> Activatio
 def _peaks_of(moment: Moment, stages: list[StageBytes]) -> Iterator[ActivationPeak]:
     """The worst moments of one pass."""
     counts, own = moment.in_flight, stages[moment.chunk]
-    layers = sum(count * stage.layers for count, stage in zip(counts, stages, strict=True))
-    ends = sum(count * stage.ends for count, stage in zip(counts, stages, strict=True))
+    held = list(zip(counts, stages, strict=True))
+    layers = sum(count * stage.layers for count, stage in held)
+    ends = sum(count * stage.ends for count, stage in held)
+    on_host = sum(count * stage.on_host for count, stage in held)
     transient = own.forward if moment.is_forward else own.backward
-    yield ActivationPeak(layers, ends, transient, sum(counts))
+    yield ActivationPeak(layers, ends, transient, sum(counts), on_host)
     if not moment.is_forward and own.embedding:
-        yield ActivationPeak(layers - own.layers, ends - own.ends, own.embedding, sum(counts) - 1)
+        yield ActivationPeak(
+            layers - own.layers, ends - own.ends, own.embedding, sum(counts) - 1, on_host - own.on_host
+        )
 
 
 def stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> StageBytes:
@@ -126,8 +141,7 @@ def stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> StageBytes:
     # The gradients of gate and up; with SP the MLP's gathered input and its gradient.
     gradients = tokens * 2 * model.ffn_hidden_size // tp_size * size
     gradients += 2 * hidden if parallel.sequence_parallel else 0
-    layers = _layers_of(config, config.stage_layers[stage], boundary, cuda=cuda)
-    kept, backward = sum(layer.kept for layer in layers), _backward(layers) + gradients
+    layers = _layers_of(config, stage, boundary, cuda=cuda)
     ends, forward = 0, 0
     if stage == last:
         loss = loss_bytes(config, cuda=cuda)
@@ -138,8 +152,14 @@ def stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> StageBytes:
         ends = boundary
     travelling = 2 * boundary if last else 0
     rows = config.padded_vocab_size // tp_size
-    embedding = rows * model.hidden_size * size if stage == 0 else 0
-    return StageBytes(kept, ends, forward + travelling, backward + travelling, embedding)
+    return StageBytes(
+        layers=sum(layer.kept for layer in layers),
+        ends=ends,
+        forward=forward + travelling,
+        backward=_backward(layers) + gradients + travelling,
+        embedding=rows * model.hidden_size * size if stage == 0 else 0,
+        on_host=sum(layer.on_host for layer in layers),
+    )
 
 
 class _LayerBytes(NamedTuple):
@@ -147,28 +167,33 @@ class _LayerBytes(NamedTuple):
     """On the device from forward to backward."""
     back: int
     """What its own backward has in addition: computed again, or come back from the host."""
+    on_host: int = 0
 
 
-def _layers_of(config: RunConfig, num_layers: int, boundary: int, *, cuda: bool) -> list[_LayerBytes]:
+def _layers_of(config: RunConfig, stage: int, boundary: int, *, cuda: bool) -> list[_LayerBytes]:
     """The layers of a stage, or its blocks of recomputed layers, in the order of forward.
 
     Args:
         config: the run.
-        num_layers: of the stage.
+        stage: its number in the order of the model.
         boundary: bytes of a layer's input.
         cuda: whether the layers are on a GPU.
     """
-    training = config.training
+    training, num_layers = config.training, config.stage_layers[stage]
     sections = config.model, config.parallel, training
     of_layer = activation_bytes(*sections, length=config.sample_length, cuda=cuda)
-    granularity, whole = training.recompute_granularity, of_layer[None]
-    if granularity == "full" and training.recompute_method == "uniform":
+    whole = of_layer[None]
+    if config.recompute == "full" and training.recompute_method == "uniform":
         block = training.recompute_num_layers
         return [_LayerBytes(boundary, block * whole - boundary)] * (num_layers // block)
     split = stage_activations(num_layers, training)
-    kept = of_layer["selective"] if granularity == "selective" else whole
+    kept = of_layer["selective"] if config.recompute == "selective" else whole
+    # Two are on the device at once, of which one travels. What the stage before has sent stays.
+    offloaded = [_LayerBytes(0, min(2, split.offloaded) * kept + whole - kept, kept)] * split.offloaded
+    if offloaded and stage:
+        offloaded[0] = offloaded[0]._replace(kept=boundary, on_host=kept - boundary)
     return [
-        *[_LayerBytes(0, whole)] * split.offloaded,
+        *offloaded,
         *[_LayerBytes(boundary, whole - boundary)] * split.recomputed,
         *[_LayerBytes(kept, whole - kept)] * split.kept,
     ]

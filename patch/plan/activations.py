@@ -7,6 +7,7 @@ import math
 from patch.config import ModelConfig, ParallelConfig, TrainingConfig
 from patch.config.choices import Recompute
 
+_FP8 = 1
 _HALF = 2
 _FP32 = 4
 
@@ -19,8 +20,8 @@ def activation_bytes(
     With `--recompute-method block`, "full" is that of the layers that are recomputed, None of the others.
 
     Not included: norms of heads, masks of a sliding window, the order of operations of Hugging Face
-    (`--precision-align`), packing (a CPU may keep attention's result twice), and what backward itself
-    allocates (with `full`, all of a block of layers).
+    (`--precision-align`), fp8's scales and its layers that stay in bf16, packing (a CPU may keep attention's
+    result twice), and what backward itself allocates (with `full`, all of a block of layers).
 
     Args:
         model: the model's shape.
@@ -39,8 +40,13 @@ def activation_bytes(
     gate_up = size * 2 * model.ffn_hidden_size // tp_size
     layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
     activation = 3 * gate_up // 2  # silu(gate), the summand of up, their product
+    narrowed = 0
+    if (
+        training.precision == "fp8"
+    ):  # three products keep their inputs in 8 bits: two norms' outputs, the MLP's
+        narrowed = (size - _FP8) * (2 * hidden + model.ffn_hidden_size // tp_size)
     per_token: dict[Recompute | None, float] = {
-        None: 2 * norm + attention + gate_up + activation,
+        None: 2 * norm + attention + gate_up + activation - narrowed,
         "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + gate_up,
         "full": hidden * size / layers_of_block,
     }

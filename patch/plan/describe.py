@@ -134,7 +134,7 @@ def _activations(config: RunConfig, machine: MachineFacts) -> list[str]:
     sizes = ", ".join(f"{words[setting]} {size_text(num_bytes)}" for setting, num_bytes in kept.items())
     return [
         f"activations a layer and micro-batch keep {sizes} for backward; "
-        f"this run: {words[config.training.recompute_granularity]} (AC)"
+        f"this run: {words[config.recompute]} (AC)"
     ]
 
 

@@ -57,10 +57,12 @@ def memory_lines(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     in_flight = counted(kept.in_flight, "micro-batch") + " in flight"
     if config.virtual_pipeline_size > 1:
         in_flight = f"{in_flight} through {config.virtual_pipeline_size} stages"
+    staging = f"+ staging buffers {size_text(rank.staging)} " if rank.staging else ""
+    on_host = f"; {size_text(kept.on_host)} more in host memory" if kept.on_host else ""
     yield (
-        f"memory/rank {size_text(rank.total)} at most{where} = state {size_text(rank.state)} "
+        f"memory/rank {size_text(rank.total)} at most{where} = state {size_text(rank.state)} {staging}"
         f"+ activations {size_text(kept.total)} ({in_flight}: layers {size_text(kept.layers)}, "
-        f"loss and borders {size_text(kept.ends)}, the running pass {size_text(kept.transient)})"
+        f"loss and borders {size_text(kept.ends)}, the running pass {size_text(kept.transient)}{on_host})"
     )
 
 
@@ -70,6 +72,8 @@ def memory_needed(config: RunConfig, machine: MachineFacts) -> tuple[int, int, s
     if config.model.precision_align is not None:
         return on_device, on_host, "model state"
     rank = heaviest_rank(config, cuda=bool(machine.cuda_devices))
+    of_process = rank.activations.on_host
     if not machine.cuda_devices:
-        on_host += rank.activations.total * config.parallel.nproc_per_node
+        of_process += rank.staging + rank.activations.total
+    on_host += of_process * config.parallel.nproc_per_node
     return rank.total, on_host, "model state and activations"

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from patch.config import ModelConfig, RunConfig
 from patch.config.activation_layers import stage_activations
+from patch.config.choices import Precision
 from patch.plan.parameters import layer_matrices
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
@@ -36,6 +37,8 @@ _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (
     ("L4", 121.0),
 )
 """Dense bf16 tensor-core peaks from NVIDIA's data sheets; longer names come before their shorter forms."""
+_FP8_FACTOR = 2
+"""Peak of fp8 over that of bf16, of all GPUs above that have fp8."""
 
 
 class StepFlops(NamedTuple):
@@ -70,12 +73,17 @@ def flops_per_step(config: RunConfig, pairs: float | None = None) -> StepFlops:
     return StepFlops(3 * forward, 3 * forward + repeated)
 
 
-def output_in_layers(config: RunConfig) -> float:
-    """Work of the output layer for each token, counted in transformer layers."""
+def layer_flops(config: RunConfig) -> float:
+    """FLOPs of one layer's forward for one sample."""
     model, length = config.model, config.sample_length
     layers = sum(_forward_of_layers(model, length, attended_pairs([length], model.window_size)))
-    output = _forward_of_output(model, length, config.parallel.tensor_model_parallel_size)
-    return model.num_layers * output / layers
+    return layers / model.num_layers
+
+
+def output_in_layers(config: RunConfig) -> float:
+    """Work of the output layer for each token, counted in transformer layers."""
+    tp_size = config.parallel.tensor_model_parallel_size
+    return _forward_of_output(config.model, config.sample_length, tp_size) / layer_flops(config)
 
 
 def _recomputed_layers(config: RunConfig) -> int:
@@ -116,13 +124,14 @@ def _pairs(length: int, width: int) -> int:
     return width * length - width * (width - 1) // 2
 
 
-def peak_flops(device_name: str) -> float | None:
-    """Dense bf16 FLOP/s of a GPU by the name that the driver reports; None if it is not known.
+def peak_flops(device_name: str, precision: Precision = "bf16") -> float | None:
+    """Dense FLOP/s of a GPU by the name that the driver reports; None if it is not known.
 
-    MFU is null then: it is never a guess.
+    MFU is null then: it is never a guess. With fp8 it refers to the peak of 8-bit products, although
+    attention and the output layer have bf16's; with fp32 and fp16 to bf16's.
     """
     words = device_name.replace("-", " ").split()
     for name, tflops in _PEAK_TFLOPS:
         if all(word in words for word in name.split()):
-            return tflops * 1e12
+            return tflops * 1e12 * (_FP8_FACTOR if precision == "fp8" else 1)
     return None

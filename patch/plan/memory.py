@@ -9,6 +9,10 @@ from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.plan.parameters import parameters_per_rank
 
+NUM_STAGING = 3
+"""Staging buffers of ZeRO-2: one filling, one travelling, one for gradients that come before the last of the
+bucket before."""
+
 # Two fp32 moments; in addition an fp32 master for fp16 weights, or the low half of one for bf16 weights.
 _STATE_BYTES = {"fp32": 8, "bf16": 10, "fp16": 12, "fp8": 10}
 
@@ -59,10 +63,23 @@ def offloaded_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
     return int(_state_bytes(config, pp_rank) * config.optimizer.optimizer_offload_fraction)
 
 
+def staging_bytes(config: RunConfig, pp_rank: int) -> int:
+    """Bytes of ZeRO-2's staging buffers at most, on a rank; 0 with other sharding.
+
+    Args:
+        config: the run.
+        pp_rank: the rank's place in the pipeline.
+    """
+    if config.zero_stage is not ZeroStage.GRADIENTS or config.num_state_shares == 1:
+        return 0
+    optimizer = config.optimizer
+    bucket = min(optimizer.reduce_bucket_size, _parameters(config, pp_rank))
+    return NUM_STAGING * bucket * (4 if optimizer.main_grads_dtype == "fp32" else 2)
+
+
 def device_memory(config: RunConfig, machine: MachineFacts) -> int:
     """Bytes of the device that a process computes on, a GPU or a simulated one; 0 if there is none."""
-    optimizer = config.optimizer
-    simulated = optimizer.simulated_device_memory if optimizer.optimizer_offload_policy else None
+    simulated = config.optimizer.simulated_device_memory
     return machine.cuda_memory_bytes if machine.cuda_devices else simulated or 0
 
 

@@ -40,14 +40,20 @@ def _on_device(config: RunConfig, machine: MachineFacts) -> str:
         return _sentence([*_shared_gradients(config), more], lead)
     fits = not limit or state.total <= limit
     return _sentence(
-        [*_fewer_activations(config), *_shared_states(config), *_more_offload(config, limit, fits), more]
+        [
+            *_fewer_activations(config),
+            *_offloaded_activations(config),
+            *_shared_states(config),
+            *_more_offload(config, limit, fits),
+            more,
+        ]
     )
 
 
 def _on_host(config: RunConfig, machine: MachineFacts) -> str:
     more = "more machines (TP, PP)"
     if machine.cuda_devices:
-        return _sentence([*_shared_states(config), *_less_offload(config.optimizer), more])
+        return _sentence([*_shared_states(config), *_less_offload(config), more])
     _, needed = needed_bytes(config, machine)
     if 0 < machine.host_memory_bytes < needed:
         lead = f"the model's state alone takes {size_text(needed)} of {size_text(machine.host_memory_bytes)}"
@@ -69,11 +75,21 @@ def _fewer_activations(config: RunConfig) -> list[str]:
         "selective": ["full"],
         "full": [],
     }
-    recompute = more[config.training.recompute_granularity]
+    training = config.training
+    recompute = more[config.recompute]
+    if not recompute and training.recompute_method == "block" and not training.cpu_offloading:
+        return [f"a smaller {where(smaller)}", f"uniform at {where('recompute_method')}"]
     return [
         f"a smaller {where(smaller)}",
         *(f"{word} at {where('recompute_granularity')}" for word in recompute),
     ]
+
+
+def _offloaded_activations(config: RunConfig) -> list[str]:
+    """Activations in host memory, if some are on the device that may go there."""
+    training = config.training
+    recomputes_all = training.recompute_granularity == "full" and training.recompute_method == "uniform"
+    return [] if training.cpu_offloading or recomputes_all else [f"true at {where('cpu_offloading')}"]
 
 
 def _shared_states(config: RunConfig) -> list[str]:
@@ -119,8 +135,9 @@ def more_offload(config: OptimizerConfig) -> str:
     return f"a larger {where('optimizer_offload_fraction')} or auto at {policy}"
 
 
-def _less_offload(config: OptimizerConfig) -> list[str]:
-    if config.optimizer_offload_policy is None:
-        return []
+def _less_offload(config: RunConfig) -> list[str]:
     fields = {"static": "optimizer_offload_fraction", "auto": "optimizer_offload_auto_threshold"}
-    return [f"less offload (a smaller {where(fields[config.optimizer_offload_policy])})"]
+    policy = config.optimizer.optimizer_offload_policy
+    found = [fields[policy]] if policy else []
+    found += ["cpu_offloading_num_layers"] if config.training.cpu_offloading else []
+    return [f"less offload (a smaller {where(field)})" for field in found]

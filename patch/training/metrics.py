@@ -39,6 +39,7 @@ def measure(run: Run, result: StepResult, step_time_ms: float) -> dict[str, floa
     """
     report = run.optimizer.report()
     return {
+        **_offloaded_activations(run),
         "loss": result.loss,
         "step_time_ms": step_time_ms,
         "comm_exposed_ms": result.comm_exposed_ms,
@@ -47,6 +48,14 @@ def measure(run: Run, result: StepResult, step_time_ms: float) -> dict[str, floa
         "host_memory_gib": psutil.Process().memory_info().rss / _GIB,
         "offload_fraction": report.offload_fraction,
     }
+
+
+def _offloaded_activations(run: Run) -> dict[str, float]:
+    """With AC=offload: what this rank copied to the host in the step; how long compute waited for copies."""
+    offload = run.activation_offload
+    if offload is None:
+        return {}
+    return {"activation_offload_gib": offload.pop_bytes() / _GIB, "activation_wait_ms": offload.pop_wait_ms()}
 
 
 def make_record(
@@ -68,7 +77,9 @@ def make_record(
     process_seconds = config.world_size * worst["step_time_ms"] / 1e3
     flops = flops_per_step(config, result.attended_pairs or None)
     speed, hardware_speed = (count / process_seconds for count in flops)
-    peak = peak_flops(torch.cuda.get_device_name(run.device)) if run.device.type == "cuda" else None
+    peak = None
+    if run.device.type == "cuda":
+        peak = peak_flops(torch.cuda.get_device_name(run.device), config.training.precision)
     return {
         "iteration": iteration,
         "consumed_samples": consumed,

@@ -25,6 +25,7 @@ from patch.distributed.async_collectives import WaitClock
 from patch.distributed.collectives import all_or_none
 from patch.distributed.zigzag import Zigzag
 from patch.logger import get_logger
+from patch.memory import SavedTensors, SimulatedDevice
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
 from patch.storage.names import DATA_INDEX_FOLDER
@@ -71,6 +72,11 @@ class Run:
     """Of the training sets of rows (see `DataSets`)."""
     data_clock: WaitClock = field(default_factory=lambda: WaitClock(torch.device("cpu")))
     """Counts how long steps wait for their data."""
+
+    @property
+    def activation_offload(self) -> SavedTensors | None:
+        """The activations that are in host memory until backward, with AC=offload."""
+        return self.stages[0].activation_offload
 
     def consumed_samples(self, iteration: int) -> int:
         """The samples of the first `iteration` steps."""
@@ -163,6 +169,10 @@ def build_run_optimizer(
         host_bytes=usable_memory() // config.parallel.nproc_per_node,
     )
     optimizer.connect(stages[0].config)
+    if (offload := stages[0].activation_offload) is not None:
+        offload.clock = WaitClock(optimizer.device)
+        if isinstance(optimizer.offload_device, SimulatedDevice):
+            offload.device = optimizer.offload_device  # one device with one budget
     log_placement(optimizer)
     return optimizer
 

@@ -177,15 +177,19 @@ def run_schedule(
     """
     pp_size, vp_size = run.groups.pp.size(), run.stages[0].config.virtual_pipeline_model_parallel_size
     divisor, scale = max(tokens, 1.0), loss_scale or 1.0
-    return get_forward_backward_func(pp_size, vp_size)(
-        forward_step_func=partial(_forward_step, run=run, divisor=divisor, scale=scale),
-        data_iterator=[iter(batches) for _ in run.stages],
-        model=run.stages,
-        num_microbatches=len(batches),
-        seq_length=run.config.sample_length,
-        micro_batch_size=run.config.training.micro_batch_size,
-        forward_only=loss_scale is None,
-    )
+    try:
+        return get_forward_backward_func(pp_size, vp_size)(
+            forward_step_func=partial(_forward_step, run=run, divisor=divisor, scale=scale),
+            data_iterator=[iter(batches) for _ in run.stages],
+            model=run.stages,
+            num_microbatches=len(batches),
+            seq_length=run.config.sample_length,
+            micro_batch_size=run.config.training.micro_batch_size,
+            forward_only=loss_scale is None,
+        )
+    finally:
+        if run.activation_offload is not None:
+            run.activation_offload.end_step()
 
 
 def _forward_step(

@@ -83,9 +83,9 @@ def command_of(few_rows: Office, output: Path, **changes: object) -> list[str]:
 
 @pytest.fixture(scope="module")
 def four_ranks(few_rows: Office, tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """At once with interleaved stages, resumed without."""
+    """At once with interleaved stages, resumed without; activations are offloaded."""
     output = tmp_path_factory.mktemp("four") / "out"
-    arguments = command_of(few_rows, output, TP=2, PP=2)
+    arguments = command_of(few_rows, output, TP=2, PP=2, AC="offload")
     return run_twice(4, arguments, output, first={"MP_VP": 1})
 
 
@@ -104,6 +104,8 @@ def test_tp_times_pp_resumes_to_the_bit_without_interleaving(four_ranks: Finishe
     configs = [yaml.safe_load(file.read_text()) for file in files]
     stages = [config["parallel"]["num_layers_per_virtual_pipeline_stage"] for config in configs]
     assert stages == [1, 0]
+    offloaded = [record["activation_offload_gib"] for record in training_records(four_ranks.output)]
+    assert len(offloaded) == STEPS and min(offloaded) > 0
     assert len(four_ranks.first) == STEPS and four_ranks.first[-1] < four_ranks.first[0] - 0.5
     assert four_ranks.resumed == four_ranks.first
     assert_same_weights(four_ranks.output / "hf", four_ranks.output / "hf_first")

@@ -18,9 +18,8 @@ from patch.storage.lock import hold_run
     [
         ({"PR": "fp17"}, ("PR", "fp17", "bf16")),
         ({"GLOBAL_BATCH_SIZE": 6}, ("GLOBAL_BATCH_SIZE", "6")),
-        ({"PR": "fp8"}, ("PR", "not built")),
     ],
-    ids=["unknown-value", "batch-does-not-divide", "not-built-yet"],
+    ids=["unknown-value", "batch-does-not-divide"],
 )
 def test_bad_position_is_refused_by_name(
     office: Office, tmp_path: Path, changes: dict[str, object], named: tuple[str, ...]
@@ -112,9 +111,11 @@ def test_chat_template_that_fails_is_refused_with_its_file(office: Office, tmp_p
 
 
 def test_dry_run_prints_the_run_and_writes_nothing(office: Office, tmp_path: Path) -> None:
-    result = call([*command(**office.positions(tmp_path / "out")), "--dry-run"])
+    positions = command(**{**office.positions(tmp_path / "out"), "AC": "auto"})
+    result = call([*positions, "--simulated-device-memory=1e9", "--dry-run"])
     assert result.returncode == 0, result.stderr
     run = yaml.safe_load(result.stdout)
+    assert run["training"]["recompute_granularity"] == "none" and "a rank, chosen" in result.stderr
     assert run["model"]["hidden_size"] == 64
     assert run["parallel"]["nproc_per_node"] == 2
     assert list(tmp_path.iterdir()) == []

@@ -40,6 +40,11 @@ CASES: dict[str, dict[str, Any]] = {
     "bf16, sometimes clipped": {"precision": "bf16", "clip_grad": 3.0, "main_grads_dtype": "bf16"},
     "fp16, overflows": {"precision": "fp16", "initial_loss_scale": 2.0**21, "loss_scale_window": 3},
 }
+LARGE = {
+    "hidden_size": 1024, "ffn_hidden_size": 4096, "kv_channels": 256, "num_layers": 8, "precision": "bf16",
+    "seq_length": 512, "max_padding_length": 512, "deterministic_mode": True,
+}  # fmt: skip
+"""Layers whose activations count."""
 PAIRS = [("static 0.3", "none"), ("none", "static 1"), ("static 1", "auto")]
 """The policies of a run that is saved and of the one that goes on."""
 
@@ -147,9 +152,33 @@ def test_attention_backends_and_recomputation_learn_alike(
     assert found[1] == pytest.approx(found[0], abs=0.02)
 
 
-@pytest.mark.parametrize("policy", ["none", "static 0.3"])
-def test_a_step_waits_for_the_device_only_to_read_norm_and_loss(job: DeviceContext, policy: str) -> None:
-    run = build(job, precision="bf16", **POLICIES[policy])
+def test_offloaded_activations_change_no_bit_and_free_memory(job: DeviceContext) -> None:
+    """Of eight layers two are on the device at a time, and copies overlap with compute."""
+    found, peaks = [], []
+    for changes in ({}, {"cpu_offloading": True}):
+        run = build(job, **LARGE, **changes)
+        train_step(run, 0)
+        torch.cuda.reset_peak_memory_stats()
+        result = train_step(run, 1)
+        peaks.append(torch.cuda.max_memory_allocated())
+        run.optimizer.finish_param_sync()
+        digest = [p.detach().view(torch.uint8).sum().item() for p in run.stages[0].parameters()]
+        found.append((result.loss, result.grad_norm, digest))
+        if run.activation_offload is not None:
+            sent = run.activation_offload.pop_bytes() / 2 / run.config.num_micro_batches
+            assert run.activation_offload.pop_wait_ms() >= 0
+        close(run)
+    assert found[0] == found[1]
+    assert peaks[0] - peaks[1] > 0.7 * sent
+
+
+@pytest.mark.parametrize(
+    ("policy", "changes"), [("none", {}), ("static 0.3", {}), ("none", {"cpu_offloading": True})]
+)
+def test_a_step_waits_for_the_device_only_to_read_norm_and_loss(
+    job: DeviceContext, policy: str, changes: dict[str, Any]
+) -> None:
+    run = build(job, precision="bf16", **POLICIES[policy], **changes)
     for iteration in range(3):
         train_step(run, iteration)
     with warnings.catch_warnings(record=True) as caught:

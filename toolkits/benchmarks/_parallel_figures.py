@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
+from toolkits.benchmarks._activation_step import KEEP
 from toolkits.benchmarks._context_step import ALL_TO_ALL, COMMUNICATION, COMPUTE, RING, WAITING_RING, WHOLE
 
 
@@ -97,6 +98,22 @@ def context_table(figures: Sequence[ContextFigures]) -> str:
             )
         lines.append("")
     return "\n".join(lines)
+
+
+def activation_table(rounds: dict[str, list[dict[str, float]]]) -> str:
+    """A line for each way; see `_activation_step.measure`."""
+    head = f"{'':<30}{'median s':>10}{'fastest - slowest':>20}{'/ keep all':>12}{'peak MiB':>10}"
+    lines = [f"{head}{'to host MiB':>13}{'waited s':>10}"]
+    for name, found in rounds.items():
+        middle = {key: median(one[key] for one in found) for key in found[0]}
+        seconds = [one["seconds"] for one in found]
+        ratio = median(one / kept["seconds"] for one, kept in zip(seconds, rounds[KEEP], strict=True))
+        lines.append(
+            f"{name:<30}{middle['seconds']:>10.3f}{f'{min(seconds):.3f} - {max(seconds):.3f}':>20}"
+            f"{ratio:>12.3f}{middle['peak_bytes'] / 2**20:>10.1f}"
+            f"{middle.get('sent_bytes', 0) / 2**20:>13.1f}{middle.get('waited_s', 0):>10.3f}"
+        )
+    return "\n".join(lines) + "\n"
 
 
 def plot(file: Path, bubbles: Sequence[Bubble], figures: Sequence[ContextFigures]) -> None:

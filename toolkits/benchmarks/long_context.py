@@ -27,8 +27,8 @@ _TOKENS, _QUICK_TOKENS = (8192, 16384, 32768, 65536, 131072), (2048, 4096)
 _CP_SIZES = (1, 2, 4)
 _MOST_ON_RANK = 65536
 _LARGEST_CP = max(_CP_SIZES)
-_FARTHEST = 0.02
-"""From proportional; what does not grow with tokens is part of it."""
+_MOST_ABOVE = 0.02
+"""What does not grow with tokens is part of it. Less is possible: the loss of many tokens goes in chunks."""
 _TIMEOUT_S = 1800
 _SCRIPT = Path(__file__).parents[2] / "examples" / "llama3_1" / "run_mcore_llama.sh"
 
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         f"{max(sizes)} tokens at CP {_LARGEST_CP} by the launcher: loss {trained['loss']:.3f}, step "
         f"{trained['step_time_ms'] / 1e3:.0f} s, {trained['peak_memory_gib']:.2f} GiB a process with torch\n"
     )
-    aims = [Aim("farthest memory from proportional to tokens / CP, CP > 1", _farthest(peaks), _FARTHEST)]
+    aims = [Aim("memory above proportional to tokens / CP, at most, CP > 1", _above(peaks), _MOST_ABOVE)]
     print("\n".join(aim_lines(aims)))
     if arguments.json:
         write_json(arguments.json, aims, peaks=[peak._asdict() for peak in peaks], trained=trained)
@@ -105,10 +105,10 @@ def _train(tokens: int) -> dict[str, Any]:
     return json.loads(lines[0])
 
 
-def _farthest(peaks: Sequence[Peak]) -> float:
-    """How far the bytes of a token are from their median, with CP; without it attention is another kernel."""
+def _above(peaks: Sequence[Peak]) -> float:
+    """How far the most bytes of a token are above their median, with CP; without it attention is another."""
     found = [peak.bytes_a_token for peak in peaks if peak.cp_size > 1]
-    return max(abs(one / median(found) - 1) for one in found)
+    return max(found) / median(found) - 1
 
 
 def _table(peaks: Sequence[Peak]) -> str:

@@ -1,9 +1,10 @@
-"""Measures pipeline and context parallelism: the bubble of a pipeline, and whether ring messages are hidden.
+"""Measures a pipeline's bubble, whether the ring's messages are hidden, and what offloaded activations cost.
 
-    python -m toolkits.benchmarks.parallel [--part pipeline|context] [--quick] [--json FILE] [--plot FILE]
+    python -m toolkits.benchmarks.parallel [--part pipeline|context|activations] [--quick] [--json FILE]
 
 The pipeline's layers wait instead of computing, so that any number of processes run on any number of cores.
 The two context-parallel ranks are at the ends of a cable of limited speed (needs root and iproute2).
+Activations are offloaded from a simulated device, over copies of limited speed.
 """
 
 from __future__ import annotations
@@ -18,18 +19,26 @@ from pathlib import Path
 from typing import Any
 
 from patch.device import MachineFacts
-from toolkits.benchmarks import _context_step, _pipeline_bubble
+from toolkits.benchmarks import _activation_step, _context_step, _pipeline_bubble
 from toolkits.benchmarks._link import Link, LinkError, run_ranks
-from toolkits.benchmarks._parallel_figures import Bubble, ContextFigures, bubble_table, context_table, plot
+from toolkits.benchmarks._parallel_figures import (
+    Bubble,
+    ContextFigures,
+    activation_table,
+    bubble_table,
+    context_table,
+    plot,
+)
 from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
 
-PIPELINE, CONTEXT = "pipeline", "context"
+PIPELINE, CONTEXT, ACTIVATIONS = PARTS = "pipeline", "context", "activations"
 _MICRO_BATCHES = {2: (2, 4, 8), 4: (4, 8, 16)}
 """Stages p -> numbers m of micro-batches; v is 1 and 2."""
 _QUICK_MICRO_BATCHES = {2: (4,)}
-_WAITS_S = (0.1, 0.3)
-_ROUNDS, _QUICK_ROUNDS = {PIPELINE: 3, CONTEXT: 7}, {PIPELINE: 1, CONTEXT: 2}
+_WAITS_S = (0.1, 0.4)
+_ROUNDS, _QUICK_ROUNDS = {PIPELINE: 5, CONTEXT: 7, ACTIVATIONS: 9}, {PIPELINE: 1, CONTEXT: 2, ACTIVATIONS: 1}
 _SHARES, _QUICK_SHARES = [1.0, 0.4], [1.0]
+_COPY_SHARES = [0.5, 1.0, 2.0]
 _TIMEOUT_S = 900
 _MOST_OFF, _MOST_OVER_BOUND = 0.05, 1.1
 
@@ -41,6 +50,7 @@ def main(argv: Sequence[str]) -> int:
     aims: list[Aim] = []
     bubbles: list[Bubble] = []
     contexts: list[ContextFigures] = []
+    activations: dict[str, list[dict[str, float]]] = {}
     try:
         if PIPELINE in arguments.part:
             bubbles = _measure_bubbles(arguments.quick)
@@ -50,13 +60,17 @@ def main(argv: Sequence[str]) -> int:
             contexts = _measure_contexts(arguments.quick)
             aims += _context_aims(contexts)
             print(context_table(contexts))
+        if ACTIVATIONS in arguments.part:
+            rounds = (_QUICK_ROUNDS if arguments.quick else _ROUNDS)[ACTIVATIONS]
+            activations = _activation_step.measure(_COPY_SHARES, rounds)
+            print(activation_table(activations))
     except KeyboardInterrupt:
         return 130
     print("\n".join(aim_lines(aims)))
     if arguments.json:
         raw = {"pipeline": [vars(one) for one in bubbles], "context": [vars(one) for one in contexts]}
-        write_json(arguments.json, aims, **raw)
-    if aims:
+        write_json(arguments.json, aims, **raw, activations=activations)
+    if bubbles or contexts:
         plot(arguments.plot, bubbles, contexts)
         print(f"plot: {arguments.plot}")
     return 0
@@ -65,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argument_parser("parallel", __doc__, "fewer cases and rounds: about a minute")
     parser.add_argument(
-        "--part", nargs="+", choices=(PIPELINE, CONTEXT), default=(PIPELINE, CONTEXT),
+        "--part", nargs="+", choices=PARTS, default=PARTS,
         help="what to measure (default: all)",
     )  # fmt: skip
     return parser.parse_args(argv)

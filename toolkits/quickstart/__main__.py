@@ -1,6 +1,6 @@
 """Fine-tunes a small LLaMA on JSON with two processes, then tests the exported model with questions.
 
-    python -m toolkits.quickstart [--output DIR]
+    python -m toolkits.quickstart [--output DIR] [--precision fp32|bf16|fp8]
 
 It writes its own model and data and runs on the CPU; GPUs are not used. It trains with the ordinary launcher
 and all 25 positions, and prints this command, so that you can repeat it with your own data. Exit code: 0 if
@@ -31,7 +31,7 @@ NUM_PROCESSES = 2
 NUM_SHOWN = 8
 
 
-def launcher_command(space: Workspace) -> list[str]:
+def launcher_command(space: Workspace, precision: str) -> list[str]:
     """The command of the launcher: its 25 positions in order, then the flags of this run."""
     positions = {
         "ENV": "dsw",
@@ -42,7 +42,7 @@ def launcher_command(space: Workspace) -> list[str]:
         "MIN_LR": "1e-4",
         "SEQ_LEN": "64",
         "PAD_LEN": "40",
-        "PR": "fp32",
+        "PR": precision,
         "TP": "1",
         "PP": "1",
         "CP": "1",
@@ -64,10 +64,10 @@ def launcher_command(space: Workspace) -> list[str]:
     return ["bash", str(LAUNCHER), *positions.values(), *flags]
 
 
-def train(space: Workspace) -> int:
+def train(space: Workspace, precision: str) -> int:
     """Run the launcher with two CPU processes; returns its exit code."""
     settings = {"MP_DATASET_TYPE": "raw", "NPROC_PER_NODE": str(NUM_PROCESSES)}
-    command = launcher_command(space)
+    command = launcher_command(space, precision)
     shown = [f"{name}={value}" for name, value in settings.items()] + [shlex.join(command)]
     print(" ".join(shown), flush=True)
     environment = {**os.environ, **settings, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
@@ -111,7 +111,9 @@ def main(argv: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--output", type=Path, default=Path("quickstart_output"), help="folder to work in")
-    output = parser.parse_args(argv).output.resolve()
+    parser.add_argument("--precision", choices=("fp32", "bf16", "fp8"), default="fp32", help="position 9")
+    options = parser.parse_args(argv)
+    output = options.output.resolve()
     begin = time.monotonic()
     disable_progress_bar()
     print(f"[1/3] writing a model, a tokenizer and data to {output}", flush=True)
@@ -121,7 +123,7 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     print(f"[2/3] training over {NUM_PROCESSES} processes", flush=True)
-    code = train(space)
+    code = train(space, options.precision)
     if code != 0:
         return code
     print("[3/3] asking the exported model questions", flush=True)

@@ -41,7 +41,7 @@ def test_whole_numbers_may_be_scientific(command, text, number):
         (["--window-size=4096"], "--window-size: got '4096', expected none, or LEFT,0 such as 4095,0"),
         (
             ["--precision", "bf17"],
-            "--precision: got 'bf17', expected one of fp32, fp16, bf16, did you mean",
+            "--precision: got 'bf17', expected one of fp32, fp16, bf16, fp8, did you mean",
         ),
         (["--seed"], "argument --seed: expected one argument; --help lists the flags"),
         (["--sft=yes"], "--sft takes no value, got 'yes'; expected --sft for true"),
@@ -106,12 +106,11 @@ def test_help_shows_positions_then_flags(command, capsys):
     )
     shown = " ".join(shown.split())
     for refused in (
-        "9 PR precision of weights and activations fp32|fp16|bf16 (refused yet: fp8)",
+        "9 PR precision of weights and activations fp32|fp16|bf16|fp8",
         "12 CP context parallelism",
-        "none|false|sel|full (refused yet: offload)",
-        "--precision fp32|fp16|bf16|fp8 type of weights and activations; masters stay fp32 [bf16] "
-        "(refused yet: fp8)",
-        "in host memory until backward (refused yet)",
+        "none|false|sel|full|offload|auto 18 OPTIMIZER_OFFLOAD",
+        "--fp8-recipe default|tensorwise|rowwise|delayed|mxfp8|blockwise fp8: scales for whole tensors, or",
+        "default: tensorwise [default] (refused yet: delayed, mxfp8, blockwise)",
         "always so (refused yet: --no-distributed-checkpointing)",
     ):
         assert refused in shown, refused

@@ -73,6 +73,11 @@ def test_weights_with_other_numerics_are_noted(command):
             ["--recompute-num-layers=2"],
             "--recompute-num-layers (MP_AC_LAYERS) has no effect without AC=full",
         ),
+        (
+            dict(AC="sel"),
+            ["--cpu-offloading-num-layers=1"],
+            "--cpu-offloading-num-layers has no effect without --cpu-offloading (position 17 AC)",
+        ),
         (dict(AC="sel"), ["--recompute-method=block"], "--recompute-method has no effect without AC=full"),
         (
             dict(OPTIMIZER_OFFLOAD="auto"),

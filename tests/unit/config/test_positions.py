@@ -44,11 +44,21 @@ def test_every_position_reaches_its_field(command):
         ("false", None, False),
         ("sel", "selective", False),
         ("offload", None, True),
+        ("auto", "auto", False),
     ],
 )
 def test_ac_words_become_recomputation(command, word, granularity, offload):
     training = command.parse(AC=word).config.training
     assert (training.recompute_granularity, training.cpu_offloading) == (granularity, offload)
+
+
+@pytest.mark.parametrize(
+    ("word", "recomputed", "offloaded"), [("full", 2, None), ("offload", 1, 2), ("sel", 2, None)]
+)
+def test_layers_of_ac_are_those_that_it_recomputes_or_offloads(command, word, recomputed, offloaded):
+    command.environ["MP_AC_LAYERS"] = "2"
+    training = command.parse(AC=word).config.training
+    assert (training.recompute_num_layers, training.cpu_offloading_num_layers) == (recomputed, offloaded)
 
 
 def test_tokens_become_whole_iterations_in_pretraining(command):
@@ -121,12 +131,12 @@ def _parse(command, argv):
 BAD_WORDS = {
     "ENV": ("dsv", "dsw, dlc, slurm, did you mean dsw?"),
     "MODEL_SIZE": ("llama2-8B", "did you mean llama2-7B?"),
-    "PR": ("bf61", "fp32, fp16, bf16, did you mean bf16?"),
+    "PR": ("bf61", "fp32, fp16, bf16, fp8, did you mean bf16?"),
     "SP": ("True", "true, false, did you mean true?"),
     "DO": ("1", "true, false"),
     "FL": ("yes", "true, false"),
     "SFT": ("", "true, false"),
-    "AC": ("fulll", "none, false, sel, full, did you mean full?"),
+    "AC": ("fulll", "none, false, sel, full, offload, auto, did you mean full?"),
     "OPTIMIZER_OFFLOAD": ("statik", "false, static, auto, did you mean static?"),
 }
 

@@ -73,6 +73,18 @@ def test_another_layout_is_listed_and_taken(command, begun, flags, positions, no
     assert sorted(note.split(" ")[0].rstrip(":") for note in found) == sorted(notes)
 
 
+def test_8_bit_products_may_begin_and_end_on_a_resume(command, begun):
+    """Weights and states are bf16's."""
+    begun(PR="bf16")
+    fp8 = command.parse("--fp8-recipe=rowwise", PR="fp8").config
+    assert resume_notes(fp8) == [
+        "--precision (position 9 PR): bf16 before, fp8 from here on",
+        "--fp8-recipe: default before, rowwise from here on",
+    ]
+    with refused(ConfigError, match="got fp16, expected bf16: .* another type"):
+        resume_notes(command.parse(PR="fp16").config)
+
+
 def test_data_and_its_order_change_only_where_the_user_says_so(command, begun):
     begun()
     other = command.folder / "other.json"

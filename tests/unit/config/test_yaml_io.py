@@ -99,7 +99,7 @@ def test_words_for_absent_values_are_none_inside_and_words_outside(command):
         ("optimizer: {lr: .nan}", "optimizer.lr: got nan, expected a finite number"),
         ("training: {sft: 1}", "training.sft: got 1, expected true or false"),
         ("training: {seed: true}", "training.seed: got True, expected a whole number"),
-        ("training: {precision: bf17}", "expected one of fp32, fp16, bf16, did you mean bf16?"),
+        ("training: {precision: bf17}", "expected one of fp32, fp16, bf16, fp8, did you mean bf16?"),
         ("checkpoint: {load: null}", "checkpoint.load: got None, expected a text"),
         ("training: [1]", "run.yaml: training: got [1], expected keys with values"),
         ("- 1", "run.yaml: got [1], expected keys with values"),

@@ -1,4 +1,4 @@
-"""A converted folder through N processes: loaded, saved and exported at TP x PP x VPP; and what others write.
+"""A converted folder through N processes: loaded, saved, exported at TP x PP x VPP x CP; what others write.
 
 The oracle is the source folder. Replicas fill what TP x PP leave of a job's processes.
 """
@@ -19,11 +19,13 @@ from patch.convert import hf_to_mcore, mcore_to_hf
 JOBS = {
     4: [(1, 1, 0), (1, 2, 0), (2, 1, 0), (2, 2, 0), (4, 1, 0), (1, 2, 1), (2, 2, 1), (2, 2, "E|tt|tt|L")],
     6: [(1, 3, 0), (2, 3, 0), (2, 3, 1)],
-    8: [(4, 2, 0), (4, 2, 1)],
+    8: [(4, 2, 0), (4, 2, 1), (2, 2, "Et|tt|t|L")],
     12: [(4, 3, 0)],
 }
 """By processes: TP, PP, and layers of an interleaved stage or stages by hand; four layers, so PP=3 is uneven.
 Interleaved PP=3 takes six."""
+CP = {(1, 1, 0): 4, (2, 1, 0): 2, (1, 2, 1): 2, (2, 2, "Et|tt|t|L"): 2}
+"""Of the layouts whose replicas share sequences."""
 LAYOUTS = [layout for layouts in JOBS.values() for layout in layouts]
 LEGACY = [(2, 2, 0), (2, 3, 0), (2, 2, 1), (2, 2, "E|tt|tt|L")]
 FOREIGN = {
@@ -91,9 +93,9 @@ def _pass_through(rank: int, world_size: int, root: Path, tokenizer) -> None:
     for layout in JOBS[world_size]:
         stages = None
         for source in (*FAMILIES, "source") if layout == (2, 2, 0) else (source_of(layout),):
-            tp, pp, stage = layout
+            (tp, pp, stage), cp = layout, CP.get(layout, 1)
             config = family_run(
-                root / source, tp, pp, world_size // (tp * pp),
+                root / source, tp, pp, world_size // (tp * pp * cp), cp=cp, cp_comm_type="p2p",
                 make_vocab_size_divisible_by=48, precision="bf16", **cut_of(stage),
             )  # fmt: skip
             if stages is None:

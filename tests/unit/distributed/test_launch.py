@@ -80,10 +80,11 @@ def test_environment_keeps_nccl_from_sums_in_the_switch_where_bits_must_repeat()
 
 
 @pytest.mark.parametrize(
-    ("tp", "capability", "expected"), [(1, 9, None), (2, 0, "1"), (2, 9, "1"), (2, 10, None), (2, 12, None)]
+    ("tp", "capability", "expected"),
+    [(1, (9, 0), None), (2, (0, 0), "1"), (2, (9, 0), "1"), (2, (10, 0), None), (2, (12, 0), None)],
 )
 def test_environment_has_one_queue_where_tensor_parallel_layers_need_it(
-    tp: int, capability: int, expected: str | None
+    tp: int, capability: tuple[int, int], expected: str | None
 ) -> None:
     """Up to Hopper: Blackwell keeps the order by itself."""
     config = make_config(2)

@@ -7,11 +7,10 @@ import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from torch.utils.flop_counter import FlopCounterMode
-from training_runs import build_seeded_run, digest_of, saved_for_backward
+from training_runs import bits_of_steps, build_seeded_run, saved_for_backward
 
 from patch.config.schema import RunConfig
 from patch.plan import activation_bytes
-from patch.training.step import train_step
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -25,6 +24,7 @@ ALONE: dict[str, dict[str, Any]] = {
     "fp32": {},
     "bf16, one sample": {"precision": "bf16", "micro_batch_size": 1},
     "families": FAMILIES,
+    "fp8": {"precision": "fp8"},
     "aligned eager": {"precision_align": "eager"},
     "aligned sdpa, one sample, bf16": {
         "precision_align": "sdpa", "micro_batch_size": 1, "precision": "bf16",
@@ -33,6 +33,7 @@ ALONE: dict[str, dict[str, Any]] = {
 TOGETHER: dict[str, dict[str, Any]] = {
     "tp": {"tp": 2},
     "sp": {"tp": 2, "sequence_parallel": True, "precision": "bf16"},
+    "sp, fp8": {"tp": 2, "sequence_parallel": True, "precision": "fp8", "fp8_recipe": "rowwise", **FAMILIES},
     "sp, aligned": {"tp": 2, "sequence_parallel": True, "precision_align": "eager", **FAMILIES},
     "pp": {"pp": 2},
     "vpp": {"pp": 2, "stage": 1},
@@ -43,6 +44,9 @@ MEASURED: dict[str, dict[str, Any]] = {
     "bf16, one sample": {
         "precision": "bf16", "micro_batch_size": 1, "global_batch_size": 1, "num_attention_heads": 8,
     },
+    "fp8, one sample": {
+        "precision": "fp8", "micro_batch_size": 1, "global_batch_size": 1, "num_attention_heads": 8,
+    },
 }  # fmt: skip
 
 
@@ -51,15 +55,7 @@ def run_of(changes: dict[str, Any], setting: str) -> RunConfig:
 
 
 def bits(config: RunConfig) -> list[Any]:
-    """Losses, norms and gradients of two steps, and the weights after them."""
-    run = build_seeded_run(config)
-    found: list[Any] = []
-    for iteration in range(2):
-        result = train_step(run, iteration)
-        shards = (bucket.shard for bucket in run.optimizer.grad_buffer.buckets)
-        found.append((result.loss, result.grad_norm, digest_of(shards)))
-    run.optimizer.finish_param_sync()
-    found.append(digest_of(p for stage in run.stages for p in stage.parameters()))
+    found = bits_of_steps(build_seeded_run(config))
     new_job()
     return found
 
@@ -134,7 +130,8 @@ def test_recomputation_changes_no_bit_in_any_layout(together: list, case: str) -
         assert rank[case]["selective"] == rank[case]["block"] == rank[case]["none"]
 
 
-@pytest.mark.parametrize("case", MEASURED)
+# torch's counter does not know products of 8-bit factors
+@pytest.mark.parametrize("case", [case for case in MEASURED if "fp8" not in case])
 def test_selective_saves_much_and_does_no_product_again(alone: dict, case: str) -> None:
     """Recomputing fused attention, as upstream does by default, saved 0.1 % for an attention forward."""
     measured = alone["measured"][case]

@@ -131,10 +131,10 @@ def test_flops_agree_with_torchs_own_counter():
 
 
 def test_bytes_follow_the_precision():
-    bf16, fp32 = (bytes_per_rank(_run("tiny", f"--precision={p}")) for p in ("bf16", "fp32"))
+    bf16, fp8, fp32 = (bytes_per_rank(_run("tiny", f"--precision={p}")) for p in ("bf16", "fp8", "fp32"))
     count = total_parameters(_run("tiny").model)
     assert bf16 == (2 * count, 4 * count, 10 * count) and bf16.total == 16 * count
-    assert fp32 == (4 * count, 4 * count, 8 * count)
+    assert fp8 == bf16 and fp32 == (4 * count, 4 * count, 8 * count)
 
 
 def test_ranks_that_share_sequences_share_states_and_hold_their_part_of_activations():
@@ -173,7 +173,8 @@ def test_offloaded_states_are_in_host_memory():
     ],
 )
 def test_peak_is_found_by_the_drivers_name(name, tflops):
-    assert peak_flops(name) == tflops * 1e12
+    assert peak_flops(name) == peak_flops(name, "fp32") == tflops * 1e12
+    assert peak_flops(name, "fp8") == 2 * tflops * 1e12
 
 
 @pytest.mark.parametrize("name", ["", "Tesla V100-SXM2-16GB", "NVIDIA A10G", "NVIDIA H1000"])

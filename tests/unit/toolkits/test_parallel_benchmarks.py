@@ -3,10 +3,18 @@
 from typing import Any
 
 import pytest
-from distributed_runner import new_job, run_distributed
+import torch
+from distributed_runner import new_job, rejoin, run_distributed
 
+from toolkits.benchmarks import _activation_step as activations
 from toolkits.benchmarks import _context_step as context
-from toolkits.benchmarks._parallel_figures import Bubble, ContextFigures, bubble_table, context_table
+from toolkits.benchmarks._parallel_figures import (
+    Bubble,
+    ContextFigures,
+    activation_table,
+    bubble_table,
+    context_table,
+)
 
 WAIT_S = 0.03
 
@@ -16,7 +24,7 @@ def run_parts(rank: int, world_size: int) -> dict[str, Any]:
     from training_runs import CPU
 
     from patch import compat
-    from patch.distributed.groups import initialize
+    from patch.distributed.groups import initialize, shutdown
     from toolkits.benchmarks import _long_context_rank as long
     from toolkits.benchmarks import _pipeline_bubble as pipeline
 
@@ -33,6 +41,12 @@ def run_parts(rank: int, world_size: int) -> dict[str, Any]:
     configs = [long.run_config(tokens, world_size) for tokens in (256, 512)]
     groups = initialize(configs[0], CPU)
     found["peaks"] = [long.step_peak_bytes(one, groups) for one in configs]
+    torch.distributed.barrier()  # before anybody leaves the job
+    shutdown()
+    if rank == 0:
+        activations._LENGTH = 64
+        found["activations"] = activations.measure([0.5, 1.0], rounds=2)
+    rejoin()
     return found
 
 
@@ -62,6 +76,18 @@ def test_memory_is_that_of_the_tokens(found: list) -> None:
     short, long = found[0]["peaks"]
     assert found[1]["peaks"] == [short, long]
     assert long == pytest.approx(2 * short, rel=0.1)
+
+
+def test_activations_are_where_the_contenders_names_say(
+    found: list,
+) -> None:
+    rounds = found[0]["activations"]
+    names = [activations.KEEP, activations.RECOMPUTE, activations.offload(0.5), activations.offload(1.0)]
+    assert sorted(rounds) == sorted(names)
+    keep, recompute, fast, slow = (rounds[name][0] for name in names)
+    assert recompute["peak_bytes"] < fast["peak_bytes"] == slow["peak_bytes"] < keep["peak_bytes"] / 2
+    assert fast["sent_bytes"] == slow["sent_bytes"] > keep["peak_bytes"] / 2
+    assert len(activation_table(rounds).splitlines()) == 5
 
 
 def test_the_bubble_of_two_waits_has_no_constant() -> None:

@@ -138,6 +138,17 @@ def test_out_of_memory_names_the_recomputation_that_is_left(setting: str, more: 
     assert more in memory_advice(torch.OutOfMemoryError("out of memory"), config, GPU)
 
 
+def test_out_of_memory_names_offloaded_activations() -> None:
+    error, offload = torch.OutOfMemoryError("out of memory"), {"cpu_offloading": True}
+    block = {"recompute_granularity": "full", "recompute_method": "block"}
+    assert "true at --cpu-offloading (position 17 AC)" in memory_advice(error, small_run(**block), GPU)
+    assert "uniform at --recompute-method" in memory_advice(error, small_run(**block), GPU)
+    text = memory_advice(error, small_run(**block, **offload), GPU)
+    assert "--cpu-offloading" not in text and "--recompute-method" not in text
+    text = memory_advice(MemoryError(), small_run(**offload), GPU)
+    assert "less offload (a smaller --cpu-offloading-num-layers)" in text
+
+
 def test_out_of_memory_of_a_gpus_host_asks_for_less_there() -> None:
     text = memory_advice(MemoryError(), small_run(dp=2, **STATIC), GPU)
     assert DO in text and "less offload (a smaller --optimizer-offload-fraction" in text

@@ -1,7 +1,7 @@
-"""One process against TP, PP, VPP, DP, SP and recomputation: the same losses on the same data.
+"""Pipeline stages, replicas and recomputation: not one bit of difference from one process.
 
-Bitwise where the order of summation is the same (pipeline stages, replicas, recomputation). Tensor
-parallelism cuts the sums of row-parallel layers, which fp32 rounds differently: bound TP_BOUND.
+The order of their sums is that of one process. Where it is not (TP, SP, CP, ZeRO-2, packing):
+test_covered_layouts.py.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from patch.config.schema import RunConfig
 from patch.training.step import StepResult
 
 STEPS = 5
-# On losses near 5.6; five steps of AdamW at up to lr 2e-3 amplify the rounding of the first.
-TP_BOUND = 2e-5
+# On losses near 5.6: the two stages' sums of a tied embedding's gradient are added up last.
+TIED_BOUND = 2e-6
+# Measured 0.016: 8 bits have three digits (binary) after the first, bf16 seven.
+FP8_BOUND = 0.04
 TIED = {"untie_embeddings_and_output_weights": False}
-# Qwen's biases and head norms, Mistral's window, all at once.
-FAMILIES = {"add_qkv_bias": True, "qk_layernorm": True, "window_size": "7,0"}
 # Embedding and loss are stages of their own.
 ACCOUNTED = {
     "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
@@ -38,11 +38,9 @@ def run_of(**changes: Any) -> RunConfig:
 RUNS = {
     1: {
         "one": run_of(),
-        "selective": run_of(recompute_granularity="selective"),
-        "full": run_of(recompute_granularity="full"),
         "tied": run_of(**TIED),
         "bf16": run_of(precision="bf16"),
-        "families": run_of(**FAMILIES),
+        "fp8": run_of(precision="fp8"),
         "one-4": run_of(**FOUR),
         "one-5": run_of(**FIVE),
         "one-9": run_of(**NINE),
@@ -50,7 +48,6 @@ RUNS = {
     2: {
         "pp=2": run_of(pp=2),
         "dp=2": run_of(dp=2),
-        "tp=2": run_of(tp=2),
         "tp=2-sp": run_of(tp=2, sequence_parallel=True),
         "tp=2-sp-full": run_of(tp=2, sequence_parallel=True, recompute_granularity="full"),
         "tied-pp=2": run_of(pp=2, **TIED),
@@ -61,9 +58,9 @@ RUNS = {
         "vpp=2-4": run_of(pp=2, stage=1, **FOUR),
         "vpp=2-5": run_of(pp=2, stage=1, **FIVE),
         "tied-vpp=2": run_of(pp=2, stage=1, **TIED),
-        "tied-tp=2": run_of(tp=2, **TIED),
-        "families-tp=2": run_of(tp=2, **FAMILIES),
-        "families-tp=2-sp": run_of(tp=2, sequence_parallel=True, **FAMILIES),
+        "fp8-vpp=2": run_of(precision="fp8", pp=2, stage=1),
+        "fp8-tp=2-sp": run_of(precision="fp8", tp=2, sequence_parallel=True),
+        "fp8-cp=2": run_of(precision="fp8", cp=2, cp_comm_type="p2p"),
     },
     3: {
         "pp=3": run_of(pp=3),
@@ -74,11 +71,7 @@ RUNS = {
         "tp=2-pp=2": run_of(tp=2, pp=2),
         "tp=2-pp=2-reversed": run_of(tp=2, pp=2, rank_order="pp-tp"),
         "pp=2-dp=2-reversed": run_of(pp=2, dp=2, rank_order="tp-cp-ep-pp-dp"),
-        "tp=2-pp=2-sp": run_of(tp=2, pp=2, sequence_parallel=True),
-        "tied-tp=2-pp=2": run_of(tp=2, pp=2, **TIED),
         "pp=4-vpp=2-9": run_of(pp=4, stage=1, **NINE),
-        "tp=2-vpp=2-sp": run_of(tp=2, pp=2, stage=1, sequence_parallel=True),
-        "bf16-tp=2-pp=2-sp": run_of(tp=2, pp=2, sequence_parallel=True, precision="bf16"),
     },
 }
 
@@ -114,6 +107,7 @@ def test_loss_falls_and_clipping_triggers(results: dict) -> None:
         ("vpp=2-5", "one-5"),
         ("pp=4-vpp=2-9", "one-9"),
         ("tied-vpp=2", "tied-pp=2"),
+        ("fp8-vpp=2", "fp8"),
         ("vpp=2-accounted", "one"),
         ("vpp=2-by-hand", "tied-pp=2"),
         ("pp=3-by-hand", "one"),
@@ -127,31 +121,22 @@ def test_losses_are_bitwise_alike(results: dict, name: str, alike: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "alone"),
-    [
-        *((name, "one") for name in ("tp=2", "tp=2-sp", "tp=2-pp=2", "tp=2-pp=2-sp", "tp=2-vpp=2-sp")),
-        *((name, "families") for name in ("families-tp=2", "families-tp=2-sp")),
-    ],
-)
-def test_losses_and_norms_are_close_to_those_of_one_process(results: dict, name: str, alone: str) -> None:
-    ours, one = results[name][0], results[alone][0]
-    assert _losses(ours) == pytest.approx(_losses(one), abs=TP_BOUND)
-    assert [result.grad_norm for result in ours] == pytest.approx([r.grad_norm for r in one], rel=1e-4)
-
-
-@pytest.mark.parametrize(
     "name,alike",
-    [("selective", "one"), ("full", "one"), ("tp=2-sp-full", "tp=2-sp"), ("vpp=2-full", "one")],
+    [("tp=2-sp-full", "tp=2-sp"), ("vpp=2-full", "one")],
 )
 def test_recomputation_changes_no_bit(results: dict, name: str, alike: str) -> None:
     assert _losses(results[name][0]) == _losses(results[alike][0])
 
 
-@pytest.mark.parametrize("name", ["tied-pp=2", "tied-pp=3", "tied-tp=2", "tied-tp=2-pp=2"])
+@pytest.mark.parametrize("name", ["tied-pp=2", "tied-pp=3"])
 def test_tied_embeddings_train_alike_on_one_stage_and_on_two(results: dict, name: str) -> None:
-    assert _losses(results[name][0]) == pytest.approx(_losses(results["tied"][0]), abs=TP_BOUND)
+    assert _losses(results[name][0]) == pytest.approx(_losses(results["tied"][0]), abs=TIED_BOUND)
 
 
-@pytest.mark.parametrize("name", ["bf16", "bf16-tp=2-pp=2-sp"])
-def test_bf16_trains_close_to_fp32(results: dict, name: str) -> None:
-    assert _losses(results[name][0]) == pytest.approx(_losses(results["one"][0]), abs=0.005)
+def test_bf16_trains_close_to_fp32(results: dict) -> None:
+    assert _losses(results["bf16"][0]) == pytest.approx(_losses(results["one"][0]), abs=0.005)
+
+
+@pytest.mark.parametrize("name", ["fp8", "fp8-tp=2-sp", "fp8-cp=2"])
+def test_fp8_trains_close_to_bf16(results: dict, name: str) -> None:
+    assert _losses(results[name][0]) == pytest.approx(_losses(results["bf16"][0]), abs=FP8_BOUND)

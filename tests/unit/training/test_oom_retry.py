@@ -35,7 +35,8 @@ CASES = [*itertools.product(LEVELS, (2,), PLACES), *itertools.product(LEVELS, (1
 
 def build(level: str, num_batches: int, **changes: Any) -> Run:
     layout = {"dp": 2, "data_parallel_sharding": level, "global_batch_size": 2 * num_batches}
-    return build_seeded_run(small_run(**SMALL | layout | changes))
+    activations = {"cpu_offloading": level != "none"}
+    return build_seeded_run(small_run(**SMALL | layout | activations | changes))
 
 
 def device_of(run: Run) -> SimulatedDevice:

@@ -1,7 +1,8 @@
 """Sharding levels and bucket sizes on the whole model: the losses of one process; and what overlaps.
 
 To the bit: what one level does with any bucket size; levels `none` and `optimizer`, whose sums over two
-ranks have one order. Level `gradients` adds up over ranks first, and TP cuts sums: bound LOSS_BOUND.
+ranks have one order. Level `gradients` adds up over ranks first: bound LOSS_BOUND. With TP, SP and CP:
+test_covered_layouts.py.
 """
 
 import functools
@@ -26,7 +27,6 @@ LOSS_BOUND = 2e-6
 BF16_BOUND = 1e-3
 TIED = {"untie_embeddings_and_output_weights": False}
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp=2": {"tp": 2}, "tp=2-sp": {"tp": 2, "sequence_parallel": True},
     "pp=2": {"pp": 2}, "tied-pp=2": {"pp": 2, **TIED},
     "vpp=2": {"pp": 2, "stage": 1}, "tied-vpp=2": {"pp": 2, "stage": 1, **TIED},
 }  # fmt: skip

@@ -1,0 +1,76 @@
+"""The rules of 8-bit products (`--precision fp8`), as those in rules.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from patch.config.fields import FIELDS, scalar_of, value_of
+from patch.config.positions import where
+from patch.config.refusal import refuse
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+
+_FLAGS = ("fp8_format", "fp8_recipe", "first_last_layers_bf16")
+_COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+_MULTIPLE = 16
+"""CUDA's 8-bit products need sizes that are multiples of it; so does a CPU run, which may go on on a GPU."""
+_FIRST_CAPABILITY = (8, 9)
+"""Of GPUs that have 8-bit products (Ada, Hopper and later)."""
+
+
+def fp8_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """8-bit products are asked for together with their flags, and device and model have them."""
+    if config.training.precision != "fp8":
+        for field in _FLAGS:
+            if value_of(config, field) != FIELDS[field].default:
+                expected = f"fp8 at {where('precision')} beside it"
+                refuse(field, str(scalar_of(config, field)).lower(), expected, "it is about 8-bit products")
+        return
+    if machine.cuda_devices and machine.compute_capability < _FIRST_CAPABILITY:
+        major, minor = machine.compute_capability
+        why = f"the GPU has compute capability {major}.{minor}, 8-bit products need 8.9 (Ada, Hopper)"
+        refuse("precision", "fp8", "bf16, fp16 or fp32", why)
+    if config.model.precision_align is not None:
+        why = "transformers computes no products of 8-bit factors"
+        refuse("precision", "fp8", f"bf16, fp16 or fp32, or none at {where('precision_align')}", why)
+    _widths_fit(config)
+    _a_layer_is_left(config)
+
+
+def _widths_fit(config: RunConfig) -> None:
+    """A rank's part of each weight has dimensions that CUDA's 8-bit products take."""
+    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    heads = model.num_attention_heads * model.kv_channels
+    widths = {
+        "hidden_size": (model.hidden_size, "the hidden width"),
+        "kv_channels": (heads // tp_size, "a TP rank's width of the query heads"),
+        "num_query_groups": (
+            (heads + 2 * model.num_query_groups * model.kv_channels) // tp_size,
+            "a TP rank's width of q, k and v",
+        ),
+        "ffn_hidden_size": (model.ffn_hidden_size // tp_size, "a TP rank's MLP width"),
+    }
+    for field, (width, what) in widths.items():
+        if width % _MULTIPLE:
+            why = f"{what} is {width}, 8-bit products need a multiple of {_MULTIPLE}"
+            expected = f"another size or TP, or bf16 at {where('precision')}"
+            refuse(field, value_of(config, field), expected, why)
+
+
+def _a_layer_is_left(config: RunConfig) -> None:
+    """Some layer has 8-bit products."""
+    fp8, num_layers = config.training.fp8, config.model.num_layers
+    if fp8.num_first_in_bf16 + fp8.num_last_in_bf16 >= num_layers:
+        why = f"all {num_layers} layers of the model would stay in bf16"
+        got = f"{fp8.num_first_in_bf16} first and {fp8.num_last_in_bf16} last"
+        refuse("first_last_layers_bf16", got, f"fewer, or bf16 at {where('precision')}", why)
+
+
+def fp8_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """Numbers of layers that have no effect, and that a CPU gains nothing."""
+    if not config.training.first_last_layers_bf16:
+        for field in _COUNTS:
+            if value_of(config, field) != FIELDS[field].default:
+                yield f"{where(field)} has no effect without {where('first_last_layers_bf16')}"
+    if config.training.precision == "fp8" and not machine.cuda_devices:
+        yield f"{where('precision')} fp8 is slower than bf16 on a CPU, which has no 8-bit arithmetic"

@@ -1,0 +1,214 @@
+"""The choice of `--recompute-granularity auto` (AC=auto): the cheapest way to fit activations on the device.
+
+Looked at are: all kept; selective; the first layers of each stage offloaded, the others kept whole or with
+selective; the first layers recomputed; all layers recomputed, also in blocks. Of each, the fewest layers that
+fit. Costs are in forwards of a layer: recomputation repeats one; an offloaded layer costs what its copies
+take longer than the forward and backward of the layer beside which they run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from bisect import bisect_left
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from patch.config import RunConfig
+from patch.config.choices import Recompute, RecomputeMethod
+from patch.device import MachineFacts
+from patch.plan.activation_peak import RankMemory, heaviest_rank
+from patch.plan.activations import activation_bytes
+from patch.plan.flops import layer_flops, peak_flops
+from patch.plan.memory import device_memory, needed_bytes
+from patch.storage.sizes import size_text
+
+SELECTIVE_COST = 0.05
+"""Of a layer's forward: selective recomputation repeats no product, but reads and writes memory."""
+OFFLOAD_COST = 0.1
+"""Of a layer's forward, also where its copies are hidden: they take memory bandwidth from compute."""
+LINK_BYTES_PER_S = 25e9
+"""Between GPU and host in each direction: PCIe 4.0 x16, less what its protocol takes."""
+REACHED_SHARE = 0.5
+"""Of the GPU's peak FLOP/s that a layer reaches."""
+_RESERVED_SHARE, _RESERVED_BYTES = 0.05, 2**30
+"""Of a GPU's memory: CUDA, NCCL and cuDNN, and what fragmentation loses."""
+
+
+class Mix(NamedTuple):
+    """What becomes of the activations of each stage's layers."""
+
+    granularity: Recompute | None = None
+    method: RecomputeMethod = "uniform"
+    recomputed: int = 1
+    """With full: layers of a block (uniform) or of each stage (block)."""
+    offloaded: int = 0
+
+    @property
+    def words(self) -> str:
+        """The mix in words."""
+        if self.granularity == "full" and self.method == "block":
+            return f"full for {self.recomputed} of each stage's layers"
+        if self.granularity == "full":
+            return "full" if self.recomputed == 1 else f"full in blocks of {self.recomputed} layers"
+        base = self.granularity or "none"
+        return f"{base}, {self.offloaded} of each stage's layers offloaded" if self.offloaded else base
+
+
+class Candidate(NamedTuple):
+    """A mix, what it needs and what it costs."""
+
+    mix: Mix
+    memory: RankMemory
+    cost: float
+    """Of a micro-batch in the largest stage: more than if all is kept, in forwards of a layer."""
+    fits_device: bool
+    fits_host: bool
+
+    @property
+    def fits(self) -> bool:
+        """Whether device and host have room."""
+        return self.fits_device and self.fits_host
+
+
+def resolve_activations(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+    """Replace `auto` by the cheapest mix that fits, or by the smallest if none does.
+
+    Returns:
+        the run with the flags of a mix instead of auto, and lines about what was looked at.
+    """
+    if config.training.recompute_granularity != "auto":
+        return config, []
+    search = _Search(config, machine)
+    candidates = list(search.candidates())
+    fitting = [candidate for candidate in candidates if candidate.fits]
+    if fitting:
+        chosen = min(fitting, key=lambda candidate: candidate.cost)
+    else:
+        chosen = min(candidates, key=lambda candidate: candidate.memory.total)
+    lines = [search.line(candidate, is_chosen=candidate is chosen) for candidate in candidates]
+    return with_mix(config, chosen.mix), [search.room_line(), *lines]
+
+
+def with_mix(config: RunConfig, mix: Mix) -> RunConfig:
+    """The same run with another mix."""
+    training = dataclasses.replace(
+        config.training,
+        recompute_granularity=mix.granularity,
+        recompute_method=mix.method,
+        recompute_num_layers=mix.recomputed,
+        cpu_offloading=mix.offloaded > 0,
+        cpu_offloading_num_layers=mix.offloaded or None,
+    )
+    return dataclasses.replace(config, training=training)
+
+
+class _Search:
+    """The mixes that come into question, with what they need and cost.
+
+    Args:
+        config: the run.
+        machine: where it runs.
+    """
+
+    def __init__(self, config: RunConfig, machine: MachineFacts) -> None:
+        self._config, self._machine = config, machine
+        self._is_cuda = bool(machine.cuda_devices)
+        self._num_layers = max(config.stage_layers)
+        self._total = self._usable = device_memory(config, machine)
+        if self._is_cuda:
+            self._usable -= int(self._total * _RESERVED_SHARE) + _RESERVED_BYTES
+        if config.optimizer.optimizer_offload_policy == "auto":
+            self._usable -= config.optimizer.optimizer_offload_auto_threshold
+        self._forward_s = self._seconds_of_a_forward()
+
+    def _seconds_of_a_forward(self) -> float | None:
+        """Of a layer and micro-batch on a rank; None if the device's speed is not known."""
+        parallel, training = self._config.parallel, self._config.training
+        peak = peak_flops(self._machine.cuda_name, training.precision)
+        if peak is None or training.precision == "fp32":
+            return None
+        ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
+        return layer_flops(self._config) * training.micro_batch_size / ranks / (peak * REACHED_SHARE)
+
+    def candidates(self) -> Iterator[Candidate]:
+        """All kept, selective, and of each other kind the one with the fewest layers that fits the device."""
+        most = self._num_layers
+        yield (all_kept := self._candidate(Mix()))
+        if all_kept.fits:
+            return
+        yield self._candidate(Mix("selective"))
+        yield self._fewest(most, lambda layers: Mix(offloaded=layers))
+        yield self._fewest(most, lambda layers: Mix("selective", offloaded=layers))
+        if most > 1:
+            yield self._fewest(most - 1, lambda layers: Mix("full", "block", layers))
+        for block in range(1, most + 1):
+            if math.gcd(block, *self._config.stage_layers) == block:
+                full = self._candidate(Mix("full", recomputed=block))
+                yield full
+                if full.fits:
+                    return
+
+    def _fewest(self, most: int, mix_of: Callable[[int], Mix]) -> Candidate:
+        """The first of the mixes with 1, 2, ... layers that fits the device, or that with `most`."""
+        tried = [self._candidate(mix_of(most))]
+        if tried[0].fits_device:
+            layers = 1 + bisect_left(
+                range(1, most), True, key=lambda layers: self._candidate(mix_of(layers)).fits_device
+            )
+            tried = [self._candidate(mix_of(layers))]
+        return tried[0]
+
+    def _candidate(self, mix: Mix) -> Candidate:
+        run = with_mix(self._config, mix)
+        memory = heaviest_rank(run, cuda=self._is_cuda)
+        fits_host = True
+        if self._machine.host_memory_bytes and mix.offloaded:
+            _, state = needed_bytes(run, self._machine)
+            of_process = memory.activations.on_host + (0 if self._is_cuda else memory.activations.total)
+            needed = state + of_process * run.parallel.nproc_per_node
+            fits_host = needed <= self._machine.host_memory_bytes
+        return Candidate(mix, memory, self._cost(mix), memory.total <= self._usable, fits_host)
+
+    def _cost(self, mix: Mix) -> float:
+        if mix.granularity == "full":
+            return float(self._num_layers if mix.method == "uniform" else mix.recomputed)
+        selective = SELECTIVE_COST * self._num_layers if mix.granularity == "selective" else 0.0
+        return selective + mix.offloaded * self._cost_of_offload(mix)
+
+    def _cost_of_offload(self, mix: Mix) -> float:
+        """Of one layer: its copy to the host runs beside a forward, its copy back beside a backward."""
+        if self._forward_s is None:
+            return self._num_layers + 1.0  # rather recompute all
+        config = self._config
+        kept = activation_bytes(
+            config.model, config.parallel, config.training, length=config.sample_length, cuda=True
+        )
+        copy = kept[mix.granularity] / LINK_BYTES_PER_S / self._forward_s
+        return OFFLOAD_COST + max(0.0, copy - 1) + max(0.0, copy - 2)
+
+    def room_line(self) -> str:
+        """What the choice assumes."""
+        speed = "of unknown speed, so recomputation goes before offload"
+        if self._forward_s is not None:
+            speed = (
+                f"at {REACHED_SHARE:.0%} of its peak a layer's forward takes {1e3 * self._forward_s:.1f} ms; "
+                f"the host is reached with {LINK_BYTES_PER_S / 1e9:g} GB/s"
+            )
+        device = "GPU" if self._is_cuda else "simulated device"
+        return (
+            f"--recompute-granularity auto: {size_text(self._usable)} of the {size_text(self._total)} of a "
+            f"{device} may be used, {speed}"
+        )
+
+    def line(self, candidate: Candidate, *, is_chosen: bool) -> str:
+        """A line about a candidate."""
+        mix, memory, cost, *_ = candidate
+        why = "" if candidate.fits_host else ", which host memory has no room for"
+        host = f" and {size_text(memory.activations.on_host)} on the host{why}" if mix.offloaded else ""
+        costs = f", costs {cost:.1f} forwards of a layer ({self._num_layers} in a stage)" if cost else ""
+        chosen = "" if not is_chosen else ", chosen" if candidate.fits else ", chosen, although too much"
+        return (
+            f"--recompute-granularity auto: {mix.words} needs {size_text(memory.total)} a rank{host}{costs}"
+            f"{chosen}"
+        )

@@ -1,0 +1,89 @@
+"""A covering array: rows of values in which every legal pair of two columns' values occurs at least once.
+
+    columns = {"TP": ["1", "2"], "SP": ["no", "yes"], ...}
+    rules = [Rule(("TP", "SP"), lambda tp, sp: tp == "2" or sp == "no"), ...]
+    missing = legal_pairs(columns, rules) - pairs_of(rows)
+    more = further_rows(columns, rules, missing)
+
+A pair is legal if some row that no rule forbids contains it.
+"""
+
+import itertools
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+Columns = dict[str, Sequence[str]]
+"""The values of each column."""
+Row = dict[str, str]
+"""A value for each column."""
+Pair = frozenset[tuple[str, str]]
+"""Two columns with a value each."""
+ATTEMPTS = 40
+
+
+class Rule(NamedTuple):
+    """Which values of some columns go together."""
+
+    columns: tuple[str, ...]
+    allows: Callable[..., bool]
+    """Of one value for each of the columns."""
+
+
+def is_legal(row: Row, rules: Iterable[Rule]) -> bool:
+    """Whether all rules allow it; it has at least the columns that they name."""
+    return all(rule.allows(*(row[column] for column in rule.columns)) for rule in rules)
+
+
+def pairs_of(rows: Iterable[Row]) -> set[Pair]:
+    return {frozenset(pair) for row in rows for pair in itertools.combinations(row.items(), 2)}
+
+
+def all_pairs(columns: Columns) -> set[Pair]:
+    cells = [[(column, value) for value in values] for column, values in columns.items()]
+    return {frozenset(pair) for a, b in itertools.combinations(cells, 2) for pair in itertools.product(a, b)}
+
+
+def legal_pairs(columns: Columns, rules: Sequence[Rule]) -> set[Pair]:
+    cores = _legal_cores(columns, rules)
+    return {pair for pair in all_pairs(columns) if any(_agrees(core, pair) for core in cores)}
+
+
+def further_rows(columns: Columns, rules: Sequence[Rule], missing: set[Pair]) -> list[Row]:
+    """Legal rows with all the missing pairs: one after the other, each with as many as are found. No chance
+    in it: the same columns give the same rows."""
+    chance, cores, rows, left = random.Random(0), _legal_cores(columns, rules), [], set(missing)
+    while left:
+        first = min(left, key=sorted)
+        attempts = [_row_with(first, columns, cores, left, chance) for _ in range(ATTEMPTS)]
+        rows.append(max(attempts, key=lambda row: len(left & pairs_of([row]))))
+        left -= pairs_of(rows[-1:])
+    return rows
+
+
+def _legal_cores(columns: Columns, rules: Sequence[Rule]) -> list[Row]:
+    """Every legal combination of the columns that rules name."""
+    related = [column for column in columns if any(column in rule.columns for rule in rules)]
+    products = itertools.product(*(columns[column] for column in related))
+    cores = (dict(zip(related, values, strict=True)) for values in products)
+    return [core for core in cores if is_legal(core, rules)]
+
+
+def _agrees(core: Row, cells: Iterable[tuple[str, str]]) -> bool:
+    return all(core.get(column, value) == value for column, value in cells)
+
+
+def _row_with(pair: Pair, columns: Columns, cores: list[Row], left: set[Pair], chance: random.Random) -> Row:
+    """A legal row with this pair; the others, in random order, take the value with the most missing pairs."""
+    row = dict(pair)
+    for column in chance.sample(list(columns), len(columns)):
+        if column not in row:
+            possible = [core for core in cores if _agrees(core, row.items())]
+            values = [v for v in columns[column] if any(_agrees(core, [(column, v)]) for core in possible)]
+            gains = {
+                value: sum(frozenset([(column, value), cell]) in left for cell in row.items())
+                for value in values
+            }
+            best = max(gains.values())
+            row[column] = next(value for value in values if gains[value] == best)
+    return {column: row[column] for column in columns}

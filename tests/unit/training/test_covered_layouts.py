@@ -1,0 +1,274 @@
+"""The rows of tests/covered_layouts.md train as one process does: losses, gradient norms and evaluation.
+
+The rows are a covering array: any two values of different columns are in some row together, if a run can have
+both. A new feature is a value or a column of COLUMNS; the test that fails then prints the whole table.
+
+One process trains on the conversations one by one; rows may pack them, and compute their loss in several
+chunks. So the same sums come from different code, in another order.
+"""
+
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from covering_array import Row, Rule, all_pairs, further_rows, is_legal, legal_pairs, pairs_of
+from distributed_runner import new_job, run_distributed
+from packed_runs import SIZES, Talks
+from small_runs import small_run
+from training_runs import build_seeded_run
+
+from patch.config.rules import RULES, notes
+from patch.config.schema import RunConfig
+from patch.data import Batch
+from patch.data.samples import Sample, collate, cut_batch
+from patch.device import MachineFacts
+from patch.distributed.collectives import max_over_world
+from patch.distributed.zigzag import Zigzag
+from patch.errors import ConfigError
+from patch.model import linear_cross_entropy
+from patch.plan import attended_pairs
+from patch.training.evaluation import evaluate
+from patch.training.step import train_step
+
+TABLE = Path(__file__).parents[2] / "covered_layouts.md"
+STEPS, PROCESSES = 5, 8
+CHUNK = 24
+"""Tokens of the loss; ranks have 16 to 256 of a micro-batch."""
+WINDOW = (7, 0)
+
+COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
+    "TP": {"1": {}, "2": {"tp": 2}},
+    "PP": {"1": {}, "2": {"pp": 2}},
+    "VPP": {"1": {}, "2": {"stage": 1}},
+    "stages": {"even": {}, "by hand": {}},
+    "CP": {"1": {}, "2": {"cp": 2}, "4": {"cp": 4}},
+    "by": {"-": {}, "p2p": {"cp_comm_type": "p2p"}, "a2a": {"cp_comm_type": "a2a"}},
+    "SP": {"no": {}, "yes": {"sequence_parallel": True}},
+    "AC": {
+        "none": {},
+        "sel": {"recompute_granularity": "selective"},
+        "full": {"recompute_granularity": "full"},
+        "block": {"recompute_granularity": "full", "recompute_method": "block"},
+    },
+    "ranks": {"tp-cp-dp-pp": {}, "pp-dp-cp-tp": {"rank_order": "pp-dp-cp-tp"}},
+    "DO": {level: {"data_parallel_sharding": level} for level in ("none", "optimizer", "gradients")},
+    "offload": {
+        "none": {},
+        "half": {
+            "optimizer_offload_policy": "static",
+            "optimizer_offload_fraction": 0.5,
+            "optimizer_offload_chunk_size": 1999,
+        },
+    },
+    "PR": {precision: {"precision": precision} for precision in ("fp32", "bf16", "fp16")},
+    "packing": {"no": {}, "yes": {"packing": True}},
+    "batches": {"1": {}, "2": {}},
+    "model": {
+        "plain": {},
+        "tied": {"untie_embeddings_and_output_weights": False},
+        "families": {
+            "add_qkv_bias": True, "qk_layernorm": True, "window_size": WINDOW, "rope_scaling_type": "yarn",
+            "rope_original_max_position": 16, "rope_scaling_factor": 2.0,
+        },
+    },
+}  # fmt: skip
+VALUES = {column: list(values) for column, values in COLUMNS.items()}
+FIRST = {column: values[0] for column, values in VALUES.items()}
+RULES_OF_ROWS = [
+    Rule(("PP", "VPP"), lambda pp, vpp: pp == "2" or vpp == "1"),
+    Rule(("PP", "stages"), lambda pp, stages: pp == "2" or stages == "even"),
+    Rule(("TP", "SP"), lambda tp, sp: tp == "2" or sp == "no"),
+    Rule(("CP", "by"), lambda cp, way: (cp == "1") == (way == "-")),
+    Rule(("VPP", "batches"), lambda vpp, batches: int(vpp) <= int(batches)),
+    Rule(("TP", "PP", "CP"), lambda tp, pp, cp: int(tp) * int(pp) * int(cp) <= PROCESSES),
+    Rule(
+        ("TP", "PP", "CP", "packing", "batches"),
+        lambda tp, pp, cp, packing, batches: (
+            SAMPLES[packing] * int(tp) * int(pp) * int(cp) >= PROCESSES * int(batches)
+        ),
+    ),
+]
+IMPOSSIBLE = {
+    (("PP", "1"), ("VPP", "2")): "one process has all layers",
+    (("PP", "1"), ("stages", "by hand")): "has no effect at PP=1",
+    (("VPP", "2"), ("batches", "1")): "interleaved stages need as many micro-batches as PP=2, this is 1",
+    (("TP", "1"), ("SP", "yes")): "has no effect at TP=1",
+    (("CP", "1"), ("by", "p2p")): "--cp-comm-type has no effect at CP=1",
+    (("CP", "1"), ("by", "a2a")): "--cp-comm-type has no effect at CP=1",
+    (("CP", "2"), ("by", "-")): "",
+    (("CP", "4"), ("by", "-")): "",
+}
+"""What is said of them. At CP 2 and 4 a run without a way takes one of the two: `--cp-comm-type auto`."""
+SHAPE = {
+    "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 8, "kv_channels": 8,
+    "vocab_size": 250, "train_iters": STEPS, "reduce_bucket_size": 20_000,
+}  # fmt: skip
+LAYERS_OF_A_PROCESS = 2
+BY_HAND = {("1", "1"): "EttL", ("2", "1"): "Ettt|tL", ("2", "2"): "Et|tt|t|L"}
+"""Stages by PP and VPP."""
+SAMPLES = {"yes": 8, "no": 16}
+"""Of a step, by packing."""
+
+
+def table(beginning: str) -> list[list[str]]:
+    """The cells of the table whose header begins so; first its header."""
+    lines = itertools.dropwhile(lambda line: not line.startswith(beginning), TABLE.read_text().splitlines())
+    rows = list(itertools.takewhile(lambda line: line.startswith("|"), lines))
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[:1] + rows[2:]]
+
+
+HEADER, *CELLS = table("| TP | PP |")
+ROWS = [FIRST | dict(zip(HEADER, cells, strict=True)) for cells in CELLS]
+BOUNDS = {precision: (float(loss), float(norm)) for precision, loss, norm in table("| PR | loss |")[1:]}
+"""Of losses near 5.5 (absolute), and of gradient norms (relative)."""
+
+
+def run_of(row: Row) -> RunConfig:
+    """The row's run; replicas fill the processes."""
+    changes = changes_of(row)
+    num_replicas = PROCESSES // (int(row["TP"]) * int(row["PP"]) * int(row["CP"]))
+    micro_batch = changes["global_batch_size"] // (num_replicas * int(row["batches"]))
+    return small_run(dp=num_replicas, **changes, micro_batch_size=micro_batch)
+
+
+def one_process_of(row: Row) -> RunConfig:
+    """One process with the same model, precision and conversations, and nothing else."""
+    plain = {
+        column: row[column] if column in ("PR", "model") else values[0] for column, values in VALUES.items()
+    }
+    changes = changes_of(plain) | {"num_layers": changes_of(row)["num_layers"]}
+    return small_run(**changes, micro_batch_size=changes["global_batch_size"])
+
+
+def changes_of(row: Row) -> dict[str, Any]:
+    changes = {key: value for column, name in row.items() for key, value in COLUMNS[column][name].items()}
+    if row["stages"] == "by hand":
+        changes |= {"stage": 0, "pipeline_model_parallel_layout": BY_HAND[row["PP"], row["VPP"]]}
+    num_layers = LAYERS_OF_A_PROCESS * int(row["PP"])
+    return SHAPE | changes | {"num_layers": num_layers, "global_batch_size": SAMPLES[row["packing"]]}
+
+
+class Trained(NamedTuple):
+    """The steps of a run."""
+
+    losses: list[float]
+    """The last one is that of an evaluation."""
+    grad_norms: list[float]
+    skipped: list[int]
+    attended_pairs: float
+    """Of the first step."""
+
+
+class Conversations:
+    """A BatchReader: 16 conversations a step, in 8 packed rows or in 16."""
+
+    def __init__(self, config: RunConfig, dp_rank: int, zigzag: Zigzag) -> None:
+        self._config, self._dp_rank, self._zigzag = config, dp_rank, zigzag
+
+    def __len__(self) -> int:
+        return 1
+
+    def step(self, iteration: int) -> list[Batch]:
+        samples: list[Sample] = []
+        for seed in (2 * iteration, 2 * iteration + 1):
+            talks = Talks(seed)
+            samples += talks.packed() if self._config.data.packing else talks.padded()
+        size = self._config.training.micro_batch_size
+        batches = [collate(samples[begin : begin + size]) for begin in range(0, len(samples), size)]
+        own = batches[self._dp_rank :: self._config.data_parallel_size]
+        return [cut_batch(batch, self._zigzag) for batch in own]
+
+
+def train_all(rank: int, world_size: int, configs: Sequence[RunConfig]) -> list[Trained]:
+    if world_size > 1:
+        linear_cross_entropy.chunk_length = lambda *shape: CHUNK
+    return [train(config) for config in configs]
+
+
+def train(config: RunConfig) -> Trained:
+    try:
+        run = build_seeded_run(config)
+        reader = Conversations(config, run.groups.dp.rank(), Zigzag.of(run.groups.cp))
+        run.train_reader, run.valid_readers = reader, {"valid": reader}  # type: ignore[assignment]
+        results = [train_step(run, iteration) for iteration in range(STEPS)]
+        losses = max_over_world([*(r.loss for r in results), evaluate(run)["valid_loss"]], run.device)
+        new_job()
+    except Exception as error:
+        error.add_note(f"in the row of {config}")
+        raise
+    norms, skipped = [r.grad_norm for r in results], [r.skipped for r in results]
+    return Trained(losses, norms, skipped, results[0].attended_pairs)
+
+
+@pytest.fixture(scope="module")
+def of_one() -> dict[RunConfig, Trained]:
+    configs = list({one_process_of(row): None for row in ROWS})
+    return dict(zip(configs, run_distributed(train_all, 1, configs)[0], strict=True))
+
+
+@pytest.fixture(scope="module")
+def of_eight() -> list[tuple[Trained, ...]]:
+    """By row, of each rank."""
+    ranks = run_distributed(train_all, PROCESSES, [run_of(row) for row in ROWS], timeout_s=280)
+    return list(zip(*ranks, strict=True))
+
+
+@pytest.mark.parametrize("number", range(len(ROWS)), ids=lambda number: " ".join(ROWS[number].values()))
+def test_row_trains_as_one_process(of_one: dict, of_eight: list, number: int) -> None:
+    row = ROWS[number]
+    one = of_one[one_process_of(row)]
+    loss_bound, norm_bound = BOUNDS[row["PR"]]
+    for ours in of_eight[number]:
+        assert ours.losses == pytest.approx(one.losses, abs=loss_bound)
+        assert ours.grad_norms == pytest.approx(one.grad_norms, rel=norm_bound)
+        assert ours.skipped == one.skipped
+
+
+@pytest.mark.parametrize("model", COLUMNS["model"])
+def test_attention_of_a_packed_step_is_counted_sequence_by_sequence(of_eight: list, model: str) -> None:
+    lengths = 2 * [*SIZES, 4, 1]  # and the padding of two rows
+    expected = attended_pairs(lengths, WINDOW if model == "families" else None)
+    for row, ranks in zip(ROWS, of_eight, strict=True):
+        if (row["model"], row["packing"]) == (model, "yes"):
+            assert {trained.attended_pairs for trained in ranks} == {expected}
+
+
+def with_all_pairs(rows: list[Row]) -> list[Row]:
+    """These rows, and others so that no pair is missing, nor in fp32, whose bounds are the narrowest."""
+    for values in (VALUES | {"PR": ["fp32"]}, VALUES):
+        present = pairs_of(row for row in rows if row["PR"] in values["PR"])
+        missing = legal_pairs(values, RULES_OF_ROWS) - present
+        rows = [*rows, *further_rows(values, RULES_OF_ROWS, missing)]
+    return rows
+
+
+def test_table_has_every_pair_that_is_possible() -> None:
+    assert all(is_legal(row, RULES_OF_ROWS) for row in ROWS)
+    rows = with_all_pairs(ROWS)
+    lines = [list(VALUES), ["---"] * len(VALUES), *(row.values() for row in rows)]
+    whole = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    assert rows == ROWS and list(COLUMNS) == HEADER, f"the table with all pairs:\n{whole}"
+
+
+def _told(row: Row) -> str:
+    """What the rules say of a row: the error of the first that refuses it, or their notes."""
+    config, machine = run_of(row), MachineFacts(cuda_devices=0, cpu_cores=2)
+    try:
+        for rule in RULES:
+            rule(config, machine)
+    except ConfigError as error:
+        return str(error)
+    return "\n".join(notes(config, machine))
+
+
+@pytest.mark.parametrize(("pair", "told"), IMPOSSIBLE.items(), ids=str)
+def test_pair_that_is_not_possible_is_refused_or_has_no_effect(pair: tuple, told: str) -> None:
+    assert told in _told(FIRST | {"PP": "2"} | dict(pair))
+
+
+def test_no_other_pair_is_left_out() -> None:
+    impossible = all_pairs(VALUES) - legal_pairs(VALUES, RULES_OF_ROWS)
+    assert impossible == {frozenset(pair) for pair in IMPOSSIBLE}
+    assert {_told(row) for row in ROWS} == {""}
