@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from patch.config.pipeline_rules import interleaving_has_enough_batches, micro_batch_groups_fit
 from patch.config.positions import where
 from patch.config.refusal import refuse
-from patch.config.rules import global_batch_divides, interleaving_has_enough_batches, processes_fit
+from patch.config.rules import global_batch_divides, processes_fit
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 
-_SIZE_RULES = (processes_fit, global_batch_divides, interleaving_has_enough_batches)
+_SIZE_RULES = (
+    processes_fit,
+    global_batch_divides,
+    interleaving_has_enough_batches,
+    micro_batch_groups_fit,
+)
 
 
 def usable_sizes(config: RunConfig, machine: MachineFacts) -> list[int]:

@@ -1,4 +1,4 @@
-"""How many layers each pipeline stage has: by the rule of `split_layers`, or as a layout by hand says.
+"""How many layers each pipeline stage has, by a rule or a layout by hand; groups of micro-batches.
 
 Imports neither torch nor megatron.
 """
@@ -71,3 +71,20 @@ def _refuse(layout: str, expected: str, why: str) -> NoReturn:
 def layout_text(stage_layers: list[int]) -> str:
     """The layout of stages with these numbers of layers, for `layout_layers`."""
     return "E" + "|".join(f"t*{layers}" if layers > 1 else "t" * layers for layers in stage_layers) + "L"
+
+
+def can_be_micro_batch_group(size: int, num_micro_batches: int, pp_size: int) -> bool:
+    """Whether an interleaved stage can pass so many micro-batches on before the next stage of its process.
+
+    Upstream's schedule (schedules.py:995-1018) wants PP or more in each group, also in the last one of a
+    step, which has the rest.
+    """
+    last_group = num_micro_batches % size
+    return pp_size <= size <= num_micro_batches and (last_group == 0 or last_group >= pp_size)
+
+
+def smallest_micro_batch_group(num_micro_batches: int, pp_size: int) -> int:
+    """The smallest group of micro-batches: its stage keeps the fewest activations."""
+    sizes = range(pp_size, num_micro_batches)
+    fitting = (size for size in sizes if can_be_micro_batch_group(size, num_micro_batches, pp_size))
+    return next(fitting, num_micro_batches)

@@ -16,7 +16,16 @@ from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
 from patch.config.fp8_rules import fp8_fits, fp8_notes
-from patch.config.pipeline_rules import counted_layers, layout_fits, pipeline_notes, rank_order_is_whole
+from patch.config.pipeline_rules import (
+    counted_layers,
+    interleaving_has_enough_batches,
+    layout_fits,
+    messages_can_travel,
+    micro_batch_groups_fit,
+    pipeline_fits,
+    pipeline_notes,
+    rank_order_is_whole,
+)
 from patch.config.positions import length_text, where
 from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
@@ -170,15 +179,6 @@ def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:
         refuse("tensor_model_parallel_size", tp_size, f"one of {legal}", why)
 
 
-def pipeline_fits(config: RunConfig, machine: MachineFacts) -> None:
-    """Every pipeline stage has a layer, or what counts as one."""
-    parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
-    layers = parallel.num_split_layers(config.model.num_layers)
-    if parallel.pipeline_model_parallel_layout is None and layers < pp_size:
-        why = f"the model has {counted_layers(config, layers)}"
-        refuse("pipeline_model_parallel_size", pp_size, f"at most {layers}", why)
-
-
 def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
     """With interleaving every process has several stages, all with the same number of layers."""
     pp_size, field = config.parallel.pipeline_model_parallel_size, "num_layers_per_virtual_pipeline_stage"
@@ -289,16 +289,6 @@ def global_batch_divides(config: RunConfig, machine: MachineFacts) -> None:
         refuse("global_batch_size", batch, f"a multiple of {unit} such as {near}", why)
 
 
-def interleaving_has_enough_batches(config: RunConfig, machine: MachineFacts) -> None:
-    """Interleaving needs PP micro-batches or more: so many pass a stage before the process changes stages."""
-    count, pp_size = config.num_micro_batches, config.parallel.pipeline_model_parallel_size
-    if config.virtual_pipeline_size > 1 and count < pp_size:
-        training = config.training
-        unit = training.micro_batch_size * config.data_parallel_size
-        why = f"interleaved stages need as many micro-batches as PP={pp_size}, this is {count}"
-        refuse("global_batch_size", training.global_batch_size, f"at least {unit * pp_size}", why)
-
-
 def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
     """The flags that choose what replicas share do not contradict each other."""
     parallel = config.parallel
@@ -376,6 +366,8 @@ RULES: tuple[Rule, ...] = (
     rank_order_is_whole,
     global_batch_divides,
     interleaving_has_enough_batches,
+    micro_batch_groups_fit,
+    messages_can_travel,
     sharding_is_said_once,
     run_has_steps,
     retained_are_saved,
@@ -388,6 +380,8 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     """One line for each value that is legal but has no effect in this run."""
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         yield f"{where('sequence_parallel')} has no effect at TP=1"
+    if config.parallel.tp_comm_overlap is not None and config.parallel.tensor_model_parallel_size == 1:
+        yield f"{where('tp_comm_overlap')} has no effect at TP=1"
     if config.parallel.num_layers_per_virtual_pipeline_stage and config.virtual_pipeline_size == 1:
         yield f"{where('num_layers_per_virtual_pipeline_stage')} has no effect: a process has no more layers"
     yield from pipeline_notes(config, machine)
@@ -480,6 +474,8 @@ def _alignment_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
             f"{where('precision_align')}: equal to transformers to the bit at TP=1 only; TP={tp_size} sums "
             "in another order (logits: fp32 within 1e-5, bf16 cosine 0.999)"
         )
+        if config.parallel.tp_comm_overlap:
+            yield f"{where('tp_comm_overlap')} has no effect with {where('precision_align')}"
     if config.data.packing:
         yield (
             f"{where('packing')} with {where('precision_align')}: the order of operations is transformers', "

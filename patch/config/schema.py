@@ -8,14 +8,15 @@ be built. A RunConfig never changes. Rules that relate several fields are in `ru
 A value that is off or absent is None here. Flags, positions and YAML write words for it ("none", "false", 0);
 `fields.py` translates.
 
-The fields of model and data are in `model_schema.py` and `data_schema.py`. Imports neither torch nor
-megatron.
+The fields of model, data and checkpoint are in `model_schema.py`, `data_schema.py`, `checkpoint_schema.py`.
+Imports neither torch nor megatron.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from patch.config.checkpoint_schema import CheckpointConfig
 from patch.config.choices import (
     ContextCommunication,
     Fp8Format,
@@ -33,7 +34,7 @@ from patch.config.choices import (
 from patch.config.data_schema import DataConfig
 from patch.config.flag_field import flag
 from patch.config.model_schema import ModelConfig
-from patch.config.pipeline_stages import layout_layers, split_layers
+from patch.config.pipeline_stages import layout_layers, smallest_micro_batch_group, split_layers
 from patch.storage.names import STOP_FILE
 
 RANK_AXES = ("tp", "cp", "dp", "pp")
@@ -63,6 +64,19 @@ class ParallelConfig:
         None,
         none="none",
     )
+    overlap_p2p_communication: bool = flag(
+        "interleaved PP: stages compute while their messages travel; without it they wait, and free outputs",
+        True,
+    )
+    overlap_p2p_communication_warmup_flush: bool = flag(
+        "interleaved PP: also while the pipeline fills and empties", False
+    )
+    microbatch_group_size_per_virtual_pipeline_stage: int | None = flag(
+        "interleaved PP: micro-batches that pass a stage in a row, PP or more; 0: as few as fit",
+        None,
+        none=0,
+        at_least=0,
+    )
     context_parallel_size: int = flag("processes that share each sequence (CP)", 1, at_least=1)
     rank_order: str = flag(
         "axes along which processes are numbered, the fastest first; tp-cp-pp-dp is Megatron-LM's "
@@ -76,6 +90,11 @@ class ParallelConfig:
         none="auto",
     )
     sequence_parallel: bool = flag("cut norms and residuals along the sequence over TP", False)
+    tp_comm_overlap: bool | None = flag(
+        "TP: messages travel in pieces while products are computed; auto, the default: on CPUs",
+        None,
+        none="auto",
+    )
     use_distributed_optimizer: bool = flag("shard optimizer states over replicas (ZeRO-1)", False)
     overlapped_distributed_optimizer: bool = flag(
         "with --use-distributed-optimizer: gradients are sharded too (ZeRO-2)", False
@@ -280,57 +299,6 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CheckpointConfig:
-    """Where the initial weights come from, and what the run writes where."""
-
-    load: str | None = flag(
-        "a Hugging Face folder or org/name, a checkpoint of ours (folder or URL), or none: random weights",
-        None,
-        none="none",
-    )
-    output_path: str = flag("the run's folder; the same command again resumes from it")
-    save: str | None = flag(
-        "the store of the run's checkpoints, such as s3://bucket/run; none: checkpoint/ in the run's folder",
-        None,
-        none="none",
-    )
-    save_retry_seconds: float = flag(
-        "how long a store that fails is asked again, before a checkpoint is written to the run's folder",
-        30.0,
-        at_least=0,
-    )
-    distributed_checkpointing: bool = flag("every rank writes its part of a checkpoint; always so", True)
-    save_interval: int = flag("steps between checkpoints; the last step is always saved", 500, at_least=1)
-    async_save: bool = flag(
-        "training goes on while a checkpoint is written, if host memory has room for a copy",
-        True,
-    )
-    resume_with_changed_data: bool = flag(
-        "a resume may change data, seed, length and batch size; it goes on after the consumed samples",
-        False,
-    )
-    save_retain_last: int | None = flag(
-        "checkpoints before the last N are removed, except the best; 0: all stay", None, none=0, at_least=0
-    )
-    save_retain_every: int | None = flag(
-        "checkpoints of every N-th step stay; the others go, except the last and the best; 0: all stay",
-        None,
-        none=0,
-        at_least=0,
-    )
-    save_weights_only_at_end: bool = flag(
-        "the checkpoint of the last step has no optimizer states: no longer run can resume from it", False
-    )
-    export_hf: bool = flag("write the trained model as a Hugging Face folder at the end", False)
-    stop_file: str | None = flag(
-        "when this file appears, the run saves a checkpoint and ends; default: STOP in the run's folder",
-        None,
-        none="default",
-    )
-    log_interval: int = flag("steps between lines of log/metrics.jsonl", 1, at_least=1)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8:
     """How the products of a model's layers are computed with precision fp8."""
 
@@ -353,11 +321,16 @@ class Execution:
     fp8: Fp8 = Fp8()
     """Used with precision fp8 only."""
     sequence_parallel: bool = False
+    tp_comm_overlap: bool | None = None
     stage_layers: tuple[int, ...] | None = None
     """Layers of each pipeline stage in the order in which a batch passes them, the same number of stages for
     each pipeline rank; None: one stage each, cut by `split_layers`."""
     num_micro_batches: int = 1
     """Micro-batches of one replica in one step; used only when a process has several stages."""
+    micro_batch_group: int | None = None
+    """Those that pass a stage before its process changes to its next stage; None: as few as fit."""
+    overlap_p2p_communication: bool = True
+    overlap_p2p_communication_warmup_flush: bool = False
     recompute_granularity: Recompute | None = None
     recompute_method: RecomputeMethod = "uniform"
     recompute_num_layers: int = 1
@@ -409,13 +382,17 @@ class RunConfig:
     @property
     def execution(self) -> Execution:
         """The settings that building the model needs besides its shape."""
-        training = self.training
+        training, parallel = self.training, self.parallel
         return Execution(
             precision=training.precision,
             fp8=training.fp8,
             sequence_parallel=self.parallel.sequence_parallel,
+            tp_comm_overlap=self.parallel.tp_comm_overlap,
             stage_layers=tuple(self.stage_layers),
             num_micro_batches=self.num_micro_batches,
+            overlap_p2p_communication=parallel.overlap_p2p_communication,
+            overlap_p2p_communication_warmup_flush=parallel.overlap_p2p_communication_warmup_flush,
+            micro_batch_group=self.micro_batch_group,
             recompute_granularity=self.recompute,
             recompute_method=training.recompute_method,
             recompute_num_layers=training.recompute_num_layers,
@@ -453,6 +430,15 @@ class RunConfig:
         """Micro-batches of one data-parallel rank in one optimizer step."""
         samples = self.training.micro_batch_size * self.data_parallel_size
         return self.training.global_batch_size // samples
+
+    @property
+    def micro_batch_group(self) -> int:
+        """Micro-batches that pass a stage before its process changes to its next stage (VPP)."""
+        parallel = self.parallel
+        given = parallel.microbatch_group_size_per_virtual_pipeline_stage
+        return given or smallest_micro_batch_group(
+            self.num_micro_batches, parallel.pipeline_model_parallel_size
+        )
 
     @property
     def padded_vocab_size(self) -> int:

@@ -32,7 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.functional import silu
 
 from patch.compat.stage_layout import StageLayout
-from patch.config.pipeline_stages import split_layers
+from patch.config.pipeline_stages import smallest_micro_batch_group, split_layers
 from patch.config.schema import Execution, Fp8, ModelConfig
 from patch.device import torch_dtype
 from patch.distributed.zigzag import Zigzag
@@ -47,7 +47,6 @@ from patch.model.packed_sequences import give_own_positions
 from patch.model.recompute import RecomputingMLP, recomputed_modules
 from patch.model.rotary import RotaryAngles, attention_factor, inverse_frequencies, set_attention_factor
 from patch.model.spec import block_spec
-from patch.plan.pipeline import micro_batch_group
 
 _ACTIVATIONS = {"silu": silu}
 
@@ -96,6 +95,7 @@ def transformer_config(
         context_parallel_size=groups.cp.size(),
         cp_comm_type=execution.cp_comm_type,
         sequence_parallel=execution.sequence_parallel and tp_size > 1,
+        tp_comm_overlap=_overlaps(execution, cuda=cuda),
         recompute_modules=recomputed_modules(dtype, aligned, cuda=cuda),
         calculate_per_token_loss=True,
         deterministic_mode=execution.deterministic_mode,
@@ -109,6 +109,11 @@ def transformer_config(
         **_recompute_settings(execution),
         **_pipeline_settings(model.num_layers, groups.pp, execution),
     )
+
+
+def _overlaps(execution: Execution, *, cuda: bool) -> bool:
+    """Whether messages of tensor parallelism overlap with products: by default where that was measured."""
+    return not cuda if execution.tp_comm_overlap is None else execution.tp_comm_overlap
 
 
 def _recompute_settings(execution: Execution) -> dict[str, Any]:
@@ -134,19 +139,23 @@ def _pipeline_settings(
     vp_size = len(stage_layers) // pp_size
     is_interleaved = vp_size > 1
     is_even = len(set(stage_layers)) == 1
-    group = micro_batch_group(execution.num_micro_batches, pp_size) if is_interleaved else None
+    overlaps = is_interleaved and execution.overlap_p2p_communication
+    count = execution.num_micro_batches
+    group = execution.micro_batch_group or smallest_micro_batch_group(count, pp_size)
     return {
         "pipeline_model_parallel_size": pp_size,
         "pipeline_model_parallel_layout": None if is_even else StageLayout(stage_layers, pp_size, pp.rank()),
         "virtual_pipeline_model_parallel_size": vp_size if is_interleaved else None,
-        "microbatch_group_size_per_vp_stage": group,
+        "microbatch_group_size_per_vp_stage": group if is_interleaved else None,
         # Interleaved over two processes, both neighbours are the same process, and in one batch of sends and
-        # receives a gradient could be received as an activation. So they are sent singly, as in Megatron-LM.
-        "overlap_p2p_comm": is_interleaved,
-        "batch_p2p_comm": not is_interleaved,
+        # receives a gradient could be received as an activation. So they are sent singly, as in Megatron-LM;
+        # in batches, which do not overlap, only among three processes (`messages_can_travel`).
+        "overlap_p2p_comm": overlaps,
+        "overlap_p2p_comm_warmup_flush": overlaps and execution.overlap_p2p_communication_warmup_flush,
+        "batch_p2p_comm": not overlaps,
         # A send that overlaps with computation may still read the output when upstream frees it. Over gloo
         # this gave wrong losses.
-        "deallocate_pipeline_outputs": not is_interleaved,
+        "deallocate_pipeline_outputs": not overlaps,
     }
 
 
@@ -184,10 +193,16 @@ class LlamaModel(GPTModel):
         num_stages = (upstream.virtual_pipeline_model_parallel_size or 1) * groups.pp.size()
         num_layers = get_num_layers_to_build(upstream, vp_stage, groups.pp.rank())
         padded_vocab_size = model.padded_vocab_size(groups.tp.size())
+        # On a CPU the messages are in pieces without overlap too, for the same bits.
+        has_pieces = groups.tp.size() > 1 and (upstream.tp_comm_overlap or upstream.use_cpu_initialization)
         super().__init__(
             config=upstream,
             transformer_layer_spec=block_spec(
-                model, num_layers, aligned, is_context_parallel=groups.cp.size() > 1
+                model,
+                num_layers,
+                aligned,
+                is_context_parallel=groups.cp.size() > 1,
+                has_pieces=has_pieces,
             ),
             vocab_size=padded_vocab_size,
             max_sequence_length=model.max_position_embeddings,

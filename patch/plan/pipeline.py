@@ -45,8 +45,8 @@ class Schedule(NamedTuple):
     def of(config: RunConfig) -> Schedule:
         """The schedule of a run."""
         pp_size = config.parallel.pipeline_model_parallel_size
-        count = config.num_micro_batches
-        return Schedule(pp_size, config.virtual_pipeline_size, count, micro_batch_group(count, pp_size))
+        count, group = config.num_micro_batches, config.micro_batch_group
+        return Schedule(pp_size, config.virtual_pipeline_size, count, group)
 
     @property
     def formula(self) -> float:
@@ -75,19 +75,6 @@ class Schedule(NamedTuple):
         """Forwards before the first backward, less the one that comes just before it."""
         after = self.pp_size - rank - 1
         return after if self.vp_size == 1 else 2 * after + (self.vp_size - 1) * self.group_size
-
-
-def micro_batch_group(num_micro_batches: int, pp_size: int) -> int:
-    """Micro-batches that pass one stage before the process changes to its next stage.
-
-    The smallest number that upstream's schedule accepts (schedules.py:1000-1020): every group, also the last
-    one, must have at least PP micro-batches.
-    """
-    for size in range(pp_size, num_micro_batches):
-        last_group = num_micro_batches % size
-        if last_group == 0 or last_group >= pp_size:
-            return size
-    return num_micro_batches
 
 
 @cache

@@ -8,6 +8,7 @@ and padding change loss and gradient only by the order of summation; a reduced g
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
+from patch.compat.last_sends import last_sends_arrive
 from patch.config.run_length import place_in_schedule
 from patch.data import Batch
 from patch.data.samples import StepWork
@@ -177,16 +179,18 @@ def run_schedule(
     """
     pp_size, vp_size = run.groups.pp.size(), run.stages[0].config.virtual_pipeline_model_parallel_size
     divisor, scale = max(tokens, 1.0), loss_scale or 1.0
+    are_sends_dropped = loss_scale is None and run.stages[0].config.overlap_p2p_comm_warmup_flush
     try:
-        return get_forward_backward_func(pp_size, vp_size)(
-            forward_step_func=partial(_forward_step, run=run, divisor=divisor, scale=scale),
-            data_iterator=[iter(batches) for _ in run.stages],
-            model=run.stages,
-            num_microbatches=len(batches),
-            seq_length=run.config.sample_length,
-            micro_batch_size=run.config.training.micro_batch_size,
-            forward_only=loss_scale is None,
-        )
+        with last_sends_arrive() if are_sends_dropped else nullcontext():
+            return get_forward_backward_func(pp_size, vp_size)(
+                forward_step_func=partial(_forward_step, run=run, divisor=divisor, scale=scale),
+                data_iterator=[iter(batches) for _ in run.stages],
+                model=run.stages,
+                num_microbatches=len(batches),
+                seq_length=run.config.sample_length,
+                micro_batch_size=run.config.training.micro_batch_size,
+                forward_only=loss_scale is None,
+            )
     finally:
         if run.activation_offload is not None:
             run.activation_offload.end_step()

@@ -66,7 +66,8 @@ def main(argv: Sequence[str]) -> int:
             print(activation_table(activations))
     except KeyboardInterrupt:
         return 130
-    print("\n".join(aim_lines(aims)))
+    if aims:
+        print("\n".join(aim_lines(aims)))
     if arguments.json:
         raw = {"pipeline": [vars(one) for one in bubbles], "context": [vars(one) for one in contexts]}
         write_json(arguments.json, aims, **raw, activations=activations)

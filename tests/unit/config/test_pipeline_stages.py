@@ -13,7 +13,13 @@ from refusals import refused
 
 from patch.compat.stage_layout import StageLayout
 from patch.config import to_flags, user_message, validate_run
-from patch.config.pipeline_stages import layout_layers, layout_text, split_layers
+from patch.config.pipeline_stages import (
+    can_be_micro_batch_group,
+    layout_layers,
+    layout_text,
+    smallest_micro_batch_group,
+    split_layers,
+)
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 
@@ -139,6 +145,10 @@ def test_what_is_taken_of_random_texts_is_what_upstream_takes():
     assert min(taken, refusals) > 500
 
 
+OVERLAP = "--overlap-p2p-communication"
+WAITING, FLUSH = "--no-overlap-p2p-communication", "--overlap-p2p-communication-warmup-flush"
+GROUP = "--microbatch-group-size-per-virtual-pipeline-stage"
+INTERLEAVED = ["--num-layers=4", f"{VPP}=1"]
 FORM = "a form such as Et*3|t*4|t*4L: E embedding, t layer, L loss, | between stages"
 REFUSED = [
     # PP, flags, parts of the message
@@ -162,6 +172,11 @@ REFUSED = [
     (5, [EMBEDDING, LOSS], ["expected at most 4: the model has 4 layers (embedding and loss counted)"]),
     (3, [EMBEDDING, f"{VPP}=2"], ["expected 0 or one of 1: a process has 1 layers (embedding counted)"]),
     (2, [LOSS, f"{VPP}=1"], [f"or stages by hand ({LAYOUT}): 3 layers (loss counted) do not divide by PP=2"]),
+    (2, [*INTERLEAVED, WAITING], [f"{OVERLAP}: got false, expected true, or {PP} above 2: two"]),
+    (2, [*INTERLEAVED, WAITING], ["could take a gradient for an activation"]),
+    (2, [WAITING, FLUSH], [f"{FLUSH}: got true, expected false, or true at {OVERLAP}"]),
+    (2, [*INTERLEAVED, f"{GROUP}=3"], [f"{GROUP}: got 3, expected 0 or one of 2, 4: each group of"]),
+    (2, [*INTERLEAVED, f"{GROUP}=5"], ["micro-batches, also the last one, has at least PP=2"]),
     (2, ["--rank-order=tp-pp-pp"], ["--rank-order: got tp-pp-pp, expected tp, cp, dp and pp in any order"]),
     (2, ["--rank-order=tp-xp-pp"], ["such as tp-cp-pp-dp: it names each axis once, the fastest first"]),
     (1, ["--rank-order=TP-PP"], ["--rank-order: got TP-PP, expected tp, cp, dp and pp"]),
@@ -193,6 +208,25 @@ def test_stages_of_a_run_follow_the_flags_and_repeat(command):
         assert config.stage_layers == layers and config.virtual_pipeline_size == len(layers) // pp
         assert config.execution.stage_layers == tuple(layers)
         assert flags[0] in to_flags(config)
+
+
+@pytest.mark.parametrize("flag", [WAITING, FLUSH, f"{GROUP}=2"])
+def test_messages_of_stages_that_do_not_alternate_are_noted(command, flag):
+    name = flag.split("=")[0].replace("--no-", "--")
+    config = command.parse(flag, "--nproc-per-node=2", PP="2").config
+    assert validate_run(config, GPUS) == [f"{name} has no effect without interleaved stages (MP_VP)"]
+
+
+@pytest.mark.parametrize("pp", [2, 3, 4])
+def test_groups_of_micro_batches_are_those_that_upstream_takes(pp):
+    """Its schedule (schedules.py:995-1018) raises for the others; the smallest is chosen."""
+    for count in range(pp, 24):
+        legal = [
+            size for size in range(1, 30)
+            if pp <= size <= count and not 0 < count % size < pp
+        ]  # fmt: skip
+        assert [n for n in range(1, 30) if can_be_micro_batch_group(n, count, pp)] == legal
+        assert smallest_micro_batch_group(count, pp) == min(legal)
 
 
 def test_a_cut_without_stages_is_noted(command):

@@ -32,6 +32,7 @@ CASES: dict[int, dict[str, tuple[dict[str, Any], tuple[str, ...]]]] = {
         "packed": (PACKED, ("default",)),
         "aligned": ({"precision_align": "eager"}, ("all",)),
         "fp16": ({"precision": "fp16"}, ("selective",)),
+        "fp8": ({"precision": "fp8"}, ("default",)),
     },
     2: {
         "tp": ({"tp": 2, **STATES}, ("default",)),
@@ -117,7 +118,7 @@ def order_of_backward() -> list[str]:
 def measure(changes: dict[str, Any]) -> dict[int, tuple[int, int]]:
     """By number of offloaded layers: the peak of a simulated device in a step, and the bytes sent."""
     found = {}
-    for number in (0, 1, 2, 4, 5):
+    for number in (0, 4, 5):
         config = run_of(changes | {"cpu_offloading": number > 0, "cpu_offloading_num_layers": number or None})
         run = build_seeded_run(config)
         device = run.optimizer.offload_device
@@ -178,9 +179,8 @@ def test_the_devices_memory_falls_by_what_travels(alone: dict, name: str) -> Non
     measured, config = alone["measured"][name], run_of(MEASURED[name])
     peak = {number: found[0] for number, found in measured.items()}
     one_input = 64 * 2 * 64 * 4
-    for number in (1, 2, 4):
-        assert peak[0] - peak[number] in (measured[number][1], measured[number][1] - one_input)
-    assert peak[4] >= peak[5] >= peak[4] - measured[1][1]
+    assert peak[0] - peak[4] in (measured[4][1], measured[4][1] - one_input)
+    assert peak[4] >= peak[5] > peak[4] - measured[4][1] / 4
     planned = activation_bytes(
         config.model, config.parallel, config.training, length=config.sample_length, cuda=False
     )[None]

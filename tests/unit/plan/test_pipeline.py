@@ -6,18 +6,18 @@ import pytest
 from small_runs import small_run
 
 from patch.config import RunConfig
-from patch.config.pipeline_stages import layout_text
+from patch.config.pipeline_stages import layout_text, smallest_micro_batch_group
 from patch.device import MachineFacts
 from patch.plan import describe_plan, flops_per_step
 from patch.plan.balance import better_split, stage_work, step_timing
-from patch.plan.pipeline import Schedule, micro_batch_group, simulate
+from patch.plan.pipeline import Schedule, simulate
 
 CPU = MachineFacts(0, 2)
 SIZES = [(pp, vp, count) for pp in (2, 3, 4, 8) for vp in (1, 2, 3) for count in (pp, pp + 1, 2 * pp, 37)]
 
 
 def schedule_of(pp_size: int, vp_size: int, count: int) -> Schedule:
-    return Schedule(pp_size, vp_size, count, micro_batch_group(count, pp_size))
+    return Schedule(pp_size, vp_size, count, smallest_micro_batch_group(count, pp_size))
 
 
 @pytest.mark.parametrize(("pp_size", "vp_size", "count"), SIZES)

@@ -24,6 +24,9 @@ TIED = {"untie_embeddings_and_output_weights": False}
 ACCOUNTED = {
     "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
 }  # fmt: skip
+SINGLE = {"pipeline_model_parallel_layout": "E|t|t|t|t|L"}
+FLUSH = {"overlap_p2p_communication_warmup_flush": True}
+GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 # Micro-batches of a step: 2 are one group of the interleaved schedule, 4 two, 5 one of three and one of two.
 FOUR = {"global_batch_size": 8, "train_iters": 3}
 FIVE = {"global_batch_size": 10, "train_iters": 3}
@@ -57,6 +60,7 @@ RUNS = {
         "vpp=2-full": run_of(pp=2, stage=1, recompute_granularity="full"),
         "vpp=2-4": run_of(pp=2, stage=1, **FOUR),
         "vpp=2-5": run_of(pp=2, stage=1, **FIVE),
+        "vpp=2-5-flush": run_of(pp=2, stage=1, **FLUSH, **FIVE, **{GROUP: 5}),
         "tied-vpp=2": run_of(pp=2, stage=1, **TIED),
         "fp8-vpp=2": run_of(precision="fp8", pp=2, stage=1),
         "fp8-tp=2-sp": run_of(precision="fp8", tp=2, sequence_parallel=True),
@@ -65,6 +69,8 @@ RUNS = {
     3: {
         "pp=3": run_of(pp=3),
         "tied-pp=3": run_of(pp=3, **TIED),
+        "pp=3-vpp=2-waiting": run_of(pp=3, **SINGLE, **FOUR, overlap_p2p_communication=False),
+        "pp=3-vpp=2-flush": run_of(pp=3, **SINGLE, **FOUR, **FLUSH),
         "pp=3-by-hand": run_of(pp=3, pipeline_model_parallel_layout="E|t*3|tL", recompute_granularity="full"),
     },
     4: {
@@ -111,6 +117,9 @@ def test_loss_falls_and_clipping_triggers(results: dict) -> None:
         ("vpp=2-accounted", "one"),
         ("vpp=2-by-hand", "tied-pp=2"),
         ("pp=3-by-hand", "one"),
+        ("vpp=2-5-flush", "one-5"),
+        ("pp=3-vpp=2-waiting", "one-4"),
+        ("pp=3-vpp=2-flush", "one-4"),
         ("pp=2-dp=2-reversed", "one"),
         ("tp=2-pp=2-reversed", "tp=2-pp=2"),
     ],
