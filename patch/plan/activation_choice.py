@@ -1,9 +1,9 @@
 """The choice of `--recompute-granularity auto` (AC=auto): the cheapest way to fit activations on the device.
 
-Looked at are: all kept; selective; the first layers of each stage offloaded; the first layers recomputed; all
-layers recomputed, also in blocks. Of each, the fewest layers that fit. Selective beside offload is left out:
-it was seen to hold more than is planned. Costs are in forwards of a layer: recomputation repeats one; an
-offloaded layer costs what its copies take longer than the forward and backward beside which they run.
+Looked at are: all kept; selective; the first layers of each stage offloaded, the others kept whole or with
+selective; the first layers recomputed; all layers recomputed, also in blocks. Of each, the fewest layers that
+fit. Costs are in forwards of a layer: recomputation repeats one; an offloaded layer costs what its copies
+take longer than the forward and backward of the layer beside which they run.
 """
 
 from __future__ import annotations
@@ -139,6 +139,7 @@ class _Search:
             return
         yield self._candidate(Mix("selective"))
         yield self._fewest(most, lambda layers: Mix(offloaded=layers))
+        yield self._fewest(most, lambda layers: Mix("selective", offloaded=layers))
         if most > 1:
             yield self._fewest(most - 1, lambda layers: Mix("full", "block", layers))
         for block in range(1, most + 1):
@@ -173,9 +174,9 @@ class _Search:
         if mix.granularity == "full":
             return float(self._num_layers if mix.method == "uniform" else mix.recomputed)
         selective = SELECTIVE_COST * self._num_layers if mix.granularity == "selective" else 0.0
-        return selective + mix.offloaded * self._cost_of_offload()
+        return selective + mix.offloaded * self._cost_of_offload(mix)
 
-    def _cost_of_offload(self) -> float:
+    def _cost_of_offload(self, mix: Mix) -> float:
         """Of one layer: its copy to the host runs beside a forward, its copy back beside a backward."""
         if self._forward_s is None:
             return self._num_layers + 1.0  # rather recompute all
@@ -183,7 +184,7 @@ class _Search:
         kept = activation_bytes(
             config.model, config.parallel, config.training, length=config.sample_length, cuda=True
         )
-        copy = kept[None] / LINK_BYTES_PER_S / self._forward_s
+        copy = kept[mix.granularity] / LINK_BYTES_PER_S / self._forward_s
         return OFFLOAD_COST + max(0.0, copy - 1) + max(0.0, copy - 2)
 
     def room_line(self) -> str:

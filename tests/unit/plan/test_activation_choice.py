@@ -14,7 +14,7 @@ from patch.plan.activation_choice import Mix, with_mix
 from patch.plan.activation_peak import heaviest_rank
 
 CPU = MachineFacts(0, 2)
-H100, A10 = "NVIDIA H100 80GB HBM3", "NVIDIA A10"
+H100, A100 = "NVIDIA H100 80GB HBM3", "NVIDIA A100-SXM4-80GB"
 RUNS: dict[str, dict[str, Any]] = {
     "one process": {"num_layers": 6},
     "pipeline": {"pp": 2, "num_layers": 12},
@@ -106,13 +106,13 @@ def test_states_that_auto_places_make_room_for_activations() -> None:
 
 
 def test_offload_goes_before_recomputation_where_the_link_is_fast_enough() -> None:
-    """At 50 % of its peak an H100 repeats a layer faster than 25 GB/s carry its activations, an A10 not."""
+    """At 50 % of its peak an H100 repeats a layer faster than 25 GB/s carry its activations, an A100 not."""
     fast, _ = of_8b(H100, 64 * 2**30)
     assert (fast.recompute, fast.training.cpu_offloading) == ("full", False)
-    slow, _ = of_8b(A10, 64 * 2**30)
+    slow, _ = of_8b(A100, 64 * 2**30)
     assert slow.training.cpu_offloading and slow.recompute != "full"
     unknown, _ = of_8b("a new one", 64 * 2**30)
     assert (unknown.recompute, unknown.training.cpu_offloading) == ("full", False)
-    no_room, lines = of_8b(A10, 64 * 2**30, host=2**30)
+    no_room, lines = of_8b(A100, 64 * 2**30, host=2**30)
     assert not no_room.training.cpu_offloading
     assert [line for line in lines if "which host memory has no room for" in line]
