@@ -1,7 +1,7 @@
 """Functions of torch that have no public name.
 
-They observe reads of parameters, identify the running backward, call back at its end, and compute norms of
-many tensors.
+They observe reads of parameters and operators, identify the running backward, call back at its end, and
+compute norms of many tensors.
 
 - torch/nn/modules/module.py:1954-1966, 2715: attribute access and `parameters()` read the dict `_parameters`
   of a module. A dict that reports reads works in eager code, in functional_call and in torch.compile, which
@@ -16,6 +16,8 @@ many tensors.
   is a public one.
 - torch/distributed/fsdp/_runtime_utils.py registers a callback for the end of backward with a private
   function. Delete when there is a public one.
+- torch/utils/_python_dispatch.py has the mode that sees every operator, also in backward; the public
+  TorchFunctionMode does not see backward. Delete when there is a public one.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 class Reader(Protocol):

@@ -167,7 +167,7 @@ def coerce(field: Field, scalar: object, origin: str) -> Any:
         ConfigError: the scalar has the wrong type or is none of the field's choices.
     """
     convert, expected = _CONVERSIONS[field.kind]
-    is_none = field.kind in (tuple, float) and scalar == field.none
+    is_none = field.kind in (tuple, float, bool) and scalar == field.none
     converted = field.none if is_none else convert(scalar)
     if converted is None:
         raise ConfigError(f"{origin}: got {scalar!r}, expected {expected}")

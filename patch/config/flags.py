@@ -183,7 +183,8 @@ def to_flags(config: RunConfig) -> list[str]:
     for field in FIELDS.values():
         value = scalar_of(config, field.name)
         if field.kind is bool:
-            argv.append(spellings(field)[0 if value else 1])
+            if value != field.none:  # for None there is no flag, it is the default
+                argv.append(spellings(field)[0 if value else 1])
         else:
             argv.append(f"{field.flag}={value}")
     return argv

@@ -67,10 +67,12 @@ def _a_layer_is_left(config: RunConfig) -> None:
 
 
 def fp8_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """Numbers of layers that have no effect, and that a CPU gains nothing."""
+    """Flags that have no effect, and that a CPU gains nothing."""
     if not config.training.first_last_layers_bf16:
         for field in _COUNTS:
             if value_of(config, field) != FIELDS[field].default:
                 yield f"{where(field)} has no effect without {where('first_last_layers_bf16')}"
+    if config.training.precision == "fp8" and config.parallel.tp_comm_overlap:
+        yield f"{where('tp_comm_overlap')} has no effect on layers with 8-bit products"
     if config.training.precision == "fp8" and not machine.cuda_devices:
         yield f"{where('precision')} fp8 is slower than bf16 on a CPU, which has no 8-bit arithmetic"

@@ -380,6 +380,8 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     """One line for each value that is legal but has no effect in this run."""
     if config.parallel.sequence_parallel and config.parallel.tensor_model_parallel_size == 1:
         yield f"{where('sequence_parallel')} has no effect at TP=1"
+    if config.parallel.tp_comm_overlap is not None and config.parallel.tensor_model_parallel_size == 1:
+        yield f"{where('tp_comm_overlap')} has no effect at TP=1"
     if config.parallel.num_layers_per_virtual_pipeline_stage and config.virtual_pipeline_size == 1:
         yield f"{where('num_layers_per_virtual_pipeline_stage')} has no effect: a process has no more layers"
     yield from pipeline_notes(config, machine)
@@ -472,6 +474,8 @@ def _alignment_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
             f"{where('precision_align')}: equal to transformers to the bit at TP=1 only; TP={tp_size} sums "
             "in another order (logits: fp32 within 1e-5, bf16 cosine 0.999)"
         )
+        if config.parallel.tp_comm_overlap:
+            yield f"{where('tp_comm_overlap')} has no effect with {where('precision_align')}"
     if config.data.packing:
         yield (
             f"{where('packing')} with {where('precision_align')}: the order of operations is transformers', "

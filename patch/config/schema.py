@@ -90,6 +90,11 @@ class ParallelConfig:
         none="auto",
     )
     sequence_parallel: bool = flag("cut norms and residuals along the sequence over TP", False)
+    tp_comm_overlap: bool | None = flag(
+        "TP: messages travel in pieces while products are computed; auto, the default: on CPUs",
+        None,
+        none="auto",
+    )
     use_distributed_optimizer: bool = flag("shard optimizer states over replicas (ZeRO-1)", False)
     overlapped_distributed_optimizer: bool = flag(
         "with --use-distributed-optimizer: gradients are sharded too (ZeRO-2)", False
@@ -316,6 +321,7 @@ class Execution:
     fp8: Fp8 = Fp8()
     """Used with precision fp8 only."""
     sequence_parallel: bool = False
+    tp_comm_overlap: bool | None = None
     stage_layers: tuple[int, ...] | None = None
     """Layers of each pipeline stage in the order in which a batch passes them, the same number of stages for
     each pipeline rank; None: one stage each, cut by `split_layers`."""
@@ -381,6 +387,7 @@ class RunConfig:
             precision=training.precision,
             fp8=training.fp8,
             sequence_parallel=self.parallel.sequence_parallel,
+            tp_comm_overlap=self.parallel.tp_comm_overlap,
             stage_layers=tuple(self.stage_layers),
             num_micro_batches=self.num_micro_batches,
             overlap_p2p_communication=parallel.overlap_p2p_communication,

@@ -150,6 +150,30 @@ def start_all_gather(buffer: torch.Tensor, shard: torch.Tensor, group: dist.Proc
     return Pending(_exchange([shard] * group.size(), buffer.chunk(group.size()), group))
 
 
+def start_swap(
+    sent: torch.Tensor, received: torch.Tensor, group: dist.ProcessGroup, *, target: int, source: int
+) -> Pending:
+    """Send a tensor to one rank of the group, and receive another from one.
+
+    All ranks make these calls in the same order.
+
+    Args:
+        sent: contiguous; not to be changed before `wait`.
+        received: contiguous; filled when `wait` returns.
+        group: the ranks that take part.
+        target: the rank within the group that `sent` is for.
+        source: the rank within the group that sends what is received.
+    """
+    # In one batch, because NCCL would otherwise send before it receives, on all ranks, and wait for ever.
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.irecv, received, group=group, group_peer=source),
+            dist.P2POp(dist.isend, sent, group=group, group_peer=target),
+        ]
+    )
+    return Pending(works)
+
+
 def _exchange(
     sent: Sequence[torch.Tensor], received: Sequence[torch.Tensor], group: dist.ProcessGroup
 ) -> list[dist.Work]:

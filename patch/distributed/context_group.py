@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 
-from patch.distributed.async_collectives import Pending
+from patch.distributed.async_collectives import Pending, start_swap
 from patch.distributed.zigzag import Zigzag
 
 
@@ -39,14 +39,9 @@ class ContextGroup:
         """
         rank, size = self.zigzag
         received = torch.empty_like(tensor)
-        # In one group, because NCCL would otherwise send before it receives, on all ranks, and wait for ever.
-        works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, tensor, group=self._group, group_peer=(rank + 1) % size),
-                dist.P2POp(dist.irecv, received, group=self._group, group_peer=(rank - 1) % size),
-            ]
-        )
-        return Shift(tensor, received, Pending(works))
+        target, source = (rank + 1) % size, (rank - 1) % size
+        pending = start_swap(tensor, received, self._group, target=target, source=source)
+        return Shift(tensor, received, pending)
 
     def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:
         """Part r of [CP, ...] goes to rank r; out: [CP, ...], the part that each rank had for this one."""

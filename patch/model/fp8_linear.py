@@ -184,13 +184,13 @@ class Fp8RowParallelLinear(_Fp8Layer, RowParallelLinear):
 
 
 def use_fp8(layer: TransformerLayer, fp8: Fp8, *, brings_inputs_back: bool) -> None:
-    """Give the four linear layers of a finished transformer layer 8-bit products.
+    """Give the four linear layers of a finished transformer layer 8-bit products and upstream's messages.
 
     The spec cannot do it: upstream builds one of the four from a class, without arguments of its own. The
     classes have no parameters of their own, so changing the class of the finished module is enough.
 
     Args:
-        layer: upstream's layer with upstream's linear layers.
+        layer: upstream's layer with upstream's linear layers or those of overlapped_linear.py.
         fp8: format and scales.
         brings_inputs_back: backward recomputes the norms and the MLP's activation (AC=sel).
     """

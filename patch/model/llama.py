@@ -95,6 +95,7 @@ def transformer_config(
         context_parallel_size=groups.cp.size(),
         cp_comm_type=execution.cp_comm_type,
         sequence_parallel=execution.sequence_parallel and tp_size > 1,
+        tp_comm_overlap=_overlaps(execution, cuda=cuda),
         recompute_modules=recomputed_modules(dtype, aligned, cuda=cuda),
         calculate_per_token_loss=True,
         deterministic_mode=execution.deterministic_mode,
@@ -108,6 +109,11 @@ def transformer_config(
         **_recompute_settings(execution),
         **_pipeline_settings(model.num_layers, groups.pp, execution),
     )
+
+
+def _overlaps(execution: Execution, *, cuda: bool) -> bool:
+    """Whether messages of tensor parallelism overlap with products: by default where that was measured."""
+    return not cuda if execution.tp_comm_overlap is None else execution.tp_comm_overlap
 
 
 def _recompute_settings(execution: Execution) -> dict[str, Any]:
@@ -187,10 +193,16 @@ class LlamaModel(GPTModel):
         num_stages = (upstream.virtual_pipeline_model_parallel_size or 1) * groups.pp.size()
         num_layers = get_num_layers_to_build(upstream, vp_stage, groups.pp.rank())
         padded_vocab_size = model.padded_vocab_size(groups.tp.size())
+        # On a CPU the messages are in pieces without overlap too, for the same bits.
+        has_pieces = groups.tp.size() > 1 and (upstream.tp_comm_overlap or upstream.use_cpu_initialization)
         super().__init__(
             config=upstream,
             transformer_layer_spec=block_spec(
-                model, num_layers, aligned, is_context_parallel=groups.cp.size() > 1
+                model,
+                num_layers,
+                aligned,
+                is_context_parallel=groups.cp.size() > 1,
+                has_pieces=has_pieces,
             ),
             vocab_size=padded_vocab_size,
             max_sequence_length=model.max_position_embeddings,

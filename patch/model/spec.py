@@ -33,10 +33,15 @@ from patch.model.hf_order import (
     SeparateQKV,
 )
 from patch.model.norm import HeadRMSNorm, RMSNorm
+from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow
 
 
 def layer_spec(
-    model: ModelConfig, aligned: frozenset[str], *, is_context_parallel: bool = False
+    model: ModelConfig,
+    aligned: frozenset[str],
+    *,
+    is_context_parallel: bool = False,
+    has_pieces: bool = False,
 ) -> ModuleSpec:
     """One layer: norm, attention, norm, gated MLP.
 
@@ -44,11 +49,11 @@ def layer_spec(
         model: decides the norms of heads and the attention.
         aligned: the operations (of hf_order.SOURCES) in Hugging Face's order.
         is_context_parallel: whether several ranks share each sequence.
+        has_pieces: whether the messages of tensor parallelism are cut in pieces (overlapped_linear.py).
     """
     norm = _norm(aligned)
     head_norm = _head_norm(model, aligned)
-    column = BatchFirstColumn if aligned else ColumnParallelLinear
-    row = BatchFirstRow if aligned else RowParallelLinear
+    column, row = _linear(aligned, has_pieces)
     attention = ModuleSpec(
         module=SelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
@@ -83,6 +88,14 @@ def layer_spec(
     )
 
 
+def _linear(
+    aligned: frozenset[str], has_pieces: bool
+) -> tuple[type[ColumnParallelLinear], type[RowParallelLinear]]:
+    if aligned:
+        return BatchFirstColumn, BatchFirstRow
+    return (OverlappedColumn, OverlappedRow) if has_pieces else (ColumnParallelLinear, RowParallelLinear)
+
+
 def _norm(aligned: frozenset[str]) -> type[RMSNorm]:
     return AlignedRMSNorm if "rmsnorm" in aligned else RMSNorm
 
@@ -102,16 +115,16 @@ def _core_attention(model: ModelConfig, is_aligned: bool, is_context_parallel: b
 
 
 def block_spec(
-    model: ModelConfig, num_local_layers: int, aligned: frozenset[str], *, is_context_parallel: bool = False
+    model: ModelConfig, num_local_layers: int, aligned: frozenset[str], **layer: bool
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, and the norm after the last layer of the model.
 
     Args:
         model: see `layer_spec`.
         num_local_layers: layers of the stage.
-        aligned, is_context_parallel: see `layer_spec`.
+        aligned, layer: see `layer_spec`.
     """
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(model, aligned, is_context_parallel=is_context_parallel)] * num_local_layers,
+        layer_specs=[layer_spec(model, aligned, **layer)] * num_local_layers,
         layer_norm=_norm(aligned),
     )

@@ -29,6 +29,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     for policy, changes in (("on the device", {}), ("half on the host", STATIC))
 } | {
     "tensor": {"tp": 2, "sequence_parallel": True},
+    "tensor, overlap": {"tp": 2, "tp_comm_overlap": True},
+    "tensor, overlap, SP": {"tp": 2, "tp_comm_overlap": True, "sequence_parallel": True},
     "pipeline": {"pp": 2},
     "interleaved": {"pp": 2, "stage": 1},
     "context, ring": {"cp": 2, "cp_comm_type": "p2p"},

@@ -124,10 +124,9 @@ def _wait(ranks: list[subprocess.Popen], timeout_s: float) -> None:
     while any(process.poll() is None for process in ranks):
         failed = [rank for rank, process in enumerate(ranks) if process.poll()]
         if failed or time.monotonic() > deadline:
-            what = (
-                f"failed, exit code {ranks[failed[0]].poll()}" if failed else f"took over {timeout_s:.0f} s"
-            )
-            raise RuntimeError(f"rank {failed[0] if failed else 0} {what}")
+            rank = failed[0] if failed else 0
+            what = f"failed, exit code {ranks[rank].poll()}" if failed else f"took over {timeout_s:.0f} s"
+            raise RuntimeError(f"rank {rank} {what}")
         time.sleep(0.2)
 
 

@@ -1,4 +1,4 @@
-"""Medians, ratios, table and plot of the rounds of `overlap`."""
+"""Medians, ratios, table and plot of the rounds of `overlap` and `tensor_parallel`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ALL_TO_ALL = "upstream: both, all-to-all"
 
 
 class Figures:
-    """The rounds with one number of accumulated micro-batches.
+    """The rounds in one setting.
 
     Ratios are medians over rounds of the ratio within a round, because other work on the machine changes from
     minute to minute and affects all contenders of a round equally.
@@ -47,10 +47,10 @@ def _ratio(these: list[float], those: list[float]) -> float:
     return median(this / that for this, that in zip(these, those, strict=True))
 
 
-def table(accumulation: int, figures: Figures) -> str:
+def table(title: str, figures: Figures) -> str:
     """A text table of the contenders, sorted by median step time."""
     bound = "/ max(compute, comm.)"
-    lines = [f"accumulation {accumulation:<16}{'median s':>10}{'quartiles':>18}{bound:>24}{'/ upstream':>12}"]
+    lines = [f"{title:<29}{'median s':>10}{'quartiles':>18}{bound:>24}{'/ upstream':>12}"]
     for name in sorted(figures.seconds, key=lambda name: median(figures.seconds[name])):
         lower, middle, upper = figures.spread(name)
         line = f"{name:<29}{middle:>10.3f}{f'{lower:.3f} - {upper:.3f}':>18}"
@@ -61,14 +61,19 @@ def table(accumulation: int, figures: Figures) -> str:
 
 
 def plot(file: Path, figures: dict[str, Figures]) -> None:
-    """Draw bars of step times with quartiles, and lines for compute and communication alone."""
+    """Draw bars of step times with quartiles, and lines for compute and communication alone.
+
+    Args:
+        file: a PNG.
+        figures: by the title of each setting.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     canvas, axes = pyplot.subplots(1, len(figures), figsize=(6.5 * len(figures), 4), layout="constrained")
-    for axis, (accumulation, found) in zip(axes, figures.items(), strict=True):
+    for axis, (title, found) in zip(axes, figures.items(), strict=True):
         names = [name for name in reversed(found.seconds) if name not in (COMPUTE, COMMUNICATION)]
         spreads = [found.spread(name) for name in names]
         middles = [middle for _, middle, _ in spreads]
@@ -77,7 +82,7 @@ def plot(file: Path, figures: dict[str, Figures]) -> None:
         axis.barh(names, middles, xerr=errors, color=colors)
         for name, style in ((COMPUTE, "--"), (COMMUNICATION, ":")):
             axis.axvline(median(found.seconds[name]), linestyle=style, color="black", label=name)
-        axis.set(title=f"accumulation {accumulation}", xlabel="seconds a step (median, quartiles)")
+        axis.set(title=title, xlabel="seconds a step (median, quartiles)")
         axis.legend(fontsize="small")
     canvas.savefig(file, dpi=120)
     pyplot.close(canvas)

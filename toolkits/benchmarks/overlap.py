@@ -58,11 +58,11 @@ def main(argv: Sequence[str]) -> int:
     way = "NCCL" if cuda else f"a cable of {measured['mbit']:.0f} Mbit/s each way"
     print(f"{measured['bytes'] / 1e6:.1f} MB a rank and step over {way}; {time.monotonic() - begin:.0f} s\n")
     for accumulation, found in figures.items():
-        print(table(int(accumulation), found))
+        print(table(f"accumulation {accumulation}", found))
     print("\n".join(aim_lines(aims)))
     if arguments.json:
         write_json(arguments.json, aims, **measured)
-    plot(arguments.plot, figures)
+    plot(arguments.plot, {f"accumulation {number}": found for number, found in figures.items()})
     print(f"plot: {arguments.plot}")
     return 0
 

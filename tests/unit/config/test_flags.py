@@ -10,6 +10,7 @@ from patch.config.flags import read_flags
 from patch.config.positions import POSITIONS, VARIABLES
 from patch.config.synonyms import SYNONYMS
 from patch.config.unsupported import NOT_BUILT
+from patch.config.yaml_io import read_run, to_yaml
 from patch.errors import ConfigError
 
 
@@ -79,8 +80,10 @@ def test_to_flags_reproduces_the_run_without_anything_else(command):
 
 
 def test_to_flags_names_every_field(command):
+    """But for booleans that are at auto, which no flag says."""
     flags = {flag.split("=")[0].replace("--no-", "--") for flag in to_flags(command.parse().config)}
-    assert flags == {field.flag for field in FIELDS.values()}
+    at_auto = {field.flag for field in FIELDS.values() if field.kind is bool and field.default is None}
+    assert at_auto == {"--tp-comm-overlap"} and flags == {field.flag for field in FIELDS.values()} - at_auto
 
 
 def test_flags_alone_name_what_is_missing(command):
@@ -119,6 +122,18 @@ def test_help_shows_positions_then_flags(command, capsys):
     refused = [row.field for row in NOT_BUILT]
     assert shown.count("refused yet") == len(refused) + sum(name in refused for name in others)
     assert "largest global gradient norm; 0: no clipping [1.0]" in shown
+
+
+@pytest.mark.parametrize(
+    ("argv", "value"), [([], None), (["--tp-comm-overlap"], True), (["--no-tp-comm-overlap"], False)]
+)
+def test_boolean_that_has_a_third_value_without_its_flags(command, argv, value):
+    config = command.parse(*argv, TP="2").config
+    assert config.parallel.tp_comm_overlap is value
+    assert parse_args(to_flags(config), {}, command.machine).config == config
+    written = command.folder / "run.yaml"
+    written.write_text(to_yaml(config))
+    assert read_run(written) == config
 
 
 def test_shape_by_flags_alone_derives_the_rest(command):

@@ -63,6 +63,7 @@ def test_weights_with_other_numerics_are_noted(command):
     ("positions", "flags", "note"),
     [
         (dict(SP="true"), [], "--sequence-parallel (position 13 SP) has no effect at TP=1"),
+        ({}, ["--no-tp-comm-overlap"], "--tp-comm-overlap has no effect at TP=1"),
         (
             dict(PP="2"),
             ["--nproc-per-node=2", f"{VPP}=1"],

@@ -50,6 +50,9 @@ MARKS = (
 OURS = ("layernorm", "core_attention", "rotary_pos_emb")
 """Ends of the names of modules that are ours instead of upstream's."""
 
+IN_PIECES = {"OverlappedColumn": "ColumnParallelLinear", "OverlappedRow": "RowParallelLinear"}
+"""Subclasses of upstream's, with tensor parallelism."""
+
 
 class Upstream(GPTModel):
     """Upstream's model but for one step: it copies a tied embedding to the last stage on a GPU."""
@@ -103,7 +106,7 @@ def _described(model: GPTModel) -> dict[str, dict]:
     shards = list(nested_values(sharded))
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     modules = {
-        name: type(module).__name__
+        name: IN_PIECES.get(type(module).__name__, type(module).__name__)
         for name, module in model.named_modules()
         if ".core_attention." not in name
     }

@@ -1,0 +1,133 @@
+"""megatron-core's linear layers, whose tensor-parallel messages travel in pieces while products are computed.
+
+Upstream's layers wait for messages in forward: with sequence parallelism (SP) for a gather before the column
+layers, and for a reduce-scatter after the row layers, without it for an all-reduce there. Here a product is
+computed in pieces of rows, each when it has arrived, or sent when it is computed. In backward the messages of
+the input's gradient also overlap with the product for the weight's gradient, which is one product as
+upstream's. Parameters, names and checkpoints are upstream's.
+
+Shapes: S sequence (with SP a rank has S / TP of it), B micro-batch, I inputs and O outputs of this rank.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from torch.autograd.function import once_differentiable
+
+from patch.distributed.tensor_group import GatheredRows, ReducedRows, ScatteredSums, TensorGroup
+
+
+class OverlappedColumn(ColumnParallelLinear):
+    """A column-parallel layer: gather (SP) overlaps with forward, the input's gradient with backward."""
+
+    def _forward_impl(
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        *,
+        sequence_parallel: bool,
+        **unused: Any,
+    ) -> torch.Tensor:
+        return _Column.apply(input, weight, bias, _group_of(self), sequence_parallel)
+
+
+class OverlappedRow(RowParallelLinear):
+    """A row-parallel layer: the sum over ranks overlaps with forward, gather (SP) with backward."""
+
+    def forward(self, input_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """[S, B, I] in; [S, B, O], with SP [S / TP, B, O], and no bias out."""
+        assert self.bias is None, "no supported family has a bias in a row-parallel layer"
+        return _Row.apply(input_, self.weight, _group_of(self), self.sequence_parallel), None
+
+
+def _group_of(layer: ColumnParallelLinear | RowParallelLinear) -> TensorGroup:
+    return TensorGroup(layer.tp_group, is_overlapped=layer.config.tp_comm_overlap)
+
+
+class _Column(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        group: TensorGroup,
+        is_cut: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
+        ctx.group, ctx.is_cut = group, is_cut
+        rows = _rows(input)
+        product = _multiply_gathered(GatheredRows(rows, group), weight.t()) if is_cut else rows @ weight.t()
+        if bias is not None:
+            product += bias
+        return product.view(-1, input.shape[1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (input, weight), group = ctx.saved_tensors, ctx.group
+        needs_weight, needs_bias = ctx.needs_input_grad[1:3]
+        rows = _rows(gradient)
+        gathered = None
+        if needs_weight and ctx.is_cut:
+            gathered = GatheredRows(_rows(input), group, is_hasty=True)
+        sums = _multiply_and_sum(rows, weight, group, is_cut=ctx.is_cut)
+        of_weight = None
+        if needs_weight:
+            of_weight = rows.t() @ (_rows(input) if gathered is None else gathered.wait())
+        of_bias = rows.sum(dim=0) if needs_bias else None
+        of_input = sums.wait().view(-1, gradient.shape[1], weight.shape[1])
+        return of_input, of_weight, of_bias, None, None
+
+
+class _Row(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor, group: TensorGroup, is_cut: bool
+    ) -> torch.Tensor:
+        ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
+        ctx.group, ctx.is_cut = group, is_cut
+        sums = _multiply_and_sum(_rows(input), weight.t(), group, is_cut=is_cut)
+        return sums.wait().view(-1, input.shape[1], len(weight))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        input, weight = ctx.saved_tensors
+        rows = _rows(gradient)
+        if ctx.is_cut:
+            gathered = GatheredRows(rows, ctx.group)
+            of_input = _multiply_gathered(gathered, weight)
+            rows = gathered.wait()
+        else:
+            of_input = rows @ weight
+        of_weight = rows.t() @ _rows(input) if ctx.needs_input_grad[1] else None
+        return of_input.view(-1, gradient.shape[1], weight.shape[1]), of_weight, None, None
+
+
+def _rows(hidden: torch.Tensor) -> torch.Tensor:
+    """[S, B, N] as contiguous rows [S * B, N]."""
+    return hidden.contiguous().flatten(0, 1)
+
+
+def _multiply_gathered(rows: GatheredRows, matrix: torch.Tensor) -> torch.Tensor:
+    """The product of all ranks' rows with a matrix: [TP * R, I] and [I, O] give [TP * R, O]."""
+    product = matrix.new_empty(rows.num_rows, matrix.shape[1])
+    for place, piece in rows.pieces():
+        torch.mm(piece, matrix, out=product[place])
+    return product
+
+
+def _multiply_and_sum(
+    rows: torch.Tensor, matrix: torch.Tensor, group: TensorGroup, *, is_cut: bool
+) -> ScatteredSums | ReducedRows:
+    """Start the sums over ranks of the product of [M, I] and [I, O]; `is_cut`: a rank gets its own rows."""
+    product = rows.new_empty(len(rows), matrix.shape[1])
+    sums = ScatteredSums(product, group) if is_cut else ReducedRows(product, group)
+    for place in sums.pieces():
+        torch.mm(rows[place], matrix, out=product[place])
+    return sums
