@@ -46,6 +46,7 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     "CP": {"1": {}, "2": {"cp": 2}, "4": {"cp": 4}},
     "by": {"-": {}, "p2p": {"cp_comm_type": "p2p"}, "a2a": {"cp_comm_type": "a2a"}},
     "SP": {"no": {}, "yes": {"sequence_parallel": True}},
+    "overlap": {"auto": {}, "no": {"tp_comm_overlap": False}},
     "AC": {
         "none": {},
         "sel": {"recompute_granularity": "selective"},
@@ -83,6 +84,7 @@ RULES_OF_ROWS = [
     Rule(("PP", "VPP"), lambda pp, vpp: pp == "2" or vpp == "1"),
     Rule(("PP", "stages"), lambda pp, stages: pp == "2" or stages == "even"),
     Rule(("TP", "SP"), lambda tp, sp: tp == "2" or sp == "no"),
+    Rule(("TP", "overlap"), lambda tp, overlap: tp == "2" or overlap == "auto"),
     Rule(("CP", "by"), lambda cp, way: (cp == "1") == (way == "-")),
     Rule(("VPP", "batches"), lambda vpp, batches: int(vpp) <= int(batches)),
     Rule(("TP", "PP", "CP"), lambda tp, pp, cp: int(tp) * int(pp) * int(cp) <= PROCESSES),
@@ -98,6 +100,7 @@ IMPOSSIBLE = {
     (("PP", "1"), ("stages", "by hand")): "has no effect at PP=1",
     (("VPP", "2"), ("batches", "1")): "interleaved stages need as many micro-batches as PP=2, this is 1",
     (("TP", "1"), ("SP", "yes")): "has no effect at TP=1",
+    (("TP", "1"), ("overlap", "no")): "has no effect at TP=1",
     (("CP", "1"), ("by", "p2p")): "--cp-comm-type has no effect at CP=1",
     (("CP", "1"), ("by", "a2a")): "--cp-comm-type has no effect at CP=1",
     (("CP", "2"), ("by", "-")): "",
