@@ -14,12 +14,13 @@ megatron-core saves the inputs.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from megatron.core.tensor_parallel import random
 
 _upstream_init = random.CheckpointWithoutOutput.__init__
-_UpstreamFunction = random.CheckpointWithoutOutputFunction
+_upstream_forward = random.CheckpointWithoutOutputFunction.forward
 
 
 def _init(self: random.CheckpointWithoutOutput, fp8: bool = False) -> None:
@@ -27,19 +28,16 @@ def _init(self: random.CheckpointWithoutOutput, fp8: bool = False) -> None:
     self.fp8 = fp8
 
 
-class _SavesInputs(_UpstreamFunction):
-    """Upstream's function, which saves its inputs as they are."""
-
-    @staticmethod
-    def forward(ctx: Any, *args: Any) -> Any:
-        """Upstream's arguments: the function, the object that recomputes, and the inputs."""
-        outputs = _UpstreamFunction.forward(ctx, *args)
-        ctx.save_for_backward(*args[2:])
-        return outputs
+def _forward(
+    ctx: Any, function: Callable[..., Any], recomputation: random.CheckpointWithoutOutput, *inputs: Any
+) -> Any:
+    outputs = _upstream_forward(ctx, function, recomputation, *inputs)
+    ctx.save_for_backward(*inputs)
+    return outputs
 
 
 def apply() -> None:
     """Save inputs as they are; without Transformer Engine also use the value of `fp8`."""
-    random.CheckpointWithoutOutputFunction = _SavesInputs
+    random.CheckpointWithoutOutputFunction.forward = staticmethod(_forward)
     if not random.HAVE_TE:
         random.CheckpointWithoutOutput.__init__ = _init
