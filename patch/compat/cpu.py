@@ -25,6 +25,9 @@ MODULES = {
     "megatron.core.utils": "torch.cuda.current_device() in GlobalMemoryBuffer.get_tensor at 631",
     "megatron.core.pipeline_parallel.p2p_communication": "current_device at 190-321, synchronize at 242, 398",
     "megatron.core.pipeline_parallel.schedules": 'device="cuda" at 596, 983, 2138',
+    "megatron.core.models.common.embeddings.rotary_pos_embedding": (
+        "current_device at 78, 162: of upstream's own model; ours has other angles"
+    ),
 }
 
 _CPU = torch.device("cpu")

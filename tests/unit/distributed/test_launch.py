@@ -172,6 +172,9 @@ def test_each_process_has_a_log_of_its_own_for_each_start_beside_what_the_launch
     tmp_path: Path, short_waits: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
     body = "start = os.environ['PATCH_ROUND']\nprint('says', rank, start, file=sys.stderr, flush=True)\n"
+    # None ends before both have spoken: the end of one is that of the other.
+    body += f"open(f'{tmp_path}/{{rank}}-{{start}}', 'w').close()\n"
+    body += f"while not os.path.exists(f'{tmp_path}/{{1 - rank}}-{{start}}'): time.sleep(0.05)\n"
     body += "sys.exit(start == '1')"
     logs = tmp_path / "logs" / "here"
     assert launch_workers(write_script(tmp_path, body), 2, max_restarts=1, log_dir=str(logs)) == 0

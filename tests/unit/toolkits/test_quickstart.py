@@ -68,7 +68,7 @@ def test_tokenizer_keeps_digits_apart_and_text_whole(
 
 def test_every_sample_fits_pad_len(folder: Path, examples: tuple[list[Example], list[Example]]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    pad_len = int(launcher_command(Workspace(folder))[1 + POSITION_PAD_LEN])
+    pad_len = int(launcher_command(Workspace(folder), "fp32")[1 + POSITION_PAD_LEN])
     for example in examples[0]:
         turns = [
             {"role": "user", "content": example.question},
