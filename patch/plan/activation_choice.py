@@ -15,13 +15,17 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from patch.config import RunConfig
+from patch.config.activation_layers import stage_activations
 from patch.config.choices import Recompute, RecomputeMethod
 from patch.device import MachineFacts
+from patch.logger import get_logger
 from patch.plan.activation_peak import RankMemory, heaviest_rank
 from patch.plan.activations import activation_bytes
 from patch.plan.flops import layer_flops, peak_flops
 from patch.plan.memory import device_memory, needed_bytes
 from patch.storage.sizes import size_text
+
+_logger = get_logger(__name__)
 
 SELECTIVE_COST = 0.05
 """Of a layer's forward: selective recomputation repeats no product, but reads and writes memory."""
@@ -44,14 +48,23 @@ class Mix(NamedTuple):
     """With full: layers of a block (uniform) or of each stage (block)."""
     offloaded: int = 0
 
+    @classmethod
+    def of(cls, config: RunConfig) -> Mix:
+        """The mix of a run, as its largest stage has it."""
+        training = config.training
+        split = stage_activations(max(config.stage_layers), training)
+        is_block = training.recompute_method == "block"
+        recomputed = split.recomputed if is_block else training.recompute_num_layers
+        return cls(config.recompute, training.recompute_method, recomputed, split.offloaded)
+
     @property
     def words(self) -> str:
         """The mix in words."""
+        base: str = self.granularity or "none"
         if self.granularity == "full" and self.method == "block":
-            return f"full for {self.recomputed} of each stage's layers"
-        if self.granularity == "full":
-            return "full" if self.recomputed == 1 else f"full in blocks of {self.recomputed} layers"
-        base = self.granularity or "none"
+            base = f"full for {self.recomputed} of each stage's layers"
+        elif self.granularity == "full" and self.recomputed > 1:
+            base = f"full in blocks of {self.recomputed} layers"
         return f"{base}, {self.offloaded} of each stage's layers offloaded" if self.offloaded else base
 
 
@@ -72,7 +85,7 @@ class Candidate(NamedTuple):
 
 
 def resolve_activations(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
-    """Replace `auto` by the cheapest mix that fits, or by the smallest if none does.
+    """Replace `auto` by the cheapest mix that fits, or else by the smallest that fits the host.
 
     Returns:
         the run with the flags of a mix instead of auto, and lines about what was looked at.
@@ -85,7 +98,11 @@ def resolve_activations(config: RunConfig, machine: MachineFacts) -> tuple[RunCo
     if fitting:
         chosen = min(fitting, key=lambda candidate: candidate.cost)
     else:
-        chosen = min(candidates, key=lambda candidate: candidate.memory.total)
+        chosen = min(candidates, key=lambda candidate: (not candidate.fits_host, candidate.memory.total))
+        _logger.warning(
+            "--recompute-granularity auto: no mix fits the device, so this run may end out of memory: more PP, "
+            "TP or CP, a smaller micro-batch or optimizer offload need less"
+        )
     lines = [search.line(candidate, is_chosen=candidate is chosen) for candidate in candidates]
     return with_mix(config, chosen.mix), [search.room_line(), *lines]
 

@@ -38,6 +38,8 @@ class Split(NamedTuple):
 
     flags: str
     """What a user gives for it."""
+    run: RunConfig
+    """The run with it."""
     timing: Timing
 
 
@@ -66,7 +68,7 @@ def better_split(config: RunConfig, machine: MachineFacts) -> Split | None:
         machine: where it runs.
     """
     splits = [
-        Split(flags, step_timing(run)) for flags, run in _other_splits(config) if _is_legal(run, machine)
+        Split(flags, run, step_timing(run)) for flags, run in _other_splits(config) if _is_legal(run, machine)
     ]
     best = min(splits, key=lambda split: split.timing.step, default=None)
     is_better = best is not None and best.timing.step <= _WORTHWHILE * step_timing(config).step

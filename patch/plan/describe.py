@@ -9,6 +9,7 @@ from patch.config.checkpoint_places import newest_saved
 from patch.config.choices import Recompute
 from patch.config.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.device import MachineFacts
+from patch.plan.activation_choice import Mix
 from patch.plan.activations import activation_bytes
 from patch.plan.describe_stages import bubble_lines, memory_lines, memory_needed
 from patch.plan.flops import flops_per_step
@@ -120,7 +121,7 @@ def _split_layers(config: RunConfig) -> list[str]:
 
 
 def _activations(config: RunConfig, machine: MachineFacts) -> list[str]:
-    """A line about what recomputation would save; none for `--precision-align`, which keeps more."""
+    """A line about what layers keep, and what this run does; none for `--precision-align`, which keeps more."""
     if config.model.precision_align is not None:
         return []
     words: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}
@@ -134,7 +135,7 @@ def _activations(config: RunConfig, machine: MachineFacts) -> list[str]:
     sizes = ", ".join(f"{words[setting]} {size_text(num_bytes)}" for setting, num_bytes in kept.items())
     return [
         f"activations a layer and micro-batch keep {sizes} for backward; "
-        f"this run: {words[config.recompute]} (AC)"
+        f"this run: {Mix.of(config).words} (AC)"
     ]
 
 

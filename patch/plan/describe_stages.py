@@ -43,7 +43,11 @@ def bubble_lines(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     )
     if split := better_split(config, machine):
         saved = 1 - split.timing.step / timing.step
-        yield f"{_INDENT}{split.flags} would idle {split.timing.bubble:.1%} and take {saved:.1%} less time"
+        line = f"{_INDENT}{split.flags} would idle {split.timing.bubble:.1%} and take {saved:.1%} less time"
+        if config.model.precision_align is None:
+            needed = heaviest_rank(split.run, cuda=bool(machine.cuda_devices)).total
+            line += f", with {size_text(needed)} a rank"
+        yield line
 
 
 def memory_lines(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
