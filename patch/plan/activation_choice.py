@@ -17,10 +17,10 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import Recompute, RecomputeMethod
 from patch.device import MachineFacts
-from patch.plan.activation_peak import RankMemory, heaviest_rank
+from patch.plan.activation_peak import RankMemory, heaviest_rank, host_memory_needed
 from patch.plan.activations import activation_bytes
 from patch.plan.flops import layer_flops, peak_flops
-from patch.plan.memory import device_memory, needed_bytes
+from patch.plan.memory import device_memory
 from patch.storage.sizes import size_text
 
 SELECTIVE_COST = 0.05
@@ -164,9 +164,7 @@ class _Search:
         memory = heaviest_rank(run, cuda=self._is_cuda)
         fits_host = True
         if self._machine.host_memory_bytes and mix.offloaded:
-            _, state = needed_bytes(run, self._machine)
-            of_process = memory.activations.on_host + (0 if self._is_cuda else memory.activations.total)
-            needed = state + of_process * run.parallel.nproc_per_node
+            needed = host_memory_needed(run, self._machine, memory)
             fits_host = needed <= self._machine.host_memory_bytes
         return Candidate(mix, memory, self._cost(mix), memory.total <= self._usable, fits_host)
 
