@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from patch.config import RunConfig
+from patch.config.activation_layers import stage_activations
 from patch.config.checkpoint_places import newest_saved
 from patch.config.choices import Recompute
 from patch.config.run_length import is_counted_in_samples, num_train_samples, with_samples
@@ -132,9 +133,11 @@ def _activations(config: RunConfig, machine: MachineFacts) -> list[str]:
         cuda=bool(machine.cuda_devices),
     )
     sizes = ", ".join(f"{words[setting]} {size_text(num_bytes)}" for setting, num_bytes in kept.items())
+    offloaded = stage_activations(max(config.stage_layers), config.training).offloaded
+    also = f", {counted(offloaded, 'layer')} of a stage offloaded" if offloaded else ""
     return [
         f"activations a layer and micro-batch keep {sizes} for backward; "
-        f"this run: {words[config.recompute]} (AC)"
+        f"this run: {words[config.recompute]}{also} (AC)"
     ]
 
 
