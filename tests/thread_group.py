@@ -48,12 +48,13 @@ class ThreadGroup(ContextGroup):
     def inbox(self, rank: int, number: int) -> SimpleQueue:
         return self._mail.messages.setdefault((rank, number), SimpleQueue())
 
-    def start_shift(self, tensor: torch.Tensor) -> Any:
+    def start_shift(self, tensor: torch.Tensor, *, is_reverse: bool = False) -> Any:
         assert tensor.is_contiguous()
         number, self._num_shifts = self._num_shifts, self._num_shifts + 1
         self.events.append(f"start {number}")
         self.num_sent_bytes += tensor.nbytes
-        self.inbox((self.zigzag.rank + 1) % self.zigzag.size, number).put(tensor.clone())
+        target = (self.zigzag.rank + (-1 if is_reverse else 1)) % self.zigzag.size
+        self.inbox(target, number).put(tensor.clone())
         return _Shift(self, number)
 
     def all_to_all(self, parts: torch.Tensor) -> torch.Tensor:

@@ -32,14 +32,19 @@ class ContextGroup:
         self._group = group
         self.zigzag = Zigzag.of(group)
 
-    def start_shift(self, tensor: torch.Tensor) -> Shift:
+    def start_shift(self, tensor: torch.Tensor, *, is_reverse: bool = False) -> Shift:
         """Send a contiguous tensor to the next rank, and receive one of the same shape from the rank before.
 
         All ranks make these calls in the same order. The tensor must not be changed before `wait`.
+
+        Args:
+            tensor: what is sent.
+            is_reverse: send to the rank before, and receive from the next one.
         """
         rank, size = self.zigzag
+        distance = -1 if is_reverse else 1
         received = torch.empty_like(tensor)
-        target, source = (rank + 1) % size, (rank - 1) % size
+        target, source = (rank + distance) % size, (rank - distance) % size
         pending = start_swap(tensor, received, self._group, target=target, source=source)
         return Shift(tensor, received, pending)
 

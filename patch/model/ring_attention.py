@@ -2,10 +2,12 @@
 
 Before a rank computes with a piece it starts to send it on, and to receive the next one. The results of the
 pieces are merged by the log-sum-exp of their scores (Liu et al., arXiv:2310.01889). In backward the pieces
-travel once more; the gradient of a piece follows it, each rank adds its part, and it ends at the owner.
+travel the same way home, from the rank that had each of them last; the gradient of a piece follows it, each
+rank adds its part, and the owner adds the last one. So every message travels while something is computed.
 
-A rank keeps its own queries, keys, values, output and log-sum-exp for backward, and has room for two more
-pieces while it computes. Partial results and the gradients that travel are float32 at least.
+A rank keeps its own queries, output and log-sum-exp for backward, and the last piece that it had instead of
+its own. It has room for two more pieces while it computes. Partial results and the gradients that travel are
+float32 at least.
 
 Shapes: B rows, N query heads, G key/value heads, s = S / CP tokens of this rank, D head size.
 """
@@ -61,7 +63,7 @@ class _RingAttention(torch.autograd.Function):
         # In upstream's order of memory, so that the next layer keeps the same memory for backward, no copy.
         out = torch.zeros(tokens, rows, heads, size, dtype=wide, device=query.device).permute(1, 2, 0, 3)
         lse = torch.full(query.shape[:-1], -torch.inf, dtype=wide, device=query.device)
-        own = piece = torch.stack((key, value))
+        piece = torch.stack((key, value))
         rank, num_ranks = group.zigzag
         for step in range(num_ranks):
             following = group.start_shift(piece) if step + 1 < num_ranks else None
@@ -69,7 +71,7 @@ class _RingAttention(torch.autograd.Function):
                 _attend_tile(query, piece, tile, scale, out, lse)
             piece = _received(following, piece)
         narrow = out.to(query.dtype)
-        ctx.save_for_backward(query, own, narrow, lse)
+        ctx.save_for_backward(query, piece, narrow, lse)
         ctx.group, ctx.tiles, ctx.scale = group, tiles, scale
         return narrow
 
@@ -81,19 +83,18 @@ class _RingAttention(torch.autograd.Function):
         of_query = torch.zeros(query.shape, dtype=wide, device=query.device)
         returning: Shift | None = None
         for step in range(num_ranks):
-            following = ctx.group.start_shift(piece) if step + 1 < num_ranks else None
+            following = ctx.group.start_shift(piece, is_reverse=True) if step + 1 < num_ranks else None
             of_piece = torch.zeros(piece.shape, dtype=wide, device=query.device)
-            for tile in ctx.tiles((rank - step) % num_ranks):
+            for tile in ctx.tiles((rank + 1 + step) % num_ranks):
                 _attend_tile_backward(
                     gradient, query, piece, tile, ctx.scale, out, lse, of_query=of_query, of_piece=of_piece
                 )
             if returning is not None:
                 of_piece += returning.wait()
-            # The next rank has this piece in the next step; the last one sends the gradient to the owner.
-            returning = ctx.group.start_shift(of_piece)
+            # The rank before has this piece in the next step; in the last one each has its own.
+            returning = ctx.group.start_shift(of_piece, is_reverse=True) if following is not None else None
             piece = _received(following, piece)
-        assert returning is not None
-        of_key, of_value = returning.wait().to(query.dtype).unbind(0)
+        of_key, of_value = of_piece.to(query.dtype).unbind(0)
         return of_query.to(query.dtype), of_key, of_value, None, None, None
 
 

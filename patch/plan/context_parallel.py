@@ -15,7 +15,7 @@ _MIB = 2**20
 def sent_bytes(config: RunConfig, way: ContextCommunication) -> int:
     """Bytes that a rank sends for one layer and micro-batch, forward and backward together.
 
-    p2p: keys and values pass CP - 1 ranks in forward and again in backward, their fp32 gradients all CP.
+    p2p: keys and values go to CP - 1 ranks in forward and again in backward, with their fp32 gradients.
     a2a: queries, keys, values and the result, and the gradients of each, less the share that stays. Key and
     value heads that CP does not divide are repeated.
     """
@@ -25,7 +25,7 @@ def sent_bytes(config: RunConfig, way: ContextCommunication) -> int:
     size = _FP32 if training.precision == "fp32" else 2
     channels = model.kv_channels * training.micro_batch_size * config.sample_length // cp_size
     if way == "p2p":
-        return 2 * groups * channels * (2 * size * (cp_size - 1) + _FP32 * cp_size)
+        return 2 * groups * channels * (2 * size + _FP32) * (cp_size - 1)
     exchanged = 2 * (heads + math.lcm(groups, cp_size)) * channels
     return 2 * size * exchanged * (cp_size - 1) // cp_size
 

@@ -101,16 +101,16 @@ class WaitingGroup(ContextGroup):
         super().__init__(group)
         self.numels: list[int] = []
 
-    def start_shift(self, tensor: torch.Tensor) -> Any:
+    def start_shift(self, tensor: torch.Tensor, *, is_reverse: bool = False) -> Any:
         """See ContextGroup."""
         self.numels.append(tensor.numel())
-        return _Arrived(super().start_shift(tensor).wait())
+        return _Arrived(super().start_shift(tensor, is_reverse=is_reverse).wait())
 
 
 class SilentGroup(ContextGroup):
     """Sends nothing: a rank gets its own messages, at once. The results are wrong, the work is the same."""
 
-    def start_shift(self, tensor: torch.Tensor) -> Any:
+    def start_shift(self, tensor: torch.Tensor, *, is_reverse: bool = False) -> Any:
         """See ContextGroup."""
         return _Arrived(tensor)
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from types import TracebackType
+from typing import Any
 
 INTERFACE = "cable"
 """Name of the cable's interface in both namespaces."""
@@ -28,10 +29,14 @@ class LinkError(Exception):
 
 
 class Link:
-    """A context manager that creates the two namespaces and always removes them at the end."""
+    """A context manager that creates the two namespaces and always removes them at the end.
+
+    Within it SIGTERM raises KeyboardInterrupt, as Ctrl-C does.
+    """
 
     def __init__(self) -> None:
         self.namespaces = [f"overlap-{os.getpid()}-{end}" for end in range(2)]
+        self._on_terminate: Any = None
 
     def __enter__(self) -> Link:
         """Create the namespaces and the cable.
@@ -44,6 +49,7 @@ class Link:
         for tool in ("ip", "tc"):
             if shutil.which(tool) is None:
                 raise LinkError(f"`{tool}` not found; install iproute2")
+        self._on_terminate = signal.signal(signal.SIGTERM, _interrupt)
         try:
             self._make()
         except BaseException:
@@ -73,12 +79,18 @@ class Link:
                 _run("ip", "-n", name, "link", "set", device, "up")
 
     def _remove(self) -> None:
-        """Remove the namespaces and with them the cable; Ctrl-C is ignored meanwhile."""
+        """Remove the namespaces and with them the cable; Ctrl-C and SIGTERM are ignored meanwhile."""
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         for name in self.namespaces:
             if os.path.exists(f"/run/netns/{name}"):
                 subprocess.run(["ip", "netns", "delete", name], check=False)
+        signal.signal(signal.SIGTERM, self._on_terminate)
         signal.signal(signal.SIGINT, previous)
+
+
+def _interrupt(*unused: Any) -> None:
+    raise KeyboardInterrupt
 
 
 def limit_speed(mbit: float) -> None:

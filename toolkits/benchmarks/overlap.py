@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 import time
@@ -36,7 +35,6 @@ _TIMEOUT_S = 900
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report; returns 0 also if it cannot run here, 130 after Ctrl-C."""
     arguments = _parse(argv)
-    signal.signal(signal.SIGTERM, _interrupt)  # so that the namespaces are removed on SIGTERM too
     machine = MachineFacts.probe()
     cuda = machine.cuda_devices >= NUM_RANKS
     if not cuda and machine.cpu_cores < NUM_RANKS:
@@ -74,10 +72,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="speed of the cable in Mbit/s (default: communication takes as long as compute)",
     )  # fmt: skip
     return parser.parse_args(argv)
-
-
-def _interrupt(*unused: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _measure(schedule: dict[str, list[int]], mbit: float, cuda: bool) -> dict[str, Any]:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -46,7 +45,6 @@ _MOST_OFF, _MOST_OVER_BOUND = 0.05, 1.1
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report; returns 0 also if a part cannot run here, 130 after Ctrl-C."""
     arguments = _parse(argv)
-    signal.signal(signal.SIGTERM, _interrupt)  # so that the namespaces are removed on SIGTERM too
     aims: list[Aim] = []
     bubbles: list[Bubble] = []
     contexts: list[ContextFigures] = []
@@ -66,7 +64,8 @@ def main(argv: Sequence[str]) -> int:
             print(activation_table(activations))
     except KeyboardInterrupt:
         return 130
-    print("\n".join(aim_lines(aims)))
+    if aims:
+        print("\n".join(aim_lines(aims)))
     if arguments.json:
         raw = {"pipeline": [vars(one) for one in bubbles], "context": [vars(one) for one in contexts]}
         write_json(arguments.json, aims, **raw, activations=activations)
@@ -83,10 +82,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="what to measure (default: all)",
     )  # fmt: skip
     return parser.parse_args(argv)
-
-
-def _interrupt(*unused: Any) -> None:
-    raise KeyboardInterrupt
 
 
 def _measure_bubbles(quick: bool) -> list[Bubble]:

@@ -33,7 +33,7 @@ _TIMEOUT_S = 600
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report; returns 0 also if it cannot run here."""
+    """Run the benchmark and report; returns 0 also if it cannot run here, 130 after Ctrl-C."""
     arguments = _parse(argv)
     machine = MachineFacts.probe()
     cuda = machine.cuda_devices >= NUM_RANKS
@@ -47,6 +47,8 @@ def main(argv: Sequence[str]) -> int:
     except LinkError as reason:
         print(f"not run: {reason}")
         return 0
+    except KeyboardInterrupt:
+        return 130
     figures = {name: Figures(found["rounds"]) for name, found in measured.items()}
     for name, found in figures.items():
         way = "NCCL" if cuda else f"a cable of {measured[name]['mbit']:.0f} Mbit/s each way"
