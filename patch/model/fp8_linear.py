@@ -34,8 +34,7 @@ _GRADIENT = {"hybrid": torch.float8_e5m2, "e4m3": torch.float8_e4m3fn}
 class Fp8Product:
     """How a linear layer computes its products; calling it is the layer without bias.
 
-    Also of use to a layer that orders products and communication in another way: the factors of
-    input @ weight.T are by_row(input) and by_row(weight), those of a backward's two products are
+    The factors of input @ weight.T are by_row(input) and by_row(weight), those of backward's two products
     by_row(gradient) and by_column(weight), by_column(gradient) and by_column(input).
     """
 

@@ -19,10 +19,10 @@ from patch.config.activation_layers import stage_activations
 from patch.config.choices import Recompute, RecomputeMethod
 from patch.device import MachineFacts
 from patch.logger import get_logger
-from patch.plan.activation_peak import RankMemory, heaviest_rank
+from patch.plan.activation_peak import RankMemory, heaviest_rank, host_memory_needed
 from patch.plan.activations import activation_bytes
 from patch.plan.flops import layer_flops, peak_flops
-from patch.plan.memory import device_memory, needed_bytes
+from patch.plan.memory import device_memory
 from patch.storage.sizes import size_text
 
 _logger = get_logger(__name__)
@@ -85,7 +85,7 @@ class Candidate(NamedTuple):
 
 
 def resolve_activations(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
-    """Replace `auto` by the cheapest mix that fits, or else by the smallest that fits the host.
+    """Replace `auto` by the cheapest mix that fits, or by the smallest that fits the host.
 
     Returns:
         the run with the flags of a mix instead of auto, and lines about what was looked at.
@@ -100,8 +100,8 @@ def resolve_activations(config: RunConfig, machine: MachineFacts) -> tuple[RunCo
     else:
         chosen = min(candidates, key=lambda candidate: (not candidate.fits_host, candidate.memory.total))
         _logger.warning(
-            "--recompute-granularity auto: no mix fits the device, so this run may end out of memory: more PP, "
-            "TP or CP, a smaller micro-batch or optimizer offload need less"
+            "--recompute-granularity auto: no mix fits the device, so this run may end out of memory: more "
+            "PP, TP or CP, a smaller micro-batch or optimizer offload need less"
         )
     lines = [search.line(candidate, is_chosen=candidate is chosen) for candidate in candidates]
     return with_mix(config, chosen.mix), [search.room_line(), *lines]
@@ -181,9 +181,7 @@ class _Search:
         memory = heaviest_rank(run, cuda=self._is_cuda)
         fits_host = True
         if self._machine.host_memory_bytes and mix.offloaded:
-            _, state = needed_bytes(run, self._machine)
-            of_process = memory.activations.on_host + (0 if self._is_cuda else memory.activations.total)
-            needed = state + of_process * run.parallel.nproc_per_node
+            needed = host_memory_needed(run, self._machine, memory)
             fits_host = needed <= self._machine.host_memory_bytes
         return Candidate(mix, memory, self._cost(mix), memory.total <= self._usable, fits_host)
 

@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.activation_layers import stage_activations
+from patch.device import MachineFacts
 from patch.plan.activations import activation_bytes, final_norm_bytes
 from patch.plan.loss import loss_bytes
-from patch.plan.memory import staging_bytes, state_on_device
+from patch.plan.memory import needed_bytes, staging_bytes, state_on_device
 from patch.plan.pipeline import Moment, Schedule, moments
 
 _FP32 = 4
@@ -90,6 +91,21 @@ def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
         for rank in range(config.parallel.pipeline_model_parallel_size)
     )
     return max(ranks, key=lambda rank: rank.total)
+
+
+def host_memory_needed(config: RunConfig, machine: MachineFacts, heaviest: RankMemory) -> int:
+    """Bytes in the host memory of one machine: of a CPU run all, of GPUs what they offload.
+
+    Args:
+        config: the run.
+        machine: where it runs.
+        heaviest: its `heaviest_rank`.
+    """
+    of_process = heaviest.activations.on_host
+    if not machine.cuda_devices:
+        of_process += heaviest.staging + heaviest.activations.total
+    _, state = needed_bytes(config, machine)
+    return state + of_process * config.parallel.nproc_per_node
 
 
 def activation_peak(config: RunConfig, pp_rank: int, *, cuda: bool) -> ActivationPeak:

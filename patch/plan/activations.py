@@ -41,9 +41,8 @@ def activation_bytes(
     layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
     activation = 3 * gate_up // 2  # silu(gate), the summand of up, their product
     narrowed = 0
-    if (
-        training.precision == "fp8"
-    ):  # three products keep their inputs in 8 bits: two norms' outputs, the MLP's
+    if training.precision == "fp8":
+        # Three products keep their inputs in 8 bits: both norms' outputs, and the MLP's product.
         narrowed = (size - _FP8) * (2 * hidden + model.ffn_hidden_size // tp_size)
     per_token: dict[Recompute | None, float] = {
         None: 2 * norm + attention + gate_up + activation - narrowed,

@@ -48,8 +48,7 @@ def stage_work(config: RunConfig) -> StageWork:
     layers = config.stage_layers
     forward = [float(count) for count in layers]
     forward[-1] += output_in_layers(config)
-    is_full = config.training.recompute_granularity == "full"
-    recomputed = [is_full * stage_activations(count, config.training).recomputed for count in layers]
+    recomputed = [stage_activations(count, config.training).recomputed for count in layers]
     backward = [2 * own + again for own, again in zip(forward, recomputed, strict=True)]
     return StageWork(forward, backward)
 

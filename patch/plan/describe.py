@@ -121,7 +121,7 @@ def _split_layers(config: RunConfig) -> list[str]:
 
 
 def _activations(config: RunConfig, machine: MachineFacts) -> list[str]:
-    """A line about what layers keep, and what this run does; none for `--precision-align`, which keeps more."""
+    """A line about what layers keep, and the run's mix; none for `--precision-align`, which keeps more."""
     if config.model.precision_align is not None:
         return []
     words: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from patch.config import RunConfig
 from patch.device import MachineFacts
-from patch.plan.activation_peak import heaviest_rank
+from patch.plan.activation_peak import heaviest_rank, host_memory_needed
 from patch.plan.balance import better_split, stage_work, step_timing
 from patch.plan.flops import output_in_layers
 from patch.plan.memory import needed_bytes
@@ -72,12 +72,7 @@ def memory_lines(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
 
 def memory_needed(config: RunConfig, machine: MachineFacts) -> tuple[int, int, str]:
     """Bytes on the device of one process, and in the host memory of one machine; and what they consist of."""
-    on_device, on_host = needed_bytes(config, machine)
     if config.model.precision_align is not None:
-        return on_device, on_host, "model state"
+        return *needed_bytes(config, machine), "model state"
     rank = heaviest_rank(config, cuda=bool(machine.cuda_devices))
-    of_process = rank.activations.on_host
-    if not machine.cuda_devices:
-        of_process += rank.staging + rank.activations.total
-    on_host += of_process * config.parallel.nproc_per_node
-    return rank.total, on_host, "model state and activations"
+    return rank.total, host_memory_needed(config, machine, rank), "model state and activations"

@@ -14,14 +14,15 @@ from patch import compat
 from patch.checkpoint.retention import Retention
 from patch.config import check_tokens, remember_data, to_yaml
 from patch.config.checkpoint_places import checkpoint_root, disk_root
+from patch.config.fields import scalar_of
 from patch.config.hf_config import has_hf_config
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
 from patch.device import DeviceContext
-from patch.distributed.collectives import all_or_none, fail_together
+from patch.distributed.collectives import all_gather_object, all_or_none, fail_together, on_all_ranks
 from patch.distributed.groups import initialize, shutdown
 from patch.distributed.worker_process import Reply, announce_end, failure
-from patch.errors import CheckpointError
+from patch.errors import CheckpointError, ConfigError
 from patch.logger import configure_logging, get_logger
 from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run, hold_store
@@ -44,6 +45,17 @@ from patch.training.store_records import StoreMetrics, send_records, take_metric
 from patch.training.trainer import Trainer
 
 _logger = get_logger(__name__)
+
+_AUTO = "auto, for which each machine chooses by its own memory"
+_CHOSEN = (
+    "data_parallel_sharding",
+    "recompute_granularity",
+    "recompute_method",
+    "recompute_num_layers",
+    "cpu_offloading",
+    "cpu_offloading_num_layers",
+)
+"""Fields that `resolve_sharding` and `resolve_activations` set."""
 
 
 def run(config: RunConfig) -> None:
@@ -72,6 +84,7 @@ def _train(config: RunConfig) -> int:
     context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
+    _compare_choices(config)
     phases = PhaseClock()
     with guarding(config, phases, context.device), _locked_folder(config):
         this_run = build_run(config, context, groups)
@@ -123,6 +136,23 @@ def _retention(run: Run, root: AnyPath) -> CheckpointRetention:
     retention = Retention(last or (1 if every else None), every)
     weights_only = run.config.training.train_iters if config.save_weights_only_at_end else None
     return CheckpointRetention(root, disk_root(run.config), retention, run.start_iteration, weights_only)
+
+
+def _compare_choices(config: RunConfig) -> None:
+    """Refuse processes that would compute in different ways, and wait for each other's messages for ever.
+
+    Each machine chooses for `auto` by its own memory.
+
+    Raises:
+        ConfigError: two ranks have different values; on all ranks.
+    """
+    per_rank = all_gather_object({name: scalar_of(config, name) for name in _CHOSEN})
+    for rank, chosen in enumerate(per_rank):
+        for name, value in chosen.items():
+            if value != (first := per_rank[0][name]):
+                why = f"expected the same on all ranks: give it to all machines instead of {_AUTO}"
+                error = ConfigError(f"got {first} on rank 0 and {value} on rank {rank}, {why}", field=name)
+                raise on_all_ranks(error)
 
 
 @contextmanager

@@ -224,6 +224,8 @@ def test_description_says_what_a_layer_keeps_at_each_recomputation():
     assert f"{line}; this run: none (AC)" in describe_plan(_run("8B", length=8192), gpu)
     selective = _run("8B", "--recompute-granularity=selective", length=8192)
     assert "this run: sel" in describe_plan(selective, gpu)
+    offloading = _run("8B", "--cpu-offloading", "--cpu-offloading-num-layers=3", length=8192)
+    assert "this run: none, 3 of each stage's layers offloaded (AC)" in describe_plan(offloading, gpu)
     assert "activations a layer" not in describe_plan(_run("8B", "--precision-align=eager"), gpu)
 
 

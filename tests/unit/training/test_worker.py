@@ -2,11 +2,12 @@
 
 import faulthandler
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from distributed_runner import run_distributed
+from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
@@ -17,20 +18,28 @@ from patch.storage.lock import hold_run
 from patch.training import run
 
 
-def enter(rank: int, world_size: int, config: RunConfig) -> str:
-    with pytest.raises(ConfigError) as refused:
-        run(config)
-    return str(refused.value)
+def enter(rank: int, world_size: int, config: RunConfig) -> tuple[str, str]:
+    """The errors of a run for which the ranks chose different recomputation, and of `config`."""
+    other = replace(config, training=replace(config.training, recompute_granularity=["full", None][rank]))
+    messages = []
+    for tried in (other, config):
+        with pytest.raises(ConfigError) as refused:
+            run(tried)
+        messages.append(str(refused.value))
+        new_job()
+    return messages[0], messages[1]
 
 
 def test_workers_of_a_second_run_all_end_before_anything_is_written(tmp_path: Path) -> None:
     """As a torchrun starts them, or the launchers of several machines: nobody has looked before."""
     config = small_run(dp=2, output_path=str(tmp_path / "out"), train_data_path=str(tmp_path / "none.json"))
     with hold_run(tmp_path / "out"):
-        first, second = run_distributed(enter, 2, config)
+        (chosen, first), (also_chosen, second) = run_distributed(enter, 2, config)
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
     assert f"out is being written by process {os.getpid()} on " in first
     assert second == f"rank 0: {first}"
+    assert chosen == also_chosen, "without a message, one would wait for the other"
+    assert "got full on rank 0 and none on rank 1" in chosen
 
 
 def fail(rank: int, world_size: int, output: str) -> int:
