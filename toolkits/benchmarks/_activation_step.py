@@ -5,7 +5,6 @@ The device is a simulated one whose copies travel beside compute, at a chosen sp
 
 from __future__ import annotations
 
-import tempfile
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,23 +12,14 @@ from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
-from patch import compat
-from patch.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainingConfig,
-)
-from patch.device import DeviceContext
-from patch.distributed.groups import initialize, shutdown
+from patch.config.schema import RunConfig
+from patch.distributed.groups import initialize
 from patch.memory import SimulatedDevice
 from patch.memory.offload_device import Copies, Event
 from toolkits.benchmarks._contenders import OurTrainer, SameBatches
+from toolkits.benchmarks._rank import CPU, job
+from toolkits.benchmarks._run_config import llama, run_config
 
 KEEP, RECOMPUTE = "keep all", "recompute all layers"
 _LAYERS, _LENGTH = 8, 1024
@@ -94,29 +84,20 @@ class PacedDevice:
         time.sleep(max(end - time.perf_counter(), 0.0))
 
 
-def run_config(**training: Any) -> RunConfig:
+def activation_run(**training: Any) -> RunConfig:
     """The run that all contenders train."""
-    return RunConfig(
-        model=ModelConfig(
-            num_layers=_LAYERS, hidden_size=256, ffn_hidden_size=704, num_attention_heads=4,
-            num_query_groups=2, kv_channels=64, vocab_size=512, seq_length=_LENGTH,
-            max_position_embeddings=_LENGTH, rotary_base=500000.0, untie_embeddings_and_output_weights=True,
-        ),
-        parallel=ParallelConfig(nproc_per_node=1),
-        training=TrainingConfig(
-            micro_batch_size=1, global_batch_size=1, train_iters=10**6, precision="fp32", **training
-        ),
-        optimizer=OptimizerConfig(lr=1e-4, min_lr=1e-4),
-        data=DataConfig(train_data_path="none", max_padding_length=_LENGTH),
-        checkpoint=CheckpointConfig(output_path="none"),
+    model = llama(
+        _LENGTH, num_layers=_LAYERS, hidden_size=256, ffn_hidden_size=704, num_attention_heads=4,
+        num_query_groups=2, kv_channels=64, vocab_size=512,
     )  # fmt: skip
+    return run_config(model, **training)
 
 
 class Steps:
     """The steps of one contender."""
 
     def __init__(self, groups: Any, **training: Any) -> None:
-        config = run_config(**training)
+        config = activation_run(**training)
         self._trainer = OurTrainer(config, groups, torch.device("cpu"), SameBatches(config, 0))
         self._simulated = SimulatedDevice(_PLENTY)
         self.device: PacedDevice | None = None
@@ -145,13 +126,8 @@ def measure(shares: Sequence[float], rounds: int) -> dict[str, list[dict[str, fl
         shares: speeds: the time of a layer's copy, as a share of the layer's forward.
         rounds: how often each contender takes a step.
     """
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    compat.apply(cuda=False)
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        groups = initialize(run_config(), DeviceContext(torch.device("cpu"), "gloo"))
+    with job(CPU):
+        groups = initialize(activation_run(), CPU)
         keep = Steps(groups)
         steps = {KEEP: keep, RECOMPUTE: Steps(groups, recompute_granularity="full")}
         offloading = Steps(groups, cpu_offloading=True)
@@ -165,8 +141,6 @@ def measure(shares: Sequence[float], rounds: int) -> dict[str, list[dict[str, fl
                 offloading.device.bytes_per_s = speed / share
                 found.setdefault(offload(share), []).append(offloading.time())
         offloading.device.close()
-        shutdown()
-    torch.set_num_threads(threads)
     return found
 
 

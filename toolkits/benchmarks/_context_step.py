@@ -1,41 +1,26 @@
-"""One rank of the context-parallel part of `parallel`: two ranks at the ends of a cable of limited speed.
-
-python -m toolkits.benchmarks._context_step '{"rank": 0, ...}'        the fields of Task, as JSON
-"""
+"""One rank of the context-parallel part of `parallel`: two ranks at the ends of a cable of limited speed."""
 
 from __future__ import annotations
 
 import copy
-import json
-import sys
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch import compat
-from patch.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from patch.config.schema import ParallelConfig, RunConfig
 from patch.data.samples import cut_batch
 from patch.device import DeviceContext
 from patch.distributed.context_group import ContextGroup
-from patch.distributed.groups import initialize, shutdown
+from patch.distributed.groups import initialize
 from patch.distributed.zigzag import Zigzag
 from patch.model import LearnedTokens, build_llama_model, initialize_weights
 from toolkits.benchmarks._contenders import SameBatches
 from toolkits.benchmarks._link import limit_speed
+from toolkits.benchmarks._rank import CPU, run_as_rank, time_on_ranks
+from toolkits.benchmarks._run_config import llama, run_config
 
 NUM_RANKS = 2
 WHOLE, RING, WAITING_RING, ALL_TO_ALL = "CP=1", "ring", "ring, no overlap", "all-to-all"
@@ -49,39 +34,22 @@ _TOKENS = 8192
 class Task:
     """The work of one rank."""
 
-    rank: int
-    store: str
-    """File of the FileStore through which the ranks find each other."""
-    output: str
-    """File for the results."""
     shares: list[float]
     """Speeds of the cable: time of the ring's messages alone as a share of its compute alone."""
     rounds: int
 
-    def to_json(self) -> str:
-        """The argument of the process."""
-        return json.dumps(asdict(self))
 
-
-def run_config(way: str | None) -> RunConfig:
+def context_run(way: str | None) -> RunConfig:
     """One sequence; `way` is --cp-comm-type, None: without context parallelism."""
-    return RunConfig(
-        model=ModelConfig(
-            num_layers=2, hidden_size=64, ffn_hidden_size=176, num_attention_heads=2, num_query_groups=1,
-            kv_channels=32, vocab_size=512, seq_length=_TOKENS, max_position_embeddings=_TOKENS,
-            rotary_base=500000.0, untie_embeddings_and_output_weights=True,
-        ),
-        parallel=ParallelConfig(
-            nproc_per_node=NUM_RANKS, context_parallel_size=NUM_RANKS if way else 1,
-            cp_comm_type=way,  # type: ignore[arg-type]
-        ),
-        training=TrainingConfig(
-            micro_batch_size=1, global_batch_size=1 if way else NUM_RANKS, train_iters=1, precision="fp32"
-        ),
-        optimizer=OptimizerConfig(lr=1e-4, min_lr=1e-4),
-        data=DataConfig(train_data_path="none", max_padding_length=_TOKENS),
-        checkpoint=CheckpointConfig(output_path="none"),
+    model = llama(
+        _TOKENS, num_layers=2, hidden_size=64, ffn_hidden_size=176, num_attention_heads=2, num_query_groups=1,
+        kv_channels=32, vocab_size=512,
     )  # fmt: skip
+    parallel = ParallelConfig(
+        nproc_per_node=NUM_RANKS, context_parallel_size=NUM_RANKS if way else 1,
+        cp_comm_type=way,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return run_config(model, parallel, global_batch_size=1 if way else NUM_RANKS)
 
 
 class _Arrived:
@@ -178,47 +146,32 @@ def build_contenders(groups: ProcessGroupCollection) -> dict[str, Any]:
     """All contenders by name, on this rank; `groups` have all ranks as a context-parallel group."""
     alone = copy.copy(groups)
     alone.cp = alone.dp_cp = dist.new_subgroups(1)[0]
-    waiting = Trainer(run_config("p2p"), groups, WaitingGroup)
+    waiting = Trainer(context_run("p2p"), groups, WaitingGroup)
     found = {
-        WHOLE: Trainer(run_config(None), alone),
-        RING: Trainer(run_config("p2p"), groups),
+        WHOLE: Trainer(context_run(None), alone),
+        RING: Trainer(context_run("p2p"), groups),
         WAITING_RING: waiting,
-        ALL_TO_ALL: Trainer(run_config("a2a"), groups),
-        COMPUTE: Trainer(run_config("p2p"), groups, SilentGroup),
+        ALL_TO_ALL: Trainer(context_run("a2a"), groups),
+        COMPUTE: Trainer(context_run("p2p"), groups, SilentGroup),
     }
     waiting.step()
     return found | {COMMUNICATION: MessagesAlone(waiting.group)}  # type: ignore[arg-type]
 
 
-def _slowest(step: Callable[[], float]) -> float:
-    """Seconds of the slower rank."""
-    dist.barrier()
-    begin = time.perf_counter()
-    step()
-    seconds = torch.tensor(time.perf_counter() - begin)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
-    return seconds.item()
-
-
 def set_speed(share: float, contenders: dict[str, Any]) -> float:
     """Limit the cable so that the messages alone take `share` of the compute alone; Mbit/s."""
-    aim = share * min(_slowest(contenders[COMPUTE].step) for _ in range(2))
+    aim = share * min(time_on_ranks(contenders[COMPUTE].step, CPU) for _ in range(2))
     mbit = contenders[COMMUNICATION].num_bytes * 8e-6 / aim
     limit_speed(mbit)
     # Headers and waits make it slower, so the speed is corrected once by a measurement.
-    mbit *= min(_slowest(contenders[COMMUNICATION].step) for _ in range(2)) / aim
+    mbit *= min(time_on_ranks(contenders[COMMUNICATION].step, CPU) for _ in range(2)) / aim
     limit_speed(mbit)
     return mbit
 
 
-def run_rank(task: Task) -> list[dict[str, Any]]:
+def measure(task: Task, context: DeviceContext) -> list[dict[str, Any]]:
     """For each share: the speed, and the seconds of each contender in each round; equal on both ranks."""
-    torch.set_num_threads(1)
-    compat.apply(cuda=False)
-    store = dist.FileStore(task.store, NUM_RANKS)
-    dist.init_process_group("gloo", store=store, rank=task.rank, world_size=NUM_RANKS)
-    groups = initialize(run_config("p2p"), DeviceContext(torch.device("cpu"), "gloo"))
-    contenders = build_contenders(groups)
+    contenders = build_contenders(initialize(context_run("p2p"), context))
     for contender in contenders.values():
         contender.step()
     found = []
@@ -227,16 +180,11 @@ def run_rank(task: Task) -> list[dict[str, Any]]:
         rounds = []
         for index in range(task.rounds):
             names = sorted(contenders, reverse=bool(index % 2))
-            rounds.append({name: _slowest(contenders[name].step) for name in names})
+            rounds.append({name: time_on_ranks(contenders[name].step, CPU) for name in names})
         num_bytes = contenders[COMMUNICATION].num_bytes
         found.append({"share": share, "mbit": mbit, "bytes": num_bytes, "rounds": rounds})
-    dist.barrier()
-    shutdown()
     return found
 
 
 if __name__ == "__main__":
-    given = Task(**json.loads(sys.argv[1]))
-    measured = run_rank(given)
-    if given.rank == 0:
-        Path(given.output).write_text(json.dumps(measured), encoding="utf-8")
+    run_as_rank(Task, measure, on_cpu=True)

@@ -6,16 +6,21 @@ other interface than their loopback. It needs root, and `ip` and `tc` of iproute
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from patch.device import MachineFacts
 
 INTERFACE = "cable"
 """Name of the cable's interface in both namespaces."""
@@ -99,25 +104,44 @@ def limit_speed(mbit: float) -> None:
     _run("tc", "qdisc", "replace", "dev", INTERFACE, "root", *rate)
 
 
-def run_ranks(commands: Sequence[list[str]], link: Link | None, timeout_s: float) -> None:
-    """Run the ranks of a benchmark to their end, each with Python in a process of its own.
+def has_gpus(num_ranks: int) -> bool:
+    """Whether each rank can have a GPU of its own, or else a core.
+
+    Raises:
+        LinkError: there are too few of both.
+    """
+    machine = MachineFacts.probe()
+    if max(machine.cuda_devices, machine.cpu_cores) < num_ranks:
+        raise LinkError(
+            f"needs {num_ranks} cores or GPUs, found {machine.cpu_cores} and {machine.cuda_devices}"
+        )
+    return machine.cuda_devices >= num_ranks
+
+
+def run_ranks(task: Any, num_ranks: int, link: Link | None, timeout_s: float) -> Any:
+    """Run the ranks of a benchmark to their end, each in a process of its own; what rank 0 measured.
 
     Args:
-        commands: the arguments of Python for each rank.
+        task: the work, a dataclass; the program of a rank is its module, which calls `_rank.run_as_rank`.
+        num_ranks: how many processes.
         link: each rank runs at one end of it, with one core and one thread; None: anywhere.
         timeout_s: seconds after which all are killed.
     Raises:
         RuntimeError: a rank failed, or not all ended in time; the message of a rank is on stderr.
     """
+    program = [sys.executable, "-W", "ignore", "-m", type(task).__module__]
+    fields = json.dumps(asdict(task))
     ranks: list[subprocess.Popen] = []
-    try:
-        for rank, command in enumerate(commands):
-            ranks.append(_start([sys.executable, "-W", "ignore", *command], rank, link))
-        _wait(ranks, timeout_s)
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for rank in range(num_ranks):
+                ranks.append(_start([*program, folder, str(rank), str(num_ranks), fields], rank, link))
+            _wait(ranks, timeout_s)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        return json.loads((Path(folder) / "output.json").read_text(encoding="utf-8"))
 
 
 def _start(command: list[str], rank: int, link: Link | None) -> subprocess.Popen:

@@ -8,19 +8,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from patch.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from patch.config.schema import ModelConfig, RunConfig
+from toolkits.benchmarks._run_config import run_config
 
 FRACTIONS = (0.25, 0.5, 1.0)
 NO_OFFLOAD = "no offload"
@@ -44,12 +37,8 @@ class Task:
     steps: int
     """Number of timed steps."""
 
-    def to_json(self) -> str:
-        """The argument of the process."""
-        return json.dumps(asdict(self))
 
-
-def run_config(layers: int, sequence: int) -> RunConfig:
+def offload_run(layers: int, sequence: int) -> RunConfig:
     """A model with some of LLaMA-3.1 8B's layers: bf16 weights, fp32 gradients, one sequence per step."""
     model = ModelConfig(
         num_layers=layers, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
@@ -57,14 +46,7 @@ def run_config(layers: int, sequence: int) -> RunConfig:
         max_position_embeddings=131072, rotary_base=500000.0, use_rope_scaling=True,
         untie_embeddings_and_output_weights=True,
     )  # fmt: skip
-    return RunConfig(
-        model=model,
-        parallel=ParallelConfig(nproc_per_node=1),
-        training=TrainingConfig(micro_batch_size=1, global_batch_size=1, train_iters=1000),
-        optimizer=OptimizerConfig(lr=1e-5, min_lr=1e-5),
-        data=DataConfig(train_data_path="none", max_padding_length=sequence),
-        checkpoint=CheckpointConfig(output_path="none"),
-    )
+    return run_config(model, optimizer={"lr": 1e-5, "min_lr": 1e-5}, precision="bf16")
 
 
 def with_offload(config: RunConfig, contender: str) -> RunConfig:
@@ -140,4 +122,4 @@ def _host_peak() -> float:
 
 if __name__ == "__main__":
     task = Task(**json.loads(sys.argv[1]))
-    print(json.dumps(measure(run_config(task.layers, task.sequence), task.contender, task.steps)))
+    print(json.dumps(measure(offload_run(task.layers, task.sequence), task.contender, task.steps)))

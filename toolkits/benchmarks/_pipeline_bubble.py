@@ -1,37 +1,24 @@
-"""One rank of the pipeline part of `parallel`: upstream's schedules over layers that wait, not compute.
-
-python -m toolkits.benchmarks._pipeline_bubble '{"rank": 0, ...}'        the fields of Task, as JSON
-"""
+"""One rank of the pipeline part of `parallel`: upstream's schedules over layers that wait, not compute."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch import compat
-from patch.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from patch.config.schema import ParallelConfig, RunConfig
 from patch.device import DeviceContext
-from patch.distributed.groups import initialize, shutdown
+from patch.distributed.groups import initialize
 from patch.model import build_llama_model, initialize_weights
 from patch.training.setup import Run, build_run_optimizer
 from patch.training.step import run_schedule
 from toolkits.benchmarks._contenders import SameBatches
+from toolkits.benchmarks._rank import CPU, run_as_rank, time_on_ranks
+from toolkits.benchmarks._run_config import llama, run_config
 
 _PROCESS_LAYERS = 2
 """Layers of a process: one stage of two layers, or two stages of one."""
@@ -43,20 +30,9 @@ _FORWARD_SHARE = 1 / 3
 class Task:
     """The work of one rank."""
 
-    rank: int
-    stages: int
-    """p, the processes of the pipeline."""
-    store: str
-    """File of the FileStore through which the ranks find each other."""
-    output: str
-    """File for the results."""
     cases: list[tuple[int, int, float]]
     """v, stages of a process; m, micro-batches; seconds of a micro-batch on a process, both ways."""
     rounds: int
-
-    def to_json(self) -> str:
-        """The argument of the process."""
-        return json.dumps(asdict(self))
 
 
 class ComputeTimers:
@@ -109,25 +85,17 @@ class WaitingLayer(torch.nn.Module):
         return _Wait.apply(hidden_states, self._seconds), None
 
 
-def _run_config(stages: int, virtual: int, micro_batches: int) -> RunConfig:
+def pipeline_run(stages: int, virtual: int, micro_batches: int) -> RunConfig:
     """A model so small that all but the waiting takes next to no time."""
-    return RunConfig(
-        model=ModelConfig(
-            num_layers=_PROCESS_LAYERS * stages, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1,
-            num_query_groups=1, kv_channels=8, vocab_size=16, seq_length=8, max_position_embeddings=8,
-            rotary_base=500000.0, untie_embeddings_and_output_weights=True,
-        ),
-        parallel=ParallelConfig(
-            nproc_per_node=stages, pipeline_model_parallel_size=stages,
-            num_layers_per_virtual_pipeline_stage=_PROCESS_LAYERS // virtual if virtual > 1 else None,
-        ),
-        training=TrainingConfig(
-            micro_batch_size=1, global_batch_size=micro_batches, train_iters=1, precision="fp32"
-        ),
-        optimizer=OptimizerConfig(lr=1e-4, min_lr=1e-4),
-        data=DataConfig(train_data_path="none", max_padding_length=8),
-        checkpoint=CheckpointConfig(output_path="none"),
+    model = llama(
+        8, num_layers=_PROCESS_LAYERS * stages, hidden_size=8, ffn_hidden_size=8, num_attention_heads=1,
+        num_query_groups=1, kv_channels=8, vocab_size=16,
     )  # fmt: skip
+    parallel = ParallelConfig(
+        nproc_per_node=stages, pipeline_model_parallel_size=stages,
+        num_layers_per_virtual_pipeline_stage=_PROCESS_LAYERS // virtual if virtual > 1 else None,
+    )  # fmt: skip
+    return run_config(model, parallel, global_batch_size=micro_batches)
 
 
 def build_waiting_run(config: RunConfig, groups: ProcessGroupCollection, wait_s: float) -> Run:
@@ -151,40 +119,28 @@ def build_waiting_run(config: RunConfig, groups: ProcessGroupCollection, wait_s:
     )  # fmt: skip
 
 
-def measure(run: Run) -> tuple[float, float]:
+def time_step(run: Run) -> tuple[float, float]:
     """Forward and backward of a step: seconds of the slowest process, mean compute seconds of a process."""
     run.stages[0].config.timers = timers = ComputeTimers()
     run.optimizer.zero_grad(0.0)
-    dist.barrier()
-    begin = time.perf_counter()
-    run_schedule(run, run.train_reader.step(0), tokens=1.0, loss_scale=1.0)
-    seconds = torch.tensor(time.perf_counter() - begin)
+    batches = run.train_reader.step(0)
+    seconds = time_on_ranks(lambda: run_schedule(run, batches, tokens=1.0, loss_scale=1.0), CPU)
     compute = torch.tensor(timers.compute_s)
-    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     dist.all_reduce(compute)
-    return seconds.item(), compute.item() / dist.get_world_size()
+    return seconds, compute.item() / dist.get_world_size()
 
 
-def run_rank(task: Task) -> list[list[tuple[float, float]]]:
-    """For each case: what `measure` found in each round."""
-    torch.set_num_threads(1)
-    compat.apply(cuda=False)
-    store = dist.FileStore(task.store, task.stages)
-    dist.init_process_group("gloo", store=store, rank=task.rank, world_size=task.stages)
-    context = DeviceContext(torch.device("cpu"), "gloo")
-    groups = initialize(_run_config(task.stages, 1, task.stages), context)
+def measure(task: Task, context: DeviceContext) -> list[list[tuple[float, float]]]:
+    """For each case: what `time_step` found in each round."""
+    stages = dist.get_world_size()
+    groups = initialize(pipeline_run(stages, 1, stages), context)
     runs = [
-        build_waiting_run(_run_config(task.stages, virtual, micro_batches), groups, wait_s)
+        build_waiting_run(pipeline_run(stages, virtual, micro_batches), groups, wait_s)
         for virtual, micro_batches, wait_s in task.cases
     ]
-    rounds = [[measure(run) for run in runs] for _ in range(task.rounds)]
-    dist.barrier()
-    shutdown()
+    rounds = [[time_step(run) for run in runs] for _ in range(task.rounds)]
     return [list(case) for case in zip(*rounds, strict=True)]
 
 
 if __name__ == "__main__":
-    given = Task(**json.loads(sys.argv[1]))
-    measured = run_rank(given)
-    if given.rank == 0:
-        Path(given.output).write_text(json.dumps(measured), encoding="utf-8")
+    run_as_rank(Task, measure, on_cpu=True)

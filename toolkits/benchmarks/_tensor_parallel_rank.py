@@ -1,59 +1,43 @@
-"""One rank of `tensor_parallel`: a process that times the layers of a model with every contender.
-
-python -m toolkits.benchmarks._tensor_parallel_rank '{"rank": 0, ...}'        the fields of Task, as JSON
-"""
+"""One rank of `tensor_parallel`: a process that times the layers of a model with every contender."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
-from patch import compat
 from patch.compat.torch_internals import TorchDispatchMode
 from patch.config.choices import Precision
-from patch.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from patch.config.schema import ParallelConfig, RunConfig
 from patch.device import DeviceContext
 from patch.distributed.async_collectives import Pending
-from patch.distributed.groups import initialize, shutdown
+from patch.distributed.groups import initialize
 from patch.distributed.tensor_group import GatheredRows, ReducedRows, ScatteredSums, TensorGroup
 from patch.model import build_llama_model, initialize_weights, overlapped_linear
 from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow
 from toolkits.benchmarks._link import limit_speed
 from toolkits.benchmarks._overlap_figures import COMMUNICATION, COMPUTE
+from toolkits.benchmarks._rank import run_as_rank, time_on_ranks
+from toolkits.benchmarks._run_config import llama, run_config
 
 NUM_RANKS = 2
 UPSTREAM, PLAIN, OVERLAPPED = "upstream", "ours: no overlap", "ours: overlap"
 _CLASSES = {ColumnParallelLinear: OverlappedColumn, RowParallelLinear: OverlappedRow}
 
-_ON_CPU = ModelConfig(
-    num_layers=2, hidden_size=512, ffn_hidden_size=1536, num_attention_heads=8, num_query_groups=4,
-    kv_channels=64, vocab_size=64, seq_length=256, max_position_embeddings=256, rotary_base=500000.0,
-    untie_embeddings_and_output_weights=True,
+_ON_CPU = llama(
+    256, num_layers=2, hidden_size=512, ffn_hidden_size=1536, num_attention_heads=8, num_query_groups=4,
+    kv_channels=64, vocab_size=64,
 )  # fmt: skip
-_ON_CUDA = ModelConfig(
-    num_layers=4, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8,
-    kv_channels=128, vocab_size=64, seq_length=2048, max_position_embeddings=2048, rotary_base=500000.0,
-    untie_embeddings_and_output_weights=True,
+_ON_CUDA = llama(
+    2048, num_layers=4, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8,
+    kv_channels=128, vocab_size=64,
 )  # fmt: skip
 _ROWS = 4
 _PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.mm.out}
@@ -66,11 +50,6 @@ _FIRST_MBIT, _MANY_TIMES = 300.0, 3
 class Task:
     """The work of one rank."""
 
-    rank: int
-    store: str
-    """File of the FileStore through which the ranks find each other."""
-    output: str
-    """File for the results."""
     cuda: bool
     waits: bool
     """Whether products wait instead of computing, as if an accelerator computed them."""
@@ -78,10 +57,6 @@ class Task:
     cables: dict[str, float]
     """Name -> the time of communication alone as a share of compute alone; not used with CUDA."""
     rounds: int
-
-    def to_json(self) -> str:
-        """The argument of the process."""
-        return json.dumps(asdict(self))
 
 
 class _WaitingProducts(TorchDispatchMode):
@@ -166,41 +141,29 @@ class Layers:
                 sums.wait()
 
 
-def run_config(task: Task, *, is_cut: bool) -> RunConfig:
+def tensor_parallel_run(task: Task, *, is_cut: bool) -> RunConfig:
     """The run whose layers all contenders compute; `is_cut`: with sequence parallelism."""
-    model = _ON_CUDA if task.cuda else _ON_CPU
-    return RunConfig(
-        model=model,
-        parallel=ParallelConfig(
-            nproc_per_node=NUM_RANKS, tensor_model_parallel_size=NUM_RANKS, sequence_parallel=is_cut,
-            tp_comm_overlap=True,
-        ),
-        training=TrainingConfig(
-            micro_batch_size=_ROWS, global_batch_size=_ROWS, train_iters=1, precision=task.precision
-        ),
-        optimizer=OptimizerConfig(lr=1e-4),
-        data=DataConfig(train_data_path="none", max_padding_length=model.seq_length),
-        checkpoint=CheckpointConfig(output_path="none"),
+    parallel = ParallelConfig(
+        nproc_per_node=NUM_RANKS, tensor_model_parallel_size=NUM_RANKS, sequence_parallel=is_cut,
+        tp_comm_overlap=True,
     )  # fmt: skip
+    model = _ON_CUDA if task.cuda else _ON_CPU
+    return run_config(
+        model, parallel, micro_batch_size=_ROWS, global_batch_size=_ROWS, precision=task.precision
+    )
 
 
-def run_rank(task: Task) -> dict[str, Any]:
-    """Connect to the other rank and time all contenders in each setting; equal on both ranks."""
-    torch.set_num_threads(1)
-    context = DeviceContext.select(task.rank)
-    compat.apply(cuda=context.is_cuda)
-    store = dist.FileStore(task.store, NUM_RANKS)
-    dist.init_process_group(context.backend, store=store, rank=task.rank, world_size=NUM_RANKS)
-    groups = initialize(run_config(task, is_cut=False), context)
+def measure(task: Task, context: DeviceContext) -> dict[str, Any]:
+    """Time all contenders in each setting; equal on both ranks."""
+    groups = initialize(tensor_parallel_run(task, is_cut=False), context)
     found: dict[str, Any] = {}
     for layout, is_cut in (("TP", False), ("TP, SP", True)):
-        layers = Layers(run_config(task, is_cut=is_cut), context, groups, waits=task.waits)
+        layers = Layers(tensor_parallel_run(task, is_cut=is_cut), context, groups, waits=task.waits)
         contenders = layers.contenders()
         for cable, share in task.cables.items():
             mbit = 0.0 if context.is_cuda else _set_speed(share, contenders, context)
             rounds = _time_all(contenders, task.rounds, context)
             found[f"{layout}, {cable}"] = {"mbit": mbit, "rounds": rounds}
-    shutdown()
     return found
 
 
@@ -208,7 +171,7 @@ def _set_speed(share: float, contenders: dict[str, Callable[[], None]], context:
     """Set the cable's speed so that communication takes this share of compute's time."""
 
     def fastest(name: str) -> float:
-        return min(_time(contenders[name], context) for _ in range(_MANY_TIMES))
+        return min(time_on_ranks(contenders[name], context) for _ in range(_MANY_TIMES))
 
     compute, mbit = fastest(COMPUTE), _FIRST_MBIT
     for _ in range(_MANY_TIMES):  # headers and waits are a part of the time, so it is found step by step
@@ -229,24 +192,9 @@ def _time_all(
     for index in range(rounds):
         first = index % len(names)
         for name in names[first:] + names[:first]:
-            measured[name].append({"seconds": _time(contenders[name], context)})
+            measured[name].append({"seconds": time_on_ranks(contenders[name], context)})
     return measured
 
 
-def _time(step: Callable[[], None], context: DeviceContext) -> float:
-    """Seconds of one step on the slower rank."""
-    dist.barrier()
-    begin = time.perf_counter()
-    step()
-    if context.is_cuda:
-        torch.cuda.synchronize(context.device)
-    slowest = torch.tensor(time.perf_counter() - begin, dtype=torch.float64, device=context.device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-    return slowest.item()
-
-
 if __name__ == "__main__":
-    given = Task(**json.loads(sys.argv[1]))
-    measured = run_rank(given)
-    if given.rank == 0:
-        Path(given.output).write_text(json.dumps(measured), encoding="utf-8")
+    run_as_rank(Task, measure)

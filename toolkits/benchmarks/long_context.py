@@ -17,7 +17,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from toolkits.benchmarks import _long_context_rank
 from toolkits.benchmarks._link import run_ranks
 from toolkits.benchmarks._long_context_rank import SHAPE, Task
 from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
@@ -69,14 +68,7 @@ def main(argv: Sequence[str]) -> int:
 def _measure(sizes: Sequence[int], cp_size: int) -> list[Peak]:
     """The peak bytes of a step on the worst rank, for each length that is not too long for one rank."""
     tokens = [size for size in sizes if size // cp_size <= _MOST_ON_RANK]
-    with tempfile.TemporaryDirectory() as folder:
-        store, output = f"{folder}/store", f"{folder}/output.json"
-        tasks = [
-            Task(rank=rank, store=store, output=output, tokens=tokens, cp_size=cp_size)
-            for rank in range(cp_size)
-        ]
-        run_ranks([["-m", _long_context_rank.__name__, task.to_json()] for task in tasks], None, _TIMEOUT_S)
-        found = json.loads(Path(output).read_text(encoding="utf-8"))
+    found = run_ranks(Task(tokens=tokens), cp_size, None, _TIMEOUT_S)
     return [Peak(size, cp_size, peak) for size, peak in zip(tokens, found, strict=True)]
 
 

@@ -9,31 +9,20 @@ from __future__ import annotations
 
 import argparse
 import sys
-import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
 
 import torch
-import torch.distributed as dist
 
-from patch import compat
-from patch.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from patch.config.schema import RunConfig
 from patch.device import DeviceContext
-from patch.distributed.groups import initialize, shutdown
+from patch.distributed.groups import initialize
 from patch.model import LearnedTokens, LlamaModel, build_llama_model, initialize_weights
 from toolkits.benchmarks._allocated import peak_bytes
+from toolkits.benchmarks._rank import Seconds, job, time_call
 from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
+from toolkits.benchmarks._run_config import llama, run_config
 
 _TOKENS, _VOCAB_SIZE = 8192, 128256
 _ROUNDS, _QUICK_ROUNDS = 5, 1
@@ -41,30 +30,17 @@ _MOST_MEMORY, _MOST_TIME = 1 / 8, 1.1
 UPSTREAM, OURS = "upstream", "ours"
 
 
-class Seconds(NamedTuple):
-    """Of one forward and backward."""
-
-    wall: float
-    cpu: float
-    """Of this process, which has one thread; 0 on a GPU. Other work on the machine changes it little."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
     arguments = _parse(argv)
-    torch.set_num_threads(1)
     context = DeviceContext.select(0)
-    with tempfile.TemporaryDirectory() as folder:
-        store = dist.FileStore(f"{folder}/store", 1)
-        compat.apply(cuda=context.is_cuda)
-        dist.init_process_group(context.backend, store=store, rank=0, world_size=1)
+    with job(context):
         contenders = _contenders(arguments, context)
         peaks = {name: peak_bytes(run, context.device) for name, run in contenders.items()}
         rounds = []
         for index in range(_QUICK_ROUNDS if arguments.quick else _ROUNDS):
             names = (UPSTREAM, OURS) if index % 2 else (OURS, UPSTREAM)
-            rounds.append({name: _time(contenders[name], context) for name in names})
-        shutdown()
+            rounds.append({name: time_call(contenders[name], context) for name in names})
     kind = "wall" if context.is_cuda else "cpu"
     aims = [
         Aim("peak memory, as a share of upstream's", peaks[OURS] / peaks[UPSTREAM], _MOST_MEMORY),
@@ -89,7 +65,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _contenders(arguments: argparse.Namespace, context: DeviceContext) -> dict[str, Callable[[], None]]:
     """Forward and backward from the same hidden states to the loss, and back."""
-    config = _run_config(arguments)
+    config = _loss_run(arguments)
     groups = initialize(config, context)
     stages = build_llama_model(config.model, groups, context.device, config.execution)
     initialize_weights(stages, config.model, seed=1)
@@ -123,30 +99,13 @@ def _our_loss(
     return model.summed_loss(hidden, labels, learned)
 
 
-def _run_config(arguments: argparse.Namespace) -> RunConfig:
+def _loss_run(arguments: argparse.Namespace) -> RunConfig:
     width = arguments.hidden_size
-    return RunConfig(
-        model=ModelConfig(
-            num_layers=1, hidden_size=width, ffn_hidden_size=width, num_attention_heads=width // 64,
-            num_query_groups=width // 64, kv_channels=64, vocab_size=_VOCAB_SIZE, seq_length=_TOKENS,
-            max_position_embeddings=_TOKENS, rotary_base=500000.0, untie_embeddings_and_output_weights=True,
-        ),
-        parallel=ParallelConfig(nproc_per_node=1),
-        training=TrainingConfig(
-            micro_batch_size=1, global_batch_size=1, train_iters=1, precision=arguments.precision,
-        ),
-        optimizer=OptimizerConfig(lr=1e-4, min_lr=1e-4),
-        data=DataConfig(train_data_path="none", max_padding_length=_TOKENS),
-        checkpoint=CheckpointConfig(output_path="none"),
+    model = llama(
+        _TOKENS, num_layers=1, hidden_size=width, ffn_hidden_size=width, num_attention_heads=width // 64,
+        num_query_groups=width // 64, kv_channels=64, vocab_size=_VOCAB_SIZE,
     )  # fmt: skip
-
-
-def _time(run: Callable[[], None], context: DeviceContext) -> Seconds:
-    begin, cpu = time.perf_counter(), time.process_time()
-    run()
-    if context.is_cuda:
-        torch.cuda.synchronize()
-    return Seconds(time.perf_counter() - begin, 0.0 if context.is_cuda else time.process_time() - cpu)
+    return run_config(model, precision=arguments.precision)
 
 
 def _time_share(rounds: Sequence[dict[str, Seconds]], kind: str) -> float:

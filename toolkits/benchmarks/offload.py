@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -87,7 +88,8 @@ def _measure(layers: int, sequence: int, rounds: int, steps: int) -> Rounds:
 
 def _run(task: Task) -> list[dict[str, float]]:
     """The measurement of a contender; [] if it failed, with the last line of its error on stderr."""
-    command = [sys.executable, "-W", "ignore", "-m", "toolkits.benchmarks._offload_run", task.to_json()]
+    fields = json.dumps(asdict(task))
+    command = [sys.executable, "-W", "ignore", "-m", Task.__module__, fields]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]

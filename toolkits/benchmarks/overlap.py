@@ -10,20 +10,16 @@ processes.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 from patch.device import MachineFacts
 from patch.plan.sharding import resolve_sharding, with_sharding
-from toolkits.benchmarks._link import Link, LinkError, run_ranks
+from toolkits.benchmarks._link import Link, LinkError, has_gpus, run_ranks
 from toolkits.benchmarks._overlap_figures import Figures, plot, table
-from toolkits.benchmarks._overlap_rank import NUM_RANKS, Task, run_config
+from toolkits.benchmarks._overlap_rank import NUM_RANKS, Task, sharded_run
 from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
 
 # Number of accumulated micro-batches -> number of rounds, timed steps per round.
@@ -35,24 +31,20 @@ _TIMEOUT_S = 900
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report; returns 0 also if it cannot run here, 130 after Ctrl-C."""
     arguments = _parse(argv)
-    machine = MachineFacts.probe()
-    cuda = machine.cuda_devices >= NUM_RANKS
-    if not cuda and machine.cpu_cores < NUM_RANKS:
-        print(
-            f"not run: needs {NUM_RANKS} cores or GPUs, found {machine.cpu_cores} and {machine.cuda_devices}"
-        )
-        return 0
     begin = time.monotonic()
     schedule = _QUICK if arguments.quick else _FULL
     try:
-        measured = _measure(schedule, arguments.mbit, cuda)
+        cuda = has_gpus(NUM_RANKS)
+        with nullcontext() if cuda else Link() as link:
+            task = Task(cuda=cuda, mbit=arguments.mbit, schedule=schedule)
+            measured = run_ranks(task, NUM_RANKS, link, _TIMEOUT_S)
     except LinkError as reason:
         print(f"not run: {reason}")
         return 0
     except KeyboardInterrupt:
         return 130
     figures = {accumulation: Figures(rounds) for accumulation, rounds in measured["rounds"].items()}
-    aims = _aims(figures, f"ours: {_auto_level(cuda, 4, machine)}")
+    aims = _aims(figures, f"ours: {_auto_level(cuda, 4)}")
     way = "NCCL" if cuda else f"a cable of {measured['mbit']:.0f} Mbit/s each way"
     print(f"{measured['bytes'] / 1e6:.1f} MB a rank and step over {way}; {time.monotonic() - begin:.0f} s\n")
     for accumulation, found in figures.items():
@@ -74,26 +66,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _measure(schedule: dict[str, list[int]], mbit: float, cuda: bool) -> dict[str, Any]:
-    """Run both ranks and return the measurements of rank 0.
-
-    Raises:
-        LinkError: namespaces cannot be created. RuntimeError: a rank failed; its message is on stderr.
-    """
-    with tempfile.TemporaryDirectory() as folder, nullcontext() if cuda else Link() as link:
-        store, output = f"{folder}/store", f"{folder}/output.json"
-        commands = []
-        for rank in range(NUM_RANKS):
-            task = Task(rank=rank, store=store, output=output, cuda=cuda, mbit=mbit, schedule=schedule)
-            commands.append(["-m", "toolkits.benchmarks._overlap_rank", task.to_json()])
-        run_ranks(commands, link, _TIMEOUT_S)
-        return json.loads(Path(output).read_text(encoding="utf-8"))
-
-
-def _auto_level(cuda: bool, accumulation: int, machine: MachineFacts) -> str:
+def _auto_level(cuda: bool, accumulation: int) -> str:
     """The level that `--data-parallel-sharding auto` chooses for the benchmark's run."""
-    config = with_sharding(run_config(cuda, accumulation), "auto")
-    return resolve_sharding(config, machine)[0].zero_stage.name.lower()
+    config = with_sharding(sharded_run(cuda, accumulation), "auto")
+    return resolve_sharding(config, MachineFacts.probe())[0].zero_stage.name.lower()
 
 
 def _aims(figures: dict[str, Figures], auto: str) -> list[Aim]:

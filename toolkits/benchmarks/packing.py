@@ -12,31 +12,20 @@ import argparse
 import json
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median, quantiles
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from patch import compat
-from patch.config.schema import (
-    CheckpointConfig,
-    DataConfig,
-    ModelConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from patch.config.schema import RunConfig
 from patch.data import BatchReader, SampleSource, load_sft, load_tokenizer
 from patch.data.packing import PackedSource, PackingSummary, pack
 from patch.device import DeviceContext
-from patch.distributed.groups import initialize, shutdown
+from patch.distributed.groups import initialize
 from toolkits.benchmarks._contenders import OurTrainer
+from toolkits.benchmarks._rank import Seconds, job, time_call
 from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
+from toolkits.benchmarks._run_config import llama, run_config
 from toolkits.quickstart.seed_model import write_tokenizer
 
 _DATA = Path(__file__).resolve().parents[3] / "shared" / "data" / "alpaca_en_demo.json"
@@ -49,28 +38,19 @@ _LEAST_GAIN = 0.95
 PADDED, PACKED = "padded", "packed"
 
 
-class Seconds(NamedTuple):
-    """Of one step."""
-
-    wall: float
-    cpu: float
-    """Of this process, which has one thread; 0 on a GPU. Other work on the machine changes it little."""
-
-
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report; returns 0 also if it cannot run here."""
     arguments = _parse(argv)
     if not arguments.data.is_file():
         print(f"not run: no data at {arguments.data}; give alpaca rows in one JSON list with --data")
         return 0
-    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         source = _tokenize(arguments.data, Path(folder), arguments.pad_len)
         packs = pack(source.sizes, arguments.pad_len)
         summary = PackingSummary.of(source, packs)
         print(f"{arguments.data.name}: {summary}\n")
         sources = {PADDED: source, PACKED: PackedSource(source, packs)}
-        rounds = _measure(sources, arguments.pad_len, _QUICK_ROUNDS if arguments.quick else _ROUNDS, folder)
+        rounds = _measure(sources, arguments.pad_len, _QUICK_ROUNDS if arguments.quick else _ROUNDS)
     learned = {PADDED: summary.num_learned / len(source), PACKED: summary.num_learned / len(packs)}
     print(_table(rounds, learned))
     lost = {kind: 1 - _gain(rounds, kind, summary) / summary.gain for kind in Seconds._fields}
@@ -99,45 +79,33 @@ def _tokenize(data: Path, folder: Path, pad_len: int) -> Any:
     return load_sft(data, load_tokenizer(str(folder)), sequence_length=pad_len)
 
 
-def _run_config(pad_len: int, cuda: bool) -> RunConfig:
+def _packing_run(pad_len: int, cuda: bool) -> RunConfig:
     """The run of both trainers: small on a CPU, of the width of a 1B model on a GPU."""
     width = 2048 if cuda else 256
-    return RunConfig(
-        model=ModelConfig(
-            num_layers=4, hidden_size=width, ffn_hidden_size=width * 11 // 4, num_attention_heads=width // 64,
-            num_query_groups=width // 128, kv_channels=64, vocab_size=_VOCAB_SIZE, seq_length=pad_len,
-            max_position_embeddings=pad_len, rotary_base=500000.0, untie_embeddings_and_output_weights=True,
-        ),
-        parallel=ParallelConfig(nproc_per_node=1),
-        training=TrainingConfig(
-            micro_batch_size=2, global_batch_size=_ROWS, train_iters=100_000, sft=True,
-            precision="bf16" if cuda else "fp32",
-        ),
-        optimizer=OptimizerConfig(lr=1e-4, min_lr=1e-4),
-        data=DataConfig(dataset_type="raw", train_data_path="none", max_padding_length=pad_len),
-        checkpoint=CheckpointConfig(output_path="none"),
+    model = llama(
+        pad_len, num_layers=4, hidden_size=width, ffn_hidden_size=width * 11 // 4, kv_channels=64,
+        num_attention_heads=width // 64, num_query_groups=width // 128, vocab_size=_VOCAB_SIZE,
     )  # fmt: skip
+    precision = "bf16" if cuda else "fp32"
+    return run_config(model, micro_batch_size=2, global_batch_size=_ROWS, sft=True, precision=precision)
 
 
-def _measure(
-    sources: dict[str, SampleSource], pad_len: int, num_rounds: int, folder: str
-) -> dict[str, list[Seconds]]:
+def _measure(sources: dict[str, SampleSource], pad_len: int, num_rounds: int) -> dict[str, list[Seconds]]:
     """One step of each trainer in each round, the first one in turn."""
     context = DeviceContext.select(0)
-    compat.apply(cuda=context.is_cuda)
-    dist.init_process_group(context.backend, store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-    config = _run_config(pad_len, context.is_cuda)
-    groups = initialize(config, context)
-    trainers = {
-        name: OurTrainer(config, groups, context.device, _reader(source)) for name, source in sources.items()
-    }
-    for trainer in trainers.values():
-        trainer.step()
-    rounds: dict[str, list[Seconds]] = {name: [] for name in trainers}
-    for index in range(num_rounds):
-        for name in (PADDED, PACKED) if index % 2 else (PACKED, PADDED):
-            rounds[name].append(_time(trainers[name], context))
-    shutdown()
+    config = _packing_run(pad_len, context.is_cuda)
+    rounds: dict[str, list[Seconds]] = {name: [] for name in sources}
+    with job(context):
+        groups = initialize(config, context)
+        trainers = {
+            name: OurTrainer(config, groups, context.device, _reader(source))
+            for name, source in sources.items()
+        }
+        for trainer in trainers.values():
+            trainer.step()
+        for index in range(num_rounds):
+            for name in (PADDED, PACKED) if index % 2 else (PACKED, PADDED):
+                rounds[name].append(time_call(trainers[name].step, context))
     return rounds
 
 
@@ -145,14 +113,6 @@ def _reader(source: SampleSource) -> BatchReader:
     return BatchReader(
         source, micro_batch_size=2, global_batch_size=_ROWS, dp_rank=0, dp_size=1, seed=1, shuffle=True
     )
-
-
-def _time(trainer: OurTrainer, context: DeviceContext) -> Seconds:
-    begin, cpu = time.perf_counter(), time.process_time()
-    trainer.step()
-    if context.is_cuda:
-        torch.cuda.synchronize()
-    return Seconds(time.perf_counter() - begin, 0.0 if context.is_cuda else time.process_time() - cpu)
 
 
 def _gain(rounds: dict[str, list[Seconds]], kind: str, summary: PackingSummary) -> float:

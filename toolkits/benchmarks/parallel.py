@@ -10,12 +10,8 @@ Activations are offloaded from a simulated device, over copies of limited speed.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any
 
 from patch.device import MachineFacts
 from toolkits.benchmarks import _activation_step, _context_step, _pipeline_bubble
@@ -89,15 +85,7 @@ def _measure_bubbles(quick: bool) -> list[Bubble]:
     found = []
     for stages, numbers in (_QUICK_MICRO_BATCHES if quick else _MICRO_BATCHES).items():
         cases = [(v, m, wait_s) for v in (1, 2) for m in numbers for wait_s in _WAITS_S]
-        with tempfile.TemporaryDirectory() as folder:
-            tasks = [
-                _pipeline_bubble.Task(
-                    rank=rank, stages=stages, store=f"{folder}/store", output=f"{folder}/output.json",
-                    cases=cases, rounds=rounds,
-                )
-                for rank in range(stages)
-            ]  # fmt: skip
-            measured = _run(_pipeline_bubble.__name__, tasks, None)
+        measured = run_ranks(_pipeline_bubble.Task(cases=cases, rounds=rounds), stages, None, _TIMEOUT_S)
         by_case = dict(zip(cases, measured, strict=True))
         found += [
             Bubble(stages, v, m, {wait_s: by_case[v, m, wait_s] for wait_s in _WAITS_S})
@@ -135,28 +123,14 @@ def _measure_contexts(quick: bool) -> list[ContextFigures]:
     if cores < needed:
         print(f"context: not run: needs {needed} cores, found {cores}\n")
         return []
+    rounds = (_QUICK_ROUNDS if quick else _ROUNDS)[CONTEXT]
+    task = _context_step.Task(shares=_QUICK_SHARES if quick else _SHARES, rounds=rounds)
     try:
-        with tempfile.TemporaryDirectory() as folder, Link() as link:
-            tasks = [
-                _context_step.Task(
-                    rank=rank, store=f"{folder}/store", output=f"{folder}/output.json",
-                    shares=_QUICK_SHARES if quick else _SHARES,
-                    rounds=(_QUICK_ROUNDS if quick else _ROUNDS)[CONTEXT],
-                )
-                for rank in range(needed)
-            ]  # fmt: skip
-            return [ContextFigures(**one) for one in _run(_context_step.__name__, tasks, link)]
+        with Link() as link:
+            return [ContextFigures(**one) for one in run_ranks(task, needed, link, _TIMEOUT_S)]
     except LinkError as reason:
         print(f"context: not run: {reason}\n")
         return []
-
-
-def _run(
-    module: str, tasks: Sequence[_pipeline_bubble.Task] | Sequence[_context_step.Task], link: Link | None
-) -> Any:
-    """Run a rank for each task; the measurements of rank 0."""
-    run_ranks([["-m", module, task.to_json()] for task in tasks], link, _TIMEOUT_S)
-    return json.loads(Path(tasks[0].output).read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":

@@ -10,16 +10,12 @@ processes.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import tempfile
 from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 from typing import Any
 
-from patch.device import MachineFacts
-from toolkits.benchmarks._link import Link, LinkError, run_ranks
+from toolkits.benchmarks._link import Link, LinkError, has_gpus, run_ranks
 from toolkits.benchmarks._overlap_figures import Figures, plot, table
 from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
 from toolkits.benchmarks._tensor_parallel_rank import NUM_RANKS, OVERLAPPED, UPSTREAM, Task
@@ -35,14 +31,8 @@ _TIMEOUT_S = 600
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report; returns 0 also if it cannot run here, 130 after Ctrl-C."""
     arguments = _parse(argv)
-    machine = MachineFacts.probe()
-    cuda = machine.cuda_devices >= NUM_RANKS
-    if not cuda and machine.cpu_cores < NUM_RANKS:
-        print(
-            f"not run: needs {NUM_RANKS} cores or GPUs, found {machine.cpu_cores} and {machine.cuda_devices}"
-        )
-        return 0
     try:
+        cuda = has_gpus(NUM_RANKS)
         measured = _measure(arguments, cuda)
     except LinkError as reason:
         print(f"not run: {reason}")
@@ -78,20 +68,12 @@ def _measure(arguments: argparse.Namespace, cuda: bool) -> dict[str, Any]:
     Raises:
         LinkError: namespaces cannot be created. RuntimeError: a rank failed; its message is on stderr.
     """
-    with tempfile.TemporaryDirectory() as folder, nullcontext() if cuda else Link() as link:
-        output = f"{folder}/output.json"
-        tasks = [
-            Task(
-                rank=rank, store=f"{folder}/store", output=output, cuda=cuda,
-                waits=not (cuda or arguments.compute), precision=arguments.precision,
-                cables={"NCCL": 0.0} if cuda else _CABLES,
-                rounds=_QUICK_ROUNDS if arguments.quick else _ROUNDS,
-            )
-            for rank in range(NUM_RANKS)
-        ]  # fmt: skip
-        module = "toolkits.benchmarks._tensor_parallel_rank"
-        run_ranks([["-m", module, task.to_json()] for task in tasks], link, _TIMEOUT_S)
-        return json.loads(Path(output).read_text(encoding="utf-8"))
+    task = Task(
+        cuda=cuda, waits=not (cuda or arguments.compute), precision=arguments.precision,
+        cables={"NCCL": 0.0} if cuda else _CABLES, rounds=_QUICK_ROUNDS if arguments.quick else _ROUNDS,
+    )  # fmt: skip
+    with nullcontext() if cuda else Link() as link:
+        return run_ranks(task, NUM_RANKS, link, _TIMEOUT_S)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from distributed_runner import new_job, run_distributed
 from small_runs import small_run
 
 from toolkits.benchmarks import offload
-from toolkits.benchmarks._offload_run import CONTENDERS, measure, run_config, with_offload
+from toolkits.benchmarks._offload_run import CONTENDERS, measure, offload_run, with_offload
 
 
 def run_contenders(rank: int, world_size: int) -> dict[str, dict[str, float]]:
@@ -61,9 +61,9 @@ def test_shapes_are_those_of_8b() -> None:
     from patch.plan import total_parameters
 
     whole = 32 * offload._LAYER + offload._EMBEDDINGS
-    assert total_parameters(run_config(32, 4096).model) == whole == 8_030_261_248
+    assert total_parameters(offload_run(32, 4096).model) == whole == 8_030_261_248
     assert 10 < offload.default_layers(150 * 10**9) < 20
-    static = with_offload(run_config(2, 4096), "ours: 0.5").optimizer
+    static = with_offload(offload_run(2, 4096), "ours: 0.5").optimizer
     assert (static.optimizer_offload_policy, static.optimizer_offload_fraction) == ("static", 0.5)
 
 

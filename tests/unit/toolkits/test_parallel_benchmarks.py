@@ -29,16 +29,16 @@ def run_parts(rank: int, world_size: int) -> dict[str, Any]:
     from toolkits.benchmarks import _pipeline_bubble as pipeline
 
     compat.apply(cuda=False)
-    config = pipeline._run_config(world_size, 2, 4)
+    config = pipeline.pipeline_run(world_size, 2, 4)
     run = pipeline.build_waiting_run(config, initialize(config, CPU), WAIT_S)
-    found: dict[str, Any] = {"pipeline": pipeline.measure(run)}
+    found: dict[str, Any] = {"pipeline": pipeline.time_step(run)}
     new_job()
     context._TOKENS = 64
-    contenders = context.build_contenders(initialize(context.run_config("p2p"), CPU))
+    contenders = context.build_contenders(initialize(context.context_run("p2p"), CPU))
     found["losses"] = {name: contender.step() for name, contender in contenders.items()}
     found["bytes"] = contenders[context.COMMUNICATION].num_bytes
     new_job()
-    configs = [long.run_config(tokens, world_size) for tokens in (256, 512)]
+    configs = [long.ring_run(tokens, world_size) for tokens in (256, 512)]
     groups = initialize(configs[0], CPU)
     found["peaks"] = [long.step_peak_bytes(one, groups) for one in configs]
     torch.distributed.barrier()  # before anybody leaves the job
@@ -66,7 +66,7 @@ def test_contenders_of_context_parallelism_compute_one_loss_and_count_their_mess
     whole = losses[0][context.WHOLE]
     for name in (context.RING, context.WAITING_RING, context.ALL_TO_ALL):
         assert sum(one[name] for one in losses) == pytest.approx(whole, rel=1e-6)
-    model = context.run_config("p2p").model
+    model = context.context_run("p2p").model
     piece = 2 * model.num_query_groups * model.kv_channels * 32 * 4
     # In each layer a piece travels in forward, and in backward with its gradient.
     assert [rank["bytes"] for rank in found] == [model.num_layers * 3 * piece] * 2
