@@ -14,6 +14,7 @@ from typing import NamedTuple
 from patch.config.refusal import refuse
 from patch.config.schema import Execution, RunConfig, TrainingConfig
 from patch.device import MachineFacts
+from patch.storage.sizes import counted
 
 
 class StageActivations(NamedTuple):
@@ -47,7 +48,7 @@ def stage_activations(num_layers: int, settings: TrainingConfig | Execution) -> 
     return StageActivations(offloaded, recomputed, num_layers - offloaded - recomputed)
 
 
-def check_activation_layers(config: RunConfig) -> None:
+def check_activation_layers(config: RunConfig, machine: MachineFacts) -> None:
     """Check that offload and recomputation of layers go together, and that the stages have so many layers.
 
     Raises:
@@ -59,7 +60,7 @@ def check_activation_layers(config: RunConfig) -> None:
         expected = "block, or --recompute-granularity selective or none"
         why = "it recomputes all layers, so --cpu-offloading finds none whose activations could travel"
         refuse("recompute_method", "uniform", expected, why)
-    has = f"the largest stage has {most} layer{'s' if most > 1 else ''}"
+    has = f"the largest stage has {counted(most, 'layer')}"
     recomputed = training.recompute_num_layers if is_full and not is_uniform else 0
     if recomputed > most - training.cpu_offloading:
         others = ", and one at least is offloaded (--cpu-offloading)" if training.cpu_offloading else ""

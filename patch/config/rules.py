@@ -210,11 +210,6 @@ def recompute_divides(config: RunConfig, machine: MachineFacts) -> None:
         refuse("recompute_num_layers", block, f"one of {_divisors(*stages)}", why)
 
 
-def activation_layers_exist(config: RunConfig, machine: MachineFacts) -> None:
-    """No stage is asked to offload or recompute more layers than it has."""
-    check_activation_layers(config)
-
-
 def sequence_fits(config: RunConfig, machine: MachineFacts) -> None:
     """PAD_LEN <= SEQ_LEN <= the model's longest sequence; TP and CP cut it evenly."""
     model, padding = config.model, config.data.max_padding_length
@@ -357,7 +352,7 @@ RULES: tuple[Rule, ...] = (
     pipeline_fits,
     interleaving_divides,
     check_activation_choice,
-    activation_layers_exist,
+    check_activation_layers,
     recompute_divides,
     fp8_fits,
     sequence_fits,

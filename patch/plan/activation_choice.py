@@ -168,13 +168,13 @@ class _Search:
 
     def _fewest(self, most: int, mix_of: Callable[[int], Mix]) -> Candidate:
         """The first of the mixes with 1, 2, ... layers that fits the device, or that with `most`."""
-        tried = [self._candidate(mix_of(most))]
-        if tried[0].fits_device:
-            layers = 1 + bisect_left(
-                range(1, most), True, key=lambda layers: self._candidate(mix_of(layers)).fits_device
-            )
-            tried = [self._candidate(mix_of(layers))]
-        return tried[0]
+        largest = self._candidate(mix_of(most))
+        if not largest.fits_device:
+            return largest
+        layers = 1 + bisect_left(
+            range(1, most), True, key=lambda layers: self._candidate(mix_of(layers)).fits_device
+        )
+        return self._candidate(mix_of(layers))
 
     def _candidate(self, mix: Mix) -> Candidate:
         run = with_mix(self._config, mix)

@@ -11,9 +11,8 @@ from patch.device import MachineFacts
 from patch.plan.activations import activation_bytes, final_norm_bytes
 from patch.plan.loss import loss_bytes
 from patch.plan.memory import needed_bytes, staging_bytes, state_on_device
+from patch.plan.parameters import element_bytes
 from patch.plan.pipeline import Moment, Schedule, moments
-
-_FP32 = 4
 
 
 class ActivationPeak(NamedTuple):
@@ -149,7 +148,7 @@ def stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> StageBytes:
         cuda: whether it runs on a GPU.
     """
     parallel, training, model = config.parallel, config.training, config.model
-    size = _FP32 if training.precision == "fp32" else 2
+    size = element_bytes(training.precision)
     tp_size, last = parallel.tensor_model_parallel_size, len(config.stage_layers) - 1
     tokens = training.micro_batch_size * config.sample_length // parallel.context_parallel_size
     hidden = tokens * model.hidden_size * size

@@ -6,6 +6,7 @@ import math
 
 from patch.config import ModelConfig, ParallelConfig, TrainingConfig
 from patch.config.choices import Recompute
+from patch.plan.parameters import element_bytes
 
 _FP8 = 1
 _HALF = 2
@@ -32,7 +33,7 @@ def activation_bytes(
             which keep two more values for each element.
     """
     tp_size = parallel.tensor_model_parallel_size
-    size = _FP32 if training.precision == "fp32" else _HALF
+    size = element_bytes(training.precision)
     hidden = _own_hidden(model, parallel)
     norm = _norm_bytes(hidden, size, cuda=cuda)
     is_norm_recomputed = cuda or size == _HALF
@@ -61,7 +62,7 @@ def final_norm_bytes(
     Args:
         model, parallel, training, length, cuda: see `activation_bytes`.
     """
-    size = _FP32 if training.precision == "fp32" else _HALF
+    size = element_bytes(training.precision)
     hidden = _own_hidden(model, parallel)
     num_tokens = training.micro_batch_size * length // parallel.context_parallel_size
     return num_tokens * (_norm_bytes(hidden, size, cuda=cuda) - hidden * size)

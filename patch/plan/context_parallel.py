@@ -7,6 +7,7 @@ import math
 
 from patch.config import RunConfig
 from patch.config.choices import ContextCommunication
+from patch.plan.parameters import element_bytes
 
 _FP32 = 4
 _MIB = 2**20
@@ -22,7 +23,7 @@ def sent_bytes(config: RunConfig, way: ContextCommunication) -> int:
     model, parallel, training = config.model, config.parallel, config.training
     tp_size, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     heads, groups = model.num_attention_heads // tp_size, model.num_query_groups // tp_size
-    size = _FP32 if training.precision == "fp32" else 2
+    size = element_bytes(training.precision)
     channels = model.kv_channels * training.micro_batch_size * config.sample_length // cp_size
     if way == "p2p":
         return 2 * groups * channels * (2 * size + _FP32) * (cp_size - 1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from patch.config import RunConfig
+from patch.plan.parameters import element_bytes
 
 _LEAST_CHUNK_BYTES = 2**26
 """Of float32 logits: enough for efficient products."""
@@ -43,7 +44,7 @@ def loss_bytes(config: RunConfig, *, cuda: bool) -> LossBytes:
     training, hidden = config.training, config.model.hidden_size
     rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
     tokens = training.micro_batch_size * config.sample_length // config.parallel.context_parallel_size
-    size = _FP32 if training.precision == "fp32" else 2
+    size = element_bytes(training.precision)
     chunk = chunk_length(rows, hidden)
     logits = min(chunk, tokens) * rows * (size if size == _FP32 else size + _FP32)
     has_sum = chunk < tokens and size != _FP32

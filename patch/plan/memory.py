@@ -7,7 +7,7 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
-from patch.plan.parameters import parameters_per_rank
+from patch.plan.parameters import element_bytes, parameters_per_rank
 
 NUM_STAGING = 3
 """Staging buffers of ZeRO-2: one filling, one travelling, one for gradients that come before the last of the
@@ -41,9 +41,9 @@ def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
         pp_rank: the rank's place in the pipeline; None: the heaviest one.
     """
     parameters, replicas = _parameters(config, pp_rank), config.num_state_shares
-    gradients = parameters * (4 if config.optimizer.main_grads_dtype == "fp32" else 2)
+    gradients = parameters * element_bytes(config.optimizer.main_grads_dtype)
     return RankBytes(
-        weights=parameters * (4 if config.training.precision == "fp32" else 2),
+        weights=parameters * element_bytes(config.training.precision),
         gradients=gradients // replicas if config.zero_stage is ZeroStage.GRADIENTS else gradients,
         optimizer=_state_bytes(config, pp_rank) - offloaded_bytes(config, pp_rank),
     )
@@ -74,7 +74,7 @@ def staging_bytes(config: RunConfig, pp_rank: int) -> int:
         return 0
     optimizer = config.optimizer
     bucket = min(optimizer.reduce_bucket_size, _parameters(config, pp_rank))
-    return NUM_STAGING * bucket * (4 if optimizer.main_grads_dtype == "fp32" else 2)
+    return NUM_STAGING * bucket * element_bytes(optimizer.main_grads_dtype)
 
 
 def device_memory(config: RunConfig, machine: MachineFacts) -> int:

@@ -1,4 +1,4 @@
-"""Number of parameters of the whole model, and of one rank of each pipeline stage.
+"""Number of parameters of the whole model, and of one rank of each pipeline stage; bytes of each.
 
 They are counted from the rows of the weight table (`patch/families`), in the same way for every family.
 """
@@ -6,8 +6,14 @@ They are counted from the rows of the weight table (`patch/families`), in the sa
 from __future__ import annotations
 
 from patch.config import ModelConfig, ParallelConfig
+from patch.config.choices import Precision
 from patch.families import Kind, WeightRow, weight_rows
 from patch.families.weights import TIED_OUTPUT
+
+
+def element_bytes(precision: Precision) -> int:
+    """Bytes of a weight, an activation or a main gradient in this precision; fp8 keeps them in bf16."""
+    return 4 if precision == "fp32" else 2
 
 
 def layer_matrices(model: ModelConfig) -> int:

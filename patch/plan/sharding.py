@@ -9,7 +9,7 @@ from patch.config import RunConfig
 from patch.config.choices import Sharding, ZeroStage
 from patch.device import MachineFacts
 from patch.plan.memory import bytes_per_rank
-from patch.plan.parameters import parameters_per_rank
+from patch.plan.parameters import element_bytes, parameters_per_rank
 
 
 class StageCost(NamedTuple):
@@ -28,8 +28,8 @@ def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
     every micro-batch, the other stages once a step.
     """
     parameters, replicas = max(parameters_per_rank(config.model, config.parallel)), config.num_state_shares
-    weights = parameters * (4 if config.training.precision == "fp32" else 2)
-    gradients = parameters * (4 if config.optimizer.main_grads_dtype == "fp32" else 2)
+    weights = parameters * element_bytes(config.training.precision)
+    gradients = parameters * element_bytes(config.optimizer.main_grads_dtype)
     sent = {
         ZeroStage.NONE: 2 * gradients,
         ZeroStage.OPTIMIZER: gradients + weights,
