@@ -49,6 +49,7 @@ from patch.plan import (  # noqa: E402
     describe_plan,
     resolve_activations,
     resolve_cp_comm_type,
+    resolve_fp8_weights,
     resolve_sharding,
 )
 
@@ -64,8 +65,9 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
     config = fetch_from_hub(config, weights=not invocation.dry_run)
     config, sharding = resolve_sharding(config, machine)
     config, communication = resolve_cp_comm_type(config)
+    config, fp8_weights = resolve_fp8_weights(config, machine)
     config, activations = resolve_activations(config, machine)
-    notes = spares + notes + sharding + communication + activations + resume_notes(config)
+    notes = spares + notes + sharding + communication + fp8_weights + activations + resume_notes(config)
     return invocation._replace(config=config, rendezvous=rendezvous), notes
 
 
