@@ -30,6 +30,7 @@ from patch.config import (  # noqa: E402
     Invocation,
     fetch_from_hub,
     parse_args,
+    resolve_transformer_impl,
     resume_notes,
     run_warnings,
     set_spares_aside,
@@ -63,11 +64,13 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
     )
     notes = validate_run(config, machine)
     config = fetch_from_hub(config, weights=not invocation.dry_run)
+    config, layers = resolve_transformer_impl(config, machine)
     config, sharding = resolve_sharding(config, machine)
     config, communication = resolve_cp_comm_type(config)
     config, fp8_weights = resolve_fp8_weights(config, machine)
     config, activations = resolve_activations(config, machine)
-    notes = spares + notes + sharding + communication + fp8_weights + activations + resume_notes(config)
+    chosen = layers + sharding + communication + fp8_weights + activations
+    notes = spares + notes + chosen + resume_notes(config)
     return invocation._replace(config=config, rendezvous=rendezvous), notes
 
 
