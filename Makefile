@@ -38,4 +38,4 @@ gpu-check: $(if $(GPU_PYTHON),,.venv/installed)  ## the tests that need a GPU (u
 	$(or $(GPU_PYTHON),.venv/bin/python) tests/gpu/run.py $(if $(LOGS),--logs $(LOGS))
 
 gpu-bench: $(if $(GPU_PYTHON),,.venv/installed)  ## the tables of a GPU, quickly; a section for RESULTS.md (up to 10 minutes)
-	$(or $(GPU_PYTHON),.venv/bin/python) -m toolkits.benchmarks.gpu --quick $(if $(LOGS),--folder $(LOGS))
+	$(or $(GPU_PYTHON),.venv/bin/python) -m toolkits.benchmarks._gpu_tables --quick $(if $(LOGS),--folder $(LOGS)) $(if $(PARTS),--parts $(PARTS))
