@@ -1,9 +1,10 @@
 """Two defects of megatron-core's recomputation without an output (`CheckpointWithoutOutput`).
 
-Without Transformer Engine recomputed norms raise a NameError. megatron/core/tensor_parallel/random.py:635-636
-treats `fp8=False` as fp8 (`fp8 is not None`), and fp8 uses names that only Transformer Engine defines
-(588-596). TransformerLayer creates such an object for each recomputed norm (transformer_layer.py:577, 672).
-Delete when megatron-core reads the flag's value.
+megatron/core/tensor_parallel/random.py:635-636 treats `fp8=False` as fp8 (`fp8 is not None`). Without
+Transformer Engine recomputed norms, for each of which TransformerLayer creates such an object
+(transformer_layer.py:577, 672), then raise a NameError (588-596). With it and delayed scaling, the context
+that the recomputation leaves would make scales anew in the middle of backward. Delete when megatron-core
+reads the flag's value.
 
 What is saved for the recomputation are detached copies of the inputs that ask for gradients
 (random.py:599). Autograd keeps such a leaf together with what accumulates its gradient, and that refers to
@@ -37,7 +38,6 @@ def _forward(
 
 
 def apply() -> None:
-    """Save inputs as they are; without Transformer Engine also use the value of `fp8`."""
+    """Save inputs as they are; use the value of `fp8`."""
     random.CheckpointWithoutOutputFunction.forward = staticmethod(_forward)
-    if not random.HAVE_TE:
-        random.CheckpointWithoutOutput.__init__ = _init
+    random.CheckpointWithoutOutput.__init__ = _init
