@@ -90,7 +90,7 @@ class Bucket:
         self._unwritten = set(self.range.params)
 
     def collect(self, param: ParamRange, gradient: torch.Tensor, *, is_nested: bool) -> None:
-        """Add one parameter's gradient to the buffer.
+        """Add the gradient of one parameter, or of its part in this bucket, to the buffer.
 
         Args:
             is_nested: it comes from a backward inside the backward (a reentrant checkpoint).

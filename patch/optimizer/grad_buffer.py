@@ -109,9 +109,12 @@ class GradBuffer:
         for number, stage in enumerate(stages):
             on_forward = partial(self._forwarded.add, number)
             follow_backward(stage, on_forward, partial(self._begin_backward, number))
+        places: dict[int, list[tuple[Bucket, ParamRange]]] = {}
         for bucket in self.buckets:
             for param in bucket.range.params:
-                self._register(*trained[param.parameter], bucket, param)
+                places.setdefault(param.parameter, []).append((bucket, param))
+        for index, parts in places.items():
+            self._register(*trained[index], parts)
 
     def reset(self) -> None:
         """Forget the last step's gradients, and a backward that an error ended."""
@@ -188,19 +191,24 @@ class GradBuffer:
             buckets.append(Bucket(index, bucket_range, flat[begin:end], buffer, domain))
         return buckets
 
-    def _register(self, name: str, parameter: torch.nn.Parameter, bucket: Bucket, param: ParamRange) -> None:
-        """Have a parameter's gradients collected as backward completes them."""
+    def _register(
+        self, name: str, parameter: torch.nn.Parameter, parts: list[tuple[Bucket, ParamRange]]
+    ) -> None:
+        """Have a parameter's gradients collected, in one bucket or several, as backward completes them."""
+        stage = parts[0][0].range.stage
 
         def on_gradient(parameter: torch.nn.Parameter) -> None:
             gradient, parameter.grad = parameter.grad, None
-            stage = bucket.range.stage
             if (self._is_backward_over or stage not in self._open) and stage in self._forwarded:
                 self._begin_backward(stage, current_backward())  # used beside the forward
-            _check(name, gradient, bucket)
+            for bucket, _ in parts:
+                _check(name, gradient, bucket)
             assert gradient is not None
-            self._provide_buffer(bucket)
-            bucket.collect(param, gradient, is_nested=current_backward() != self._backward)
-            self._launch_ready()
+            is_nested = current_backward() != self._backward
+            for bucket, param in parts:
+                self._provide_buffer(bucket)
+                bucket.collect(param, _part(gradient, param, len(parts)), is_nested=is_nested)
+                self._launch_ready()
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
 
@@ -294,6 +302,13 @@ class GradBuffer:
             self._staging.append(self._like.new_empty(largest))
             self._num_staging += 1
         return self._staging.pop()
+
+
+def _part(gradient: torch.Tensor, param: ParamRange, num_parts: int) -> torch.Tensor:
+    """The gradient of a parameter's part: as it is, or of a parameter that is cut flat."""
+    if num_parts == 1:
+        return gradient
+    return gradient.reshape(-1)[param.offset : param.offset + param.end - param.begin]
 
 
 def _check(name: str, gradient: torch.Tensor | None, bucket: Bucket) -> None:
