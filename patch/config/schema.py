@@ -105,6 +105,12 @@ class ParallelConfig:
         None,
         none="default",
     )
+    num_distributed_optimizer_instances: int = flag(
+        "replicas form so many groups of neighbours, such as nodes: states (and gradients) are shared inside "
+        "each group and alike in all, so that weights are gathered without crossing groups",
+        1,
+        at_least=1,
+    )
     nnodes: int = flag("machines", 1, at_least=1)
     nproc_per_node: int = flag("processes on this machine", at_least=1)
     max_restarts: int = flag(
@@ -366,7 +372,12 @@ class RunConfig:
 
     @property
     def num_state_shares(self) -> int:
-        """Ranks that have the same weights, and share optimizer states if these are sharded: DP x CP."""
+        """Ranks that share optimizer states if these are sharded: DP x CP, or those of an instance."""
+        return self.num_weight_copies // self.parallel.num_distributed_optimizer_instances
+
+    @property
+    def num_weight_copies(self) -> int:
+        """Ranks that have the same weights: DP x CP."""
         return self.data_parallel_size * self.parallel.context_parallel_size
 
     @property

@@ -63,6 +63,9 @@ class Pending:
         finish: called by `wait` when all parts have ended.
     """
 
+    _then: Callable[[], Pending] | None = None
+    """Starts another collective with the result of this one."""
+
     _unfinished: ClassVar[set[Pending]] = set()
 
     def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None) -> None:
@@ -82,6 +85,27 @@ class Pending:
         self._unfinished.discard(self)
         if self._finish is not None:
             self._finish()
+        if self._then is not None:
+            self._then().wait(clock)
+
+    def then(self, start: Callable[[], Pending], group: dist.ProcessGroup) -> Pending:
+        """Another collective that needs the result of this one; only the one returned is waited for.
+
+        Over NCCL it follows on the device, while compute goes on. Over gloo `wait` starts it, since no one
+        else learns that this one has ended.
+
+        Args:
+            start: starts the other one.
+            group: the ranks of this one.
+        """
+        if dist.get_backend(group) != "nccl":
+            self._then = start
+            return self
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            self.wait()
+            return start()
 
 
 def start_all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
