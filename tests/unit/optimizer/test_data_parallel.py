@@ -2,8 +2,8 @@
 
 DP 1 to 4, buckets of one parameter up to the whole model, accumulation 1 and 4, every ZeRO stage, with and
 without decay, clipping in every step, a parameter of 7 elements over 4 ranks; bf16 weights with their fp32
-masters, of which the optimizer holds no more than the low half; parameters that several buckets hold; two instances of the
-distributed optimizer at DP 4, which are summed pair by pair.
+masters, of which the optimizer holds no more than the low half; parameters that several buckets hold; two
+instances of the distributed optimizer at DP 4, which are summed pair by pair.
 
 Equal to the bit, but for ZeRO stage `none` at DP 3 and 4, where gloo's all-reduce adds ranks up in an order
 of its own: bound ALL_REDUCE_BOUND on weights near 0.1 that moved by up to 10 x 3e-3.
