@@ -136,6 +136,7 @@ class Oracle:
         zero_stage: the order of sums: over the micro-batches of a rank and then over ranks, or, for
             "gradients", over the ranks of a micro-batch and then over micro-batches.
         num_instances: so many groups of neighbouring ranks are summed one by one, then their sums.
+        rounds: what a rank sends to others is rounded to bf16.
     """
 
     def __init__(
@@ -146,6 +147,7 @@ class Oracle:
         *,
         is_decoupled: bool = True,
         num_instances: int = 1,
+        rounds: bool = False,
     ) -> None:
         self.model, self._zero_stage, self._clip_grad, self._is_decoupled = (
             model,
@@ -153,7 +155,7 @@ class Oracle:
             clip_grad,
             is_decoupled,
         )
-        self._num_instances = num_instances
+        self._num_instances, self._rounds = num_instances, rounds
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._step_count = 0
         self.masters = {name: p.detach().float().numpy().copy() for name, p in self._trained.items()}
@@ -189,6 +191,9 @@ class Oracle:
 
     def _of_instance(self, step: Step) -> dict[str, np.ndarray]:
         found = [[self._backward(batch) for batch in batches] for batches in step]
+        if self._rounds:  # at "gradients" each micro-batch travels, else the sum of all
+            is_sum = self._zero_stage is not ZeroStage.GRADIENTS
+            found = [[_rounded(part) for part in ([_sum(rank)] if is_sum else rank)] for rank in found]
         if self._zero_stage is ZeroStage.GRADIENTS:
             found = list(zip(*found, strict=True))
         return _sum([_sum(inner) for inner in found])
@@ -204,6 +209,10 @@ class Oracle:
 
 def _sum(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: reduce(np.add, [part[name] for part in parts]) for name in parts[0]}
+
+
+def _rounded(part: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: torch.from_numpy(values).bfloat16().float().numpy() for name, values in part.items()}
 
 
 def assert_same_weights(model: torch.nn.Module, oracle: Oracle, atol: float = 0.0) -> None:

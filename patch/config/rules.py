@@ -29,7 +29,12 @@ from patch.config.pipeline_rules import (
 from patch.config.positions import length_text, where
 from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
-from patch.config.sharding_rules import instances_share_states, sharding_is_said_once
+from patch.config.sharding_rules import (
+    gradients_can_be_rounded,
+    instances_share_states,
+    sharding_is_said_once,
+    sharding_notes,
+)
 from patch.config.unsupported import NOT_BUILT
 from patch.device import MachineFacts
 from patch.families import family_of
@@ -356,6 +361,7 @@ RULES: tuple[Rule, ...] = (
     messages_can_travel,
     sharding_is_said_once,
     instances_share_states,
+    gradients_can_be_rounded,
     run_has_steps,
     retained_are_saved,
     schedule_fits,
@@ -379,6 +385,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     yield from backend_notes(config, machine)
     yield from fp8_notes(config, machine)
     yield from _activation_notes(config)
+    yield from sharding_notes(config)
     yield from _data_notes(config)
 
 

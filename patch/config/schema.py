@@ -280,6 +280,12 @@ class OptimizerConfig:
         500_000_000,
         at_least=1,
     )
+    ddp_pad_buckets_for_high_nccl_busbw: bool = flag(
+        "buckets are padded to multiples of 2^16 elements, which NCCL sends fastest between many GPUs", False
+    )
+    grad_reduce_in_bf16: bool = flag(
+        "gradients travel between replicas as bf16, and are still added up in fp32; half the bytes", False
+    )
     main_grads_dtype: GradientType = flag("type in which gradients are added up and reduced", "fp32")
     clip_grad: float = flag("largest global gradient norm; 0: no clipping", 1.0, at_least=0)
     optimizer_offload_policy: OffloadPolicy | None = flag(

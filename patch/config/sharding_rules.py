@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from patch.config.choices import ZeroStage
 from patch.config.positions import where
 from patch.config.refusal import refuse
@@ -32,3 +34,17 @@ def instances_share_states(config: RunConfig, machine: MachineFacts) -> None:
         fitting = [str(number) for number in range(1, copies) if copies % number == 0] or ["1"]
         why = f"{copies} replicas (DP x CP) form instances of equally many, at least two, ranks"
         refuse("num_distributed_optimizer_instances", instances, " or ".join(fitting), why)
+
+
+def gradients_can_be_rounded(config: RunConfig, machine: MachineFacts) -> None:
+    """Gradients that travel as bf16 are added up in fp32 by the rank that keeps the sum."""
+    is_summed_on_the_way = config.sharding is ZeroStage.NONE and config.num_weight_copies > 1
+    if config.optimizer.grad_reduce_in_bf16 and is_summed_on_the_way:
+        expected = f"false, or {where('data_parallel_sharding')} optimizer, gradients or auto"
+        refuse("grad_reduce_in_bf16", "true", expected, "an all-reduce adds up in the type that travels")
+
+
+def sharding_notes(config: RunConfig) -> Iterator[str]:
+    """One line for each flag about replicas that has no effect in this run."""
+    if config.optimizer.grad_reduce_in_bf16 and config.num_weight_copies == 1:
+        yield f"{where('grad_reduce_in_bf16')} has no effect with one replica"

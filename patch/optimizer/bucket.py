@@ -140,10 +140,10 @@ class Bucket:
             # In place; only the first reduction of a ZeRO-2 step can write where the sum is kept.
             is_direct = self.domain.zero_stage is ZeroStage.GRADIENTS and self._is_shard_empty
             out = self.shard if is_direct else self._own_part()
-            self.pending = start_reduce_scatter(self.buffer, out, self.domain.instance)
-            if self.domain.across is not None and self.is_last:
-                start = partial(self._start_sum_of_instances, self.domain.across)
-                self.pending = self.pending.then(start, self.domain.instance)
+            instance, across = self.domain.instance, self.domain.across
+            self.pending = start_reduce_scatter(self.buffer, out, instance, self.domain.travels_as)
+            if across is not None and self.is_last:
+                self.pending = self.pending.then(partial(self._start_sum_of_instances, across), instance)
         self.has_left = True
 
     def _start_sum_of_instances(self, across: dist.ProcessGroup) -> Pending:

@@ -26,6 +26,8 @@ class Domain(NamedTuple):
     """Those of `group` that share sums and states: all, or an instance of the distributed optimizer."""
     across: dist.ProcessGroup | None
     """Those of `group` that have the same shard in their instances; None: there is one instance."""
+    travels_as: torch.dtype | None
+    """The type in which gradients travel inside an instance; None: that in which they are collected."""
 
     @property
     def num_shards(self) -> int:
@@ -83,6 +85,7 @@ def find_domains(
     zero_stage: ZeroStage,
     default: tuple[dist.ProcessGroup, torch.dtype],
     instances: Instances | None = None,
+    travels_as: torch.dtype | None = None,
 ) -> tuple[list[Domain], list[int]]:
     """The domains of parameters, and the index of each parameter's.
 
@@ -91,8 +94,17 @@ def find_domains(
         zero_stage: what data-parallel ranks share.
         default: of the one domain of a rank without parameters.
         instances: into which the data-parallel ranks are divided, the same ones for all parameters.
+        travels_as: the type in which gradients travel.
+    Raises:
+        ConfigError: a type for gradients that an all-reduce would add up in it.
     """
+    if travels_as is not None and zero_stage is ZeroStage.NONE and default[0].size() > 1:
+        raise ConfigError(
+            "got true, expected false: without sharding gradients are all-reduced, which adds up in the type "
+            "that travels",
+            field="grad_reduce_in_bf16",
+        )
     keys = list(dict.fromkeys(placed)) or [default]
     own, across = instances or (None, None)
-    domains = [Domain(zero_stage, group, dtype, own or group, across) for group, dtype in keys]
+    domains = [Domain(zero_stage, group, dtype, own or group, across, travels_as) for group, dtype in keys]
     return domains, [keys.index(key) for key in placed]

@@ -119,12 +119,14 @@ class OverlappedDistributedOptimizer:
             ZeroStage.NONE if is_alone else zero_stage,
             default=(groups.dp_cp, like.dtype),
             instances=find_instances(groups, zero_stage, dp_groups),
+            travels_as=torch.bfloat16 if config.grad_reduce_in_bf16 else None,
         )
         specs = _specs_of(named, stage_indices, group_indices, domain_indices)
         self.config, self.groups, self.device = config, groups, like.device
         self.loss_scale = _loss_scale(config, domains)
         self.is_sharded = domains[0].zero_stage is not ZeroStage.NONE
-        bucket_ranges = lay_out(specs, config.reduce_bucket_size, [d.num_shards for d in domains])
+        shares, is_padded = [d.num_shards for d in domains], config.ddp_pad_buckets_for_high_nccl_busbw
+        bucket_ranges = lay_out(specs, config.reduce_bucket_size, shares, is_padded=is_padded)
         self._clock = WaitClock(self.device)
         self._lr: float | Sequence[float] | None = None
         """The rates of the step that has begun; None: none has."""

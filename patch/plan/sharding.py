@@ -36,8 +36,9 @@ def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
     if stage is ZeroStage.NONE:
         sent = 2 * gradients * (copies - 1) // copies
     else:
+        travelling = parameters * 2 if config.optimizer.grad_reduce_in_bf16 else gradients
         reductions = config.num_micro_batches if stage is ZeroStage.GRADIENTS else 1
-        sent = (gradients * reductions + weights) * (shares - 1) // shares
+        sent = (travelling * reductions + weights) * (shares - 1) // shares
         sent += 2 * gradients * (instances - 1) // copies
     return StageCost(sent, bytes_per_rank(with_sharding(config, stage)).total)
 

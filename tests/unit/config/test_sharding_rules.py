@@ -4,7 +4,8 @@ import pytest
 from refusals import refused
 from small_runs import small_run
 
-from patch.config.sharding_rules import instances_share_states
+from patch.config.rules import notes
+from patch.config.sharding_rules import gradients_can_be_rounded, instances_share_states
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 
@@ -32,3 +33,11 @@ def test_instances_without_equal_shares_are_refused(changes: dict, message: str)
 @pytest.mark.parametrize("changes", [{"dp": 4}, {"dp": 2, "cp": 2}, {"dp": 2, "cp": 3}])
 def test_instances_of_two_ranks_or_three_are_taken(changes: dict) -> None:
     instances_share_states(small_run(**changes, **{INSTANCES: 2}, data_parallel_sharding="auto"), CPU)
+
+
+def test_rounded_gradients_of_an_all_reduce_are_refused_and_of_one_replica_noted() -> None:
+    with refused(ConfigError, "--grad-reduce-in-bf16: got true, expected false, or --data-parallel-sharding"):
+        gradients_can_be_rounded(small_run(dp=2, grad_reduce_in_bf16=True), CPU)
+    alone = small_run(grad_reduce_in_bf16=True)
+    gradients_can_be_rounded(alone, CPU)
+    assert "--grad-reduce-in-bf16 has no effect with one replica" in list(notes(alone, CPU))
