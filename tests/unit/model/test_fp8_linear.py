@@ -3,13 +3,14 @@
 import dataclasses
 import itertools
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from small_runs import small_run
-from training_runs import CPU, build_seeded_run, saved_for_backward
+from training_runs import CPU, build_seeded_run, digests, saved_for_backward
 
 from patch import compat
 from patch.config.schema import Fp8, RunConfig
@@ -19,6 +20,7 @@ from patch.model import build_llama_model
 from patch.model.fp8_linear import Fp8ColumnParallelLinear, Fp8Product, Fp8RowParallelLinear
 from patch.model.fp8_weights import StepWeights
 from patch.training.evaluation import evaluate
+from patch.training.run_state import Progress, resume, save
 from patch.training.step import train_step
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -249,8 +251,27 @@ def _curve(config: RunConfig) -> list[float]:
     return losses
 
 
-def run_alone(rank: int, world_size: int) -> dict[str, list[float]]:
-    """Losses of short runs; a NaN is noticed."""
+def _check_resume(folder: Path) -> None:
+    """A step after a resume is the uninterrupted one, to the bit; bf16 goes on from the same state."""
+    changes = {"num_layers": 2, "fp8_recipe": "rowwise"}
+    run = build_seeded_run(small_run(precision="fp8", **changes))
+    train_step(run, 0)
+    save(folder, progress := Progress(1, 4), run.stages, run.optimizer, "")
+    saved, expected = digests(run), train_step(run, 1)
+    new_job()
+    for precision in ("fp8", "bf16"):
+        run = build_seeded_run(small_run(precision=precision, seed=7, **changes))
+        resume(folder, progress, run.stages, run.optimizer, 7)
+        assert digests(run) == saved
+        step = train_step(run, 1)
+        assert (step.loss == expected.loss) == (precision == "fp8")
+        assert (step.grad_norm == expected.grad_norm) == (precision == "fp8")
+        new_job()
+
+
+def run_alone(rank: int, world_size: int, folder: Path) -> dict[str, list[float]]:
+    """Losses of short runs; a NaN is noticed, and a resume changes nothing."""
+    _check_resume(folder)
     changes = {"train_iters": STEPS, "num_layers": 2, "lr": 5e-3}
     found = {name: _curve(small_run(**changes, **run)) for name, run in CURVES.items()}
     run = build_seeded_run(small_run(precision="fp8", num_layers=2))
@@ -262,8 +283,8 @@ def run_alone(rank: int, world_size: int) -> dict[str, list[float]]:
 
 
 @pytest.fixture(scope="module")
-def alone() -> dict[str, list[float]]:
-    return run_distributed(run_alone, 1)[0]
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    return run_distributed(run_alone, 1, tmp_path_factory.mktemp("fp8"))[0]
 
 
 @pytest.mark.parametrize("name", [name for name in CURVES if name != "bf16"])

@@ -63,8 +63,6 @@ RUNS = {
         "vpp=2-5-flush": run_of(pp=2, stage=1, **FLUSH, **FIVE, **{GROUP: 5}),
         "tied-vpp=2": run_of(pp=2, stage=1, **TIED),
         "fp8-vpp=2": run_of(precision="fp8", pp=2, stage=1),
-        "fp8-tp=2-sp": run_of(precision="fp8", tp=2, sequence_parallel=True),
-        "fp8-cp=2": run_of(precision="fp8", cp=2, cp_comm_type="p2p"),
     },
     3: {
         "pp=3": run_of(pp=3),
@@ -146,6 +144,5 @@ def test_bf16_trains_close_to_fp32(results: dict) -> None:
     assert _losses(results["bf16"][0]) == pytest.approx(_losses(results["one"][0]), abs=0.005)
 
 
-@pytest.mark.parametrize("name", ["fp8", "fp8-tp=2-sp", "fp8-cp=2"])
-def test_fp8_trains_close_to_bf16(results: dict, name: str) -> None:
-    assert _losses(results[name][0]) == pytest.approx(_losses(results["bf16"][0]), abs=FP8_BOUND)
+def test_fp8_trains_close_to_bf16(results: dict) -> None:
+    assert _losses(results["fp8"][0]) == pytest.approx(_losses(results["bf16"][0]), abs=FP8_BOUND)
