@@ -45,12 +45,13 @@ from patch.model.activation_layers import set_activation_layers
 from patch.model.backends import backends_on
 from patch.model.fp8_linear import use_fp8
 from patch.model.fp8_weights import StepWeights
+from patch.model.gated_mlp import swiglu, upstreams_activation, use_activation
 from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
 from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
 from patch.model.loss import aligned_losses, hide_padded_vocabulary
 from patch.model.packed_sequences import give_own_positions
-from patch.model.recompute import RecomputingMLP, recomputed_modules
-from patch.model.rotary import RotaryAngles, attention_factor, inverse_frequencies, set_attention_factor
+from patch.model.recompute import recomputed_modules
+from patch.model.rotary import RotaryTable, attention_factor, inverse_frequencies
 from patch.model.spec import block_spec
 
 _ACTIVATIONS = {"silu": silu}
@@ -253,16 +254,19 @@ class LlamaModel(GPTModel):
             pg_collection=groups,
             vp_stage=vp_stage,
         )
-        if upstream.recompute_granularity == "selective":
-            _recompute_activations(self.decoder.layers)
+        activate = partial(swiglu, is_fused=backends.is_fused)
+        for layer in self.decoder.layers:
+            use_activation(layer.mlp, upstreams_activation(upstream) if "swiglu" in aligned else activate)
+        if upstream.fp8 and upstream.recompute_granularity == "selective":
+            _keep_original_inputs(self.decoder.layers)
         self.step_weights: StepWeights | None = None
         """8-bit weights; open `unchanged_weights` while nobody changes a weight."""
         if fp8 is not None:
             self.step_weights = _give_8_bit_products(self.decoder.layers, model.num_layers, fp8)
-        self.rotary_pos_emb = RotaryAngles(inverse_frequencies(model), Zigzag.of(groups.cp))
-        self.rope_attention_factor = attention_factor(model)
-        """YaRN's factor of cosines and sines; it is upstream's attention that multiplies."""
-        own_positions = partial(give_own_positions, angles=self.rotary_pos_emb)
+        self.rotary_pos_emb = RotaryTable(
+            inverse_frequencies(model), attention_factor(model), Zigzag.of(groups.cp)
+        )
+        own_positions = partial(give_own_positions, table=self.rotary_pos_emb)
         self.decoder.register_forward_pre_hook(own_positions, with_kwargs=True)
         rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
@@ -357,17 +361,11 @@ def _block_spec(
     )
 
 
-def _recompute_activations(layers: Sequence[TransformerLayer]) -> None:
-    """AC=sel: the MLPs of a stage's layers recompute their activation."""
-    for layer in layers:
-        # The spec cannot name the subclass: TransformerLayer passes the TP group to MLP itself only
-        # (transformer_layer.py:354). RecomputingMLP has no state of its own, so changing the class of the
-        # finished module is enough.
-        layer.mlp.__class__ = RecomputingMLP
-        if layer.config.fp8:
-            from patch.model.te_spec import keep_original_inputs
+def _keep_original_inputs(layers: Sequence[TransformerLayer]) -> None:
+    from patch.model.te_spec import keep_original_inputs  # Transformer Engine alone has 8-bit inputs here
 
-            keep_original_inputs(layer)
+    for layer in layers:
+        keep_original_inputs(layer)
 
 
 def _give_8_bit_products(layers: Sequence[TransformerLayer], num_layers: int, fp8: Fp8) -> StepWeights:
@@ -431,7 +429,6 @@ def build_llama_model(
     if aligned is None:
         aligned = frozenset(SOURCES) if model.precision_align is not None else frozenset()
     upstream = transformer_config(model, groups, execution, cuda=device.type == "cuda", aligned=aligned)
-    set_attention_factor(upstream, model)
     backends = backends_on(device, model, execution, groups)
     upstream.attention_backend = _te_attention_backend(backends, model)
     fp8 = execution.fp8 if execution.precision == "fp8" and not upstream.fp8 else None

@@ -28,6 +28,7 @@ from patch.families import traits_of
 from patch.model.attention import CausalAttention
 from patch.model.context_parallel import ContextParallelAttention
 from patch.model.packed_sequences import PackedSequences
+from patch.model.rotary_attention import RotaryAttention
 
 
 class TEAttention(TEDotProductAttention):
@@ -75,6 +76,8 @@ def te_block_spec(
     """
     has_head_norms = traits_of(model).qk_layernorm
     layer = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=has_head_norms)
+    layer.submodules.self_attention.module = RotaryAttention
+    layer.submodules.self_attention.params["is_fused"] = backends.is_fused
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = ModuleSpec(
         module=_core_attention(model, is_context_parallel), params={"kernels": backends.sdpa}
