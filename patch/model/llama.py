@@ -140,6 +140,7 @@ def _layer_settings(
         "first_last_layers_bf16": fp8.num_first_in_bf16 + fp8.num_last_in_bf16 > 0,
         "num_layers_at_start_in_bf16": fp8.num_first_in_bf16,
         "num_layers_at_end_in_bf16": fp8.num_last_in_bf16,
+        "disable_parameter_transpose_cache": not fp8.keeps_weights,
         # Delayed scaling: over replicas too it would be a collective in each forward and backward, for
         # which a rank that repeats a step, or computes one alone (guards), would wait forever.
         "tp_only_amax_red": True,
