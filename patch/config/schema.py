@@ -192,7 +192,8 @@ class TrainingConfig:
         "fp8: e4m3 with gradients in e5m2 (hybrid), or e4m3 alone; default: hybrid", None, none="default"
     )
     fp8_recipe: Fp8Scaling | None = flag(
-        "fp8: scales for whole tensors, or for each row of what a product sums over; default: tensorwise",
+        "fp8: scales for whole tensors; rowwise: for each row of what a product sums over (our own layers); "
+        "delayed: from the step before (Transformer Engine's layers); default: tensorwise",
         None,
         none="default",
     )
