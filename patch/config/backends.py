@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from patch.config.choices import Precision, TransformerImpl
+from patch.config.engine_rules import engine_obstacle
 from patch.config.schema import Execution, ModelConfig, RunConfig
 from patch.device import MachineFacts
 
@@ -54,6 +55,8 @@ class Backends:
     """Kernels of attention in the order of preference, on CUDA; empty on a CPU, which has one."""
     has_flash_attention_3: bool
     """Whether torch's FlashAttention is replaced by flash-attn 3's."""
+    is_fused: bool
+    """Whether RoPE and SwiGLU are kernels of `patch/model/kernels`; otherwise they are torch operations."""
     rows: tuple[Served, ...]
 
     @property
@@ -78,7 +81,8 @@ def choose_backends(
     impl: TransformerImpl = model.transformer_impl or "local"
     has_fa3 = is_cuda and not is_aligned and _takes_flash_attention_3(model, machine)
     sdpa = _sdpa_order(model, execution, machine, has_fa3) if is_cuda else ()
-    backends = Backends(impl, sdpa, has_fa3, ())
+    is_fused = is_cuda and not is_aligned and "triton" in machine.libraries
+    backends = Backends(impl, sdpa, has_fa3, is_fused, ())
     rows = _aligned_rows() if is_aligned else _rows(backends, model, execution, machine, cp_size)
     return dataclasses.replace(backends, rows=tuple(rows))
 
@@ -120,9 +124,7 @@ def no_transformer_engine(config: RunConfig, machine: MachineFacts) -> str:
         return "Transformer Engine needs a GPU, and this machine has none"
     if "transformer_engine" not in machine.libraries:
         return "it is not installed: pip install --no-build-isolation 'transformer-engine[pytorch]'"
-    if config.model.precision_align is not None:
-        return "--precision-align computes in transformers' order of operations"
-    return "layers of Transformer Engine are not built yet"
+    return engine_obstacle(config)
 
 
 def _takes_flash_attention_3(model: ModelConfig, machine: MachineFacts) -> bool:
@@ -157,8 +159,9 @@ def _rows(
     if is_cuda:
         yield _packed_rows(backends, model, execution.precision)
     yield Served("norm", "Transformer Engine" if is_engine else "torch's rms_norm")
-    yield Served("RoPE", "torch operations")
-    yield Served("SwiGLU", "torch operations")
+    missing = "Triton is not installed" if is_cuda and not backends.is_fused else ""
+    for operation in ("RoPE", "SwiGLU"):
+        yield Served(operation, "one Triton kernel" if backends.is_fused else "torch operations", missing)
     yield _products(is_engine, execution.precision, machine)
     yield Served("loss", "chunks of tokens, without logits")
     yield Served("optimizer", "Triton" if is_cuda else "C++ if there is a compiler, else NumPy")
@@ -172,7 +175,9 @@ def _attention(
     if not machine.cuda_devices:
         return Served("attention", "torch's SDPA")
     if backends.transformer_impl == "transformer_engine" and model.attention_backend != "local":
-        return Served("attention", "Transformer Engine")
+        if cp_size == 1:
+            return Served("attention", "Transformer Engine")
+        reasons.append("Transformer Engine's is not used with context parallelism")
     if machine.compute_capability[0] == _HOPPER and "flash_attn_3" not in machine.libraries:
         reasons.append("flash-attn 3 is not installed")
     if execution.deterministic_mode:
