@@ -3,7 +3,7 @@
     python -m toolkits.benchmarks.offload [--quick] [--json FILE] [--plot FILE] [--layers N] [--sequence N]
 
 First it prints the plan of a step: what travels and what waits for what, a prediction from the bandwidth of
-the host's kernel, which it measures. The rest needs a GPU. Each round runs every contender in its own process.
+the host's kernel, which it measures. The rest needs a GPU. Each round runs every contender in a process.
 """
 
 from __future__ import annotations
