@@ -13,6 +13,9 @@ from patch.optimizer.layout import BucketShard
 
 # The largest share of the chunks on the host that is updated speculatively.
 _SPECULATIVE_SHARE = 0.5
+# The largest share of the chunks on the host that have input buffers. Copies are a queue in the order of
+# backward: with more of them the gradient that is needed first comes last, and the host waits for it.
+_INPUT_SHARE = 0.35
 # The shares of the host memory without states that shadows and input buffers may take.
 _SHADOW_MEMORY_SHARE = 0.5
 _INPUT_MEMORY_SHARE = 0.25
@@ -90,7 +93,8 @@ class HostBuffers:
         """Allocate or drop buffers for `num_chunks` chunks on the host; call it between two steps."""
         while len(self.outputs) < min(_NUM_ALWAYS, num_chunks):
             self.outputs.append(self._make_outputs())
-        num_inputs = min(num_chunks, self._max_inputs)
+        most = max(_NUM_ALWAYS, int(num_chunks * _INPUT_SHARE))
+        num_inputs = min(num_chunks, most, self._max_inputs)
         while len(self.inputs) > num_inputs:
             self.inputs.pop()
         while len(self.inputs) < num_inputs:

@@ -21,10 +21,12 @@ from patch.optimizer.layout import BucketShard, ShardRange
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import StaticPlacementPolicy
 
-NUM_CHUNKS, SIZE, LR = 8, 100, 1e-3
+NUM_CHUNKS, SIZE, LR = 12, 100, 1e-3
 STATES = NUM_CHUNKS * SIZE * 10
-RING, ALL = 0.0, 0.25
-"""Shares of the spare host memory that inputs take: two that go round, or one for each chunk."""
+RING, MANY = 0.0, 0.25
+"""Shares of the spare host memory that inputs take: two that go round, or one for each third chunk."""
+NUM_EARLY, COPY = 4, 3
+"""Chunks whose inputs come in backward, with MANY; entries of the queue for each: a wait and two copies."""
 
 
 class Job:
@@ -65,14 +67,14 @@ class Job:
 
 
 @contextmanager
-def job(host_bytes: int = UNLIMITED, share: float = ALL) -> Iterator[Job]:
+def job(host_bytes: int = UNLIMITED, share: float = MANY) -> Iterator[Job]:
     fake = FakeDevice(LATE)
     with on(fake) as kernel, mock.patch.object(host_buffers, "_INPUT_MEMORY_SHARE", share):
         yield Job(fake, kernel, host_bytes)
 
 
 @pytest.mark.parametrize("is_reduced", [False, True])
-@pytest.mark.parametrize("share", [RING, ALL])
+@pytest.mark.parametrize("share", [RING, MANY])
 def test_a_chunk_waits_for_its_own_gradient_only(share: float, is_reduced: bool) -> None:
     """A stream is a queue: told to wait for a later gradient, it holds up whatever it gets afterwards."""
     with job(share=share) as a:
@@ -83,7 +85,7 @@ def test_a_chunk_waits_for_its_own_gradient_only(share: float, is_reduced: bool)
             assert points[index].query() and not points[index + 1].query()
 
 
-@pytest.mark.parametrize("share", [RING, ALL])
+@pytest.mark.parametrize("share", [RING, MANY])
 def test_what_is_needed_first_is_updated_first(share: float) -> None:
     """Of what was to be updated early, the worker has not begun anything when the norm is known."""
     with job(share=share) as a:
@@ -116,25 +118,31 @@ def test_an_error_of_an_early_update_reaches_whoever_waits_for_its_weights() -> 
             a.adam.wait_for_update(0, block=True)
 
 
-def test_gradients_of_all_chunks_come_to_the_host_during_backward() -> None:
-    """Not those alone that are updated early."""
+def test_gradients_come_to_the_host_during_backward_though_nothing_is_updated_early() -> None:
     with job() as a:
+        a.adam.host_updates.failure_rate = 1.0
         a.backward(is_reduced=False)[-1].synchronize()
         a.fake.run_others()
-        copied = a.down.num_done
         assert not a.down.tasks and not a.kernel.numels
+        assert a.down.num_done == COPY * NUM_EARLY
+
+
+def test_what_is_needed_first_does_not_wait_for_all_other_gradients() -> None:
+    """Its own was the last to be final; only a share of the others is before it in the queue."""
+    with job() as a:
+        a.backward(is_reduced=False)
         a.adam.start_update(LR, 1.0)
-        a.adam.wait_for_update(0, block=True)
-        assert a.down.num_done == copied and len(a.kernel.numels) == NUM_CHUNKS
+        a.adam.wait_for_update(NUM_CHUNKS - 1, block=True)
+        assert a.down.num_done <= COPY * (NUM_EARLY + 1)
 
 
 def test_a_little_memory_goes_to_gradients_too() -> None:
     """As many come early as fit into a quarter of the spare memory, beside the two that there always are."""
     copies = []
-    for num_more in (0, 1, 3):
+    for num_more in (0, 1, 2):
         with job(STATES + 4 * num_more * SIZE * 6) as a:
             a.adam.host_updates.failure_rate = 1.0  # nothing is updated early
             a.backward(is_reduced=False)[-1].synchronize()
             a.fake.run_others()
             copies.append(a.down.num_done)
-    assert copies[0] and copies[1] * 2 == copies[0] * 3 and copies[2] * 2 == copies[0] * 5
+    assert copies[0] and copies[1] * 2 == copies[0] * 3 and copies[2] * 2 == copies[0] * 4
