@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from patch.config.backends import no_transformer_engine
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import where
 from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 
-_FLAGS = ("fp8_format", "fp8_recipe", "first_last_layers_bf16")
+_FLAGS = ("fp8_format", "fp8_recipe", "first_last_layers_bf16", "disable_parameter_transpose_cache")
 _COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 _MULTIPLE = 16
 """CUDA's 8-bit products need sizes that are multiples of it; so does a CPU run, which may go on on a GPU."""
@@ -33,8 +34,22 @@ def fp8_fits(config: RunConfig, machine: MachineFacts) -> None:
     if config.model.precision_align is not None:
         why = "transformers computes no products of 8-bit factors"
         refuse("precision", "fp8", f"bf16, fp16 or fp32, or none at {where('precision_align')}", why)
+    if config.training.fp8_recipe == "delayed":
+        _delayed_scaling_fits(config, machine)
     _widths_fit(config)
     _a_layer_is_left(config)
+
+
+def _delayed_scaling_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """Only Transformer Engine's layers have delayed scaling, and all of a model's or none."""
+    obstacle = no_transformer_engine(config, machine)
+    if config.model.transformer_impl == "local":
+        obstacle = f"our own layers ({where('transformer_impl')} local) make their scales anew"
+    if obstacle:
+        refuse("fp8_recipe", "delayed", "tensorwise or rowwise", obstacle)
+    if config.training.first_last_layers_bf16:
+        why = "delayed scaling has no layers in bf16 (megatron-core)"
+        refuse("first_last_layers_bf16", "true", f"false, or tensorwise at {where('fp8_recipe')}", why)
 
 
 def _widths_fit(config: RunConfig) -> None:
@@ -74,5 +89,8 @@ def fp8_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
                 yield f"{where(field)} has no effect without {where('first_last_layers_bf16')}"
     if config.training.precision == "fp8" and config.parallel.tp_comm_overlap:
         yield f"{where('tp_comm_overlap')} has no effect on layers with 8-bit products"
+    if config.training.disable_parameter_transpose_cache and config.num_micro_batches == 1:
+        flag = where("disable_parameter_transpose_cache")
+        yield f"{flag} has no effect with one micro-batch: 8-bit weights are not kept then"
     if config.training.precision == "fp8" and not machine.cuda_devices:
         yield f"{where('precision')} fp8 is slower than bf16 on a CPU, which has no 8-bit arithmetic"

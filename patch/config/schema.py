@@ -14,7 +14,7 @@ Imports neither torch nor megatron.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from patch.config.checkpoint_schema import CheckpointConfig
 from patch.config.choices import (
@@ -105,6 +105,12 @@ class ParallelConfig:
         None,
         none="default",
     )
+    num_distributed_optimizer_instances: int = flag(
+        "replicas form so many groups of neighbours, such as nodes: states (and gradients) are shared inside "
+        "each group and alike in all, so that weights are gathered without crossing groups",
+        1,
+        at_least=1,
+    )
     nnodes: int = flag("machines", 1, at_least=1)
     nproc_per_node: int = flag("processes on this machine", at_least=1)
     max_restarts: int = flag(
@@ -186,7 +192,8 @@ class TrainingConfig:
         "fp8: e4m3 with gradients in e5m2 (hybrid), or e4m3 alone; default: hybrid", None, none="default"
     )
     fp8_recipe: Fp8Scaling | None = flag(
-        "fp8: scales for whole tensors, or for each row of what a product sums over; default: tensorwise",
+        "fp8: scales for whole tensors; rowwise: for each row of what a product sums over (our own layers); "
+        "delayed: from the step before (Transformer Engine's layers); default: tensorwise",
         None,
         none="default",
     )
@@ -195,6 +202,10 @@ class TrainingConfig:
         "with --first-last-layers-bf16: so many of the first", 1, at_least=0
     )
     num_layers_at_end_in_bf16: int = flag("with --first-last-layers-bf16: so many of the last", 1, at_least=0)
+    disable_parameter_transpose_cache: bool = flag(
+        "fp8: make 8-bit weights in each micro-batch; default: once a step, if there is memory to keep them",
+        False,
+    )
     recompute_granularity: RecomputeChoice | None = flag(
         "activations to recompute in backward: none, selective (norms and MLP activations), full (layers) or "
         "auto (also --cpu-offloading: what fits the device at the least cost)",
@@ -274,6 +285,12 @@ class OptimizerConfig:
         500_000_000,
         at_least=1,
     )
+    ddp_pad_buckets_for_high_nccl_busbw: bool = flag(
+        "buckets are padded to multiples of 2^16 elements, which NCCL sends fastest between many GPUs", False
+    )
+    grad_reduce_in_bf16: bool = flag(
+        "gradients travel between replicas as bf16, and are still added up in fp32; half the bytes", False
+    )
     main_grads_dtype: GradientType = flag("type in which gradients are added up and reduced", "fp32")
     clip_grad: float = flag("largest global gradient norm; 0: no clipping", 1.0, at_least=0)
     optimizer_offload_policy: OffloadPolicy | None = flag(
@@ -307,6 +324,8 @@ class Fp8:
     num_first_in_bf16: int = 0
     """So many of the model's first layers have bf16 products."""
     num_last_in_bf16: int = 0
+    keeps_weights: bool = False
+    """Keep 8-bit weights from a step's first micro-batch to its last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -366,7 +385,12 @@ class RunConfig:
 
     @property
     def num_state_shares(self) -> int:
-        """Ranks that have the same weights, and share optimizer states if these are sharded: DP x CP."""
+        """Ranks that share optimizer states if these are sharded: DP x CP, or those of an instance."""
+        return self.num_weight_copies // self.parallel.num_distributed_optimizer_instances
+
+    @property
+    def num_weight_copies(self) -> int:
+        """Ranks that have the same weights: DP x CP."""
         return self.data_parallel_size * self.parallel.context_parallel_size
 
     @property
@@ -385,7 +409,7 @@ class RunConfig:
         training, parallel = self.training, self.parallel
         return Execution(
             precision=training.precision,
-            fp8=training.fp8,
+            fp8=replace(training.fp8, keeps_weights=self.keeps_8_bit_weights),
             sequence_parallel=self.parallel.sequence_parallel,
             tp_comm_overlap=self.parallel.tp_comm_overlap,
             stage_layers=tuple(self.stage_layers),
@@ -401,6 +425,13 @@ class RunConfig:
             deterministic_mode=training.deterministic_mode,
             cp_comm_type=self.parallel.cp_comm_type,
         )
+
+    @property
+    def keeps_8_bit_weights(self) -> bool:
+        """Whether 8-bit weights are kept in a step: it is worth the memory with several micro-batches."""
+        training = self.training
+        is_wanted = training.precision == "fp8" and not training.disable_parameter_transpose_cache
+        return is_wanted and self.num_micro_batches > 1
 
     @property
     def sharding(self) -> Sharding:
