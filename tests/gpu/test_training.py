@@ -139,7 +139,7 @@ def test_losses_are_those_of_transformers_and_torch_adamw(job: DeviceContext, tm
     assert ours == pytest.approx(transformers_losses(config, tmp_path), rel=1e-4)
 
 
-@pytest.mark.parametrize("backend", ["flash", "fused"])
+@pytest.mark.parametrize("backend", ["flash", "fused", "local", "unfused"])
 @pytest.mark.parametrize("recompute", ["selective", "full"])
 def test_attention_backends_and_recomputation_learn_alike(
     job: DeviceContext, backend: str, recompute: str
