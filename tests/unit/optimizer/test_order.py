@@ -207,8 +207,8 @@ class Linear(torch.autograd.Function):
 
 
 def executed_while_the_host_goes_on(zero_stage: ZeroStage) -> list[tuple[int, int, int]]:
-    """Of some steps: how much compute has executed when all backwards are queued, and when the norm is known; how
-    much is queued then. Nothing executes before the host waits for it."""
+    """Of some steps: how much compute has executed when all backwards are queued, and when the norm is known;
+    how much is queued then. Nothing executes before the host waits for it."""
     fake, found = FakeDevice(LATE), []
     with fake.executing():
         model, steps = Written(), [step[0] for step in make_steps(3, 1, 2)]
