@@ -8,6 +8,8 @@ torch is imported only inside functions, so that packages without torch can use 
 from __future__ import annotations
 
 import ctypes
+import importlib.metadata
+import importlib.util
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,12 +42,17 @@ class MachineFacts:
     cuda_name: str = ""
     """The first GPU's name, as its driver reports it."""
 
+    libraries: frozenset[str] = frozenset()
+    """Those of `GPU_LIBRARIES` that are installed."""
+
     @staticmethod
     def probe() -> MachineFacts:
         """Look at this machine; imports torch to count the GPUs, if there is a CUDA driver."""
         cores, host = usable_cores(), usable_memory()
         if not _has_cuda_driver():
-            return MachineFacts(cuda_devices=0, cpu_cores=cores, host_memory_bytes=host)
+            return MachineFacts(
+                cuda_devices=0, cpu_cores=cores, host_memory_bytes=host, libraries=installed_libraries()
+            )
         import torch
 
         gpus = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
@@ -60,7 +67,32 @@ class MachineFacts:
                 numa_node(gpu.pci_domain_id, gpu.pci_bus_id, gpu.pci_device_id)  # type: ignore[attr-defined]
                 for gpu in gpus
             ),
+            libraries=installed_libraries(),
         )
+
+
+GPU_LIBRARIES = {
+    "triton": ("triton",),
+    "transformer_engine": ("transformer_engine", "transformer_engine_torch"),
+    "flash_attn_3": ("flash_attn_interface",),
+}
+"""Libraries with kernels that are used where they are found, and their modules or distributions."""
+
+
+def installed_libraries() -> frozenset[str]:
+    """Those of `GPU_LIBRARIES` that are installed; none is imported, which takes seconds."""
+    return frozenset(name for name, parts in GPU_LIBRARIES.items() if all(map(_is_installed, parts)))
+
+
+def _is_installed(name: str) -> bool:
+    """Whether a module or distribution of this name can be found: source builds have either."""
+    if importlib.util.find_spec(name) is not None:
+        return True
+    try:
+        importlib.metadata.distribution(name)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 _CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")

@@ -48,6 +48,21 @@ class OddModel(torch.nn.Module):
         return (self.last(torch.tanh(self.first(batch))) * self.gain).square().mean()
 
 
+class WideModel(torch.nn.Module):
+    """Matrices of 78,000 and, with the last gradient, 143,520 elements: buckets of 2**16 cut both."""
+
+    def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = torch.nn.Linear(24 * 23, 260, bias=False)
+        self.last = torch.nn.Linear(260, 300)
+        self.to(dtype)
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """The loss of inputs [B, 23]."""
+        return self.last(torch.tanh(self.first(batch.repeat(1, 24)))).square().mean()
+
+
 def make_steps(num_steps: int, dp_size: int, num_micro_batches: int, seed: int = 1) -> list[Step]:
     """Inputs of [4, 23] for every step, rank and micro-batch."""
     generator = torch.Generator().manual_seed(seed)

@@ -30,6 +30,7 @@ from patch.config import (  # noqa: E402
     Invocation,
     fetch_from_hub,
     parse_args,
+    resolve_transformer_impl,
     resume_notes,
     run_warnings,
     set_spares_aside,
@@ -62,10 +63,11 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
     )
     notes = validate_run(config, machine)
     config = fetch_from_hub(config, weights=not invocation.dry_run)
+    config, layers = resolve_transformer_impl(config, machine)
     config, sharding = resolve_sharding(config, machine)
     config, communication = resolve_cp_comm_type(config)
     config, activations = resolve_activations(config, machine)
-    notes = spares + notes + sharding + communication + activations + resume_notes(config)
+    notes = spares + notes + layers + sharding + communication + activations + resume_notes(config)
     return invocation._replace(config=config, rendezvous=rendezvous), notes
 
 

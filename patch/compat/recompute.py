@@ -1,9 +1,9 @@
 """Two defects of megatron-core's recomputation without an output (`CheckpointWithoutOutput`).
 
-Without Transformer Engine recomputed norms raise a NameError. megatron/core/tensor_parallel/random.py:635-636
-treats `fp8=False` as fp8 (`fp8 is not None`), and fp8 uses names that only Transformer Engine defines
-(588-596). TransformerLayer creates such an object for each recomputed norm (transformer_layer.py:577, 672).
-Delete when megatron-core reads the flag's value.
+megatron/core/tensor_parallel/random.py:635-636 treats `fp8=False` as fp8 (`fp8 is not None`), and fp8 uses
+names that only Transformer Engine defines (588-596): without it recomputed norms raise a NameError. With it
+they ask for a GPU, and so fail on a machine without one. TransformerLayer creates such an object for each
+recomputed norm (transformer_layer.py:577, 672). Delete when megatron-core reads the flag's value.
 
 What is saved for the recomputation are detached copies of the inputs that ask for gradients
 (random.py:599). Autograd keeps such a leaf together with what accumulates its gradient, and that refers to
@@ -23,9 +23,9 @@ _upstream_init = random.CheckpointWithoutOutput.__init__
 _upstream_forward = random.CheckpointWithoutOutputFunction.forward
 
 
-def _init(self: random.CheckpointWithoutOutput, fp8: bool = False) -> None:
+def _init(self: random.CheckpointWithoutOutput, fp8: str | bool | None = False) -> None:
     _upstream_init(self, fp8)
-    self.fp8 = fp8
+    self.fp8 = bool(fp8)
 
 
 def _forward(
@@ -37,7 +37,6 @@ def _forward(
 
 
 def apply() -> None:
-    """Save inputs as they are; without Transformer Engine also use the value of `fp8`."""
+    """Save inputs as they are, and use the value of `fp8`."""
     random.CheckpointWithoutOutputFunction.forward = staticmethod(_forward)
-    if not random.HAVE_TE:
-        random.CheckpointWithoutOutput.__init__ = _init
+    random.CheckpointWithoutOutput.__init__ = _init

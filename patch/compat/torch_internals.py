@@ -1,7 +1,7 @@
 """Functions of torch that have no public name.
 
-They observe reads of parameters and operators, identify the running backward, call back at its end, and
-compute norms of many tensors.
+They observe reads of parameters and operators, identify the running backward, call back at its end, compute
+norms of many tensors, and tell whether an operator has a kernel.
 
 - torch/nn/modules/module.py:1954-1966, 2715: attribute access and `parameters()` read the dict `_parameters`
   of a module. A dict that reports reads works in eager code, in functional_call and in torch.compile, which
@@ -18,6 +18,8 @@ compute norms of many tensors.
   function. Delete when there is a public one.
 - torch/utils/_python_dispatch.py has the mode that sees every operator, also in backward; the public
   TorchFunctionMode does not see backward. Delete when there is a public one.
+- torch/_ops.py:894 asks which kernels an operator has with a private function. Delete when there is a
+  public one.
 """
 
 from __future__ import annotations
@@ -45,6 +47,8 @@ current_backward: Callable[[], int] = torch._C._current_graph_task_id
 """The id of the backward that runs in this thread; -1 if none runs."""
 foreach_norm: Callable[..., tuple[torch.Tensor, ...]] = torch._foreach_norm
 """foreach_norm(tensors, order, dtype=): the norm of each tensor, summed in `dtype`."""
+has_kernel: Callable[[str, str], bool] = torch._C._dispatch_has_kernel_for_dispatch_key
+"""has_kernel(operator, dispatch key): whether torch was built with it."""
 
 
 def connect_to_job_store() -> dist.Store:

@@ -3,6 +3,7 @@
 Imports neither torch nor megatron, so that a wrong command fails at once.
 """
 
+from patch.config.backends import resolve_transformer_impl
 from patch.config.cluster import Rendezvous, slurm_task
 from patch.config.data_record import SetRecord
 from patch.config.file_rules import run_warnings
@@ -42,6 +43,7 @@ __all__ = [
     "parse_args",
     "read_yaml",
     "remember_data",
+    "resolve_transformer_impl",
     "resume_notes",
     "run_warnings",
     "set_spares_aside",

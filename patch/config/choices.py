@@ -22,8 +22,11 @@ Fp8Scaling = Literal["tensorwise", "rowwise", "delayed", "mxfp8", "blockwise"]
 GradientType = Literal["fp32", "bf16"]
 """Type in which gradients are added up and reduced."""
 
-AttentionBackend = Literal["auto", "flash", "fused"]
-"""The kernel that scaled_dot_product_attention prefers on CUDA."""
+AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
+"""The kernel of attention on CUDA: megatron-core's `AttnBackend`. See `patch.config.backends`."""
+
+TransformerImpl = Literal["transformer_engine", "local"]
+"""Whose layers a model has: Transformer Engine's, or those of this project. Megatron-LM's names."""
 
 HfAttention = Literal["eager", "sdpa"]
 """An attention implementation of transformers, as its `attn_implementation` spells it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from patch.config.choices import AttentionBackend, HfAttention, RopeScaling
+from patch.config.choices import AttentionBackend, HfAttention, RopeScaling, TransformerImpl
 from patch.config.flag_field import flag
 
 
@@ -58,8 +58,14 @@ class ModelConfig:
     )
     untie_embeddings_and_output_weights: bool = flag("give the output layer its own weight", False)
     init_method_std: float = flag("standard deviation of random initial weights", 0.008, at_least=0)
+    transformer_impl: TransformerImpl | None = flag(
+        "layers of transformer_engine, or local: our own; auto: the former if it is installed and possible",
+        None,
+        none="auto",
+    )
     attention_backend: AttentionBackend = flag(
-        "kernel that scaled_dot_product_attention prefers on CUDA; CPU has one",
+        "attention on CUDA: auto (the fastest), flash (FlashAttention-3; without it as auto), fused (cuDNN "
+        "first), unfused (all scores), local (kernels of torch alone); CPU has one",
         "auto",
     )
     precision_align: HfAttention | None = flag(

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from patch.config.activation_layers import check_activation_choice, check_activation_layers
+from patch.config.backend_rules import backend_notes, backends_exist
 from patch.config.choices import ZeroStage
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
@@ -354,6 +355,7 @@ RULES: tuple[Rule, ...] = (
     check_activation_choice,
     check_activation_layers,
     recompute_divides,
+    backends_exist,
     fp8_fits,
     sequence_fits,
     context_parallel_fits,
@@ -384,8 +386,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     if config.model.precision_align is not None:
         yield from _alignment_notes(config, machine)
     yield from _context_parallel_notes(config, machine)
-    if config.model.attention_backend == "flash" and not machine.cuda_devices:
-        yield f"{where('attention_backend')} has no effect on the CPU: attention is torch's SDPA either way"
+    yield from backend_notes(config, machine)
     yield from fp8_notes(config, machine)
     yield from _activation_notes(config)
     yield from _data_notes(config)
@@ -407,8 +408,6 @@ def _context_parallel_notes(config: RunConfig, machine: MachineFacts) -> Iterato
     way = config.parallel.cp_comm_type
     if way is not None and config.parallel.context_parallel_size == 1:
         yield f"{where('cp_comm_type')} has no effect at CP=1"
-    elif way == "p2p" and config.model.attention_backend == "fused" and machine.cuda_devices:
-        yield f"{where('attention_backend')} has no effect with {where('cp_comm_type')} p2p"
 
 
 def _data_notes(config: RunConfig) -> Iterator[str]:
@@ -478,5 +477,3 @@ def _alignment_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
             f"{where('packing')} with {where('precision_align')}: the order of operations is transformers', "
             "but a product of a whole pack has other bits than that of one sequence"
         )
-    if config.model.attention_backend != "auto" and machine.cuda_devices:
-        yield f"{where('attention_backend')} has no effect with {where('precision_align')}"

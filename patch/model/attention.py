@@ -1,17 +1,19 @@
 """Causal attention with torch's scaled_dot_product_attention, which needs no S x S mask.
 
-With a sliding window of W tokens, W queries are computed at a time, so that a mask is at most W x 2W. Packed
-sequences are computed by torch's varlen_attn on CUDA (fp16, bf16), and otherwise one after the other.
+On CUDA (fp16, bf16) packed sequences and sliding windows are computed by torch's varlen_attn. Otherwise
+packed sequences are computed one after the other, and with a window of W tokens W queries at a time, so that
+a mask is at most W x 2W.
 
 It replaces upstream's DotProductAttention (megatron/core/transformer/dot_product_attention.py), which
-materialises the scores and needs Transformer Engine for anything faster. torch chooses FlashAttention or
-cuDNN on CUDA and a fused kernel on the CPU.
+materialises the scores and needs Transformer Engine for anything faster. `patch.config.backends` orders the
+kernels on CUDA; the CPU has one fused kernel.
 
 Shapes: S sequence, B micro-batch, N query heads, G key/value heads of this TP rank, D head size.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -21,17 +23,15 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from patch.config.backends import SdpaKernel
 from patch.model.packed_sequences import PackedSequences
 from patch.model.varlen import attend_varlen, takes_varlen
 
-# Preference order on CUDA. FlashAttention supports no mask, which a window needs; cuDNN is not deterministic.
-# The last two support fp32 and odd head sizes; of them only MATH supports grouped heads, and it materialises
-# all scores.
-_LAST = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-_BACKENDS: dict[str, list[SDPBackend]] = {
-    "auto": [],
-    "flash": [SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, *_LAST],
-    "fused": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, *_LAST],
+_KERNELS: dict[SdpaKernel, SDPBackend] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
 }
 
 
@@ -40,13 +40,13 @@ class CausalAttention(torch.nn.Module):
 
     Args:
         config: upstream's; `kv_channels` sets the default scale 1/sqrt(D), `window_size` the window.
-        backend: auto, flash or fused (`--attention-backend`); has an effect on CUDA only.
+        kernels: the kernels to try, the preferred one first (`Backends.sdpa`); () on a CPU, which has one.
         softmax_scale: the scale of the scores instead of 1/sqrt(D).
         The other arguments are upstream's builder protocol.
     """
 
     may_use_varlen = True
-    """Whether packed sequences may be computed by another kernel than single ones."""
+    """Whether packed sequences and windows may be computed by another kernel than whole rows."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class CausalAttention(torch.nn.Module):
         layer_number: int,
         attn_mask_type: AttnMaskType,
         attention_type: str,
-        backend: str = "auto",
+        kernels: Sequence[SdpaKernel] = (),
         softmax_scale: float | None = None,
         **unused: Any,
     ) -> None:
@@ -63,7 +63,9 @@ class CausalAttention(torch.nn.Module):
         assert attn_mask_type == AttnMaskType.causal and attention_type == "self"
         self.layer_number = layer_number
         self.scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale
-        self.backends = _BACKENDS[backend]
+        self.backends = [_KERNELS[kernel] for kernel in kernels]
+        if self.backends == [SDPBackend.MATH]:
+            self.may_use_varlen = False
         self.window = None if config.window_size is None else config.window_size[0] + 1
         """How many tokens a token attends to, including itself; None: itself and all tokens before it."""
 
@@ -88,10 +90,12 @@ class CausalAttention(torch.nn.Module):
             [S, B, N * D].
         """
         assert attention_mask is None and attention_bias is None
-        chooses_backend = bool(self.backends) and query.is_cuda
-        with sdpa_kernel(self.backends, set_priority=True) if chooses_backend else nullcontext():
+        with sdpa_kernel(self.backends, set_priority=True) if self.backends else nullcontext():
             if packed_seq_params is not None:
                 return self._attend_packed(query, key, value, packed_seq_params)
+            if self.window is not None and self.window < len(query) and self._takes_varlen(query):
+                rows = PackedSequences.of_rows(query.shape[1], len(query), query.device)
+                return self._attend_packed(query, key, value, rows)
             context = self._attend_rows(*(tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)))
         return context.permute(2, 0, 1, 3).reshape(context.shape[2], context.shape[0], -1)
 
@@ -101,11 +105,14 @@ class CausalAttention(torch.nn.Module):
         """Attend within each sequence: [S, B, N or G, D] in, [S, B, N * D] out."""
         length, rows = query.shape[:2]
         query, key, value = (tensor.transpose(0, 1).flatten(0, 1) for tensor in (query, key, value))
-        if self.may_use_varlen and takes_varlen(query):
+        if self._takes_varlen(query):
             context = attend_varlen(query, key, value, packed, scale=self.scale, window=self.window)
         else:
             context = self._attend_each(query, key, value, packed)
         return context.reshape(rows, length, -1).transpose(0, 1).contiguous()
+
+    def _takes_varlen(self, query: torch.Tensor) -> bool:
+        return self.may_use_varlen and takes_varlen(query)
 
     def _attend_each(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
@@ -129,6 +136,10 @@ class CausalAttention(torch.nn.Module):
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """Attend with the given mask, or causally without one: [B, N or G, S, D] in, [B, N, S, D] out."""
+        if query.is_cuda and (mask is not None or query.dtype == torch.float32):
+            # Only kernels without grouped heads take these, except one that materialises all scores.
+            repeats = query.shape[1] // key.shape[1]
+            key, value = (heads.repeat_interleave(repeats, dim=1) for heads in (key, value))
         return F.scaled_dot_product_attention(
             query, key, value, mask, is_causal=mask is None, scale=self.scale,
             enable_gqa=key.shape[1] != query.shape[1],

@@ -16,6 +16,8 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
+from patch.compat.torch_internals import has_kernel
+
 MULTIPLE = 16
 """CUDA's 8-bit products need a contracted dimension and columns that are multiples of this."""
 
@@ -23,6 +25,10 @@ _SMALLEST_AMAX = 2.0**-100
 """Below it the scale stays, so that the scale of zeros, and its inverse, are normal float32 numbers."""
 _SIGN_AND_EXPONENT = -(2**23)
 """The bits of a float32 that are left if its mantissa is cleared."""
+
+
+_IS_ON_CPU = has_kernel("aten::_scaled_mm_v2", "CPU")
+"""torch 2.13 has 8-bit products on the CPU, 2.11 only on GPUs."""
 
 
 class Fp8Matrix(NamedTuple):
@@ -71,6 +77,8 @@ def product(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, *, fast: bool = Fals
         dtype: of the result; CUDA's row-wise kernel has bfloat16 only.
         fast: fewer bits in the tensor cores' sums (CUDA), for a forward.
     """
+    if not (a.values.is_cuda or _IS_ON_CPU):
+        return (a.values.float() @ b.values.float().t() * a.scale_inv * b.scale_inv.t()).to(dtype)
     recipe = ScalingType.RowWise if a.scale_inv.dim() else ScalingType.TensorWise
     return scaled_mm(
         a.values, b.values.t(), a.scale_inv, recipe, b.scale_inv.t(), recipe,

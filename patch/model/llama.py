@@ -32,6 +32,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.functional import silu
 
 from patch.compat.stage_layout import StageLayout
+from patch.config.backends import Backends
 from patch.config.pipeline_stages import smallest_micro_batch_group, split_layers
 from patch.config.schema import Execution, Fp8, ModelConfig
 from patch.device import torch_dtype
@@ -39,6 +40,7 @@ from patch.distributed.zigzag import Zigzag
 from patch.families import traits_of
 from patch.memory import UNLIMITED, CudaDevice, SavedTensors, SimulatedDevice
 from patch.model.activation_layers import set_activation_layers
+from patch.model.backends import backends_on
 from patch.model.fp8_linear import use_fp8
 from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
 from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
@@ -179,6 +181,7 @@ class LlamaModel(GPTModel):
         aligned: the operations (of `SOURCES`) in Hugging Face's order.
         vp_stage: the index of this stage among the stages of its process.
         fp8: the settings of 8-bit products; None: products have the weights' type.
+        backends: what serves its operations.
     """
 
     activation_offload: SavedTensors | None = None
@@ -192,6 +195,7 @@ class LlamaModel(GPTModel):
         aligned: frozenset[str],
         vp_stage: int,
         fp8: Fp8 | None,
+        backends: Backends,
     ) -> None:
         stage = vp_stage * groups.pp.size() + groups.pp.rank()
         num_stages = (upstream.virtual_pipeline_model_parallel_size or 1) * groups.pp.size()
@@ -205,6 +209,7 @@ class LlamaModel(GPTModel):
                 model,
                 num_layers,
                 aligned,
+                backends,
                 is_context_parallel=groups.cp.size() > 1,
                 has_pieces=has_pieces,
             ),
@@ -349,9 +354,10 @@ def build_llama_model(
         aligned = frozenset(SOURCES) if model.precision_align is not None else frozenset()
     upstream = transformer_config(model, groups, execution, cuda=device.type == "cuda", aligned=aligned)
     set_attention_factor(upstream, model)
+    backends = backends_on(device, model, execution, groups)
     fp8 = execution.fp8 if execution.precision == "fp8" else None
     stages = [
-        LlamaModel(model, upstream, groups, aligned, vp_stage, fp8).to(device)
+        LlamaModel(model, upstream, groups, aligned, vp_stage, fp8, backends).to(device)
         for vp_stage in range(upstream.virtual_pipeline_model_parallel_size or 1)
     ]
     offload = _activation_offload(device) if execution.cpu_offloading else None

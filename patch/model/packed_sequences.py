@@ -67,6 +67,20 @@ class PackedSequences(PackedSeqParams):
             position_ids=send(zigzag.cut(positions, 1), device),
         )
 
+    @classmethod
+    def of_rows(cls, num_rows: int, length: int, device: torch.device) -> PackedSequences:
+        """Rows of `length` tokens that are one sequence each, for kernels that know packed sequences only."""
+        borders = torch.arange(0, (num_rows + 1) * length, length, dtype=torch.int32, device=device)
+        return cls(
+            qkv_format="sbhd",
+            cu_seqlens_q=borders,
+            cu_seqlens_kv=borders,
+            max_seqlen_q=length,
+            max_seqlen_kv=length,
+            lengths=[length] * num_rows,
+            position_ids=torch.arange(length, device=device).expand(num_rows, -1),
+        )
+
 
 def give_own_positions(
     decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any], *, angles: RotaryAngles

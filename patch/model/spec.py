@@ -18,6 +18,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
+from patch.config.backends import Backends
 from patch.config.schema import ModelConfig
 from patch.families import traits_of
 from patch.model.attention import CausalAttention
@@ -40,6 +41,7 @@ from patch.model.weight_gradient import AccumulatingColumn, AccumulatingRow
 def layer_spec(
     model: ModelConfig,
     aligned: frozenset[str],
+    backends: Backends,
     *,
     is_context_parallel: bool = False,
     has_pieces: bool = False,
@@ -49,6 +51,7 @@ def layer_spec(
     Args:
         model: decides the norms of heads and the attention.
         aligned: the operations (of hf_order.SOURCES) in Hugging Face's order.
+        backends: what serves its operations.
         is_context_parallel: whether several ranks share each sequence.
         has_pieces: whether the messages of tensor parallelism are cut in pieces (overlapped_linear.py).
     """
@@ -60,7 +63,7 @@ def layer_spec(
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=SeparateQKV if "qkv" in aligned else column,
-            core_attention=_core_attention(model, "attention" in aligned, is_context_parallel),
+            core_attention=_core_attention(model, "attention" in aligned, backends, is_context_parallel),
             linear_proj=row,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
@@ -107,25 +110,27 @@ def _head_norm(model: ModelConfig, aligned: frozenset[str]) -> type[torch.nn.Mod
     return AlignedHeadRMSNorm if "rmsnorm" in aligned else HeadRMSNorm
 
 
-def _core_attention(model: ModelConfig, is_aligned: bool, is_context_parallel: bool) -> ModuleSpec:
+def _core_attention(
+    model: ModelConfig, is_aligned: bool, backends: Backends, is_context_parallel: bool
+) -> ModuleSpec:
     if is_aligned:
         assert not is_context_parallel, "validate_run refuses it"
         return ModuleSpec(module=EagerAttention if model.precision_align == "eager" else AlignedSdpa)
     attention = ContextParallelAttention if is_context_parallel else CausalAttention
-    return ModuleSpec(module=attention, params={"backend": model.attention_backend})
+    return ModuleSpec(module=attention, params={"kernels": backends.sdpa})
 
 
 def block_spec(
-    model: ModelConfig, num_local_layers: int, aligned: frozenset[str], **layer: bool
+    model: ModelConfig, num_local_layers: int, aligned: frozenset[str], backends: Backends, **layer: bool
 ) -> TransformerBlockSubmodules:
     """The layers of one pipeline stage, and the norm after the last layer of the model.
 
     Args:
         model: see `layer_spec`.
         num_local_layers: layers of the stage.
-        aligned, layer: see `layer_spec`.
+        aligned, backends, layer: see `layer_spec`.
     """
     return TransformerBlockSubmodules(
-        layer_specs=[layer_spec(model, aligned, **layer)] * num_local_layers,
+        layer_specs=[layer_spec(model, aligned, backends, **layer)] * num_local_layers,
         layer_norm=_norm(aligned),
     )

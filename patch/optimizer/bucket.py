@@ -100,7 +100,7 @@ class Bucket:
         return self.buffer[param.begin - self.range.begin : param.end - self.range.begin], is_first
 
     def collect(self, param: ParamRange, gradient: torch.Tensor | None, *, is_nested: bool) -> None:
-        """Add one parameter's gradient to the buffer.
+        """Add the gradient of one parameter, or of its part in this bucket, to the buffer.
 
         Args:
             gradient: None: it was written to its place (`open_place`) already.

@@ -114,9 +114,12 @@ class GradBuffer:
         for number, stage in enumerate(stages):
             on_forward = partial(self._forwarded.add, number)
             follow_backward(stage, on_forward, partial(self._begin_backward, number))
+        places: dict[int, list[tuple[Bucket, ParamRange]]] = {}
         for bucket in self.buckets:
             for param in bucket.range.params:
-                self._register(*trained[param.parameter], bucket, param)
+                places.setdefault(param.parameter, []).append((bucket, param))
+        for index, parts in places.items():
+            self._register(*trained[index], parts)
 
     def reset(self) -> None:
         """Forget the last step's gradients, and a backward that an error ended."""
@@ -183,6 +186,7 @@ class GradBuffer:
             self._like.new_zeros(numel // (domain.num_shards if self._is_sharded else 1))
             for numel, domain in zip(numels, domains, strict=True)
         ]
+        self._flats = flats
         buckets = []
         for index, bucket_range in enumerate(bucket_ranges):
             domain, flat = domains[bucket_range.domain], flats[bucket_range.domain]
@@ -195,36 +199,52 @@ class GradBuffer:
             buckets.append(Bucket(index, bucket_range, flat[begin:end], buffer, domain))
         return buckets
 
-    def _register(self, name: str, parameter: torch.nn.Parameter, bucket: Bucket, param: ParamRange) -> None:
-        """Have a parameter's gradients collected as backward completes them."""
-
-        def find_place() -> tuple[torch.Tensor, bool]:
-            self._prepare(name, bucket)
-            place, is_first = bucket.open_place(param)
-            return place.view(parameter.shape), is_first
-
-        main_grad = MainGrad(parameter, self._stand_ins, find_place) if self._is_fused else None
-        if main_grad is not None:
+    def _register(
+        self, name: str, parameter: torch.nn.Parameter, parts: list[tuple[Bucket, ParamRange]]
+    ) -> None:
+        """Have a parameter's gradients collected, in one bucket or several, as backward completes them."""
+        main_grad: MainGrad | None = None
+        # At stage `gradients` the parts of a parameter that is cut are not beside each other.
+        if self._is_fused and (len(parts) == 1 or not self._is_sharded):
+            place = partial(self._find_place, name, parameter.shape, parts)
+            main_grad = MainGrad(parameter, self._stand_ins, place)
             self._main_grads.append(main_grad)
 
         def on_gradient(parameter: torch.nn.Parameter) -> None:
             gradient, parameter.grad = parameter.grad, None
             is_written = main_grad is not None and gradient is not None and main_grad.take_note(gradient)
             _check_gradient(name, gradient)
-            self._prepare(name, bucket)
+            assert gradient is not None
+            self._begin_writing(name, parts)
             is_nested = current_backward() != self._backward
-            bucket.collect(param, None if is_written else gradient, is_nested=is_nested)
-            self._launch_ready()
+            for bucket, param in parts:
+                self._provide_buffer(bucket)
+                part = None if is_written else _part(gradient, param, len(parts))
+                bucket.collect(param, part, is_nested=is_nested)
+                self._launch_ready()
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
 
-    def _prepare(self, name: str, bucket: Bucket) -> None:
-        """A gradient of a parameter is about to be written to its bucket's buffer."""
-        stage = bucket.range.stage
+    def _begin_writing(self, name: str, parts: list[tuple[Bucket, ParamRange]]) -> None:
+        """A gradient of a parameter is about to be written to its buckets."""
+        stage = parts[0][0].range.stage
         if (self._is_backward_over or stage not in self._open) and stage in self._forwarded:
             self._begin_backward(stage, current_backward())  # used beside the forward
-        _check_bucket(name, bucket)
-        self._provide_buffer(bucket)
+        for bucket, _ in parts:
+            _check_bucket(name, bucket)
+
+    def _find_place(
+        self, name: str, shape: torch.Size, parts: list[tuple[Bucket, ParamRange]]
+    ) -> tuple[torch.Tensor, bool]:
+        """Where a layer is to write a parameter's gradient now; whether it overwrites what is there."""
+        self._begin_writing(name, parts)
+        for bucket, _ in parts:
+            self._provide_buffer(bucket)
+        places = [bucket.open_place(param) for bucket, param in parts]
+        place, is_first = places[0]
+        if len(parts) > 1:
+            place = self._flats[parts[0][0].range.domain][parts[0][1].begin : parts[-1][1].end]
+        return place.view(shape), is_first
 
     def _begin_backward(self, stage: int, backward: int) -> None:
         """A gradient has come to a stage: the first one in a backward begins the stage's micro-batch."""
@@ -316,6 +336,13 @@ class GradBuffer:
             self._staging.append(self._like.new_empty(largest))
             self._num_staging += 1
         return self._staging.pop()
+
+
+def _part(gradient: torch.Tensor, param: ParamRange, num_parts: int) -> torch.Tensor:
+    """The gradient of a parameter's part: as it is, or of a parameter that is cut flat."""
+    if num_parts == 1:
+        return gradient
+    return gradient.reshape(-1)[param.offset : param.offset + param.end - param.begin]
 
 
 def _check_gradient(name: str, gradient: torch.Tensor | None) -> None:

@@ -5,11 +5,17 @@ gradients are complete first; a bucket closes when it holds `bucket_size` elemen
 every rank's shard of it has the same size. Inside a bucket parameters with weight decay come first, so that
 a shard is at most a few ranges of one parameter group each. Each domain (domain.py) has a flat buffer of its
 own; the buckets of all of them are in one order. All records of ranges are here.
+
+Buckets are tapered: no compute hides the messages of those that backward completes last, and the next
+forward needs them first. So a bucket has at most half of the elements that are left, down to a smallest
+size. The last gradient, mostly that of the embedding, comes at once; it is cut in buckets whose sizes halve,
+so that the smaller ones are summed, updated and gathered while the larger ones travel. Any other parameter
+that is larger than a bucket is cut in equal parts, so that no staging buffer is larger than a bucket.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -17,6 +23,10 @@ import torch
 
 # A shard's elements are a multiple of this, so that vector kernels and collectives start aligned.
 ALIGNMENT = 64
+_SMALLEST_NUMEL = 2**16
+"""Elements of a bucket below which its messages cost their latency, whatever their size."""
+_SMALLEST_SHARE = 16
+"""A tapered bucket has at least 1/16 of `bucket_size`."""
 
 
 class ParamSpec(NamedTuple):
@@ -26,7 +36,7 @@ class ParamSpec(NamedTuple):
     group: int
     """Index of its parameter group: the order of groups inside a bucket."""
     is_alone: bool = False
-    """In a bucket of its own (a tied embedding, which the first and last stage must cut alike)."""
+    """In buckets of its own (a tied embedding, which the first and last stage must cut alike)."""
     stage: int = 0
     """Which of the rank's pipeline stages it belongs to: each has its own backward, no bucket spans two."""
     domain: int = 0
@@ -51,7 +61,8 @@ class BucketRange:
     begin: int
     end: int
     params: tuple[ParamRange, ...]
-    """The parameters in it, whole, in the order of their elements."""
+    """The parameters in it, in the order of their elements: whole ones, or a part of a single one. All parts
+    of a parameter follow each other without gaps."""
     stage: int = 0
     """Which of the rank's pipeline stages they belong to."""
     domain: int = 0
@@ -73,7 +84,7 @@ class BucketRange:
         for param in self.params:
             first, last = max(param.begin, begin), min(param.end, end)
             if first < last:
-                found.append(ParamRange(param.parameter, first, last, first - param.begin))
+                found.append(ParamRange(param.parameter, first, last, param.offset + first - param.begin))
         return found
 
 
@@ -82,7 +93,7 @@ def lay_out(specs: Sequence[ParamSpec], bucket_size: int, num_shards: Sequence[i
 
     Args:
         specs: in the order in which backward completes their gradients.
-        bucket_size: elements after which a bucket closes; a larger parameter is a bucket of its own.
+        bucket_size: elements after which a bucket closes.
         num_shards: of each domain: data-parallel ranks that share a bucket.
     Returns:
         buckets in the order in which their last parameters are complete, in each domain without gaps; without
@@ -91,14 +102,15 @@ def lay_out(specs: Sequence[ParamSpec], bucket_size: int, num_shards: Sequence[i
     if not specs:  # a frozen stage still takes part in what its data-parallel ranks do together
         return [BucketRange(0, num_shards[0] * ALIGNMENT, ())]
     buckets: list[BucketRange] = []
+    units = [shards * ALIGNMENT for shards in num_shards]
     ends = [0] * len(num_shards)
-    for members in _packed(specs, bucket_size):
-        last = specs[members[-1]]
-        begin, unit = ends[last.domain], num_shards[last.domain] * ALIGNMENT
+    for parts in _packed(specs, bucket_size, units):
+        last = specs[parts[-1].parameter]
+        begin, unit = ends[last.domain], units[last.domain]
         params, position = [], begin
-        for index in sorted(members, key=lambda index: specs[index].group):
-            params.append(ParamRange(index, position, position + specs[index].numel))
-            position += specs[index].numel
+        for part in sorted(parts, key=lambda part: specs[part.parameter].group):
+            params.append(ParamRange(part.parameter, position, position + part.numel, part.offset))
+            position += part.numel
         end = ends[last.domain] = begin + -(-(position - begin) // unit) * unit
         buckets.append(BucketRange(begin, end, tuple(params), last.stage, last.domain))
     return buckets
@@ -109,21 +121,65 @@ def flat_numels(buckets: Sequence[BucketRange], num_domains: int) -> list[int]:
     return [max((b.end for b in buckets if b.domain == domain), default=0) for domain in range(num_domains)]
 
 
-def _packed(specs: Sequence[ParamSpec], bucket_size: int) -> list[list[int]]:
-    """Indices of `specs` by bucket; a bucket exceeds `bucket_size` only when one parameter does."""
-    packed: list[list[int]] = []
-    open_: dict[tuple[int, int], list[int]] = {}
-    filled: dict[tuple[int, int], int] = {}
+class _Part(NamedTuple):
+    """Elements of one parameter that are to lie in one bucket."""
+
+    parameter: int
+    offset: int
+    numel: int
+
+
+def _packed(specs: Sequence[ParamSpec], bucket_size: int, units: Sequence[int]) -> list[list[_Part]]:
+    """Parts of parameters by bucket; only a whole parameter in the taper exceeds its bucket's size."""
+    packed: list[list[_Part]] = []
+    open_: dict[tuple[int, int], list[_Part]] = {}
+    room: dict[tuple[int, int], int] = {}
+    last = {spec.domain: index for index, spec in enumerate(specs)}
+    # The last gradient of a domain comes with the one before it, so nothing hides it: it is not counted.
+    left = {domain: -specs[index].numel for domain, index in last.items()}
+    for spec in specs:
+        left[spec.domain] += spec.numel
     for index, spec in enumerate(specs):
-        place = spec.stage, spec.domain
-        if place not in open_ or spec.is_alone or filled[place] + spec.numel > bucket_size:
-            open_[place], filled[place] = [], 0
-            packed.append(open_[place])
-        open_[place].append(index)
-        filled[place] += spec.numel
-        if spec.is_alone:
-            del open_[place]
-    return sorted(packed, key=lambda members: members[-1])
+        place, smallest = (spec.stage, spec.domain), _smallest(bucket_size, units[spec.domain])
+        is_tapered = spec.is_alone or index == last[spec.domain]
+        parts = list(_cut(index, spec.numel, bucket_size, units[spec.domain], is_tapered=is_tapered))
+        is_first = place not in open_ or room[place] < spec.numel
+        if spec.is_alone or len(parts) > 1:
+            packed += [[part] for part in parts]
+            open_.pop(place, None)
+        else:
+            if is_first:
+                open_[place], room[place] = [], min(bucket_size, max(left[spec.domain] // 2, smallest))
+                packed.append(open_[place])
+            open_[place] += parts
+            room[place] -= spec.numel
+        left[spec.domain] -= spec.numel
+    return sorted(packed, key=lambda parts: parts[-1].parameter)
+
+
+def _smallest(bucket_size: int, unit: int) -> int:
+    """Elements of the smallest bucket of a taper."""
+    return max(bucket_size // _SMALLEST_SHARE, _SMALLEST_NUMEL, unit)
+
+
+def _cut(index: int, numel: int, bucket_size: int, unit: int, *, is_tapered: bool) -> Iterator[_Part]:
+    """A parameter in parts of which none exceeds a bucket, and all but the last are multiples of `unit`.
+
+    They depend on nothing but the parameter's size, because two stages must cut a tied embedding alike.
+
+    Args:
+        is_tapered: each part is at most half of what is left; else parts are about equal.
+    """
+    smallest = _smallest(bucket_size, unit)
+    largest, offset = max(bucket_size, smallest), 0
+    while offset < numel:
+        left = numel - offset
+        if is_tapered and left >= 2 * smallest:
+            size = min(left // 2, largest) // unit * unit
+        else:
+            size = min(left, -(-left // (-(-left // largest) * unit)) * unit)
+        yield _Part(index, offset, size)
+        offset += size
 
 
 class ShardRange(NamedTuple):

@@ -91,16 +91,17 @@ class ParamBuffer:
         self._members = [
             [parameters[param.parameter] for param in bucket_range.params] for bucket_range in bucket_ranges
         ]
-        self._bucket_of: dict[torch.Tensor, int] = {}
+        self._buckets_of: dict[torch.Tensor, list[int]] = {}
+        """Buckets that hold a parameter, or parts of it."""
         with torch.no_grad():
             for index, bucket_range in enumerate(bucket_ranges):
                 for param, parameter in zip(bucket_range.params, self._members[index], strict=True):
-                    flat = self.flats[bucket_range.domain]
-                    view = flat[param.begin : param.end].view(parameter.shape)
-                    parameter.data = view.copy_(parameter)
-                    self._bucket_of[parameter] = index
+                    if param.offset == 0:  # its other parts follow without gaps
+                        whole = self.flats[bucket_range.domain].narrow(0, param.begin, parameter.numel())
+                        parameter.data = whole.view(parameter.shape).copy_(parameter)
+                    self._buckets_of.setdefault(parameter, []).append(index)
         for module in chain.from_iterable(stage.modules() for stage in stages):
-            own = [p for p in own_parameters(module).values() if p in self._bucket_of]
+            own = [p for p in own_parameters(module).values() if p in self._buckets_of]
             if own:
                 watch_reads(module, self)
                 wait = self._waiter(own)
@@ -226,7 +227,8 @@ class ParamBuffer:
         if torch.compiler.is_compiling():  # traced: one break of the graph, not one for each bucket
             self.finish_param_sync()
             return
-        self._wait_for(sorted({self._bucket_of[p] for p in parameters if p in self._bucket_of}))
+        known = (self._buckets_of[p] for p in parameters if p in self._buckets_of)
+        self._wait_for(sorted(set(chain.from_iterable(known))))
 
     def _waiter(self, own: list[torch.nn.Parameter]) -> Callable[..., None]:
         def wait(module: torch.nn.Module, *arguments: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from patch.config import RunConfig
+from patch.config.backends import backends_of
 from patch.config.checkpoint_places import newest_saved
 from patch.config.choices import Recompute
 from patch.config.run_length import is_counted_in_samples, num_train_samples, with_samples
@@ -49,6 +50,7 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             f"{tokens} tokens, {counted(config.num_micro_batches, 'micro-batch')} a replica, "
             + _flops(config),
             *_packing(config),
+            *_kernels(config, machine),
             f"run         {_length(config)}",
             *_resume(config),
             *_shortages(config, machine),
@@ -109,6 +111,11 @@ def _packing(config: RunConfig) -> list[str]:
         f"packing     on: several rows share a sequence of {config.sample_length} tokens, a sample of the "
         "step is such a sequence"
     ]
+
+
+def _kernels(config: RunConfig, machine: MachineFacts) -> list[str]:
+    """A line about what serves each operation on a GPU."""
+    return [f"kernels     {backends_of(config, machine).line}"] if machine.cuda_devices else []
 
 
 def _split_layers(config: RunConfig) -> list[str]:

@@ -46,7 +46,7 @@ from patch.training.trainer import Trainer
 
 _logger = get_logger(__name__)
 
-_AUTO = "auto, for which each machine chooses by its own memory"
+_AUTO = "auto, for which each machine chooses by its own memory and libraries"
 _CHOSEN = (
     "data_parallel_sharding",
     "recompute_granularity",
@@ -54,8 +54,9 @@ _CHOSEN = (
     "recompute_num_layers",
     "cpu_offloading",
     "cpu_offloading_num_layers",
+    "transformer_impl",
 )
-"""Fields that `resolve_sharding` and `resolve_activations` set."""
+"""Fields that `resolve_sharding`, `resolve_activations` and `resolve_transformer_impl` set."""
 
 
 def run(config: RunConfig) -> None:

@@ -2,7 +2,7 @@
 
 DP 1 to 4, buckets of one parameter up to the whole model, accumulation 1 and 4, every ZeRO stage, with and
 without decay, clipping in every step, a parameter of 7 elements over 4 ranks; bf16 weights with their fp32
-masters, of which the optimizer holds no more than the low half.
+masters, of which the optimizer holds no more than the low half; parameters that several buckets hold.
 
 Equal to the bit, but for ZeRO stage `none` at DP 3 and 4, where gloo's all-reduce adds ranks up in an order
 of its own: bound ALL_REDUCE_BOUND on weights near 0.1 that moved by up to 10 x 3e-3.
@@ -30,6 +30,7 @@ from optimizer_runs import (
     OddModel,
     Oracle,
     Step,
+    WideModel,
     build_optimizer,
     make_steps,
     measure_zero_stages,
@@ -54,10 +55,16 @@ class Case(NamedTuple):
     accumulation: int
     dtype: torch.dtype = torch.float32
     is_decoupled: bool = True
+    is_wide: bool = False
+    """Parameters are larger than buckets, which cut them."""
+
+    def model(self) -> torch.nn.Module:
+        """A new one, with the same weights every time."""
+        return (WideModel if self.is_wide else OddModel)(dtype=self.dtype)
 
     def steps(self, dp_size: int) -> list[Step]:
         """Its data."""
-        steps = make_steps(NUM_STEPS, dp_size, self.accumulation)
+        steps = make_steps(2 if self.is_wide else NUM_STEPS, dp_size, self.accumulation)
         return [[[batch.to(self.dtype) for batch in of_rank] for of_rank in step] for step in steps]
 
 
@@ -65,6 +72,7 @@ CASES = [
     *(Case(*values) for values in product(ZERO_STAGES, BUCKET_SIZES, ACCUMULATIONS)),
     *(Case(zero_stage, 300, 4, torch.bfloat16) for zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)),
     Case(ZeroStage.OPTIMIZER, 300, 1, is_decoupled=False),
+    *(Case(zero_stage, 2**16, 2, is_wide=True) for zero_stage in ZERO_STAGES),
 ]
 
 
@@ -91,7 +99,7 @@ def wait_everywhere(optimizer: OverlappedDistributedOptimizer) -> None:
 
 
 def train(case: Case, rank: int, dp_size: int, *, overlaps: bool) -> Outcome:
-    model = OddModel(dtype=case.dtype)
+    model = case.model()
     optimizer = build_optimizer(
         model, case.zero_stage, reduce_bucket_size=case.bucket_size, decoupled_weight_decay=case.is_decoupled
     )
@@ -115,7 +123,7 @@ def run_cases(rank: int, world_size: int) -> dict[str, Any]:
 
 
 def oracle(case: Case, dp_size: int) -> Outcome:
-    reference = Oracle(OddModel(dtype=case.dtype), case.zero_stage, is_decoupled=case.is_decoupled)
+    reference = Oracle(case.model(), case.zero_stage, is_decoupled=case.is_decoupled)
     norms = [reference.take_step(step) for step in case.steps(dp_size)]
     return Outcome(norms, weights_of(reference.model))
 
@@ -128,13 +136,13 @@ def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_weights_after_ten_steps_are_those_of_the_oracle(ranks: list, case: Case) -> None:
-    expected = oracle(case, len(ranks))
+    expected, initial = oracle(case, len(ranks)), weights_of(case.model())
     bound = ALL_REDUCE_BOUND if case.zero_stage is ZeroStage.NONE and len(ranks) > 2 else 0.0
     for found in ranks:
         assert found["overlapped"][case].norms == pytest.approx(expected.norms, rel=1e-5 if bound else 1e-14)
         for name, weight in found["overlapped"][case].weights.items():
             np.testing.assert_allclose(weight, expected.weights[name], rtol=0, atol=bound, err_msg=name)
-            assert np.abs(weight - weights_of(OddModel())[name]).max() > LR
+            assert np.abs(weight - initial[name]).max() > LR
 
 
 def test_overlap_changes_no_bit(ranks: list) -> None:

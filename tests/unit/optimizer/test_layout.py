@@ -27,6 +27,10 @@ def random_specs(seed: int) -> list[ParamSpec]:
 
 MODELS = [random_specs(seed) for seed in range(12)]
 EVERY = list(product(range(len(MODELS)), BUCKET_SIZES, SHARDS))
+SMALLEST = 2**16
+"""Elements of a bucket that is not worth to be smaller: models above have none as large."""
+LARGE = [[spec._replace(numel=spec.numel * 1117) for spec in model] for model in MODELS]
+"""Up to 4.6 million elements a parameter."""
 
 
 def laid_out(model: int, bucket_size: int, num_shards: int) -> tuple[list[ParamSpec], list[BucketRange]]:
@@ -148,6 +152,56 @@ def test_domains_have_buffers_of_their_own_and_one_order_of_buckets() -> None:
             assert flat_numels(buckets, 3)[domain] == (own[-1].end if own else 0)
         completed = [max(param.parameter for param in bucket.params) for bucket in buckets]
         assert completed == sorted(completed)
+
+
+def test_parts_of_large_parameters_follow_each_other_in_equal_aligned_shards() -> None:
+    for specs, bucket_size, num_shards in product(LARGE, (1, 10**5, 10**6, 10**9), (1, 3, 8)):
+        buckets, unit = lay_out(specs, bucket_size, [num_shards]), num_shards * ALIGNMENT
+        assert buckets[0].begin == 0 and all(b.end == a.begin for b, a in pairwise(buckets))
+        found: dict[int, list] = {}
+        for bucket in buckets:
+            filled = bucket.params[-1].end - bucket.begin
+            assert bucket.params[0].begin == bucket.begin and bucket.numel == -(-filled // unit) * unit
+            assert all(p.begin == before.end for before, p in pairwise(bucket.params))
+            for param in bucket.params:
+                found.setdefault(param.parameter, []).append(param)
+            shards = [bucket.params_within(*bucket.shard(rank, num_shards)) for rank in range(num_shards)]
+            first = bucket.params[0]
+            cut = [part for shard in shards for part in shard if part.parameter == first.parameter]
+            assert cut[0].offset == first.offset
+            assert all(a.offset == b.offset + b.end - b.begin for b, a in pairwise(cut))
+        for index, parts in found.items():
+            assert parts[0].offset == 0 and sum(p.end - p.begin for p in parts) == specs[index].numel
+            assert all(
+                a.begin == b.end and a.offset == b.offset + b.end - b.begin for b, a in pairwise(parts)
+            )
+        assert list(dict.fromkeys(p.parameter for b in buckets for p in sorted(b.params))) == [
+            *range(len(specs))
+        ]
+
+
+def test_no_bucket_is_larger_than_its_size_or_the_smallest() -> None:
+    for specs, bucket_size, num_shards in product(LARGE, (1, 10**5, 10**6, 10**9), (1, 3, 8)):
+        for bucket in lay_out(specs, bucket_size, [num_shards]):
+            assert bucket.numel < max(bucket_size, SMALLEST) + num_shards * ALIGNMENT
+
+
+def test_the_end_of_backward_is_tapered() -> None:
+    """Layers of 20 x 2**18 elements, then an embedding of 2**22."""
+    layers = [ParamSpec(2**18, 0)] * 20
+    sizes = [bucket.numel for bucket in lay_out([*layers, ParamSpec(2**22, 0)], 2**21, [8])]
+    of_layers, of_embedding = sizes[:-6], sizes[-6:]
+    assert of_layers == [8 * 2**18, 6 * 2**18, 3 * 2**18, 2**18, 2**18, 2**18]
+    assert of_embedding == [2**21, 2**20, 2**19, 2**18, 2**17, 2**17]
+
+
+def test_a_tied_embedding_is_cut_alike_wherever_it_comes() -> None:
+    tied, layers = ParamSpec(3_000_001, 0, is_alone=True), [ParamSpec(2**18, 0)] * 20
+    first_stage, last_stage = (
+        [[(p.offset, p.end - p.begin) for b in lay_out(specs, 2**20, [4]) for p in b.params
+          if specs[p.parameter].is_alone] for specs in ([*layers, tied], [tied, *layers])]
+    )  # fmt: skip
+    assert first_stage == last_stage and len(first_stage) > 3
 
 
 @pytest.mark.parametrize("bucket_size,expected", [(1, 3), (10, 3), (14, 2), (21, 1), (10**9, 1)])

@@ -1,0 +1,216 @@
+"""Which kernels serve which operation of a model: one table for the model, the plan and the log.
+
+`choose_backends` decides by what is installed, the GPU and the run. The rules refuse what cannot be had;
+`auto` takes the fastest that is installed and allowed. Facts behind the order of attention kernels:
+
+    Hopper      cuDNN is 1.7 to 2.3 x as fast as FlashAttention-2 (huggingface/transformers#48163) and not
+                slower than FlashAttention-3 (Transformer Engine 2.11 prefers it to both, "for performance")
+    Ampere, Ada FlashAttention-2 is as fast as cuDNN, or faster (the same thread)
+    cuDNN       is not deterministic, which torch knows; the FlashAttentions are in deterministic mode
+    FlashAttention-3    only Hopper; torch's SDPA, varlen_attn and our ring then use it instead of its own
+
+Not used even if installed: flash-attn 2, because torch has its kernels; liger-kernel, because its SwiGLU
+takes gate and up, and its RoPE q and k, as tensors with memory of their own, not the merged products, and its
+loss needs the whole vocabulary on a rank.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from patch.config.choices import Precision, TransformerImpl
+from patch.config.schema import Execution, ModelConfig, RunConfig
+from patch.device import MachineFacts
+
+SdpaKernel = Literal["flash", "cudnn", "efficient", "math"]
+"""A kernel of torch's scaled_dot_product_attention on CUDA."""
+
+_HOPPER = 9
+_CUDNN_FIRST = (9, 10)
+"""Major compute capabilities where cuDNN's attention is the fastest: Hopper, and Blackwell for servers."""
+
+
+class Served(NamedTuple):
+    """One row of the table."""
+
+    operation: str
+    by: str
+    reason: str = ""
+    """Why not by something faster; "" if there is nothing to say."""
+
+    def __str__(self) -> str:
+        return f"{self.operation} {self.by}" + (f" ({self.reason})" if self.reason else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Backends:
+    """What serves the operations of a model on one device."""
+
+    transformer_impl: TransformerImpl
+    sdpa: tuple[SdpaKernel, ...]
+    """Kernels of attention in the order of preference, on CUDA; empty on a CPU, which has one."""
+    has_flash_attention_3: bool
+    """Whether torch's FlashAttention is replaced by flash-attn 3's."""
+    rows: tuple[Served, ...]
+
+    @property
+    def line(self) -> str:
+        """The table in one line, for the log."""
+        return "; ".join(map(str, self.rows))
+
+
+def choose_backends(
+    model: ModelConfig, execution: Execution, machine: MachineFacts, *, cp_size: int = 1
+) -> Backends:
+    """What serves a model that the rules have let pass.
+
+    Args:
+        model: the model.
+        execution: how it is computed.
+        machine: the device and the installed libraries; without GPUs the model is on the CPU.
+        cp_size: ranks that share each sequence.
+    """
+    is_cuda = bool(machine.cuda_devices)
+    is_aligned = model.precision_align is not None
+    impl: TransformerImpl = model.transformer_impl or "local"
+    has_fa3 = is_cuda and not is_aligned and _takes_flash_attention_3(model, machine)
+    sdpa = _sdpa_order(model, execution, machine, has_fa3) if is_cuda else ()
+    backends = Backends(impl, sdpa, has_fa3, ())
+    rows = _aligned_rows() if is_aligned else _rows(backends, model, execution, machine, cp_size)
+    return dataclasses.replace(backends, rows=tuple(rows))
+
+
+def backends_of(config: RunConfig, machine: MachineFacts) -> Backends:
+    """`choose_backends` of a run.
+
+    Args:
+        config: the run.
+        machine: see `choose_backends`.
+    """
+    cp_size = config.parallel.context_parallel_size
+    return choose_backends(config.model, config.execution, machine, cp_size=cp_size)
+
+
+def resolve_transformer_impl(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+    """Replace `--transformer-impl auto` by Transformer Engine where it is installed and possible, else local.
+
+    Args:
+        config: the run.
+        machine: this machine; all are taken to be equal.
+    Returns:
+        the run, and a line if Transformer Engine is installed and not taken.
+    """
+    if config.model.transformer_impl is not None:
+        return config, []
+    obstacle = no_transformer_engine(config, machine)
+    impl: TransformerImpl = "local" if obstacle else "transformer_engine"
+    model = dataclasses.replace(config.model, transformer_impl=impl)
+    is_said = obstacle and machine.cuda_devices and "transformer_engine" in machine.libraries
+    return dataclasses.replace(config, model=model), (
+        [f"--transformer-impl auto: local, because {obstacle}"] if is_said else []
+    )
+
+
+def no_transformer_engine(config: RunConfig, machine: MachineFacts) -> str:
+    """Why a run's layers cannot be Transformer Engine's; "" if they can."""
+    if not machine.cuda_devices:
+        return "Transformer Engine needs a GPU, and this machine has none"
+    if "transformer_engine" not in machine.libraries:
+        return "it is not installed: pip install --no-build-isolation 'transformer-engine[pytorch]'"
+    if config.model.precision_align is not None:
+        return "--precision-align computes in transformers' order of operations"
+    return "layers of Transformer Engine are not built yet"
+
+
+def _takes_flash_attention_3(model: ModelConfig, machine: MachineFacts) -> bool:
+    return (
+        "flash_attn_3" in machine.libraries
+        and machine.compute_capability[0] == _HOPPER
+        and model.attention_backend in ("auto", "flash", "fused")
+    )
+
+
+def _sdpa_order(
+    model: ModelConfig, execution: Execution, machine: MachineFacts, has_fa3: bool
+) -> tuple[SdpaKernel, ...]:
+    """The last two support fp32 and odd head sizes, without grouped heads; math materialises all scores."""
+    wish = model.attention_backend
+    if wish == "unfused":
+        return ("math",)
+    is_cudnn_fast = machine.compute_capability[0] in _CUDNN_FIRST and not (wish == "flash" and has_fa3)
+    if execution.deterministic_mode:
+        return ("flash", "efficient", "math")
+    if wish == "fused" or is_cudnn_fast:
+        return ("cudnn", "flash", "efficient", "math")
+    return ("flash", "cudnn", "efficient", "math")
+
+
+def _rows(
+    backends: Backends, model: ModelConfig, execution: Execution, machine: MachineFacts, cp_size: int
+) -> Iterator[Served]:
+    """The table of a run in the fast order of operations."""
+    is_cuda, is_engine = bool(machine.cuda_devices), backends.transformer_impl == "transformer_engine"
+    yield _attention(backends, model, execution, machine, cp_size)
+    if is_cuda:
+        yield _packed_rows(backends, model, execution.precision)
+    yield Served("norm", "Transformer Engine" if is_engine else "torch's rms_norm")
+    yield Served("RoPE", "torch operations")
+    yield Served("SwiGLU", "torch operations")
+    yield _products(is_engine, execution.precision, machine)
+    yield Served("loss", "chunks of tokens, without logits")
+    yield Served("optimizer", "Triton" if is_cuda else "C++ if there is a compiler, else NumPy")
+
+
+def _attention(
+    backends: Backends, model: ModelConfig, execution: Execution, machine: MachineFacts, cp_size: int
+) -> Served:
+    flash = "FlashAttention-3" if backends.has_flash_attention_3 else "FlashAttention-2"
+    reasons = []
+    if not machine.cuda_devices:
+        return Served("attention", "torch's SDPA")
+    if backends.transformer_impl == "transformer_engine" and model.attention_backend != "local":
+        return Served("attention", "Transformer Engine")
+    if machine.compute_capability[0] == _HOPPER and "flash_attn_3" not in machine.libraries:
+        reasons.append("flash-attn 3 is not installed")
+    if execution.deterministic_mode:
+        reasons.append("cuDNN is not deterministic")
+    names = {"flash": flash, "cudnn": "cuDNN", "efficient": "memory-efficient SDPA", "math": "all scores"}
+    order = backends.sdpa
+    if cp_size > 1 and execution.cp_comm_type == "p2p":
+        order = tuple(kernel for kernel in order if kernel != "cudnn")
+        reasons.append("cuDNN gives the ring no log-sum-exp")
+    if not _is_half(execution.precision):
+        order = tuple(kernel for kernel in order if kernel not in ("flash", "cudnn"))
+        reasons.append("the others take no fp32")
+    return Served("attention", ", else ".join(names[kernel] for kernel in order[:2]), ", ".join(reasons))
+
+
+def _packed_rows(backends: Backends, model: ModelConfig, precision: Precision) -> Served:
+    """Rows of several sequences, and sliding windows."""
+    operation = "packed rows and windows"
+    if model.attention_backend == "unfused" or not _is_half(precision):
+        return Served(operation, "sequence by sequence", "the one kernel takes fp16 and bf16")
+    flash = "FlashAttention-3" if backends.has_flash_attention_3 else "FlashAttention-2"
+    return Served(operation, f"torch's varlen_attn by {flash}")
+
+
+def _products(is_engine: bool, precision: Precision, machine: MachineFacts) -> Served:
+    """The linear layers."""
+    if is_engine:
+        return Served("products", "Transformer Engine")
+    what = "torch's scaled products" if precision == "fp8" else "torch"
+    is_missing = machine.cuda_devices and "transformer_engine" not in machine.libraries
+    return Served("products", what, "Transformer Engine is not installed" if is_missing else "")
+
+
+def _aligned_rows() -> Iterator[Served]:
+    """The table of `--precision-align`."""
+    yield Served("all of a layer", "transformers' operations", "--precision-align")
+    yield Served("loss", "torch's, from logits")
+
+
+def _is_half(precision: Precision) -> bool:
+    return precision != "fp32"

@@ -1,0 +1,128 @@
+"""Which kernels a run gets: by GPU, libraries and settings; what is refused; what plan and log say."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from patch.config import resolve_transformer_impl, user_message, validate_run
+from patch.config.backends import Backends, backends_of
+from patch.device import GPU_LIBRARIES, MachineFacts, installed_libraries
+from patch.errors import ConfigError
+from patch.plan import describe_plan
+
+GPUS = MachineFacts(2, 2, compute_capability=(9, 0), libraries=frozenset({"triton"}))
+AMPERE = dataclasses.replace(GPUS, compute_capability=(8, 0))
+FA3 = dataclasses.replace(GPUS, libraries=frozenset({"triton", "flash_attn_3"}))
+ALL = dataclasses.replace(GPUS, libraries=frozenset(GPU_LIBRARIES))
+LAST = ("efficient", "math")
+
+
+def backends(command: Any, machine: MachineFacts, *flags: str, **positions: str) -> Backends:
+    config = command.parse(*flags, **{"PR": "bf16", **positions}).config
+    return backends_of(config, machine)
+
+
+@pytest.mark.parametrize(
+    ("machine", "wish", "order"),
+    [
+        (GPUS, "auto", ("cudnn", "flash")),
+        (GPUS, "flash", ("cudnn", "flash")),
+        (FA3, "auto", ("cudnn", "flash")),
+        (FA3, "flash", ("flash", "cudnn")),
+        (FA3, "fused", ("cudnn", "flash")),
+        (AMPERE, "auto", ("flash", "cudnn")),
+        (AMPERE, "flash", ("flash", "cudnn")),
+        (AMPERE, "fused", ("cudnn", "flash")),
+        (FA3, "local", ("cudnn", "flash")),
+    ],
+)
+def test_order_of_attention_kernels(command, machine, wish, order):
+    assert backends(command, machine, f"--attention-backend={wish}").sdpa == (*order, *LAST)
+
+
+@pytest.mark.parametrize("wish", ["auto", "flash", "fused", "local"])
+def test_deterministic_mode_never_asks_for_cudnn(command, wish):
+    found = backends(command, FA3, f"--attention-backend={wish}", "--deterministic-mode")
+    assert found.sdpa == ("flash", *LAST)
+    assert found.has_flash_attention_3 == (wish != "local")
+
+
+def test_unfused_attention_has_all_scores(command):
+    assert backends(command, FA3, "--attention-backend=unfused").sdpa == ("math",)
+
+
+def test_the_position_chooses_between_flash_and_fused(command):
+    wishes = [command.parse(FL=value).config.model.attention_backend for value in ("true", "false")]
+    assert wishes == ["flash", "fused"]
+
+
+def test_flash_attention_3_needs_hopper_and_its_package(command):
+    assert backends(command, FA3).has_flash_attention_3
+    assert not backends(command, GPUS).has_flash_attention_3
+    ampere = dataclasses.replace(FA3, compute_capability=(8, 0))
+    assert not backends(command, ampere).has_flash_attention_3
+    assert not backends(command, FA3, "--precision-align=sdpa").has_flash_attention_3
+
+
+@pytest.mark.parametrize(
+    ("machine", "flags", "parts"),
+    [
+        (GPUS, [], ["attention cuDNN, else FlashAttention-2 (flash-attn 3 is not installed)"]),
+        (
+            FA3,
+            ["--attention-backend=auto"],
+            ["attention cuDNN, else FlashAttention-3;", "varlen_attn by FlashAttention-3"],
+        ),
+        (FA3, ["--deterministic-mode"], ["FlashAttention-3, else", "(cuDNN is not deterministic)"]),
+        (GPUS, [], ["norm torch's rms_norm; RoPE torch operations; SwiGLU torch operations"]),
+        (GPUS, [], ["products torch (Transformer Engine is not installed)", "optimizer Triton"]),
+        (GPUS, ["--precision-align=eager"], ["transformers' operations (--precision-align)"]),
+    ],
+)
+def test_the_plan_says_what_serves_what_and_why_not_another(command, machine, flags, parts):
+    config, _ = resolve_transformer_impl(command.parse(*flags, PR="bf16", FL="true").config, machine)
+    (line,) = [line for line in describe_plan(config, machine).splitlines() if line.startswith("kernels")]
+    for part in parts:
+        assert part in line
+    assert "kernels" not in describe_plan(config, command.machine)
+
+
+def test_layers_are_local_without_a_gpu_or_the_library(command):
+    config = command.parse(PR="bf16").config
+    for machine in (command.machine, GPUS):
+        resolved, lines = resolve_transformer_impl(config, machine)
+        assert resolved.model.transformer_impl == "local" and lines == []
+        assert resolve_transformer_impl(resolved, ALL) == (resolved, [])
+
+
+def test_layers_asked_for_in_vain_are_refused_with_the_cure(command):
+    cases = [
+        (command.machine, [], "needs a GPU, and this machine has none"),
+        (GPUS, [], "pip install --no-build-isolation 'transformer-engine[pytorch]'"),
+        (ALL, ["--precision-align=eager"], "transformers' order of operations"),
+    ]
+    for machine, flags, part in cases:
+        config = command.parse("--transformer-impl=transformer_engine", *flags, PR="bf16").config
+        with pytest.raises(ConfigError) as caught:
+            validate_run(config, machine)
+        message = user_message(caught.value)
+        assert "--transformer-impl: got transformer_engine, expected auto or local" in message
+        assert part in message
+
+
+@pytest.mark.parametrize("wish", ["unfused", "local"])
+def test_a_kernel_that_the_cpu_does_not_have_is_noted(command, wish):
+    config = command.parse(f"--attention-backend={wish}").config
+    assert any("no effect on the CPU" in note for note in validate_run(config, command.machine))
+
+
+def test_libraries_are_found_without_importing_them(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name in ("flash_attn_interface", "transformer_engine", "triton"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('imported')")
+    found = installed_libraries()
+    assert {"flash_attn_3", "triton"} <= found
+    (tmp_path / "transformer_engine_torch-2.dist-info").mkdir()
+    (tmp_path / "transformer_engine_torch-2.dist-info" / "METADATA").write_text("Name: x\n")
+    assert installed_libraries() == found | {"transformer_engine"}
