@@ -33,8 +33,9 @@ checks: .venv/installed  ## style, types, and the rules of the house
 bench: .venv/installed  ## every benchmark in toolkits/benchmarks
 	set -e; for name in $(BENCHMARKS); do .venv/bin/python -m toolkits.benchmarks.$$name; done
 
-gpu-check: .venv/installed  ## the tests that need a GPU (minutes)
-	.venv/bin/python -m pytest -m gpu
+# GPU_PYTHON=python3: that interpreter and its packages; installs nothing and makes no .venv.
+gpu-check: $(if $(GPU_PYTHON),,.venv/installed)  ## the tests that need a GPU (up to 8 minutes)
+	$(or $(GPU_PYTHON),.venv/bin/python) tests/gpu/run.py $(if $(LOGS),--logs $(LOGS))
 
-gpu-bench: .venv/installed  ## optimizer offload on a GPU, one round of each (minutes; all of it: make bench)
-	.venv/bin/python -m toolkits.benchmarks.offload --quick --sequence 4096
+gpu-bench: $(if $(GPU_PYTHON),,.venv/installed)  ## the tables of a GPU, quickly; a section for RESULTS.md (up to 10 minutes)
+	$(or $(GPU_PYTHON),.venv/bin/python) -m toolkits.benchmarks._gpu_tables --quick $(if $(LOGS),--folder $(LOGS)) $(if $(PARTS),--parts $(PARTS))

@@ -50,6 +50,7 @@ from patch.plan import (  # noqa: E402
     describe_plan,
     resolve_activations,
     resolve_cp_comm_type,
+    resolve_fp8_weights,
     resolve_sharding,
 )
 
@@ -66,8 +67,10 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
     config, layers = resolve_transformer_impl(config, machine)
     config, sharding = resolve_sharding(config, machine)
     config, communication = resolve_cp_comm_type(config)
+    config, fp8_weights = resolve_fp8_weights(config, machine)
     config, activations = resolve_activations(config, machine)
-    notes = spares + notes + layers + sharding + communication + activations + resume_notes(config)
+    chosen = layers + sharding + communication + fp8_weights + activations
+    notes = spares + notes + chosen + resume_notes(config)
     return invocation._replace(config=config, rendezvous=rendezvous), notes
 
 

@@ -152,12 +152,10 @@ def _hf_modules(model: Any, rows: Sequence[WeightRow], num_layers: int) -> Itera
 
 def _our_modules(model: LlamaModel, rows: Sequence[WeightRow]) -> Iterator[_TracedModule]:
     """The same operations of our model; its hidden states are [S, 1, H]."""
-    layers, dtype, factor = model.decoder.layers, next(model.parameters()).dtype, model.rope_attention_factor
+    layers, dtype = model.decoder.layers, next(model.parameters()).dtype
     embedding, num_vocab_rows = model.embedding.word_embeddings, model.num_vocab_rows
     yield _TracedModule(None, embedding, lambda inputs, output: {"embed_tokens": output[0]})
-    yield _TracedModule(
-        None, model.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype, factor)}
-    )
+    yield _TracedModule(None, model.rotary_pos_emb, lambda inputs, output: {"rope": _cos_sin(output, dtype)})
     for row, layer in _modules(rows, len(layers)):
         yield _TracedModule(
             layer, model.get_submodule(_path(row.name, layer)), _our_reading(row, model.config)
@@ -198,7 +196,7 @@ def _split_qkv(value: torch.Tensor, config: TransformerConfig) -> list[torch.Ten
     return [part.flatten(1) for part in heads.split([queries, 1, 1], dim=2)]
 
 
-def _cos_sin(angles: torch.Tensor, dtype: torch.dtype, factor: float) -> torch.Tensor:
-    """Cosine and sine as our layers compute them: upstream passes angles [S, 1, 1, D] to each layer."""
-    flat = angles[:, 0, 0]
-    return (torch.cat((flat.cos(), flat.sin()), dim=-1) * factor).to(dtype)
+def _cos_sin(table: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Cosine and sine of whole heads, as our layers compute with them, from a table [2, S, 1, 1, D / 2]."""
+    cos, sin = table[:, :, 0, 0].to(dtype)
+    return torch.cat((cos, cos, sin, sin), dim=-1)

@@ -54,6 +54,8 @@ class Backends:
     """Kernels of attention in the order of preference, on CUDA; empty on a CPU, which has one."""
     has_flash_attention_3: bool
     """Whether torch's FlashAttention is replaced by flash-attn 3's."""
+    is_fused: bool
+    """Whether RoPE and SwiGLU are kernels of `patch/model/kernels`; otherwise they are torch operations."""
     rows: tuple[Served, ...]
 
     @property
@@ -78,7 +80,8 @@ def choose_backends(
     impl: TransformerImpl = model.transformer_impl or "local"
     has_fa3 = is_cuda and not is_aligned and _takes_flash_attention_3(model, machine)
     sdpa = _sdpa_order(model, execution, machine, has_fa3) if is_cuda else ()
-    backends = Backends(impl, sdpa, has_fa3, ())
+    is_fused = is_cuda and not is_aligned and "triton" in machine.libraries
+    backends = Backends(impl, sdpa, has_fa3, is_fused, ())
     rows = _aligned_rows() if is_aligned else _rows(backends, model, execution, machine, cp_size)
     return dataclasses.replace(backends, rows=tuple(rows))
 
@@ -157,8 +160,9 @@ def _rows(
     if is_cuda:
         yield _packed_rows(backends, model, execution.precision)
     yield Served("norm", "Transformer Engine" if is_engine else "torch's rms_norm")
-    yield Served("RoPE", "torch operations")
-    yield Served("SwiGLU", "torch operations")
+    missing = "Triton is not installed" if is_cuda and not backends.is_fused else ""
+    for operation in ("RoPE", "SwiGLU"):
+        yield Served(operation, "one Triton kernel" if backends.is_fused else "torch operations", missing)
     yield _products(is_engine, execution.precision, machine)
     yield Served("loss", "chunks of tokens, without logits")
     yield Served("optimizer", "Triton" if is_cuda else "C++ if there is a compiler, else NumPy")

@@ -10,7 +10,7 @@ from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 
-_FLAGS = ("fp8_format", "fp8_recipe", "first_last_layers_bf16")
+_FLAGS = ("fp8_format", "fp8_recipe", "first_last_layers_bf16", "disable_parameter_transpose_cache")
 _COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 _MULTIPLE = 16
 """CUDA's 8-bit products need sizes that are multiples of it; so does a CPU run, which may go on on a GPU."""
@@ -74,5 +74,8 @@ def fp8_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
                 yield f"{where(field)} has no effect without {where('first_last_layers_bf16')}"
     if config.training.precision == "fp8" and config.parallel.tp_comm_overlap:
         yield f"{where('tp_comm_overlap')} has no effect on layers with 8-bit products"
+    if config.training.disable_parameter_transpose_cache and config.num_micro_batches == 1:
+        flag = where("disable_parameter_transpose_cache")
+        yield f"{flag} has no effect with one micro-batch: 8-bit weights are not kept then"
     if config.training.precision == "fp8" and not machine.cuda_devices:
         yield f"{where('precision')} fp8 is slower than bf16 on a CPU, which has no 8-bit arithmetic"

@@ -14,7 +14,7 @@ Imports neither torch nor megatron.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from patch.config.checkpoint_schema import CheckpointConfig
 from patch.config.choices import (
@@ -195,6 +195,10 @@ class TrainingConfig:
         "with --first-last-layers-bf16: so many of the first", 1, at_least=0
     )
     num_layers_at_end_in_bf16: int = flag("with --first-last-layers-bf16: so many of the last", 1, at_least=0)
+    disable_parameter_transpose_cache: bool = flag(
+        "fp8: make 8-bit weights in each micro-batch; default: once a step, if there is memory to keep them",
+        False,
+    )
     recompute_granularity: RecomputeChoice | None = flag(
         "activations to recompute in backward: none, selective (norms and MLP activations), full (layers) or "
         "auto (also --cpu-offloading: what fits the device at the least cost)",
@@ -313,6 +317,8 @@ class Fp8:
     num_first_in_bf16: int = 0
     """So many of the model's first layers have bf16 products."""
     num_last_in_bf16: int = 0
+    keeps_weights: bool = False
+    """Keep 8-bit weights from a step's first micro-batch to its last."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -391,7 +397,7 @@ class RunConfig:
         training, parallel = self.training, self.parallel
         return Execution(
             precision=training.precision,
-            fp8=training.fp8,
+            fp8=replace(training.fp8, keeps_weights=self.keeps_8_bit_weights),
             sequence_parallel=self.parallel.sequence_parallel,
             tp_comm_overlap=self.parallel.tp_comm_overlap,
             stage_layers=tuple(self.stage_layers),
@@ -407,6 +413,13 @@ class RunConfig:
             deterministic_mode=training.deterministic_mode,
             cp_comm_type=self.parallel.cp_comm_type,
         )
+
+    @property
+    def keeps_8_bit_weights(self) -> bool:
+        """Whether 8-bit weights are kept in a step: it is worth the memory with several micro-batches."""
+        training = self.training
+        is_wanted = training.precision == "fp8" and not training.disable_parameter_transpose_cache
+        return is_wanted and self.num_micro_batches > 1
 
     @property
     def sharding(self) -> Sharding:

@@ -3,7 +3,13 @@
 from patch.config.schema import Execution
 from patch.model.hf_order import SOURCES
 from patch.model.linear_cross_entropy import LearnedTokens
-from patch.model.llama import WEIGHT_PREFIXES, LlamaModel, build_llama_model, sharded_weights
+from patch.model.llama import (
+    WEIGHT_PREFIXES,
+    LlamaModel,
+    build_llama_model,
+    sharded_weights,
+    unchanged_weights,
+)
 from patch.model.loss import sum_aligned
 from patch.model.packed_sequences import PackedSequences
 from patch.model.weight_init import forget_weights, initialize_weights
@@ -20,4 +26,5 @@ __all__ = [
     "initialize_weights",
     "sharded_weights",
     "sum_aligned",
+    "unchanged_weights",
 ]

@@ -6,11 +6,15 @@ small beside the largest of them that it loses bits or vanishes. A scale of half
 the values of the whole one's. A number that is not finite makes its tensor (row-wise: its row) NaN.
 
 In a product the contracted dimension is the last one of both factors, as cuBLAS wants 8-bit factors.
+
+The functions here are the plain form, of torch's own operations; on CUDA the kernels of fp8_kernels.py do the
+same, to the bit.
 """
 
 from __future__ import annotations
 
 import math
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -21,9 +25,9 @@ from patch.compat.torch_internals import has_kernel
 MULTIPLE = 16
 """CUDA's 8-bit products need a contracted dimension and columns that are multiples of this."""
 
-_SMALLEST_AMAX = 2.0**-100
+SMALLEST_AMAX = 2.0**-100
 """Below it the scale stays, so that the scale of zeros, and its inverse, are normal float32 numbers."""
-_SIGN_AND_EXPONENT = -(2**23)
+SIGN_AND_EXPONENT = -(2**23)
 """The bits of a float32 that are left if its mantissa is cleared."""
 
 
@@ -35,37 +39,112 @@ class Fp8Matrix(NamedTuple):
     """A matrix whose numbers are `values * scale_inv`."""
 
     values: torch.Tensor
-    """[M, N] float8."""
+    """[M, N] float8, contiguous."""
     scale_inv: torch.Tensor
     """float32 []: one for all; [M, 1]: one for each row; or [1, N]: one for each column."""
 
     def transposed(self) -> Fp8Matrix:
-        """[N, M], M padded with zeros to a multiple of MULTIPLE; zeros add nothing to a sum over M.
+        """[N, M], M padded with zeros to `padded(M)`; zeros add nothing to a sum over M.
 
         The scale, of all or of each column, becomes one of all or of each row.
         """
+        if self.values.is_cuda:
+            return Fp8Matrix(_kernels().turned(self.values), _turned_scale(self.scale_inv))
         # As bytes, for which every device has these operations; a zero is a zero byte.
-        turned, missing = self.values.view(torch.uint8).t(), -self.values.shape[0] % MULTIPLE
+        turned = self.values.view(torch.uint8).t()
+        missing = padded(len(self.values)) - len(self.values)
         turned = pad(turned, (0, missing)) if missing else turned.contiguous()
-        values = turned.view(self.values.dtype)
-        return Fp8Matrix(values, self.scale_inv.view(-1, 1) if self.scale_inv.dim() else self.scale_inv)
+        return Fp8Matrix(turned.view(self.values.dtype), _turned_scale(self.scale_inv))
 
 
-def quantize(matrix: torch.Tensor, dtype: torch.dtype, shared_dim: int | None) -> Fp8Matrix:
+class Factors(NamedTuple):
+    """A matrix [M, N] as a factor of products; what was not asked for is None."""
+
+    rows: Fp8Matrix | None
+    """[M, N], of a product that sums along its rows."""
+    columns: Fp8Matrix | None
+    """[N, padded(M)], of one that sums along its columns."""
+
+
+def padded(length: int) -> int:
+    """The dimension that a product contracts, at least `length`; not 0, which is no product for a library."""
+    return max(1, -(-length // MULTIPLE)) * MULTIPLE
+
+
+def _turned_scale(scale_inv: torch.Tensor) -> torch.Tensor:
+    return scale_inv.view(-1, 1) if scale_inv.dim() else scale_inv
+
+
+def _kernels() -> ModuleType:
+    # Imported here, because only torch's CUDA builds come with Triton.
+    from patch.model import fp8_kernels
+
+    return fp8_kernels
+
+
+def quantize(
+    matrix: torch.Tensor, dtype: torch.dtype, shared_dim: int | None, scale_inv: torch.Tensor | None = None
+) -> Fp8Matrix:
     """A matrix in 8 bits, each number rounded to the nearest.
 
     Args:
         matrix: [M, N], float32 or bfloat16.
         dtype: torch.float8_e4m3fn or torch.float8_e5m2.
         shared_dim: the dimension along which numbers share a scale; None: all of the matrix.
+        scale_inv: that of an earlier call, if the matrix is the same; it need not be searched again.
     """
-    amax = torch.linalg.vector_norm(matrix, math.inf, dim=shared_dim, keepdim=shared_dim is not None).float()
-    ratio = torch.finfo(dtype).max / amax.clamp_min(_SMALLEST_AMAX)
-    scale = ratio.view(torch.int32).bitwise_and(_SIGN_AND_EXPONENT).view(torch.float32)
-    # The cast to 8 bits may turn an infinite number into the largest one; NaN - NaN and inf - inf are NaN.
-    scale_inv = scale.reciprocal() + (amax - amax)
+    if matrix.is_cuda:
+        return _kernels().quantize(matrix, dtype, shared_dim, scale_inv)
+    if scale_inv is None:
+        scale_inv = _scale_inv(matrix, dtype, shared_dim)
     # The scale is exact in every floating type, so the matrix is not widened.
-    return Fp8Matrix((matrix * scale.to(matrix.dtype)).to(dtype), scale_inv)
+    scaled = matrix * scale_inv.reciprocal().to(matrix.dtype)
+    return Fp8Matrix(scaled.to(dtype).contiguous(), scale_inv)
+
+
+def factors(
+    matrix: torch.Tensor,
+    dtype: torch.dtype,
+    *,
+    rowwise: bool,
+    rows: bool = True,
+    columns: bool = True,
+    scale_inv: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+) -> Factors:
+    """A matrix as factors of products that sum along its rows, along its columns, or both.
+
+    Args:
+        matrix: [M, N], float32 or bfloat16.
+        dtype: torch.float8_e4m3fn or torch.float8_e5m2.
+        rowwise: a scale for each row and for each column instead of one for all.
+        rows: the first is needed.
+        columns: the second is needed.
+        scale_inv: of both, if they are known from an earlier call with the same matrix.
+    """
+    if matrix.is_cuda:
+        return _kernels().factors(matrix, dtype, rowwise=rowwise, rows=rows, columns=columns, known=scale_inv)
+    if not rowwise:
+        known = scale_inv[0] if scale_inv[0] is not None else scale_inv[1]
+        both = quantize(matrix, dtype, None, known)
+        return Factors(both if rows else None, both.transposed() if columns else None)
+    turned = scale_inv[1].view(1, -1) if scale_inv[1] is not None else None
+    return Factors(
+        quantize(matrix, dtype, 1, scale_inv[0]) if rows else None,
+        quantize(matrix, dtype, 0, turned).transposed() if columns else None,
+    )
+
+
+def _scale_inv(matrix: torch.Tensor, dtype: torch.dtype, shared_dim: int | None) -> torch.Tensor:
+    if not matrix.numel():  # torch knows no largest number of none
+        shape = {None: [], 0: [1, matrix.shape[1]], 1: [len(matrix), 1]}[shared_dim]
+        amax = torch.zeros(shape, device=matrix.device)
+    else:
+        amax = torch.linalg.vector_norm(matrix, math.inf, dim=shared_dim, keepdim=shared_dim is not None)
+        amax = amax.float()
+    ratio = torch.finfo(dtype).max / amax.clamp_min(SMALLEST_AMAX)
+    scale = ratio.view(torch.int32).bitwise_and(SIGN_AND_EXPONENT).view(torch.float32)
+    # The cast to 8 bits may turn an infinite number into the largest one; NaN - NaN and inf - inf are NaN.
+    return scale.reciprocal() + (amax - amax)
 
 
 def product(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, *, fast: bool = False) -> torch.Tensor:
@@ -77,6 +156,8 @@ def product(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, *, fast: bool = Fals
         dtype: of the result; CUDA's row-wise kernel has bfloat16 only.
         fast: fewer bits in the tensor cores' sums (CUDA), for a forward.
     """
+    if not len(a.values):
+        return a.values.new_empty(0, len(b.values), dtype=dtype)
     if not (a.values.is_cuda or _IS_ON_CPU):
         return (a.values.float() @ b.values.float().t() * a.scale_inv * b.scale_inv.t()).to(dtype)
     recipe = ScalingType.RowWise if a.scale_inv.dim() else ScalingType.TensorWise

@@ -8,7 +8,8 @@ does not enter the loss, and tied embeddings do not need CUDA. Parameter names a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -42,12 +43,14 @@ from patch.memory import UNLIMITED, CudaDevice, SavedTensors, SimulatedDevice
 from patch.model.activation_layers import set_activation_layers
 from patch.model.backends import backends_on
 from patch.model.fp8_linear import use_fp8
+from patch.model.fp8_weights import StepWeights
+from patch.model.gated_mlp import swiglu, upstreams_activation, use_activation
 from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
 from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
 from patch.model.loss import aligned_losses, hide_padded_vocabulary
 from patch.model.packed_sequences import give_own_positions
-from patch.model.recompute import RecomputingMLP, recomputed_modules
-from patch.model.rotary import RotaryAngles, attention_factor, inverse_frequencies, set_attention_factor
+from patch.model.recompute import recomputed_modules
+from patch.model.rotary import RotaryTable, attention_factor, inverse_frequencies
 from patch.model.spec import block_spec
 
 _ACTIVATIONS = {"silu": silu}
@@ -222,18 +225,17 @@ class LlamaModel(GPTModel):
             pg_collection=groups,
             vp_stage=vp_stage,
         )
-        if upstream.recompute_granularity == "selective":
-            for layer in self.decoder.layers:
-                # The spec cannot name the subclass: TransformerLayer passes the TP group to MLP itself only
-                # (transformer_layer.py:354). RecomputingMLP has no state of its own, so changing the class
-                # of the finished module is enough.
-                layer.mlp.__class__ = RecomputingMLP
+        activate = partial(swiglu, is_fused=backends.is_fused)
+        for layer in self.decoder.layers:
+            use_activation(layer.mlp, upstreams_activation(upstream) if "swiglu" in aligned else activate)
+        self.step_weights: StepWeights | None = None
+        """8-bit weights; open `unchanged_weights` while nobody changes a weight."""
         if fp8 is not None:
-            _give_8_bit_products(self.decoder.layers, model.num_layers, fp8)
-        self.rotary_pos_emb = RotaryAngles(inverse_frequencies(model), Zigzag.of(groups.cp))
-        self.rope_attention_factor = attention_factor(model)
-        """YaRN's factor of cosines and sines; it is upstream's attention that multiplies."""
-        own_positions = partial(give_own_positions, angles=self.rotary_pos_emb)
+            self.step_weights = _give_8_bit_products(self.decoder.layers, model.num_layers, fp8)
+        self.rotary_pos_emb = RotaryTable(
+            inverse_frequencies(model), attention_factor(model), Zigzag.of(groups.cp)
+        )
+        own_positions = partial(give_own_positions, table=self.rotary_pos_emb)
         self.decoder.register_forward_pre_hook(own_positions, with_kwargs=True)
         rows = padded_vocab_size // groups.tp.size()
         _mark_cut_weights(self)
@@ -309,11 +311,28 @@ class LlamaModel(GPTModel):
         )
 
 
-def _give_8_bit_products(layers: Sequence[TransformerLayer], num_layers: int, fp8: Fp8) -> None:
+def _give_8_bit_products(layers: Sequence[TransformerLayer], num_layers: int, fp8: Fp8) -> StepWeights:
     """Of a stage's layers, those that are not among the first and last of the model that stay in bf16."""
+    step_weights = StepWeights(rowwise=fp8.recipe == "rowwise", keeps_values=fp8.keeps_weights)
     for layer in layers:  # upstream numbers the layers of the whole model from 1
         if fp8.num_first_in_bf16 < layer.layer_number <= num_layers - fp8.num_last_in_bf16:
-            use_fp8(layer, fp8, brings_inputs_back=layer.config.recompute_granularity == "selective")
+            brings_back = layer.config.recompute_granularity == "selective"
+            use_fp8(layer, fp8, step_weights, brings_inputs_back=brings_back)
+    return step_weights
+
+
+@contextmanager
+def unchanged_weights(stages: Sequence[LlamaModel]) -> Iterator[None]:
+    """Context in which nobody changes a weight of these stages: their 8-bit weights are made once.
+
+    Gathers of updated weights may still travel, which layers wait for; nothing else may write, not even with
+    the same numbers. Without it every product makes its own.
+    """
+    with ExitStack() as stack:
+        for stage in stages:
+            if stage.step_weights is not None:
+                stack.enter_context(stage.step_weights.unchanged())
+        yield
 
 
 def _mark_cut_weights(model: torch.nn.Module) -> None:
@@ -353,7 +372,6 @@ def build_llama_model(
     if aligned is None:
         aligned = frozenset(SOURCES) if model.precision_align is not None else frozenset()
     upstream = transformer_config(model, groups, execution, cuda=device.type == "cuda", aligned=aligned)
-    set_attention_factor(upstream, model)
     backends = backends_on(device, model, execution, groups)
     fp8 = execution.fp8 if execution.precision == "fp8" else None
     stages = [

@@ -19,7 +19,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 
 from patch.device import send
 from patch.distributed.zigzag import WHOLE, Zigzag
-from patch.model.rotary import RotaryAngles
+from patch.model.rotary import RotaryTable
 
 
 @dataclass(kw_only=True)
@@ -83,14 +83,14 @@ class PackedSequences(PackedSeqParams):
 
 
 def give_own_positions(
-    decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any], *, angles: RotaryAngles
+    decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any], *, table: RotaryTable
 ) -> Any:
     """A forward pre-hook of upstream's TransformerBlock: RoPE begins again in each packed sequence.
 
-    Upstream gives the block the angles of a whole row, [S / CP, 1, 1, D]; with packed sequences they become
-    those of each token's position within its sequence, [S / CP, B, 1, D].
+    Upstream gives the block the table of a whole row, [2, S / CP, 1, 1, D / 2]; with packed sequences it
+    becomes that of each token's position within its sequence, [2, S / CP, B, 1, D / 2].
     """
     packed = kwargs["packed_seq_params"]
     if packed is None:
         return None
-    return args, kwargs | {"rotary_pos_emb": angles.at(packed.position_ids.t())}
+    return args, kwargs | {"rotary_pos_emb": table.at(packed.position_ids.t())}

@@ -4,8 +4,9 @@ Upstream's llama3 scaling has three of its fields hard-coded
 (megatron/core/models/common/embeddings/rotary_pos_embedding.py:92-99), and its YaRN is another order of
 operations, so the frequencies are computed here. All are bitwise equal to transformers'.
 
-The angles are computed here too: upstream's table has all positions of a sequence on every context-parallel
-rank, for as long as the model lives, and is cut over the ranks by a copy that needs CUDA.
+The table of cosines and sines is made here too, once a micro-batch. Upstream's has angles of all positions of
+a sequence on every context-parallel rank, for as long as the model lives; it is cut over the ranks by a copy
+that needs CUDA, and each layer computes cosines and sines of its own.
 """
 
 from __future__ import annotations
@@ -15,24 +16,25 @@ from typing import Any
 
 import torch
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.transformer.transformer_config import TransformerConfig
 
 from patch.config.schema import ModelConfig
 from patch.distributed.zigzag import Zigzag
 
 
-class RotaryAngles(torch.nn.Module):
-    """The angles by which RoPE rotates this rank's tokens, in place of upstream's RotaryEmbedding.
+class RotaryTable(torch.nn.Module):
+    """Cosines and sines by which RoPE turns this rank's tokens, in place of upstream's RotaryEmbedding.
 
     Args:
         frequencies: (D / 2,) float32, radians from one position to the next.
+        factor: of cosines and sines (`attention_factor`).
         zigzag: this rank's part of the sequences.
     """
 
     frequencies: torch.Tensor
 
-    def __init__(self, frequencies: torch.Tensor, zigzag: Zigzag) -> None:
+    def __init__(self, frequencies: torch.Tensor, factor: float, zigzag: Zigzag) -> None:
         super().__init__()
+        self._factor = factor
         self.register_buffer("frequencies", frequencies, persistent=False)
         self._zigzag = zigzag
 
@@ -42,21 +44,21 @@ class RotaryAngles(torch.nn.Module):
         return 0 if packed is not None else RotaryEmbedding.get_rotary_seq_len(self, *args)
 
     def forward(self, length: int, **unused: Any) -> torch.Tensor:
-        """Upstream's protocol: the angles of rows that are one sequence each.
+        """Upstream's protocol: the table of rows that are one sequence each.
 
         Args:
             length: S, tokens of the whole sequence.
             unused: what upstream's own packed format and its cutting over ranks need.
         Returns:
-            [S / CP, 1, 1, D] float32.
+            [2, S / CP, 1, 1, D / 2] float32: cosines, sines.
         """
         positions = torch.arange(length, device=self.frequencies.device)
         return self.at(self._zigzag.cut(positions, 0)[:, None])
 
     def at(self, positions: torch.Tensor) -> torch.Tensor:
-        """The angles [s, B, 1, D] of tokens at any positions [s, B]."""
+        """The table [2, s, B, 1, D / 2] of tokens at any positions [s, B]."""
         angles = positions[..., None, None].float() * self.frequencies
-        return torch.cat((angles, angles), dim=-1)
+        return torch.stack((angles.cos(), angles.sin())) * self._factor
 
 
 def inverse_frequencies(model: ModelConfig) -> torch.Tensor:
@@ -90,18 +92,6 @@ def attention_factor(model: ModelConfig) -> float:
     if model.yarn_attention_factor is not None:
         return model.yarn_attention_factor
     return 0.1 * math.log(max(model.rope_scaling_factor, 1.0)) + 1.0
-
-
-def set_attention_factor(upstream: TransformerConfig, model: ModelConfig) -> None:
-    """Let upstream's attention multiply cosines and sines by the model's factor.
-
-    Upstream computes it from the three attributes set here (yarn_rotary_pos_embedding.py), as
-    (0.1 mscale ln(scale) + 1) / (0.1 mscale_all_dim ln(scale) + 1), which at scale = e gives any factor.
-    """
-    factor = attention_factor(model)
-    if factor != 1.0:
-        values = {"yarn_rotary_scaling_factor": math.e, "yarn_mscale": 10 * (factor - 1.0)}
-        vars(upstream).update(values, yarn_mscale_all_dim=0.0)
 
 
 def _periods(model: ModelConfig, base: float | torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -35,6 +35,7 @@ from patch.model.hf_order import (
 )
 from patch.model.norm import HeadRMSNorm, RMSNorm
 from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow
+from patch.model.rotary_attention import RotaryAttention
 from patch.model.weight_gradient import AccumulatingColumn, AccumulatingRow
 
 
@@ -59,8 +60,8 @@ def layer_spec(
     head_norm = _head_norm(model, aligned)
     column, row = _linear(aligned, has_pieces)
     attention = ModuleSpec(
-        module=SelfAttention,
-        params={"attn_mask_type": AttnMaskType.causal},
+        module=RotaryAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "is_fused": backends.is_fused},
         submodules=SelfAttentionSubmodules(
             linear_qkv=SeparateQKV if "qkv" in aligned else column,
             core_attention=_core_attention(model, "attention" in aligned, backends, is_context_parallel),

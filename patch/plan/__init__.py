@@ -6,6 +6,7 @@ from patch.plan.activations import activation_bytes
 from patch.plan.context_parallel import resolve_cp_comm_type, sent_bytes
 from patch.plan.describe import describe_length, describe_plan
 from patch.plan.flops import StepFlops, attended_pairs, flops_per_step, flops_per_token, peak_flops
+from patch.plan.fp8_choice import resolve_fp8_weights
 from patch.plan.memory import RankBytes, bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.plan.sharding import StageCost, resolve_sharding, stage_cost
@@ -29,6 +30,7 @@ __all__ = [
     "peak_flops",
     "resolve_activations",
     "resolve_cp_comm_type",
+    "resolve_fp8_weights",
     "resolve_sharding",
     "sent_bytes",
     "stage_cost",

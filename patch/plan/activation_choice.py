@@ -22,7 +22,7 @@ from patch.logger import get_logger
 from patch.plan.activation_peak import RankMemory, heaviest_rank, host_memory_needed
 from patch.plan.activations import activation_bytes
 from patch.plan.flops import layer_flops, peak_flops
-from patch.plan.memory import device_memory
+from patch.plan.memory import device_memory, usable_device_memory
 from patch.storage.sizes import size_text
 
 _logger = get_logger(__name__)
@@ -35,8 +35,6 @@ LINK_BYTES_PER_S = 25e9
 """Between GPU and host in each direction: PCIe 4.0 x16, less what its protocol takes."""
 REACHED_SHARE = 0.5
 """Of the GPU's peak FLOP/s that a layer reaches."""
-_RESERVED_SHARE, _RESERVED_BYTES = 0.05, 2**30
-"""Of a GPU's memory: CUDA, NCCL and cuDNN, and what fragmentation loses."""
 
 
 class Mix(NamedTuple):
@@ -132,11 +130,8 @@ class _Search:
         self._config, self._machine = config, machine
         self._is_cuda = bool(machine.cuda_devices)
         self._num_layers = max(config.stage_layers)
-        self._total = self._usable = device_memory(config, machine)
-        if self._is_cuda:
-            self._usable -= int(self._total * _RESERVED_SHARE) + _RESERVED_BYTES
-        if config.optimizer.optimizer_offload_policy == "auto":
-            self._usable -= config.optimizer.optimizer_offload_auto_threshold
+        self._total = device_memory(config, machine)
+        self._usable = usable_device_memory(config, machine)
         self._forward_s = self._seconds_of_a_forward()
 
     def _seconds_of_a_forward(self) -> float | None:

@@ -10,7 +10,7 @@ from patch.config.activation_layers import stage_activations
 from patch.device import MachineFacts
 from patch.plan.activations import activation_bytes, final_norm_bytes
 from patch.plan.loss import loss_bytes
-from patch.plan.memory import needed_bytes, staging_bytes, state_on_device
+from patch.plan.memory import fp8_weight_bytes, needed_bytes, staging_bytes, state_on_device
 from patch.plan.parameters import element_bytes
 from patch.plan.pipeline import Moment, Schedule, moments
 
@@ -43,12 +43,14 @@ class RankMemory(NamedTuple):
     """Model state, without optimizer states that `auto` places."""
     staging: int
     """Buffers of ZeRO-2, in which gradients are collected."""
+    fp8_weights: int
+    """8-bit weights that are kept during a step."""
     activations: ActivationPeak
 
     @property
     def total(self) -> int:
         """All together."""
-        return self.state + self.staging + self.activations.total
+        return self.state + self.staging + self.fp8_weights + self.activations.total
 
 
 class StageBytes(NamedTuple):
@@ -85,6 +87,7 @@ def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
             rank,
             state_on_device(config, rank),
             staging_bytes(config, rank),
+            fp8_weight_bytes(config, rank),
             activation_peak(config, rank, cuda=cuda),
         )
         for rank in range(config.parallel.pipeline_model_parallel_size)
@@ -102,7 +105,7 @@ def host_memory_needed(config: RunConfig, machine: MachineFacts, heaviest: RankM
     """
     of_process = heaviest.activations.on_host
     if not machine.cuda_devices:
-        of_process += heaviest.staging + heaviest.activations.total
+        of_process += heaviest.total - heaviest.state
     _, state = needed_bytes(config, machine)
     return state + of_process * config.parallel.nproc_per_node
 

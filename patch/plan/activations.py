@@ -37,10 +37,10 @@ def activation_bytes(
     hidden = _own_hidden(model, parallel)
     norm = _norm_bytes(hidden, size, cuda=cuda)
     is_norm_recomputed = cuda or size == _HALF
-    attention = _attention_bytes(model, parallel, training.micro_batch_size, size)
+    attention = _attention_bytes(model, parallel, size)
     gate_up = size * 2 * model.ffn_hidden_size // tp_size
     layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
-    activation = 3 * gate_up // 2  # silu(gate), the summand of up, their product
+    activation = gate_up // 2  # the product of silu(gate) and up
     narrowed = 0
     if training.precision == "fp8":
         # Three products keep their inputs in 8 bits: both norms' outputs, and the MLP's product.
@@ -78,17 +78,15 @@ def _norm_bytes(hidden: int, size: int, *, cuda: bool) -> int:
     return hidden * (2 * size if cuda else 2 * _FP32 + size) + _FP32
 
 
-def _attention_bytes(model: ModelConfig, parallel: ParallelConfig, micro_batch_size: int, size: int) -> int:
-    """Bytes of one token: merged qkv, q and k after RoPE, the result, its fp32 sum, RoPE's four factors.
+def _attention_bytes(model: ModelConfig, parallel: ParallelConfig, size: int) -> int:
+    """Bytes of one token: q and k after RoPE, v, the result and its fp32 sum.
 
-    A ring keeps q and the result, and k and v as one message; all-to-all keeps what was exchanged: q, k, v of
-    whole sequences, the result, and the result of all heads.
+    Norms of heads keep more. A ring keeps k and v as one message; all-to-all keeps what was exchanged: q, k,
+    v of whole sequences, the result, and the result of all heads.
     """
     tp_size, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     heads, groups = model.num_attention_heads // tp_size, model.num_query_groups // tp_size
-    kept = 3 * heads + 3 * groups
-    if cp_size > 1:
-        is_ring = parallel.cp_comm_type == "p2p"
-        kept = 2 * heads + 2 * groups if is_ring else 3 * heads + 2 * math.lcm(groups, cp_size)
-    rotary = 4 * size * model.kv_channels // micro_batch_size
-    return size * model.kv_channels * kept + _FP32 * heads + rotary
+    kept = 2 * heads + 2 * groups
+    if cp_size > 1 and parallel.cp_comm_type != "p2p":
+        kept = 3 * heads + 2 * math.lcm(groups, cp_size)
+    return size * model.kv_channels * kept + _FP32 * heads

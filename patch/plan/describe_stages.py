@@ -62,9 +62,10 @@ def memory_lines(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     if config.virtual_pipeline_size > 1:
         in_flight = f"{in_flight} through {config.virtual_pipeline_size} stages"
     staging = f"+ staging buffers {size_text(rank.staging)} " if rank.staging else ""
+    fp8 = f"+ 8-bit weights {size_text(rank.fp8_weights)} " if rank.fp8_weights else ""
     on_host = f"; {size_text(kept.on_host)} more in host memory" if kept.on_host else ""
     yield (
-        f"memory/rank {size_text(rank.total)} at most{where} = state {size_text(rank.state)} {staging}"
+        f"memory/rank {size_text(rank.total)} at most{where} = state {size_text(rank.state)} {staging}{fp8}"
         f"+ activations {size_text(kept.total)} ({in_flight}: layers {size_text(kept.layers)}, "
         f"loss and borders {size_text(kept.ends)}, the running pass {size_text(kept.transient)}{on_host})"
     )

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
-from patch.plan.parameters import element_bytes, parameters_per_rank
+from patch.plan.parameters import element_bytes, matrix_elements_per_rank, parameters_per_rank
 
 NUM_STAGING = 3
 """Staging buffers of ZeRO-2: one filling, one travelling, one for gradients that come before the last of the
 bucket before."""
+
+_RESERVED_SHARE, _RESERVED_BYTES = 0.05, 2**30
+"""Of a GPU's memory: CUDA, NCCL and cuDNN, and what fragmentation loses."""
 
 # Two fp32 moments; in addition an fp32 master for fp16 weights, or the low half of one for bf16 weights.
 _STATE_BYTES = {"fp32": 8, "bf16": 10, "fp16": 12, "fp8": 10}
@@ -75,6 +79,37 @@ def staging_bytes(config: RunConfig, pp_rank: int) -> int:
     optimizer = config.optimizer
     bucket = min(optimizer.reduce_bucket_size, _parameters(config, pp_rank))
     return NUM_STAGING * bucket * element_bytes(optimizer.main_grads_dtype)
+
+
+def fp8_weight_bytes(config: RunConfig, pp_rank: int) -> int:
+    """Bytes of the 8-bit weights that a rank keeps during a step; 0 if it keeps none.
+
+    Each matrix of a layer is there twice, for products that sum along its rows and along its columns.
+
+    Args:
+        config: the run.
+        pp_rank: the rank's place in the pipeline.
+    """
+    if not config.keeps_8_bit_weights:
+        return 0
+    fp8, num_layers = config.training.fp8, config.model.num_layers
+    in_8_bits = range(fp8.num_first_in_bf16, num_layers - fp8.num_last_in_bf16)
+    ends = list(accumulate(config.stage_layers))
+    own = [
+        range(max(end - count, in_8_bits.start), min(end, in_8_bits.stop))
+        for end, count in zip(ends, config.stage_layers, strict=True)
+    ][pp_rank :: config.parallel.pipeline_model_parallel_size]
+    return 2 * sum(map(len, own)) * matrix_elements_per_rank(config.model, config.parallel)
+
+
+def usable_device_memory(config: RunConfig, machine: MachineFacts) -> int:
+    """What of `device_memory` a run may plan with."""
+    usable = device_memory(config, machine)
+    if machine.cuda_devices:
+        usable -= int(usable * _RESERVED_SHARE) + _RESERVED_BYTES
+    if config.optimizer.optimizer_offload_policy == "auto":
+        usable -= config.optimizer.optimizer_offload_auto_threshold
+    return usable
 
 
 def device_memory(config: RunConfig, machine: MachineFacts) -> int:

@@ -55,6 +55,11 @@ def parameters_per_rank(model: ModelConfig, parallel: ParallelConfig) -> list[in
     return counts
 
 
+def matrix_elements_per_rank(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Elements of one layer's weight matrices on a TP rank."""
+    return layer_matrices(model) // parallel.tensor_model_parallel_size
+
+
 def _elements_per_rank(row: WeightRow, model: ModelConfig, tp_size: int) -> int:
     """Elements of one TP rank's part of a parameter, vocabulary padding included."""
     if row.kind is Kind.REPLICATED:

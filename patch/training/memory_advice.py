@@ -41,6 +41,7 @@ def _on_device(config: RunConfig, machine: MachineFacts) -> str:
     fits = not limit or state.total <= limit
     return _sentence(
         [
+            *_fewer_8_bit_weights(config),
             *_fewer_activations(config),
             *_offloaded_activations(config),
             *_shared_states(config),
@@ -83,6 +84,10 @@ def _fewer_activations(config: RunConfig) -> list[str]:
         f"a smaller {where(smaller)}",
         *(f"{word} at {where('recompute_granularity')}" for word in recompute),
     ]
+
+
+def _fewer_8_bit_weights(config: RunConfig) -> list[str]:
+    return [f"true at {where('disable_parameter_transpose_cache')}"] if config.keeps_8_bit_weights else []
 
 
 def _offloaded_activations(config: RunConfig) -> list[str]:

@@ -24,7 +24,7 @@ from patch.device import send
 from patch.distributed.async_collectives import Pending, WaitClock, read_values, start_all_reduce
 from patch.distributed.collectives import sum_over
 from patch.distributed.zigzag import Zigzag
-from patch.model import LearnedTokens, LlamaModel, PackedSequences, sum_aligned
+from patch.model import LearnedTokens, LlamaModel, PackedSequences, sum_aligned, unchanged_weights
 from patch.optimizer import ParamGroup, learning_rate
 from patch.plan import attended_pairs
 from patch.training.guards.non_finite import handle_non_finite
@@ -181,7 +181,7 @@ def run_schedule(
     divisor, scale = max(tokens, 1.0), loss_scale or 1.0
     are_sends_dropped = loss_scale is None and run.stages[0].config.overlap_p2p_comm_warmup_flush
     try:
-        with last_sends_arrive() if are_sends_dropped else nullcontext():
+        with last_sends_arrive() if are_sends_dropped else nullcontext(), unchanged_weights(run.stages):
             return get_forward_backward_func(pp_size, vp_size)(
                 forward_step_func=partial(_forward_step, run=run, divisor=divisor, scale=scale),
                 data_iterator=[iter(batches) for _ in run.stages],

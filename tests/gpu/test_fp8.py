@@ -9,6 +9,7 @@ from training_runs import build_seeded_run
 from patch.config.schema import Fp8
 from patch.device import DeviceContext
 from patch.model.fp8_linear import Fp8Product
+from patch.model.fp8_weights import StepWeights
 from patch.training.step import train_step
 
 pytestmark = [
@@ -33,8 +34,10 @@ def results(fp8: Fp8, device: str) -> list[torch.Tensor]:
         torch.randn(*shape).bfloat16().to(device) for shape in ((75, 3, 256), (512, 256), (75, 3, 512))
     )
     x.requires_grad_(), w.requires_grad_()
-    output = Fp8Product(fp8, keeps_input=False)(x, w)
-    output.backward(g)
+    step = StepWeights(rowwise=fp8.recipe == "rowwise", keeps_values=True)
+    with step.unchanged():
+        output = Fp8Product(fp8, keeps_input=False, weight=step.new())(x, w)
+        output.backward(g)
     return [tensor.detach().float().cpu() for tensor in (output, x.grad, w.grad)]
 
 

@@ -12,7 +12,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, NamedTuple
 
-_PACKAGES = ("torch", "megatron-core", "transformers", "numpy", "deepspeed")
+_PACKAGES = (
+    "torch", "megatron-core", "transformers", "numpy", "deepspeed", "triton", "transformer_engine",
+    "flash_attn_3",
+)  # fmt: skip
 
 
 class Aim(NamedTuple):

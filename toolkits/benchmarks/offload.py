@@ -8,17 +8,15 @@ It needs a GPU. Each round runs every contender in its own process, one after th
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 from patch.device import MachineFacts
+from toolkits.benchmarks._child import run_task
 from toolkits.benchmarks._offload_run import CONTENDERS, NO_OFFLOAD, Task
 from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
 
@@ -82,23 +80,9 @@ def _measure(layers: int, sequence: int, rounds: int, steps: int) -> Rounds:
         first = index * 3 % len(CONTENDERS)
         for name in CONTENDERS[first:] + CONTENDERS[:first]:
             task = Task(contender=name, layers=layers, sequence=sequence, steps=steps)
-            found[name] += _run(task)
+            measured = run_task(task, _TIMEOUT_S).measured
+            found[name] += [] if measured is None else [measured]
     return found
-
-
-def _run(task: Task) -> list[dict[str, float]]:
-    """The measurement of a contender; [] if it failed, with the last line of its error on stderr."""
-    fields = json.dumps(asdict(task))
-    command = [sys.executable, "-W", "ignore", "-m", Task.__module__, fields]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-    except subprocess.TimeoutExpired:
-        done, last = None, f"took over {_TIMEOUT_S} s"
-    if done is None or done.returncode:
-        print(f"failed: {task.contender}, sequence {task.sequence}: {last}", file=sys.stderr)
-        return []
-    return [json.loads(done.stdout.strip().splitlines()[-1])]
 
 
 def _ratio(found: Rounds, name: str) -> float:

@@ -1,6 +1,6 @@
 """Fine-tunes a small LLaMA on JSON with two processes, then tests the exported model with questions.
 
-    python -m toolkits.quickstart [--output DIR] [--precision fp32|bf16|fp8]
+    python -m toolkits.quickstart [--output DIR] [--precision fp32|bf16|fp8] [FLAGS OF THE LAUNCHER]
 
 It writes its own model and data and runs on the CPU; GPUs are not used. It trains with the ordinary launcher
 and all 25 positions, and prints this command, so that you can repeat it with your own data. Exit code: 0 if
@@ -16,6 +16,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from transformers.utils.logging import disable_progress_bar
@@ -31,8 +32,8 @@ NUM_PROCESSES = 2
 NUM_SHOWN = 8
 
 
-def launcher_command(space: Workspace, precision: str) -> list[str]:
-    """The command of the launcher: its 25 positions in order, then the flags of this run."""
+def launcher_command(space: Workspace, precision: str, more_flags: Sequence[str] = ()) -> list[str]:
+    """The command of the launcher: its 25 positions in order, then the flags of this run, then more."""
     positions = {
         "ENV": "dsw",
         "MODEL_SIZE": "auto",
@@ -60,14 +61,14 @@ def launcher_command(space: Workspace, precision: str) -> list[str]:
         "WARMUP_TOKENS_OR_ITERS": "60",
         "OUTPUT_BASEPATH": str(space.run),
     }
-    flags = ["--eval-interval", "300", "--eval-iters", "3", "--export-hf"]
+    flags = ["--eval-interval", "300", "--eval-iters", "3", "--export-hf", *more_flags]
     return ["bash", str(LAUNCHER), *positions.values(), *flags]
 
 
-def train(space: Workspace, precision: str) -> int:
+def train(space: Workspace, precision: str, more_flags: Sequence[str] = ()) -> int:
     """Run the launcher with two CPU processes; returns its exit code."""
     settings = {"MP_DATASET_TYPE": "raw", "NPROC_PER_NODE": str(NUM_PROCESSES)}
-    command = launcher_command(space, precision)
+    command = launcher_command(space, precision, more_flags)
     shown = [f"{name}={value}" for name, value in settings.items()] + [shlex.join(command)]
     print(" ".join(shown), flush=True)
     environment = {**os.environ, **settings, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
@@ -112,7 +113,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("--output", type=Path, default=Path("quickstart_output"), help="folder to work in")
     parser.add_argument("--precision", choices=("fp32", "bf16", "fp8"), default="fp32", help="position 9")
-    options = parser.parse_args(argv)
+    options, more_flags = parser.parse_known_args(argv)
     output = options.output.resolve()
     begin = time.monotonic()
     disable_progress_bar()
@@ -123,7 +124,7 @@ def main(argv: list[str]) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     print(f"[2/3] training over {NUM_PROCESSES} processes", flush=True)
-    code = train(space, options.precision)
+    code = train(space, options.precision, more_flags)
     if code != 0:
         return code
     print("[3/3] asking the exported model questions", flush=True)

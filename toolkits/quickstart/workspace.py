@@ -44,7 +44,7 @@ class Workspace(NamedTuple):
         return self.root / "run"
 
 
-def prepare(root: Path) -> tuple[Workspace, list[Example]]:
+def prepare(root: Path, num_held_out: int = NUM_HELD_OUT) -> tuple[Workspace, list[Example]]:
     """Empty the folder and write model, tokenizer and data; returns its paths and the held-out examples.
 
     Raises:
@@ -52,7 +52,7 @@ def prepare(root: Path) -> tuple[Workspace, list[Example]]:
     """
     _empty(root)
     space = Workspace(root)
-    train, held_out = make_examples(num_train=NUM_TRAIN, num_held_out=NUM_HELD_OUT, seed=SEED)
+    train, held_out = make_examples(num_train=NUM_TRAIN, num_held_out=num_held_out, seed=SEED)
     space.train_data.parent.mkdir()
     space.train_data.write_text("".join(json.dumps(row) + "\n" for row in _rows(train)))
     space.valid_data.write_text(json.dumps(_rows(held_out)))

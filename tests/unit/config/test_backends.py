@@ -65,19 +65,28 @@ def test_flash_attention_3_needs_hopper_and_its_package(command):
     assert not backends(command, FA3, "--precision-align=sdpa").has_flash_attention_3
 
 
+def test_kernels_of_triton_are_for_gpus_that_have_it(command):
+    assert backends(command, GPUS).is_fused
+    assert not backends(command, dataclasses.replace(GPUS, libraries=frozenset())).is_fused
+    assert not backends(command, command.machine).is_fused
+    assert not backends(command, GPUS, "--precision-align=eager").is_fused
+
+
 @pytest.mark.parametrize(
     ("machine", "flags", "parts"),
     [
         (GPUS, [], ["attention cuDNN, else FlashAttention-2 (flash-attn 3 is not installed)"]),
-        (
-            FA3,
-            ["--attention-backend=auto"],
-            ["attention cuDNN, else FlashAttention-3;", "varlen_attn by FlashAttention-3"],
-        ),
+        (FA3, ["--attention-backend=auto"], ["attention cuDNN, else FlashAttention-3;"]),
+        (FA3, [], ["attention FlashAttention-3, else cuDNN; packed rows and windows torch's varlen_attn"]),
         (FA3, ["--deterministic-mode"], ["FlashAttention-3, else", "(cuDNN is not deterministic)"]),
-        (GPUS, [], ["norm torch's rms_norm; RoPE torch operations; SwiGLU torch operations"]),
+        (GPUS, [], ["norm torch's rms_norm; RoPE one Triton kernel; SwiGLU one Triton kernel"]),
         (GPUS, [], ["products torch (Transformer Engine is not installed)", "optimizer Triton"]),
         (GPUS, ["--precision-align=eager"], ["transformers' operations (--precision-align)"]),
+        (
+            dataclasses.replace(GPUS, libraries=frozenset()),
+            [],
+            ["RoPE torch operations (Triton is not installed)"],
+        ),
     ],
 )
 def test_the_plan_says_what_serves_what_and_why_not_another(command, machine, flags, parts):

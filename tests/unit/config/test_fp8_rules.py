@@ -16,6 +16,11 @@ REFUSED = [
         ["--fp8-format: got hybrid, expected fp8 at --precision (position 9 PR) beside it"],
     ),
     (dict(PR="bf16"), ["--fp8-recipe=rowwise"], ["--fp8-recipe: got rowwise, expected fp8 at --precision"]),
+    (
+        dict(PR="bf16"),
+        ["--disable-parameter-transpose-cache"],
+        ["--disable-parameter-transpose-cache: got true, expected fp8 at --precision"],
+    ),
     (dict(PR="bf16"), ["--first-last-layers-bf16"], ["--first-last-layers-bf16: got true, expected fp8 at"]),
     (
         dict(PR="fp8"),

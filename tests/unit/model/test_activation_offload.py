@@ -176,11 +176,14 @@ def test_copies_back_start_when_the_layer_behind_begins(alone: dict) -> None:
 
 @pytest.mark.parametrize("name", MEASURED)
 def test_the_devices_memory_falls_by_what_travels(alone: dict, name: str) -> None:
-    """While two layers stay: two of the others are there at a time. Upstream holds the first one's input."""
+    """While two layers stay: two of the others are there at a time. Upstream holds the first one's input.
+
+    With recomputation the peak is elsewhere in a layer's backward, where some of that input is not counted.
+    """
     measured, config = alone["measured"][name], run_of(MEASURED[name])
     peak = {number: found[0] for number, found in measured.items()}
     one_input = 64 * 2 * 64 * 4
-    assert peak[0] - peak[4] in (measured[4][1], measured[4][1] - one_input)
+    assert measured[4][1] - one_input <= peak[0] - peak[4] <= measured[4][1]
     assert peak[4] >= peak[5] > peak[4] - measured[4][1] / 4
     planned = activation_bytes(
         config.model, config.parallel, config.training, length=config.sample_length, cuda=False

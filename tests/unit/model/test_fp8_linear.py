@@ -17,6 +17,8 @@ from patch.distributed.groups import initialize
 from patch.errors import TrainingError
 from patch.model import build_llama_model
 from patch.model.fp8_linear import Fp8ColumnParallelLinear, Fp8Product, Fp8RowParallelLinear
+from patch.model.fp8_weights import StepWeights
+from patch.training.evaluation import evaluate
 from patch.training.step import train_step
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -45,6 +47,12 @@ LOSS_BOUND = 0.04
 """Against bf16 while the loss falls from 5.7 to 1.5; measured at most 0.013 (hybrid) and 0.024 (e4m3)."""
 
 
+def product_of(fp8: Fp8, *, keeps_input: bool = False, step: StepWeights | None = None) -> Fp8Product:
+    """A layer's product on one rank."""
+    step = step or StepWeights(rowwise=fp8.recipe == "rowwise", keeps_values=False)
+    return Fp8Product(fp8, keeps_input, step.new())
+
+
 def rounded(matrix: torch.Tensor, dtype: torch.dtype, dim: int | None) -> torch.Tensor:
     """A float32 matrix of numbers that 8 bits hold beside the largest of the matrix, or along `dim`."""
     largest = matrix.abs().amax(dim=dim, keepdim=True) if dim is not None else matrix.abs().max()
@@ -68,8 +76,8 @@ def factors(fp8: Fp8, tokens: int = 21) -> tuple[torch.Tensor, torch.Tensor, tor
 def test_output_and_gradients_are_products_of_rounded_factors(fp8: Fp8, keeps_input: bool) -> None:
     x, w, g = factors(fp8)
     x.requires_grad_(), w.requires_grad_()
-    output = Fp8Product(fp8, keeps_input)(x, w)
-    output.backward(g)
+    output = product_of(fp8, keeps_input=keeps_input)(x, w)
+    output.backward(g.permute(0, 2, 1).contiguous().permute(0, 2, 1))
 
     row, column = (1, 0) if fp8.recipe == "rowwise" else (None, None)
     x2, g2, kind = x.detach().flatten(0, 1), g.flatten(0, 1), GRADIENT[fp8.format]
@@ -98,9 +106,9 @@ def test_what_is_kept_for_backward(fp8: Fp8) -> None:
     x, w, _ = factors(fp8, 96)
     kept = {}
     for name, trains, product in [
-        ("8 bits", True, Fp8Product(fp8, keeps_input=False)),
-        ("input", True, Fp8Product(fp8, keeps_input=True)),
-        ("frozen", False, Fp8Product(fp8, keeps_input=False)),
+        ("8 bits", True, product_of(fp8)),
+        ("input", True, product_of(fp8, keeps_input=True)),
+        ("frozen", False, product_of(fp8)),
     ]:
         input, weight = x.bfloat16().requires_grad_(), w.bfloat16().requires_grad_(trains)
         saved: dict[int, Any] = {}
@@ -111,6 +119,19 @@ def test_what_is_kept_for_backward(fp8: Fp8) -> None:
         assert (weight.grad is not None) == trains and input.grad is not None
     scales = 4 * (32 if fp8.recipe == "rowwise" else 1)
     assert kept == {"8 bits": x.numel() + scales, "input": 2 * x.numel(), "frozen": 0}
+
+
+def test_a_part_that_needs_no_gradient_is_left_out_and_no_tokens_are_a_sum_of_nothing() -> None:
+    for fp8 in SETTINGS:
+        x, w, _ = factors(fp8)
+        w.requires_grad_()
+        product_of(fp8)(x, w).sum().backward()
+        assert x.grad is None and w.grad.isfinite().all()
+        none = torch.zeros(0, 3, 32, requires_grad=True)
+        output = product_of(fp8)(none, w)
+        w.grad = None
+        output.sum().backward()
+        assert output.shape == (0, 3, 48) and none.grad.shape == none.shape and not w.grad.any()
 
 
 def _whole_numbers(*shape: int) -> torch.Tensor:
@@ -165,6 +186,28 @@ def _layers_in_8_bits(**layout: int) -> list[int]:
     return found
 
 
+def _check_kept_weights() -> None:
+    """Steps and an evaluation with 8-bit weights of a step are, to the bit, those with weights made anew.
+
+    Updated weights arrive while the next step has begun: each bucket is a fraction of a layer.
+    """
+    found = []
+    for is_off in (False, True):
+        config = small_run(
+            dp=2, num_layers=2, precision="fp8", fp8_recipe="rowwise", micro_batch_size=1,
+            global_batch_size=4, train_iters=3, lr=5e-3, data_parallel_sharding="gradients",
+            reduce_bucket_size=3000, recompute_granularity="full",
+            disable_parameter_transpose_cache=is_off,
+        )  # fmt: skip
+        assert config.keeps_8_bit_weights != is_off
+        run = build_seeded_run(config)
+        steps = [train_step(run, iteration) for iteration in range(2)]
+        run.valid_readers = {"valid": run.train_reader}
+        found.append(([(r.loss, r.grad_norm) for r in steps], evaluate(run), train_step(run, 2).loss))
+        new_job()
+    assert found[0] == found[1]
+
+
 def run_two(rank: int, world_size: int) -> list[list[int]]:
     compat.apply(cuda=False)
     for recipe, is_sp, recompute in CUT:
@@ -174,12 +217,13 @@ def run_two(rank: int, world_size: int) -> list[list[int]]:
         )  # fmt: skip
         for name in ("self_attention.linear_proj", "mlp.linear_fc2", "self_attention.linear_qkv"):
             _check_cut_layer(config, name)
+    _check_kept_weights()
     return [_layers_in_8_bits(pp=2), _layers_in_8_bits(pp=2, stage=2)]
 
 
 @pytest.fixture(scope="module")
 def together() -> list[list[list[int]]]:
-    """After the layers cut over two ranks have been checked."""
+    """After the layers cut over two ranks, and weights that are kept in a step, have been checked."""
     return run_distributed(run_two, 2)
 
 

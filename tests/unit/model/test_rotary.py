@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from patch.config.hf_config import read_hf_config
 from patch.config.schema import ModelConfig
 from patch.distributed.zigzag import Zigzag
-from patch.model.rotary import RotaryAngles, attention_factor, inverse_frequencies
+from patch.model.rotary import RotaryTable, attention_factor, inverse_frequencies
 
 
 @pytest.mark.parametrize(
@@ -93,12 +93,13 @@ def test_dynamic_frequencies_are_those_of_a_row_of_the_runs_length(tmp_path: Pat
 
 
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (2, 4)])
-def test_a_rank_has_the_angles_of_its_own_tokens_alone(rank: int, size: int) -> None:
-    config = small_run()
+def test_a_rank_has_the_table_of_its_own_tokens_alone(tmp_path: Path, rank: int, size: int) -> None:
+    described, model = read_model(tmp_path, SCALINGS["yarn, attention factor"], seq_length=4096)
     zigzag, length = Zigzag(rank, size), 4096
-    angles = RotaryAngles(inverse_frequencies(config.model), zigzag)(length)
-    assert angles.untyped_storage().nbytes() == length // size * config.model.kv_channels * 4
+    table = RotaryTable(inverse_frequencies(model), attention_factor(model), zigzag)(length)
+    assert table.shape == (2, length // size, 1, 1, model.kv_channels // 2)
+    assert table.untyped_storage().nbytes() == table.numel() * 4
     own = zigzag.cut(torch.arange(length), 0)[None]
-    cos, sin = hf_llama(config).model.rotary_emb(torch.ones(1), own)
-    assert torch.equal(angles[:, 0].cos(), cos.transpose(0, 1))
-    assert torch.equal(angles[:, 0].sin(), sin.transpose(0, 1))
+    expected = LlamaRotaryEmbedding(described)(torch.ones(1), own)
+    for found, right in zip(table[:, :, 0, 0], expected, strict=True):
+        assert torch.equal(torch.cat((found, found), dim=-1), right[0])

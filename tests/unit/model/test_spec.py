@@ -47,7 +47,7 @@ MARKS = (
     "tensor_model_parallel", "partition_dim", "partition_stride", "allreduce",
     "is_embedding_or_output_parameter", "shared", "shared_embedding",
 )  # fmt: skip
-OURS = ("layernorm", "core_attention", "rotary_pos_emb")
+OURS = ("layernorm", "self_attention", "core_attention", ".mlp", "rotary_pos_emb")
 """Ends of the names of modules that are ours instead of upstream's."""
 
 OWN_LINEAR = {

@@ -1,0 +1,108 @@
+"""Weights in 8 bits, made once for all micro-batches of a step.
+
+A weight is a factor of two products, along its rows in forward and along its columns in backward, in every
+micro-batch, and again where a layer is recomputed. While `StepWeights.unchanged` is open nobody changes a
+weight, so a factor that was made is that of all later products. Outside of it each product makes its own:
+nothing has to know who writes weights, and by which alias.
+
+The gathers of updated weights that still travel when a step begins change nothing: a layer that gets its
+weight waits for it (`patch.optimizer.param_buffer`), and the factors are made from what it got.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from patch.model.fp8_matrix import Fp8Matrix, factors
+
+_DTYPE = torch.float8_e4m3fn
+
+
+class StepWeights:
+    """What the 8-bit weights of a model have in common.
+
+    Args:
+        rowwise: a scale for each row of what a product sums over, instead of one for the tensor.
+        keeps_values: keep the factors, 2 bytes for each number of a weight; otherwise only their scales, so
+            that the largest numbers are searched once.
+    """
+
+    def __init__(self, *, rowwise: bool, keeps_values: bool) -> None:
+        self.rowwise, self.keeps_values = rowwise, keeps_values
+        self._weights: list[Fp8Weight] = []
+        self._is_open = False
+
+    def new(self) -> Fp8Weight:
+        """For the weight of a layer."""
+        self._weights.append(Fp8Weight(self))
+        return self._weights[-1]
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether what is made now is kept.
+
+        A CUDA graph under capture would never make it again.
+        """
+        return self._is_open and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Context in which nobody changes a weight: forwards and backwards of a step, or an evaluation."""
+        self._is_open = True
+        try:
+            yield
+        finally:
+            self._is_open = False
+            for weight in self._weights:
+                weight.forget()
+
+
+class Fp8Weight:
+    """The weight [N, K] of a layer as a factor of its products.
+
+    Args:
+        step: decides what is kept, and how long.
+    """
+
+    def __init__(self, step: StepWeights) -> None:
+        self._step = step
+        self.forget()
+
+    def forget(self) -> None:
+        """The weight may change from here on."""
+        self._rows: Fp8Matrix | None = None
+        self._columns: Fp8Matrix | None = None
+        self._row_scales: torch.Tensor | None = None
+        self._column_scales: torch.Tensor | None = None
+
+    def rows(self, weight: torch.Tensor) -> Fp8Matrix:
+        """The factor of a product that sums along its rows."""
+        if self._rows is not None:
+            return self._rows
+        known = self._row_scales, None
+        made, _ = factors(weight, _DTYPE, rowwise=self._step.rowwise, columns=False, scale_inv=known)
+        assert made is not None
+        if self._step.is_kept:
+            self._row_scales = made.scale_inv
+            self._rows = made if self._step.keeps_values else None
+        return made
+
+    def columns(self, weight: torch.Tensor) -> Fp8Matrix:
+        """The factor of a product that sums along its columns, [K, N]."""
+        if self._columns is not None:
+            return self._columns
+        if self._rows is not None and not self._step.rowwise:
+            made = self._rows.transposed()
+        else:
+            known = (None, self._column_scales) if self._step.rowwise else (self._row_scales, None)
+            _, turned = factors(weight, _DTYPE, rowwise=self._step.rowwise, rows=False, scale_inv=known)
+            assert turned is not None
+            made = turned
+        if self._step.is_kept:
+            if self._step.rowwise:
+                self._column_scales = made.scale_inv
+            self._columns = made if self._step.keeps_values else None
+        return made

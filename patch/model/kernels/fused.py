@@ -1,0 +1,225 @@
+"""The operations of `LayerKernels` in Triton, each in one kernel that reads and writes every number once.
+
+Products are rounded before they are added, as torch's operations are (enable_fp_fusion=False). With
+TRITON_INTERPRET=1 before the import, Triton's interpreter runs it on the CPU.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_BLOCK = tl.constexpr(1024)
+
+
+def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
+    """See LayerKernels."""
+    gate_up = gate_up.contiguous()
+    width = gate_up.shape[-1] // 2
+    product = gate_up.new_empty(*gate_up.shape[:-1], width)
+    if product.numel():
+        _swiglu[_grid(product, width)](gate_up, product, width, enable_fp_fusion=False)
+    return product
+
+
+def swiglu_backward(gradient: torch.Tensor, gate_up: torch.Tensor) -> torch.Tensor:
+    """See LayerKernels."""
+    gradient, gate_up = gradient.contiguous(), gate_up.contiguous()
+    of_gate_up = torch.empty_like(gate_up)
+    width = gradient.shape[-1]
+    if gradient.numel():
+        grid = _grid(gradient, width)
+        _swiglu_backward[grid](gradient, gate_up, of_gate_up, width, enable_fp_fusion=False)
+    return of_gate_up
+
+
+def rotate(heads: torch.Tensor, table: torch.Tensor, *, back: bool) -> torch.Tensor:
+    """See LayerKernels."""
+    heads = heads.contiguous()
+    num_heads, size = heads.shape[2:]
+    turned = torch.empty_like(heads)
+    if heads.numel():
+        sizes = num_heads, size // 2, *_tile(num_heads, size)
+        _rotate[(heads.shape[0] * heads.shape[1],)](
+            heads, turned, table.contiguous(), *_rows(heads, table), back, sizes, enable_fp_fusion=False
+        )
+    return turned
+
+
+def split_qkv(mixed: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """See LayerKernels."""
+    mixed, size = mixed.contiguous(), 2 * table.shape[-1]
+    *tokens, groups, width = mixed.shape
+    query = mixed.new_empty(*tokens, groups * (width // size - 2), size)
+    key, value = (mixed.new_empty(*tokens, groups, size) for _ in range(2))
+    _split_or_join(mixed, query, key, value, table, is_join=False)
+    return query, key, value
+
+
+def join_qkv(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor
+) -> torch.Tensor:
+    """See LayerKernels."""
+    query, key, value = (heads.contiguous() for heads in (query, key, value))
+    *tokens, groups, size = key.shape
+    mixed = key.new_empty(*tokens, groups, (query.shape[2] // groups + 2) * size)
+    _split_or_join(mixed, query, key, value, table, is_join=True)
+    return mixed
+
+
+def _split_or_join(
+    mixed: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, table: torch.Tensor,
+    *, is_join: bool,
+) -> None:  # fmt: skip
+    if not mixed.numel():
+        return
+    groups, size = key.shape[2:]
+    queries = query.shape[2] // groups
+    sizes = groups, queries, size // 2, *_tile(queries + 2, size), is_join
+    _qkv[(key.shape[0] * key.shape[1], groups)](
+        mixed, query, key, value, table.contiguous(), *_rows(key, table), sizes, enable_fp_fusion=False
+    )
+
+
+def _grid(rows: torch.Tensor, width: int) -> tuple[int, int]:
+    return rows.numel() // width, triton.cdiv(width, _BLOCK.value)
+
+
+def _rows(heads: torch.Tensor, table: torch.Tensor) -> tuple[int, int]:
+    """B, and how many rows the table has for the B tokens of a position: B, or one for all."""
+    return heads.shape[1], table.shape[2]
+
+
+def _tile(num_heads: int, size: int) -> tuple[int, int]:
+    """Heads, and channels of half a head, as powers of two."""
+    return triton.next_power_of_2(num_heads), triton.next_power_of_2(size // 2)
+
+
+@triton.jit
+def _swiglu(gate_up: tl.tensor, product: tl.tensor, width: tl.tensor) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    inside = i < width
+    gate = tl.load(gate_up + row * 2 * width + i, inside)
+    up = tl.load(gate_up + row * 2 * width + width + i, inside)
+    wide = gate.to(tl.float32)
+    silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype)
+    tl.store(product + row * width + i, silu.to(tl.float32) * up.to(tl.float32), inside)
+
+
+@triton.jit
+def _swiglu_backward(
+    gradient: tl.tensor, gate_up: tl.tensor, of_gate_up: tl.tensor, width: tl.tensor
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * _BLOCK + tl.arange(0, _BLOCK)
+    inside = i < width
+    gate = tl.load(gate_up + row * 2 * width + i, inside)
+    up = tl.load(gate_up + row * 2 * width + width + i, inside).to(tl.float32)
+    wide = gate.to(tl.float32)
+    of_product = tl.load(gradient + row * width + i, inside).to(tl.float32)
+    sigmoid = tl.div_rn(1.0, 1.0 + tl.exp(-wide))
+    of_silu = (of_product * up).to(gate.dtype).to(tl.float32)
+    of_gate = of_silu * sigmoid * (1.0 + wide * (1.0 - sigmoid))
+    silu = tl.div_rn(wide, 1.0 + tl.exp(-wide)).to(gate.dtype).to(tl.float32)
+    tl.store(of_gate_up + row * 2 * width + i, of_gate, inside)
+    tl.store(of_gate_up + row * 2 * width + width + i, of_product * silu, inside)
+
+
+@triton.jit
+def _turned(
+    first: tl.tensor, second: tl.tensor, cos: tl.tensor, sin: tl.tensor, back: tl.constexpr
+) -> tl.tensor:
+    """Both halves of heads after the turn; each product is rounded to their type."""
+    kind = first.dtype
+    c, s = cos.to(kind).to(tl.float32), sin.to(kind).to(tl.float32)
+    if back:
+        s = -s
+    a, b = first.to(tl.float32), second.to(tl.float32)
+    ac, bs = (a * c).to(kind).to(tl.float32), (b * s).to(kind).to(tl.float32)
+    bc, as_ = (b * c).to(kind).to(tl.float32), (a * s).to(kind).to(tl.float32)
+    return (ac - bs).to(kind), (bc + as_).to(kind)
+
+
+@triton.jit
+def _angles(
+    table: tl.tensor, token: tl.tensor, rows: tl.tensor, table_rows: tl.tensor,
+    j: tl.tensor, half: tl.constexpr,
+) -> tl.tensor:  # fmt: skip
+    """The cosines and sines [D / 2] of a token; the grid has one program, or one row, for each token."""
+    at = table + (token // rows * table_rows + token % rows % table_rows) * half + j
+    sines = tl.num_programs(0).to(tl.int64) // rows * table_rows * half
+    return tl.load(at, j < half), tl.load(at + sines, j < half)
+
+
+@triton.jit
+def _rotate(
+    heads: tl.tensor, turned: tl.tensor, table: tl.tensor, rows: tl.tensor, table_rows: tl.tensor,
+    back: tl.constexpr, sizes: tl.constexpr,
+) -> None:  # fmt: skip
+    """All heads of a token. `sizes`: heads, D / 2, and both as powers of two."""
+    num_heads: tl.constexpr = sizes[0]
+    half: tl.constexpr = sizes[1]
+    token = tl.program_id(0).to(tl.int64)
+    head, j = tl.arange(0, sizes[2])[:, None], tl.arange(0, sizes[3])[None]
+    c, s = _angles(table, token, rows, table_rows, j, half)
+    at = (token * num_heads + head) * 2 * half + j
+    inside = (head < num_heads) & (j < half)
+    first, second = _turned(tl.load(heads + at, inside), tl.load(heads + at + half, inside), c, s, back)
+    tl.store(turned + at, first, inside)
+    tl.store(turned + at + half, second, inside)
+
+
+@triton.jit
+def _qkv(
+    mixed: tl.tensor, query: tl.tensor, key: tl.tensor, value: tl.tensor, table: tl.tensor,
+    rows: tl.tensor, table_rows: tl.tensor, sizes: tl.constexpr,
+) -> None:  # fmt: skip
+    """One group of a token: its query heads, its key and its value, out of the merged ones or into them.
+
+    `sizes`: groups, queries of each, D / 2, heads of a group and D / 2 as powers of two, whether to join.
+    """
+    queries: tl.constexpr = sizes[1]
+    half: tl.constexpr = sizes[2]
+    is_join: tl.constexpr = sizes[5]
+    token = tl.program_id(0).to(tl.int64)
+    group = token * sizes[0] + tl.program_id(1)
+    head, j = tl.arange(0, sizes[3])[:, None], tl.arange(0, sizes[4])[None]
+    c, s = _angles(table, token, rows, table_rows, j, half)
+    # Of the rows of the tile: the queries, the key, the value, and padding up to a power of two.
+    is_query, is_key, is_value = head < queries, head == queries, head == queries + 1
+    inside = j < half
+    merged = mixed + (group * (queries + 2) + head) * 2 * half + j
+    of_query = query + (group * queries + head) * 2 * half + j
+    of_key = key + group * 2 * half + j + head * 0
+    of_value = value + group * 2 * half + j + head * 0
+    if is_join:
+        first = _gather(of_query, of_key, of_value, is_query, is_key, is_value, inside)
+        second = _gather(of_query + half, of_key + half, of_value + half, is_query, is_key, is_value, inside)
+    else:
+        of_group = (head < queries + 2) & inside
+        first, second = tl.load(merged, of_group), tl.load(merged + half, of_group)
+    left, right = _turned(first, second, c, s, is_join)
+    left, right = tl.where(is_value, first, left), tl.where(is_value, second, right)
+    if is_join:
+        of_group = (head < queries + 2) & inside
+        tl.store(merged, left, of_group)
+        tl.store(merged + half, right, of_group)
+    else:
+        tl.store(of_query, left, is_query & inside)
+        tl.store(of_query + half, right, is_query & inside)
+        tl.store(of_key, left, is_key & inside)
+        tl.store(of_key + half, right, is_key & inside)
+        tl.store(of_value, left, is_value & inside)
+        tl.store(of_value + half, right, is_value & inside)
+
+
+@triton.jit
+def _gather(
+    query: tl.tensor, key: tl.tensor, value: tl.tensor,
+    is_query: tl.tensor, is_key: tl.tensor, is_value: tl.tensor, inside: tl.tensor,
+) -> tl.tensor:  # fmt: skip
+    """Each row of a tile from the tensor that has it."""
+    of_pair = tl.where(is_key, tl.load(key, is_key & inside), tl.load(value, is_value & inside))
+    return tl.where(is_query, tl.load(query, is_query & inside), of_pair)

@@ -1,0 +1,141 @@
+"""The Triton kernels: their interpreter against torch's operations and autograd, and what a GPU would run."""
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+
+tl = pytest.importorskip("triton.language", reason="Triton is not installed: pip install triton")
+
+MODULE = "patch.model.kernels.fused"
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SWIGLU_BOUND = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
+"""Relative; one unit of a number's last digit and, in fp32, another exp."""
+
+
+def rounding(convert: Callable) -> Callable:
+    """The interpreter's conversion of floats, rounded as a GPU does: its own cuts digits of bf16 off."""
+
+    def converted(numbers: np.ndarray, given: tl.dtype, wanted: tl.dtype, mode: object) -> np.ndarray:
+        if (given, wanted) != (tl.float32, tl.bfloat16):
+            return convert(numbers, given, wanted, mode)
+        return torch.from_numpy(numbers.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
+
+    return converted
+
+
+@pytest.fixture(scope="module")
+def fused():
+    """The kernels on Triton's interpreter, chosen when their module is imported; GPU tests have another."""
+    from triton.runtime import interpreter
+
+    spec = find_spec(MODULE)
+    module = module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setitem(sys.modules, MODULE, module)
+        patch.setattr(interpreter, "_convert_float", rounding(interpreter._convert_float))
+        spec.loader.exec_module(module)
+        yield module
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 2), (3, 2, 74), (2, 1, 2 * 1025)], ids=str)
+def test_swiglu_is_that_of_torch_and_its_autograd(fused, shape, dtype):
+    torch.manual_seed(0)
+    gate_up = (4 * torch.randn(shape)).to(dtype).requires_grad_()
+    gate, up = gate_up.chunk(2, dim=-1)
+    product = torch.nn.functional.silu(gate) * up
+    direction = torch.randn_like(product)
+    (gradient,) = torch.autograd.grad(product, gate_up, direction)
+    bound = {"rtol": SWIGLU_BOUND[dtype], "atol": 1e-6}
+    torch.testing.assert_close(fused.swiglu(gate_up.detach()), product, **bound)
+    torch.testing.assert_close(fused.swiglu_backward(direction, gate_up.detach()), gradient, **bound)
+
+
+def upstream(heads: torch.Tensor, angles: torch.Tensor, factor: float) -> torch.Tensor:
+    """megatron-core's RoPE by angles [S, B or 1, 1, D / 2]."""
+    return _apply_rotary_pos_emb_bshd(heads, torch.cat((angles, angles), dim=-1), mscale=factor)
+
+
+def inputs(
+    dtype: torch.dtype, size: int, table_rows: int, *heads: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    angles = 100 * torch.rand(5, table_rows, 1, size // 2)
+    table = torch.stack((angles.cos(), angles.sin())) * 1.2
+    return torch.randn(5, 2, *heads).to(dtype), angles, table
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("size", "heads", "table_rows"), [(64, 3, 1), (80, 4, 2), (96, 1, 2), (6, 5, 1)])
+def test_rotated_heads_have_upstreams_bits(fused, dtype, size, heads, table_rows):
+    given, angles, table = inputs(dtype, size, table_rows, heads, size)
+    given.requires_grad_()
+    expected = upstream(given, angles, 1.2)
+    assert torch.equal(fused.rotate(given.detach(), table, back=False), expected)
+    direction = torch.randn_like(expected)
+    (gradient,) = torch.autograd.grad(expected, given, direction)
+    assert torch.equal(fused.rotate(direction, table, back=True), gradient)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("size", "groups", "queries", "table_rows"), [(64, 2, 4, 1), (80, 3, 1, 2), (96, 1, 3, 1), (6, 2, 7, 2)]
+)
+def test_split_and_joined_qkv_have_upstreams_bits(fused, dtype, size, groups, queries, table_rows):
+    given, angles, table = inputs(dtype, size, table_rows, groups, (queries + 2) * size)
+    given.requires_grad_()
+    query, key, value = given.split([queries * size, size, size], dim=-1)
+    expected = [
+        upstream(query.reshape(5, 2, -1, size), angles, 1.2), upstream(key, angles, 1.2), value,
+    ]  # fmt: skip
+    for found, right in zip(fused.split_qkv(given.detach(), table), expected, strict=True):
+        assert found.is_contiguous() and torch.equal(found, right)
+    directions = [torch.randn_like(part) for part in expected]
+    (gradient,) = torch.autograd.grad(expected, given, directions)
+    assert torch.equal(fused.join_qkv(*directions, table), gradient)
+
+
+COMPILE = """
+import sys, triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from patch.model.kernels import fused
+
+INTS = {"width", "rows", "table_rows"}
+SIZES = {"_rotate": (32, 64, 32, 64), "_qkv": (8, 4, 64, 8, 64, True)}
+NAMES = ("_swiglu", "_swiglu_backward", "_rotate", "_qkv")
+for name, kind in [(n, k) for n in NAMES for k in ("bf16", "fp32")]:
+    kernel = getattr(fused, name)
+    fixed = {"back": True, "sizes": SIZES.get(name)}
+    known = dict.fromkeys(INTS, "i32") | dict.fromkeys(fixed, "constexpr") | {"table": "*fp32"}
+    signature = {a: known.get(a, "*" + kind) for a in kernel.arg_names}
+    constants = {a: fixed[a] for a in kernel.arg_names if a in fixed}
+    attributes = {(i,): [["tt.divisibility", 16]] for i, a in enumerate(kernel.arg_names) if a not in fixed}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    options = {"enable_fp_fusion": False}
+    print(name, kind)
+    print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"])
+"""
+
+
+def test_compiled_for_a_hopper_gpu_nothing_is_fused_and_loads_are_wide():
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
+    ptx = subprocess.run(
+        command, cwd=Path(__file__).parents[4], env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    kernels = re.split(r"^(_\w+ (?:bf16|fp32))$", ptx, flags=re.MULTILINE)[1:]
+    assert len(kernels) == 2 * 8
+    for name, code in zip(kernels[::2], kernels[1::2], strict=True):
+        assert not re.findall(r"fma\.rn\.f32|div\.full", code), name
+        assert re.search(r"ld\.global\.v[24]", code), name

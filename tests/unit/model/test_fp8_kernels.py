@@ -1,0 +1,152 @@
+"""Triton's kernels for 8-bit factors: its interpreter against the plain form to the bit, and PTX for a GPU.
+
+Triton's interpreter rounds ties of 8-bit casts away from zero, and some numbers to half of theirs. So it gets
+torch's cast here; on a GPU the instruction rounds, and the PTX says how.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec, module_from_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from patch.model import fp8_matrix
+
+pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
+
+MODULE = "patch.model.fp8_kernels"
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+SHAPES = [(21, 48), (67, 144)]
+WAYS = [(True, True), (True, False), (False, True)]
+
+
+def cast_as_torch(values, source, target, rounding):
+    """The interpreter's cast of arrays, for 8-bit targets."""
+    kinds = {"fp8e4nv": E4M3, "fp8e5": E5M2}
+    assert str(source) == "fp32"
+    return torch.from_numpy(values.copy()).to(kinds[str(target)]).view(torch.uint8).numpy()
+
+
+@pytest.fixture(scope="module")
+def kernels():
+    """The kernels on Triton's interpreter, chosen when their module is imported; GPU tests have others."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    spec = find_spec(MODULE)
+    module = module_from_spec(spec)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setitem(sys.modules, MODULE, module)
+        spec.loader.exec_module(module)
+        theirs = interpreter._convert_float
+
+        def convert(values, source, target, rounding):
+            ours = cast_as_torch if str(target).startswith("fp8") else theirs
+            return ours(values, source, target, rounding)
+
+        patch.setattr(interpreter, "_convert_float", convert)
+        # Written in Triton itself, and imported for a GPU.
+        patch.setattr(tl, "max", interpreter.InterpretedFunction(tl.max.fn))
+        yield module
+
+
+def numbers(rows: int, columns: int, source: torch.dtype) -> torch.Tensor:
+    """Rows and columns of very different size: some round to subnormal numbers and to zero."""
+    generator = torch.Generator().manual_seed(rows)
+    sizes = torch.randn(rows, 1, generator=generator) + torch.randn(1, columns, generator=generator)
+    return (torch.randn(rows, columns, generator=generator) * torch.exp2(3 * sizes)).to(source)
+
+
+def assert_same(ours, theirs) -> None:
+    """Of two Fp8Matrix: every bit; or neither."""
+    assert (ours is None) == (theirs is None)
+    if ours is not None:
+        assert ours.values.dtype == theirs.values.dtype and ours.values.is_contiguous()
+        assert torch.equal(ours.values.view(torch.uint8), theirs.values.view(torch.uint8))
+        assert torch.equal(ours.scale_inv, theirs.scale_inv)
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("source", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
+def test_factors_are_those_of_the_plain_form(kernels, rowwise, source, dtype) -> None:
+    for shape in SHAPES:
+        matrix = numbers(*shape, source)
+        for x in (matrix, matrix.t().contiguous().t()):
+            for rows, columns in WAYS:
+                expected = fp8_matrix.factors(x, dtype, rowwise=rowwise, rows=rows, columns=columns)
+                asked = {"rowwise": rowwise, "rows": rows, "columns": columns}
+                found = kernels.factors(x, dtype, **asked, known=(None, None))
+                for ours, theirs in zip(found, expected, strict=True):
+                    assert_same(ours, theirs)
+                known = tuple(each.scale_inv if each else None for each in expected)
+                for ours, theirs in zip(
+                    kernels.factors(x, dtype, **asked, known=known), expected, strict=True
+                ):
+                    assert_same(ours, theirs)
+
+
+def test_single_matrices_edges_and_turning(kernels) -> None:
+    edges = torch.zeros(32, 16)
+    edges[1], edges[2], edges[3], edges[4, 3] = 2.0**100, 1e-39, 448.0, -3e38
+    for matrix in (numbers(37, 53, torch.float32), edges, torch.zeros(16, 16), torch.zeros(0, 16)):
+        for dim in (None, 0, 1):
+            expected = fp8_matrix.quantize(matrix, E4M3, dim)
+            assert_same(kernels.quantize(matrix, E4M3, dim), expected)
+            turned = expected.transposed().values
+            assert torch.equal(kernels.turned(expected.values).view(torch.uint8), turned.view(torch.uint8))
+
+
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_what_is_not_finite_makes_its_scale_nan(kernels, number: float) -> None:
+    matrix = numbers(67, 144, torch.bfloat16)
+    matrix[3, 140] = number
+    for dim, own in ((None, ()), (1, (3, 0)), (0, (0, 140))):
+        found = kernels.quantize(matrix, E5M2, dim).scale_inv
+        assert found[own].isnan() and found.isnan().sum() == 1
+        assert torch.equal(found.nan_to_num(), fp8_matrix.quantize(matrix, E5M2, dim).scale_inv.nan_to_num())
+
+
+COMPILE = """
+import torch, triton, triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from patch.model import fp8_kernels as k
+
+def ptx(kernel, kinds, constants):
+    names = kernel.arg_names
+    signature = {name: kinds.get(name, "i32") for name in names} | {name: "constexpr" for name in constants}
+    numbers = [i for i, name in enumerate(names) if name not in constants and name != "largest"]
+    attrs = {(i,): [["tt.divisibility", 16]] for i in numbers}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attrs)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
+
+tile = {"tile_rows": 64, "tile_columns": 128}
+amax = {"x": "*bf16", "first": "*i32", "second": "*i32"}
+print(ptx(k._amax_tile, amax, {"first_kind": 2, "second_kind": 3, "column_stride": 1} | tile))
+for kind, dtype, pointer in ((1, tl.float8e5, "*fp8e5"), (2, tl.float8e4nv, "*fp8e4nv")):
+    cast = {"x": "*bf16", "straight": pointer, "across": pointer, "first_bits": "*i32", "second_bits": "*i32",
+            "first_inv": "*fp32", "second_inv": "*fp32", "largest": "fp32"}
+    constants = {"first_kind": kind, "second_kind": kind + (kind == 2), "first_known": False,
+                 "second_known": False, "dtype": dtype, "column_stride": 1} | tile
+    print(ptx(k._cast_tile, cast, constants))
+print(ptx(k._turn, {"x": "*u8", "across": "*u8"}, {"column_stride": 1} | tile))
+"""
+
+
+def test_compiled_for_a_gpu_casts_round_to_even_and_nothing_is_flushed() -> None:
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
+    done = subprocess.run(
+        command, cwd=Path(__file__).parents[3], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    ptx = done.stdout
+    assert not re.findall(r"ftz|approx|div\.full", ptx)
+    assert "cvt.rn.satfinite.e4m3x2.f32" in ptx and "cvt.rn.satfinite.e5m2x2.f32" in ptx
+    assert "div.rn.f32" in ptx and "ld.global.v4" in ptx, "wide loads"

@@ -1,0 +1,111 @@
+"""Runs the benchmarks that need a GPU and appends a section to RESULTS.md: date, hardware, versions, tables.
+
+    python -m toolkits.benchmarks._gpu_tables [--quick] [--parts gpu_step attention offload] [--folder FOLDER]
+
+`make gpu-bench` calls it. Each part is written as soon as it is there, and one that fails or takes too long
+costs the others nothing. With --folder the section goes to FOLDER/RESULTS.md, with each part's JSON and plot.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from patch.device import MachineFacts
+from toolkits.benchmarks._report import machine, versions
+
+_RESULTS = Path(__file__).with_name("RESULTS.md")
+_PARTS: dict[str, list[str]] = {"gpu_step": [], "attention": [], "offload": ["--sequence", "4096"]}
+"""The most important first; arguments of each with --quick."""
+_LIMIT_S = 570.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the parts; 0 also without a GPU, 1 if a part failed or did not end in time."""
+    arguments = _parse(argv)
+    gpu = MachineFacts.probe()
+    if not gpu.cuda_devices:
+        print("not run: needs a GPU, found none")
+        return 0
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="gpu-bench-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    results = folder / _RESULTS.name if arguments.folder else _RESULTS
+    end = time.monotonic() + arguments.limit
+    _append(results, heading(gpu, time.strftime("%d %b %Y")))
+    codes = []
+    for name in arguments.parts:
+        left = end - time.monotonic()
+        code, output = run_part(name, folder, left, quick=arguments.quick) if left > 0 else (124, "")
+        section = part_section(name, code, output)
+        _append(results, section)
+        print(section)
+        codes.append(code)
+    print(f"written: {results}, {folder}")
+    return int(any(codes))
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="gpu-bench", description="the tables of a GPU")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, steps and lengths")
+    parser.add_argument("--parts", nargs="+", choices=_PARTS, default=list(_PARTS), help="which (all)")
+    parser.add_argument("--folder", type=Path, help="for the section, the JSON files and the plots")
+    parser.add_argument("--limit", type=float, default=_LIMIT_S, help="seconds for all parts (570)")
+    return parser.parse_args(argv)
+
+
+def heading(gpu: MachineFacts, date: str) -> str:
+    """The head of the section.
+
+    Args:
+        gpu: this machine.
+        date: of today.
+    """
+    host, memory = machine(), gpu.cuda_memory_bytes / 2**30
+    found = ", ".join(f"{name} {version}" for name, version in versions().items() if version != "missing")
+    return (
+        f"\n## on a GPU, {date}\n\n{gpu.cuda_devices} x {gpu.cuda_name} ({memory:.0f} GiB), "
+        f"{host['cores']} cores of {host['cpu']},\nLinux {host['kernel']}; {found}.\n"
+    )
+
+
+def run_part(name: str, folder: Path, limit_s: float, *, quick: bool) -> tuple[int, str]:
+    """Exit code (124: it took too long) and output of a benchmark.
+
+    Args:
+        name: the benchmark.
+        folder: for its JSON file and its plot.
+        limit_s: seconds it may take.
+        quick: whether it gets --quick.
+    """
+    command = [sys.executable, "-W", "ignore", "-m", f"toolkits.benchmarks.{name}"]
+    command += ["--json", str(folder / f"{name}.json"), "--plot", str(folder / f"{name}.png")]
+    command += ["--quick", *_PARTS[name]] if quick else []
+    try:
+        done = subprocess.run(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s, check=False
+        )
+    except subprocess.TimeoutExpired as late:
+        said = late.stdout or b""
+        return 124, said.decode(errors="replace") if isinstance(said, bytes) else said
+    return done.returncode, done.stdout
+
+
+def part_section(name: str, code: int, output: str) -> str:
+    """The section of a part: its tables as it printed them, or that it did not end."""
+    state = {0: "", 124: " (did not end in time)"}.get(code, f" (ended with {code})")
+    kept = [line for line in output.splitlines() if not line.startswith("plot: ")]
+    return f"\n### {name}{state}\n\n" + "\n".join(kept).strip() + "\n"
+
+
+def _append(file: Path, text: str) -> None:
+    with file.open("a", encoding="utf-8") as stream:
+        stream.write(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
