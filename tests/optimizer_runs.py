@@ -23,6 +23,7 @@ from patch import compat
 from patch.compat.gloo import shared_devices
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
+from patch.distributed.groups import split_instances
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.kernels import AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import adam, round_to_bf16
@@ -80,11 +81,13 @@ def data_parallel_groups() -> ProcessGroupCollection:
 
 
 def build_optimizer(
-    model: torch.nn.Module, zero_stage: ZeroStage, **changes: Any
+    model: torch.nn.Module, zero_stage: ZeroStage, *, num_instances: int = 1, **changes: Any
 ) -> OverlappedDistributedOptimizer:
     """The optimizer over all processes of the job; `changes` are fields of its configuration."""
     config = OptimizerConfig(**{"lr": LR, "clip_grad": 0.5, "reduce_bucket_size": 300} | changes)
-    return OverlappedDistributedOptimizer([model], config, zero_stage, data_parallel_groups())
+    groups = data_parallel_groups()
+    split_instances(groups, num_instances)
+    return OverlappedDistributedOptimizer([model], config, zero_stage, groups)
 
 
 def accumulate(
@@ -132,6 +135,8 @@ class Oracle:
         model: a model of its own, never given to an optimizer; fp32, or bf16 with the arrays as masters.
         zero_stage: the order of sums: over the micro-batches of a rank and then over ranks, or, for
             "gradients", over the ranks of a micro-batch and then over micro-batches.
+        num_instances: so many groups of neighbouring ranks are summed one by one, then their sums.
+        rounds: what a rank sends to others is rounded to bf16.
     """
 
     def __init__(
@@ -141,6 +146,8 @@ class Oracle:
         clip_grad: float = 0.5,
         *,
         is_decoupled: bool = True,
+        num_instances: int = 1,
+        rounds: bool = False,
     ) -> None:
         self.model, self._zero_stage, self._clip_grad, self._is_decoupled = (
             model,
@@ -148,6 +155,7 @@ class Oracle:
             clip_grad,
             is_decoupled,
         )
+        self._num_instances, self._rounds = num_instances, rounds
         self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._step_count = 0
         self.masters = {name: p.detach().float().numpy().copy() for name, p in self._trained.items()}
@@ -178,7 +186,14 @@ class Oracle:
 
     def gradients(self, step: Step) -> dict[str, np.ndarray]:
         """The sums over ranks and micro-batches; zeros where a parameter was not used."""
+        size = len(step) // self._num_instances
+        return _sum([self._of_instance(step[first : first + size]) for first in range(0, len(step), size)])
+
+    def _of_instance(self, step: Step) -> dict[str, np.ndarray]:
         found = [[self._backward(batch) for batch in batches] for batches in step]
+        if self._rounds:  # at "gradients" each micro-batch travels, else the sum of all
+            is_sum = self._zero_stage is not ZeroStage.GRADIENTS
+            found = [[_rounded(part) for part in ([_sum(rank)] if is_sum else rank)] for rank in found]
         if self._zero_stage is ZeroStage.GRADIENTS:
             found = list(zip(*found, strict=True))
         return _sum([_sum(inner) for inner in found])
@@ -194,6 +209,10 @@ class Oracle:
 
 def _sum(parts: Sequence[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
     return {name: reduce(np.add, [part[name] for part in parts]) for name in parts[0]}
+
+
+def _rounded(part: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    return {name: torch.from_numpy(values).bfloat16().float().numpy() for name, values in part.items()}
 
 
 def assert_same_weights(model: torch.nn.Module, oracle: Oracle, atol: float = 0.0) -> None:

@@ -44,7 +44,7 @@ _STACKED = re.compile(r"(decoder|embedding|output_layer)\.(?!layers\.\d)")
 _LAYOUT = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "num_layers_per_virtual_pipeline_stage",
     "context_parallel_size", "nnodes", "nproc_per_node", "use_distributed_optimizer",
-    "overlapped_distributed_optimizer", "data_parallel_sharding",
+    "overlapped_distributed_optimizer", "data_parallel_sharding", "num_distributed_optimizer_instances",
 )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from patch.config.choices import Precision, TransformerImpl
+from patch.config.engine_rules import engine_obstacle
 from patch.config.schema import Execution, ModelConfig, RunConfig
 from patch.device import MachineFacts
 
@@ -123,9 +124,7 @@ def no_transformer_engine(config: RunConfig, machine: MachineFacts) -> str:
         return "Transformer Engine needs a GPU, and this machine has none"
     if "transformer_engine" not in machine.libraries:
         return "it is not installed: pip install --no-build-isolation 'transformer-engine[pytorch]'"
-    if config.model.precision_align is not None:
-        return "--precision-align computes in transformers' order of operations"
-    return "layers of Transformer Engine are not built yet"
+    return engine_obstacle(config)
 
 
 def _takes_flash_attention_3(model: ModelConfig, machine: MachineFacts) -> bool:
@@ -176,7 +175,9 @@ def _attention(
     if not machine.cuda_devices:
         return Served("attention", "torch's SDPA")
     if backends.transformer_impl == "transformer_engine" and model.attention_backend != "local":
-        return Served("attention", "Transformer Engine")
+        if cp_size == 1:
+            return Served("attention", "Transformer Engine")
+        reasons.append("Transformer Engine's is not used with context parallelism")
     if machine.compute_capability[0] == _HOPPER and "flash_attn_3" not in machine.libraries:
         reasons.append("flash-attn 3 is not installed")
     if execution.deterministic_mode:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from patch.config.backends import no_transformer_engine
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.positions import where
 from patch.config.refusal import refuse
@@ -33,8 +34,22 @@ def fp8_fits(config: RunConfig, machine: MachineFacts) -> None:
     if config.model.precision_align is not None:
         why = "transformers computes no products of 8-bit factors"
         refuse("precision", "fp8", f"bf16, fp16 or fp32, or none at {where('precision_align')}", why)
+    if config.training.fp8_recipe == "delayed":
+        _delayed_scaling_fits(config, machine)
     _widths_fit(config)
     _a_layer_is_left(config)
+
+
+def _delayed_scaling_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """Only Transformer Engine's layers have delayed scaling, and all of a model's or none."""
+    obstacle = no_transformer_engine(config, machine)
+    if config.model.transformer_impl == "local":
+        obstacle = f"our own layers ({where('transformer_impl')} local) make their scales anew"
+    if obstacle:
+        refuse("fp8_recipe", "delayed", "tensorwise or rowwise", obstacle)
+    if config.training.first_last_layers_bf16:
+        why = "delayed scaling has no layers in bf16 (megatron-core)"
+        refuse("first_last_layers_bf16", "true", f"false, or tensorwise at {where('fp8_recipe')}", why)
 
 
 def _widths_fit(config: RunConfig) -> None:

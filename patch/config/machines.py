@@ -9,12 +9,14 @@ from patch.config.positions import where
 from patch.config.refusal import refuse
 from patch.config.rules import global_batch_divides, processes_fit
 from patch.config.schema import RunConfig
+from patch.config.sharding_rules import instances_share_states
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 
 _SIZE_RULES = (
     processes_fit,
     global_batch_divides,
+    instances_share_states,
     interleaving_has_enough_batches,
     micro_batch_groups_fit,
 )

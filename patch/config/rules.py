@@ -12,7 +12,6 @@ from typing import Any
 
 from patch.config.activation_layers import check_activation_choice, check_activation_layers
 from patch.config.backend_rules import backend_notes, backends_exist
-from patch.config.choices import ZeroStage
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
@@ -30,6 +29,12 @@ from patch.config.pipeline_rules import (
 from patch.config.positions import length_text, where
 from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
+from patch.config.sharding_rules import (
+    gradients_can_be_rounded,
+    instances_share_states,
+    sharding_is_said_once,
+    sharding_notes,
+)
 from patch.config.unsupported import NOT_BUILT
 from patch.device import MachineFacts
 from patch.families import family_of
@@ -285,17 +290,6 @@ def global_batch_divides(config: RunConfig, machine: MachineFacts) -> None:
         refuse("global_batch_size", batch, f"a multiple of {unit} such as {near}", why)
 
 
-def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
-    """The flags that choose what replicas share do not contradict each other."""
-    parallel = config.parallel
-    if parallel.overlapped_distributed_optimizer and not parallel.use_distributed_optimizer:
-        why = "it shards gradients in addition to the optimizer's states"
-        refuse("overlapped_distributed_optimizer", "true", f"{where('use_distributed_optimizer')} true", why)
-    if parallel.use_distributed_optimizer and parallel.data_parallel_sharding is ZeroStage.NONE:
-        expected = "optimizer, gradients, auto, or none with DO=false"
-        refuse("data_parallel_sharding", "none", expected, "DO=true shards the optimizer's states")
-
-
 def run_has_steps(config: RunConfig, machine: MachineFacts) -> None:
     """The run has at least one step, or a number of epochs."""
     training = config.training
@@ -366,6 +360,8 @@ RULES: tuple[Rule, ...] = (
     micro_batch_groups_fit,
     messages_can_travel,
     sharding_is_said_once,
+    instances_share_states,
+    gradients_can_be_rounded,
     run_has_steps,
     retained_are_saved,
     schedule_fits,
@@ -389,6 +385,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     yield from backend_notes(config, machine)
     yield from fp8_notes(config, machine)
     yield from _activation_notes(config)
+    yield from sharding_notes(config)
     yield from _data_notes(config)
 
 

@@ -105,6 +105,12 @@ class ParallelConfig:
         None,
         none="default",
     )
+    num_distributed_optimizer_instances: int = flag(
+        "replicas form so many groups of neighbours, such as nodes: states (and gradients) are shared inside "
+        "each group and alike in all, so that weights are gathered without crossing groups",
+        1,
+        at_least=1,
+    )
     nnodes: int = flag("machines", 1, at_least=1)
     nproc_per_node: int = flag("processes on this machine", at_least=1)
     max_restarts: int = flag(
@@ -186,7 +192,8 @@ class TrainingConfig:
         "fp8: e4m3 with gradients in e5m2 (hybrid), or e4m3 alone; default: hybrid", None, none="default"
     )
     fp8_recipe: Fp8Scaling | None = flag(
-        "fp8: scales for whole tensors, or for each row of what a product sums over; default: tensorwise",
+        "fp8: scales for whole tensors; rowwise: for each row of what a product sums over (our own layers); "
+        "delayed: from the step before (Transformer Engine's layers); default: tensorwise",
         None,
         none="default",
     )
@@ -277,6 +284,12 @@ class OptimizerConfig:
         "elements of a bucket, the unit in which gradients are reduced and weights gathered",
         500_000_000,
         at_least=1,
+    )
+    ddp_pad_buckets_for_high_nccl_busbw: bool = flag(
+        "buckets are padded to multiples of 2^16 elements, which NCCL sends fastest between many GPUs", False
+    )
+    grad_reduce_in_bf16: bool = flag(
+        "gradients travel between replicas as bf16, and are still added up in fp32; half the bytes", False
     )
     main_grads_dtype: GradientType = flag("type in which gradients are added up and reduced", "fp32")
     gradient_accumulation_fusion: bool | None = flag(
@@ -378,7 +391,12 @@ class RunConfig:
 
     @property
     def num_state_shares(self) -> int:
-        """Ranks that have the same weights, and share optimizer states if these are sharded: DP x CP."""
+        """Ranks that share optimizer states if these are sharded: DP x CP, or those of an instance."""
+        return self.num_weight_copies // self.parallel.num_distributed_optimizer_instances
+
+    @property
+    def num_weight_copies(self) -> int:
+        """Ranks that have the same weights: DP x CP."""
         return self.data_parallel_size * self.parallel.context_parallel_size
 
     @property

@@ -26,10 +26,10 @@ class NotBuilt(NamedTuple):
 NOT_BUILT: tuple[NotBuilt, ...] = (
     NotBuilt(
         "fp8_recipe",
-        lambda v: v in ("delayed", "mxfp8", "blockwise"),
-        "delayed, mxfp8, blockwise",
-        "a scaling of Transformer Engine",
-        "tensorwise or rowwise",
+        lambda v: v in ("mxfp8", "blockwise"),
+        "mxfp8, blockwise",
+        "a scale for each block of numbers",
+        "tensorwise, rowwise or delayed",
     ),
     NotBuilt(
         "distributed_checkpointing",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from datetime import timedelta
 from typing import ClassVar
 
 import torch
@@ -63,6 +64,9 @@ class Pending:
         finish: called by `wait` when all parts have ended.
     """
 
+    _then: Callable[[], Pending] | None = None
+    """Starts another collective with the result of this one."""
+
     _unfinished: ClassVar[set[Pending]] = set()
 
     def __init__(self, works: Sequence[dist.Work], finish: Callable[[], None] | None = None) -> None:
@@ -82,6 +86,27 @@ class Pending:
         self._unfinished.discard(self)
         if self._finish is not None:
             self._finish()
+        if self._then is not None:
+            self._then().wait(clock)
+
+    def then(self, start: Callable[[], Pending], group: dist.ProcessGroup) -> Pending:
+        """Another collective that needs the result of this one; only the one returned is waited for.
+
+        Over NCCL it follows on the device, while compute goes on. Over gloo `wait` starts it, since no one
+        else learns that this one has ended.
+
+        Args:
+            start: starts the other one.
+            group: the ranks of this one.
+        """
+        if dist.get_backend(group) != "nccl":
+            self._then = start
+            return self
+        aside = torch.cuda.Stream()
+        aside.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(aside):
+            self.wait()
+            return start()
 
 
 def start_all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
@@ -107,7 +132,12 @@ def read_values(reduced: torch.Tensor, pending: Pending, clock: WaitClock) -> li
         return [value.item() for value in reduced.flatten()]
 
 
-def start_reduce_scatter(buffer: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+def start_reduce_scatter(
+    buffer: torch.Tensor,
+    out: torch.Tensor,
+    group: dist.ProcessGroup,
+    travels_as: torch.dtype | None = None,
+) -> Pending:
     """Sum `buffer` over the group and write this rank's shard of the sum to `out`.
 
     Over gloo the ranks exchange their parts and sum them in the order of ranks, because gloo's own
@@ -117,13 +147,20 @@ def start_reduce_scatter(buffer: torch.Tensor, out: torch.Tensor, group: dist.Pr
         buffer: (group size * n,); not changed, unless `out` is a part of it.
         out: (n,), this rank's part of `buffer`, or other memory.
         group: the ranks that take part.
+        travels_as: all parts, the own one too, are rounded to this type, exchanged, and added up in fp32 in
+            the order of ranks; over NCCL too. None: the type of `buffer`.
     """
     if dist.get_backend(group) == "nccl":
+        if travels_as is not None:
+            return Pending([_ExchangeAndSum(buffer.to(travels_as), out, group)])
         return Pending([_reduce_scatter(out, buffer, group=group, async_op=True)])
-    own = buffer.chunk(group.size())
+    own = (buffer if travels_as is None else buffer.to(travels_as)).chunk(group.size())
     received = [part if rank == group.rank() else torch.empty_like(part) for rank, part in enumerate(own)]
 
     def add_up() -> None:
+        if travels_as is not None:
+            _sum_in_fp32(received, out)
+            return
         if len(received) == 1:
             out.copy_(received[0])
             return
@@ -135,6 +172,40 @@ def start_reduce_scatter(buffer: torch.Tensor, out: torch.Tensor, group: dist.Pr
         torch.add(total, received[-1], out=out)
 
     return Pending(_exchange(own, received, group), add_up)
+
+
+def _sum_in_fp32(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Write the sum of `parts`, in their order, to `out`."""
+    total = parts[0].float()
+    for part in parts[1:]:
+        total += part
+    out.copy_(total)
+
+
+class _ExchangeAndSum(dist.Work):
+    """Over NCCL: ranks exchange their parts, and sum what they get in fp32 beside compute.
+
+    Args:
+        sent: (group size * n,) a part for each rank. out: (n,) gets the sum.
+    """
+
+    def __init__(self, sent: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> None:
+        super().__init__()
+        received = torch.empty_like(sent)
+        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        aside = torch.cuda.Stream()
+        with torch.cuda.stream(aside):
+            work.wait()
+            _sum_in_fp32(received.chunk(group.size()), out)
+        # Their memory is free again when the sum is there, not when somebody waits for it.
+        for tensor in (sent, received):
+            tensor.record_stream(aside)
+        self._is_summed = aside.record_event()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Make the current stream wait for the sum."""
+        torch.cuda.current_stream().wait_event(self._is_summed)
+        return True
 
 
 def start_all_gather(buffer: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Pending:

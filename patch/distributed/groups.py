@@ -62,8 +62,33 @@ def _build_groups(parallel: ParallelConfig, seed: int) -> ProcessGroupCollection
             order="-".join("cp-ep" if axis == "cp" else axis for axis in axes),
             create_gloo_process_groups=False,  # additional groups, which only megatron-core's optimizer uses
         )
+        groups = ProcessGroupCollection.use_mpu_process_groups()
+        split_instances(groups, parallel.num_distributed_optimizer_instances)
     seed_generators(seed)
-    return ProcessGroupCollection.use_mpu_process_groups()
+    return groups
+
+
+def split_instances(groups: ProcessGroupCollection, num_instances: int) -> None:
+    """Divide the data-parallel ranks (with CP) into instances of the distributed optimizer.
+
+    An instance has neighbours in the order of `dp_cp`, so that it is a node or a part of one where ranks are
+    numbered by nodes. Sets `intra_dp_cp`, the ranks of an instance, and `inter_dist_opt`, the ranks with the
+    same place in all instances. Upstream's option of initialize_model_parallel divides the ranks of experts
+    (parallel_state.py:1287), which are others where CP > 1. All data-parallel ranks call it.
+
+    Args:
+        groups: of the run.
+        num_instances: divides the number of data-parallel ranks; 1: nothing changes.
+    """
+    if num_instances == 1:
+        return
+    ranks = dist.get_process_group_ranks(groups.dp_cp)
+    size = len(ranks) // num_instances
+    own, place = divmod(groups.dp_cp.rank(), size)
+    # Only members meet; each rank makes its two groups in the same order.
+    instance = ranks[own * size : (own + 1) * size]
+    groups.intra_dp_cp = dist.new_group(instance, use_local_synchronization=True)
+    groups.inter_dist_opt = dist.new_group(ranks[place::size], use_local_synchronization=True)
 
 
 def seed_generators(seed: int) -> None:

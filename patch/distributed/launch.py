@@ -32,6 +32,7 @@ BLACKWELL = (10, 0)
 DETERMINISTIC = {
     "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch refuses deterministic matmuls without it
     "NCCL_ALGO": "^NVLS",  # NVLS sums in the switch, in no fixed order
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention
 }
 """Environment variables that --deterministic-mode needs before a process uses a GPU."""
 

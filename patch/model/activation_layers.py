@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from patch.config.activation_layers import stage_activations
@@ -40,7 +41,15 @@ class RecomputedLayer(TransformerLayer):
         forward = super().forward
         if not self.training:
             return forward(hidden_states, **arguments)
-        return checkpoint(lambda hidden: forward(hidden, **arguments), False, hidden_states)
+
+        def compute(hidden: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            return forward(hidden, **arguments)
+
+        if self.config.fp8:  # by Transformer Engine, whose context backward must enter again
+            from megatron.core.extensions.transformer_engine import te_checkpoint
+
+            return te_checkpoint(compute, False, get_cuda_rng_tracker, self.pg_collection.tp, hidden_states)
+        return checkpoint(compute, False, hidden_states)
 
 
 class OffloadedLayer(TransformerLayer):

@@ -27,7 +27,8 @@ from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer.transformer_block import get_num_layers_to_build
+from megatron.core.transformer.enums import AttnBackend
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.nn.functional import silu
@@ -100,8 +101,6 @@ def transformer_config(
         context_parallel_size=groups.cp.size(),
         cp_comm_type=execution.cp_comm_type,
         sequence_parallel=execution.sequence_parallel and tp_size > 1,
-        tp_comm_overlap=_overlaps(execution, cuda=cuda),
-        recompute_modules=recomputed_modules(dtype, aligned, cuda=cuda),
         calculate_per_token_loss=True,
         deterministic_mode=execution.deterministic_mode,
         use_cpu_initialization=not cuda,
@@ -111,9 +110,40 @@ def transformer_config(
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
         persist_layer_norm=False,
+        **_layer_settings(model, execution, aligned, cuda=cuda),
         **_recompute_settings(execution),
         **_pipeline_settings(model.num_layers, groups.pp, execution),
     )
+
+
+def _layer_settings(
+    model: ModelConfig, execution: Execution, aligned: frozenset[str], *, cuda: bool
+) -> dict[str, Any]:
+    """The fields of upstream's configuration that differ between our layers and Transformer Engine's.
+
+    Of our 8-bit products (fp8_linear.py) upstream knows nothing.
+    """
+    if model.transformer_impl != "transformer_engine":
+        return {
+            "transformer_impl": "local",
+            "tp_comm_overlap": _overlaps(execution, cuda=cuda),
+            "recompute_modules": recomputed_modules(torch_dtype(execution.precision), aligned, cuda=cuda),
+        }
+    # Its norms are parts of its linear layers, its messages overlap only through user buffers (not set up).
+    settings = {"transformer_impl": "transformer_engine", "tp_comm_overlap": False, "recompute_modules": []}
+    if execution.precision != "fp8":
+        return settings
+    fp8 = execution.fp8
+    return settings | {
+        "fp8": fp8.format,
+        "fp8_recipe": fp8.recipe,
+        "first_last_layers_bf16": fp8.num_first_in_bf16 + fp8.num_last_in_bf16 > 0,
+        "num_layers_at_start_in_bf16": fp8.num_first_in_bf16,
+        "num_layers_at_end_in_bf16": fp8.num_last_in_bf16,
+        # Delayed scaling: over replicas too it would be a collective in each forward and backward, for
+        # which a rank that repeats a step, or computes one alone (guards), would wait forever.
+        "tp_only_amax_red": True,
+    }
 
 
 def _overlaps(execution: Execution, *, cuda: bool) -> bool:
@@ -183,7 +213,8 @@ class LlamaModel(GPTModel):
         groups: megatron-core's process groups.
         aligned: the operations (of `SOURCES`) in Hugging Face's order.
         vp_stage: the index of this stage among the stages of its process.
-        fp8: the settings of 8-bit products; None: products have the weights' type.
+        fp8: the settings of our 8-bit products; None: products have the weights' type, or are Transformer
+            Engine's.
         backends: what serves its operations.
     """
 
@@ -208,8 +239,9 @@ class LlamaModel(GPTModel):
         has_pieces = groups.tp.size() > 1 and (upstream.tp_comm_overlap or upstream.use_cpu_initialization)
         super().__init__(
             config=upstream,
-            transformer_layer_spec=block_spec(
+            transformer_layer_spec=_block_spec(
                 model,
+                upstream,
                 num_layers,
                 aligned,
                 backends,
@@ -228,6 +260,8 @@ class LlamaModel(GPTModel):
         activate = partial(swiglu, is_fused=backends.is_fused)
         for layer in self.decoder.layers:
             use_activation(layer.mlp, upstreams_activation(upstream) if "swiglu" in aligned else activate)
+        if upstream.fp8 and upstream.recompute_granularity == "selective":
+            _keep_original_inputs(self.decoder.layers)
         self.step_weights: StepWeights | None = None
         """8-bit weights; open `unchanged_weights` while nobody changes a weight."""
         if fp8 is not None:
@@ -311,6 +345,32 @@ class LlamaModel(GPTModel):
         )
 
 
+def _block_spec(
+    model: ModelConfig,
+    upstream: TransformerConfig,
+    num_layers: int,
+    aligned: frozenset[str],
+    backends: Backends,
+    *,
+    is_context_parallel: bool,
+    has_pieces: bool,
+) -> TransformerBlockSubmodules:
+    if upstream.transformer_impl == "transformer_engine":
+        from patch.model.te_spec import te_block_spec  # not importable without Transformer Engine
+
+        return te_block_spec(model, num_layers, backends, is_context_parallel=is_context_parallel)
+    return block_spec(
+        model, num_layers, aligned, backends, is_context_parallel=is_context_parallel, has_pieces=has_pieces
+    )
+
+
+def _keep_original_inputs(layers: Sequence[TransformerLayer]) -> None:
+    from patch.model.te_spec import keep_original_inputs  # Transformer Engine alone has 8-bit inputs here
+
+    for layer in layers:
+        keep_original_inputs(layer)
+
+
 def _give_8_bit_products(layers: Sequence[TransformerLayer], num_layers: int, fp8: Fp8) -> StepWeights:
     """Of a stage's layers, those that are not among the first and last of the model that stay in bf16."""
     step_weights = StepWeights(rowwise=fp8.recipe == "rowwise", keeps_values=fp8.keeps_weights)
@@ -373,7 +433,8 @@ def build_llama_model(
         aligned = frozenset(SOURCES) if model.precision_align is not None else frozenset()
     upstream = transformer_config(model, groups, execution, cuda=device.type == "cuda", aligned=aligned)
     backends = backends_on(device, model, execution, groups)
-    fp8 = execution.fp8 if execution.precision == "fp8" else None
+    upstream.attention_backend = _te_attention_backend(backends, model)
+    fp8 = execution.fp8 if execution.precision == "fp8" and not upstream.fp8 else None
     stages = [
         LlamaModel(model, upstream, groups, aligned, vp_stage, fp8, backends).to(device)
         for vp_stage in range(upstream.virtual_pipeline_model_parallel_size or 1)
@@ -383,6 +444,15 @@ def build_llama_model(
         stage.activation_offload = offload
         set_activation_layers(stage, execution, offload)
     return stages
+
+
+def _te_attention_backend(backends: Backends, model: ModelConfig) -> AttnBackend:
+    """The kernel of Transformer Engine's attention, for which upstream sets environment variables."""
+    if backends.transformer_impl == "local" or model.attention_backend == "local":
+        return AttnBackend.auto
+    if model.attention_backend == "flash" and not backends.has_flash_attention_3:
+        return AttnBackend.auto
+    return AttnBackend[model.attention_backend]
 
 
 def _activation_offload(device: torch.device) -> SavedTensors:

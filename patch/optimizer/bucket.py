@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
+import torch.distributed as dist
 
 from patch.config.choices import ZeroStage
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_reduce, start_reduce_scatter
@@ -54,6 +57,8 @@ class Bucket:
         """Parameters without a gradient in the micro-batch that is open."""
         self._unused = set(bucket_range.params)
         """Parameters that had no gradient in any micro-batch that has ended."""
+        self._is_shard_summed = False
+        """Whether the shard has what the newest reduction brought."""
         self._has_nested = self._has_repeats = False
         """Whether a gradient ever came from a backward inside the backward; whether a parameter ever got
         several gradients in one micro-batch."""
@@ -138,22 +143,36 @@ class Bucket:
     def start_grad_sync(self) -> None:
         """Start the reduction of what was collected and completed."""
         assert self.buffer is not None, "use_staging comes first"
+        self._is_shard_summed = False
         if self.domain.zero_stage is ZeroStage.NONE:
             self.pending = start_all_reduce(self.buffer, self.domain.group)
         else:
             # In place; only the first reduction of a ZeRO-2 step can write where the sum is kept.
             is_direct = self.domain.zero_stage is ZeroStage.GRADIENTS and self._is_shard_empty
             out = self.shard if is_direct else self._own_part()
-            self.pending = start_reduce_scatter(self.buffer, out, self.domain.group)
+            instance, across = self.domain.instance, self.domain.across
+            self.pending = start_reduce_scatter(self.buffer, out, instance, self.domain.travels_as)
+            if across is not None and self.is_last:
+                self.pending = self.pending.then(partial(self._start_sum_of_instances, across), instance)
         self.has_left = True
+
+    def _start_sum_of_instances(self, across: dist.ProcessGroup) -> Pending:
+        """The instance's sum of the step is there: add up those of all instances."""
+        self._add_to_shard()
+        return start_all_reduce(self.shard, across)
+
+    def _add_to_shard(self) -> None:
+        """Add what was reduced to the sum of the micro-batches before, if it is not there yet."""
+        if not self.is_shard_final and not self._is_shard_summed:
+            self.shard.add_(self._own_part())
+        self._is_shard_summed = True
 
     def finish_grad_sync(self, clock: WaitClock) -> torch.Tensor | None:
         """Wait for the reduction; the staging buffer, if it had one, which is free again."""
         assert self.pending is not None, "start_grad_sync comes first"
         self.pending.wait(clock)
         self.pending = None
-        if not self.is_shard_final:
-            self.shard.add_(self._own_part())
+        self._add_to_shard()
         self._is_shard_empty = False
         staging, self._staging = self._staging, None
         if staging is not None:

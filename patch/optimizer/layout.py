@@ -15,6 +15,7 @@ that is larger than a bucket is cut in equal parts, so that no staging buffer is
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -23,6 +24,8 @@ import torch
 
 # A shard's elements are a multiple of this, so that vector kernels and collectives start aligned.
 ALIGNMENT = 64
+_NCCL_ALIGNMENT = 2**16
+"""NCCL's rings have their full bandwidth at messages that a large power of 2 divides, upstream says."""
 _SMALLEST_NUMEL = 2**16
 """Elements of a bucket below which its messages cost their latency, whatever their size."""
 _SMALLEST_SHARE = 16
@@ -88,13 +91,16 @@ class BucketRange:
         return found
 
 
-def lay_out(specs: Sequence[ParamSpec], bucket_size: int, num_shards: Sequence[int]) -> list[BucketRange]:
+def lay_out(
+    specs: Sequence[ParamSpec], bucket_size: int, num_shards: Sequence[int], *, is_padded: bool = False
+) -> list[BucketRange]:
     """Cut parameters into buckets.
 
     Args:
         specs: in the order in which backward completes their gradients.
         bucket_size: elements after which a bucket closes.
         num_shards: of each domain: data-parallel ranks that share a bucket.
+        is_padded: a bucket is a multiple of 2**16 elements, as upstream's pad_buckets_for_high_nccl_busbw.
     Returns:
         buckets in the order in which their last parameters are complete, in each domain without gaps; without
         parameters one, of padding alone.
@@ -102,7 +108,7 @@ def lay_out(specs: Sequence[ParamSpec], bucket_size: int, num_shards: Sequence[i
     if not specs:  # a frozen stage still takes part in what its data-parallel ranks do together
         return [BucketRange(0, num_shards[0] * ALIGNMENT, ())]
     buckets: list[BucketRange] = []
-    units = [shards * ALIGNMENT for shards in num_shards]
+    units = [math.lcm(shards * ALIGNMENT, _NCCL_ALIGNMENT if is_padded else 1) for shards in num_shards]
     ends = [0] * len(num_shards)
     for parts in _packed(specs, bucket_size, units):
         last = specs[parts[-1].parameter]

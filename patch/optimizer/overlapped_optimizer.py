@@ -34,7 +34,7 @@ from patch.device import torch_dtype
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import CheckpointError, TrainingError
 from patch.memory import OffloadDevice
-from patch.optimizer.domain import Domain, find_domains
+from patch.optimizer.domain import Domain, find_domains, find_instances
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
 from patch.optimizer.hybrid_adam import HybridAdam, Offload, state_dtypes
 from patch.optimizer.layout import ParamSpec, lay_out
@@ -88,7 +88,7 @@ class OverlappedDistributedOptimizer:
             parameters are re-pointed into the flat buffers.
         config: rates, decay, clipping, bucket size.
         zero_stage: what data-parallel ranks share.
-        groups: dp_cp, tp, mp and embd are used.
+        groups: dp_cp, tp, mp and embd are used; of several instances also intra_dp_cp and inter_dist_opt.
         offload: where states may go; None: all stay on the parameters' device.
         param_groups: every trainable parameter is in one of them; None: `default_param_groups`.
     Raises:
@@ -119,15 +119,17 @@ class OverlappedDistributedOptimizer:
             [(dp_groups[i], p.dtype) for i, p in zip(group_indices, self.parameters, strict=True)],
             ZeroStage.NONE if is_alone else zero_stage,
             default=(groups.dp_cp, like.dtype),
+            instances=find_instances(groups, zero_stage, dp_groups),
+            travels_as=torch.bfloat16 if config.grad_reduce_in_bf16 else None,
         )
         specs = _specs_of(named, stage_indices, group_indices, domain_indices)
         self.config, self.groups, self.device = config, groups, like.device
         self.loss_scale = _loss_scale(config, domains)
         self.is_sharded = domains[0].zero_stage is not ZeroStage.NONE
-        bucket_ranges = lay_out(specs, config.reduce_bucket_size, [d.num_shards for d in domains])
+        shares, is_padded = [d.num_shards for d in domains], config.ddp_pad_buckets_for_high_nccl_busbw
+        bucket_ranges = lay_out(specs, config.reduce_bucket_size, shares, is_padded=is_padded)
         self._clock = WaitClock(self.device)
-        self._lr: float | Sequence[float] | None = None
-        """The rates of the step that has begun; None: none has."""
+        self._lr: float | Sequence[float] | None = None  # of the step that has begun
         self._is_grad_synced = False
         self.param_buffer = ParamBuffer(
             stages,

@@ -17,7 +17,6 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.compat.torch_internals import foreach_norm
-from patch.config.choices import ZeroStage
 from patch.distributed.async_collectives import WaitClock
 from patch.optimizer.bucket import Bucket
 from patch.optimizer.domain import Domain
@@ -93,7 +92,7 @@ class OwnShards:
         counted = [
             self._grad(index, merged)
             for index, (bucket, params) in enumerate(zip(self._buckets, self._params, strict=True))
-            if group is not None or not _is_replica(bucket.domain)
+            if group is not None or bucket.domain.replica == 0
             for is_counted, merged in _merge(params, partial(self._is_counted, bucket.domain))
             if is_counted
         ]
@@ -115,10 +114,8 @@ class OwnShards:
         for index, param in self._all():
             begin, end = param.begin - self._begins[index], param.end - self._begins[index]
             for first, values in state(index, begin, end):
-                domain = self._buckets[index].domain
-                dp_rank = domain.group.rank() if domain.zero_stage is ZeroStage.NONE else 0
-                parameter = self._parameters[param.parameter]
-                yield StateRange(parameter, param.offset + first - begin, values, dp_rank)
+                parameter, replica = self._parameters[param.parameter], self._buckets[index].domain.replica
+                yield StateRange(parameter, param.offset + first - begin, values, replica)
 
     def _all(self) -> Iterator[tuple[int, ParamRange]]:
         """Each parameter's part, with the index of its bucket."""
@@ -149,11 +146,6 @@ class OwnShards:
         has_other_ranks = domain.group is not self._groups.dp_cp  # all that hold a copy are in its group
         is_cut = has_other_ranks or getattr(parameter, "tensor_model_parallel", False)
         return not getattr(parameter, "shared", False) and (is_cut or self._groups.tp.rank() == 0)
-
-
-def _is_replica(domain: Domain) -> bool:
-    """Whether another data-parallel rank counts the same elements in the norm."""
-    return domain.zero_stage is ZeroStage.NONE and domain.group.rank() > 0
 
 
 def _is_sequence_parallel(parameter: torch.nn.Parameter) -> bool:

@@ -188,7 +188,7 @@ class ParamBuffer:
             domain = self._domains[bucket_range.domain]
             if domain.num_shards > 1:
                 buffer = self.flats[bucket_range.domain][bucket_range.begin : bucket_range.end]
-                self._pending[index] = start_all_gather(buffer, self.shard(index), domain.group)
+                self._pending[index] = start_all_gather(buffer, self.shard(index), domain.instance)
             else:
                 increment_version(self._members[index])
         return True

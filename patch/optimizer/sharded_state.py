@@ -31,7 +31,7 @@ class StateRange(NamedTuple):
     values: torch.Tensor
     """(n,) a view of the state."""
     dp_rank: int
-    """Among the data-parallel ranks that hold a copy; 0 writes, the others only read."""
+    """Among the data-parallel ranks that hold the same elements; 0 writes, the others only read."""
 
 
 def sharded_ranges(

@@ -42,7 +42,7 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             f"parameters  {_scaled(total_parameters(config.model))} ({config.model.model_size})",
             f"state/rank  {size_text(state.total)} = weights {size_text(state.weights)} "
             f"+ gradients {size_text(state.gradients)} + optimizer {size_text(state.optimizer)}{offloaded} "
-            f"(data-parallel sharding: {config.zero_stage.name.lower()})",
+            f"(data-parallel sharding: {config.zero_stage.name.lower()}{_instances(config)})",
             *_activations(config, machine),
             *memory_lines(config, machine),
             *bubble_lines(config, machine),
@@ -56,6 +56,12 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             *_shortages(config, machine),
         )
     )
+
+
+def _instances(config: RunConfig) -> str:
+    """In how many groups of replicas, if in several."""
+    number = config.parallel.num_distributed_optimizer_instances
+    return f" in {number} instances" if number > 1 else ""
 
 
 def _flops(config: RunConfig) -> str:

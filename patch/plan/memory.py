@@ -68,17 +68,21 @@ def offloaded_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
 
 
 def staging_bytes(config: RunConfig, pp_rank: int) -> int:
-    """Bytes of ZeRO-2's staging buffers at most, on a rank; 0 with other sharding.
+    """Bytes of gradients on their way at most, on a rank: staging buffers of ZeRO-2, and rounded ones.
+
+    With --grad-reduce-in-bf16 each of two buckets is there once to be sent and once as received.
 
     Args:
         config: the run.
         pp_rank: the rank's place in the pipeline.
     """
-    if config.zero_stage is not ZeroStage.GRADIENTS or config.num_state_shares == 1:
+    if config.zero_stage is ZeroStage.NONE or config.num_state_shares == 1:
         return 0
     optimizer = config.optimizer
     bucket = min(optimizer.reduce_bucket_size, _parameters(config, pp_rank))
-    return NUM_STAGING * bucket * element_bytes(optimizer.main_grads_dtype)
+    staged = NUM_STAGING * element_bytes(optimizer.main_grads_dtype)
+    rounded = 2 * 2 * element_bytes("bf16") if optimizer.grad_reduce_in_bf16 else 0
+    return bucket * (rounded + (staged if config.zero_stage is ZeroStage.GRADIENTS else 0))
 
 
 def fp8_weight_bytes(config: RunConfig, pp_rank: int) -> int:

@@ -25,17 +25,22 @@ def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
     """Communication and memory of one ZeRO stage.
 
     A ring collective over P ranks sends (P - 1) / P of its data, an all-reduce twice that. ZeRO-2 reduces in
-    every micro-batch, the other stages once a step.
+    every micro-batch, the other stages once a step. Several instances of the distributed optimizer share
+    inside each of them, and sum the shards of all of them once a step.
     """
-    parameters, replicas = max(parameters_per_rank(config.model, config.parallel)), config.num_state_shares
+    parameters = max(parameters_per_rank(config.model, config.parallel))
+    shares, copies = config.num_state_shares, config.num_weight_copies
+    instances = copies // shares
     weights = parameters * element_bytes(config.training.precision)
     gradients = parameters * element_bytes(config.optimizer.main_grads_dtype)
-    sent = {
-        ZeroStage.NONE: 2 * gradients,
-        ZeroStage.OPTIMIZER: gradients + weights,
-        ZeroStage.GRADIENTS: gradients * config.num_micro_batches + weights,
-    }[stage]
-    return StageCost(sent * (replicas - 1) // replicas, bytes_per_rank(with_sharding(config, stage)).total)
+    if stage is ZeroStage.NONE:
+        sent = 2 * gradients * (copies - 1) // copies
+    else:
+        travelling = parameters * 2 if config.optimizer.grad_reduce_in_bf16 else gradients
+        reductions = config.num_micro_batches if stage is ZeroStage.GRADIENTS else 1
+        sent = (travelling * reductions + weights) * (shares - 1) // shares
+        sent += 2 * gradients * (instances - 1) // copies
+    return StageCost(sent, bytes_per_rank(with_sharding(config, stage)).total)
 
 
 def with_sharding(config: RunConfig, sharding: Sharding) -> RunConfig:

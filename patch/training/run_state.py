@@ -30,11 +30,12 @@ from patch.checkpoint import (
 from patch.checkpoint.compatibility import SAME_PRECISION, Cure
 from patch.checkpoint.folder import NoWholeCheckpointError
 from patch.config.schema import RANK_AXES, RunConfig
-from patch.distributed.collectives import from_rank_0
+from patch.distributed.collectives import all_or_none, from_rank_0
 from patch.distributed.groups import seed_generators
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.model import WEIGHT_PREFIXES, LlamaModel, sharded_weights
+from patch.model.te_scales import restore_scales
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.storage.names import iteration_name
 from patch.storage.places import AnyPath
@@ -210,6 +211,8 @@ def resume(
     if then == now:
         state["random"] = _sharded_generators()
     loaded = load_checkpoint(root, progress.iteration, state, CURES)
+    with all_or_none():
+        restore_scales(stages, loaded["model"])
     optimizer.load_common_state_dict(loaded)
     if then == now:
         set_random_state({name: shard.data for name, shard in state["random"].items()})

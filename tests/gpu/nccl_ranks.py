@@ -49,6 +49,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas, activations offloaded and recomputed": {
         "dp": 2, "cpu_offloading": True, "recompute_granularity": "selective",
     },
+    "replicas, gradients travel as bf16 in padded buckets": {
+        "dp": 2, "data_parallel_sharding": "gradients", "grad_reduce_in_bf16": True,
+        "ddp_pad_buckets_for_high_nccl_busbw": True,
+    },
     "pipeline, recomputed": {"pp": 2, "recompute_granularity": "full"},
 }  # fmt: skip
 WINDOW = {"window_size": "7,0"}

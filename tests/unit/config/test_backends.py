@@ -120,6 +120,51 @@ def test_layers_asked_for_in_vain_are_refused_with_the_cure(command):
         assert part in message
 
 
+ENGINE_NOT = [
+    (dict(PR="fp32"), [], "multiplies float32 in TF32"),
+    (dict(PR="bf16", TP="2"), ["--tp-comm-overlap"], "Transformer Engine's need user buffers"),
+    (dict(PR="fp8"), ["--fp8-recipe=rowwise"], "are of our own layers"),
+    (dict(PR="fp8", AC="offload"), [], "its 8-bit weights would travel"),
+    (dict(PR="fp8", AC="auto"), [], "its 8-bit weights would travel"),
+    (
+        dict(PR="fp8", SEQ_LEN="40", PAD_LEN="40", BATCH_SIZE="1", GLOBAL_BATCH_SIZE="8"),
+        [],
+        "a rank has 40 tokens of a micro-batch",
+    ),
+    (
+        dict(PR="fp8", PP="2"),
+        ["--num-layers=8", "--first-last-layers-bf16", "--num-layers-at-end-in-bf16=5"],
+        "at most 4 of the first and of the last layers",
+    ),
+]
+
+
+@pytest.mark.parametrize("positions,flags,part", ENGINE_NOT, ids=lambda v: v if isinstance(v, str) else "")
+def test_what_transformer_engine_does_not_go_with(command, positions, flags, part):
+    positions = {"FL": "true", **positions}
+    config = command.parse(*flags, **positions).config
+    resolved, (line,) = resolve_transformer_impl(config, ALL)
+    assert resolved.model.transformer_impl == "local"
+    assert line.startswith("--transformer-impl auto: local, because ") and part in line
+    asked = command.parse("--transformer-impl=transformer_engine", *flags, **positions).config
+    with pytest.raises(ConfigError) as caught:
+        validate_run(asked, ALL)
+    message = user_message(caught.value)
+    assert "--transformer-impl: got transformer_engine, expected auto or local" in message and part in message
+
+
+def test_transformer_engine_is_taken_where_it_is_installed(command):
+    for precision, flags in (("bf16", []), ("fp8", []), ("fp8", ["--fp8-recipe=delayed"])):
+        config = command.parse(*flags, PR=precision, FL="true").config
+        assert validate_run(config, ALL) == []
+        resolved, lines = resolve_transformer_impl(config, ALL)
+        assert (resolved.model.transformer_impl, lines) == ("transformer_engine", [])
+        assert "attention Transformer Engine;" in backends_of(resolved, ALL).line
+    mixed = command.parse("--fp8-recipe=delayed", "--first-last-layers-bf16", PR="fp8", FL="true").config
+    with pytest.raises(ConfigError, match="delayed scaling has no layers in bf16"):
+        validate_run(mixed, ALL)
+
+
 @pytest.mark.parametrize("wish", ["unfused", "local"])
 def test_a_kernel_that_the_cpu_does_not_have_is_noted(command, wish):
     config = command.parse(f"--attention-backend={wish}").config

@@ -39,6 +39,11 @@ REFUSED = [
         ["--ffn-hidden-size: got 200, expected another size or TP, or bf16", "MLP width is 200", "of 16"],
     ),
     (dict(PR="fp8"), ["--kv-channels=10"], ["--kv-channels: got 10", "width of the query heads is"]),
+    (
+        dict(PR="fp8"),
+        ["--fp8-recipe=delayed"],
+        ["--fp8-recipe: got delayed, expected tensorwise or rowwise", "Engine needs a GPU, and this machine"],
+    ),
     (dict(PR="fp8"), ["--hidden-size=72"], ["--hidden-size: got 72", "the hidden width is 72"]),
 ]
 

@@ -20,10 +20,10 @@ DOCUMENTS = dict(SFT="false", TRAIN_TOKENS_OR_ITERS="1e5", WARMUP_TOKENS_OR_ITER
 REFUSED = [
     (
         dict(PR="fp8"),
-        ["--fp8-recipe=delayed"],
+        ["--fp8-recipe=mxfp8"],
         [
-            "--fp8-recipe: got delayed, expected tensorwise or rowwise",
-            "a scaling of Transformer Engine is not built yet",
+            "--fp8-recipe: got mxfp8, expected tensorwise, rowwise or delayed",
+            "a scale for each block of numbers is not built yet",
         ],
     ),
     (

@@ -21,10 +21,10 @@ from patch.errors import ConfigError
 AXES = ("tp", "cp", "dp", "pp")
 """From the fastest to the slowest."""
 LAYOUTS = [dict.fromkeys(AXES, 1) | dict.fromkeys(pair, 2) for pair in itertools.combinations(AXES, 2)]
-LAYOUTS += [dict.fromkeys(AXES, 1) | {axis: 4} for axis in ("tp", "pp")]
+LAYOUTS += [dict.fromkeys(AXES, 1) | {axis: 4} for axis in ("tp", "dp", "pp")]
 
 
-def _config(layout: dict[str, int], **changes: str) -> RunConfig:
+def _config(layout: dict[str, int], **changes: str | int) -> RunConfig:
     return small_run(layout["tp"], layout["pp"], layout["dp"], cp=layout["cp"], **changes)
 
 
@@ -57,7 +57,11 @@ def run_layouts(rank: int, world_size: int) -> list[tuple[float, float]]:
     compat.apply(cuda=False)
     drawn = []
     for layout in LAYOUTS:
-        groups = initialize(_config(layout), CPU)
+        instances = 2 if layout["dp"] * layout["cp"] == 4 else 1
+        groups = initialize(_config(layout, num_distributed_optimizer_instances=instances), CPU)
+        if instances == 2:
+            assert dist.get_process_group_ranks(groups.intra_dp_cp) == [rank // 2 * 2, rank // 2 * 2 + 1]
+            assert dist.get_process_group_ranks(groups.inter_dist_opt) == [rank % 2, rank % 2 + 2]
         for name, axes in {
             **{axis: {axis} for axis in AXES},
             "dp_cp": {"dp", "cp"},

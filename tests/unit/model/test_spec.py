@@ -3,31 +3,19 @@
 Both are built from one configuration at each layout; upstream decides by itself which layers a stage holds.
 """
 
-from typing import Any
-
 import pytest
 from distributed_runner import new_job, run_distributed
-from megatron.core import parallel_state
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.models.gpt.gpt_model import GPTModel
-from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
-from megatron.core.transformer.transformer_config import TransformerConfig
 from small_runs import small_run
 from training_runs import CPU
+from upstream_models import ACCOUNTED, described, local_upstream
 
 from patch import compat
 from patch.config.schema import RunConfig
 from patch.distributed.groups import initialize
 from patch.model import SOURCES, build_llama_model
-from patch.model.llama import transformer_config
 
 TIED = {"untie_embeddings_and_output_weights": False}
 QWEN = {"add_qkv_bias": True, "qk_layernorm": True}
-ACCOUNTED = {
-    "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
-}  # fmt: skip
 RUNS: dict[int, dict[str, RunConfig]] = {
     1: {"qwen": small_run(**QWEN), "tied": small_run(**TIED)},
     2: {
@@ -43,103 +31,6 @@ RUNS: dict[int, dict[str, RunConfig]] = {
     3: {"uneven-pp": small_run(pp=3, num_layers=5)},
 }
 NAMES = [(size, name) for size, runs in RUNS.items() for name in runs]
-MARKS = (
-    "tensor_model_parallel", "partition_dim", "partition_stride", "allreduce",
-    "is_embedding_or_output_parameter", "shared", "shared_embedding",
-)  # fmt: skip
-OURS = ("layernorm", "self_attention", "core_attention", ".mlp", "rotary_pos_emb")
-"""Ends of the names of modules that are ours instead of upstream's."""
-
-OWN_LINEAR = {
-    "OverlappedColumn": "ColumnParallelLinear", "OverlappedRow": "RowParallelLinear",
-    "AccumulatingColumn": "ColumnParallelLinear", "AccumulatingRow": "RowParallelLinear",
-}  # fmt: skip
-"""Subclasses of upstream's, with tensor parallelism."""
-
-
-class Upstream(GPTModel):
-    """Upstream's model but for one step: it copies a tied embedding to the last stage on a GPU."""
-
-    def _is_in_embd_group(self) -> bool:
-        return False
-
-
-def _upstream(config: RunConfig, groups: Any, vp_stage: int) -> Upstream:
-    """Upstream's model, initialised by itself, which is where it sets its marks."""
-    upstream = transformer_config(config.model, groups, config.execution, cuda=False)
-    upstream.perform_initialization = True
-    _let_upstream_cut(upstream, config)
-    stage = vp_stage * groups.pp.size() + groups.pp.rank()
-    return Upstream(
-        config=upstream,
-        transformer_layer_spec=get_gpt_layer_local_spec(
-            normalization="RMSNorm", qk_layernorm=config.model.qk_layernorm
-        ),
-        vocab_size=config.padded_vocab_size,
-        max_sequence_length=config.model.max_position_embeddings,
-        pre_process=stage == 0,
-        post_process=stage == config.virtual_pipeline_size * groups.pp.size() - 1,
-        share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
-        position_embedding_type="rope",
-        pg_collection=groups,
-        vp_stage=vp_stage,
-    )
-
-
-def _let_upstream_cut(upstream: TransformerConfig, config: RunConfig) -> None:
-    """Give upstream its own flags for what it cuts by itself; interleaved layouts need its global state."""
-    parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
-    parallel_state.set_virtual_pipeline_model_parallel_world_size(
-        upstream.virtual_pipeline_model_parallel_size
-    )
-    if parallel.pipeline_model_parallel_layout is not None:
-        upstream.pipeline_model_parallel_layout = PipelineParallelLayerLayout(
-            parallel.pipeline_model_parallel_layout, pp_size
-        )
-    elif parallel.account_for_loss_in_pipeline_split:
-        upstream.pipeline_model_parallel_layout = None
-        for field in ACCOUNTED:
-            setattr(upstream, field, True)
-
-
-def _described(model: GPTModel) -> dict[str, dict]:
-    """What may be asked of a stage without its weights' values."""
-    sharded = model.sharded_state_dict()
-    apply_factories(sharded)
-    shards = list(nested_values(sharded))
-    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
-    modules = {
-        name: OWN_LINEAR.get(type(module).__name__, type(module).__name__)
-        for name, module in model.named_modules()
-        if ".core_attention." not in name
-    }
-    return {
-        "parameters": {
-            name: (tuple(weight.shape), weight.dtype) for name, weight in model.named_parameters()
-        },
-        "state": {
-            name: None if value is None else tuple(value.shape) for name, value in model.state_dict().items()
-        },
-        "marks": {
-            name: {mark: getattr(weight, mark, False) for mark in MARKS}
-            for name, weight in model.named_parameters()
-        },
-        "modules": {
-            name: "ours" if name.endswith(OURS) and kind != "IdentityOp" else kind
-            for name, kind in modules.items()
-            if name
-        },
-        "tensors": {
-            (shard.key, shard.global_offset): (
-                shard.global_shape, shard.local_shape, shard.axis_fragmentations, shard.replica_id,
-                shard.prepend_axis_num, shard.dtype, shard.allow_shape_mismatch,
-            )
-            for shard in tensors
-        },
-        "objects": {
-            shard.unique_key: shard.replica_id for shard in shards if not isinstance(shard, ShardedTensor)
-        },
-    }  # fmt: skip
 
 
 def run_layouts(rank: int, world_size: int) -> dict[str, dict[str, list]]:
@@ -152,9 +43,9 @@ def run_layouts(rank: int, world_size: int) -> dict[str, dict[str, list]]:
             build_llama_model(config.model, groups, CPU.device, config.execution, aligned=form)
             for form in (frozenset(), frozenset(SOURCES))
         )
-        theirs = [_upstream(config, groups, stage) for stage in range(config.virtual_pipeline_size)]
+        theirs = [local_upstream(config, groups, stage) for stage in range(config.virtual_pipeline_size)]
         built = {"fast": fast, "aligned": aligned, "upstream": theirs}
-        found[name] = {form: [_described(stage) for stage in stages] for form, stages in built.items()}
+        found[name] = {form: [described(stage) for stage in stages] for form, stages in built.items()}
         new_job()
     return found
 
@@ -166,8 +57,8 @@ def found() -> dict[tuple[int, str], dict[str, list]]:
     for size in RUNS:
         for of_rank in run_distributed(run_layouts, size):
             for name, forms in of_rank.items():
-                for form, described in forms.items():
-                    stages.setdefault((size, name), {}).setdefault(form, []).extend(described)
+                for form, of_stages in forms.items():
+                    stages.setdefault((size, name), {}).setdefault(form, []).extend(of_stages)
     return stages
 
 

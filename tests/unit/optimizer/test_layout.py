@@ -186,6 +186,14 @@ def test_no_bucket_is_larger_than_its_size_or_the_smallest() -> None:
             assert bucket.numel < max(bucket_size, SMALLEST) + num_shards * ALIGNMENT
 
 
+def test_padded_buckets_are_multiples_of_the_large_power_and_their_shards_equal() -> None:
+    for specs, num_shards in product(LARGE, (1, 3, 8)):
+        padded = lay_out(specs, 10**6, [num_shards], is_padded=True)
+        assert all(bucket.numel % 2**16 == bucket.numel % num_shards == 0 for bucket in padded)
+        places = {p.parameter: p.begin for b in padded for p in b.params if p.offset == 0}
+        assert sorted(places) == list(range(len(specs)))
+
+
 def test_the_end_of_backward_is_tapered() -> None:
     """Layers of 20 x 2**18 elements, then an embedding of 2**22."""
     layers = [ParamSpec(2**18, 0)] * 20

@@ -34,6 +34,8 @@ SHAPES = [(1,), (7,), (3, 4), (1, 5), (4, 1), (2, 3, 4), (3, 1, 2), (2, 2, 2, 3)
 # Of 264,000 elements, which several buckets hold.
 TIED = {"untie_embeddings_and_output_weights": False, "vocab_size": 4400}
 
+TWO_INSTANCES = {"num_distributed_optimizer_instances": 2}
+
 
 def layout(level: str, bucket_size: int, **changes: Any) -> RunConfig:
     """Rows of 60, 64, 76 and 152 elements: shards, multiples of 64, begin and end inside of them."""
@@ -49,6 +51,7 @@ CHAINS = {
         layout("gradients", 10**9, pp=2, dp=2),
         layout("none", 5000, tp=2, pp=2, stage=1),
         layout("none", 20_000, dp=4),
+        layout("gradients", 20_000, dp=4, **TWO_INSTANCES),
         layout("optimizer", 20_000, dp=4, decoupled_lr=1e-2),  # other places in the buckets
     ],
     "tied": [
@@ -56,6 +59,7 @@ CHAINS = {
         layout("optimizer", 9000, dp=4, **TIED),
         layout("none", 1, pp=2, dp=2, stage=1, **TIED),
         layout("optimizer", 9000, pp=2, dp=2, **TIED),
+        layout("optimizer", 9000, cp=2, dp=2, **TWO_INSTANCES, **TIED),
     ],
     "fp32": [
         layout("optimizer", 9000, dp=4, precision="fp32"),

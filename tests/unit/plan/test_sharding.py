@@ -36,6 +36,24 @@ def test_bytes_moved_count_every_micro_batch_of_zero_2(level, bytes_of_4_steps):
     )
 
 
+@pytest.mark.parametrize(
+    ("level", "bytes_of_4_steps", "states"), [("none", 6, 10), ("optimizer", 5, 5), ("gradients", 11, 5)]
+)
+def test_two_instances_share_by_pairs_and_sum_their_shards_once(level, bytes_of_4_steps, states):
+    """Half of 4 + 2, or of 4 x 4 + 2, bytes inside a pair, and of half of the gradients 2 x 4 / 2 across."""
+    config = _run("auto", micro_batches=4, num_distributed_optimizer_instances=2)
+    cost, count = stage_cost(config, ZeroStage[level.upper()]), total_parameters(config.model)
+    assert cost.moved == bytes_of_4_steps * count
+    assert cost.held == (2 + (2 if level == "gradients" else 4) + states) * count
+
+
+@pytest.mark.parametrize(("level", "bytes_of_4_steps"), [("none", 8), ("optimizer", 4), ("gradients", 10)])
+def test_rounded_gradients_are_half_the_bytes(level, bytes_of_4_steps):
+    config = _run("auto", micro_batches=4, grad_reduce_in_bf16=True)
+    moved = stage_cost(config, ZeroStage[level.upper()]).moved
+    assert moved == bytes_of_4_steps * total_parameters(config.model) * 3 // 4
+
+
 @pytest.mark.parametrize(("micro_batches", "level"), [(1, "gradients"), (4, "optimizer")])
 def test_auto_goes_by_accumulation(micro_batches, level):
     config, lines = resolve_sharding(_run("auto", micro_batches), CPU)

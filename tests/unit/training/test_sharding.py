@@ -34,6 +34,8 @@ GRADS = {"precision": "bf16", "train_iters": 6, "lr_warmup_iters": 0}
 BF16_GRADS = GRADS | {"main_grads_dtype": "bf16"}
 FUSED = {"gradient_accumulation_fusion": True}
 TIED = {"untie_embeddings_and_output_weights": False}
+TWO_INSTANCES = {"num_distributed_optimizer_instances": 2}
+OFFLOAD = {"optimizer_offload_policy": "static", "optimizer_offload_chunk_size": 1999}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "pp=2": {"pp": 2}, "tied-pp=2": {"pp": 2, **TIED},
     "vpp=2": {"pp": 2, "stage": 1}, "tied-vpp=2": {"pp": 2, "stage": 1, **TIED},
@@ -60,7 +62,12 @@ RUNS = {
     | {f"bf16-grads-{level}": run_of(level, **BF16_GRADS) for level in LEVELS}
     | {f"bf16-grads-{level}-fused": run_of(level, **BF16_GRADS, **FUSED) for level in SHARDED},
     4: {f"{level}-{name}": run_of(level, **layout) for level in SHARDED for name, layout in LAYOUTS.items()}
-    | {"none-vpp=2": run_of("none", pp=2, stage=1)},
+    | {"none-vpp=2": run_of("none", pp=2, stage=1)}
+    | {
+        "optimizer-instances": run_of("optimizer", cp=2, **TWO_INSTANCES),
+        "gradients-instances": run_of("gradients", dp=4, **TWO_INSTANCES),
+        "gradients-instances-offload": run_of("gradients", dp=4, **TWO_INSTANCES, **OFFLOAD),
+    },
 }
 
 
@@ -166,6 +173,20 @@ def test_levels_are_close_to_one_process(level: str) -> None:
 def test_layouts_are_close_to_one_process(level: str, layout: str) -> None:
     one = losses(1, "one-tied" if "tied" in layout else "one")
     assert losses(4, f"{level}-{layout}") == pytest.approx(one, abs=LOSS_BOUND)
+
+
+@pytest.mark.parametrize("level", SHARDED)
+def test_two_instances_are_close_to_one_process(level: str) -> None:
+    """Of two ranks with context parallelism each, or of two data-parallel ranks."""
+    assert losses(4, f"{level}-instances") == pytest.approx(losses(1, "one"), abs=LOSS_BOUND)
+    norms = [[result.grad_norm for result in rank["training"][f"{level}-instances"]] for rank in ranks_of(4)]
+    assert norms == [norms[0]] * 4
+    one = [result.grad_norm for result in ranks_of(1)[0]["training"]["one"]]
+    assert norms[0] == pytest.approx(one, rel=1e-5)
+
+
+def test_offload_of_two_instances_changes_no_bit() -> None:
+    assert losses(4, "gradients-instances-offload") == losses(4, "gradients-instances")
 
 
 @pytest.mark.parametrize("level", LEVELS)

@@ -1,0 +1,146 @@
+"""Upstream's GPTModel of a run's configuration, and what may be asked of a model without its values."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, apply_factories
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from patch.config.schema import RunConfig
+from patch.model.llama import transformer_config
+
+ACCOUNTED = {
+    "account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True,
+}  # fmt: skip
+MARKS = (
+    "tensor_model_parallel", "partition_dim", "partition_stride", "allreduce",
+    "is_embedding_or_output_parameter", "shared", "shared_embedding",
+)  # fmt: skip
+OURS = ("layernorm", "self_attention", "core_attention", ".mlp", "rotary_pos_emb")
+"""Ends of the names of modules that are ours instead of upstream's."""
+
+OWN_LINEAR = {
+    "OverlappedColumn": "ColumnParallelLinear", "OverlappedRow": "RowParallelLinear",
+    "AccumulatingColumn": "ColumnParallelLinear", "AccumulatingRow": "RowParallelLinear",
+}  # fmt: skip
+"""Subclasses of upstream's, with tensor parallelism."""
+
+
+@contextmanager
+def te_constructors() -> Iterator[None]:
+    """A context in which Transformer Engine's modules can be built on a machine without a GPU, on the CPU.
+
+    Their constructor asserts that there is one (transformer_engine/pytorch/module/base.py:606); for
+    parameters on a CPU nothing else of it needs one. Only that question is answered.
+    """
+    with mock.patch("torch.cuda.is_available", lambda: True):
+        yield
+
+
+class Upstream(GPTModel):
+    """Upstream's model but for one step: it copies a tied embedding to the last stage on a GPU."""
+
+    def _is_in_embd_group(self) -> bool:
+        return False
+
+
+def upstream_stage(
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    vp_stage: int,
+    layer: ModuleSpec,
+    norm: type = WrappedTorchNorm,
+) -> Upstream:
+    """Upstream's model of a layer, initialised by itself, which is where it sets its marks."""
+    upstream = transformer_config(config.model, groups, config.execution, cuda=False)
+    upstream.perform_initialization = True
+    _let_upstream_cut(upstream, config)
+    stage = vp_stage * groups.pp.size() + groups.pp.rank()
+    num_layers = get_num_layers_to_build(upstream, vp_stage, groups.pp.rank())
+    return Upstream(
+        config=upstream,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            layer_specs=[layer] * num_layers,
+            layer_norm=norm,  # without it, Transformer Engine's where that is installed
+        ),
+        vocab_size=config.padded_vocab_size,
+        max_sequence_length=config.model.max_position_embeddings,
+        pre_process=stage == 0,
+        post_process=stage == config.virtual_pipeline_size * groups.pp.size() - 1,
+        share_embeddings_and_output_weights=not config.model.untie_embeddings_and_output_weights,
+        position_embedding_type="rope",
+        pg_collection=groups,
+        vp_stage=vp_stage,
+    )
+
+
+def local_upstream(config: RunConfig, groups: ProcessGroupCollection, vp_stage: int) -> Upstream:
+    """Upstream's model of its own modules."""
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm", qk_layernorm=config.model.qk_layernorm)
+    return upstream_stage(config, groups, vp_stage, layer)
+
+
+def _let_upstream_cut(upstream: TransformerConfig, config: RunConfig) -> None:
+    """Give upstream its own flags for what it cuts by itself; interleaved layouts need its global state."""
+    parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
+    parallel_state.set_virtual_pipeline_model_parallel_world_size(
+        upstream.virtual_pipeline_model_parallel_size
+    )
+    if parallel.pipeline_model_parallel_layout is not None:
+        upstream.pipeline_model_parallel_layout = PipelineParallelLayerLayout(
+            parallel.pipeline_model_parallel_layout, pp_size
+        )
+    elif parallel.account_for_loss_in_pipeline_split:
+        upstream.pipeline_model_parallel_layout = None
+        for field in ACCOUNTED:
+            setattr(upstream, field, True)
+
+
+def described(model: GPTModel) -> dict[str, dict]:
+    """What may be asked of a stage without its weights' values."""
+    sharded = model.sharded_state_dict()
+    apply_factories(sharded)
+    shards = list(nested_values(sharded))
+    tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
+    modules = {
+        name: OWN_LINEAR.get(type(module).__name__, type(module).__name__)
+        for name, module in model.named_modules()
+        if ".core_attention." not in name
+    }
+    return {
+        "parameters": {
+            name: (tuple(weight.shape), weight.dtype) for name, weight in model.named_parameters()
+        },
+        "state": {
+            name: None if value is None else tuple(value.shape) for name, value in model.state_dict().items()
+        },
+        "marks": {
+            name: {mark: getattr(weight, mark, False) for mark in MARKS}
+            for name, weight in model.named_parameters()
+        },
+        "modules": {
+            name: "ours" if name.endswith(OURS) and kind != "IdentityOp" else kind
+            for name, kind in modules.items()
+            if name
+        },
+        "tensors": {
+            (shard.key, shard.global_offset): (
+                shard.global_shape, shard.local_shape, shard.axis_fragmentations, shard.replica_id,
+                shard.prepend_axis_num, shard.dtype, shard.allow_shape_mismatch,
+            )
+            for shard in tensors
+        },
+        "objects": {
+            shard.unique_key: shard.replica_id for shard in shards if not isinstance(shard, ShardedTensor)
+        },
+    }  # fmt: skip
