@@ -29,7 +29,10 @@ MARKS = (
 OURS = ("layernorm", "self_attention", "core_attention", ".mlp", "rotary_pos_emb")
 """Ends of the names of modules that are ours instead of upstream's."""
 
-IN_PIECES = {"OverlappedColumn": "ColumnParallelLinear", "OverlappedRow": "RowParallelLinear"}
+OWN_LINEAR = {
+    "OverlappedColumn": "ColumnParallelLinear", "OverlappedRow": "RowParallelLinear",
+    "AccumulatingColumn": "ColumnParallelLinear", "AccumulatingRow": "RowParallelLinear",
+}  # fmt: skip
 """Subclasses of upstream's, with tensor parallelism."""
 
 
@@ -110,7 +113,7 @@ def described(model: GPTModel) -> dict[str, dict]:
     shards = list(nested_values(sharded))
     tensors = [shard for shard in shards if isinstance(shard, ShardedTensor)]
     modules = {
-        name: IN_PIECES.get(type(module).__name__, type(module).__name__)
+        name: OWN_LINEAR.get(type(module).__name__, type(module).__name__)
         for name, module in model.named_modules()
         if ".core_attention." not in name
     }

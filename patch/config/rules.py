@@ -467,6 +467,8 @@ def _alignment_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         )
         if config.parallel.tp_comm_overlap:
             yield f"{where('tp_comm_overlap')} has no effect with {where('precision_align')}"
+    if config.optimizer.gradient_accumulation_fusion:
+        yield f"{where('gradient_accumulation_fusion')} has no effect with {where('precision_align')}"
     if config.data.packing:
         yield (
             f"{where('packing')} with {where('precision_align')}: the order of operations is transformers', "

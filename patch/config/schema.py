@@ -292,6 +292,12 @@ class OptimizerConfig:
         "gradients travel between replicas as bf16, and are still added up in fp32; half the bytes", False
     )
     main_grads_dtype: GradientType = flag("type in which gradients are added up and reduced", "fp32")
+    gradient_accumulation_fusion: bool | None = flag(
+        "linear layers' backward adds the weights' gradients to the main gradients itself, without rounding "
+        "each micro-batch's to the weights' type; auto, the default: on GPUs",
+        None,
+        none="auto",
+    )
     clip_grad: float = flag("largest global gradient norm; 0: no clipping", 1.0, at_least=0)
     optimizer_offload_policy: OffloadPolicy | None = flag(
         "optimizer states in host memory: false (none), static (a fraction) or auto (what does not fit)",

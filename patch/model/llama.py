@@ -189,6 +189,10 @@ def _pipeline_settings(
         "overlap_p2p_comm": overlaps,
         "overlap_p2p_comm_warmup_flush": overlaps and execution.overlap_p2p_communication_warmup_flush,
         "batch_p2p_comm": not overlaps,
+        # Upstream's default makes the host wait for the whole GPU after each batch, because of a fault of old
+        # versions of torch (model_parallel_config.py:307): `wait` waited for nothing (pytorch#68866). Since
+        # 1.13 (pytorch#82450) it makes the compute stream wait for the batch, as for single messages.
+        "batch_p2p_sync": False,
         # A send that overlaps with computation may still read the output when upstream frees it. Over gloo
         # this gave wrong losses.
         "deallocate_pipeline_outputs": not overlaps,

@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from torch.autograd.function import once_differentiable
 
 from patch.distributed.tensor_group import GatheredRows, ReducedRows, ScatteredSums, TensorGroup
+from patch.model.weight_gradient import weight_gradient
 
 
 class OverlappedColumn(ColumnParallelLinear):
@@ -59,7 +60,7 @@ class _Column(torch.autograd.Function):
         is_cut: bool,
     ) -> torch.Tensor:
         ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
-        ctx.group, ctx.is_cut = group, is_cut
+        ctx.group, ctx.is_cut, ctx.weight = group, is_cut, weight
         rows = _rows(input)
         product = _multiply_gathered(GatheredRows(rows, group), weight.t()) if is_cut else rows @ weight.t()
         if bias is not None:
@@ -78,7 +79,8 @@ class _Column(torch.autograd.Function):
         sums = _multiply_and_sum(rows, weight, group, is_cut=ctx.is_cut)
         of_weight = None
         if needs_weight:
-            of_weight = rows.t() @ (_rows(input) if gathered is None else gathered.wait())
+            whole = _rows(input) if gathered is None else gathered.wait()
+            of_weight = weight_gradient(ctx.weight, rows, whole)
         of_bias = rows.sum(dim=0) if needs_bias else None
         of_input = sums.wait().view(-1, gradient.shape[1], weight.shape[1])
         return of_input, of_weight, of_bias, None, None
@@ -90,7 +92,7 @@ class _Row(torch.autograd.Function):
         ctx: Any, input: torch.Tensor, weight: torch.Tensor, group: TensorGroup, is_cut: bool
     ) -> torch.Tensor:
         ctx.save_for_backward(input if ctx.needs_input_grad[1] else None, weight)
-        ctx.group, ctx.is_cut = group, is_cut
+        ctx.group, ctx.is_cut, ctx.weight = group, is_cut, weight
         sums = _multiply_and_sum(_rows(input), weight.t(), group, is_cut=is_cut)
         return sums.wait().view(-1, input.shape[1], len(weight))
 
@@ -105,7 +107,7 @@ class _Row(torch.autograd.Function):
             rows = gathered.wait()
         else:
             of_input = rows @ weight
-        of_weight = rows.t() @ _rows(input) if ctx.needs_input_grad[1] else None
+        of_weight = weight_gradient(ctx.weight, rows, _rows(input)) if ctx.needs_input_grad[1] else None
         return of_input.view(-1, gradient.shape[1], weight.shape[1]), of_weight, None, None
 
 

@@ -36,6 +36,7 @@ from patch.model.hf_order import (
 from patch.model.norm import HeadRMSNorm, RMSNorm
 from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow
 from patch.model.rotary_attention import RotaryAttention
+from patch.model.weight_gradient import AccumulatingColumn, AccumulatingRow
 
 
 def layer_spec(
@@ -97,7 +98,7 @@ def _linear(
 ) -> tuple[type[ColumnParallelLinear], type[RowParallelLinear]]:
     if aligned:
         return BatchFirstColumn, BatchFirstRow
-    return (OverlappedColumn, OverlappedRow) if has_pieces else (ColumnParallelLinear, RowParallelLinear)
+    return (OverlappedColumn, OverlappedRow) if has_pieces else (AccumulatingColumn, AccumulatingRow)
 
 
 def _norm(aligned: frozenset[str]) -> type[RMSNorm]:

@@ -94,21 +94,31 @@ class Bucket:
         self._staging, self.buffer = staging, staging[: self.range.numel]
         self._unwritten = set(self.range.params)
 
-    def collect(self, param: ParamRange, gradient: torch.Tensor, *, is_nested: bool) -> None:
+    def open_place(self, param: ParamRange) -> tuple[torch.Tensor, bool]:
+        """Where a gradient of the parameter is to be written now, flat, and whether it is the first one.
+
+        The first one overwrites what is there, others are added to it.
+        """
+        assert self.buffer is not None, "use_staging comes first"
+        is_first = param in self._unwritten
+        self._unwritten.discard(param)
+        return self.buffer[param.begin - self.range.begin : param.end - self.range.begin], is_first
+
+    def collect(self, param: ParamRange, gradient: torch.Tensor | None, *, is_nested: bool) -> None:
         """Add the gradient of one parameter, or of its part in this bucket, to the buffer.
 
         Args:
+            gradient: None: it was written to its place (`open_place`) already.
             is_nested: it comes from a backward inside the backward (a reentrant checkpoint).
         """
-        assert self.buffer is not None, "use_staging comes first"
-        begin = param.begin - self.range.begin
-        place = self.buffer[begin : begin + gradient.numel()].view(gradient.shape)
-        # Without its graph, where backward keeps one (create_graph).
-        if param in self._unwritten:
-            place.copy_(gradient.detach())
-            self._unwritten.remove(param)
-        else:
-            place.add_(gradient.detach())
+        if gradient is not None:
+            place, is_first = self.open_place(param)
+            place = place.view(gradient.shape)
+            # Without its graph, where backward keeps one (create_graph).
+            if is_first:
+                place.copy_(gradient.detach())
+            else:
+                place.add_(gradient.detach())
         self._has_repeats |= param not in self._missing
         # Stage `gradients` cannot wait for repeats: it has no memory for all buckets.
         self._has_nested |= is_nested and self.domain.zero_stage is not ZeroStage.GRADIENTS

@@ -40,6 +40,7 @@ from patch.errors import TrainingError
 from patch.optimizer.bucket import Bucket
 from patch.optimizer.domain import Domain
 from patch.optimizer.layout import BucketRange, ParamRange, flat_numels
+from patch.optimizer.main_grad import MainGrad, StandIns
 from patch.optimizer.micro_batch import NO_BACKWARD, LastMicroBatchCheck, follow_backward
 from patch.optimizer.refusals import Named
 from patch.plan.memory import NUM_STAGING
@@ -65,6 +66,7 @@ class GradBuffer:
         clock: gets the time that compute waits for reductions.
         on_backward: called before the first gradient of each micro-batch, or the zeros of one without any.
         on_final: called with a bucket's index when its shard is final, or, with what it waits for, will be.
+        is_fused: whether layers may add gradients to the buffer themselves (main_grad.py).
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class GradBuffer:
         clock: WaitClock,
         on_backward: Callable[[], None],
         on_final: Callable[[int, Pending | None], None],
+        is_fused: bool,
     ) -> None:
         self._group, self._clock, self._like = group, clock, like
         self._is_sharded = domains[0].zero_stage is ZeroStage.GRADIENTS
@@ -105,6 +108,8 @@ class GradBuffer:
         self._checks: list[LastMicroBatchCheck] = []
         self.local_check: LocalCheck | None = None
         """Gets what is found in each bucket before its reduction; None: nobody looks."""
+        self._is_fused, self._stand_ins = is_fused, StandIns()
+        self._main_grads: list[MainGrad] = []
         self.reset()
         for number, stage in enumerate(stages):
             on_forward = partial(self._forwarded.add, number)
@@ -122,6 +127,8 @@ class GradBuffer:
             self._finish_next()
         self._backward, self._open, self._is_backward_over = NO_BACKWARD, set(), False
         self._ended, self._checks = set(), []
+        for main_grad in self._main_grads:
+            main_grad.reset()
         for bucket in self.buckets:
             bucket.reset()
         self._leaving = deque() if self._is_sharded else deque(self.buckets)
@@ -179,6 +186,7 @@ class GradBuffer:
             self._like.new_zeros(numel // (domain.num_shards if self._is_sharded else 1))
             for numel, domain in zip(numels, domains, strict=True)
         ]
+        self._flats = flats
         buckets = []
         for index, bucket_range in enumerate(bucket_ranges):
             domain, flat = domains[bucket_range.domain], flats[bucket_range.domain]
@@ -195,22 +203,48 @@ class GradBuffer:
         self, name: str, parameter: torch.nn.Parameter, parts: list[tuple[Bucket, ParamRange]]
     ) -> None:
         """Have a parameter's gradients collected, in one bucket or several, as backward completes them."""
-        stage = parts[0][0].range.stage
+        main_grad: MainGrad | None = None
+        # At stage `gradients` the parts of a parameter that is cut are not beside each other.
+        if self._is_fused and (len(parts) == 1 or not self._is_sharded):
+            place = partial(self._find_place, name, parameter.shape, parts)
+            main_grad = MainGrad(parameter, self._stand_ins, place)
+            self._main_grads.append(main_grad)
 
         def on_gradient(parameter: torch.nn.Parameter) -> None:
             gradient, parameter.grad = parameter.grad, None
-            if (self._is_backward_over or stage not in self._open) and stage in self._forwarded:
-                self._begin_backward(stage, current_backward())  # used beside the forward
-            for bucket, _ in parts:
-                _check(name, gradient, bucket)
+            is_written = main_grad is not None and gradient is not None and main_grad.take_note(gradient)
+            _check_gradient(name, gradient)
             assert gradient is not None
+            self._begin_writing(name, parts)
             is_nested = current_backward() != self._backward
             for bucket, param in parts:
                 self._provide_buffer(bucket)
-                bucket.collect(param, _part(gradient, param, len(parts)), is_nested=is_nested)
+                part = None if is_written else _part(gradient, param, len(parts))
+                bucket.collect(param, part, is_nested=is_nested)
                 self._launch_ready()
 
         parameter.register_post_accumulate_grad_hook(on_gradient)
+
+    def _begin_writing(self, name: str, parts: list[tuple[Bucket, ParamRange]]) -> None:
+        """A gradient of a parameter is about to be written to its buckets."""
+        stage = parts[0][0].range.stage
+        if (self._is_backward_over or stage not in self._open) and stage in self._forwarded:
+            self._begin_backward(stage, current_backward())  # used beside the forward
+        for bucket, _ in parts:
+            _check_bucket(name, bucket)
+
+    def _find_place(
+        self, name: str, shape: torch.Size, parts: list[tuple[Bucket, ParamRange]]
+    ) -> tuple[torch.Tensor, bool]:
+        """Where a layer is to write a parameter's gradient now; whether it overwrites what is there."""
+        self._begin_writing(name, parts)
+        for bucket, _ in parts:
+            self._provide_buffer(bucket)
+        places = [bucket.open_place(param) for bucket, param in parts]
+        place, is_first = places[0]
+        if len(parts) > 1:
+            place = self._flats[parts[0][0].range.domain][parts[0][1].begin : parts[-1][1].end]
+        return place.view(shape), is_first
 
     def _begin_backward(self, stage: int, backward: int) -> None:
         """A gradient has come to a stage: the first one in a backward begins the stage's micro-batch."""
@@ -311,14 +345,18 @@ def _part(gradient: torch.Tensor, param: ParamRange, num_parts: int) -> torch.Te
     return gradient.reshape(-1)[param.offset : param.offset + param.end - param.begin]
 
 
-def _check(name: str, gradient: torch.Tensor | None, bucket: Bucket) -> None:
-    """Refuse a gradient that would be lost or summed wrongly."""
+def _check_gradient(name: str, gradient: torch.Tensor | None) -> None:
+    """Refuse a gradient that would be lost."""
     if gradient is None:
         raise TrainingError(
             f"{name}: another post-accumulate-grad hook took its gradient, expected none that sets .grad"
         )
     if gradient.layout != torch.strided:
         raise TrainingError(f"{name}: a gradient of layout {gradient.layout}, expected dense (sparse=False)")
+
+
+def _check_bucket(name: str, bucket: Bucket) -> None:
+    """Refuse a gradient that would be lost or summed wrongly in its bucket."""
     if not bucket.is_open:
         raise TrainingError(
             f"{name}: a gradient without a forward of stage {bucket.range.stage} in this step, expected one: "

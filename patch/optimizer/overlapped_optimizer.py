@@ -39,6 +39,7 @@ from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
 from patch.optimizer.hybrid_adam import HybridAdam, Offload, state_dtypes
 from patch.optimizer.layout import ParamSpec, lay_out
 from patch.optimizer.loss_scale import LossScale
+from patch.optimizer.main_grad import is_fused
 from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, assign_groups, default_param_groups
@@ -128,8 +129,7 @@ class OverlappedDistributedOptimizer:
         shares, is_padded = [d.num_shards for d in domains], config.ddp_pad_buckets_for_high_nccl_busbw
         bucket_ranges = lay_out(specs, config.reduce_bucket_size, shares, is_padded=is_padded)
         self._clock = WaitClock(self.device)
-        self._lr: float | Sequence[float] | None = None
-        """The rates of the step that has begun; None: none has."""
+        self._lr: float | Sequence[float] | None = None  # of the step that has begun
         self._is_grad_synced = False
         self.param_buffer = ParamBuffer(
             stages,
@@ -151,6 +151,7 @@ class OverlappedDistributedOptimizer:
             clock=self._clock,
             on_backward=self._finish_updates,
             on_final=self._on_final_gradient,
+            is_fused=is_fused(config, self.device),
         )
         self._own = OwnShards(self.parameters, specs, self.grad_buffer.buckets, self.param_buffer, groups)
         fixed_bytes = self.param_buffer.num_bytes + self.grad_buffer.num_bytes

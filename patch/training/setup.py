@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -169,12 +170,25 @@ def build_run_optimizer(
         host_bytes=usable_memory() // config.parallel.nproc_per_node,
     )
     optimizer.connect(stages[0].config)
+    _let_engine_add_gradients(stages)
     if (offload := stages[0].activation_offload) is not None:
         offload.clock = WaitClock(optimizer.device)
         if isinstance(optimizer.offload_device, SimulatedDevice):
             offload.device = optimizer.offload_device  # one device with one budget
     log_placement(optimizer)
     return optimizer
+
+
+def _let_engine_add_gradients(stages: list[LlamaModel]) -> None:
+    """Tell Transformer Engine's layers to add their gradients where the optimizer's weights say.
+
+    Not by upstream's configuration: with it upstream's own layers, of which the output layer is one, ask for
+    APEX (megatron/core/tensor_parallel/layers.py).
+    """
+    for module in chain.from_iterable(stage.modules() for stage in stages):
+        weight = getattr(module, "weight", None)
+        if hasattr(module, "fuse_wgrad_accumulation") and hasattr(weight, "get_main_grad"):
+            module.fuse_wgrad_accumulation = True
 
 
 def _reader(

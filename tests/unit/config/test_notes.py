@@ -147,8 +147,10 @@ def test_flash_attention_on_the_cpu_is_noted(command):
 
 
 def test_limits_of_alignment_are_noted(command):
-    config = command.parse("--precision-align=eager", "--nproc-per-node=2", TP="2").config
-    bound, backend = validate_run(config, GPUS)
+    flags = ["--precision-align=eager", "--nproc-per-node=2", "--gradient-accumulation-fusion"]
+    config = command.parse(*flags, TP="2").config
+    bound, fusion, backend = validate_run(config, GPUS)
+    assert fusion == "--gradient-accumulation-fusion has no effect with --precision-align"
     assert bound.startswith("--precision-align: equal to transformers to the bit at TP=1 only; TP=2 sums")
     assert backend == "--attention-backend (position 15 FL) has no effect with --precision-align"
 

@@ -1,6 +1,7 @@
 """Linear layers whose messages travel in pieces: the bits of plain products, of upstream's layers, of a run.
 
 The oracle of a layer is torch in one process: products of whole matrices, and sums in the order of ranks.
+Layers that add their weight's gradient to the main gradients have the same bits, but for that gradient.
 """
 
 from collections.abc import Iterator
@@ -20,12 +21,16 @@ from patch import compat
 from patch.distributed.groups import initialize
 from patch.distributed.tensor_group import TensorGroup
 from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow, _Column, _Row
+from patch.model.weight_gradient import AccumulatingColumn, AccumulatingRow
 from patch.training.step import train_step
 
 UPSTREAM = {OverlappedColumn: ColumnParallelLinear, OverlappedRow: RowParallelLinear}
+ACCUMULATING = {OverlappedColumn: AccumulatingColumn, OverlappedRow: AccumulatingRow}
 DTYPES = (torch.float32, torch.bfloat16)
 # Tokens of a TP rank, rows, width of what travels, the other width: one piece; several; uneven ones.
 SHAPES = [(8, 2, 48, 64), (32, 2, 1024, 48), (77, 1, 1036, 52)]
+WRITTEN_BOUND = {torch.float32: 1e-6, torch.bfloat16: 8e-3}
+"""Of a gradient that is not rounded to the weight's type, relative to the largest value of one that is."""
 SUM_BOUND = {torch.float32: 3e-6, torch.bfloat16: 2e-2}
 """Of sums in another order than that of ranks, relative to the largest value."""
 
@@ -54,6 +59,20 @@ def cases() -> Iterator[Case]:
             for dtype in DTYPES:
                 for shape in SHAPES:
                     yield Case(layer, is_cut, dtype, shape)
+
+
+class Writer:
+    """Collects a weight's gradient in float32, as the optimizer does."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.total = torch.full(weight.shape, torch.nan)
+        self._weight = weight
+
+    def open(self) -> tuple[torch.Tensor, bool]:
+        return self.total, True
+
+    def stand_in(self) -> torch.Tensor:
+        return torch.zeros_like(self._weight)
 
 
 class Problem:
@@ -110,8 +129,13 @@ class Problem:
         return Found(output, of_input, *weights)
 
 
-def run_layer(problem: Problem, group: Any, form: str, *, is_frozen: bool = False) -> Found:
-    """One forward and backward of this rank's layer, by `overlap`, `plain` or `upstream`."""
+def run_layer(
+    problem: Problem, group: Any, form: str, *, is_frozen: bool = False, is_written: bool = False
+) -> Found:
+    """One forward and backward of this rank's layer, by `overlap`, `plain`, `upstream` or `accumulating`.
+
+    If `is_written`, the weight's gradient is what the layer wrote.
+    """
     case, size = problem.case, problem.size
     config = TransformerConfig(
         num_layers=1, hidden_size=64, num_attention_heads=4, params_dtype=case.dtype,
@@ -120,7 +144,8 @@ def run_layer(problem: Problem, group: Any, form: str, *, is_frozen: bool = Fals
     )  # fmt: skip
     hidden, weight, bias, gradient = problem.rank(group.rank())
     ways = {"gather_output": False} if case.layer is OverlappedColumn else {"input_is_parallel": True}
-    layer = (UPSTREAM[case.layer] if form == "upstream" else case.layer)(
+    classes = {"upstream": UPSTREAM, "accumulating": ACCUMULATING}
+    layer = classes.get(form, {}).get(case.layer, case.layer)(
         *problem.widths, config=config, init_method=None, bias=bias is not None,
         skip_bias_add=False, tp_group=group, **ways,
     )  # fmt: skip
@@ -128,10 +153,13 @@ def run_layer(problem: Problem, group: Any, form: str, *, is_frozen: bool = Fals
     layer.weight.requires_grad_(not is_frozen)
     if bias is not None:
         layer.bias.data.copy_(bias)
-    leaf = hidden.clone().requires_grad_()
+    leaf, writer = hidden.clone().requires_grad_(), Writer(layer.weight)
+    if is_written:
+        layer.weight.main_grad_writer = writer
     output, _ = layer(leaf)
     output.backward(gradient)
-    return Found(output.detach(), leaf.grad, layer.weight.grad, None if bias is None else layer.bias.grad)
+    of_weight = writer.total if is_written else layer.weight.grad
+    return Found(output.detach(), leaf.grad, of_weight, None if bias is None else layer.bias.grad)
 
 
 def compare(one: Found, other: Found) -> list[float]:
@@ -156,6 +184,10 @@ def run_layers(rank: int, world_size: int) -> dict[str, Any]:
             "oracle": compare(overlap, problem.expected(rank)),
             "plain": compare(overlap, plain),
             "upstream": compare(overlap, run_layer(problem, group, "upstream")) if world_size == 2 else [],
+            "written": [
+                compare(run_layer(problem, group, form, is_written=True), overlap)
+                for form in (["overlap", "accumulating"] if world_size == 2 else [])
+            ],
         }
     frozen = run_layer(problem, group, "overlap", is_frozen=True)
     same = torch.equal(frozen.of_input, overlap.of_input) and torch.equal(frozen.output, overlap.output)
@@ -180,6 +212,14 @@ def test_overlap_changes_no_bit(layers: list) -> None:
     for rank in layers:
         for case in cases():
             assert not any(rank[case]["plain"] + rank[case]["upstream"]), case
+
+
+def test_gradients_are_written_to_the_main_gradients(layers: list) -> None:
+    for rank in layers:
+        for case in cases():
+            for output, of_input, of_weight, *of_bias in rank[case]["written"]:
+                assert not any([output, of_input, *of_bias]), case
+                assert of_weight <= WRITTEN_BOUND[case.dtype], case
 
 
 def test_a_frozen_weight_gets_no_gradient(layers: list) -> None:

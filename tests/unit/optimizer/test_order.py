@@ -20,6 +20,7 @@ from optimizer_runs import LR, OddModel, accumulate, data_parallel_groups, make_
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED
+from patch.model.weight_gradient import weight_gradient
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.placement import ChunkInfo, DeviceMemory, Move
@@ -59,12 +60,14 @@ class Shortened(OddModel):
 
 
 def build(
-    model: torch.nn.Module, zero_stage: ZeroStage, clip_grad: float, offload: Offload | None
+    model: torch.nn.Module, zero_stage: ZeroStage, clip_grad: float, offload: Offload | None, **changes: Any
 ) -> OverlappedDistributedOptimizer:
     groups = data_parallel_groups()
     if zero_stage is not ZeroStage.NONE:
         groups.dp_cp = dist.ProcessGroup(1, 2)
-    config = OptimizerConfig(lr=LR, clip_grad=clip_grad, reduce_bucket_size=200, initial_loss_scale=1024.0)
+    config = OptimizerConfig(
+        lr=LR, clip_grad=clip_grad, reduce_bucket_size=200, initial_loss_scale=1024.0, **changes
+    )
     optimizer = OverlappedDistributedOptimizer([model], config, zero_stage, groups, offload)
     optimizer.grad_buffer._can_wait_elsewhere = True
     return optimizer
@@ -181,8 +184,50 @@ def move_after_a_step_not_taken() -> tuple[int, int]:
     return len(kernel.numels) - before, before
 
 
+class Written(Shortened):
+    """The first layer's weight gets its gradient from the layer itself."""
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = torch.tanh(Linear.apply(batch, self.first.weight) + self.first.bias)
+        return (self.last(hidden) * self.gain).square().mean()
+
+
+class Linear(torch.autograd.Function):
+    """A product whose backward calls `weight_gradient`."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows)
+        ctx.weight = weight
+        return rows @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
+        return None, weight_gradient(ctx.weight, gradient, *ctx.saved_tensors)
+
+
+def executed_while_the_host_goes_on(zero_stage: ZeroStage) -> list[tuple[int, int, int]]:
+    """Of some steps: how much compute has executed when all backwards are queued, and when the norm is known;
+    how much is queued then. Nothing executes before the host waits for it."""
+    fake, found = FakeDevice(LATE), []
+    with fake.executing():
+        model, steps = Written(), [step[0] for step in make_steps(3, 1, 2)]
+    with on(fake):
+        fake.adopt(list(model.parameters()))
+        optimizer = build(model, zero_stage, CLIPPED, None, gradient_accumulation_fusion=True)
+        for step in steps:
+            before = fake.compute.num_done
+            accumulate(model, optimizer, step)
+            num_in_backward = fake.compute.num_done - before
+            optimizer.step()
+            found.append((num_in_backward, fake.compute.num_done - before, len(fake.compute.tasks)))
+    return found
+
+
 def run_all(rank: int, world_size: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {"moved": move_after_a_step_not_taken()}
+    for zero_stage in (ZeroStage.NONE, ZeroStage.OPTIMIZER):
+        found["executed", zero_stage] = executed_while_the_host_goes_on(zero_stage)
     for case in CASES:
         reference = FakeDevice(AT_ONCE)
         with collectives_of(reference):
@@ -214,3 +259,10 @@ def test_no_order_of_execution_changes_a_bit(
 def test_nothing_of_a_step_not_taken_is_under_way_when_chunks_move(outcomes: dict) -> None:
     """The host's kernel would have got addresses of the device."""
     assert outcomes["moved"] == (0, 2)
+
+
+@pytest.mark.parametrize("zero_stage", [ZeroStage.NONE, ZeroStage.OPTIMIZER])
+def test_the_host_waits_for_the_norm_alone(outcomes: dict, zero_stage: ZeroStage) -> None:
+    """It queues forward and backward while the update before has not begun, and its own behind the norm."""
+    for num_in_backward, num_until_norm, num_queued in outcomes["executed", zero_stage]:
+        assert num_in_backward == 0 and num_until_norm > 0 and num_queued > 0

@@ -56,6 +56,7 @@ COLUMNS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "ranks": {"tp-cp-dp-pp": {}, "pp-dp-cp-tp": {"rank_order": "pp-dp-cp-tp"}},
     "DO": {level: {"data_parallel_sharding": level} for level in ("none", "optimizer", "gradients")},
+    "sums": {"plain": {}, "fused": {"gradient_accumulation_fusion": True}},
     "offload": {
         "none": {},
         "half": {

@@ -2,11 +2,13 @@
 
 To the bit: what one level does with any bucket size; levels `none` and `optimizer`, whose sums over two
 ranks have one order. Level `gradients` adds up over ranks first: bound LOSS_BOUND. With TP, SP and CP:
-test_covered_layouts.py.
+test_covered_layouts.py. And main gradients in bf16 and fp32, which the layers add up or the optimizer.
 """
 
 import functools
 import itertools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from training_runs import build_seeded_run, run_training
 
 from patch.config.schema import RunConfig
 from patch.optimizer.bucket import Bucket
+from patch.training.run_state import Progress, resume, save
 from patch.training.step import train_step
 
 LEVELS = ("none", "optimizer", "gradients")
@@ -25,6 +28,11 @@ BUCKET_SIZES = (1, 9000, 10**9)
 LOSS_BOUND = 2e-6
 # Measured: 0; a weight that rounds the other way changes a loss by some 1e-4.
 BF16_BOUND = 1e-3
+# Of 6 steps with bf16 main gradients; measured: 6e-4, to fp32 ones and to one process.
+BF16_GRADS_BOUND = 2e-3
+GRADS = {"precision": "bf16", "train_iters": 6, "lr_warmup_iters": 0}
+BF16_GRADS = GRADS | {"main_grads_dtype": "bf16"}
+FUSED = {"gradient_accumulation_fusion": True}
 TIED = {"untie_embeddings_and_output_weights": False}
 TWO_INSTANCES = {"num_distributed_optimizer_instances": 2}
 OFFLOAD = {"optimizer_offload_policy": "static", "optimizer_offload_chunk_size": 1999}
@@ -35,10 +43,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def run_of(level: str, bucket_size: int = 9000, dp: int = 2, **changes: Any) -> RunConfig:
-    return small_run(
-        dp=dp, train_iters=2, global_batch_size=8, data_parallel_sharding=level,
-        reduce_bucket_size=bucket_size, **changes,
-    )  # fmt: skip
+    settings = {"train_iters": 2, "global_batch_size": 8, "reduce_bucket_size": bucket_size} | changes
+    return small_run(dp=dp, data_parallel_sharding=level, **settings)
 
 
 RUNS = {
@@ -46,9 +52,15 @@ RUNS = {
         "one": run_of("none", dp=1),
         "one-bf16": run_of("none", dp=1, precision="bf16"),
         "one-tied": run_of("none", dp=1, **TIED),
+        "one-fp32-grads": run_of("none", dp=1, **GRADS),
+        "one-fp32-grads-fused": run_of("none", dp=1, **GRADS, **FUSED),
+        "one-bf16-grads": run_of("none", dp=1, **BF16_GRADS),
+        "one-bf16-grads-fused": run_of("none", dp=1, **BF16_GRADS, **FUSED),
     },
     2: {f"{level}-{size}": run_of(level, size) for level in LEVELS for size in BUCKET_SIZES}
-    | {f"bf16-{level}": run_of(level, precision="bf16") for level in LEVELS},
+    | {f"bf16-{level}": run_of(level, precision="bf16") for level in LEVELS}
+    | {f"bf16-grads-{level}": run_of(level, **BF16_GRADS) for level in LEVELS}
+    | {f"bf16-grads-{level}-fused": run_of(level, **BF16_GRADS, **FUSED) for level in SHARDED},
     4: {f"{level}-{name}": run_of(level, **layout) for level in SHARDED for name, layout in LAYOUTS.items()}
     | {"none-vpp=2": run_of("none", pp=2, stage=1)}
     | {
@@ -106,9 +118,27 @@ TRACED = {
 }
 
 
+def resumed(config: RunConfig) -> list[float]:
+    """The losses of a run that goes on in the middle from its checkpoint."""
+    found, half = [], config.training.train_iters // 2
+    with tempfile.TemporaryDirectory() as folder:
+        for steps in (range(half), range(half, 2 * half)):
+            run = build_seeded_run(config)
+            if steps.start:
+                resume(Path(folder), Progress(half, half), run.stages, run.optimizer, 1)
+            found += [train_step(run, iteration).loss for iteration in steps]
+            if not steps.start:
+                save(Path(folder), Progress(half, half), run.stages, run.optimizer, "")
+            run.optimizer.finish_param_sync()
+            new_job()
+    return found
+
+
 def run_all(rank: int, world_size: int) -> dict[str, Any]:
+    goes_on = resumed(RUNS[1]["one-bf16-grads-fused"]) if world_size == 1 else []
     traces = {name: trace(config) for name, config in TRACED.items()} if world_size == 4 else {}
-    return {"training": run_training(rank, world_size, RUNS[world_size]), "traces": traces}
+    training = run_training(rank, world_size, RUNS[world_size])
+    return {"training": training, "traces": traces, "resumed": goes_on}
 
 
 @functools.cache
@@ -162,6 +192,23 @@ def test_offload_of_two_instances_changes_no_bit() -> None:
 @pytest.mark.parametrize("level", LEVELS)
 def test_bf16_is_close_to_one_process(level: str) -> None:
     assert losses(2, f"bf16-{level}") == pytest.approx(losses(1, "one-bf16"), abs=BF16_BOUND)
+
+
+@pytest.mark.parametrize("name", ["bf16-grads", "bf16-grads-fused", "fp32-grads-fused"])
+def test_other_sums_of_gradients_are_close_to_fp32_ones(name: str) -> None:
+    """And have other bits."""
+    expected, found = losses(1, "one-fp32-grads"), losses(1, f"one-{name}")
+    assert found == pytest.approx(expected, abs=BF16_GRADS_BOUND) and found != expected
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS[2] if "bf16-grads" in name])
+def test_bf16_gradients_are_close_to_one_process(name: str) -> None:
+    one = losses(1, "one-bf16-grads-fused" if "fused" in name else "one-bf16-grads")
+    assert losses(2, name) == pytest.approx(one, abs=BF16_GRADS_BOUND)
+
+
+def test_bf16_gradients_go_on_from_a_checkpoint_with_the_same_bits() -> None:
+    assert ranks_of(1)[0]["resumed"] == losses(1, "one-bf16-grads-fused")[:-1]
 
 
 def test_level_none_over_interleaved_stages_is_bitwise_level_optimizer() -> None:

@@ -1,0 +1,173 @@
+"""Gradients that layers add to the grad buffer themselves: the sums of autograd on one process, more exactly.
+
+The layers are plain torch: one by our own protocol, one by the attributes that Transformer Engine reads, in
+the order in which it reads them (transformer_engine/pytorch/module/linear.py of 2.11).
+"""
+
+from functools import partial
+from itertools import chain, product
+from typing import Any
+
+import pytest
+import torch
+from distributed_runner import run_distributed
+from optimizer_runs import (
+    ZERO_STAGES,
+    Oracle,
+    accumulate,
+    assert_same_weights,
+    build_optimizer,
+    make_steps,
+    take_step,
+)
+from torch.utils.checkpoint import checkpoint
+
+from patch.config.choices import ZeroStage
+from patch.model.weight_gradient import weight_gradient
+
+# Of fp32 weights: a product that adds rounds otherwise than a product and a sum; a last bit is 1.5e-8.
+BOUND = 3e-7
+SMALL = 300
+"""Size of a bucket."""
+
+
+class _Ours(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(input)
+        ctx.weight = weight
+        return input @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        of_input = gradient @ ctx.weight
+        if not ctx.needs_input_grad[1]:
+            return of_input, None
+        return of_input, weight_gradient(ctx.weight, gradient, ctx.saved_tensors[0])
+
+
+class _Theirs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(input, weight)
+        ctx.is_fused = hasattr(weight, "__fsdp_param__")
+        if ctx.is_fused:
+            ctx.get_main_grad = weight.get_main_grad
+        return input @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        input, weight = ctx.saved_tensors
+        if not ctx.is_fused:
+            return gradient @ weight, gradient.t() @ input
+        weight.main_grad = main_grad = ctx.get_main_grad()
+        own = gradient.t().to(main_grad.dtype) @ input.to(main_grad.dtype)
+        main_grad.copy_(own if weight.overwrite_main_grad else main_grad + own)
+        assert not weight.grad_added_to_main_grad
+        weight.grad_added_to_main_grad = True
+        return gradient @ weight, torch.full_like(weight, torch.nan)  # whose values nobody may read
+
+
+class Linear(torch.nn.Linear):
+    """A bias stays with autograd."""
+
+    function: type[torch.autograd.Function] = _Ours
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = self.function.apply(input, self.weight)
+        return output if self.bias is None else output + self.bias
+
+
+class TheirLinear(Linear):
+    function = _Theirs
+
+
+class Model(torch.nn.Module):
+    """Layers used once, twice in a graph, beside another use, in reentrant checkpoints, for some batches."""
+
+    def __init__(self, num_checkpoints: int) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self._num_checkpoints = num_checkpoints
+        self.first, self.theirs = Linear(23, 31), TheirLinear(31, 23, bias=False)
+        self.twice, self.mixed = Linear(23, 23, bias=False), Linear(23, 23)
+        self.nested, self.rare = Linear(23, 23), Linear(23, 23, bias=False)
+        self.frozen = Linear(23, 23, bias=False).requires_grad_(False)
+        self.gain = torch.nn.Parameter(torch.rand(23))
+        self.cut = Linear(23, 3000, bias=False)  # over several buckets
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        """The loss of inputs [B, 23]."""
+        hidden = torch.tanh(self.theirs(torch.tanh(self.first(batch))))
+        hidden = torch.tanh(self.twice(torch.tanh(self.twice(hidden))))
+        hidden = torch.tanh(self.frozen(self.mixed(hidden)))
+        for _ in range(self._num_checkpoints):
+            hidden = checkpoint(lambda x: torch.tanh(self.nested(x)), hidden, use_reentrant=True)
+        if batch.sum() > 0:
+            hidden = self.rare(hidden)
+        own = self.cut(hidden).square().mean() + self.mixed.weight.square().mean()
+        return (hidden * self.gain).square().mean() + own
+
+
+def train(rank: int, zero_stage: ZeroStage, num_micro_batches: int, bucket_size: int) -> None:
+    """Three steps of the model and of its oracle; before the second one a backward is done for nothing."""
+    build = partial(Model, 1 if zero_stage is ZeroStage.GRADIENTS else 2)  # there a second one is refused
+    model, oracle = build(), Oracle(build(), zero_stage)
+    optimizer = build_optimizer(
+        model, zero_stage, reduce_bucket_size=bucket_size, gradient_accumulation_fusion=True
+    )
+    for index, step in enumerate(make_steps(3, 2, num_micro_batches)):
+        if index == 1:
+            accumulate(model, optimizer, step[1 - rank])
+        take_step(model, optimizer, step[rank])
+        oracle.take_step(step)
+    buckets = [bucket.range.params for bucket in optimizer.grad_buffer.buckets]
+    assert (sum(param.parameter == 0 for param in chain(*buckets)) > 1) == (bucket_size == SMALL)
+    optimizer.finish_param_sync()
+    assert_same_weights(model, oracle, atol=BOUND)
+
+
+def run_all(rank: int, world_size: int) -> None:
+    for zero_stage, num_micro_batches, bucket_size in product(ZERO_STAGES, (1, 3), (SMALL, 10**6)):
+        train(rank, zero_stage, num_micro_batches, bucket_size)
+
+
+def test_sums_are_those_of_one_process_at_every_stage() -> None:
+    run_distributed(run_all, 2)
+
+
+class Sum(torch.nn.Module):
+    """A loss whose gradient of the layer's output is known exactly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = Linear(23, 31, bias=False, dtype=torch.bfloat16)
+
+    def forward(self, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """The loss of inputs [B, 23] and factors [B, 31]."""
+        return (self.layer(batch[0]) * batch[1]).float().sum()
+
+
+def error_of_sums(*, is_fused: bool) -> float:
+    """Of the sum of 4 micro-batches' gradients, relative to that in float64."""
+    torch.manual_seed(6)
+    batches = [(torch.randn(9, 23).bfloat16(), torch.randn(9, 31).bfloat16()) for _ in range(4)]
+    model = Sum()
+    optimizer = build_optimizer(model, ZeroStage.NONE, gradient_accumulation_fusion=is_fused)
+    accumulate(model, optimizer, batches)
+    exact = sum(factors.double().t() @ rows.double() for rows, factors in batches)
+    found = optimizer.grad_buffer.buckets[0].shard[: 23 * 31].view(31, 23).double()
+    return ((found - exact).norm() / exact.norm()).item()
+
+
+@pytest.mark.usefixtures("one_process")
+def test_gradients_of_bf16_weights_are_not_rounded() -> None:
+    assert error_of_sums(is_fused=True) < 1e-6
+    assert error_of_sums(is_fused=False) > 1e-4
+
+
+@pytest.mark.usefixtures("one_process")
+def test_nothing_is_fused_by_default_on_a_cpu() -> None:
+    model = Sum()
+    build_optimizer(model, ZeroStage.NONE)
+    assert not hasattr(model.layer.weight, "main_grad_writer")
