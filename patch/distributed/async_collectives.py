@@ -252,9 +252,8 @@ def _exchange(
 
     Point to point, because gloo's all-to-all and all-gather copy through additional buffers.
     """
-    works = []
-    for step in range(1, group.size()):
-        source, target = (group.rank() - step) % group.size(), (group.rank() + step) % group.size()
-        works.append(dist.irecv(received[source], group=group, group_src=source))
-        works.append(dist.isend(sent[target], group=group, group_dst=target))
+    sources = [(group.rank() - step) % group.size() for step in range(1, group.size())]
+    # Receives first: gloo tells a sender that it may begin, and that would queue behind what is sent to it.
+    works = [dist.irecv(received[source], group=group, group_src=source) for source in sources]
+    works += [dist.isend(sent[target], group=group, group_dst=target) for target in reversed(sources)]
     return [work for work in works if work is not None]

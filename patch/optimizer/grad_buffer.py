@@ -45,6 +45,9 @@ from patch.optimizer.micro_batch import NO_BACKWARD, LastMicroBatchCheck, follow
 from patch.optimizer.refusals import Named
 from patch.plan.memory import NUM_STAGING
 
+_MAX_TRAVELLING = 4
+"""Reductions that a CPU lets travel behind backward; it adds up the sums of older ones in the meantime."""
+
 
 @dataclass
 class LocalCheck:
@@ -306,6 +309,10 @@ class GradBuffer:
         bucket.notify_when_done = bucket.is_last and not is_final
         if bucket.is_last and is_final:
             self._on_final(bucket.index, bucket.pending)
+        # On a GPU nothing is left to do for a reduction that has arrived; here sums would all be added up
+        # after backward. To wait costs nothing: while so many travel, the network is what a step waits for.
+        while not self._like.is_cuda and len(self._travelling) > _MAX_TRAVELLING:
+            self._finish_next()
 
     def _finish_next(self) -> None:
         """Wait for the oldest reduction that is under way, and take the staging buffer back."""

@@ -40,7 +40,7 @@ from patch.optimizer.hybrid_adam import HybridAdam, Offload, state_dtypes
 from patch.optimizer.layout import ParamSpec, lay_out
 from patch.optimizer.loss_scale import LossScale
 from patch.optimizer.main_grad import is_fused
-from patch.optimizer.own_shards import OwnShards
+from patch.optimizer.own_shards import OwnShards, doubling
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, assign_groups, default_param_groups
 from patch.optimizer.placement import Move
@@ -137,7 +137,7 @@ class OverlappedDistributedOptimizer:
             bucket_ranges,
             domains=domains,
             device=self.device,
-            wait_for_update=self._wait_for_update,
+            wait_for_update=lambda index, *, block: self.adam.wait_for_update(index, block=block),
             clock=self._clock,
         )
         self._trained = TrainedParameters(stages, named)
@@ -155,13 +155,12 @@ class OverlappedDistributedOptimizer:
         )
         self._own = OwnShards(self.parameters, specs, self.grad_buffer.buckets, self.param_buffer, groups)
         fixed_bytes = self.param_buffer.num_bytes + self.grad_buffer.num_bytes
-        self.adam = HybridAdam(self._own.shards, config, self.param_groups, offload, fixed_bytes)
-
-    def _wait_for_update(self, index: int, *, block: bool) -> bool:
-        return self.adam.wait_for_update(index, block=block)
+        self.adam: HybridAdam = HybridAdam(self._own.shards, config, self.param_groups, offload, fixed_bytes)
 
     def _on_final_gradient(self, index: int, after: Pending | None) -> None:
         self.adam.grad_ready(index, after)
+        if after is None and self.device.type == "cpu":  # a GPU computes all norms at the end, at one go
+            self._own.start_norm(index)
 
     def _finish_updates(self) -> None:
         # Of modules that this step's forward did not use: an update on the host may still read gradients, and
@@ -188,6 +187,7 @@ class OverlappedDistributedOptimizer:
         self._trained.check()
         self._lr, self._is_grad_synced = lr, False
         self.grad_buffer.reset()
+        self._own.forget_norms()
         self.adam.start_step(lr, 1.0 / self.loss_scale.value)
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -279,7 +279,7 @@ class OverlappedDistributedOptimizer:
         self.adam.start_update(lr, scale)
         # The next forward needs the last bucket of backward first.
         order = list(reversed(range(len(self._own.shards))))
-        for indices in [[index] for index in order] if self.is_sharded else [order]:
+        for indices in doubling(order) if self.is_sharded else [order]:
             self.adam.update(indices)
             for index in indices:
                 self.param_buffer.start_param_sync(index)

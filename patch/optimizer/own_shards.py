@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import groupby
+from itertools import chain, groupby, islice
 from typing import TypeVar
 
 import torch
@@ -53,6 +53,17 @@ class OwnShards:
             for bucket in buckets
         ]
         """In the order of buckets."""
+        self._norms: dict[int, list[torch.Tensor]] = {}
+        """By bucket: norms of its parts, of the gradients that have arrived."""
+
+    def forget_norms(self) -> None:
+        """Gradients will be others."""
+        self._norms = {}
+
+    def start_norm(self, index: int) -> None:
+        """Compute a bucket's part of the norm while other buckets travel: its reduction has arrived."""
+        if not any(range_.needs_extra_reduction for range_ in self.shards[index].ranges):
+            self._norms[index] = _norms(self._counted(index))
 
     def sum_over_model_parallel(self, clock: WaitClock) -> None:
         """Sum the gradients that need it over tensor-parallel ranks and over the stages of a tied embedding.
@@ -89,17 +100,15 @@ class OwnShards:
             group: the ranks that hold one replica of it; None: all ranks, where the first replica of each
                 parameter counts.
         """
-        counted = [
-            self._grad(index, merged)
-            for index, (bucket, params) in enumerate(zip(self._buckets, self._params, strict=True))
-            if group is not None or bucket.domain.replica == 0
-            for is_counted, merged in _merge(params, partial(self._is_counted, bucket.domain))
-            if is_counted
-        ]
-        # On a GPU vector_norm would first write a copy of the gradients in float64.
-        norms = foreach_norm(counted, 2, dtype=torch.float64) if counted else []
+        buckets = enumerate(self._buckets)
+        counted = [i for i, bucket in buckets if group is not None or bucket.domain.replica == 0]
+        late = {index: self._counted(index) for index in counted if index not in self._norms}
+        norms = iter(_norms(list(chain.from_iterable(late.values()))))
+        by_bucket = self._norms | {index: list(islice(norms, len(parts))) for index, parts in late.items()}
         zero = torch.zeros((), dtype=torch.float64, device=self.shards[0].grad.device)
-        total = torch.stack([zero, *(norm**2 for norm in norms)]).sum()
+        all_norms = chain.from_iterable(by_bucket[index] for index in counted)
+        total = torch.stack([zero, *all_norms]).square().sum()
+        self.forget_norms()
         dist.all_reduce(total, group=group)
         return total.sqrt().item()
 
@@ -127,6 +136,12 @@ class OwnShards:
         begin = self._begins[index]
         return self.shards[index].grad[param.begin - begin : param.end - begin]
 
+    def _counted(self, index: int) -> list[torch.Tensor]:
+        """The gradients of a bucket that this rank counts in the norm."""
+        is_counted = partial(self._is_counted, self._buckets[index].domain)
+        merged = _merge(self._params[index], is_counted)
+        return [self._grad(index, param) for is_counted_here, param in merged if is_counted_here]
+
     def _ranges(self, index: int) -> list[ShardRange]:
         begin = self._begins[index]
         return [
@@ -146,6 +161,19 @@ class OwnShards:
         has_other_ranks = domain.group is not self._groups.dp_cp  # all that hold a copy are in its group
         is_cut = has_other_ranks or getattr(parameter, "tensor_model_parallel", False)
         return not getattr(parameter, "shared", False) and (is_cut or self._groups.tp.rank() == 0)
+
+
+def doubling(order: list[int]) -> Iterator[list[int]]:
+    """One index, two, four, ...: the first gather starts at once, and few calls are made for the others."""
+    begin, size = 0, 1
+    while begin < len(order):
+        yield order[begin : begin + size]
+        begin, size = begin + size, 2 * size
+
+
+def _norms(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """L2 norms in float64. On a GPU vector_norm would first write a copy of the gradients in float64."""
+    return list(foreach_norm(parts, 2, dtype=torch.float64)) if parts else []
 
 
 def _is_sequence_parallel(parameter: torch.nn.Parameter) -> bool:

@@ -21,6 +21,7 @@ from patch.training.setup import Run, build_run_optimizer
 from patch.training.step import train_step
 from toolkits.benchmarks._overlap_figures import ALL_TO_ALL, COMMUNICATION, COMPUTE
 from toolkits.benchmarks._upstream import Overlap, UpstreamTrainer
+from toolkits.benchmarks._waiting_layers import let_layers_wait
 
 OURS = {f"ours: {stage.name.lower()}": stage for stage in ZeroStage}
 UPSTREAM = {
@@ -33,6 +34,10 @@ UPSTREAM = {
 
 class Contender(Protocol):
     """The interface of a contender."""
+
+    @property
+    def num_buckets(self) -> int:
+        """The number of messages for all gradients."""
 
     def step(self) -> float:
         """One optimizer step; returns the loss, or 0 without a model."""
@@ -69,6 +74,7 @@ class OurTrainer:
         groups: the process groups of the job.
         device: the device of this rank.
         reader: gives the micro-batches.
+        wait_s: seconds of a micro-batch in layers that wait; 0: layers compute.
     """
 
     def __init__(
@@ -77,9 +83,12 @@ class OurTrainer:
         groups: ProcessGroupCollection,
         device: torch.device,
         reader: BatchReader | SameBatches,
+        wait_s: float = 0.0,
     ) -> None:
         stages = build_llama_model(config.model, groups, device, config.execution)
         initialize_weights(stages, config.model, config.training.seed)
+        if wait_s:
+            let_layers_wait(stages[0], wait_s, dist.get_rank())
         optimizer = build_run_optimizer(stages, config, groups)
         self.run = Run(
             config=config,
@@ -93,6 +102,11 @@ class OurTrainer:
             start_iteration=0,
         )
         self._iteration = 0
+
+    @property
+    def num_buckets(self) -> int:
+        """The number of messages for all gradients."""
+        return len(self.run.optimizer.grad_buffer.buckets)
 
     def step(self) -> float:
         """One optimizer step, including the count of the next step's tokens."""
@@ -113,11 +127,16 @@ class ComputeAlone(OurTrainer):
     """
 
     def __init__(
-        self, config: RunConfig, groups: ProcessGroupCollection, device: torch.device, reader: SameBatches
+        self,
+        config: RunConfig,
+        groups: ProcessGroupCollection,
+        device: torch.device,
+        reader: SameBatches,
+        wait_s: float = 0.0,
     ) -> None:
         alone = copy.copy(groups)
         alone.dp = alone.dp_cp = dist.new_subgroups(1)[0]
-        super().__init__(config, alone, device, reader)
+        super().__init__(config, alone, device, reader, wait_s)
         self._num_shards = groups.dp_cp.size()
         self._update_s = 0.0
         update = self.run.optimizer._update
@@ -150,6 +169,11 @@ class CommunicationAlone:
         )
 
     @property
+    def num_buckets(self) -> int:
+        """The number of messages for all gradients."""
+        return len(self._gradients)
+
+    @property
     def num_bytes(self) -> int:
         """Bytes that a rank sends in a step."""
         whole = sum(part.numel() * part.element_size() for part in (*self._gradients, *self._weights))
@@ -173,7 +197,7 @@ class CommunicationAlone:
 
 
 def build_contenders(
-    config: RunConfig, groups: ProcessGroupCollection, device: torch.device
+    config: RunConfig, groups: ProcessGroupCollection, device: torch.device, wait_s: float = 0.0
 ) -> dict[str, Contender]:
     """All contenders by name, on this rank; each has its own model with the same first weights.
 
@@ -181,16 +205,17 @@ def build_contenders(
         config: the run that all contenders train.
         groups: the process groups of the job.
         device: the device of this rank.
+        wait_s: seconds of a micro-batch in layers that wait; 0: layers compute.
     """
     reader = SameBatches(config, groups.dp_cp.rank())
-    contenders: dict[str, Contender] = {COMPUTE: ComputeAlone(config, groups, device, reader)}
+    contenders: dict[str, Contender] = {COMPUTE: ComputeAlone(config, groups, device, reader, wait_s)}
     for name, stage in OURS.items():
-        contenders[name] = OurTrainer(with_sharding(config, stage), groups, device, reader)
+        contenders[name] = OurTrainer(with_sharding(config, stage), groups, device, reader, wait_s)
     sharded = contenders["ours: optimizer"]
     assert isinstance(sharded, OurTrainer)
     contenders[COMMUNICATION] = CommunicationAlone(sharded.run.optimizer)
     for name, overlap in UPSTREAM.items():
-        contenders[name] = UpstreamTrainer(config, groups, device, reader.batches, overlap)
+        contenders[name] = UpstreamTrainer(config, groups, device, reader.batches, overlap, wait_s)
     return contenders
 
 

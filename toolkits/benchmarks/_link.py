@@ -1,7 +1,8 @@
-"""Two network namespaces connected by a virtual cable of a chosen speed, for two ranks on one machine.
+"""Network namespaces connected by virtual cables of a chosen speed, one for each rank on one machine.
 
-The host's network does not change: both ends of the cable are created inside the namespaces, which have no
-other interface than their loopback. It needs root, and `ip` and `tc` of iproute2.
+Two are connected by one cable; more are each connected by a cable of their own to a switch, in a namespace
+more. The host's network does not change: both ends of a cable are created inside the namespaces, which have
+no other interface than their loopback. It needs root, and `ip` and `tc` of iproute2.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from patch.device import MachineFacts
 
 INTERFACE = "cable"
-"""Name of the cable's interface in both namespaces."""
+"""Name of the cable's interface in the namespace of each rank."""
 
 # Space for the largest packet that the network stack sends, and a queue that TCP fills without losses.
 _BURST, _QUEUE = "256kb", "4mb"
@@ -34,17 +35,21 @@ class LinkError(Exception):
 
 
 class Link:
-    """A context manager that creates the two namespaces and always removes them at the end.
+    """A context manager that creates the namespaces and always removes them at the end.
 
     Within it SIGTERM raises KeyboardInterrupt, as Ctrl-C does.
+
+    Args:
+        ends: how many ranks are connected.
     """
 
-    def __init__(self) -> None:
-        self.namespaces = [f"overlap-{os.getpid()}-{end}" for end in range(2)]
+    def __init__(self, ends: int = 2) -> None:
+        self.namespaces = [f"overlap-{os.getpid()}-{end}" for end in range(ends)]
+        self._switch = f"overlap-{os.getpid()}-switch"
         self._on_terminate: Any = None
 
     def __enter__(self) -> Link:
-        """Create the namespaces and the cable.
+        """Create the namespaces and the cables.
 
         Raises:
             LinkError: this user is not root, iproute2 is missing, or the kernel refuses.
@@ -72,26 +77,43 @@ class Link:
         return ["ip", "netns", "exec", self.namespaces[end], *command]
 
     def _make(self) -> None:
-        first, second = self.namespaces
         for name in self.namespaces:
             _run("ip", "netns", "add", name)
-        cable = ["type", "veth", "peer", "name", INTERFACE, "netns", second]
-        _run("ip", "link", "add", INTERFACE, "netns", first, *cable)
+        if len(self.namespaces) == 2:
+            first, second = self.namespaces
+            _add_cable(first, second, INTERFACE)
+        else:
+            self._make_switch()
         for end, name in enumerate(self.namespaces):
-            # A network of two addresses kept for documentation (RFC 5737).
-            _run("ip", "-n", name, "address", "add", f"192.0.2.{end + 1}/30", "dev", INTERFACE)
+            # A network kept for documentation (RFC 5737).
+            _run("ip", "-n", name, "address", "add", f"192.0.2.{end + 1}/24", "dev", INTERFACE)
             for device in ("lo", INTERFACE):
                 _run("ip", "-n", name, "link", "set", device, "up")
 
+    def _make_switch(self) -> None:
+        _run("ip", "netns", "add", self._switch)
+        _run("ip", "-n", self._switch, "link", "add", "switch", "type", "bridge")
+        _run("ip", "-n", self._switch, "link", "set", "switch", "up")
+        for end, name in enumerate(self.namespaces):
+            port = f"port{end}"
+            _add_cable(name, self._switch, port)
+            _run("ip", "-n", self._switch, "link", "set", port, "master", "switch", "up")
+
     def _remove(self) -> None:
-        """Remove the namespaces and with them the cable; Ctrl-C and SIGTERM are ignored meanwhile."""
+        """Remove the namespaces and with them the cables; Ctrl-C and SIGTERM are ignored meanwhile."""
         previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        for name in self.namespaces:
+        for name in (*self.namespaces, self._switch):
             if os.path.exists(f"/run/netns/{name}"):
                 subprocess.run(["ip", "netns", "delete", name], check=False)
         signal.signal(signal.SIGTERM, self._on_terminate)
         signal.signal(signal.SIGINT, previous)
+
+
+def _add_cable(first: str, second: str, other_end: str) -> None:
+    """From `INTERFACE` in one namespace to the interface `other_end` in another."""
+    cable = ["type", "veth", "peer", "name", other_end, "netns", second]
+    _run("ip", "link", "add", INTERFACE, "netns", first, *cable)
 
 
 def _interrupt(*unused: Any) -> None:
@@ -124,7 +146,7 @@ def run_ranks(task: Any, num_ranks: int, link: Link | None, timeout_s: float) ->
     Args:
         task: the work, a dataclass; the program of a rank is its module, which calls `_rank.run_as_rank`.
         num_ranks: how many processes.
-        link: each rank runs at one end of it, with one core and one thread; None: anywhere.
+        link: each rank runs at one end of it, on one core, with one thread; None: anywhere.
         timeout_s: seconds after which all are killed.
     Raises:
         RuntimeError: a rank failed, or not all ended in time; the message of a rank is on stderr.
@@ -147,7 +169,8 @@ def run_ranks(task: Any, num_ranks: int, link: Link | None, timeout_s: float) ->
 def _start(command: list[str], rank: int, link: Link | None) -> subprocess.Popen:
     if link is None:
         return subprocess.Popen(command)
-    core = sorted(os.sched_getaffinity(0))[rank]
+    cores = sorted(os.sched_getaffinity(0))
+    core = cores[rank % len(cores)]
     return subprocess.Popen(
         link.inside(rank, command),
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE},

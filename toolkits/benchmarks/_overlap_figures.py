@@ -33,9 +33,16 @@ class Figures:
         """The step time divided by max(compute, communication), the time with perfect overlap."""
         return _ratio(self.seconds[name], list(map(max, self.seconds[COMPUTE], self.seconds[COMMUNICATION])))
 
+    def best_possible(self, name: str) -> float:
+        """max(compute, communication) divided by the step time of `name`: no ratio to it can be smaller."""
+        return 1 / self.over_bound(name)
+
     def spread(self, name: str) -> tuple[float, float, float]:
         """Lower quartile, median and upper quartile, in seconds."""
-        lower, middle, upper = quantiles(self.seconds[name], n=4, method="inclusive")
+        seconds = self.seconds[name]
+        if len(seconds) == 1:
+            return seconds[0], seconds[0], seconds[0]
+        lower, middle, upper = quantiles(seconds, n=4, method="inclusive")
         return lower, middle, upper
 
     def _best(self, prefix: str, besides: str = "") -> str:

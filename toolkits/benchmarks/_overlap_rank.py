@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from patch.config.schema import ModelConfig, ParallelConfig, RunConfig
 from patch.device import DeviceContext
@@ -17,8 +18,6 @@ from toolkits.benchmarks._rank import run_as_rank, slowest
 from toolkits.benchmarks._run_config import llama, run_config
 from toolkits.benchmarks._upstream import prepare_cpu
 
-NUM_RANKS = 2
-
 # The vocabulary is small, because the embedding has the last gradient and the first weight, so no compute can
 # overlap with its communication. It has 2 % of the parameters, as in a large LLaMA.
 _ON_CPU = llama(
@@ -29,6 +28,11 @@ _ON_CUDA = llama(
     1024, num_layers=16, hidden_size=2048, ffn_hidden_size=5632, num_attention_heads=16, num_query_groups=4,
     kv_channels=128, vocab_size=8192,
 )  # fmt: skip
+_WAITING = llama(
+    8, num_layers=32, hidden_size=96, ffn_hidden_size=256, num_attention_heads=3, num_query_groups=1,
+    kv_channels=32, vocab_size=128,
+)  # fmt: skip
+"""As many layers as LLaMA-3.1 8B."""
 _BUCKETS = 20
 """Approximate number of buckets of the model."""
 
@@ -38,19 +42,21 @@ class Task:
     """The work of one rank."""
 
     cuda: bool
+    wait_s: float = 0.0
+    """Seconds of a micro-batch in layers that wait; 0: layers compute."""
     mbit: float
     """Speed of the cable; 0: communication takes as long as compute. Not used with CUDA."""
     schedule: dict[str, list[int]]
     """Number of accumulated micro-batches -> number of rounds, timed steps per round."""
 
 
-def sharded_run(cuda: bool, accumulation: int) -> RunConfig:
+def sharded_run(task: Task, num_ranks: int, accumulation: int) -> RunConfig:
     """The run that all contenders train: bf16 weights, fp32 gradients."""
-    model = _ON_CUDA if cuda else _ON_CPU
+    model = _WAITING if task.wait_s else _ON_CUDA if task.cuda else _ON_CPU
     return run_config(
-        model, ParallelConfig(nproc_per_node=NUM_RANKS),
+        model, ParallelConfig(nproc_per_node=num_ranks),
         {"reduce_bucket_size": _num_parameters(model) // _BUCKETS},
-        global_batch_size=NUM_RANKS * accumulation, precision="bf16",
+        global_batch_size=num_ranks * accumulation, precision="bf16",
     )  # fmt: skip
 
 
@@ -62,18 +68,20 @@ def _num_parameters(model: ModelConfig) -> int:
 
 
 def measure(task: Task, context: DeviceContext) -> dict[str, Any]:
-    """Set the cable's speed, time all contenders; equal on both ranks."""
-    device = context.device
+    """Set the cable's speed, time all contenders; equal on all ranks."""
+    device, num_ranks = context.device, dist.get_world_size()
     if not context.is_cuda:
         prepare_cpu()
-    groups = initialize(sharded_run(task.cuda, 1), context)
+    groups = initialize(sharded_run(task, num_ranks, 1), context)
     result: dict[str, Any] = {"mbit": None, "rounds": {}}
     for accumulation, (rounds, steps) in task.schedule.items():
-        by_name = build_contenders(sharded_run(task.cuda, int(accumulation)), groups, device)
+        config = sharded_run(task, num_ranks, int(accumulation))
+        by_name = build_contenders(config, groups, device, task.wait_s)
         if result["mbit"] is None and not context.is_cuda:
             result["mbit"] = _set_speed(task.mbit, by_name, device)
         result["rounds"][accumulation] = _time_all(by_name, rounds, steps, device)
         result["bytes"] = by_name[COMMUNICATION].num_bytes  # type: ignore[attr-defined]
+        result["buckets"] = {name: one.num_buckets for name, one in by_name.items()}
     return result
 
 

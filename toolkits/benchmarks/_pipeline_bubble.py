@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,11 +18,10 @@ from patch.training.step import run_schedule
 from toolkits.benchmarks._contenders import SameBatches
 from toolkits.benchmarks._rank import CPU, run_as_rank, time_on_ranks
 from toolkits.benchmarks._run_config import llama, run_config
+from toolkits.benchmarks._waiting_layers import WaitingLayer
 
 _PROCESS_LAYERS = 2
 """Layers of a process: one stage of two layers, or two stages of one."""
-_FORWARD_SHARE = 1 / 3
-"""Of a layer's time; backward has twice as many products."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,33 +56,6 @@ class ComputeTimers:
             self.compute_s += time.perf_counter() - self._begin
 
 
-class _Wait(torch.autograd.Function):
-    """Waits in forward and in backward, and changes nothing."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: torch.Tensor, seconds: float) -> torch.Tensor:
-        ctx.seconds = seconds
-        time.sleep(seconds * _FORWARD_SHARE)
-        return hidden.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
-        time.sleep(ctx.seconds * (1 - _FORWARD_SHARE))
-        return gradient, None
-
-
-class WaitingLayer(torch.nn.Module):
-    """In place of a transformer layer; forward and backward together take `seconds`."""
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__()
-        self._seconds = seconds
-
-    def forward(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
-        """Upstream's protocol: hidden states and no cross-attention context."""
-        return _Wait.apply(hidden_states, self._seconds), None
-
-
 def pipeline_run(stages: int, virtual: int, micro_batches: int) -> RunConfig:
     """A model so small that all but the waiting takes next to no time."""
     model = llama(
@@ -111,7 +82,7 @@ def build_waiting_run(config: RunConfig, groups: ProcessGroupCollection, wait_s:
     initialize_weights(stages, config.model, config.training.seed)
     for layers in (stage.decoder.layers for stage in stages):
         for index in range(len(layers)):
-            layers[index] = WaitingLayer(wait_s / _PROCESS_LAYERS)
+            layers[index] = WaitingLayer(None, wait_s / _PROCESS_LAYERS)
     return Run(
         config=config, device=device, groups=groups, tokenizer=None,
         train_reader=SameBatches(config, 0), valid_readers={},  # type: ignore[arg-type]

@@ -29,6 +29,7 @@ from patch.compat.cpu import replace_torch
 from patch.config.schema import RunConfig
 from patch.data import Batch
 from patch.model import build_llama_model, initialize_weights
+from toolkits.benchmarks._waiting_layers import let_layers_wait
 
 # Modules that DDP and its optimizer need on a CPU in addition to patch.compat; training runs do not use them.
 _CUDA_MODULES = (
@@ -75,6 +76,7 @@ class UpstreamTrainer:
         device: the device of this rank.
         batches: this rank's micro-batches, the same in each step.
         overlap: settings of upstream.
+        wait_s: seconds of a micro-batch in layers that wait; 0: layers compute.
     """
 
     def __init__(
@@ -84,11 +86,14 @@ class UpstreamTrainer:
         device: torch.device,
         batches: list[Batch],
         overlap: Overlap,
+        wait_s: float = 0.0,
     ) -> None:
         self._config, self._groups = config, groups
         self._batches = [Batch(*(tensor.to(device) for tensor in batch[:3])) for batch in batches]
         (model,) = build_llama_model(config.model, groups, device, config.execution)
         initialize_weights([model], config.model, config.training.seed)
+        if wait_s:
+            let_layers_wait(model, wait_s, dist.get_rank())
         model.config.calculate_per_token_loss = False  # upstream's default
         self._overlaps_weights = overlap.weights
         param_and_grad_buffer.dist_reduce_scatter_func = _REDUCE_SCATTER
@@ -105,6 +110,11 @@ class UpstreamTrainer:
         model.config.no_sync_func = self._model.no_sync
         model.config.grad_scale_func = self._optimizer.scale_loss
         model.config.finalize_model_grads_func = finalize_model_grads
+
+    @property
+    def num_buckets(self) -> int:
+        """The number of messages for all gradients."""
+        return len(self._model.bucket_groups)
 
     def step(self) -> float:
         """One optimizer step; returns the mean loss over ranks, which upstream's loop reduces too."""
@@ -175,4 +185,4 @@ def _forward_step(
 
 def _masked_mean(losses: torch.Tensor, *, mask: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     loss = (losses * mask).sum() / mask.sum()
-    return loss, {"loss": loss.detach()}
+    return loss, {"loss": loss.detach().clone()}  # upstream divides the loss in place

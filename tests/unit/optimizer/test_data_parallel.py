@@ -101,7 +101,10 @@ class Outcome(NamedTuple):
 
 
 def wait_everywhere(optimizer: OverlappedDistributedOptimizer) -> None:
-    """No overlap: a reduction is waited for where it starts, parameters where their gather starts."""
+    """No overlap: a reduction is waited for where it starts, parameters where their gather starts.
+
+    And the norm is computed at once at the end, not of each bucket that has arrived.
+    """
     grads, params = optimizer.grad_buffer, optimizer.param_buffer
     launch, start_param_sync = grads._launch, params.start_param_sync
 
@@ -115,6 +118,7 @@ def wait_everywhere(optimizer: OverlappedDistributedOptimizer) -> None:
         params.finish_param_sync()
 
     grads._launch, params.start_param_sync = launch_and_wait, sync  # type: ignore[method-assign]
+    optimizer._own.start_norm = lambda index: None  # type: ignore[method-assign]
 
 
 def train(case: Case, rank: int, dp_size: int, *, overlaps: bool) -> Outcome:

@@ -1,13 +1,21 @@
 """The ranks of `parallel` and `long_context` do what their figures say; figures of known rounds."""
 
+import subprocess
+import sys
+import time
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from distributed_runner import new_job, rejoin, run_distributed
 
 from toolkits.benchmarks import _activation_step as activations
 from toolkits.benchmarks import _context_step as context
+from toolkits.benchmarks import overlap
+from toolkits.benchmarks._link import Link, LinkError
+from toolkits.benchmarks._overlap_figures import ALL_TO_ALL, COMMUNICATION, COMPUTE, Figures
 from toolkits.benchmarks._parallel_figures import (
     Bubble,
     ContextFigures,
@@ -17,6 +25,15 @@ from toolkits.benchmarks._parallel_figures import (
 )
 
 WAIT_S = 0.03
+
+_RECEIVE = """
+import socket
+server = socket.create_server(("192.0.2.3", 9000))
+server.settimeout(20)
+print("ready", flush=True)
+print(server.accept()[0].recv(6).decode())
+"""
+_SEND = 'import socket; socket.create_connection(("192.0.2.3", 9000), 20).sendall(b"got it")'
 
 
 def run_parts(rank: int, world_size: int) -> dict[str, Any]:
@@ -47,6 +64,37 @@ def run_parts(rank: int, world_size: int) -> dict[str, Any]:
         activations._LENGTH = 64
         found["activations"] = activations.measure([0.5, 1.0], rounds=2)
     rejoin()
+    found["overlap"] = run_waiting(world_size)
+    return found
+
+
+def run_waiting(world_size: int) -> dict[str, dict[str, Any]]:
+    """Two steps of each contender of `overlap` whose layers wait; last, as it changes upstream's modules."""
+    from training_runs import CPU
+
+    from patch.distributed.groups import initialize
+    from toolkits.benchmarks import _contenders, _overlap_rank
+    from toolkits.benchmarks._run_config import llama
+    from toolkits.benchmarks._upstream import prepare_cpu
+
+    prepare_cpu()
+    _overlap_rank._WAITING = llama(
+        8, num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=2, num_query_groups=1,
+        kv_channels=32, vocab_size=32,
+    )  # fmt: skip
+    task = _overlap_rank.Task(cuda=False, wait_s=WAIT_S, mbit=0.0, schedule={})
+    config = _overlap_rank.sharded_run(task, world_size, 2)
+    by_name = _contenders.build_contenders(config, initialize(config, CPU), CPU.device, WAIT_S)
+    found = {}
+    for name, one in by_name.items():
+        one.step()
+        begin = time.perf_counter()
+        loss = one.step()
+        one.settle()
+        seconds = time.perf_counter() - begin
+        model = getattr(one, "_model", None) or (one.run.stages[0] if hasattr(one, "run") else None)
+        weights = [] if model is None else [weight.detach().float().numpy() for weight in model.parameters()]
+        found[name] = {"seconds": seconds, "loss": loss, "weights": weights, "buckets": one.num_buckets}
     return found
 
 
@@ -59,6 +107,51 @@ def test_layers_of_the_pipeline_wait_and_upstream_counts_it(found: list) -> None
     for rank in found:
         step, compute = rank["pipeline"]
         assert step > compute >= 4 * WAIT_S
+
+
+def test_contenders_of_overlap_wait_and_come_to_the_same_weights(found: list) -> None:
+    ours = found[0]["overlap"]["ours: none"]
+    for rank in found:
+        for name, one in rank["overlap"].items():
+            assert name == COMMUNICATION or one["seconds"] >= 1.9 * WAIT_S  # two micro-batches
+            if name in (COMMUNICATION, COMPUTE):  # without a model; with the gradients of one rank
+                continue
+            assert one["loss"] == pytest.approx(ours["loss"], rel=1e-3)
+            assert one["buckets"] > 1 or name == "upstream: no overlap"
+            # Upstream averages where we sum, so its gradients differ in their last bits.
+            rtol, atol = (0.0, 0.0) if name.startswith("ours") else (0.02, 1e-3)
+            for own, other in zip(one["weights"], ours["weights"], strict=True):
+                np.testing.assert_allclose(own, other, rtol, atol)
+
+
+def test_the_switch_has_a_cable_for_each_rank_or_says_why_not() -> None:
+    try:
+        with Link(3) as link:
+            files = [Path("/run/netns", name) for name in link.namespaces]
+            receive, send = (
+                link.inside(end, [sys.executable, "-S", "-c", program])
+                for end, program in ((2, _RECEIVE), (0, _SEND))
+            )
+            server = subprocess.Popen(receive, stdout=subprocess.PIPE, text=True)
+            assert server.stdout is not None and server.stdout.readline() == "ready\n"
+            subprocess.run(send, check=True, timeout=20)
+            assert server.communicate(timeout=20)[0] == "got it\n"
+    except LinkError as reason:
+        pytest.skip(str(reason))
+    assert not any(file.exists() for file in files)
+
+
+def test_the_best_possible_ratio_is_the_bound_over_upstream() -> None:
+    seconds = {
+        COMPUTE: 1.0, COMMUNICATION: 0.5, "ours: none": 1.05, "ours: optimizer": 1.02, ALL_TO_ALL: 1.25,
+        "upstream: gradients": 2.0,
+    }  # fmt: skip
+    figures = Figures({name: [{"seconds": one}, {"seconds": 2 * one}] for name, one in seconds.items()})
+    assert figures.best_upstream == ALL_TO_ALL
+    assert figures.best_possible(ALL_TO_ALL) == pytest.approx(0.8)
+    aims = overlap._aims(overlap.Setting("wait", 2, 0.1), {"1": figures, "16": figures}, cuda=False)
+    assert [(round(aim.measured, 3), aim.aim) for aim in aims] == [(0.816, 0.90), (1.02, 1.05), (0.816, 0.97)]
+    assert "(perfect overlap: 0.800)" in aims[0].name
 
 
 def test_contenders_of_context_parallelism_compute_one_loss_and_count_their_messages(found: list) -> None:
