@@ -149,6 +149,7 @@ def _packed(specs: Sequence[ParamSpec], bucket_size: int, units: Sequence[int]) 
         place, smallest = (spec.stage, spec.domain), _smallest(bucket_size, units[spec.domain])
         is_tapered = spec.is_alone or index == last[spec.domain]
         parts = list(_cut(index, spec.numel, bucket_size, units[spec.domain], is_tapered=is_tapered))
+        parts = parts or [_Part(index, 0, 0)]
         is_first = place not in open_ or room[place] < spec.numel
         if spec.is_alone or len(parts) > 1:
             packed += [[part] for part in parts]

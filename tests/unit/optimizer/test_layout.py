@@ -45,6 +45,13 @@ def test_every_parameter_has_one_place_of_its_size() -> None:
         assert sum(len(bucket.params) for bucket in buckets) == len(specs), case
 
 
+def test_a_parameter_of_no_elements_has_a_place() -> None:
+    for specs in ([0], [10, 0], [200_000, 0, 400_000, 0]):
+        buckets = lay_out([ParamSpec(numel, 0) for numel in specs], 1000, [2])
+        places = [param.parameter for bucket in buckets for param in bucket.params]
+        assert sorted(set(places)) == list(range(len(specs)))
+
+
 def test_buckets_and_parameters_follow_each_other_without_gaps() -> None:
     for case in EVERY:
         _, buckets = laid_out(*case)
