@@ -1,0 +1,26 @@
+"""What a bucket says of the gradients that it collected."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from patch.config.choices import ZeroStage
+from patch.optimizer.bucket import Bucket
+from patch.optimizer.domain import Domain
+from patch.optimizer.layout import BucketRange, ParamRange
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("number", [1.0, torch.inf, torch.nan])
+def test_only_gradients_are_looked_at_not_what_others_left_behind_them(number: float) -> None:
+    """A staging buffer still has the gradients of another bucket where this one has padding."""
+    group = dist.group.WORLD
+    assert group is not None
+    domain = Domain(ZeroStage.GRADIENTS, group, torch.float32, group, None, None)
+    used, unused = ParamRange(0, 0, 10), ParamRange(1, 10, 16)
+    bucket = Bucket(0, BucketRange(0, 64, (used, unused)), torch.zeros(64), None, domain)
+    bucket.use_staging(torch.full([100], torch.nan))
+    bucket.begin_micro_batch(is_last=True)
+    bucket.collect(used, torch.full([10], number), is_nested=False)
+    bucket.complete()
+    assert bucket.is_finite() == (number == 1.0)
