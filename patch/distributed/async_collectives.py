@@ -159,7 +159,7 @@ def start_reduce_scatter(
 
     def add_up() -> None:
         if travels_as is not None:
-            _sum_in_fp32(received, out)
+            _sum_in_fp32(received, _in_fp32(out), out)
             return
         if len(received) == 1:
             out.copy_(received[0])
@@ -174,9 +174,14 @@ def start_reduce_scatter(
     return Pending(_exchange(own, received, group), add_up)
 
 
-def _sum_in_fp32(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
-    """Write the sum of `parts`, in their order, to `out`."""
-    total = parts[0].float()
+def _in_fp32(out: torch.Tensor) -> torch.Tensor:
+    """Where `_sum_in_fp32` adds up: `out` itself, if its type is float32."""
+    return out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+
+
+def _sum_in_fp32(parts: Sequence[torch.Tensor], total: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sum of `parts`, in their order, to `out`; `total` is `_in_fp32(out)`."""
+    total.copy_(parts[0])
     for part in parts[1:]:
         total += part
     out.copy_(total)
@@ -191,14 +196,15 @@ class _ExchangeAndSum(dist.Work):
 
     def __init__(self, sent: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> None:
         super().__init__()
-        received = torch.empty_like(sent)
+        # All memory before the message: a rank that runs out of it has sent nothing.
+        received, total = torch.empty_like(sent), _in_fp32(out)
         work = dist.all_to_all_single(received, sent, group=group, async_op=True)
         aside = torch.cuda.Stream()
         with torch.cuda.stream(aside):
             work.wait()
-            _sum_in_fp32(received.chunk(group.size()), out)
+            _sum_in_fp32(received.chunk(group.size()), total, out)
         # Their memory is free again when the sum is there, not when somebody waits for it.
-        for tensor in (sent, received):
+        for tensor in (sent, received, total):
             tensor.record_stream(aside)
         self._is_summed = aside.record_event()
 
