@@ -89,6 +89,10 @@ def fp8_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
                 yield f"{where(field)} has no effect without {where('first_last_layers_bf16')}"
     if config.training.precision == "fp8" and config.parallel.tp_comm_overlap:
         yield f"{where('tp_comm_overlap')} has no effect on layers with 8-bit products"
+    if config.training.precision == "fp8" and config.optimizer.gradient_accumulation_fusion:
+        if config.model.transformer_impl == "local" or no_transformer_engine(config, machine):
+            flag = where("gradient_accumulation_fusion")
+            yield f"{flag} has no effect on our own layers with 8-bit products"
     if config.training.disable_parameter_transpose_cache and config.num_micro_batches == 1:
         flag = where("disable_parameter_transpose_cache")
         yield f"{flag} has no effect with one micro-batch: 8-bit weights are not kept then"

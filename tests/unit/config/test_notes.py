@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from patch.config import run_warnings, validate_run
-from patch.device import MachineFacts
+from patch.device import GPU_LIBRARIES, MachineFacts
 
 CPU = MachineFacts(cuda_devices=0, cpu_cores=2)
 GPUS = MachineFacts(cuda_devices=2, cpu_cores=2)
@@ -144,6 +144,19 @@ def test_flash_attention_on_the_cpu_is_noted(command):
     (note,) = validate_run(command.parse(FL="true").config, command.machine)
     assert note.startswith("--attention-backend (position 15 FL) has no effect on the CPU")
     assert validate_run(command.parse(FL="false").config, command.machine) == []
+
+
+def test_sums_that_8_bit_products_do_not_make_are_noted(command):
+    said = "--gradient-accumulation-fusion has no effect on our own layers with 8-bit products"
+    hopper = MachineFacts(2, 2, compute_capability=(9, 0), libraries=frozenset(GPU_LIBRARIES))
+    for flags, machine, is_noted in (
+        ([], command.machine, True),
+        ([], hopper, False),
+        (["--transformer-impl=local"], hopper, True),
+    ):
+        config = command.parse("--gradient-accumulation-fusion", *flags, PR="fp8").config
+        assert (said in validate_run(config, machine)) == is_noted
+    assert said not in validate_run(command.parse(PR="fp8").config, command.machine)
 
 
 def test_limits_of_alignment_are_noted(command):
