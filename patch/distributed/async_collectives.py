@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from functools import cache
 from typing import ClassVar
 
 import torch
@@ -152,7 +153,7 @@ def start_reduce_scatter(
     """
     if dist.get_backend(group) == "nccl":
         if travels_as is not None:
-            return Pending([_ExchangeAndSum(buffer.to(travels_as), out, group)])
+            return Pending([_ExchangeAndSum(buffer, travels_as, out, group)])
         return Pending([_reduce_scatter(out, buffer, group=group, async_op=True)])
     own = (buffer if travels_as is None else buffer.to(travels_as)).chunk(group.size())
     received = [part if rank == group.rank() else torch.empty_like(part) for rank, part in enumerate(own)]
@@ -188,30 +189,39 @@ def _sum_in_fp32(parts: Sequence[torch.Tensor], total: torch.Tensor, out: torch.
 
 
 class _ExchangeAndSum(dist.Work):
-    """Over NCCL: ranks exchange their parts, and sum what they get in fp32 beside compute.
+    """Over NCCL: ranks exchange their rounded parts, and sum what they get in fp32 beside compute.
 
     Args:
-        sent: (group size * n,) a part for each rank. out: (n,) gets the sum.
+        buffer: (group size * n,) a part for each rank.
+        travels_as: to which it is rounded.
+        out: (n,) gets the sum.
+        group: the ranks that take part.
     """
 
-    def __init__(self, sent: torch.Tensor, out: torch.Tensor, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self, buffer: torch.Tensor, travels_as: torch.dtype, out: torch.Tensor, group: dist.ProcessGroup
+    ) -> None:
         super().__init__()
-        # All memory before the message: a rank that runs out of it has sent nothing.
-        received, total = torch.empty_like(sent), _in_fp32(out)
-        work = dist.all_to_all_single(received, sent, group=group, async_op=True)
-        aside = torch.cuda.Stream()
+        aside = _stream_of_sums(buffer.device)
+        aside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(aside):
-            work.wait()
+            # Memory of one stream, so that the next call gets it again, however far the host is ahead. All of
+            # it is there before the message: a rank that runs out of memory has sent nothing.
+            sent, total = buffer.to(travels_as), _in_fp32(out)
+            received = torch.empty_like(sent)
+            dist.all_to_all_single(received, sent, group=group, async_op=True).wait()
             _sum_in_fp32(received.chunk(group.size()), total, out)
-        # Their memory is free again when the sum is there, not when somebody waits for it.
-        for tensor in (sent, received, total):
-            tensor.record_stream(aside)
-        self._is_summed = aside.record_event()
+            self._is_summed = aside.record_event()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Make the current stream wait for the sum."""
         torch.cuda.current_stream().wait_event(self._is_summed)
         return True
+
+
+@cache
+def _stream_of_sums(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 def start_all_gather(buffer: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Pending:
