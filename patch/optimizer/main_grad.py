@@ -74,7 +74,12 @@ class MainGrad:
         return self._stand_ins.like(self._parameter)
 
     def _open_for_upstream(self) -> torch.Tensor:
-        place, self._parameter.overwrite_main_grad = self.open()  # type: ignore[attr-defined]
+        place, is_first = self.open()
+        if is_first:
+            # With 8-bit products TE's layer with a norm asks the 8-bit copy of the weight for the mark
+            # (layernorm_linear.py:871), which has none, and so adds.
+            place.zero_()
+        self._parameter.overwrite_main_grad = is_first  # type: ignore[attr-defined]
         return place
 
     def take_note(self, gradient: torch.Tensor) -> bool:
