@@ -8,11 +8,11 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 
 import pytest
 import torch
+from triton_interpreter import interpreted
 
 from patch.model import fp8_matrix
 
@@ -24,34 +24,27 @@ SHAPES = [(21, 48), (67, 144)]
 WAYS = [(True, True), (True, False), (False, True)]
 
 
-def cast_as_torch(values, source, target, rounding):
-    """The interpreter's cast of arrays, for 8-bit targets."""
+def casting(convert):
+    """The interpreter's conversion of floats, with torch's cast for 8-bit targets."""
     kinds = {"fp8e4nv": E4M3, "fp8e5": E5M2}
-    assert str(source) == "fp32"
-    return torch.from_numpy(values.copy()).to(kinds[str(target)]).view(torch.uint8).numpy()
+
+    def converted(values, source, target, rounding):
+        if str(target) not in kinds:
+            return convert(values, source, target, rounding)
+        assert str(source) == "fp32"
+        return torch.from_numpy(values.copy()).to(kinds[str(target)]).view(torch.uint8).numpy()
+
+    return converted
 
 
 @pytest.fixture(scope="module")
 def kernels():
-    """The kernels on Triton's interpreter, chosen when their module is imported; GPU tests have others."""
     import triton.language as tl
-    from triton.runtime import interpreter
+    from triton.runtime.interpreter import InterpretedFunction
 
-    spec = find_spec(MODULE)
-    module = module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setitem(sys.modules, MODULE, module)
-        spec.loader.exec_module(module)
-        theirs = interpreter._convert_float
-
-        def convert(values, source, target, rounding):
-            ours = cast_as_torch if str(target).startswith("fp8") else theirs
-            return ours(values, source, target, rounding)
-
-        patch.setattr(interpreter, "_convert_float", convert)
+    with interpreted(MODULE, casting) as module, pytest.MonkeyPatch.context() as patch:
         # Written in Triton itself, and imported for a GPU.
-        patch.setattr(tl, "max", interpreter.InterpretedFunction(tl.max.fn))
+        patch.setattr(tl, "max", InterpretedFunction(tl.max.fn))
         yield module
 
 

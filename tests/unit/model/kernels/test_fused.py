@@ -5,13 +5,13 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable
-from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
+from triton_interpreter import interpreted
 
 tl = pytest.importorskip("triton.language", reason="Triton is not installed: pip install triton")
 
@@ -34,16 +34,7 @@ def rounding(convert: Callable) -> Callable:
 
 @pytest.fixture(scope="module")
 def fused():
-    """The kernels on Triton's interpreter, chosen when their module is imported; GPU tests have another."""
-    from triton.runtime import interpreter
-
-    spec = find_spec(MODULE)
-    module = module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setitem(sys.modules, MODULE, module)
-        patch.setattr(interpreter, "_convert_float", rounding(interpreter._convert_float))
-        spec.loader.exec_module(module)
+    with interpreted(MODULE, rounding) as module:
         yield module
 
 

@@ -4,48 +4,41 @@ import os
 import re
 import subprocess
 import sys
-from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 
 import pytest
 import torch
 from adam_cases import FORMS, assert_equal, bits_after, make_items, scalars
+from triton_interpreter import interpreted
 
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
 pytest.importorskip("triton", reason="Triton is not installed: pip install triton")
 
-
 MODULE = "patch.optimizer.kernels.triton_adam"
 
 
 @pytest.fixture(scope="module")
-def interpreted():
-    """The kernel on Triton's interpreter, chosen when its module is imported; GPU tests have another."""
-    spec = find_spec(MODULE)
-    module = module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setitem(sys.modules, MODULE, module)
-        spec.loader.exec_module(module)
+def kernel():
+    with interpreted(MODULE) as module:
         yield module.TritonAdam()
 
 
 @pytest.mark.parametrize("is_decoupled", [True, False], ids=["AdamW", "Adam"])
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
-def test_interpreter_equals_the_oracle(interpreted, form, grad_dtype, is_decoupled):
+def test_interpreter_equals_the_oracle(kernel, form, grad_dtype, is_decoupled):
     for seed, scale in enumerate((1e-30, 1e-3, 1e12)):
         step = scalars(step=10**seed, decoupled_weight_decay=is_decoupled)
         ours, expected = (make_items(form, grad_dtype, step, seed=seed, scale=scale) for _ in range(2))
-        assert_equal(bits_after(interpreted, ours), bits_after(NumpyAdam(), expected))
+        assert_equal(bits_after(kernel, ours), bits_after(NumpyAdam(), expected))
 
 
-def test_one_call_takes_items_of_all_forms_with_out(interpreted):
+def test_one_call_takes_items_of_all_forms_with_out(kernel):
     ours, expected = (
         [s for form in FORMS for s in make_items(form, torch.bfloat16, has_out=True)] for _ in range(2)
     )
-    assert_equal(bits_after(interpreted, ours), bits_after(NumpyAdam(), expected))
+    assert_equal(bits_after(kernel, ours), bits_after(NumpyAdam(), expected))
 
 
 COMPILE = """
