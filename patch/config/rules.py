@@ -30,6 +30,7 @@ from patch.config.positions import length_text, where
 from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
 from patch.config.sharding_rules import (
+    buffers_can_be_registered,
     gradients_can_be_rounded,
     instances_share_states,
     sharding_is_said_once,
@@ -362,6 +363,7 @@ RULES: tuple[Rule, ...] = (
     sharding_is_said_once,
     instances_share_states,
     gradients_can_be_rounded,
+    buffers_can_be_registered,
     run_has_steps,
     retained_are_saved,
     schedule_fits,
