@@ -16,6 +16,7 @@ from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
 from patch.config.fp8_rules import fp8_fits, fp8_notes
+from patch.config.graph_rules import graph_notes, graphs_fit
 from patch.config.pipeline_rules import (
     counted_layers,
     interleaving_has_enough_batches,
@@ -352,6 +353,7 @@ RULES: tuple[Rule, ...] = (
     recompute_divides,
     backends_exist,
     fp8_fits,
+    graphs_fit,
     sequence_fits,
     context_parallel_fits,
     processes_fit,
@@ -386,6 +388,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     yield from _context_parallel_notes(config, machine)
     yield from backend_notes(config, machine)
     yield from fp8_notes(config, machine)
+    yield from graph_notes(config)
     yield from _activation_notes(config)
     yield from sharding_notes(config)
     yield from _data_notes(config)
