@@ -2,7 +2,7 @@
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PIP = .venv/bin/python -m pip --disable-pip-version-check
-WORKERS ?= 3
+WORKERS ?= 4
 BENCHMARKS = $(filter-out _%,$(basename $(notdir $(wildcard toolkits/benchmarks/*.py))))
 
 .PHONY: help quickstart test checks bench gpu-check gpu-bench

@@ -282,7 +282,9 @@ class FakeDevice(TorchDispatchMode):
     def start_all_reduce(self, buffer: torch.Tensor, group: Any) -> Pending:
         return self._collective(lambda: buffer.data.mul_(2))
 
-    def start_reduce_scatter(self, buffer: torch.Tensor, out: torch.Tensor, group: Any) -> Pending:
+    def start_reduce_scatter(
+        self, buffer: torch.Tensor, out: torch.Tensor, group: Any, travels_as: None
+    ) -> Pending:
         begin = group.rank() * out.numel()
         return self._collective(lambda: out.data.copy_(2 * buffer.data[begin : begin + out.numel()]))
 

@@ -1,6 +1,7 @@
 """The LLaMA model on megatron-core's GPTModel; see README.md."""
 
 from patch.config.schema import Execution
+from patch.model.cuda_graphs import capture_layers
 from patch.model.hf_order import SOURCES
 from patch.model.linear_cross_entropy import LearnedTokens
 from patch.model.llama import (
@@ -22,6 +23,7 @@ __all__ = [
     "LlamaModel",
     "PackedSequences",
     "build_llama_model",
+    "capture_layers",
     "forget_weights",
     "initialize_weights",
     "sharded_weights",

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 
@@ -70,6 +70,7 @@ class GradBuffer:
         on_backward: called before the first gradient of each micro-batch, or the zeros of one without any.
         on_final: called with a bucket's index when its shard is final, or, with what it waits for, will be.
         is_fused: whether layers may add gradients to the buffer themselves (main_grad.py).
+        allocating: context in which flat buffers are allocated, not staging buffers.
     """
 
     def __init__(
@@ -85,13 +86,15 @@ class GradBuffer:
         on_backward: Callable[[], None],
         on_final: Callable[[int, Pending | None], None],
         is_fused: bool,
+        allocating: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._group, self._clock, self._like = group, clock, like
         self._is_sharded = domains[0].zero_stage is ZeroStage.GRADIENTS
         self._on_backward, self._on_final = on_backward, on_final
         # A stream can wait for what was launched, a CPU's other threads cannot.
         self._can_wait_elsewhere = all(domain.group.size() == 1 for domain in domains) or like.is_cuda
-        self.buckets = self._make_buckets(bucket_ranges, domains)
+        with allocating():
+            self.buckets = self._make_buckets(bucket_ranges, domains)
         self._staging: list[torch.Tensor] = []
         self._num_staging = 0
         self._travelling: deque[Bucket] = deque()

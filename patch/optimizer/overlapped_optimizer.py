@@ -20,7 +20,6 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -32,20 +31,22 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.device import torch_dtype
 from patch.distributed.async_collectives import Pending, WaitClock
+from patch.distributed.registered_memory import Pool
 from patch.errors import CheckpointError, TrainingError
 from patch.memory import OffloadDevice
-from patch.optimizer.domain import Domain, find_domains, find_instances
+from patch.optimizer.domain import Domain, find_domains, find_instances, registered_memory
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
 from patch.optimizer.hybrid_adam import HybridAdam, Offload, state_dtypes
-from patch.optimizer.layout import ParamSpec, lay_out
+from patch.optimizer.layout import lay_out
 from patch.optimizer.loss_scale import LossScale
 from patch.optimizer.main_grad import is_fused
 from patch.optimizer.own_shards import OwnShards, doubling
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, assign_groups, default_param_groups
 from patch.optimizer.placement import Move
-from patch.optimizer.refusals import Named, TrainedParameters, check_parameters
+from patch.optimizer.refusals import TrainedParameters, check_parameters
 from patch.optimizer.sharded_state import sharded_ranges, zeros_of_frozen
+from patch.optimizer.trained import like_trained, specs_of, trained_in
 
 _STATE = "optimizer.state"
 """What the keys of states in checkpoints begin with."""
@@ -91,6 +92,7 @@ class OverlappedDistributedOptimizer:
         groups: dp_cp, tp, mp and embd are used; of several instances also intra_dp_cp and inter_dist_opt.
         offload: where states may go; None: all stay on the parameters' device.
         param_groups: every trainable parameter is in one of them; None: `default_param_groups`.
+        pool: where flat buffers lie; None: as `use_nccl_ub` says.
     Raises:
         ConfigError: parameters that it cannot train, see `check_parameters`, or a parameter in no group or in
             several.
@@ -104,30 +106,22 @@ class OverlappedDistributedOptimizer:
         groups: ProcessGroupCollection,
         offload: Offload | None = None,
         param_groups: Sequence[ParamGroup] | None = None,
+        pool: Pool | None = None,
     ) -> None:
-        named, stage_indices = _trained_in(stages)
+        named, stage_indices = trained_in(stages)
         check_parameters(stages, named, is_offloading=offload is not None)
         self.param_groups = default_param_groups(stages, config) if param_groups is None else param_groups
         group_indices = assign_groups(named, self.param_groups)
         self.parameters = [parameter for _, parameter in named]
-        like = _like(self.parameters, stages)
-        dp_groups = [group.data_parallel_group or groups.dp_cp for group in self.param_groups]
-        # The same on all ranks of the job, whatever parameters they hold.
-        is_alone = all(group.size() == 1 for group in [groups.dp_cp, *dp_groups])
-        self._has_other_ranks = any(group is not groups.dp_cp for group in dp_groups)
-        domains, domain_indices = find_domains(
-            [(dp_groups[i], p.dtype) for i, p in zip(group_indices, self.parameters, strict=True)],
-            ZeroStage.NONE if is_alone else zero_stage,
-            default=(groups.dp_cp, like.dtype),
-            instances=find_instances(groups, zero_stage, dp_groups),
-            travels_as=torch.bfloat16 if config.grad_reduce_in_bf16 else None,
-        )
-        specs = _specs_of(named, stage_indices, group_indices, domain_indices)
+        like = like_trained(self.parameters, stages)
         self.config, self.groups, self.device = config, groups, like.device
+        domains, domain_indices = self._find_domains(zero_stage, group_indices, like.dtype)
+        specs = specs_of(named, stage_indices, group_indices, domain_indices)
         self.loss_scale = _loss_scale(config, domains)
         self.is_sharded = domains[0].zero_stage is not ZeroStage.NONE
         shares, is_padded = [d.num_shards for d in domains], config.ddp_pad_buckets_for_high_nccl_busbw
         bucket_ranges = lay_out(specs, config.reduce_bucket_size, shares, is_padded=is_padded)
+        memory = registered_memory(pool, domains, self.device, is_wanted=config.use_nccl_ub)
         self._clock = WaitClock(self.device)
         self._lr: float | Sequence[float] | None = None  # of the step that has begun
         self._is_grad_synced = False
@@ -139,6 +133,7 @@ class OverlappedDistributedOptimizer:
             device=self.device,
             wait_for_update=lambda index, *, block: self.adam.wait_for_update(index, block=block),
             clock=self._clock,
+            allocating=memory.allocating,
         )
         self._trained = TrainedParameters(stages, named)
         self.grad_buffer = GradBuffer(
@@ -152,10 +147,28 @@ class OverlappedDistributedOptimizer:
             on_backward=self._finish_updates,
             on_final=self._on_final_gradient,
             is_fused=is_fused(config, self.device),
+            allocating=memory.allocating,
         )
+        memory.register()
         self._own = OwnShards(self.parameters, specs, self.grad_buffer.buckets, self.param_buffer, groups)
         fixed_bytes = self.param_buffer.num_bytes + self.grad_buffer.num_bytes
         self.adam: HybridAdam = HybridAdam(self._own.shards, config, self.param_groups, offload, fixed_bytes)
+
+    def _find_domains(
+        self, zero_stage: ZeroStage, group_indices: list[int], default: torch.dtype
+    ) -> tuple[list[Domain], list[int]]:
+        groups = self.groups
+        dp_groups = [group.data_parallel_group or groups.dp_cp for group in self.param_groups]
+        # The same on all ranks of the job, whatever parameters they hold.
+        is_alone = all(group.size() == 1 for group in [groups.dp_cp, *dp_groups])
+        self._has_other_ranks = any(group is not groups.dp_cp for group in dp_groups)
+        return find_domains(
+            [(dp_groups[i], p.dtype) for i, p in zip(group_indices, self.parameters, strict=True)],
+            ZeroStage.NONE if is_alone else zero_stage,
+            default=(groups.dp_cp, default),
+            instances=find_instances(groups, zero_stage, dp_groups),
+            travels_as=torch.bfloat16 if self.config.grad_reduce_in_bf16 else None,
+        )
 
     def _on_final_gradient(self, index: int, after: Pending | None) -> None:
         self.adam.grad_ready(index, after)
@@ -459,41 +472,8 @@ class OverlappedDistributedOptimizer:
         return sharded
 
 
-def _trained_in(
-    stages: Sequence[torch.nn.Module],
-) -> tuple[list[tuple[str, torch.nn.Parameter]], list[int]]:
-    """The trainable parameters with their names, in about the order in which backward completes them.
-
-    And the index of each one's stage.
-    """
-    named, stage_indices = [], []
-    for stage, model in reversed(list(enumerate(stages))):
-        for name, parameter in reversed(list(model.named_parameters())):
-            if parameter.requires_grad:
-                named.append((name, parameter))
-                stage_indices.append(stage)
-    return named, stage_indices
-
-
-def _specs_of(
-    named: Named, stage_indices: list[int], group_indices: list[int], domain_indices: list[int]
-) -> list[ParamSpec]:
-    """What the layout needs to know; a tied embedding, which two pipeline stages must cut alike, is alone."""
-    indices = zip(group_indices, stage_indices, domain_indices, strict=True)
-    return [
-        ParamSpec(parameter.numel(), group, getattr(parameter, "shared_embedding", False), stage, domain)
-        for (_, parameter), (group, stage, domain) in zip(named, indices, strict=True)
-    ]
-
-
 def _loss_scale(config: OptimizerConfig, domains: Sequence[Domain]) -> LossScale:
     """Dynamic where weights are fp16, else 1."""
     if any(domain.dtype == torch.float16 for domain in domains):
         return LossScale(config.initial_loss_scale, config.loss_scale_window)
     return LossScale(1.0, 0)
-
-
-def _like(parameters: list[torch.nn.Parameter], stages: Sequence[torch.nn.Module]) -> torch.Tensor:
-    """A tensor of the type and device that is trained; where nothing is, of the frozen parameters."""
-    frozen = chain.from_iterable(stage.parameters() for stage in stages)
-    return next(chain(parameters, frozen), torch.empty(0)).detach()

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, ClassVar, Protocol
 
@@ -51,6 +51,7 @@ class ParamBuffer:
         device: of the parameters.
         wait_for_update: waits for this rank's new part of a bucket.
         clock: gets the time that compute waits for parameters.
+        allocating: context in which the buffers are allocated.
     """
 
     _with_gathers_left: ClassVar[set[ParamBuffer]] = set()
@@ -67,6 +68,7 @@ class ParamBuffer:
         device: torch.device,
         wait_for_update: WaitForUpdate,
         clock: WaitClock,
+        allocating: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._bucket_ranges, self._domains = bucket_ranges, domains
         self._wait_for_update, self._clock = wait_for_update, clock
@@ -79,10 +81,12 @@ class ParamBuffer:
         """Threads that share a model may wait for the same parameters."""
         self._num_forwards = 0
         """Of stages, under way."""
-        self.flats = [
-            torch.zeros(numel, dtype=domain.dtype, device=device)
-            for numel, domain in zip(flat_numels(bucket_ranges, len(domains)), domains, strict=True)
-        ]
+        numels = flat_numels(bucket_ranges, len(domains))
+        with allocating():
+            self.flats = [
+                torch.zeros(numel, dtype=domain.dtype, device=device)
+                for numel, domain in zip(numels, domains, strict=True)
+            ]
         """The flat buffer of each domain."""
         # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
         self._streams = streams_of(device)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.activation_layers import stage_activations
 from patch.device import MachineFacts
-from patch.plan.activations import activation_bytes, final_norm_bytes
+from patch.plan.activations import activation_bytes, final_norm_bytes, rope_table_bytes
 from patch.plan.loss import loss_bytes
 from patch.plan.memory import fp8_weight_bytes, needed_bytes, staging_bytes, state_on_device
 from patch.plan.parameters import element_bytes
@@ -160,14 +160,14 @@ def stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> StageBytes:
     gradients = tokens * 2 * model.ffn_hidden_size // tp_size * size
     gradients += 2 * hidden if parallel.sequence_parallel else 0
     layers = _layers_of(config, stage, boundary, cuda=cuda)
-    ends, forward = 0, 0
+    ends, forward = rope_table_bytes(config) if layers else 0, 0
     if stage == last:
         loss = loss_bytes(config, cuda=cuda)
         norm = final_norm_bytes(model, parallel, training, length=config.sample_length, cuda=cuda)
-        ends = loss.kept + norm
+        ends += loss.kept + norm
         forward = loss.transient
     elif config.virtual_pipeline_size > 1:  # only 1F1B frees them once they are sent
-        ends = boundary
+        ends += boundary
     travelling = 2 * boundary if last else 0
     rows = config.padded_vocab_size // tp_size
     return StageBytes(

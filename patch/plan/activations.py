@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from patch.config import ModelConfig, ParallelConfig, TrainingConfig
+from patch.config import ModelConfig, ParallelConfig, RunConfig, TrainingConfig
 from patch.config.choices import Recompute
 from patch.plan.parameters import element_bytes
 
@@ -66,6 +66,18 @@ def final_norm_bytes(
     hidden = _own_hidden(model, parallel)
     num_tokens = training.micro_batch_size * length // parallel.context_parallel_size
     return num_tokens * (_norm_bytes(hidden, size, cuda=cuda) - hidden * size)
+
+
+def rope_table_bytes(config: RunConfig) -> int:
+    """Cosines and sines of one micro-batch, which a stage's layers share; packed rows have their own."""
+    rows = config.training.micro_batch_size if config.data.packing else 1
+    return (
+        _FP32
+        * rows
+        * config.sample_length
+        // config.parallel.context_parallel_size
+        * config.model.kv_channels
+    )
 
 
 def _own_hidden(model: ModelConfig, parallel: ParallelConfig) -> int:

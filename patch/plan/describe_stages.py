@@ -67,7 +67,8 @@ def memory_lines(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     yield (
         f"memory/rank {size_text(rank.total)} at most{where} = state {size_text(rank.state)} {staging}{fp8}"
         f"+ activations {size_text(kept.total)} ({in_flight}: layers {size_text(kept.layers)}, "
-        f"loss and borders {size_text(kept.ends)}, the running pass {size_text(kept.transient)}{on_host})"
+        f"loss, borders and RoPE {size_text(kept.ends)}, "
+        f"the running pass {size_text(kept.transient)}{on_host})"
     )
 
 

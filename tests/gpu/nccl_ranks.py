@@ -20,6 +20,7 @@ from training_runs import build_seeded_run
 
 from patch.device import DeviceContext
 from patch.distributed.collectives import max_over_world
+from patch.distributed.registered_memory import RegisteredMemory
 from patch.distributed.zigzag import Zigzag
 from patch.training.run_state import Progress, resume, save
 from patch.training.setup import Run
@@ -31,7 +32,9 @@ STATIC = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.
 LAYOUTS: dict[str, dict[str, Any]] = {
     f"{level}, {policy}": {"dp": 2, "data_parallel_sharding": level, **changes}
     for level in LEVELS
-    for policy, changes in (("on the device", {}), ("half on the host", STATIC))
+    for policy, changes in (
+        ("on the device", {}), ("half on the host", STATIC), ("registered", {"use_nccl_ub": True})
+    )
 } | {
     "tensor": {"tp": 2, "sequence_parallel": True},
     "tensor, overlap": {"tp": 2, "tp_comm_overlap": True},
@@ -109,6 +112,7 @@ def close(run: Run) -> str:
     for stage in run.stages:
         for parameter in stage.parameters():
             digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy())
+    RegisteredMemory.release_all()
     parallel_state.destroy_model_parallel()
     return digest.hexdigest()
 

@@ -38,7 +38,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    own = {"PYTHONPATH": paths, "MASTER_PORT": port, "NCCL_MULTI_RANK_GPU_ENABLE": "1"}
+    own = {
+        "PYTHONPATH": paths, "MASTER_PORT": port, "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as the launcher sets it
+    }  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "NCCL_ALGO"} | own
     ranks = [
         subprocess.Popen(
@@ -59,6 +62,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
 @pytest.mark.parametrize("level", LEVELS)
 def test_placement_changes_no_bit(found: dict[str, list], level: str) -> None:
     assert found[f"{level}, on the device"] == found[f"{level}, half on the host"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_registered_buffers_change_no_bit(found: dict[str, list], level: str) -> None:
+    assert found[f"{level}, on the device"] == found[f"{level}, registered"]
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

@@ -83,7 +83,8 @@ def test_to_flags_names_every_field(command):
     """But for booleans that are at auto, which no flag says."""
     flags = {flag.split("=")[0].replace("--no-", "--") for flag in to_flags(command.parse().config)}
     at_auto = {field.flag for field in FIELDS.values() if field.kind is bool and field.default is None}
-    assert at_auto == {"--tp-comm-overlap"} and flags == {field.flag for field in FIELDS.values()} - at_auto
+    assert at_auto == {"--tp-comm-overlap", "--gradient-accumulation-fusion"}
+    assert flags == {field.flag for field in FIELDS.values()} - at_auto
 
 
 def test_flags_alone_name_what_is_missing(command):

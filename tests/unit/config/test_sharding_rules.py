@@ -5,9 +5,14 @@ from refusals import refused
 from small_runs import small_run
 
 from patch.config.rules import notes
-from patch.config.sharding_rules import gradients_can_be_rounded, instances_share_states
+from patch.config.sharding_rules import (
+    buffers_can_be_registered,
+    gradients_can_be_rounded,
+    instances_share_states,
+)
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.plan.activation_peak import heaviest_rank
 
 CPU = MachineFacts(cuda_devices=0, cpu_cores=2)
 INSTANCES = "num_distributed_optimizer_instances"
@@ -41,3 +46,14 @@ def test_rounded_gradients_of_an_all_reduce_are_refused_and_of_one_replica_noted
     alone = small_run(grad_reduce_in_bf16=True)
     gradients_can_be_rounded(alone, CPU)
     assert "--grad-reduce-in-bf16 has no effect with one replica" in list(notes(alone, CPU))
+
+
+def test_registered_buffers_are_refused_without_a_gpu_and_noted_of_one_replica() -> None:
+    wish = {"use_nccl_ub": True}
+    with refused(ConfigError, "--use-nccl-ub: got true, expected false: without a GPU messages go over gloo"):
+        buffers_can_be_registered(small_run(dp=2, **wish), CPU)
+    gpus = MachineFacts(cuda_devices=2, cpu_cores=2)
+    buffers_can_be_registered(small_run(dp=2, **wish), gpus)
+    assert "--use-nccl-ub has no effect with one replica" in list(notes(small_run(**wish), gpus))
+    plain, wished = (heaviest_rank(small_run(dp=2, **changes), cuda=True) for changes in ({}, wish))
+    assert plain == wished

@@ -39,8 +39,10 @@ from optimizer_runs import (
     take_step,
     weights_of,
 )
+from recording_pool import RecordingPool
 
 from patch.config.choices import ZeroStage
+from patch.distributed.registered_memory import RegisteredMemory
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.grad_buffer import NUM_STAGING
 
@@ -67,6 +69,11 @@ class Case(NamedTuple):
     def runs_at(self, dp_size: int) -> bool:
         """Whether the job can be divided so, and has something to send."""
         return self.num_instances in (1, dp_size // 2) and not (self.rounds and dp_size == 1)
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether its flat buffers lie in a pool."""
+        return self.bucket_size == 300 and self.accumulation == 4
 
     def model(self) -> torch.nn.Module:
         """A new one, with the same weights every time."""
@@ -98,6 +105,8 @@ CASES = [
 class Outcome(NamedTuple):
     norms: list[float]
     weights: dict[str, np.ndarray]
+    registered: list[tuple[str, list[int]]] = []
+    """What was done with the pool of its flat buffers, in order."""
 
 
 def wait_everywhere(optimizer: OverlappedDistributedOptimizer) -> None:
@@ -122,21 +131,26 @@ def wait_everywhere(optimizer: OverlappedDistributedOptimizer) -> None:
 
 
 def train(case: Case, rank: int, dp_size: int, *, overlaps: bool) -> Outcome:
-    model = case.model()
+    model, pool = case.model(), RecordingPool()
     optimizer = build_optimizer(
         model,
         case.zero_stage,
+        pool=pool if case.is_registered else None,
         reduce_bucket_size=case.bucket_size,
         decoupled_weight_decay=case.is_decoupled,
         num_instances=case.num_instances,
         grad_reduce_in_bf16=case.rounds,
         ddp_pad_buckets_for_high_nccl_busbw=case.is_wide and case.zero_stage is ZeroStage.GRADIENTS,
     )
+    if pool.events:
+        assert pool.num_bytes == optimizer.param_buffer.num_bytes + optimizer.grad_buffer.num_bytes
     if not overlaps:
         wait_everywhere(optimizer)
     norms = [take_step(model, optimizer, step[rank]) for step in case.steps(dp_size)]
     optimizer.finish_param_sync()
-    return Outcome(norms, weights_of(model))
+    pool.events.append(("use", []))
+    RegisteredMemory.release_all()
+    return Outcome(norms, weights_of(model), pool.events)
 
 
 def run_cases(rank: int, world_size: int) -> dict[str, Any]:
@@ -192,6 +206,22 @@ def test_overlap_changes_no_bit(ranks: list) -> None:
             assert waiting.norms == found["overlapped"][case].norms
             for name, weight in waiting.weights.items():
                 assert np.array_equal(weight, found["overlapped"][case].weights[name]), (case, name)
+
+
+def test_flat_buffers_are_registered_with_the_groups_that_send_them_until_they_are_freed(ranks: list) -> None:
+    size = len(ranks)
+    for rank, found in enumerate(ranks):
+        for case in found["overlapped"]:
+            instance = size // case.num_instances
+            senders = [list(range(rank // instance * instance, (rank // instance + 1) * instance))]
+            if case.num_instances > 1:
+                senders.append(list(range(rank % instance, size, instance)))
+            expected = [("use", [])]
+            if case.is_registered and size > 1:
+                met = [(what, group) for group in senders for what in ("meet", "register")]
+                left = [("deregister", group) for group in reversed(senders)]
+                expected = [("allocate", []), ("allocate", []), *met, *expected, *left, ("free", [])]
+            assert found["overlapped"][case].registered == expected, case
 
 
 def formula(zero_stage: ZeroStage, weights: int, states: int, num_ranks: int) -> float:
