@@ -98,6 +98,8 @@ def test_signal_to_a_machine_that_waits_ends_the_wait_of_the_others_unless_it_is
         first = rendezvous.Meeting.join(place, sizes, limit)
         second = rendezvous.Meeting.join(place._replace(node_rank=1), sizes, limit)
         taking_part = threads.submit(first.next_rendezvous)
+        while not first.store.check(["torch.rendezvous.patch"]):  # until it has come the other would train
+            time.sleep(0.01)
         threads.submit(signal_when, lambda: second.is_spare or not others_go_on)
         files = agent.WorkerFiles(tmp_path, None)
         assert agent.run_workers(["true"], 1, 0, second, files) == 128 + signal.SIGTERM
@@ -111,7 +113,8 @@ def test_signal_to_a_machine_that_waits_ends_the_wait_of_the_others_unless_it_is
 
 
 def signal_when(is_ready: Callable[[], bool]) -> None:
-    while not is_ready():
+    deadline = time.monotonic() + 60
+    while not is_ready() and time.monotonic() < deadline:
         time.sleep(0.05)
     time.sleep(0.5)
     os.kill(os.getpid(), signal.SIGTERM)
