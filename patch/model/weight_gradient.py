@@ -73,6 +73,8 @@ def has_epilogue(device: torch.device, factor: torch.dtype, total: torch.dtype) 
     factors = torch.zeros(16, 16, dtype=factor, device=device)
     try:
         torch.addmm(sums, factors, factors, out_dtype=total, out=sums)
+    except torch.OutOfMemoryError:  # says nothing of the kernel
+        raise
     except RuntimeError:  # NotImplementedError, where there is no such kernel, is one
         return False
     return True
