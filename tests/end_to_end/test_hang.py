@@ -28,7 +28,7 @@ def test_run_with_a_stopped_worker_names_it_and_ends(office: Office, tmp_path: P
     assert f"ERROR rank 1 (process {pid} on " in text and ", T (stopped), in " in text, text
     assert text.count("has shown no sign of life") == 1, "one cause, not one for each rank"
     assert not psutil.pid_exists(pid)
-    assert "in train_step" in (tmp_path / "out" / STACKS_FOLDER / "rank_0.txt").read_text()
+    assert "patch/training/trainer.py" in (tmp_path / "out" / STACKS_FOLDER / "rank_0.txt").read_text()
 
 
 def stop_rank_1(launcher: subprocess.Popen, metrics: Path) -> int:

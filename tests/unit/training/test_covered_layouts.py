@@ -87,6 +87,7 @@ RULES_OF_ROWS = [
     Rule(("TP", "SP"), lambda tp, sp: tp == "2" or sp == "no"),
     Rule(("TP", "overlap"), lambda tp, overlap: tp == "2" or overlap == "auto"),
     Rule(("CP", "by"), lambda cp, way: (cp == "1") == (way == "-")),
+    Rule(("PR", "sums"), lambda precision, sums: precision != "fp8" or sums == "plain"),
     Rule(("VPP", "batches"), lambda vpp, batches: int(vpp) <= int(batches)),
     Rule(("TP", "PP", "CP"), lambda tp, pp, cp: int(tp) * int(pp) * int(cp) <= PROCESSES),
     Rule(
@@ -104,6 +105,7 @@ IMPOSSIBLE = {
     (("TP", "1"), ("overlap", "no")): "has no effect at TP=1",
     (("CP", "1"), ("by", "p2p")): "--cp-comm-type has no effect at CP=1",
     (("CP", "1"), ("by", "a2a")): "--cp-comm-type has no effect at CP=1",
+    (("PR", "fp8"), ("sums", "fused")): "--gradient-accumulation-fusion has no effect",
     (("CP", "2"), ("by", "-")): "",
     (("CP", "4"), ("by", "-")): "",
 }
