@@ -1,9 +1,12 @@
-"""Modules of Triton kernels, loaded for Triton's interpreter."""
+"""Modules of Triton kernels, loaded for Triton's interpreter, or compiled for a GPU that is not there."""
 
+import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec, module_from_spec
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -29,3 +32,14 @@ def interpreted(name: str, convert: Callable[[Callable], Callable] | None = None
             patch.setattr(interpreter, "_convert_float", convert(interpreter._convert_float))
         spec.loader.exec_module(module)
         yield module
+
+
+def output_of_compiler(program: str) -> str:
+    """What a Python program prints that compiles kernels, in a process without the interpreter."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", program],
+        cwd=Path(__file__).parents[1], env={**os.environ, "TRITON_INTERPRET": "0"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout

@@ -33,29 +33,22 @@ class StepWeights:
     def __init__(self, *, rowwise: bool, keeps_values: bool) -> None:
         self.rowwise, self.keeps_values = rowwise, keeps_values
         self._weights: list[Fp8Weight] = []
-        self._is_open = False
+        self.is_open = False
+        """Whether what is made now is kept."""
 
     def new(self) -> Fp8Weight:
         """For the weight of a layer."""
         self._weights.append(Fp8Weight(self))
         return self._weights[-1]
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether what is made now is kept.
-
-        A CUDA graph under capture would never make it again.
-        """
-        return self._is_open and not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
-
     @contextmanager
     def unchanged(self) -> Iterator[None]:
         """Context in which nobody changes a weight: forwards and backwards of a step, or an evaluation."""
-        self._is_open = True
+        self.is_open = True
         try:
             yield
         finally:
-            self._is_open = False
+            self.is_open = False
             for weight in self._weights:
                 weight.forget()
 
@@ -85,7 +78,7 @@ class Fp8Weight:
         known = self._row_scales, None
         made, _ = factors(weight, _DTYPE, rowwise=self._step.rowwise, columns=False, scale_inv=known)
         assert made is not None
-        if self._step.is_kept:
+        if self._step.is_open:
             self._row_scales = made.scale_inv
             self._rows = made if self._step.keeps_values else None
         return made
@@ -101,7 +94,7 @@ class Fp8Weight:
             _, turned = factors(weight, _DTYPE, rowwise=self._step.rowwise, rows=False, scale_inv=known)
             assert turned is not None
             made = turned
-        if self._step.is_kept:
+        if self._step.is_open:
             if self._step.rowwise:
                 self._column_scales = made.scale_inv
             self._columns = made if self._step.keeps_values else None

@@ -40,7 +40,7 @@ from patch.optimizer.hybrid_adam import HybridAdam, Offload, state_dtypes
 from patch.optimizer.layout import lay_out
 from patch.optimizer.loss_scale import LossScale
 from patch.optimizer.main_grad import is_fused
-from patch.optimizer.own_shards import OwnShards, doubling
+from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, assign_groups, default_param_groups
 from patch.optimizer.placement import Move
@@ -123,7 +123,8 @@ class OverlappedDistributedOptimizer:
         bucket_ranges = lay_out(specs, config.reduce_bucket_size, shares, is_padded=is_padded)
         memory = registered_memory(pool, domains, self.device, is_wanted=config.use_nccl_ub)
         self._clock = WaitClock(self.device)
-        self._lr: float | Sequence[float] | None = None  # of the step that has begun
+        self._lr: float | Sequence[float] | None = None
+        """The rates of the step that has begun; None: none has."""
         self._is_grad_synced = False
         self.param_buffer = ParamBuffer(
             stages,
@@ -131,7 +132,7 @@ class OverlappedDistributedOptimizer:
             bucket_ranges,
             domains=domains,
             device=self.device,
-            wait_for_update=lambda index, *, block: self.adam.wait_for_update(index, block=block),
+            wait_for_update=self._wait_for_update,
             clock=self._clock,
             allocating=memory.allocating,
         )
@@ -152,7 +153,10 @@ class OverlappedDistributedOptimizer:
         memory.register()
         self._own = OwnShards(self.parameters, specs, self.grad_buffer.buckets, self.param_buffer, groups)
         fixed_bytes = self.param_buffer.num_bytes + self.grad_buffer.num_bytes
-        self.adam: HybridAdam = HybridAdam(self._own.shards, config, self.param_groups, offload, fixed_bytes)
+        self.adam = HybridAdam(self._own.shards, config, self.param_groups, offload, fixed_bytes)
+
+    def _wait_for_update(self, index: int, *, block: bool) -> bool:
+        return self.adam.wait_for_update(index, block=block)
 
     def _find_domains(
         self, zero_stage: ZeroStage, group_indices: list[int], default: torch.dtype
@@ -292,7 +296,7 @@ class OverlappedDistributedOptimizer:
         self.adam.start_update(lr, scale)
         # The next forward needs the last bucket of backward first.
         order = list(reversed(range(len(self._own.shards))))
-        for indices in doubling(order) if self.is_sharded else [order]:
+        for indices in _doubling(order) if self.is_sharded else [order]:
             self.adam.update(indices)
             for index in indices:
                 self.param_buffer.start_param_sync(index)
@@ -470,6 +474,14 @@ class OverlappedDistributedOptimizer:
             trained = {id(parameter) for parameter in self.parameters}
             sharded |= zeros_of_frozen(model_state, trained, state_dtypes, _STATE)
         return sharded
+
+
+def _doubling(order: list[int]) -> Iterator[list[int]]:
+    """One index, two, four, ...: the first gather starts at once, and few calls are made for the others."""
+    begin, size = 0, 1
+    while begin < len(order):
+        yield order[begin : begin + size]
+        begin, size = begin + size, 2 * size
 
 
 def _loss_scale(config: OptimizerConfig, domains: Sequence[Domain]) -> LossScale:

@@ -163,14 +163,6 @@ class OwnShards:
         return not getattr(parameter, "shared", False) and (is_cut or self._groups.tp.rank() == 0)
 
 
-def doubling(order: list[int]) -> Iterator[list[int]]:
-    """One index, two, four, ...: the first gather starts at once, and few calls are made for the others."""
-    begin, size = 0, 1
-    while begin < len(order):
-        yield order[begin : begin + size]
-        begin, size = begin + size, 2 * size
-
-
 def _norms(parts: list[torch.Tensor]) -> list[torch.Tensor]:
     """L2 norms in float64. On a GPU vector_norm would first write a copy of the gradients in float64."""
     return list(foreach_norm(parts, 2, dtype=torch.float64)) if parts else []

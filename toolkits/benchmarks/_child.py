@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 
@@ -17,6 +17,17 @@ class Outcome(NamedTuple):
     """What it printed as JSON in its last line; None if it failed."""
     error: str
     """The last line of its error; "" if it did not fail."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepsTask:
+    """Training steps that a process times. Its module's own class, because `run_task` runs that module."""
+
+    contender: str
+    layers: int
+    sequence: int
+    steps: int
+    """Number of timed steps."""
 
 
 def run_task(task: Any, timeout_s: float, environment: Mapping[str, str] | None = None) -> Outcome:

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass
 from typing import Any
 
 from patch.config.choices import TransformerImpl
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.plan.describe_stages import memory_needed
+from toolkits.benchmarks._child import StepsTask
 from toolkits.benchmarks._run_config import llama, run_config
 
 NUM_KERNELS = 10
@@ -31,15 +31,8 @@ CONTENDERS: dict[str, tuple[TransformerImpl, dict[str, Any]]] = {
 """Name -> whose layers, and fields of the training. The weights' type changes nothing about memory."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(StepsTask):
     """The work of the process."""
-
-    contender: str
-    layers: int
-    sequence: int
-    steps: int
-    """Number of timed steps."""
 
 
 def step_run(contender: str, layers: int, sequence: int) -> RunConfig:

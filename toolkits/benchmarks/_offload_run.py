@@ -8,11 +8,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from patch.config.schema import ModelConfig, RunConfig
+from toolkits.benchmarks._child import StepsTask
 from toolkits.benchmarks._run_config import run_config
 
 FRACTIONS = (0.25, 0.5, 1.0)
@@ -27,15 +27,8 @@ _WARM_UP_STEPS = 5
 """Untimed steps, in which kernels are built and `auto` fills the device."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
+class Task(StepsTask):
     """The work of the process."""
-
-    contender: str
-    layers: int
-    sequence: int
-    steps: int
-    """Number of timed steps."""
 
 
 def offload_run(layers: int, sequence: int) -> RunConfig:

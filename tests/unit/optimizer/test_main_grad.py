@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from adding_linear import AddingLinear
 from distributed_runner import run_distributed
 from optimizer_runs import (
     ZERO_STAGES,
@@ -23,27 +24,11 @@ from optimizer_runs import (
 from torch.utils.checkpoint import checkpoint
 
 from patch.config.choices import ZeroStage
-from patch.model.weight_gradient import weight_gradient
 
 # Of fp32 weights: a product that adds rounds otherwise than a product and a sum; a last bit is 1.5e-8.
 BOUND = 5e-7
 SMALL = 300
 """Size of a bucket."""
-
-
-class _Ours(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(input)
-        ctx.weight = weight
-        return input @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        of_input = gradient @ ctx.weight
-        if not ctx.needs_input_grad[1]:
-            return of_input, None
-        return of_input, weight_gradient(ctx.weight, gradient, ctx.saved_tensors[0])
 
 
 class _Theirs(torch.autograd.Function):
@@ -80,7 +65,7 @@ class _TheirsIn8Bits(_Theirs):
 class Linear(torch.nn.Linear):
     """A bias stays with autograd."""
 
-    function: type[torch.autograd.Function] = _Ours
+    function: type[torch.autograd.Function] = AddingLinear
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         output = self.function.apply(input, self.weight)

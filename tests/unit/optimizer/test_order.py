@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from adding_linear import AddingLinear
 from distributed_runner import run_distributed
 from fake_device import AT_ONCE, COMPUTE_FIRST, COPIES_FIRST, LATE, FakeDevice, Order
 from fake_offload import FakeOffloadDevice, collectives_of, on
@@ -20,7 +21,6 @@ from optimizer_runs import LR, OddModel, accumulate, data_parallel_groups, make_
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED
-from patch.model.weight_gradient import weight_gradient
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.placement import ChunkInfo, DeviceMemory, Move
@@ -188,22 +188,8 @@ class Written(Shortened):
     """The first layer's weight gets its gradient from the layer itself."""
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        hidden = torch.tanh(Linear.apply(batch, self.first.weight) + self.first.bias)
+        hidden = torch.tanh(AddingLinear.apply(batch, self.first.weight) + self.first.bias)
         return (self.last(hidden) * self.gain).square().mean()
-
-
-class Linear(torch.autograd.Function):
-    """A product whose backward calls `weight_gradient`."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(rows)
-        ctx.weight = weight
-        return rows @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[None, torch.Tensor]:
-        return None, weight_gradient(ctx.weight, gradient, *ctx.saved_tensors)
 
 
 def executed_while_the_host_goes_on(zero_stage: ZeroStage) -> list[tuple[int, int, int]]:

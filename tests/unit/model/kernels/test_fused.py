@@ -1,17 +1,13 @@
 """The Triton kernels: their interpreter against torch's operations and autograd, and what a GPU would run."""
 
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
-from triton_interpreter import interpreted
+from triton_interpreter import interpreted, output_of_compiler
 
 tl = pytest.importorskip("triton.language", reason="Triton is not installed: pip install triton")
 
@@ -120,11 +116,7 @@ for name, kind in [(n, k) for n in NAMES for k in ("bf16", "fp32")]:
 
 
 def test_compiled_for_a_hopper_gpu_nothing_is_fused_and_loads_are_wide():
-    environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "ignore", "-c", COMPILE]
-    ptx = subprocess.run(
-        command, cwd=Path(__file__).parents[4], env=environment, capture_output=True, text=True, check=True
-    ).stdout
+    ptx = output_of_compiler(COMPILE)
     kernels = re.split(r"^(_\w+ (?:bf16|fp32))$", ptx, flags=re.MULTILINE)[1:]
     assert len(kernels) == 2 * 8
     for name, code in zip(kernels[::2], kernels[1::2], strict=True):
