@@ -45,41 +45,40 @@ def all_pairs(columns: Columns) -> set[Pair]:
 
 
 def legal_pairs(columns: Columns, rules: Sequence[Rule]) -> set[Pair]:
-    cores = _legal_cores(columns, rules)
-    return {pair for pair in all_pairs(columns) if any(_agrees(core, pair) for core in cores)}
+    return {pair for pair in all_pairs(columns) if _is_possible(dict(pair), columns, rules)}
 
 
 def further_rows(columns: Columns, rules: Sequence[Rule], missing: set[Pair]) -> list[Row]:
     """Legal rows with all the missing pairs: one after the other, each with as many as are found. No chance
     in it: the same columns give the same rows."""
-    chance, cores, rows, left = random.Random(0), _legal_cores(columns, rules), [], set(missing)
+    chance, rows, left = random.Random(0), list[Row](), set(missing)
     while left:
         first = min(left, key=sorted)
-        attempts = [_row_with(first, columns, cores, left, chance) for _ in range(ATTEMPTS)]
+        attempts = [_row_with(first, columns, rules, left, chance) for _ in range(ATTEMPTS)]
         rows.append(max(attempts, key=lambda row: len(left & pairs_of([row]))))
         left -= pairs_of(rows[-1:])
     return rows
 
 
-def _legal_cores(columns: Columns, rules: Sequence[Rule]) -> list[Row]:
-    """Every legal combination of the columns that rules name."""
-    related = [column for column in columns if any(column in rule.columns for rule in rules)]
-    products = itertools.product(*(columns[column] for column in related))
-    cores = (dict(zip(related, values, strict=True)) for values in products)
-    return [core for core in cores if is_legal(core, rules)]
+def _is_possible(cells: Row, columns: Columns, rules: Sequence[Rule]) -> bool:
+    """Whether a legal row contains these cells."""
+    for rule in rules:
+        if all(column in cells for column in rule.columns) and not is_legal(cells, [rule]):
+            return False
+    for column in columns:
+        if column not in cells and any(column in rule.columns for rule in rules):
+            return any(_is_possible(cells | {column: value}, columns, rules) for value in columns[column])
+    return True
 
 
-def _agrees(core: Row, cells: Iterable[tuple[str, str]]) -> bool:
-    return all(core.get(column, value) == value for column, value in cells)
-
-
-def _row_with(pair: Pair, columns: Columns, cores: list[Row], left: set[Pair], chance: random.Random) -> Row:
+def _row_with(
+    pair: Pair, columns: Columns, rules: Sequence[Rule], left: set[Pair], chance: random.Random
+) -> Row:
     """A legal row with this pair; the others, in random order, take the value with the most missing pairs."""
     row = dict(pair)
     for column in chance.sample(list(columns), len(columns)):
         if column not in row:
-            possible = [core for core in cores if _agrees(core, row.items())]
-            values = [v for v in columns[column] if any(_agrees(core, [(column, v)]) for core in possible)]
+            values = [v for v in columns[column] if _is_possible(row | {column: v}, columns, rules)]
             gains = {
                 value: sum(frozenset([(column, value), cell]) in left for cell in row.items())
                 for value in values

@@ -28,6 +28,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -279,14 +280,33 @@ class FakeDevice(TorchDispatchMode):
         self.comm.queue(run)
         return Pending([_Work(self.comm.record_event())])  # type: ignore[list-item]
 
-    def start_all_reduce(self, buffer: torch.Tensor, group: Any) -> Pending:
+    def start_all_reduce(
+        self, buffer: torch.Tensor, group: Any, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+    ) -> Pending:
+        if op == dist.ReduceOp.MAX:
+            return self._start_maximum(buffer.data)
         return self._collective(lambda: buffer.data.mul_(2))
+
+    def _start_maximum(self, buffer: torch.Tensor) -> Pending:
+        """What all ranks have comes back; meanwhile it is not there."""
+        sent: list[torch.Tensor] = []
+
+        def send() -> None:
+            sent.append(buffer.clone())
+            buffer.zero_()
+
+        self._current.queue(send)
+        return self._collective(lambda: buffer.copy_(sent[0]))
 
     def start_reduce_scatter(
         self, buffer: torch.Tensor, out: torch.Tensor, group: Any, travels_as: None
     ) -> Pending:
         begin = group.rank() * out.numel()
         return self._collective(lambda: out.data.copy_(2 * buffer.data[begin : begin + out.numel()]))
+
+    def start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: Any) -> Pending:
+        own = sent.chunk(group.size())[group.rank()]
+        return self._collective(lambda: [part.copy_(own.data) for part in received.data.chunk(group.size())])
 
     def start_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, group: Any) -> Pending:
         return self._collective(lambda: [part.copy_(shard.data) for part in buffer.data.chunk(group.size())])

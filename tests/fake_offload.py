@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from patch.distributed import async_collectives
 from patch.memory import CudaDevice, cuda_device, staged_copy
-from patch.optimizer import bucket, host_update, hybrid_adam, micro_batch, param_buffer
+from patch.optimizer import bucket, eight_bit_flat, host_update, hybrid_adam, micro_batch, param_buffer
 from patch.optimizer.kernels import UpdateItem
 from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
@@ -51,6 +51,8 @@ def collectives_of(fake: FakeDevice) -> Iterator[None]:
         mock.patch.object(micro_batch, "start_all_reduce", fake.start_all_reduce),
         mock.patch.object(bucket, "start_reduce_scatter", fake.start_reduce_scatter),
         mock.patch.object(param_buffer, "start_all_gather", fake.start_all_gather),
+        mock.patch.object(eight_bit_flat, "start_all_gather", fake.start_all_gather),
+        mock.patch.object(eight_bit_flat, "start_all_reduce", fake.start_all_reduce),
     ):
         yield
 

@@ -27,8 +27,8 @@ class RecordingPool:
 
     def __init__(self) -> None:
         self.events: list[tuple[str, list[int]]] = []
-        self.num_bytes = 0
-        """Of everything that was allocated."""
+        self.storages: dict[int, int] = {}
+        """Bytes of everything that was allocated, by its address, in order."""
 
     def _note(self, what: str, group: dist.ProcessGroup | None = None) -> None:
         self.events.append((what, [] if group is None else dist.get_process_group_ranks(group)))
@@ -42,7 +42,17 @@ class RecordingPool:
         self._note("allocate")
         with _Allocations() as allocations:
             yield
-        self.num_bytes += sum(allocations.storages.values())
+        self.storages |= allocations.storages
+
+    @property
+    def num_bytes(self) -> int:
+        """Of everything that was allocated."""
+        return sum(self.storages.values())
+
+    def place_of(self, tensor: torch.Tensor) -> tuple[int, int]:
+        """Which of its allocations a tensor lies in, and the offset in bytes there."""
+        address = tensor.untyped_storage().data_ptr()
+        return list(self.storages).index(address), tensor.data_ptr() - address
 
     def meet(self, group: dist.ProcessGroup) -> None:
         dist.all_reduce(torch.zeros(1), group=group)  # ends only if all ranks of the group come

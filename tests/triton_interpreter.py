@@ -8,8 +8,11 @@ from contextlib import contextmanager
 from importlib.util import find_spec, module_from_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 
 @contextmanager
@@ -20,7 +23,8 @@ def interpreted(name: str, convert: Callable[[Callable], Callable] | None = None
         name: of the module.
         convert: makes another conversion of floats out of the interpreter's, which does not round as a GPU.
     """
-    from triton.runtime import interpreter  # not in each torch build
+    from triton import language  # not in each torch build
+    from triton.runtime import interpreter
 
     spec = find_spec(name)
     assert spec is not None and spec.loader is not None
@@ -28,6 +32,8 @@ def interpreted(name: str, convert: Callable[[Callable], Callable] | None = None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setitem(sys.modules, name, module)
+        for function in ("max", "sum"):  # written in Triton itself, and imported for a GPU
+            patch.setattr(language, function, interpreter.InterpretedFunction(getattr(language, function).fn))
         if convert is not None:
             patch.setattr(interpreter, "_convert_float", convert(interpreter._convert_float))
         spec.loader.exec_module(module)
@@ -43,3 +49,15 @@ def output_of_compiler(program: str) -> str:
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+def rounding(convert: Callable[..., Any]) -> Callable[..., Any]:
+    """The interpreter's conversion of floats, rounded as a GPU does: its own cuts digits of bf16 off."""
+    import triton.language as tl  # not in each torch build
+
+    def converted(numbers: np.ndarray, given: Any, wanted: Any, mode: object) -> np.ndarray:
+        if (given, wanted) != (tl.float32, tl.bfloat16):
+            return convert(numbers, given, wanted, mode)
+        return torch.from_numpy(numbers.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
+
+    return converted

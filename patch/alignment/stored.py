@@ -17,8 +17,9 @@ from transformers import AutoModelForCausalLM
 from patch.checkpoint import load_only_weights, weights_folder
 from patch.compat.unpickle import read_metadata
 from patch.config.choices import HfAttention, Precision
+from patch.config.execution import Execution
 from patch.config.hf_config import is_hf_folder, read_hf_config
-from patch.config.schema import Execution, ModelConfig
+from patch.config.schema import ModelConfig
 from patch.config.stored_shape import shape_at
 from patch.device import FLOAT_TYPES, DeviceContext, torch_dtype
 from patch.errors import CheckpointError, ConfigError

@@ -2,7 +2,8 @@
 
 - megatron/core/jit.py:21 decorates about forty functions with torch.compile; most of them are never called.
   The decorator alone loads TorchDynamo and Inductor: 740 modules. Here a function is compiled at its first
-  call. Delete when megatron-core or torch defers that.
+  call. Delete when megatron-core or torch defers that. (Transformer Engine, where it is installed, imports
+  TorchDynamo itself.)
 - transformers 5 (generation/continuous_batching/cache.py:392), which every tokenizer and configuration loads,
   decorates a function with torch.compiler.disable, which loads TorchDynamo too: half a CPU second. It is
   deferred likewise. Delete when transformers or torch defers that.

@@ -11,7 +11,13 @@ from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 
-_FLAGS = ("fp8_format", "fp8_recipe", "first_last_layers_bf16", "disable_parameter_transpose_cache")
+_FLAGS = (
+    "fp8_format",
+    "fp8_recipe",
+    "first_last_layers_bf16",
+    "disable_parameter_transpose_cache",
+    "fp8_param_gather",
+)
 _COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
 _MULTIPLE = 16
 """CUDA's 8-bit products need sizes that are multiples of it; so does a CPU run, which may go on on a GPU."""
@@ -36,6 +42,8 @@ def fp8_fits(config: RunConfig, machine: MachineFacts) -> None:
         refuse("precision", "fp8", f"bf16, fp16 or fp32, or none at {where('precision_align')}", why)
     if config.training.fp8_recipe == "delayed":
         _delayed_scaling_fits(config, machine)
+    if config.training.fp8_param_gather:
+        _param_gather_fits(config)
     _widths_fit(config)
     _a_layer_is_left(config)
 
@@ -50,6 +58,18 @@ def _delayed_scaling_fits(config: RunConfig, machine: MachineFacts) -> None:
     if config.training.first_last_layers_bf16:
         why = "delayed scaling has no layers in bf16 (megatron-core)"
         refuse("first_last_layers_bf16", "true", f"false, or tensorwise at {where('fp8_recipe')}", why)
+
+
+def _param_gather_fits(config: RunConfig) -> None:
+    """A weight has one scale, which ranks find together when all of them have updated it."""
+    flag = where("fp8_param_gather")
+    if config.training.fp8_recipe == "rowwise":
+        why = "a weight that travels in 8 bits has one scale, not others for its rows and for its columns"
+        refuse("fp8_recipe", "rowwise", f"tensorwise beside {flag}", why)
+    policy = config.optimizer.optimizer_offload_policy
+    if policy is not None:
+        why = "scales are found when the GPU has updated; of what a host updates later they would be old ones"
+        refuse("optimizer_offload_policy", policy, f"false beside {flag}", why)
 
 
 def _widths_fit(config: RunConfig) -> None:
@@ -96,5 +116,7 @@ def fp8_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     if config.training.disable_parameter_transpose_cache and config.num_micro_batches == 1:
         flag = where("disable_parameter_transpose_cache")
         yield f"{flag} has no effect with one micro-batch: 8-bit weights are not kept then"
+    if config.training.fp8_param_gather and config.sharding != "auto" and not config.gathers_8_bit_weights:
+        yield f"{where('fp8_param_gather')} has no effect: no replicas share optimizer states"
     if config.training.precision == "fp8" and not machine.cuda_devices:
         yield f"{where('precision')} fp8 is slower than bf16 on a CPU, which has no 8-bit arithmetic"

@@ -9,13 +9,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from datetime import timedelta
-from functools import cache
 from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
+from patch.compat.profiler import region
 from patch.device import streams_of
 
 # torch 2.13 renamed the collectives on one tensor, and warns of the old names, which 2.11 still needs.
@@ -34,7 +33,8 @@ class WaitClock:
     def waiting(self) -> Iterator[None]:
         """A context in which compute only waits; its duration is added."""
         begin = self._mark()
-        yield
+        with region("wait"):
+            yield
         self._marks.append((begin, self._mark()))
 
     def read_ms(self) -> float:
@@ -110,11 +110,13 @@ class Pending:
             return start()
 
 
-def start_all_reduce(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Sum `buffer` over the group, in place."""
+def start_all_reduce(
+    buffer: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
+) -> Pending:
+    """Sum `buffer` over the group, in place, or combine it by `op`."""
     if group.size() == 1:
         return Pending([])
-    return Pending([dist.all_reduce(buffer, group=group, async_op=True)])
+    return Pending([dist.all_reduce(buffer, op, group=group, async_op=True)])
 
 
 def read_values(reduced: torch.Tensor, pending: Pending, clock: WaitClock) -> list[float]:
@@ -149,18 +151,17 @@ def start_reduce_scatter(
         out: (n,), this rank's part of `buffer`, or other memory.
         group: the ranks that take part.
         travels_as: all parts, the own one too, are rounded to this type, exchanged, and added up in fp32 in
-            the order of ranks; over NCCL too. None: the type of `buffer`.
+            the order of ranks; not over NCCL (rounded_sums.py). None: the type of `buffer`.
     """
     if dist.get_backend(group) == "nccl":
-        if travels_as is not None:
-            return Pending([_ExchangeAndSum(buffer, travels_as, out, group)])
+        assert travels_as is None, "RoundedSums does that over NCCL"
         return Pending([_reduce_scatter(out, buffer, group=group, async_op=True)])
     own = (buffer if travels_as is None else buffer.to(travels_as)).chunk(group.size())
     received = [part if rank == group.rank() else torch.empty_like(part) for rank, part in enumerate(own)]
 
     def add_up() -> None:
         if travels_as is not None:
-            _sum_in_fp32(received, _in_fp32(out), out)
+            sum_in_fp32(received, in_fp32(out), out)
             return
         if len(received) == 1:
             out.copy_(received[0])
@@ -175,53 +176,17 @@ def start_reduce_scatter(
     return Pending(_exchange(own, received, group), add_up)
 
 
-def _in_fp32(out: torch.Tensor) -> torch.Tensor:
-    """Where `_sum_in_fp32` adds up: `out` itself, if its type is float32."""
+def in_fp32(out: torch.Tensor) -> torch.Tensor:
+    """Where `sum_in_fp32` adds up: `out` itself, if its type is float32."""
     return out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
 
 
-def _sum_in_fp32(parts: Sequence[torch.Tensor], total: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the sum of `parts`, in their order, to `out`; `total` is `_in_fp32(out)`."""
+def sum_in_fp32(parts: Sequence[torch.Tensor], total: torch.Tensor, out: torch.Tensor) -> None:
+    """Write the sum of `parts`, in their order, to `out`; `total` is `in_fp32(out)`."""
     total.copy_(parts[0])
     for part in parts[1:]:
         total += part
     out.copy_(total)
-
-
-class _ExchangeAndSum(dist.Work):
-    """Over NCCL: ranks exchange their rounded parts, and sum what they get in fp32 beside compute.
-
-    Args:
-        buffer: (group size * n,) a part for each rank.
-        travels_as: to which it is rounded.
-        out: (n,) gets the sum.
-        group: the ranks that take part.
-    """
-
-    def __init__(
-        self, buffer: torch.Tensor, travels_as: torch.dtype, out: torch.Tensor, group: dist.ProcessGroup
-    ) -> None:
-        super().__init__()
-        aside = _stream_of_sums(buffer.device)
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
-            # Memory of one stream, so that the next call gets it again, however far the host is ahead. All of
-            # it is there before the message: a rank that runs out of memory has sent nothing.
-            sent, total = buffer.to(travels_as), _in_fp32(out)
-            received = torch.empty_like(sent)
-            dist.all_to_all_single(received, sent, group=group, async_op=True).wait()
-            _sum_in_fp32(received.chunk(group.size()), total, out)
-            self._is_summed = aside.record_event()
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Make the current stream wait for the sum."""
-        torch.cuda.current_stream().wait_event(self._is_summed)
-        return True
-
-
-@cache
-def _stream_of_sums(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
 
 
 def start_all_gather(buffer: torch.Tensor, shard: torch.Tensor, group: dist.ProcessGroup) -> Pending:
@@ -232,9 +197,22 @@ def start_all_gather(buffer: torch.Tensor, shard: torch.Tensor, group: dist.Proc
         shard: (n,), this rank's part of `buffer` itself.
         group: the ranks that take part.
     """
-    if dist.get_backend(group) == "nccl":
-        return Pending([_all_gather(buffer, shard, group=group, async_op=True)])
-    return Pending(_exchange([shard] * group.size(), buffer.chunk(group.size()), group))
+    if group.size() == 1:
+        return Pending([])
+    # gloo's is a ring, of which two travel at a time. As messages between all ranks, those of a whole model
+    # are under way at once, and what the next forward needs first came later: 5 % of a step of four ranks.
+    return Pending([_all_gather(buffer, shard, group=group, async_op=True)])
+
+
+def start_all_to_all(received: torch.Tensor, sent: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """Send each rank its part of `sent`, and write what each sends to this rank's to `received`.
+
+    Args:
+        received: (group size * n,).
+        sent: (group size * n,), not to be changed before `wait`.
+        group: the ranks that take part.
+    """
+    return Pending([dist.all_to_all_single(received, sent, group=group, async_op=True)])
 
 
 def start_swap(
@@ -266,7 +244,8 @@ def _exchange(
 ) -> list[dist.Work]:
     """Send `sent[r]` to, and receive `received[r]` from, every other rank r.
 
-    Point to point, because gloo's all-to-all and all-gather copy through additional buffers.
+    Point to point: gloo's threads stay free for the collectives that ranks wait for, and its all-to-all was
+    no faster.
     """
     sources = [(group.rank() - step) % group.size() for step in range(1, group.size())]
     # Receives first: gloo tells a sender that it may begin, and that would queue behind what is sent to it.

@@ -7,7 +7,7 @@ all pass the same offset in it. So every buffer has a segment of its own, what i
 layout, which all ranks share, and a rank that cannot register does not go on.
 
 Registration is local: no rank waits for another in it. Only the meeting is collective, in the order of the
-groups, which is that of their messages.
+groups, which is that of their messages; and the end, when all ranks of the job have registered, or all fail.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from patch.compat.nccl import backend_of, fixed_segments
+from patch.distributed.collectives import all_or_none
 from patch.errors import ConfigError
 
 
@@ -52,12 +53,13 @@ class RegisteredMemory:
     Args:
         pool: empty; None: it is ordinary memory, and nothing is registered.
         groups: with several ranks each, in the same order on all ranks that they have in common.
+        is_wanted: whether ranks of the job register at all, this one or others; the same on all.
     """
 
     _registered: ClassVar[list[RegisteredMemory]] = []
 
-    def __init__(self, pool: Pool | None, groups: Sequence[dist.ProcessGroup]) -> None:
-        self._pool, self._groups = pool, list(dict.fromkeys(groups))
+    def __init__(self, pool: Pool | None, groups: Sequence[dist.ProcessGroup], *, is_wanted: bool) -> None:
+        self._pool, self._groups, self._is_wanted = pool, list(dict.fromkeys(groups)), is_wanted
         self._num_registered = 0
 
     def allocating(self) -> AbstractContextManager[None]:
@@ -66,13 +68,23 @@ class RegisteredMemory:
         return nullcontext() if self._pool is None else self._pool.allocating()
 
     def register(self) -> None:
-        """Register all that was allocated with every group; all ranks of the groups call it."""
-        if self._pool is None:
+        """Register all that was allocated with every group; all ranks of the job call it.
+
+        Raises:
+            Exception: one rank could not; PatchError on the others.
+        """
+        if not self._is_wanted:
             return
+        with all_or_none():
+            if self._pool is not None:
+                self._register(self._pool)
+
+    def _register(self, pool: Pool) -> None:
         self._registered.append(self)
+        for group in self._groups:  # all before the first registration, whose failure leaves no rank waiting
+            pool.meet(group)
         for group in self._groups:
-            self._pool.meet(group)
-            self._pool.register(group)
+            pool.register(group)
             self._num_registered += 1
 
     def release(self) -> None:

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from patch.config.activation_layers import stage_activations
-from patch.config.schema import Execution
+from patch.config.execution import Execution
 from patch.memory import SavedTensors
 from patch.memory.saved_tensors import SavedGroup
 

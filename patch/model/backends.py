@@ -8,7 +8,8 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.backends import Backends, choose_backends
-from patch.config.schema import Execution, ModelConfig
+from patch.config.execution import Execution
+from patch.config.schema import ModelConfig
 from patch.device import MachineFacts
 from patch.logger import get_logger
 

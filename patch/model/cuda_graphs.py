@@ -14,7 +14,8 @@ the same addresses each time. What follows from that here:
   and the reductions that they start, would run on the capture's stream, beside those of their bucket's other
   parameters. torch keeps the captured outputs, so these lose their graph.
 
-Whatever was not captured runs without graphs: evaluation, other shapes, packed rows.
+Whatever was not captured runs without graphs: evaluation, other shapes, packed rows; and, said in the log, a
+layer in training whose input needs no gradient, because all before it is frozen.
 
 Shapes: S sequence, B micro-batch, H hidden width.
 """
@@ -26,6 +27,10 @@ from typing import Any
 
 import torch
 from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from patch.logger import get_logger
+
+_logger = get_logger(__name__)
 
 Captured = Callable[[torch.Tensor], torch.Tensor]
 """Hidden states [S, B, H] to those after the layer."""
@@ -70,6 +75,7 @@ class GraphedForward:
     def __init__(self, layer: TransformerLayer, captured: Captured, example: torch.Tensor) -> None:
         self._layer, self._captured, self._plain = layer, captured, layer.forward
         self._shape, self._dtype = example.shape, example.dtype
+        self._is_refusal_noted = False
 
     def __call__(
         self, hidden_states: torch.Tensor, *, packed_seq_params: Any = None, **arguments: Any
@@ -81,8 +87,17 @@ class GraphedForward:
         return self._captured(hidden_states), None
 
     def _is_captured(self, hidden: torch.Tensor) -> bool:
-        is_training = self._layer.training and torch.is_grad_enabled() and hidden.requires_grad
-        return is_training and hidden.shape == self._shape and hidden.dtype == self._dtype
+        if not (self._layer.training and torch.is_grad_enabled()):
+            return False
+        is_like_example = hidden.shape == self._shape and hidden.dtype == self._dtype
+        if is_like_example and not hidden.requires_grad and not self._is_refusal_noted:
+            self._is_refusal_noted = True
+            _logger.warning(
+                "layer %d runs without its CUDA graph: its input needs no gradient, because all before it is "
+                "frozen; a graph would compute that gradient",
+                self._layer.layer_number,
+            )
+        return is_like_example and hidden.requires_grad
 
 
 def capture_layers(layers: Sequence[TransformerLayer], table: torch.Tensor, num_rows: int) -> None:

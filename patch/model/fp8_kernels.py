@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from patch.model.fp8_matrix import SIGN_AND_EXPONENT, SMALLEST_AMAX, Factors, Fp8Matrix, padded
+from patch.eight_bits import SIGN_AND_EXPONENT, SMALLEST_AMAX
+from patch.model.fp8_matrix import Factors, Fp8Matrix, padded
 
 _ROWS, _COLUMNS = 64, 128
 """Of a tile, which a program keeps in registers; it is transposed through shared memory."""

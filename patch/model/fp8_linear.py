@@ -21,7 +21,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from patch.config.schema import Fp8
+from patch.config.execution import Fp8
 from patch.distributed.async_collectives import (
     Pending,
     start_all_gather,
@@ -121,7 +121,7 @@ class _Linear(torch.autograd.Function):
         if columns is not None:
             if gathering is not None:
                 gathering.wait()
-            weight_gradient = product(columns, _input_columns(how, kept), weight.dtype)
+            weight_gradient = product(columns, _input_columns(how, kept), ctx.dtype)
         if reducing is not None:
             reducing.wait()
         return input_gradient, weight_gradient, None, None
@@ -223,5 +223,7 @@ def use_fp8(
         assert is_column or isinstance(linear, RowParallelLinear), type(linear)
         linear.__class__ = Fp8ColumnParallelLinear if is_column else Fp8RowParallelLinear
         linear.fp8, linear.fp8_weight = fp8, step_weights.new()
+        if fp8.param_gather:  # read by the optimizer
+            linear.weight.gather_dtype = _INPUT
         # Attention keeps its result, which is the projection's input.
         linear.keeps_input = brings_inputs_back or linear is attention.linear_proj

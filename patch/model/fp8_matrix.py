@@ -21,15 +21,10 @@ import torch
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from patch.compat.torch_internals import has_kernel
+from patch.eight_bits import cast, scale_inv_of
 
 MULTIPLE = 16
 """CUDA's 8-bit products need a contracted dimension and columns that are multiples of this."""
-
-SMALLEST_AMAX = 2.0**-100
-"""Below it the scale stays, so that the scale of zeros, and its inverse, are normal float32 numbers."""
-SIGN_AND_EXPONENT = -(2**23)
-"""The bits of a float32 that are left if its mantissa is cleared."""
-
 
 _IS_ON_CPU = has_kernel("aten::_scaled_mm_v2", "CPU")
 """torch 2.13 has 8-bit products on the CPU, 2.11 only on GPUs."""
@@ -97,9 +92,7 @@ def quantize(
         return _kernels().quantize(matrix, dtype, shared_dim, scale_inv)
     if scale_inv is None:
         scale_inv = _scale_inv(matrix, dtype, shared_dim)
-    # The scale is exact in every floating type, so the matrix is not widened.
-    scaled = matrix * scale_inv.reciprocal().to(matrix.dtype)
-    return Fp8Matrix(scaled.to(dtype).contiguous(), scale_inv)
+    return Fp8Matrix(cast(matrix, scale_inv, dtype).contiguous(), scale_inv)
 
 
 def factors(
@@ -141,10 +134,7 @@ def _scale_inv(matrix: torch.Tensor, dtype: torch.dtype, shared_dim: int | None)
     else:
         amax = torch.linalg.vector_norm(matrix, math.inf, dim=shared_dim, keepdim=shared_dim is not None)
         amax = amax.float()
-    ratio = torch.finfo(dtype).max / amax.clamp_min(SMALLEST_AMAX)
-    scale = ratio.view(torch.int32).bitwise_and(SIGN_AND_EXPONENT).view(torch.float32)
-    # The cast to 8 bits may turn an infinite number into the largest one; NaN - NaN and inf - inf are NaN.
-    return scale.reciprocal() + (amax - amax)
+    return scale_inv_of(amax, dtype)
 
 
 def product(a: Fp8Matrix, b: Fp8Matrix, dtype: torch.dtype, *, fast: bool = False) -> torch.Tensor:

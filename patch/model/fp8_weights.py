@@ -7,6 +7,9 @@ nothing has to know who writes weights, and by which alias.
 
 The gathers of updated weights that still travel when a step begins change nothing: a layer that gets its
 weight waits for it (`patch.optimizer.param_buffer`), and the factors are made from what it got.
+
+With `--fp8-param-gather` the optimizer has rounded the weight already: the parameter is its values in 8 bits,
+and its attribute `scale_inv` their scale.
 """
 
 from __future__ import annotations
@@ -62,6 +65,8 @@ class Fp8Weight:
 
     def __init__(self, step: StepWeights) -> None:
         self._step = step
+        self._gathered_scale: torch.Tensor | None = None
+        """Of a weight that is gathered in 8 bits, where the optimizer writes its scale."""
         self.forget()
 
     def forget(self) -> None:
@@ -73,6 +78,10 @@ class Fp8Weight:
 
     def rows(self, weight: torch.Tensor) -> Fp8Matrix:
         """The factor of a product that sums along its rows."""
+        if weight.dtype == _DTYPE:
+            # What autograd saves of a weight for backward may be without its attributes.
+            self._gathered_scale = weight.scale_inv  # type: ignore[attr-defined]
+            return self._as_gathered(weight)
         if self._rows is not None:
             return self._rows
         known = self._row_scales, None
@@ -87,7 +96,9 @@ class Fp8Weight:
         """The factor of a product that sums along its columns, [K, N]."""
         if self._columns is not None:
             return self._columns
-        if self._rows is not None and not self._step.rowwise:
+        if weight.dtype == _DTYPE:
+            made = self._as_gathered(weight).transposed()
+        elif self._rows is not None and not self._step.rowwise:
             made = self._rows.transposed()
         else:
             known = (None, self._column_scales) if self._step.rowwise else (self._row_scales, None)
@@ -99,3 +110,7 @@ class Fp8Weight:
                 self._column_scales = made.scale_inv
             self._columns = made if self._step.keeps_values else None
         return made
+
+    def _as_gathered(self, weight: torch.Tensor) -> Fp8Matrix:
+        assert self._gathered_scale is not None, "forward comes first"
+        return Fp8Matrix(weight.detach(), self._gathered_scale)

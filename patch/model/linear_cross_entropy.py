@@ -5,7 +5,8 @@ order of upstream's operations. So backward holds no logits either; it only hand
 forward has to know what backward will bring: `LearnedTokens`.
 
 One chunk gives the bits of upstream's `ColumnParallelLinear` and `vocab_parallel_cross_entropy`. Several give
-another order of summation in the weight's gradient, in float32 also for fp16 and bf16.
+another order of summation in the weight's gradient, in float32 also for fp16 and bf16. On CUDA the losses
+and the logits' gradients are two Triton kernels (kernels/fused_loss.py), with another order of sums.
 
 Shapes: T tokens, H hidden, V rows of the padded vocabulary on this TP rank.
 """
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from patch.model.weight_gradient import add_product, has_epilogue
 from patch.plan.loss import chunk_length
 
 
@@ -48,6 +50,7 @@ def linear_cross_entropy(
     learned: LearnedTokens,
     part: VocabularyPart,
     *,
+    is_fused: bool,
     chunk: int | None = None,
 ) -> torch.Tensor:
     """The sum of the learned tokens' losses.
@@ -60,12 +63,20 @@ def linear_cross_entropy(
         labels: [B, S], token ids of the whole vocabulary.
         learned: see there.
         part: see there.
+        is_fused: whether losses and gradients of logits are Triton kernels.
         chunk: tokens of a chunk; None: `chunk_length`.
     Returns:
         a float32 number, equal on all TP ranks.
     """
     chunk = chunk or chunk_length(*weight.shape)
-    return _LinearCrossEntropy.apply(hidden, weight, labels, learned, part, chunk, torch.is_grad_enabled())
+    how = _How(chunk, is_fused, torch.is_grad_enabled())
+    return _LinearCrossEntropy.apply(hidden, weight, labels, learned, part, how)
+
+
+class _How(NamedTuple):
+    chunk: int
+    is_fused: bool
+    has_backward: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -77,12 +88,12 @@ class _LinearCrossEntropy(torch.autograd.Function):
         labels: torch.Tensor,
         learned: LearnedTokens,
         part: VocabularyPart,
-        chunk: int,
-        has_backward: bool,
+        how: _How,
     ) -> torch.Tensor:
-        needed = [needs and has_backward for needs in ctx.needs_input_grad[:2]]
+        chunk = how.chunk
+        needed = [needs and how.has_backward for needs in ctx.needs_input_grad[:2]]
         flat, mask = hidden.flatten(0, 1), learned.mask.t().flatten()
-        chunks = _Chunks(flat, weight, part, min(chunk, len(flat)), needed)
+        chunks = _Chunks(flat, weight, part, min(chunk, len(flat)), how.is_fused, needed)
         losses = [
             chunks.add(begin, ids, weights * learned.gradient)
             for begin, ids, weights in zip(
@@ -100,7 +111,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         factor = gradient / ctx.expected
         # In place: a copy of the weight's gradient would be large. So a retained graph cannot be used again;
         # autograd says so.
-        return *(None if own is None else own.mul_(factor) for own in ctx.saved_tensors), *[None] * 5
+        return *(None if own is None else own.mul_(factor) for own in ctx.saved_tensors), *[None] * 4
 
 
 class _Chunks:
@@ -109,6 +120,7 @@ class _Chunks:
     Args:
         hidden: [T, H]. weight: [V, H]. part: see `VocabularyPart`.
         chunk: tokens of a chunk; only the last one may have fewer.
+        is_fused: see `linear_cross_entropy`.
         needed: whether hidden states and weight need gradients.
     """
 
@@ -118,16 +130,19 @@ class _Chunks:
         weight: torch.Tensor,
         part: VocabularyPart,
         chunk: int,
+        is_fused: bool,
         needed: list[bool],
     ) -> None:
-        self._hidden, self._weight, self._part = hidden, weight, part
+        self._hidden, self._weight, self._part, self._is_fused = hidden, weight, part, is_fused
         self._logits = hidden.new_empty(chunk, len(weight))
-        is_wide = hidden.dtype == torch.float32
-        self._wide = (
-            self._logits if is_wide else self._logits.new_empty(self._logits.shape, dtype=torch.float32)
-        )
+        self._wide: torch.Tensor | None = None
+        """A copy of the logits in float32, where they are not and the plain form is used."""
+        if not is_fused and hidden.dtype != torch.float32:
+            self._wide = self._logits.new_empty(self._logits.shape, dtype=torch.float32)
         self._hidden_gradient = torch.empty_like(hidden) if needed[0] else None
         self._weight_gradient = torch.empty_like(weight) if needed[1] else None
+        is_narrow = hidden.dtype != torch.float32
+        self._adds_in_float32 = is_narrow and has_epilogue(hidden.device, hidden.dtype, torch.float32)
         self._weight_sum: torch.Tensor | None = None
         """In float32, where fp16 or bf16 chunks are summed."""
 
@@ -142,24 +157,42 @@ class _Chunks:
             [chunk] float32: each token's loss.
         """
         hidden = self._hidden[begin : begin + len(labels)]
-        logits, wide = self._logits[: len(labels)], self._wide[: len(labels)]
+        logits = self._logits[: len(labels)]
         torch.mm(hidden, self._weight.t(), out=logits)
-        logits[:, self._part.num_rows :] = torch.finfo(logits.dtype).min
-        if wide is not logits:
-            wide.copy_(logits)
-        losses = _losses_and_gradients(wide, labels, gradient, self._part)
-        if wide is not logits:
-            logits.copy_(wide)
+        losses = self._losses_and_gradients(logits, labels, gradient)
         if self._hidden_gradient is not None:
             torch.mm(logits, self._weight, out=self._hidden_gradient[begin : begin + len(labels)])
         if self._weight_gradient is not None:
             self._add_to_weight(self._weight_gradient, logits, hidden, is_first=begin == 0)
         return losses
 
+    def _losses_and_gradients(
+        self, logits: torch.Tensor, labels: torch.Tensor, gradient: torch.Tensor
+    ) -> torch.Tensor:
+        """Losses [chunk] in float32 of logits [chunk, V], which become their gradients."""
+        first, num_rows, group = self._part
+        if self._is_fused:
+            # Imported here, because only torch's CUDA builds come with Triton.
+            from patch.model.kernels.fused_loss import losses_and_gradients
+
+            return losses_and_gradients(logits, labels, gradient, first=first, num_rows=num_rows, group=group)
+        logits[:, num_rows:] = torch.finfo(logits.dtype).min
+        if self._wide is None:
+            return _losses_and_gradients(logits, labels, gradient, self._part)
+        wide = self._wide[: len(labels)].copy_(logits)
+        losses = _losses_and_gradients(wide, labels, gradient, self._part)
+        logits.copy_(wide)
+        return losses
+
     def _add_to_weight(
         self, gradient: torch.Tensor, logits: torch.Tensor, hidden: torch.Tensor, *, is_first: bool
     ) -> None:
-        if is_first:
+        is_only = len(hidden) == len(self._hidden)
+        if not is_only and self._adds_in_float32:
+            if self._weight_sum is None:
+                self._weight_sum = torch.empty_like(gradient, dtype=torch.float32)
+            add_product(self._weight_sum, logits.t(), hidden, overwrite=is_first)
+        elif is_first:
             torch.mm(logits.t(), hidden, out=gradient)
         elif gradient.dtype == torch.float32:
             gradient.addmm_(logits.t(), hidden)

@@ -35,8 +35,9 @@ from torch.nn.functional import silu
 
 from patch.compat.stage_layout import StageLayout
 from patch.config.backends import Backends
+from patch.config.execution import Execution, Fp8
 from patch.config.pipeline_stages import smallest_micro_batch_group, split_layers
-from patch.config.schema import Execution, Fp8, ModelConfig
+from patch.config.schema import ModelConfig
 from patch.device import torch_dtype
 from patch.distributed.zigzag import Zigzag
 from patch.families import traits_of
@@ -258,6 +259,7 @@ class LlamaModel(GPTModel):
             pg_collection=groups,
             vp_stage=vp_stage,
         )
+        self._is_fused = backends.is_fused
         activate = partial(swiglu, is_fused=backends.is_fused)
         for layer in self.decoder.layers:
             use_activation(layer.mlp, upstreams_activation(upstream) if "swiglu" in aligned else activate)
@@ -312,7 +314,7 @@ class LlamaModel(GPTModel):
         is_tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if is_tied else self.output_layer.weight
         part = VocabularyPart(group.rank() * len(weight), self.num_vocab_rows, group)
-        return linear_cross_entropy(hidden, weight, labels, learned, part)
+        return linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=self._is_fused)
 
     def setup_embeddings_and_output_layer(self) -> None:
         """Mark embedding and output weights for the optimizer.

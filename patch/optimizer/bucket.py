@@ -9,9 +9,10 @@ import torch.distributed as dist
 
 from patch.config.choices import ZeroStage
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_reduce, start_reduce_scatter
+from patch.distributed.rounded_sums import RoundedSums
 from patch.optimizer.domain import Domain
-from patch.optimizer.layout import BucketRange, ParamRange
 from patch.optimizer.micro_batch import LastMicroBatchCheck
+from patch.plan.buckets import BucketRange, ParamRange
 
 
 class Bucket:
@@ -26,6 +27,7 @@ class Bucket:
         shard: (n,) this rank's reduced gradients; final when the buffer's `finish_grad_sync` returns.
         buffer: (shards * n,) where gradients are collected; None: in a staging buffer, see `use_staging`.
         domain: over which ranks it is reduced, and how.
+        rounded_sums: over NCCL, for gradients that travel in fewer bits.
     """
 
     def __init__(
@@ -35,10 +37,17 @@ class Bucket:
         shard: torch.Tensor,
         buffer: torch.Tensor | None,
         domain: Domain,
+        rounded_sums: RoundedSums | None = None,
     ) -> None:
-        self.index, self.range, self.shard, self.buffer = index, bucket_range, shard, buffer
-        self.domain = domain
+        self.index, self.range, self.shard = index, bucket_range, shard
+        self.domain, self._rounded_sums = domain, rounded_sums
+        self._places_in: dict[int, dict[ParamRange, torch.Tensor]] = {}
+        """The views of each buffer that gradients are collected in, by its address. Buffers are never freed:
+        to make a view anew for each gradient takes as long as to add it."""
+        self._set_buffer(buffer)
         self._staging: torch.Tensor | None = None
+        self.message = 0
+        """Which of the step's reductions the next one is, counted over all buckets (stage `gradients`)."""
         self.is_open = False
         """Whether a micro-batch of its stage has begun backward and has not ended."""
         self.is_last = False
@@ -68,6 +77,7 @@ class Bucket:
         """Forget the gradients of the step before."""
         self.is_open = self._is_due = False
         self._is_shard_empty = True
+        self._drop_staging()
         self._unwritten = set(self.range.params)
         """Parameters that have given the buffer no gradient yet: their elements hold old values."""
 
@@ -90,19 +100,45 @@ class Bucket:
         return self._is_due and (self._is_over or not (self._missing or may_repeat))
 
     def use_staging(self, staging: torch.Tensor) -> None:
-        """Collect the next gradients in `staging`, which `finish_grad_sync` gives back."""
-        self._staging, self.buffer = staging, staging[: self.range.numel]
+        """Collect the next gradients in `staging`, which is free again after `finish_grad_sync`."""
+        self._staging = staging
+        self._set_buffer(staging[: self.range.numel])
         self._unwritten = set(self.range.params)
+
+    def move_to(self, staging: torch.Tensor) -> torch.Tensor:
+        """Go on in another staging buffer, with what was collected; the one before."""
+        before, collected = self._staging, self.buffer
+        assert before is not None and collected is not None, "use_staging comes first"
+        self._staging = staging
+        self._set_buffer(staging[: self.range.numel].copy_(collected))
+        return before
+
+    def _set_buffer(self, buffer: torch.Tensor | None) -> None:
+        self.buffer = buffer
+        self._places = {} if buffer is None else self._places_in.setdefault(buffer.data_ptr(), {})
+
+    def _drop_staging(self) -> None:
+        if self._staging is not None:
+            self._staging = None
+            self._set_buffer(None)
 
     def open_place(self, param: ParamRange) -> tuple[torch.Tensor, bool]:
         """Where a gradient of the parameter is to be written now, flat, and whether it is the first one.
 
         The first one overwrites what is there, others are added to it.
         """
-        assert self.buffer is not None, "use_staging comes first"
+        return self._elements(param), self._open(param)
+
+    def _open(self, param: ParamRange) -> bool:
+        """Note that a gradient of the parameter is being written; whether it is the first one."""
         is_first = param in self._unwritten
         self._unwritten.discard(param)
-        return self.buffer[param.begin - self.range.begin : param.end - self.range.begin], is_first
+        return is_first
+
+    def _elements(self, param: ParamRange) -> torch.Tensor:
+        """(n,) what belongs to a parameter in the buffer."""
+        assert self.buffer is not None, "use_staging comes first"
+        return self.buffer[param.begin - self.range.begin : param.end - self.range.begin]
 
     def collect(self, param: ParamRange, gradient: torch.Tensor | None, *, is_nested: bool) -> None:
         """Add the gradient of one parameter, or of its part in this bucket, to the buffer.
@@ -112,17 +148,24 @@ class Bucket:
             is_nested: it comes from a backward inside the backward (a reentrant checkpoint).
         """
         if gradient is not None:
-            place, is_first = self.open_place(param)
-            place = place.view(gradient.shape)
-            # Without its graph, where backward keeps one (create_graph).
-            if is_first:
-                place.copy_(gradient.detach())
+            place = self._places.get(param)
+            if place is None:
+                place = self._places[param] = self._elements(param).view(gradient.shape)
+            if gradient.requires_grad:  # without its graph, where backward keeps one (create_graph)
+                gradient = gradient.detach()
+            if self._open(param):
+                place.copy_(gradient)
             else:
-                place.add_(gradient.detach())
+                place.add_(gradient)
         self._has_repeats |= param not in self._missing
         # Stage `gradients` cannot wait for repeats: it has no memory for all buckets.
         self._has_nested |= is_nested and self.domain.zero_stage is not ZeroStage.GRADIENTS
         self._missing.discard(param)
+
+    @property
+    def collective(self) -> str:
+        """What reduces it."""
+        return "all-reduce" if self.domain.zero_stage is ZeroStage.NONE else "reduce-scatter"
 
     @property
     def is_shard_final(self) -> bool:
@@ -133,7 +176,7 @@ class Bucket:
         """Before the reduction: a parameter without a gradient counts as zeros."""
         assert self.buffer is not None, "use_staging comes first"
         for param in self._unwritten:
-            self.buffer[param.begin - self.range.begin : param.end - self.range.begin].zero_()
+            self._elements(param).zero_()
 
     def is_finite(self) -> bool:
         """Whether everything that was collected is finite; waits for the device."""
@@ -153,7 +196,10 @@ class Bucket:
             is_direct = self.domain.zero_stage is ZeroStage.GRADIENTS and self._is_shard_empty
             out = self.shard if is_direct else self._own_part()
             instance, across = self.domain.instance, self.domain.across
-            self.pending = start_reduce_scatter(self.buffer, out, instance, self.domain.travels_as)
+            if self._rounded_sums is not None:
+                self.pending = self._rounded_sums.start(self.buffer, out, instance)
+            else:
+                self.pending = start_reduce_scatter(self.buffer, out, instance, self.domain.travels_as)
             if across is not None and self.is_last:
                 self.pending = self.pending.then(partial(self._start_sum_of_instances, across), instance)
         self.has_left = True
@@ -169,17 +215,14 @@ class Bucket:
             self.shard.add_(self._own_part())
         self._is_shard_summed = True
 
-    def finish_grad_sync(self, clock: WaitClock) -> torch.Tensor | None:
-        """Wait for the reduction; the staging buffer, if it had one, which is free again."""
+    def finish_grad_sync(self, clock: WaitClock) -> None:
+        """Wait for the reduction; if it had a staging buffer, that is free again."""
         assert self.pending is not None, "start_grad_sync comes first"
         self.pending.wait(clock)
         self.pending = None
         self._add_to_shard()
         self._is_shard_empty = False
-        staging, self._staging = self._staging, None
-        if staging is not None:
-            self.buffer = None
-        return staging
+        self._drop_staging()
 
     def _own_part(self) -> torch.Tensor:
         """(n,) the part of the buffer that belongs to this rank."""

@@ -29,6 +29,8 @@ class Domain(NamedTuple):
     """Those of `group` that have the same shard in their instances; None: there is one instance."""
     travels_as: torch.dtype | None
     """The type in which gradients travel inside an instance; None: that in which they are collected."""
+    gathered_as: torch.dtype | None = None
+    """The 8-bit type in which parameters travel (eight_bit_flat.py); None: their own."""
 
     @property
     def num_shards(self) -> int:
@@ -82,7 +84,7 @@ def find_instances(
 
 
 def find_domains(
-    placed: Sequence[tuple[dist.ProcessGroup, torch.dtype]],
+    placed: Sequence[tuple[dist.ProcessGroup, torch.dtype, torch.dtype | None]],
     zero_stage: ZeroStage,
     default: tuple[dist.ProcessGroup, torch.dtype],
     instances: Instances | None = None,
@@ -91,7 +93,8 @@ def find_domains(
     """The domains of parameters, and the index of each parameter's.
 
     Args:
-        placed: data-parallel ranks and type of each parameter.
+        placed: of each parameter its data-parallel ranks, its type, and the type in which it is gathered if
+            that is another one.
         zero_stage: what data-parallel ranks share.
         default: of the one domain of a rank without parameters.
         instances: into which the data-parallel ranks are divided, the same ones for all parameters.
@@ -105,9 +108,18 @@ def find_domains(
             "that travels",
             field="grad_reduce_in_bf16",
         )
-    keys = list(dict.fromkeys(placed)) or [default]
     own, across = instances or (None, None)
-    domains = [Domain(zero_stage, group, dtype, own or group, across, travels_as) for group, dtype in keys]
+    shares = zero_stage is not ZeroStage.NONE
+    # What nobody else needs is not gathered.
+    placed = [
+        (group, dtype, gathered_as if shares and (own or group).size() > 1 else None)
+        for group, dtype, gathered_as in placed
+    ]
+    keys = list(dict.fromkeys(placed)) or [(*default, None)]
+    domains = [
+        Domain(zero_stage, group, dtype, own or group, across, travels_as, gathered_as)
+        for group, dtype, gathered_as in keys
+    ]
     return domains, [keys.index(key) for key in placed]
 
 
@@ -124,8 +136,9 @@ def registered_memory(
     Raises:
         ConfigError: it is wanted, and messages do not travel over NCCL.
     """
+    is_wanted |= pool is not None
     senders = [group for domain in domains for group in (domain.instance, domain.across) if group is not None]
     senders = [group for group in senders if group.size() > 1]
     if pool is None and is_wanted and senders:
         pool = NcclPool(senders[0], device)
-    return RegisteredMemory(pool if senders else None, senders)
+    return RegisteredMemory(pool if senders else None, senders, is_wanted=is_wanted)

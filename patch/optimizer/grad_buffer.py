@@ -3,7 +3,7 @@
     ZeRO stage none         full gradients; each bucket is all-reduced in the last micro-batch of a step
     ZeRO stage optimizer    full gradients; each bucket is reduce-scattered in the last micro-batch
     ZeRO stage gradients    a rank keeps its shards only; each bucket is staged in one of a few rotating
-                            buffers and reduce-scattered in every micro-batch
+                            buffers (staging.py) and reduce-scattered in every micro-batch
 
 Reductions start in one order on every rank: a bucket's when it and all earlier buckets are full. What unused
 parameters leave open is reduced, in order, when the micro-batch ends.
@@ -33,20 +33,20 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from patch.compat.profiler import region
 from patch.compat.torch_internals import call_at_end_of_backward, current_backward
 from patch.config.choices import ZeroStage
 from patch.distributed.async_collectives import Pending, WaitClock
+from patch.distributed.rounded_sums import RoundedSums
 from patch.errors import TrainingError
 from patch.optimizer.bucket import Bucket
 from patch.optimizer.domain import Domain
-from patch.optimizer.layout import BucketRange, ParamRange, flat_numels
 from patch.optimizer.main_grad import MainGrad, StandIns
 from patch.optimizer.micro_batch import NO_BACKWARD, LastMicroBatchCheck, follow_backward
 from patch.optimizer.refusals import Named
-from patch.plan.memory import NUM_STAGING
-
-_MAX_TRAVELLING = 4
-"""Reductions that a CPU lets travel behind backward; it adds up the sums of older ones in the meantime."""
+from patch.optimizer.staging import Staging
+from patch.plan.buckets import BucketRange, ParamRange, flat_numels
+from patch.plan.memory import MAX_TRAVELLING, NUM_STAGING
 
 
 @dataclass
@@ -70,7 +70,7 @@ class GradBuffer:
         on_backward: called before the first gradient of each micro-batch, or the zeros of one without any.
         on_final: called with a bucket's index when its shard is final, or, with what it waits for, will be.
         is_fused: whether layers may add gradients to the buffer themselves (main_grad.py).
-        allocating: context in which flat buffers are allocated, not staging buffers.
+        allocating: context in which everything that is sent is allocated.
     """
 
     def __init__(
@@ -93,10 +93,12 @@ class GradBuffer:
         self._on_backward, self._on_final = on_backward, on_final
         # A stream can wait for what was launched, a CPU's other threads cannot.
         self._can_wait_elsewhere = all(domain.group.size() == 1 for domain in domains) or like.is_cuda
+        num_slots = min(NUM_STAGING, len(bucket_ranges))
+        largest = max(bucket_range.numel for bucket_range in bucket_ranges)
         with allocating():
+            self._rounded_sums = _rounded_sums(largest, domains, like.device)
             self.buckets = self._make_buckets(bucket_ranges, domains)
-        self._staging: list[torch.Tensor] = []
-        self._num_staging = 0
+            self._staging = Staging(like, largest, num_slots) if self._is_sharded else None
         self._travelling: deque[Bucket] = deque()
         """Buckets whose reductions are under way."""
         self._leaving: deque[Bucket] = deque()
@@ -137,13 +139,15 @@ class GradBuffer:
             main_grad.reset()
         for bucket in self.buckets:
             bucket.reset()
+        if self._staging is not None:
+            self._staging.reset()
         self._leaving = deque() if self._is_sharded else deque(self.buckets)
 
     @property
     def num_bytes(self) -> int:
         """Bytes of gradients, staging buffers included."""
-        held = [bucket.shard if bucket.buffer is None else bucket.buffer for bucket in self.buckets]
-        return sum(buffer.nbytes for buffer in held) + sum(buffer.nbytes for buffer in self._staging)
+        others = [part.num_bytes for part in (self._staging, self._rounded_sums) if part is not None]
+        return sum(flat.nbytes for flat in self._flats) + sum(others)
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Context of the micro-batches before the last one: their gradients are added up."""
@@ -202,7 +206,7 @@ class GradBuffer:
             else:
                 begin, end = bucket_range.shard(domain.rank, domain.num_shards)
                 buffer = flat[bucket_range.begin : bucket_range.end]
-            buckets.append(Bucket(index, bucket_range, flat[begin:end], buffer, domain))
+            buckets.append(Bucket(index, bucket_range, flat[begin:end], buffer, domain, self._rounded_sums))
         return buckets
 
     def _register(
@@ -277,9 +281,11 @@ class GradBuffer:
     def _begin_micro_batch(self, stage: int, *, is_last: bool) -> None:
         self._on_backward()
         begun = [bucket for bucket in self.buckets if bucket.range.stage == stage]
-        if self._is_sharded and begun:
+        if self._staging is not None and begun:
             self._checks.append(LastMicroBatchCheck(stage, is_last, self._group, self._like))
             self._leaving += begun
+            for bucket in begun:
+                bucket.message = self._staging.next_message()
         self._open.add(stage)
         if is_last:
             self._ended.add(stage)
@@ -302,30 +308,30 @@ class GradBuffer:
         """Start the reduction of the next bucket."""
         bucket = self._leaving[0]
         self._provide_buffer(bucket)
+        self._move_to_slot(bucket)
         bucket.complete()
         if self.local_check is not None:
             self.local_check.is_finite &= bucket.is_finite()
-        bucket.start_grad_sync()
+        with region("bucket %d %s", bucket.index, bucket.collective):
+            bucket.start_grad_sync()
         self._travelling.append(self._leaving.popleft())  # not before: memory may run out above
         bucket.check = self._checks[-1] if self._checks else None
         is_final = self._can_wait_elsewhere and bucket.is_shard_final
         bucket.notify_when_done = bucket.is_last and not is_final
         if bucket.is_last and is_final:
             self._on_final(bucket.index, bucket.pending)
-        # On a GPU nothing is left to do for a reduction that has arrived; here sums would all be added up
-        # after backward. To wait costs nothing: while so many travel, the network is what a step waits for.
-        while not self._like.is_cuda and len(self._travelling) > _MAX_TRAVELLING:
+        # A CPU adds up what has arrived only when it waits for it, after backward if nobody waited before. To
+        # wait costs nothing: while so many travel, the network is what a step waits for.
+        while not self._like.is_cuda and len(self._travelling) > MAX_TRAVELLING:
             self._finish_next()
 
     def _finish_next(self) -> None:
-        """Wait for the oldest reduction that is under way, and take the staging buffer back."""
+        """Wait for the oldest reduction that is under way; its staging buffer is free again."""
         bucket = self._travelling.popleft()
         if bucket.check is not None and not self._like.is_cuda:  # ranks that disagree send no more
             bucket.check.wait(self._clock)
         bucket.check = None
-        staging = bucket.finish_grad_sync(self._clock)
-        if staging is not None:
-            self._staging.append(staging)
+        bucket.finish_grad_sync(self._clock)
         if bucket.notify_when_done:
             self._on_final(bucket.index, None)
 
@@ -334,18 +340,33 @@ class GradBuffer:
         while bucket.pending is not None:  # the micro-batch before is still on its way
             self._finish_next()
         if bucket.buffer is None:
-            bucket.use_staging(self._borrow_staging())
+            bucket.use_staging(self._find_staging(bucket.message))
 
-    def _borrow_staging(self) -> torch.Tensor:
-        """A free staging buffer, a new one while few exist, or the one that comes back first."""
-        if not self._staging and self._num_staging >= NUM_STAGING and self._travelling:
+    def _find_staging(self, message: int) -> torch.Tensor:
+        """Its slot, as soon as the message before in it has arrived; a spare if that one has not left."""
+        assert self._staging is not None, "other stages keep buffers of their own"
+        if not self._staging.is_free(message, len(self._leaving)):
+            return self._staging.borrow_spare()
+        while not self._staging.is_free(message, len(self._leaving) + len(self._travelling)):
             self._finish_next()
-        if not self._staging:
-            # Beyond NUM_STAGING only when unused parameters or domains hold that many buckets open.
-            largest = max(bucket.range.numel for bucket in self.buckets)
-            self._staging.append(self._like.new_empty(largest))
-            self._num_staging += 1
-        return self._staging.pop()
+        return self._staging.slot(message)
+
+    def _move_to_slot(self, bucket: Bucket) -> None:
+        """A bucket that leaves is sent from its slot, wherever it was collected."""
+        assert bucket.buffer is not None
+        if self._staging is not None and not self._staging.is_slot(bucket.buffer):
+            spare = bucket.move_to(self._find_staging(bucket.message))
+            self._staging.give_back(spare)
+
+
+def _rounded_sums(numel: int, domains: Sequence[Domain], device: torch.device) -> RoundedSums | None:
+    """For gradients that travel in fewer bits over NCCL, if they do."""
+    travels_as = domains[0].travels_as  # the same in all
+    if travels_as is None or domains[0].zero_stage is ZeroStage.NONE:
+        return None
+    if dist.get_backend(domains[0].instance) != "nccl":
+        return None
+    return RoundedSums(numel, travels_as, device)
 
 
 def _part(gradient: torch.Tensor, param: ParamRange, num_parts: int) -> torch.Tensor:

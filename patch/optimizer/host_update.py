@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 
+from patch.compat.profiler import region
 from patch.memory import Event, Joinable, OffloadDevice
 from patch.optimizer.chunk import Chunk, StateChunk
 from patch.optimizer.host_buffers import HostBuffers, InputBuffers, OutputBuffers
@@ -232,7 +233,8 @@ class HostUpdates:
         if not block and not job.done():
             return False
         begin = time.perf_counter()
-        job.result().wait()
+        with region("wait for chunk %d", chunk.index):
+            job.result().wait()
         self.waited_s += time.perf_counter() - begin
         del self._jobs[chunk]
         return True
@@ -259,7 +261,8 @@ class HostUpdates:
             copies.append((shard.grad[r.in_shard], inputs.grad[r.in_chunk]))
             if inputs.param is not None:
                 copies.append((shard.param[r.in_shard], inputs.param[r.in_chunk]))
-        update.inputs_copied = self._device.copy_to_host(copies, update.grads_final)
+        with region("chunk %d to host", update.chunk.index):
+            update.inputs_copied = self._device.copy_to_host(copies, update.grads_final)
 
     def _release_inputs(self, update: _ChunkUpdate) -> None:
         """Free an update's input buffers; needs the lock. Copies to them end before any later copy begins."""
@@ -328,11 +331,12 @@ class HostUpdates:
             )
             for r in update.chunk.ranges
         ]
-        self._kernel.update(items)
+        with region("chunk %d update", update.chunk.index):
+            self._kernel.update(items)
         self.busy_s += time.perf_counter() - begin
 
     def _copy_params_back(self, chunk: StateChunk, outputs: OutputBuffers) -> Event:
-        outputs.copied = self._device.copy_to_device(
-            [(outputs.param[r.in_chunk], self._shards[r.shard].param[r.in_shard]) for r in chunk.ranges]
-        )
+        copies = [(outputs.param[r.in_chunk], self._shards[r.shard].param[r.in_shard]) for r in chunk.ranges]
+        with region("chunk %d to device", chunk.index):
+            outputs.copied = self._device.copy_to_device(copies)
         return outputs.copied

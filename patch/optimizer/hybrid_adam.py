@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from patch.compat.profiler import region
 from patch.config.schema import OptimizerConfig
 from patch.memory import (
     UNLIMITED,
@@ -283,7 +284,8 @@ class HybridAdam:
                 grad, param, _ = self.shards[r.shard]
                 states = adam_states(chunk.states, r.in_chunk, param[r.in_shard])
                 items.append(UpdateItem(grad[r.in_shard], states, self._scalars[r.group]))
-        self._kernel.update(items)
+        with region("update of buckets %s", list(indices)):
+            self._kernel.update(items)
 
     def wait_for_update(self, index: int, *, block: bool) -> bool:
         """Make the current stream wait for the new parameters of shard `index`.

@@ -20,7 +20,8 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -37,48 +38,20 @@ from patch.memory import OffloadDevice
 from patch.optimizer.domain import Domain, find_domains, find_instances, registered_memory
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
 from patch.optimizer.hybrid_adam import HybridAdam, Offload, state_dtypes
-from patch.optimizer.layout import lay_out
 from patch.optimizer.loss_scale import LossScale
 from patch.optimizer.main_grad import is_fused
+from patch.optimizer.outcomes import OptimizerReport, StepOutcome
 from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, assign_groups, default_param_groups
 from patch.optimizer.placement import Move
-from patch.optimizer.refusals import TrainedParameters, check_parameters
+from patch.optimizer.refusals import TrainedParameters, check_gathers, check_parameters
 from patch.optimizer.sharded_state import sharded_ranges, zeros_of_frozen
 from patch.optimizer.trained import like_trained, specs_of, trained_in
+from patch.plan.buckets import lay_out
 
 _STATE = "optimizer.state"
 """What the keys of states in checkpoints begin with."""
-
-
-class StepOutcome(NamedTuple):
-    """What `step` did."""
-
-    grad_norm: float
-    """Global L2 norm of the gradients before clipping; not finite where the update was skipped."""
-    is_skipped: bool
-    """Whether nothing was updated, because the gradient norm is not finite."""
-    is_overflow: bool
-    """Whether that was an overflow of fp16: the loss scale was halved."""
-
-
-class OptimizerReport(NamedTuple):
-    """Where optimizer states lie on this rank, and what that costs."""
-
-    num_chunks: int
-    chunk_numel: int
-    """Elements of a chunk."""
-    host_bytes: int
-    device_bytes: int
-    """Bytes of states in host memory, and on the device."""
-    offload_fraction: float
-    """Share of the elements whose states are in host memory."""
-    host_busy_s: float
-    host_wait_s: float
-    """Seconds since the start that the host updated chunks, and that somebody waited for it."""
-    largest_peak: int
-    """The most bytes of the device that `record_memory` ever saw."""
 
 
 class OverlappedDistributedOptimizer:
@@ -116,16 +89,18 @@ class OverlappedDistributedOptimizer:
         like = like_trained(self.parameters, stages)
         self.config, self.groups, self.device = config, groups, like.device
         domains, domain_indices = self._find_domains(zero_stage, group_indices, like.dtype)
+        check_gathers(domains, is_offloading=offload is not None)
         specs = specs_of(named, stage_indices, group_indices, domain_indices)
         self.loss_scale = _loss_scale(config, domains)
         self.is_sharded = domains[0].zero_stage is not ZeroStage.NONE
-        shares, is_padded = [d.num_shards for d in domains], config.ddp_pad_buckets_for_high_nccl_busbw
+        shares, is_sent = [d.num_shards for d in domains], any(d.group.size() > 1 for d in domains)
+        is_padded = is_sent and config.ddp_pad_buckets_for_high_nccl_busbw
         bucket_ranges = lay_out(specs, config.reduce_bucket_size, shares, is_padded=is_padded)
         memory = registered_memory(pool, domains, self.device, is_wanted=config.use_nccl_ub)
         self._clock = WaitClock(self.device)
         self._lr: float | Sequence[float] | None = None
         """The rates of the step that has begun; None: none has."""
-        self._is_grad_synced = False
+        self._is_grad_synced, self._num_reading = False, 0  # contexts of `full_weights` that are open
         self.param_buffer = ParamBuffer(
             stages,
             self.parameters,
@@ -167,7 +142,10 @@ class OverlappedDistributedOptimizer:
         is_alone = all(group.size() == 1 for group in [groups.dp_cp, *dp_groups])
         self._has_other_ranks = any(group is not groups.dp_cp for group in dp_groups)
         return find_domains(
-            [(dp_groups[i], p.dtype) for i, p in zip(group_indices, self.parameters, strict=True)],
+            [
+                (dp_groups[i], p.dtype, getattr(p, "gather_dtype", None))
+                for i, p in zip(group_indices, self.parameters, strict=True)
+            ],
             ZeroStage.NONE if is_alone else zero_stage,
             default=(groups.dp_cp, default),
             instances=find_instances(groups, zero_stage, dp_groups),
@@ -202,6 +180,8 @@ class OverlappedDistributedOptimizer:
                 many as the groups.
         """
         self._trained.check()
+        if self.param_buffer.is_whole:
+            self._take_full_weights()
         self._lr, self._is_grad_synced = lr, False
         self.grad_buffer.reset()
         self._own.forget_norms()
@@ -295,11 +275,13 @@ class OverlappedDistributedOptimizer:
         self.loss_scale.keep()
         self.adam.start_update(lr, scale)
         # The next forward needs the last bucket of backward first.
-        order = list(reversed(range(len(self._own.shards))))
-        for indices in _doubling(order) if self.is_sharded else [order]:
+        units = self.param_buffer.units()[::-1]
+        for indices in _doubling(units) if self.is_sharded else [list(chain.from_iterable(units))]:
             self.adam.update(indices)
+            self.param_buffer.start_scales(indices)
             for index in indices:
                 self.param_buffer.start_param_sync(index)
+        self.param_buffer.start_scales([])
 
     def abandon_backward(self, num_micro_batches: int) -> None:
         """An error ended forward or backward of a step: send what the other ranks expect all the same.
@@ -323,6 +305,30 @@ class OverlappedDistributedOptimizer:
     def finish_param_sync(self) -> None:
         """Wait until every parameter has its new value; call before reading parameters raw."""
         self.param_buffer.finish_param_sync()
+
+    @contextmanager
+    def full_weights(self) -> Iterator[None]:
+        """Context in which every parameter has its new value in its own type; a collective over the job.
+
+        Only weights that are gathered in 8 bits (`--fp8-param-gather`) have another type outside of it.
+        Whoever reads or writes the model's weights then opens it. What was written, the same on all ranks
+        that hold a parameter, is what training goes on from.
+        Contexts inside it change nothing.
+        """
+        self.finish_param_sync()
+        self.param_buffer.gather_whole()
+        self._trained.note(self.param_buffer.in_8_bits)
+        self._num_reading += 1
+        try:
+            yield
+        finally:
+            self._num_reading -= 1
+            if not self._num_reading:
+                self._take_full_weights()
+
+    def _take_full_weights(self) -> None:
+        self.param_buffer.take_whole()
+        self._trained.note(self.param_buffer.in_8_bits)
 
     def reload_model_params(self) -> None:
         """Go on from the weights that the model has now; call after loading them in any way but a resume."""
@@ -476,11 +482,12 @@ class OverlappedDistributedOptimizer:
         return sharded
 
 
-def _doubling(order: list[int]) -> Iterator[list[int]]:
-    """One index, two, four, ...: the first gather starts at once, and few calls are made for the others."""
+def _doubling(units: list[list[int]]) -> Iterator[list[int]]:
+    """The indices of one unit, of two, of four, ...: the first gather starts at once, and few calls are made
+    for the others."""
     begin, size = 0, 1
-    while begin < len(order):
-        yield order[begin : begin + size]
+    while begin < len(units):
+        yield list(chain.from_iterable(units[begin : begin + size]))
         begin, size = begin + size, 2 * size
 
 

@@ -16,13 +16,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from patch.compat.profiler import region
 from patch.compat.torch_internals import foreach_norm
 from patch.distributed.async_collectives import WaitClock
 from patch.optimizer.bucket import Bucket
 from patch.optimizer.domain import Domain
-from patch.optimizer.layout import BucketShard, ParamRange, ParamSpec, ShardRange
+from patch.optimizer.layout import BucketShard, ShardRange
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.sharded_state import StateRange
+from patch.plan.buckets import ParamRange, ParamSpec
 
 _Key = TypeVar("_Key")
 
@@ -109,8 +111,9 @@ class OwnShards:
         all_norms = chain.from_iterable(by_bucket[index] for index in counted)
         total = torch.stack([zero, *all_norms]).square().sum()
         self.forget_norms()
-        dist.all_reduce(total, group=group)
-        return total.sqrt().item()
+        with region("wait for the gradient norm"):
+            dist.all_reduce(total, group=group)
+            return total.sqrt().item()
 
     def state_ranges(
         self, state: Callable[[int, int, int], Iterator[tuple[int, torch.Tensor]]]

@@ -22,11 +22,15 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch.autograd.graph import increment_version
 
+from patch.compat.profiler import region
 from patch.compat.torch_internals import own_parameters, watch_reads
 from patch.device import streams_of
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather
+from patch.distributed.collectives import all_or_none
+from patch.errors import TrainingError
 from patch.optimizer.domain import Domain
-from patch.optimizer.layout import BucketRange, flat_numels
+from patch.optimizer.eight_bit_flat import EightBitFlat
+from patch.plan.buckets import BucketRange, flat_numels
 
 
 class WaitForUpdate(Protocol):
@@ -81,13 +85,11 @@ class ParamBuffer:
         """Threads that share a model may wait for the same parameters."""
         self._num_forwards = 0
         """Of stages, under way."""
-        numels = flat_numels(bucket_ranges, len(domains))
-        with allocating():
-            self.flats = [
-                torch.zeros(numel, dtype=domain.dtype, device=device)
-                for numel, domain in zip(numels, domains, strict=True)
-            ]
-        """The flat buffer of each domain."""
+        self.flats: list[torch.Tensor] = []
+        """The flat buffer of each domain; bytes where parameters are gathered in 8 bits."""
+        for domain, numel in zip(domains, flat_numels(bucket_ranges, len(domains)), strict=True):
+            with allocating() if domain.gathered_as is None else nullcontext():
+                self.flats.append(torch.zeros(numel, dtype=domain.dtype, device=device))
         # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
         self._streams = streams_of(device)
         is_sharded = any(domain.num_shards > 1 for domain in domains)
@@ -104,31 +106,106 @@ class ParamBuffer:
                         whole = self.flats[bucket_range.domain].narrow(0, param.begin, parameter.numel())
                         parameter.data = whole.view(parameter.shape).copy_(parameter)
                     self._buckets_of.setdefault(parameter, []).append(index)
+        self._in_8_bits: dict[int, EightBitFlat] = {}
+        """By domain: those that are gathered in 8 bits."""
+        for number, domain in enumerate(domains):
+            if domain.gathered_as is not None:
+                ranges = {index: r for index, r in enumerate(bucket_ranges) if r.domain == number}
+                with allocating():
+                    values = torch.zeros(self.flats[number].numel(), dtype=torch.uint8, device=device)
+                flat = EightBitFlat(parameters, ranges, domain, values, self.flats[number], clock)
+                self._in_8_bits[number], self.flats[number] = flat, values
+        self._watch(stages)
+
+    def _watch(self, stages: Sequence[torch.nn.Module]) -> None:
+        """Be asked before parameters are read."""
         for module in chain.from_iterable(stage.modules() for stage in stages):
             own = [p for p in own_parameters(module).values() if p in self._buckets_of]
             if own:
                 watch_reads(module, self)
                 wait = self._waiter(own)
                 module.register_forward_pre_hook(wait, prepend=True)
-                module.register_state_dict_pre_hook(wait)
-                module.register_load_state_dict_pre_hook(wait)
+                wait_for_whole = self._waiter(own, in_8_bits=False)
+                module.register_state_dict_pre_hook(wait_for_whole)
+                module.register_load_state_dict_pre_hook(wait_for_whole)
         for number, stage in enumerate(stages):
-            needed = [
-                index for index, bucket_range in enumerate(bucket_ranges) if bucket_range.stage == number
-            ]
+            needed = [index for index, r in enumerate(self._bucket_ranges) if r.stage == number]
             self._follow(stage, needed)
 
     def shard(self, index: int) -> torch.Tensor:
-        """This rank's part of a bucket: a view of the buffer."""
+        """This rank's part of a bucket: a view of the buffer, if parameters travel in their own type."""
         bucket_range = self._bucket_ranges[index]
+        if bucket_range.domain in self._in_8_bits:
+            return self._in_8_bits[bucket_range.domain].shard(index)
         domain = self._domains[bucket_range.domain]
         begin, end = bucket_range.shard(domain.rank, domain.num_shards)
         return self.flats[bucket_range.domain][begin:end]
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all parameters, padding included."""
-        return sum(flat.nbytes for flat in self.flats)
+        """Bytes of all parameters, padding included, and of this rank's shards where these are not views."""
+        shards = sum(flat.own.nbytes for flat in self._in_8_bits.values())
+        return shards + sum(flat.nbytes for flat in self.flats)
+
+    def units(self) -> list[list[int]]:
+        """The buckets in their order; those together that hold parts of one parameter and need one scale."""
+        units: list[list[int]] = []
+        last: int | None = None
+        for index, bucket_range in enumerate(self._bucket_ranges):
+            parameter = bucket_range.params[-1].parameter if bucket_range.params else None
+            if bucket_range.domain in self._in_8_bits and parameter is not None and parameter == last:
+                units[-1].append(index)
+            else:
+                units.append([index])
+            last = parameter
+        return units
+
+    def start_scales(self, indices: Sequence[int]) -> None:
+        """Ranks exchange the scales of what is gathered in 8 bits; call when these buckets are updated.
+
+        The gathers of the buckets of the call before start now, since their scales have arrived meanwhile.
+
+        Args:
+            indices: whole `units`, the last one first; none: the update is complete.
+        """
+        if not self._in_8_bits:
+            return
+        if self._aside is not None:
+            self._aside.wait_stream(self._streams.current_stream())
+        with self._lock:
+            before = list(self._updating)
+            with nullcontext() if self._aside is None else self._streams.stream(self._aside):
+                for number, flat in self._in_8_bits.items():
+                    flat.start_scales([i for i in indices if self._bucket_ranges[i].domain == number])
+            if before:
+                self._start_gathers_to(before[-1])
+            self._note_settled()
+
+    @property
+    def in_8_bits(self) -> list[torch.nn.Parameter]:
+        """The parameters that are gathered in 8 bits."""
+        return list(chain.from_iterable(flat.parameters for flat in self._in_8_bits.values()))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether parameters that are gathered in 8 bits are in their own type now."""
+        return any(flat.is_whole for flat in self._in_8_bits.values())
+
+    def gather_whole(self) -> None:
+        """Give all parameters their own type, and wait for them; a collective over the whole job.
+
+        Raises:
+            torch.OutOfMemoryError: one rank has no memory for them; PatchError on the others.
+        """
+        with all_or_none():  # also over ranks without any, which would go on alone
+            found = [(flat, flat.new_whole()) for flat in self._in_8_bits.values() if not flat.is_whole]
+        for flat, whole in found:
+            flat.gather_whole(whole)
+
+    def take_whole(self) -> None:
+        """Round what parameters hold now where they are gathered in 8 bits."""
+        for flat in self._in_8_bits.values():
+            flat.take_whole()
 
     def start_param_sync(self, index: int) -> None:
         """Take note that this rank's part of a bucket is being updated; then ranks exchange their parts.
@@ -185,14 +262,21 @@ class ParamBuffer:
         """Start the gather whose turn it is; False where its update is not done yet and `block` is False."""
         index = self._updating[0]
         with nullcontext() if self._aside is None else self._streams.stream(self._aside):
+            bucket_range = self._bucket_ranges[index]
+            in_8_bits = self._in_8_bits.get(bucket_range.domain)
+            if in_8_bits is not None and not (block or in_8_bits.has_scales(index)):
+                return False
             if not self._wait_for_update(index, block=block):
                 return False
             self._updating.popleft()
-            bucket_range = self._bucket_ranges[index]
             domain = self._domains[bucket_range.domain]
-            if domain.num_shards > 1:
+            if in_8_bits is not None:
+                with region("bucket %d all-gather in 8 bits", index):
+                    self._pending[index] = in_8_bits.start_gather(index)
+            elif domain.num_shards > 1:
                 buffer = self.flats[bucket_range.domain][bucket_range.begin : bucket_range.end]
-                self._pending[index] = start_all_gather(buffer, self.shard(index), domain.instance)
+                with region("bucket %d all-gather", index):
+                    self._pending[index] = start_all_gather(buffer, self.shard(index), domain.instance)
             else:
                 increment_version(self._members[index])
         return True
@@ -234,9 +318,16 @@ class ParamBuffer:
         known = (self._buckets_of[p] for p in parameters if p in self._buckets_of)
         self._wait_for(sorted(set(chain.from_iterable(known))))
 
-    def _waiter(self, own: list[torch.nn.Parameter]) -> Callable[..., None]:
+    def _waiter(self, own: list[torch.nn.Parameter], *, in_8_bits: bool = True) -> Callable[..., None]:
+        """A hook that waits for a module's own parameters; they may be in 8 bits, or that is an error."""
+
         def wait(module: torch.nn.Module, *arguments: Any) -> None:
             self._need(own)
+            if not in_8_bits and any(p.itemsize == 1 for p in own):
+                raise TrainingError(
+                    "got weights in 8 bits (--fp8-param-gather), expected whole ones: read and write weights "
+                    "within `optimizer.full_weights()`"
+                )
 
         return wait
 

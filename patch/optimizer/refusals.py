@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
 
 from patch.compat.torch_internals import is_watched, own_parameters
 from patch.errors import ConfigError, TrainingError
+from patch.optimizer.domain import Domain
 
 Named = Sequence[tuple[str, torch.nn.Parameter]]
 """Parameters, each with its name in its stage."""
@@ -52,12 +53,39 @@ def check_parameters(stages: Sequence[torch.nn.Module], trained: Named, *, is_of
             )
 
 
+def check_gathers(domains: Sequence[Domain], *, is_offloading: bool) -> None:
+    """Refuse weights that are gathered in 8 bits of which this rank's shards are not ready when that begins.
+
+    Args:
+        domains: all of this rank's.
+        is_offloading: whether optimizer states may go to the host.
+    Raises:
+        ConfigError: their states may go to the host, or they have masters beside them (fp16).
+    """
+    for domain in domains:
+        if domain.gathered_as is None:
+            continue
+        if is_offloading:
+            raise ConfigError(
+                "got weights that are gathered in 8 bits, expected none (--fp8-param-gather): their scales "
+                "are found when the device has updated them, and the host updates later",
+                field="optimizer_offload_policy",
+            )
+        if domain.dtype == torch.float16:
+            raise ConfigError("got float16 weights that are gathered in 8 bits, expected bfloat16 or float32")
+
+
 class TrainedParameters:
     """The trainable parameters as they were when the optimizer was built."""
 
     def __init__(self, stages: Sequence[torch.nn.Module], trained: Named) -> None:
         self._stages, self._trained = stages, list(trained)
-        self._addresses = {id(parameter): parameter.data_ptr() for _, parameter in trained}
+        self._addresses: dict[int, int] = {}
+        self.note(parameter for _, parameter in trained)
+
+    def note(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """The optimizer itself has given these parameters the memory that they have now."""
+        self._addresses |= {id(parameter): parameter.data_ptr() for parameter in parameters}
 
     def check(self) -> None:
         """Refuse what has become of them since.

@@ -10,6 +10,7 @@ OUTPUT_BASEPATH/log/metrics.jsonl, log/loss.png, tensorboard/      the run's met
 OUTPUT_BASEPATH/log/last_saved_iteration.txt                       "100", also of a checkpoint in a store
 OUTPUT_BASEPATH/log/spikes.jsonl                                   losses and gradient norms far above others
 OUTPUT_BASEPATH/log/stacks/rank_0.txt                              where the ranks were when the run hung
+OUTPUT_BASEPATH/log/traces/rank_0.json.gz                          steps of --profile, a file a rank
 OUTPUT_BASEPATH/data_index/                                        index files: the document of each sample
 OUTPUT_BASEPATH/data_cache/                                        tokenized sets, if the user has no cache
 OUTPUT_BASEPATH/hf/                                                the exported model
@@ -39,6 +40,7 @@ LOSS_PLOT_FILE = "log/loss.png"
 LAST_SAVED_FILE = "log/last_saved_iteration.txt"
 SPIKES_FILE = "log/spikes.jsonl"
 STACKS_FOLDER = "log/stacks"
+TRACES_FOLDER = "log/traces"
 TENSORBOARD_FOLDER = "tensorboard"
 DATA_INDEX_FOLDER = "data_index"
 DATA_CACHE_FOLDER = "data_cache"

@@ -1,4 +1,4 @@
-"""Formats numbers of bytes and counts of things for messages."""
+"""Formats numbers of bytes, large numbers and counts of things for messages."""
 
 
 def size_text(num_bytes: int) -> str:
@@ -16,3 +16,16 @@ def counted(number: int, noun: str) -> str:
     """
     ending = "" if number == 1 else "es" if noun.endswith(("s", "ch")) else "s"
     return f"{number:,} {noun}{ending}"
+
+
+def scaled(number: float) -> str:
+    """A number with three digits and the prefix of a unit that follows it at once, such as "8.03 G"."""
+    for prefix, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if number >= scale:
+            return f"{number / scale:.3g} {prefix}"
+    return f"{number:g} "
+
+
+def timed(seconds: float) -> str:
+    """Seconds with three digits, such as 12.3 ms."""
+    return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -14,7 +14,9 @@ import megatron.core
 import numpy as np
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
@@ -174,11 +176,17 @@ def state_to_save(
         config_yaml: the run's configuration, which is stored with the state.
         weights_only: leave out what only a resume needs: optimizer and random generators.
     """
-    optimizer.finish_param_sync()
     common: dict[str, Any] = {**progress._asdict(), "versions": _VERSIONS, "config": config_yaml}
+    with optimizer.full_weights():
+        if weights_only:
+            state: dict[str, Any] = {"model": sharded_weights(stages)}
+        else:
+            state = _sharded_state(stages, optimizer, is_loading=False)
+        for entry in nested_values(extract_sharded_tensors_and_factories(state["model"])[0]):
+            entry.data = entry.data.detach()  # the weights of now, whatever becomes of the parameter
     if weights_only:
-        return {"model": sharded_weights(stages)}, common | {_WEIGHTS_ONLY: True}
-    state = _sharded_state(stages, optimizer, is_loading=False) | {"random": _sharded_generators()}
+        return state, common | {_WEIGHTS_ONLY: True}
+    state["random"] = _sharded_generators()
     return state, common | {"layout": _layout(stages), **optimizer.common_state_dict()}
 
 
@@ -207,12 +215,13 @@ def resume(
         return
     then = from_rank_0(lambda: _value(root, progress.iteration, "layout"))
     now = _layout(stages)
-    state = _sharded_state(stages, optimizer, is_loading=True)
-    if then == now:
-        state["random"] = _sharded_generators()
-    loaded = load_checkpoint(root, progress.iteration, state, CURES)
-    with all_or_none():
-        restore_scales(stages, loaded["model"])
+    with optimizer.full_weights():
+        state = _sharded_state(stages, optimizer, is_loading=True)
+        if then == now:
+            state["random"] = _sharded_generators()
+        loaded = load_checkpoint(root, progress.iteration, state, CURES)
+        with all_or_none():
+            restore_scales(stages, loaded["model"])
     optimizer.load_common_state_dict(loaded)
     if then == now:
         set_random_state({name: shard.data for name, shard in state["random"].items()})
@@ -240,7 +249,8 @@ def _load_finished(
             "to resume from an older checkpoint",
             field="train_iters",
         )
-    load_checkpoint(root, iteration, {"model": sharded_weights(stages)}, CURES)
+    with optimizer.full_weights():
+        load_checkpoint(root, iteration, {"model": sharded_weights(stages)}, CURES)
     optimizer.reload_model_params()
 
 

@@ -52,9 +52,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas, activations offloaded and recomputed": {
         "dp": 2, "cpu_offloading": True, "recompute_granularity": "selective",
     },
-    "replicas, gradients travel as bf16 in padded buckets": {
-        "dp": 2, "data_parallel_sharding": "gradients", "grad_reduce_in_bf16": True,
-        "ddp_pad_buckets_for_high_nccl_busbw": True,
+    **{
+        f"replicas, gradients travel as bf16 in padded buckets{words}": {
+            "dp": 2, "data_parallel_sharding": "gradients", "grad_reduce_in_bf16": True,
+            "ddp_pad_buckets_for_high_nccl_busbw": True, "use_nccl_ub": bool(words),
+        }
+        for words in ("", ", registered")
     },
     "pipeline, recomputed": {"pp": 2, "recompute_granularity": "full"},
 }  # fmt: skip
@@ -68,6 +71,12 @@ OTHERS: dict[str, dict[str, Any]] = {
     "window, all-to-all": {"cp": 2, "cp_comm_type": "a2a", **WINDOW},
     "window, ring": {"cp": 2, "cp_comm_type": "p2p", **WINDOW},
     "8 bits": {"dp": 2, **FP8},
+    "8 bits, gathered": {
+        "dp": 2,
+        "data_parallel_sharding": "optimizer",
+        "fp8_param_gather": True,
+        **FP8,
+    },
     "8 bits, tensor, SP": {"tp": 2, "sequence_parallel": True, **FP8},
     "8 bits, pipeline": {"pp": 2, **FP8},
     "8 bits, ring": {"cp": 2, "cp_comm_type": "p2p", **FP8},

@@ -6,7 +6,7 @@ from megatron.core import parallel_state
 from small_runs import small_run
 from training_runs import build_seeded_run
 
-from patch.config.schema import Fp8
+from patch.config.execution import Fp8
 from patch.device import DeviceContext
 from patch.model.fp8_linear import Fp8Product
 from patch.model.fp8_weights import StepWeights

@@ -15,6 +15,7 @@ from patch.distributed.groups import initialize
 from patch.model.attention import CausalAttention
 from patch.model.backends import backends_on
 from patch.model.kernels import layer_kernels
+from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
 
 pytestmark = [
     pytest.mark.gpu,
@@ -59,6 +60,31 @@ def test_rope_has_torchs_bits(
     for back in (False, True):
         turned = (kernels.rotate(parts[0], table, back=back) for kernels in (fused, plain))
         assert torch.equal(*turned)
+
+
+LOSS_BOUND = {torch.float32: 1e-5, torch.bfloat16: 2**-7, torch.float16: 2**-9}
+"""Relative, of norms: logits are rounded to the type, then their gradients; fp32 has a GPU's exponential."""
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("words", "rows"), [(128256, 128256), (32003, 32003), (5120, 5003)])
+def test_fused_loss_is_torchs(job: DeviceContext, dtype: torch.dtype, words: int, rows: int) -> None:
+    group = initialize(small_run(), job).tp
+    torch.manual_seed(0)
+    hidden = torch.randn(33, 1, 64, device="cuda").to(dtype).requires_grad_()
+    weight = torch.randn(words, 64, device="cuda").mul_(0.1).to(dtype).requires_grad_()
+    labels = torch.randint(0, rows, (1, 33), device="cuda")
+    labels[0, 3] = -100
+    learned = LearnedTokens((labels >= 0).float(), 0.5)
+    part = VocabularyPart(0, rows, group)
+    loss = linear_cross_entropy(hidden, weight, labels, learned, part, is_fused=True, chunk=10)
+    found = torch.autograd.grad(loss * 0.5, (hidden, weight))
+    logits = (hidden.double() @ weight.double().t())[:, 0, :rows]
+    expected = torch.nn.functional.cross_entropy(logits, labels[0], reduction="sum")
+    torch.testing.assert_close(loss.double(), expected, rtol=LOSS_BOUND[dtype], atol=0)
+    for ours, theirs in zip(found, torch.autograd.grad(expected * 0.5, (hidden, weight)), strict=True):
+        error = (ours.double() - theirs.double()).norm() / theirs.double().norm()
+        assert error <= LOSS_BOUND[dtype], error
 
 
 @pytest.mark.parametrize("wish", ["auto", "flash", "fused", "local"])

@@ -69,6 +69,11 @@ def test_registered_buffers_change_no_bit(found: dict[str, list], level: str) ->
     assert found[f"{level}, on the device"] == found[f"{level}, registered"]
 
 
+def test_registered_buffers_of_bf16_messages_change_no_bit(found: dict[str, list]) -> None:
+    name = "replicas, gradients travel as bf16 in padded buckets"
+    assert found[name] == found[f"{name}, registered"]
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_learn_alike(found: dict[str, list], name: str) -> None:
     expected = found["none, on the device"][:STEPS]

@@ -3,6 +3,7 @@
 `make gpu-check` runs them; without CUDA they skip themselves. On two GPUs or more NCCL runs with two ranks.
 """
 
+import json
 import os
 from pathlib import Path
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 from end_to_end.conftest import Office
 from end_to_end.shell import assert_same_weights, call, command, cut_back, losses, training_records
+
+from toolkits.preprocess_pretrain import main as preprocess_pretrain
 
 pytestmark = [
     pytest.mark.gpu,
@@ -32,6 +35,7 @@ def train(office: Office, output: Path, *flags: str, ranks: int = 1, **changes: 
         NPROC_PER_NODE=ranks,
         CUDA_VISIBLE_DEVICES=os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(ranks)))),
         TOKENIZER_PATH=office.model,
+        MP_DATASET_TYPE="raw" if changes.get("SFT", "true") == "true" else "idxmap",
     )
     assert result.returncode == 0, result.stderr
     return result.stderr
@@ -62,6 +66,24 @@ def test_a_run_with_offload_resumes_to_the_bit_and_its_export_is_where_the_next_
 def test_an_fp16_run_resumes_to_the_bit(office: Office, tmp_path: Path) -> None:
     scale = ["--initial-loss-scale", "1024"]
     train_and_resume(office, tmp_path / "out", *scale, PR="fp16", VALID_DATASET_PATH="none")
+
+
+def test_pre_training_resumes_to_the_bit_from_what_was_written_beside_it(
+    office: Office, tmp_path: Path
+) -> None:
+    """Background saves copy weights and states to the host while the next steps change them."""
+    documents, prefix = tmp_path / "documents.jsonl", tmp_path / "set_text_document"
+    rows = office.train.read_text().splitlines()
+    documents.write_text("".join(json.dumps({"text": text}) + "\n" for text in rows))
+    preprocess = ["--input", str(documents), "--output-prefix", str(tmp_path / "set")]
+    assert preprocess_pretrain([*preprocess, "--tokenizer-name-or-path", str(office.model)]) == 0
+    data = {"SFT": "false", "DATASET_PATH": prefix, "VALID_DATASET_PATH": "none", "PR": "bf16"}
+    tokens = 8 * 64
+    data |= {"TRAIN_TOKENS_OR_ITERS": STEPS * tokens, "WARMUP_TOKENS_OR_ITERS": tokens}
+    train_and_resume(office, tmp_path / "beside", "--async-save", **data)
+    train(office, tmp_path / "waiting", "--no-async-save", **data)
+    assert losses(tmp_path / "beside") == losses(tmp_path / "waiting")
+    assert_same_weights(tmp_path / "beside" / "hf", tmp_path / "waiting" / "hf")
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -17,7 +18,7 @@ from patch.distributed.async_collectives import WaitClock, start_all_gather, sta
 from patch.model import build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.plan.sharding import with_sharding
-from patch.training.setup import Run, build_run_optimizer
+from patch.training.setup import Run, build_run_optimizer, use_graphs
 from patch.training.step import train_step
 from toolkits.benchmarks._overlap_figures import ALL_TO_ALL, COMMUNICATION, COMPUTE
 from toolkits.benchmarks._upstream import Overlap, UpstreamTrainer
@@ -102,6 +103,8 @@ class OurTrainer:
             start_iteration=0,
         )
         self._iteration = 0
+        if config.model.cuda_graph_impl is not None:
+            use_graphs(self.run)
 
     @property
     def num_buckets(self) -> int:
@@ -197,24 +200,33 @@ class CommunicationAlone:
 
 
 def build_contenders(
-    config: RunConfig, groups: ProcessGroupCollection, device: torch.device, wait_s: float = 0.0
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    device: torch.device,
+    wait_s: float = 0.0,
+    without: Sequence[str] = (),
 ) -> dict[str, Contender]:
-    """All contenders by name, on this rank; each has its own model with the same first weights.
+    """The contenders by name, on this rank; each has its own model with the same first weights.
 
     Args:
         config: the run that all contenders train.
         groups: the process groups of the job.
         device: the device of this rank.
         wait_s: seconds of a micro-batch in layers that wait; 0: layers compute.
+        without: the names of those that are left out.
     """
     reader = SameBatches(config, groups.dp_cp.rank())
     contenders: dict[str, Contender] = {COMPUTE: ComputeAlone(config, groups, device, reader, wait_s)}
     for name, stage in OURS.items():
+        if name in without:
+            continue
         contenders[name] = OurTrainer(with_sharding(config, stage), groups, device, reader, wait_s)
     sharded = contenders["ours: optimizer"]
     assert isinstance(sharded, OurTrainer)
     contenders[COMMUNICATION] = CommunicationAlone(sharded.run.optimizer)
     for name, overlap in UPSTREAM.items():
+        if name in without:
+            continue
         contenders[name] = UpstreamTrainer(config, groups, device, reader.batches, overlap, wait_s)
     return contenders
 

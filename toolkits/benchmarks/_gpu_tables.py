@@ -1,6 +1,6 @@
 """Runs the benchmarks that need a GPU and appends a section to RESULTS.md: date, hardware, versions, tables.
 
-    python -m toolkits.benchmarks._gpu_tables [--quick] [--parts gpu_step attention offload] [--folder FOLDER]
+    python -m toolkits.benchmarks._gpu_tables [--quick] [--parts gpu_step attention ...] [--folder FOLDER]
 
 `make gpu-bench` calls it. Each part is written as soon as it is there, and one that fails or takes too long
 costs the others nothing. With --folder the section goes to FOLDER/RESULTS.md, with each part's JSON and plot.
@@ -20,7 +20,9 @@ from patch.device import MachineFacts
 from toolkits.benchmarks._report import machine, versions
 
 _RESULTS = Path(__file__).with_name("RESULTS.md")
-_PARTS: dict[str, list[str]] = {"gpu_step": [], "attention": [], "offload": ["--sequence", "4096"]}
+_PARTS: dict[str, list[str]] = {
+    "gpu_step": [], "attention": [], "offload": ["--sequence", "4096"], "cuda_graphs": [], "connections": []
+}  # fmt: skip
 """The most important first; arguments of each with --quick."""
 _LIMIT_S = 570.0
 

@@ -15,15 +15,21 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from megatron.core import optimizer
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     finalize_model_grads,
     param_and_grad_buffer,
 )
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig, clip_grads, get_megatron_optimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.utils import (
+    local_multi_tensor_applier,
+    local_multi_tensor_l2_norm,
+    local_multi_tensor_scale,
+)
 
 from patch.compat.cpu import replace_torch
 from patch.config.schema import RunConfig
@@ -57,6 +63,7 @@ def prepare_cpu() -> None:
     """Let upstream's DDP and optimizer run without CUDA in this process; call it after patch.compat.apply."""
     for module in _CUDA_MODULES:
         replace_torch(module)
+    _use_torch_instead_of_transformer_engine()
     get_type = torch.Tensor.type
 
     def type_as_on_cuda(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -65,6 +72,17 @@ def prepare_cpu() -> None:
         return result.replace("torch.", "torch.cuda.") if isinstance(result, str) else result
 
     vars(torch)["Tensor"].type = type_as_on_cuda
+
+
+def _use_torch_instead_of_transformer_engine() -> None:
+    """Upstream's own choice where it is not installed; its Adam, norm and scaling need CUDA."""
+    vars(optimizer).update(Adam=torch.optim.AdamW, USING_PYTORCH_OPTIMIZER=True)
+    for module in (clip_grads, optimizer.optimizer):
+        vars(module).update(
+            multi_tensor_applier=local_multi_tensor_applier,
+            l2_norm_impl=local_multi_tensor_l2_norm,
+            multi_tensor_scale_impl=local_multi_tensor_scale,
+        )
 
 
 class UpstreamTrainer:

@@ -1,6 +1,7 @@
 """Measures how well data-parallel communication overlaps with compute, ours and megatron-core's DDP.
 
-    python -m toolkits.benchmarks.overlap [--quick] [--layers LAYERS] [--mbit SPEED] [--json F] [--plot F]
+    python -m toolkits.benchmarks.overlap [--quick] [--layers LAYERS] [--buckets N] [--mbit SPEED] [--json F]
+        [--plot F]
 
 Without two GPUs: ranks in network namespaces connected by cables of limited speed (needs root and iproute2);
 two ranks on one core each whose layers compute, then two and four whose layers wait. With two GPUs: two NCCL
@@ -42,7 +43,7 @@ class Setting(NamedTuple):
 # Number of accumulated micro-batches -> number of rounds, timed steps per round.
 _FULL = {
     "compute": {"1": [7, 2], "4": [4, 1]},
-    "wait": {"1": [5, 2], "4": [2, 1], "16": [1, 1]},
+    "wait": {"1": [7, 2], "4": [3, 1], "16": [3, 1]},
 }
 _QUICK = {
     "compute": {"1": [3, 2], "4": [2, 1]},
@@ -96,29 +97,33 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument(
         "--layers", choices=["both", "compute", "wait"], default="both", help="which settings"
     )
+    parser.add_argument(
+        "--buckets", type=int, default=Task.buckets,
+        help="the bucket size is the model's divided by this (default: %(default)s)",
+    )  # fmt: skip
     return parser.parse_args(argv)
-
-
-def _task(setting: Setting, schedule: dict[str, list[int]], mbit: float, cuda: bool) -> Task:
-    return Task(cuda=cuda, wait_s=setting.wait_s, mbit=mbit, schedule=schedule)
 
 
 def _run(setting: Setting, arguments: argparse.Namespace, cuda: bool) -> dict[str, Any]:
     schedule = (_QUICK if arguments.quick else _FULL)[setting.layers]
     with nullcontext() if cuda else Link(setting.num_ranks) as link:
-        task = _task(setting, schedule, arguments.mbit, cuda)
+        task = Task(
+            cuda=cuda, wait_s=setting.wait_s, mbit=arguments.mbit, buckets=arguments.buckets,
+            schedule=schedule,
+        )  # fmt: skip
         return run_ranks(task, setting.num_ranks, link, _TIMEOUT_S)
 
 
-def _auto_level(task: Task, num_ranks: int) -> str:
+def _auto_level(setting: Setting, cuda: bool) -> str:
     """The level that `--data-parallel-sharding auto` chooses for the benchmark's run."""
-    config = with_sharding(sharded_run(task, num_ranks, 4), "auto")
+    task = Task(cuda=cuda, wait_s=setting.wait_s, mbit=0.0, schedule={})
+    config = with_sharding(sharded_run(task, setting.num_ranks, 4), "auto")
     return resolve_sharding(config, MachineFacts.probe())[0].zero_stage.name.lower()
 
 
 def _aims(setting: Setting, figures: dict[str, Figures], cuda: bool) -> list[Aim]:
     """What the issues ask of a setting."""
-    auto = f"ours: {_auto_level(_task(setting, {}, 0.0, cuda), setting.num_ranks)}"
+    auto = f"ours: {_auto_level(setting, cuda)}"
     first = figures["1"]
     best, bound = "upstream's best", "max(compute, communication)"
     over_bound = first.over_bound(first.best_ours)

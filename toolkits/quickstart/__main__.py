@@ -65,9 +65,18 @@ def launcher_command(space: Workspace, precision: str, more_flags: Sequence[str]
     return ["bash", str(LAUNCHER), *positions.values(), *flags]
 
 
-def train(space: Workspace, precision: str, more_flags: Sequence[str] = ()) -> int:
-    """Run the launcher with two CPU processes; returns its exit code."""
-    settings = {"MP_DATASET_TYPE": "raw", "NPROC_PER_NODE": str(NUM_PROCESSES)}
+def train(
+    space: Workspace, precision: str, more_flags: Sequence[str] = (), num_processes: int = NUM_PROCESSES
+) -> int:
+    """Run the launcher with processes on the CPU; returns its exit code.
+
+    Args:
+        space: the folders of the quickstart.
+        precision: position 9.
+        more_flags: more flags of the launcher.
+        num_processes: replicas of the model.
+    """
+    settings = {"MP_DATASET_TYPE": "raw", "NPROC_PER_NODE": str(num_processes)}
     command = launcher_command(space, precision, more_flags)
     shown = [f"{name}={value}" for name, value in settings.items()] + [shlex.join(command)]
     print(" ".join(shown), flush=True)

@@ -44,21 +44,27 @@ class Workspace(NamedTuple):
         return self.root / "run"
 
 
-def prepare(root: Path, num_held_out: int = NUM_HELD_OUT) -> tuple[Workspace, list[Example]]:
+def prepare(
+    root: Path, num_held_out: int = NUM_HELD_OUT, seed: int = SEED
+) -> tuple[Workspace, list[Example]]:
     """Empty the folder and write model, tokenizer and data; returns its paths and the held-out examples.
 
+    Args:
+        root: the folder.
+        num_held_out: questions that do not occur in training.
+        seed: of the data and of the model's random weights.
     Raises:
         ConfigError: `root` contains files that no quickstart wrote; nothing is deleted.
     """
     _empty(root)
     space = Workspace(root)
-    train, held_out = make_examples(num_train=NUM_TRAIN, num_held_out=num_held_out, seed=SEED)
+    train, held_out = make_examples(num_train=NUM_TRAIN, num_held_out=num_held_out, seed=seed)
     space.train_data.parent.mkdir()
     space.train_data.write_text("".join(json.dumps(row) + "\n" for row in _rows(train)))
     space.valid_data.write_text(json.dumps(_rows(held_out)))
     pairs = ((f"user\n\n{example.question}", f"assistant\n\n{example.answer}") for example in train)
     tokenizer = write_tokenizer(space.model, chain.from_iterable(pairs))
-    write_model(space.model, tokenizer, seed=SEED)
+    write_model(space.model, tokenizer, seed=seed)
     return space, held_out
 
 

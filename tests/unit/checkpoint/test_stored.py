@@ -1,8 +1,8 @@
 """Any part of what torch's own distributed checkpoint or ours wrote; and hostile files."""
 
 import pickle
-import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 import torch
@@ -149,14 +149,13 @@ def test_old_format_with_values_that_never_end_is_read_once(tmp_path, make):
 def test_old_format_that_is_nested_too_deeply_is_an_error(tmp_path):
     folder = tmp_path / "mp_rank_00"
     folder.mkdir()
-    values: list = []
-    for _ in range(5000):
-        values = [values]
-    limit = sys.getrecursionlimit()
-    sys.setrecursionlimit(100_000)  # for the writer; readers need none to unpickle
-    try:
-        torch.save({"model": values}, folder / "model_optim_rng.pt")
-    finally:
-        sys.setrecursionlimit(limit)
+    # Lists in lists, as opcodes: a pickler cannot write them, a reader needs no recursion to unpickle them.
+    values = pickle.EMPTY_LIST * 5000 + pickle.APPEND * 4999
+    key = pickle.SHORT_BINUNICODE + bytes([5]) + b"model"
+    data = pickle.PROTO + b"\4" + pickle.EMPTY_DICT + key + values + pickle.SETITEM + pickle.STOP
+    torch.save({}, tmp_path / "empty.pt")
+    with ZipFile(tmp_path / "empty.pt") as source, ZipFile(folder / "model_optim_rng.pt", "w") as target:
+        for name in source.namelist():
+            target.writestr(name, data if name.endswith("/data.pkl") else source.read(name))
     with pytest.raises(CheckpointError, match=r"model_optim_rng.pt cannot be read: .* nested too deeply"):
         LegacyReader(tmp_path)

@@ -122,6 +122,11 @@ def _upstream_model(config, groups):
     """Upstream's own GPTModel of its own local spec."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.models.gpt.gpt_model import GPTModel
+    from megatron.core.transformer.torch_norm import WrappedTorchNorm
+    from megatron.core.transformer.transformer_block import (
+        TransformerBlockSubmodules,
+        get_num_layers_to_build,
+    )
 
     from patch.model.llama import transformer_config
 
@@ -129,9 +134,13 @@ def _upstream_model(config, groups):
         def setup_embeddings_and_output_layer(self):
             """Left out: it moves tied embeddings to CUDA, to compare the copies."""
 
+    upstream = transformer_config(config.model, groups, config.execution, cuda=False)
+    layer = get_gpt_layer_local_spec(normalization="RMSNorm")
+    num_layers = get_num_layers_to_build(upstream, None, groups.pp.rank())
     return Upstream(
-        transformer_config(config.model, groups, config.execution, cuda=False),
-        get_gpt_layer_local_spec(normalization="RMSNorm"),
+        upstream,
+        # A layer's specification alone takes Transformer Engine's last norm, where that is installed.
+        TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=WrappedTorchNorm),
         config.padded_vocab_size,
         64,
         pre_process=groups.pp.rank() == 0,

@@ -18,6 +18,7 @@ from patch.distributed.async_collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
+from patch.distributed.rounded_sums import RoundedSums
 
 CPU = torch.device("cpu")
 WORLD_SIZES = (2, 3, 4)
@@ -66,6 +67,22 @@ def _reduce_scatter(ranks: list[int], group: dist.ProcessGroup, clock: WaitClock
         assert torch.equal(buffer[own], expected), f"its own part, {dtype}"
         buffer[own] = _buffer(dist.get_rank(), len(ranks), dtype)[own]
         assert torch.equal(buffer, _buffer(dist.get_rank(), len(ranks), dtype)), f"others' parts, {dtype}"
+
+
+def _rounded(ranks: list[int], group: dist.ProcessGroup, clock: WaitClock) -> None:
+    """Parts that travel as bf16 and are added up in fp32: as over NCCL, and as over gloo."""
+    own = _part(group.rank(), N)
+    parts = [_buffer(rank, len(ranks), torch.float32).bfloat16().float().numpy() for rank in ranks]
+    expected = torch.from_numpy(functools.reduce(np.add, parts))[own]
+    sums = RoundedSums(len(ranks) * N + 5, torch.bfloat16, CPU)
+    for start in (sums.start, functools.partial(start_reduce_scatter, travels_as=torch.bfloat16)):
+        for dtype in DTYPES:
+            buffer, out = _buffer(dist.get_rank(), len(ranks), torch.float32), torch.zeros(N, dtype=dtype)
+            start(buffer, out, group).wait(clock)
+            assert torch.equal(out, expected.to(dtype)), dtype
+        assert torch.equal(buffer, _buffer(dist.get_rank(), len(ranks), torch.float32)), "changed"
+        start(buffer, buffer[own], group).wait(clock)
+        assert torch.equal(buffer[own], expected), "its own part"
 
 
 def _all_gather(ranks: list[int], group: dist.ProcessGroup, clock: WaitClock) -> None:
@@ -128,6 +145,7 @@ def run_all(rank: int, world_size: int) -> None:
         group = dist.new_group(ranks)
         if rank in ranks:
             _reduce_scatter(ranks, group, clock)
+            _rounded(ranks, group, clock)
             _all_gather(ranks, group, clock)
             _all_reduce(ranks, group, clock)
             _under_way_together(ranks, group, clock)

@@ -8,13 +8,14 @@ from collections.abc import Iterator
 import pytest
 import torch
 import torch.distributed as dist
+from distributed_runner import run_distributed
 from recording_pool import RecordingPool
 from refusals import refused
 
 from patch.compat.nccl import fixed_segments
 from patch.distributed.groups import shutdown
 from patch.distributed.registered_memory import NcclPool, RegisteredMemory
-from patch.errors import ConfigError
+from patch.errors import ConfigError, PatchError
 
 
 @pytest.fixture
@@ -25,7 +26,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 
 
 def registered(pool: RecordingPool, groups: list[dist.ProcessGroup]) -> RegisteredMemory:
-    memory = RegisteredMemory(pool, groups)
+    memory = RegisteredMemory(pool, groups, is_wanted=True)
     with memory.allocating():
         torch.zeros(3)
     memory.register()
@@ -54,7 +55,26 @@ def test_after_a_failure_only_what_was_registered_is_deregistered(group: dist.Pr
         registered(pool, [group, dist.new_group([0])])
     RegisteredMemory.release_all()
     done = [what for what, _ in pool.events]
-    assert done == ["allocate", "meet", "register", "meet", "deregister", "free"]
+    assert done == ["allocate", "meet", "meet", "register", "deregister", "free"]
+
+
+def _register_but_one(rank: int, world_size: int) -> None:
+    class Failing(RecordingPool):
+        def register(self, group: dist.ProcessGroup) -> None:
+            raise RuntimeError("NCCL says no")
+
+    pool = Failing() if rank else RecordingPool()
+    alone = [dist.new_group([each]) for each in range(world_size)]
+    with pytest.raises(RuntimeError if rank else PatchError, match="NCCL says no"):
+        registered(pool, [dist.group.WORLD, alone[rank]])
+    RegisteredMemory.release_all()
+    if rank == 0:
+        undone = ["register", "register", "deregister", "deregister", "free"]
+        assert [what for what, _ in pool.events] == ["allocate", "meet", "meet", *undone]
+
+
+def test_no_rank_goes_on_where_one_cannot_register() -> None:
+    run_distributed(_register_but_one, 2, timeout_s=60)
 
 
 def test_tensors_of_a_cpu_are_refused(group: dist.ProcessGroup) -> None:

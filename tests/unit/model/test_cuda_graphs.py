@@ -6,6 +6,7 @@ anybody, and its input, output and gradients have the same memory in every micro
 
 from typing import Any
 
+import pytest
 import torch
 from distributed_runner import new_job, run_distributed
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -107,6 +108,27 @@ def _leaves_other_rows_alone(run: Run, replayed: Replayed) -> None:
 
 def test_replayed_layers_train_as_plain_ones() -> None:
     run_distributed(_compare, 2)
+
+
+class _Doubling(torch.nn.Module):
+    layer_number = 3
+
+    def forward(self, hidden_states: torch.Tensor, packed_seq_params: None) -> tuple[torch.Tensor, None]:
+        return 2 * hidden_states, None
+
+
+def test_a_layer_behind_frozen_ones_runs_plain_and_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
+    example = torch.ones(4, 1, 8, requires_grad=True)
+    forward = GraphedForward(_Doubling(), lambda hidden: 3 * hidden, example)  # type: ignore[arg-type]
+    with torch.no_grad():
+        forward(example)
+    forward(torch.ones(2, 1, 8))
+    assert not caplog.messages
+    for _ in range(2):
+        assert torch.equal(forward(torch.ones(4, 1, 8))[0], torch.full([4, 1, 8], 2.0))
+    (message,) = caplog.messages
+    assert message.startswith("layer 3 runs without its CUDA graph")
+    assert torch.equal(forward(example)[0], torch.full([4, 1, 8], 3.0))
 
 
 def _capture_ends(rank: int, world_size: int) -> None:

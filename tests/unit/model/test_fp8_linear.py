@@ -13,7 +13,8 @@ from small_runs import small_run
 from training_runs import CPU, build_seeded_run, digests, saved_for_backward
 
 from patch import compat
-from patch.config.schema import Fp8, RunConfig
+from patch.config.execution import Fp8
+from patch.config.schema import RunConfig
 from patch.distributed.groups import initialize
 from patch.errors import TrainingError
 from patch.model import build_llama_model

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from patch.config.schema import Fp8
+from patch.config.execution import Fp8
 from patch.model.fp8_linear import Fp8Product
 from patch.model.fp8_matrix import factors
 from patch.model.fp8_weights import StepWeights

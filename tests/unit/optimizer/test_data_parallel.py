@@ -19,6 +19,7 @@ Memory is counted storage by storage. Bytes per parameter with bf16 weights and 
 
 from itertools import product
 from typing import Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -42,8 +43,9 @@ from optimizer_runs import (
 from recording_pool import RecordingPool
 
 from patch.config.choices import ZeroStage
+from patch.distributed.async_collectives import Pending
 from patch.distributed.registered_memory import RegisteredMemory
-from patch.optimizer import OverlappedDistributedOptimizer
+from patch.optimizer import OverlappedDistributedOptimizer, bucket
 from patch.optimizer.grad_buffer import NUM_STAGING
 
 NUM_STEPS = 10
@@ -153,9 +155,59 @@ def train(case: Case, rank: int, dp_size: int, *, overlaps: bool) -> Outcome:
     return Outcome(norms, weights_of(model), pool.events)
 
 
+class Branches(torch.nn.Module):
+    """Seven layers of 240 elements, a bucket each, of which some are left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = torch.nn.ModuleList(torch.nn.Linear(16, 15) for _ in range(7))
+        self.unused: set[int] = set()
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        hidden = batch[:, :16]
+        for index, layer in enumerate(self.layers):
+            hidden = hidden if index in self.unused else torch.nn.functional.pad(layer(hidden).tanh(), (0, 1))
+        return hidden.square().sum()
+
+
+def train_branches(rank: int) -> tuple[list[tuple[int, int]], float]:
+    """Where in registered memory each message of three steps was sent from; the difference of the weights.
+
+    Rank 1 has no gradient of the last two layers, whose buckets leave first: others come before their turn.
+    """
+    model, plain, pool, sent = Branches(), Branches(), RecordingPool(), []
+    model.unused = {5, 6} if rank else {2}
+    optimizer = build_optimizer(model, ZeroStage.GRADIENTS, pool=pool, clip_grad=0.0)
+    start = bucket.start_reduce_scatter
+
+    def record(buffer: torch.Tensor, *arguments: Any) -> Pending:
+        sent.append(pool.place_of(buffer))
+        return start(buffer, *arguments)
+
+    reference = Oracle(plain, ZeroStage.GRADIENTS, clip_grad=0.0)
+    backward = reference._backward
+    with mock.patch.object(bucket, "start_reduce_scatter", record):
+        for step in make_steps(3, 2, 2):
+            take_step(model, optimizer, step[rank])
+            turns = iter([{2}, {2}, {5, 6}, {5, 6}])
+
+            def of_rank(batch: torch.Tensor, turns: Any = turns) -> dict[str, np.ndarray]:
+                plain.unused = next(turns)
+                return backward(batch)
+
+            reference._backward = of_rank  # type: ignore[method-assign]
+            reference.take_step(step)
+    optimizer.finish_param_sync()
+    RegisteredMemory.release_all()
+    expected = weights_of(plain)
+    return sent, max(np.abs(weight - expected[name]).max() for name, weight in weights_of(model).items())
+
+
 def run_cases(rank: int, world_size: int) -> dict[str, Any]:
     return {
         "bytes": measure_zero_stages(),
+        "branches": train_branches(rank) if world_size == 2 else None,
         "overlapped": {
             case: train(case, rank, world_size, overlaps=True) for case in CASES if case.runs_at(world_size)
         },
@@ -218,10 +270,22 @@ def test_flat_buffers_are_registered_with_the_groups_that_send_them_until_they_a
                 senders.append(list(range(rank % instance, size, instance)))
             expected = [("use", [])]
             if case.is_registered and size > 1:
-                met = [(what, group) for group in senders for what in ("meet", "register")]
+                met = [(what, group) for what in ("meet", "register") for group in senders]
                 left = [("deregister", group) for group in reversed(senders)]
                 expected = [("allocate", []), ("allocate", []), *met, *expected, *left, ("free", [])]
             assert found["overlapped"][case].registered == expected, case
+
+
+def test_a_message_is_sent_from_the_same_registered_memory_on_all_ranks(ranks: list) -> None:
+    if len(ranks) != 2:
+        pytest.skip("run at DP 2 only")
+    (sent, difference), (sent_by_other, other_difference) = (found["branches"] for found in ranks)
+    assert sent == sent_by_other and difference == other_difference == 0
+    slots = list(dict.fromkeys(sent))
+    assert len(slots) == NUM_STAGING and all(offset == 0 for _, offset in slots)
+    of_step = len(sent) // 3
+    for step in range(3):
+        assert sent[step * of_step : (step + 1) * of_step] == [slots[i % NUM_STAGING] for i in range(of_step)]
 
 
 def formula(zero_stage: ZeroStage, weights: int, states: int, num_ranks: int) -> float:

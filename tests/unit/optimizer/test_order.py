@@ -22,6 +22,7 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.memory import UNLIMITED
 from patch.optimizer import OverlappedDistributedOptimizer
+from patch.optimizer.grad_buffer import NUM_STAGING
 from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.placement import ChunkInfo, DeviceMemory, Move
 
@@ -210,10 +211,30 @@ def executed_while_the_host_goes_on(zero_stage: ZeroStage) -> list[tuple[int, in
     return found
 
 
+def gradients_in_slots(order: Order) -> np.ndarray:
+    """This rank's gradients, sharded, of a step with more buckets than there are staging buffers."""
+    fake = FakeDevice(order)
+    with fake.executing():
+        model, (step, *_) = OddModel(), make_steps(1, 1, 3)
+    with on(fake):
+        fake.adopt(list(model.parameters()))
+        groups = data_parallel_groups()
+        groups.dp_cp = dist.ProcessGroup(0, 2)
+        config = OptimizerConfig(lr=LR, reduce_bucket_size=20)
+        optimizer = OverlappedDistributedOptimizer([model], config, ZeroStage.GRADIENTS, groups)
+        assert len(optimizer.grad_buffer.buckets) > NUM_STAGING
+        accumulate(model, optimizer, step[0])
+        fake.compute.synchronize()
+    parts = [(shard.grad, part) for shard in optimizer.adam.shards for part in shard.ranges]
+    return torch.cat([gradient[part.begin : part.end] for gradient, part in parts]).numpy()
+
+
 def run_all(rank: int, world_size: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {"moved": move_after_a_step_not_taken()}
     for zero_stage in (ZeroStage.NONE, ZeroStage.OPTIMIZER):
         found["executed", zero_stage] = executed_while_the_host_goes_on(zero_stage)
+    for order in (AT_ONCE, *ORDERS):
+        found["slots", order] = gradients_in_slots(order)
     for case in CASES:
         reference = FakeDevice(AT_ONCE)
         with collectives_of(reference):
@@ -245,6 +266,13 @@ def test_no_order_of_execution_changes_a_bit(
 def test_nothing_of_a_step_not_taken_is_under_way_when_chunks_move(outcomes: dict) -> None:
     """The host's kernel would have got addresses of the device."""
     assert outcomes["moved"] == (0, 2)
+
+
+def test_no_message_is_overwritten_by_one_from_the_same_staging_buffer(outcomes: dict) -> None:
+    expected = outcomes["slots", AT_ONCE]
+    assert np.isfinite(expected).all() and expected.any()
+    for order in ORDERS:
+        assert np.array_equal(outcomes["slots", order], expected), order
 
 
 @pytest.mark.parametrize("zero_stage", [ZeroStage.NONE, ZeroStage.OPTIMIZER])

@@ -100,6 +100,8 @@ def run_all(rank: int, world_size: int) -> None:
         take_step(model, optimizer, step[0])
         optimizer.zero_grad(LR)
         change(model)
+        with optimizer.full_weights():  # as whoever saves in between
+            pass
         with pytest.raises(TrainingError, match=message):
             optimizer.zero_grad(LR)
     _train_what_is_not_contiguous()
@@ -150,3 +152,19 @@ def _train_what_is_not_contiguous() -> None:
 
 def test_each_is_an_error_that_names_the_parameter() -> None:
     run_distributed(run_all, 1)
+
+
+def _refuse_gathers_in_8_bits(rank: int, world_size: int) -> None:
+    for dtype, policy, message in (
+        (torch.bfloat16, "static", "gathered in 8 bits, expected none .--fp8-param-gather"),
+        (torch.float16, None, "float16 weights that are gathered in 8 bits"),
+    ):
+        model, config = OddModel().to(dtype), OptimizerConfig(lr=LR, optimizer_offload_policy=policy)
+        model.last.weight.gather_dtype = torch.float8_e4m3fn  # type: ignore[assignment]
+        with pytest.raises(ConfigError, match=message):
+            from_config([model], config, ZeroStage.OPTIMIZER, data_parallel_groups())
+        from_config([model], config, ZeroStage.NONE, data_parallel_groups())  # which gathers nothing
+
+
+def test_shards_that_are_not_ready_are_not_gathered_in_8_bits() -> None:
+    run_distributed(_refuse_gathers_in_8_bits, 2)

@@ -1,31 +1,18 @@
 """The Triton kernels: their interpreter against torch's operations and autograd, and what a GPU would run."""
 
 import re
-from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from megatron.core.models.common.embeddings.rope_utils import _apply_rotary_pos_emb_bshd
-from triton_interpreter import interpreted, output_of_compiler
+from triton_interpreter import interpreted, output_of_compiler, rounding
 
-tl = pytest.importorskip("triton.language", reason="Triton is not installed: pip install triton")
+pytest.importorskip("triton.language", reason="Triton is not installed: pip install triton")
 
 MODULE = "patch.model.kernels.fused"
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SWIGLU_BOUND = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 """Relative; one unit of a number's last digit and, in fp32, another exp."""
-
-
-def rounding(convert: Callable) -> Callable:
-    """The interpreter's conversion of floats, rounded as a GPU does: its own cuts digits of bf16 off."""
-
-    def converted(numbers: np.ndarray, given: tl.dtype, wanted: tl.dtype, mode: object) -> np.ndarray:
-        if (given, wanted) != (tl.float32, tl.bfloat16):
-            return convert(numbers, given, wanted, mode)
-        return torch.from_numpy(numbers.copy()).to(torch.bfloat16).view(torch.uint16).numpy()
-
-    return converted
 
 
 @pytest.fixture(scope="module")
