@@ -6,6 +6,7 @@ Imports neither torch nor megatron, so that a wrong command fails at once.
 from patch.config.backends import resolve_transformer_impl
 from patch.config.cluster import Rendezvous, slurm_task
 from patch.config.data_record import SetRecord
+from patch.config.execution import Execution
 from patch.config.file_rules import run_warnings
 from patch.config.flags import to_flags
 from patch.config.hub_names import fetch_from_hub
@@ -16,7 +17,6 @@ from patch.config.resume_guard import check_tokens, remember_data, resume_notes
 from patch.config.schema import (
     CheckpointConfig,
     DataConfig,
-    Execution,
     ModelConfig,
     OptimizerConfig,
     ParallelConfig,

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from patch.config.execution import Execution
 from patch.config.refusal import refuse
-from patch.config.schema import Execution, RunConfig, TrainingConfig
+from patch.config.schema import RunConfig, TrainingConfig
 from patch.device import MachineFacts
 from patch.storage.sizes import counted
 

@@ -23,7 +23,8 @@ from typing import Literal, NamedTuple
 
 from patch.config.choices import Precision, TransformerImpl
 from patch.config.engine_rules import engine_obstacle
-from patch.config.schema import Execution, ModelConfig, RunConfig
+from patch.config.execution import Execution
+from patch.config.schema import ModelConfig, RunConfig
 from patch.device import MachineFacts
 
 SdpaKernel = Literal["flash", "cudnn", "efficient", "math"]
@@ -56,7 +57,7 @@ class Backends:
     has_flash_attention_3: bool
     """Whether torch's FlashAttention is replaced by flash-attn 3's."""
     is_fused: bool
-    """Whether RoPE and SwiGLU are kernels of `patch/model/kernels`; otherwise they are torch operations."""
+    """Whether RoPE, SwiGLU and the loss are kernels of `patch/model/kernels`; otherwise torch operations."""
     rows: tuple[Served, ...]
 
     @property
@@ -163,7 +164,8 @@ def _rows(
     for operation in ("RoPE", "SwiGLU"):
         yield Served(operation, "one Triton kernel" if backends.is_fused else "torch operations", missing)
     yield _products(is_engine, execution.precision, machine)
-    yield Served("loss", "chunks of tokens, without logits")
+    chunks = "chunks of tokens, without all logits"
+    yield Served("loss", f"{chunks}, in two Triton kernels" if backends.is_fused else chunks, missing)
     yield Served("optimizer", "Triton" if is_cuda else "C++ if there is a compiler, else NumPy")
 
 

@@ -59,3 +59,8 @@ class CheckpointConfig:
         none="default",
     )
     log_interval: int = flag("steps between lines of log/metrics.jsonl", 1, at_least=1)
+    profile: str | None = flag(
+        "START:END: a trace of these steps for each rank in log/traces, for toolkits.timeline and Perfetto",
+        None,
+        none="none",
+    )

@@ -28,6 +28,8 @@ def _fp8_obstacle(config: RunConfig) -> str:
     fp8 = training.fp8
     if fp8.recipe == "rowwise":
         return f"{where('fp8_recipe')} rowwise: scales for each row are of our own layers"
+    if training.fp8_param_gather:
+        return f"{where('fp8_param_gather')} is of our own layers"
     if training.cpu_offloading or training.recompute_granularity == "auto":
         flag = "cpu_offloading" if training.cpu_offloading else "recompute_granularity"
         return f"{where(flag)}: with activations its 8-bit weights would travel to the host too"

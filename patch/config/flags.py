@@ -25,6 +25,8 @@ class Flags(NamedTuple):
     fields: dict[str, Any]
     config: str | None
     dry_run: bool
+    force: bool
+    """Start a run that does not fit by the plan."""
 
 
 class _Parser(argparse.ArgumentParser):
@@ -91,6 +93,9 @@ def build_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="check, print the run as YAML, its plan, the first row as tokens and the steps; start nothing",
     )
+    parser.add_argument(
+        "--force", action="store_true", help="start a run that by its plan needs more memory than there is"
+    )
     for section, cls in SECTIONS.items():
         group = parser.add_argument_group(section, cls.__doc__)
         for field in FIELDS.values():
@@ -147,7 +152,8 @@ def read_flags(argv: Sequence[str]) -> Flags:
     if unknown:
         _refuse_unknown(unknown[0].split("=")[0])
     config = _single("config", getattr(namespace, "config", None))
-    return Flags(fields_of(namespace, FIELDS), config, getattr(namespace, "dry_run", False))
+    dry_run, force = (getattr(namespace, name, False) for name in ("dry_run", "force"))
+    return Flags(fields_of(namespace, FIELDS), config, dry_run, force)
 
 
 def _refuse_values_of_booleans(argv: Sequence[str]) -> None:
@@ -163,7 +169,12 @@ def _refuse_values_of_booleans(argv: Sequence[str]) -> None:
 
 
 def _refuse_unknown(name: str) -> NoReturn:
-    known = ["--config", "--dry-run", *(flag for field in FIELDS.values() for flag in spellings(field))]
+    known = [
+        "--config",
+        "--dry-run",
+        "--force",
+        *(flag for field in FIELDS.values() for flag in spellings(field)),
+    ]
     raise ConfigError(f"unknown argument {name}{nearest_flag(name, known)} (--help lists the flags)")
 
 

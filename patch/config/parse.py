@@ -42,6 +42,8 @@ class Invocation(NamedTuple):
     config: RunConfig
     dry_run: bool
     rendezvous: Rendezvous
+    force: bool = False
+    """Start it even if by its plan it does not fit."""
 
 
 def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: MachineFacts) -> Invocation:
@@ -61,7 +63,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
         build_parser().parse_args(["--help"])
     if not argv:
         raise ConfigError(f"nothing is given, expected {USAGE}; --help explains each")
-    texts, rest = _split(argv)
+    texts, rest = split_positions(argv)
     flags = read_flags(rest)
     _refuse_two_lengths(flags.fields)
     file = read_yaml(flags.config) if flags.config is not None else {}
@@ -84,10 +86,10 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
         merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
     _refuse_urls(merged)
     _make_absolute(merged)
-    return Invocation(_build(merged), flags.dry_run, cluster.rendezvous)
+    return Invocation(_build(merged), flags.dry_run, cluster.rendezvous, flags.force)
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_positions(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Positions and flags. The flags begin at the first argument with a hyphen that begins with no number."""
     for index, text in enumerate(argv):
         if text.startswith("-") and to_float(text.split()[0]) is None:

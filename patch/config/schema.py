@@ -32,6 +32,7 @@ from patch.config.choices import (
     ZeroStage,
 )
 from patch.config.data_schema import DataConfig
+from patch.config.execution import Execution, Fp8
 from patch.config.flag_field import flag
 from patch.config.model_schema import ModelConfig
 from patch.config.pipeline_stages import layout_layers, smallest_micro_batch_group, split_layers
@@ -206,6 +207,11 @@ class TrainingConfig:
         "fp8: make 8-bit weights in each micro-batch; default: once a step, if there is memory to keep them",
         False,
     )
+    fp8_param_gather: bool = flag(
+        "fp8: replicas that share optimizer states send each other the layers' weights in 8 bits and keep no "
+        "others (our own layers, tensorwise)",
+        False,
+    )
     recompute_granularity: RecomputeChoice | None = flag(
         "activations to recompute in backward: none, selective (norms and MLP activations), full (layers) or "
         "auto (also --cpu-offloading: what fits the device at the least cost)",
@@ -257,6 +263,7 @@ class TrainingConfig:
             recipe=self.fp8_recipe or "tensorwise",
             num_first_in_bf16=self.num_layers_at_start_in_bf16 if is_mixed else 0,
             num_last_in_bf16=self.num_layers_at_end_in_bf16 if is_mixed else 0,
+            param_gather=self.fp8_param_gather,
         )
 
 
@@ -320,51 +327,6 @@ class OptimizerConfig:
     simulated_device_memory: int | None = flag(
         "without a GPU: bytes of each process's simulated GPU; 0: no limit", None, none=0, at_least=0
     )
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fp8:
-    """How the products of a model's layers are computed with precision fp8."""
-
-    format: Fp8Format = "hybrid"
-    recipe: Fp8Scaling = "tensorwise"
-    num_first_in_bf16: int = 0
-    """So many of the model's first layers have bf16 products."""
-    num_last_in_bf16: int = 0
-    keeps_weights: bool = False
-    """Keep 8-bit weights from a step's first micro-batch to its last."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Execution:
-    """How a model is computed: the settings that building it needs besides its shape and process groups.
-
-    This is not a section of config.yaml: `RunConfig.execution` collects it from other sections. A program
-    without a RunConfig creates its own.
-    """
-
-    precision: Precision = "bf16"
-    fp8: Fp8 = Fp8()
-    """Used with precision fp8 only."""
-    sequence_parallel: bool = False
-    tp_comm_overlap: bool | None = None
-    stage_layers: tuple[int, ...] | None = None
-    """Layers of each pipeline stage in the order in which a batch passes them, the same number of stages for
-    each pipeline rank; None: one stage each, cut by `split_layers`."""
-    num_micro_batches: int = 1
-    """Micro-batches of one replica in one step; used only when a process has several stages."""
-    micro_batch_group: int | None = None
-    """Those that pass a stage before its process changes to its next stage; None: as few as fit."""
-    overlap_p2p_communication: bool = True
-    overlap_p2p_communication_warmup_flush: bool = False
-    recompute_granularity: Recompute | None = None
-    recompute_method: RecomputeMethod = "uniform"
-    recompute_num_layers: int = 1
-    cpu_offloading: bool = False
-    cpu_offloading_num_layers: int | None = None
-    deterministic_mode: bool = False
-    cp_comm_type: ContextCommunication | None = None
-    """Needed with context parallelism only."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -439,6 +401,12 @@ class RunConfig:
         training = self.training
         is_wanted = training.precision == "fp8" and not training.disable_parameter_transpose_cache
         return is_wanted and self.num_micro_batches > 1
+
+    @property
+    def gathers_8_bit_weights(self) -> bool:
+        """Whether replicas send each other 8-bit weights: there are several, and they share states."""
+        is_wanted = self.training.precision == "fp8" and self.training.fp8_param_gather
+        return is_wanted and self.num_state_shares > 1 and self.sharding is not ZeroStage.NONE
 
     @property
     def sharding(self) -> Sharding:

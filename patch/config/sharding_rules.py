@@ -52,6 +52,6 @@ def buffers_can_be_registered(config: RunConfig, machine: MachineFacts) -> None:
 
 def sharding_notes(config: RunConfig) -> Iterator[str]:
     """One line for each flag about replicas that has no effect in this run."""
-    for field in ("grad_reduce_in_bf16", "use_nccl_ub"):
+    for field in ("grad_reduce_in_bf16", "use_nccl_ub", "ddp_pad_buckets_for_high_nccl_busbw"):
         if getattr(config.optimizer, field) and config.num_weight_copies == 1:
             yield f"{where(field)} has no effect with one replica"

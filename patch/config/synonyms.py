@@ -8,6 +8,7 @@ from __future__ import annotations
 from patch.errors import nearest
 
 _NAMES: dict[str, str] = {
+    "--profile": "use-pytorch-profiler profile-step-start profile-step-end profile-ranks",
     "--lr": "learning-rate max-lr peak-lr",
     "--min-lr": "lr-min min-learning-rate",
     "--lr-warmup-iters": "warmup-steps warmup-iters num-warmup-steps",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from patch.config.file_rules import FILE_RULES, check_data, numerics_notes, tokenizer_notes
 from patch.config.machines import fewer_machines_suffice
+from patch.config.profiled_steps import profile_names_steps
 from patch.config.rules import RULES, notes
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
@@ -23,7 +24,7 @@ def validate_run(config: RunConfig, machine: MachineFacts) -> list[str]:
         ConfigError: a value cannot work; the message says got, expected and why.
         DataError: a data file is missing; raised only if the configuration itself is right.
     """
-    for rule in (*RULES, fewer_machines_suffice, *FILE_RULES):
+    for rule in (*RULES, fewer_machines_suffice, profile_names_steps, *FILE_RULES):
         rule(config, machine)
     check_data(config)
     return [*notes(config, machine), *numerics_notes(config), *tokenizer_notes(config)]

@@ -4,11 +4,14 @@ from patch.plan.activation_choice import resolve_activations
 from patch.plan.activation_peak import activation_peak
 from patch.plan.activations import activation_bytes
 from patch.plan.context_parallel import resolve_cp_comm_type, sent_bytes
+from patch.plan.cures import cures, refuse_what_cannot_fit
 from patch.plan.describe import describe_length, describe_plan
 from patch.plan.flops import StepFlops, attended_pairs, flops_per_step, flops_per_token, peak_flops
 from patch.plan.fp8_choice import resolve_fp8_weights
 from patch.plan.memory import RankBytes, bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import parameters_per_rank, total_parameters
+from patch.plan.report import describe_here
+from patch.plan.resolve import resolve_run
 from patch.plan.sharding import StageCost, resolve_sharding, stage_cost
 
 __all__ = [
@@ -18,6 +21,8 @@ __all__ = [
     "activation_bytes",
     "activation_peak",
     "bytes_per_rank",
+    "cures",
+    "describe_here",
     "describe_length",
     "describe_plan",
     "device_memory",
@@ -28,9 +33,11 @@ __all__ = [
     "offloaded_bytes",
     "parameters_per_rank",
     "peak_flops",
+    "refuse_what_cannot_fit",
     "resolve_activations",
     "resolve_cp_comm_type",
     "resolve_fp8_weights",
+    "resolve_run",
     "resolve_sharding",
     "sent_bytes",
     "stage_cost",

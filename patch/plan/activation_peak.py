@@ -42,7 +42,7 @@ class RankMemory(NamedTuple):
     state: int
     """Model state, without optimizer states that `auto` places."""
     staging: int
-    """Buffers of ZeRO-2, in which gradients are collected."""
+    """Buffers in which gradients are collected and travel, beside the main gradients."""
     fp8_weights: int
     """8-bit weights that are kept during a step."""
     activations: ActivationPeak
@@ -86,7 +86,7 @@ def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
         RankMemory(
             rank,
             state_on_device(config, rank),
-            staging_bytes(config, rank),
+            staging_bytes(config, rank, cuda=cuda),
             fp8_weight_bytes(config, rank),
             activation_peak(config, rank, cuda=cuda),
         )

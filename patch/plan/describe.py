@@ -16,7 +16,7 @@ from patch.plan.describe_stages import bubble_lines, memory_lines, memory_needed
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, device_memory, offloaded_bytes
 from patch.plan.parameters import total_parameters
-from patch.storage.sizes import counted, size_text
+from patch.storage.sizes import counted, scaled, size_text
 
 
 def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
@@ -39,7 +39,7 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             f"x DP {config.data_parallel_size} on {counted(parallel.nnodes, 'machine')}"
             + (f", {stages} interleaved stages each" if stages > 1 else ""),
             *_split_layers(config),
-            f"parameters  {_scaled(total_parameters(config.model))} ({config.model.model_size})",
+            f"parameters  {scaled(total_parameters(config.model))} ({config.model.model_size})",
             f"state/rank  {size_text(state.total)} = weights {size_text(state.weights)} "
             f"+ gradients {size_text(state.gradients)} + optimizer {size_text(state.optimizer)}{offloaded} "
             f"(data-parallel sharding: {config.zero_stage.name.lower()}{_instances(config)})",
@@ -67,8 +67,8 @@ def _instances(config: RunConfig) -> str:
 def _flops(config: RunConfig) -> str:
     """FLOPs of a step, and those with what recomputation repeats if they are more."""
     model, hardware = flops_per_step(config)
-    repeated = f", {_scaled(hardware)}FLOP with recomputation" if hardware > model else ""
-    return f"{_scaled(model)}FLOP{repeated}"
+    repeated = f", {scaled(hardware)}FLOP with recomputation" if hardware > model else ""
+    return f"{scaled(model)}FLOP{repeated}"
 
 
 def _length(config: RunConfig) -> str:
@@ -76,7 +76,7 @@ def _length(config: RunConfig) -> str:
     if training.train_epochs is not None:
         return f"{_epochs(f'{training.train_epochs:g}')}; the steps follow from the training set"
     tokens = training.train_iters * training.global_batch_size * config.sample_length
-    return f"{training.train_iters} steps = {_scaled(tokens)} tokens"
+    return f"{training.train_iters} steps = {scaled(tokens)} tokens"
 
 
 def _resume(config: RunConfig) -> list[str]:
@@ -164,13 +164,5 @@ def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         of_host = "model state" if machine.cuda_devices else what
         yield (
             f"warning     {size_text(on_host)} of {of_host} in the host memory of {processes}, "
-            f"this machine has {size_text(machine.host_memory_bytes)}"
+            f"a machine has {size_text(machine.host_memory_bytes)}"
         )
-
-
-def _scaled(number: float) -> str:
-    """A number with three digits and a prefix, such as "8.03 G"."""
-    for prefix, scale in (("E", 1e18), ("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= scale:
-            return f"{number / scale:.3g} {prefix}"
-    return f"{number:g} "

@@ -61,7 +61,7 @@ def memory_lines(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     in_flight = counted(kept.in_flight, "micro-batch") + " in flight"
     if config.virtual_pipeline_size > 1:
         in_flight = f"{in_flight} through {config.virtual_pipeline_size} stages"
-    staging = f"+ staging buffers {size_text(rank.staging)} " if rank.staging else ""
+    staging = f"+ gradients under way {size_text(rank.staging)} " if rank.staging else ""
     fp8 = f"+ 8-bit weights {size_text(rank.fp8_weights)} " if rank.fp8_weights else ""
     on_host = f"; {size_text(kept.on_host)} more in host memory" if kept.on_host else ""
     yield (

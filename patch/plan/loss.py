@@ -39,14 +39,15 @@ def loss_bytes(config: RunConfig, *, cuda: bool) -> LossBytes:
 
     Args:
         config: the run.
-        cuda: whether it runs on GPUs. A CPU adds another type to the sum through a float32 copy.
+        cuda: whether it runs on GPUs, where Triton's kernels need no float32 copy of a chunk's logits. A CPU
+            adds another type to the sum through such a copy.
     """
     training, hidden = config.training, config.model.hidden_size
     rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
     tokens = training.micro_batch_size * config.sample_length // config.parallel.context_parallel_size
     size = element_bytes(training.precision)
     chunk = chunk_length(rows, hidden)
-    logits = min(chunk, tokens) * rows * (size if size == _FP32 else size + _FP32)
+    logits = min(chunk, tokens) * rows * (size if cuda or size == _FP32 else size + _FP32)
     has_sum = chunk < tokens and size != _FP32
     weight_sum = rows * hidden * _FP32 * (1 if cuda else 2) if has_sum else 0
     return LossBytes(kept=(tokens + rows) * hidden * size, transient=logits + weight_sum)

@@ -8,17 +8,25 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
-from patch.plan.parameters import element_bytes, matrix_elements_per_rank, parameters_per_rank
+from patch.plan.parameters import (
+    element_bytes,
+    largest_matrix_per_rank,
+    matrix_elements_per_rank,
+    parameters_per_rank,
+)
 
 NUM_STAGING = 3
 """Staging buffers of ZeRO-2: one filling, one travelling, one for gradients that come before the last of the
 bucket before."""
+MAX_TRAVELLING = 4
+"""Reductions that a CPU lets travel while backward goes on: each holds memory for what it receives, a
+bucket less the own part. From 2 to all of them a step takes equally long (toolkits/benchmarks/RESULTS.md)."""
 
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 2**30
 """Of a GPU's memory: CUDA, NCCL and cuDNN, and what fragmentation loses."""
 
 # Two fp32 moments; in addition an fp32 master for fp16 weights, or the low half of one for bf16 weights.
-_STATE_BYTES = {"fp32": 8, "bf16": 10, "fp16": 12, "fp8": 10}
+STATE_BYTES = {"fp32": 8, "bf16": 10, "fp16": 12, "fp8": 10}
 
 
 class RankBytes(NamedTuple):
@@ -47,10 +55,21 @@ def bytes_per_rank(config: RunConfig, pp_rank: int | None = None) -> RankBytes:
     parameters, replicas = _parameters(config, pp_rank), config.num_state_shares
     gradients = parameters * element_bytes(config.optimizer.main_grads_dtype)
     return RankBytes(
-        weights=parameters * element_bytes(config.training.precision),
+        weights=gathered_bytes(config, pp_rank),
         gradients=gradients // replicas if config.zero_stage is ZeroStage.GRADIENTS else gradients,
         optimizer=_state_bytes(config, pp_rank) - offloaded_bytes(config, pp_rank),
     )
+
+
+def gathered_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
+    """Bytes of a rank's weights as its layers read them, and as replicas gather them.
+
+    Args:
+        config: the run.
+        pp_rank: the rank's place in the pipeline; None: the heaviest one.
+    """
+    weights = _parameters(config, pp_rank) * element_bytes(config.training.precision)
+    return weights - (_elements_in_8_bits(config, pp_rank) if config.gathers_8_bit_weights else 0)
 
 
 def offloaded_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
@@ -67,28 +86,49 @@ def offloaded_bytes(config: RunConfig, pp_rank: int | None = None) -> int:
     return int(_state_bytes(config, pp_rank) * config.optimizer.optimizer_offload_fraction)
 
 
-def staging_bytes(config: RunConfig, pp_rank: int) -> int:
-    """Bytes of gradients on their way at most, on a rank: staging buffers of ZeRO-2, and rounded ones.
+def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
+    """Bytes of gradients beside the main gradients, at most, on a rank.
 
-    With --grad-reduce-in-bf16 each of two buckets is there once to be sent and once as received.
+    Staging buffers of ZeRO-2; of NCCL's bf16 messages what one sends and one receives; over gloo what all
+    that travel receive, and send as bf16; zeros for autograd where layers add up gradients themselves.
 
     Args:
         config: the run.
         pp_rank: the rank's place in the pipeline.
+        cuda: whether it runs on GPUs.
     """
-    if config.zero_stage is ZeroStage.NONE or config.num_state_shares == 1:
+    stand_ins = _stand_in_bytes(config, cuda=cuda)
+    shares, optimizer, stage = config.num_state_shares, config.optimizer, config.zero_stage
+    if stage is ZeroStage.NONE or shares == 1:
+        return stand_ins
+    parameters, element = _parameters(config, pp_rank), element_bytes(optimizer.main_grads_dtype)
+    bucket = min(optimizer.reduce_bucket_size, parameters)
+    staged = NUM_STAGING * bucket * element if stage is ZeroStage.GRADIENTS else 0
+    rounded = element_bytes("bf16") if optimizer.grad_reduce_in_bf16 else 0
+    if cuda:
+        return stand_ins + staged + 2 * bucket * rounded
+    number = NUM_STAGING if stage is ZeroStage.GRADIENTS else MAX_TRAVELLING + 1
+    travelling = min(number * bucket, parameters)
+    received = travelling * (rounded or element) * (shares - 1) // shares
+    return stand_ins + staged + travelling * rounded + received
+
+
+def _stand_in_bytes(config: RunConfig, *, cuda: bool) -> int:
+    """Zeros in the size of the largest matrix of a layer, where layers add up gradients."""
+    is_fused, model = config.optimizer.gradient_accumulation_fusion, config.model
+    is_wanted = cuda if is_fused is None else is_fused
+    has_8_bits, keeps_order = config.training.precision == "fp8", model.precision_align is not None
+    if not is_wanted or has_8_bits or keeps_order or model.cuda_graph_impl is not None:
         return 0
-    optimizer = config.optimizer
-    bucket = min(optimizer.reduce_bucket_size, _parameters(config, pp_rank))
-    staged = NUM_STAGING * element_bytes(optimizer.main_grads_dtype)
-    rounded = 2 * 2 * element_bytes("bf16") if optimizer.grad_reduce_in_bf16 else 0
-    return bucket * (rounded + (staged if config.zero_stage is ZeroStage.GRADIENTS else 0))
+    largest = largest_matrix_per_rank(config.model, config.parallel)
+    return largest * element_bytes(config.training.precision)
 
 
 def fp8_weight_bytes(config: RunConfig, pp_rank: int) -> int:
     """Bytes of the 8-bit weights that a rank keeps during a step; 0 if it keeps none.
 
-    Each matrix of a layer is there twice, for products that sum along its rows and along its columns.
+    Each matrix of a layer is there twice, for products that sum along its rows and along its columns; the
+    first is the weight itself where replicas gather it in 8 bits.
 
     Args:
         config: the run.
@@ -96,6 +136,14 @@ def fp8_weight_bytes(config: RunConfig, pp_rank: int) -> int:
     """
     if not config.keeps_8_bit_weights:
         return 0
+    return (1 if config.gathers_8_bit_weights else 2) * _elements_in_8_bits(config, pp_rank)
+
+
+def _elements_in_8_bits(config: RunConfig, pp_rank: int | None) -> int:
+    """Elements of the weights of a rank's 8-bit products; of the rank with the most parameters."""
+    if pp_rank is None:
+        of_ranks = parameters_per_rank(config.model, config.parallel)
+        pp_rank = of_ranks.index(max(of_ranks))
     fp8, num_layers = config.training.fp8, config.model.num_layers
     in_8_bits = range(fp8.num_first_in_bf16, num_layers - fp8.num_last_in_bf16)
     ends = list(accumulate(config.stage_layers))
@@ -103,7 +151,7 @@ def fp8_weight_bytes(config: RunConfig, pp_rank: int) -> int:
         range(max(end - count, in_8_bits.start), min(end, in_8_bits.stop))
         for end, count in zip(ends, config.stage_layers, strict=True)
     ][pp_rank :: config.parallel.pipeline_model_parallel_size]
-    return 2 * sum(map(len, own)) * matrix_elements_per_rank(config.model, config.parallel)
+    return sum(map(len, own)) * matrix_elements_per_rank(config.model, config.parallel)
 
 
 def usable_device_memory(config: RunConfig, machine: MachineFacts) -> int:
@@ -143,7 +191,9 @@ def state_on_device(config: RunConfig, pp_rank: int | None = None) -> int:
 
 
 def _state_bytes(config: RunConfig, pp_rank: int | None) -> int:
-    states = _parameters(config, pp_rank) * _STATE_BYTES[config.training.precision]
+    states = _parameters(config, pp_rank) * STATE_BYTES[config.training.precision]
+    if config.gathers_8_bit_weights:  # the high halves of masters, which layers do not read then
+        states += _elements_in_8_bits(config, pp_rank) * element_bytes("bf16")
     return states if config.zero_stage is ZeroStage.NONE else states // config.num_state_shares
 
 

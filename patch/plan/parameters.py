@@ -5,6 +5,8 @@ They are counted from the rows of the weight table (`patch/families`), in the sa
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from patch.config import ModelConfig, ParallelConfig
 from patch.config.choices import Precision
 from patch.families import Kind, WeightRow, weight_rows
@@ -39,12 +41,18 @@ def parameters_per_rank(model: ModelConfig, parallel: ParallelConfig) -> list[in
     TP splits matrices, their biases and the vocabulary; every rank has whole norms. With several stages, a
     tied embedding has a copy on the last one.
     """
-    tp_size, stages = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    stage_layers = parallel.stage_layers(model.num_layers)
+    stage_layers = tuple(parallel.stage_layers(model.num_layers))
+    stages = parallel.pipeline_model_parallel_size
+    return list(_counts(model, parallel.tensor_model_parallel_size, stages, stage_layers))
+
+
+@lru_cache(maxsize=256)
+def _counts(model: ModelConfig, tp_size: int, stages: int, stage_layers: tuple[int, ...]) -> tuple[int, ...]:
+    """`parameters_per_rank`; a search of layouts asks for the same ones many times."""
     has_output = model.untie_embeddings_and_output_weights or stages > 1
     counts = [0] * stages
     for row in weight_rows(model):
-        elements = _elements_per_rank(row, model, tp_size)
+        elements = elements_per_rank(row, model, tp_size)
         if row.is_per_layer:
             for stage in range(stages):
                 counts[stage] += elements * sum(stage_layers[stage::stages])
@@ -52,7 +60,7 @@ def parameters_per_rank(model: ModelConfig, parallel: ParallelConfig) -> list[in
             counts[0] += elements
         elif row.name != TIED_OUTPUT or has_output:
             counts[-1] += elements
-    return counts
+    return tuple(counts)
 
 
 def matrix_elements_per_rank(model: ModelConfig, parallel: ParallelConfig) -> int:
@@ -60,7 +68,13 @@ def matrix_elements_per_rank(model: ModelConfig, parallel: ParallelConfig) -> in
     return layer_matrices(model) // parallel.tensor_model_parallel_size
 
 
-def _elements_per_rank(row: WeightRow, model: ModelConfig, tp_size: int) -> int:
+def largest_matrix_per_rank(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Elements of the largest of a layer's weight matrices on a TP rank."""
+    matrices = [row.num_elements for row in weight_rows(model) if row.is_per_layer and row.is_matrix]
+    return max(matrices) // parallel.tensor_model_parallel_size
+
+
+def elements_per_rank(row: WeightRow, model: ModelConfig, tp_size: int) -> int:
     """Elements of one TP rank's part of a parameter, vocabulary padding included."""
     if row.kind is Kind.REPLICATED:
         return row.num_elements

@@ -1,7 +1,7 @@
 """The schedule of a pipeline: the order of each process's passes, what is in flight, and the idle time.
 
-The order is that of megatron-core's schedules (1F1B, interleaved 1F1B; schedules.py:738-825). Messages take
-no time here, and a process never waits for another except for what it receives.
+The order is that of megatron-core's schedules (1F1B, interleaved 1F1B; schedules.py:738-825). A process
+never waits for another except for what it receives.
 """
 
 from __future__ import annotations
@@ -95,6 +95,8 @@ class Timing(NamedTuple):
     """From the first forward to the last backward."""
     computing: list[float]
     """Of each process."""
+    ends: list[float]
+    """Of each process's last pass."""
 
     @property
     def bubble(self) -> float:
@@ -103,13 +105,16 @@ class Timing(NamedTuple):
         return (self.step * len(self.computing) - computing) / computing
 
 
-def simulate(schedule: Schedule, forward: Sequence[float], backward: Sequence[float]) -> Timing:
+def simulate(
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], message: float = 0.0
+) -> Timing:
     """The times of a step, pass by pass: each begins when its process and its input are ready.
 
     Args:
         schedule: the order of passes.
         forward: time of a forward of each stage, in the order of the model.
         backward: the same of a backward.
+        message: time of a message between neighbouring stages, during which both may compute.
     """
     pp_size, last = schedule.pp_size, schedule.pp_size * schedule.vp_size - 1
     ended: dict[tuple[bool, int, int], float] = {}
@@ -124,11 +129,11 @@ def simulate(schedule: Schedule, forward: Sequence[float], backward: Sequence[fl
                 if needed is not None and needed not in ended:
                     break
                 cost = (forward if own.is_forward else backward)[stage]
-                clocks[rank] = max(clocks[rank], ended[needed] if needed else 0.0) + cost
+                clocks[rank] = max(clocks[rank], ended[needed] + message if needed else 0.0) + cost
                 computing[rank] += cost
                 ended[own.is_forward, stage, own.micro_batch] = clocks[rank]
                 upcoming[rank] = next(queue, None)
-    return Timing(max(clocks), computing)
+    return Timing(max(clocks), computing, clocks)
 
 
 def _input_of(own: Pass, stage: int, last: int) -> tuple[bool, int, int] | None:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import Sharding, ZeroStage
 from patch.device import MachineFacts
-from patch.plan.memory import bytes_per_rank
+from patch.plan.memory import bytes_per_rank, gathered_bytes
 from patch.plan.parameters import element_bytes, parameters_per_rank
 
 
@@ -31,7 +31,7 @@ def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
     parameters = max(parameters_per_rank(config.model, config.parallel))
     shares, copies = config.num_state_shares, config.num_weight_copies
     instances = copies // shares
-    weights = parameters * element_bytes(config.training.precision)
+    weights = gathered_bytes(with_sharding(config, stage))
     gradients = parameters * element_bytes(config.optimizer.main_grads_dtype)
     if stage is ZeroStage.NONE:
         sent = 2 * gradients * (copies - 1) // copies

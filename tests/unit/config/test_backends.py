@@ -124,6 +124,7 @@ ENGINE_NOT = [
     (dict(PR="fp32"), [], "multiplies float32 in TF32"),
     (dict(PR="bf16", TP="2"), ["--tp-comm-overlap"], "Transformer Engine's need user buffers"),
     (dict(PR="fp8"), ["--fp8-recipe=rowwise"], "are of our own layers"),
+    (dict(PR="fp8"), ["--fp8-param-gather"], "is of our own layers"),
     (dict(PR="fp8", AC="offload"), [], "its 8-bit weights would travel"),
     (dict(PR="fp8", AC="auto"), [], "its 8-bit weights would travel"),
     (

@@ -3,8 +3,10 @@
 import dataclasses
 
 import pytest
+from small_runs import small_run
 
 from patch.config import user_message, validate_run
+from patch.config.fp8_rules import fp8_notes
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 
@@ -20,6 +22,17 @@ REFUSED = [
         dict(PR="bf16"),
         ["--disable-parameter-transpose-cache"],
         ["--disable-parameter-transpose-cache: got true, expected fp8 at --precision"],
+    ),
+    (dict(PR="bf16"), ["--fp8-param-gather"], ["--fp8-param-gather: got true, expected fp8 at --precision"]),
+    (
+        dict(PR="fp8"),
+        ["--fp8-param-gather", "--fp8-recipe=rowwise"],
+        ["--fp8-recipe: got rowwise, expected tensorwise beside --fp8-param-gather", "has one scale"],
+    ),
+    (
+        dict(PR="fp8"),
+        ["--fp8-param-gather", "--optimizer-offload-policy=static"],
+        ["got static, expected false beside --fp8-param-gather", "would be old ones"],
     ),
     (dict(PR="bf16"), ["--first-last-layers-bf16"], ["--first-last-layers-bf16: got true, expected fp8 at"]),
     (
@@ -72,3 +85,15 @@ def test_numbers_of_layers_without_their_flag_are_named(command):
     config = command.parse("--num-layers-at-start-in-bf16=2").config
     (note,) = [note for note in validate_run(config, command.machine) if "in-bf16" in note]
     assert note == "--num-layers-at-start-in-bf16 has no effect without --first-last-layers-bf16"
+
+
+def test_a_gather_of_8_bit_weights_without_replicas_that_share_is_named(command):
+    said = "--fp8-param-gather has no effect: no replicas share optimizer states"
+    for layout in ({"dp": 1}, {"dp": 2, "data_parallel_sharding": "none"}):
+        assert said in list(
+            fp8_notes(small_run(precision="fp8", fp8_param_gather=True, **layout), command.machine)
+        )
+    for sharding, layout in (("optimizer", {"cp": 2}), ("auto", {"dp": 2})):
+        layout |= {"data_parallel_sharding": sharding}
+        config = small_run(precision="fp8", fp8_param_gather=True, **layout)
+        assert said not in list(fp8_notes(config, command.machine))

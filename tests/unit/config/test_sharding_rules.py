@@ -48,6 +48,13 @@ def test_rounded_gradients_of_an_all_reduce_are_refused_and_of_one_replica_noted
     assert "--grad-reduce-in-bf16 has no effect with one replica" in list(notes(alone, CPU))
 
 
+def test_padding_of_what_is_not_sent_is_noted() -> None:
+    padded = {"ddp_pad_buckets_for_high_nccl_busbw": True}
+    note = "--ddp-pad-buckets-for-high-nccl-busbw has no effect with one replica"
+    assert note in list(notes(small_run(**padded), CPU))
+    assert note not in list(notes(small_run(dp=2, **padded), CPU))
+
+
 def test_registered_buffers_are_refused_without_a_gpu_and_noted_of_one_replica() -> None:
     wish = {"use_nccl_ub": True}
     with refused(ConfigError, "--use-nccl-ub: got true, expected false: without a GPU messages go over gloo"):

@@ -88,7 +88,7 @@ def test_a_gpu_keeps_some_memory_for_what_is_not_planned() -> None:
     chosen, lines = of_8b(H100, 60 * 2**30)
     assert chosen.recompute == "full"
     assert "56.00 GiB of the 60.00 GiB of a GPU may be used, at 50% of its peak a layer's forward" in lines[0]
-    assert of_8b(H100, 62 * 2**30)[0].recompute == "selective"
+    assert of_8b(H100, 63 * 2**30)[0].recompute == "selective"
 
 
 def test_memory_that_is_too_small_for_all_mixes_gets_the_smallest() -> None:

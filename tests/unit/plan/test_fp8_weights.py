@@ -2,10 +2,12 @@
 
 from small_runs import small_run
 
+from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.plan import describe_plan, resolve_activations, resolve_fp8_weights
 from patch.plan.activation_peak import heaviest_rank
-from patch.plan.memory import fp8_weight_bytes
+from patch.plan.memory import bytes_per_rank, fp8_weight_bytes
+from patch.plan.sharding import stage_cost
 from patch.storage.sizes import size_text
 
 UNKNOWN = MachineFacts(0, 2)
@@ -34,6 +36,24 @@ def test_bytes_of_a_rank_are_two_for_each_element_of_its_layers_in_8_bits() -> N
         {"disable_parameter_transpose_cache": True},
     ):
         assert fp8_weight_bytes(small_run(**LAYERS | changes), 0) == 0
+
+
+def test_gathered_ones_are_one_byte_for_each_element_beside_the_shards_in_bf16() -> None:
+    sharded = {"dp": 4, "data_parallel_sharding": "optimizer", "first_last_layers_bf16": True} | LAYERS
+    for layout, layers in (({}, 6), ({"tp": 2}, 3), ({"pp": 2}, 3)):  # of the heaviest rank, in parts of TP
+        run = small_run(**sharded | layout)
+        gathered = small_run(**sharded | layout, fp8_param_gather=True)
+        elements = layers * matrices(run)
+        before, after = bytes_per_rank(run), bytes_per_rank(gathered)
+        assert before.weights - after.weights == elements
+        assert after.optimizer - before.optimizer == 2 * elements // 4
+        assert after.gradients == before.gradients
+        assert fp8_weight_bytes(run, 0) - fp8_weight_bytes(gathered, 0) == elements
+        costs = [stage_cost(each, ZeroStage.OPTIMIZER).moved for each in (run, gathered)]
+        assert costs[0] - costs[1] == elements * 3 // 4
+    for changes in ({"dp": 1}, {"data_parallel_sharding": "none"}):
+        run, gathered = (small_run(**sharded | changes, fp8_param_gather=use) for use in (False, True))
+        assert bytes_per_rank(gathered) == bytes_per_rank(run)
 
 
 def test_they_are_kept_where_there_is_room_beside_all_activations() -> None:

@@ -1,12 +1,15 @@
 """What a sharding level moves and holds, and which one auto takes."""
 
 import pytest
+import torch
 from small_runs import small_run
 
 from patch.config.choices import ZeroStage
 from patch.config.rules import RULES
 from patch.device import MachineFacts
+from patch.distributed.rounded_sums import RoundedSums
 from patch.plan import bytes_per_rank, resolve_sharding, stage_cost, total_parameters
+from patch.plan.memory import staging_bytes
 
 CPU = MachineFacts(cuda_devices=0, cpu_cores=2)
 
@@ -52,6 +55,15 @@ def test_rounded_gradients_are_half_the_bytes(level, bytes_of_4_steps):
     config = _run("auto", micro_batches=4, grad_reduce_in_bf16=True)
     moved = stage_cost(config, ZeroStage[level.upper()]).moved
     assert moved == bytes_of_4_steps * total_parameters(config.model) * 3 // 4
+
+
+def test_all_rounded_gradients_travel_in_one_pair_of_buffers():
+    plain, rounded = (
+        _run("gradients", reduce_bucket_size=3000, grad_reduce_in_bf16=is_rounded)
+        for is_rounded in (False, True)
+    )
+    pair = RoundedSums(3000, torch.bfloat16, torch.device("cpu")).num_bytes
+    assert staging_bytes(rounded, 0, cuda=True) - staging_bytes(plain, 0, cuda=True) == pair
 
 
 @pytest.mark.parametrize(("micro_batches", "level"), [(1, "gradients"), (4, "optimizer")])

@@ -1,0 +1,132 @@
+"""A run that is planned for a machine that may not be here: its command line, read as if started there."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from patch.config import RunConfig, parse_args
+from patch.config.flags import read_flags
+from patch.config.parse import split_positions
+from patch.config.positions import VARIABLES, read_variables
+from patch.config.rules import RULES
+from patch.config.yaml_io import read_yaml
+from patch.device import MachineFacts
+from patch.plan.resolve import resolve_run
+from patch.plan.timing.machine import Machine
+from patch.plan.timing.machine_presets import PRESETS, preset, read_machine, this_machine
+
+_TOKENS_OF_A_STEP = 2**22
+"""Of the global batch where none is given: LLaMA's own."""
+_DEFAULTS = {
+    "micro_batch_size": "1", "train_iters": "1000", "lr": "3e-4", "seq_length": "8192",
+    "train_data_path": "DATASET_PATH", "tokenizer_name_or_path": "TOKENIZER_PATH",
+    "output_path": "OUTPUT_BASEPATH",
+}  # fmt: skip
+"""What a plan does not depend on, or begins with, where flags alone describe the run."""
+NAMED_LATER = ("DATASET_PATH", "TOKENIZER_PATH", "OUTPUT_BASEPATH")
+"""Paths that such a run has not named."""
+_CLUSTER = {
+    "NODE_RANK": "0", "MASTER_ADDR": "planned", "MASTER_PORT": "29500", "RANK": "0", "SLURM_NODEID": "0",
+    "SLURM_JOB_NODELIST": "planned", "SLURM_JOB_ID": "0",
+}  # fmt: skip
+
+
+class Planned(NamedTuple):
+    """A run and the machine that it is planned for."""
+
+    run: RunConfig
+    """As it was given."""
+    resolved: RunConfig
+    """With its automatic choices made."""
+    notes: list[str]
+    """About these choices."""
+    machine: Machine
+    environ: dict[str, str]
+    """The variables of the planned cluster, and those of the user that set fields."""
+
+
+def plan_run(
+    argv: Sequence[str],
+    environ: Mapping[str, str],
+    name: str,
+    nodes: int | None,
+    devices: int | None,
+    here: MachineFacts,
+) -> Planned:
+    """Read a run for a machine.
+
+    Args:
+        argv: the run: 25 positions and flags, flags alone (a model's size is enough), or --config FILE.
+        environ: the environment variables.
+        name: of a preset, `here`, or a file of a machine.
+        nodes: how many; None: as the run says, else one.
+        devices: of each node; None: the machine's.
+        here: this machine.
+
+    Raises:
+        ConfigError: the machine or the run cannot be read, or a rule refuses the run.
+    """
+    argv = _with_defaults(argv, environ)
+    own = environ.get("NPROC_PER_NODE") if name == "here" else None
+    machine = machine_named(name, here, devices or int(own or 1))
+    if devices:
+        machine = dataclasses.replace(machine, devices_per_node=devices)
+    facts = machine.facts
+    planned = {key: environ[key] for key in VARIABLES if key in environ}
+    planned |= _CLUSTER | {"WORLD_SIZE": str(nodes or 1), "SLURM_NNODES": str(nodes or 1)}
+    if machine.is_gpu or devices or own:
+        planned["NPROC_PER_NODE"] = str(machine.devices_per_node)
+    if nodes:
+        argv = [*argv, f"--nnodes={nodes}"]
+    run = parse_args(argv, planned, facts).config
+    run = _on_all_devices(run, machine, argv)
+    for rule in RULES:
+        rule(run, facts)
+    resolved, notes = resolve_run(run, facts)
+    parallel = run.parallel
+    machine = dataclasses.replace(machine, nodes=parallel.nnodes, devices_per_node=parallel.nproc_per_node)
+    planned["WORLD_SIZE"] = str(parallel.nnodes)
+    return Planned(run, resolved, notes, machine, planned)
+
+
+def _on_all_devices(run: RunConfig, machine: Machine, argv: Sequence[str]) -> RunConfig:
+    """The run on the machine's devices, if a file of another machine says how many there are."""
+    is_given = any(text.startswith("--nproc-per-node") for text in argv)
+    if is_given or not machine.is_gpu or run.parallel.nproc_per_node == machine.devices_per_node:
+        return run
+    parallel = dataclasses.replace(run.parallel, nproc_per_node=machine.devices_per_node)
+    return dataclasses.replace(run, parallel=parallel)
+
+
+def machine_named(name: str, here: MachineFacts, processes: int) -> Machine:
+    """A preset, a machine of a file, or `here` with so many processes.
+
+    Raises:
+        ConfigError: there is none of that name, or the file cannot be read.
+    """
+    if name == "here":
+        return this_machine(here, processes)
+    if name.lower() in PRESETS or not any(mark in name for mark in "./"):
+        return preset(name, "--machine")
+    return read_machine(name)
+
+
+def _with_defaults(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
+    """The command line with what a plan needs, where flags alone describe a run."""
+    positions, flags = split_positions(argv)
+    if positions:
+        return list(argv)
+    read = read_flags(flags)
+    file = read_yaml(read.config) if read.config else {}
+    given = {**file, **read_variables(environ), **read.fields}
+    lacking = {field: value for field, value in _DEFAULTS.items() if field not in given}
+    if "train_epochs" in given:
+        lacking.pop("train_iters", None)
+    if "load" in given:
+        lacking.pop("tokenizer_name_or_path", None)
+    length = int(given.get("seq_length", lacking.get("seq_length", 1)))
+    if "global_batch_size" not in given:
+        lacking["global_batch_size"] = str(max(1, _TOKENS_OF_A_STEP // length))
+    return [*argv, *(f"--{field.replace('_', '-')}={value}" for field, value in lacking.items())]

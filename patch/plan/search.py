@@ -1,0 +1,239 @@
+"""The search of layouts: the fastest ways to train a model on a machine that fit its memory.
+
+All sizes of TP, PP, VPP, CP and micro-batches that the rules allow are looked at. Of each the cheapest way
+that fits is taken: what is sharded, what is recomputed, which share of the states is on the host. Those that
+could be the fastest are timed by `step_time`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from patch.config import RunConfig
+from patch.config.choices import Recompute, ZeroStage
+from patch.config.rules import RULES
+from patch.device import MachineFacts
+from patch.errors import ConfigError
+from patch.plan.fits import Fit, fit_of
+from patch.plan.pipeline import Schedule
+from patch.plan.resolve import resolve_run
+from patch.plan.timing.machine import Machine
+from patch.plan.timing.step_costs import StepCosts, step_costs
+from patch.plan.timing.step_time import StepTime, step_time
+
+MICRO_BATCHES = (1, 2, 4, 8)
+RECOMPUTED: tuple[Recompute | None, ...] = (None, "selective", "full")
+FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Of optimizer states on the host."""
+SHARDED = ((ZeroStage.OPTIMIZER, None), (ZeroStage.GRADIENTS, None), (ZeroStage.GRADIENTS, 100_000_000))
+"""Levels and bucket sizes; None: that of the run. Smaller buckets have smaller staging buffers."""
+_SHORTEST_PIECE = 4096
+"""Tokens of a rank with CP: shorter pieces do not hide what travels."""
+_NUM_TIMED = 48
+_FAR = 1.2
+"""A layout that takes so many times as long as another, even if it saves no memory, is not looked at."""
+
+
+class Layout(NamedTuple):
+    """The sizes of a layout."""
+
+    tp: int
+    pp: int
+    vpp: int
+    cp: int
+    micro_batch: int
+
+
+class Found(NamedTuple):
+    """A layout that fits."""
+
+    layout: Layout
+    run: RunConfig
+    """The run with it; what is left to `auto` is still so."""
+    resolved: RunConfig
+    fit: Fit
+    time: StepTime
+
+
+def search(
+    config: RunConfig, machine: Machine, num_best: int = 5, report: Callable[[int], None] = lambda seen: None
+) -> list[Found]:
+    """The fastest layouts, the best of each TP, PP and CP, fastest first; [] if nothing fits.
+
+    Args:
+        config: the run; its layout, micro-batch, recomputation, sharding and offload are replaced.
+        machine: all nodes of it are used.
+        num_best: at most so many.
+        report: called with the number of layouts that were looked at.
+    """
+    candidates: list[tuple[float, Layout, RunConfig, RunConfig]] = []
+    fastest = math.inf
+    for seen, layout in enumerate(_layouts(config, machine), 1):
+        report(seen)
+        run = _with_layout(config, machine, layout)
+        plain = with_savings(run, ZeroStage.OPTIMIZER, None, 0.0)
+        if _bound(plain, step_costs(plain, machine)) > _FAR * fastest:
+            continue
+        if (cheapest := _cheapest(run, machine)) is not None:
+            bound = _bound(cheapest[1], step_costs(cheapest[1], machine))
+            fastest = min(fastest, bound)
+            candidates.append((bound, layout, *cheapest))
+    candidates.sort(key=lambda candidate: candidate[0])
+    found: dict[tuple[int, int, int], Found] = {}
+    for bound, layout, run, resolved in candidates[:_NUM_TIMED]:
+        worst = sorted(each.time.seconds for each in found.values())[:num_best]
+        if len(worst) == num_best and bound > worst[-1]:
+            break
+        one = Found(layout, run, resolved, fit_of(resolved, machine.facts), step_time(resolved, machine))
+        key = layout.tp, layout.pp, layout.cp
+        if key not in found or one.time.seconds < found[key].time.seconds:
+            found[key] = one
+    return sorted(found.values(), key=lambda one: one.time.seconds)[:num_best]
+
+
+def _layouts(config: RunConfig, machine: Machine) -> Iterator[Layout]:
+    """All sizes that divide devices, heads, layers and the global batch."""
+    world, model = machine.num_devices, config.model
+    for tp in _divisors(machine.devices_per_node):
+        for pp in _divisors(world // tp):
+            if model.num_layers % pp:
+                continue
+            for cp in _divisors(world // (tp * pp)):
+                if cp > 1 and config.sample_length // cp < _SHORTEST_PIECE:
+                    continue
+                replicas = world // (tp * pp * cp)
+                for vpp in (1, 2, 4) if pp > 1 else (1,):
+                    for size in MICRO_BATCHES:
+                        fits = config.training.global_batch_size % (size * replicas) == 0
+                        if fits and model.num_layers % (pp * vpp) == 0:
+                            yield Layout(tp, pp, vpp, cp, size)
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _with_layout(config: RunConfig, machine: Machine, layout: Layout) -> RunConfig:
+    of_stage = config.model.num_layers // (layout.pp * layout.vpp)
+    parallel = dataclasses.replace(
+        config.parallel,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
+        cp_comm_type=None,
+        sequence_parallel=layout.tp > 1,
+        num_layers_per_virtual_pipeline_stage=of_stage if layout.vpp > 1 else None,
+        pipeline_model_parallel_layout=None,
+        nnodes=machine.nodes,
+        nproc_per_node=machine.devices_per_node,
+    )
+    training = dataclasses.replace(config.training, micro_batch_size=layout.micro_batch)
+    return dataclasses.replace(config, parallel=parallel, training=training)
+
+
+def _cheapest(config: RunConfig, machine: Machine) -> tuple[RunConfig, RunConfig] | None:
+    """A run that fits at the least cost, also with its choices made; None if none fits or is legal."""
+    best: tuple[float, RunConfig, RunConfig] | None = None
+    for stage, bucket in SHARDED if config.num_weight_copies > 1 else SHARDED[:1]:
+        for granularity in RECOMPUTED:
+            run = with_savings(config, stage, granularity, 0.0, bucket)
+            if (resolved := _legal(run, machine.facts)) is None:
+                continue
+            fraction = _least_fraction(resolved, machine.facts)
+            if fraction is None:
+                continue
+            run, resolved = (with_offload(each, fraction) for each in (run, resolved))
+            # What the host delays is seen only when it is timed.
+            bound = _bound(resolved, step_costs(resolved, machine)) * (1 + 0.02 * fraction)
+            if best is None or bound < best[0]:
+                best = bound, run, resolved
+    return best[1:] if best else None
+
+
+def _least_fraction(config: RunConfig, machine: MachineFacts) -> float | None:
+    """The least share of states on the host with which a run fits; None if there is none."""
+    on_device = fit_of(config, machine)
+    if on_device.is_whole:
+        return 0.0
+    on_host = fit_of(with_offload(config, 1.0), machine)
+    if not on_host.is_on_device:
+        return None
+    states = on_device.device_needed - on_host.device_needed
+    lacking = on_device.device_needed - on_device.device_usable
+    fraction = next(each for each in FRACTIONS if each * states >= lacking)
+    return fraction if fit_of(with_offload(config, fraction), machine).is_whole else None
+
+
+def with_offload(config: RunConfig, fraction: float) -> RunConfig:
+    """The run with this share of its optimizer states on the host."""
+    optimizer = dataclasses.replace(
+        config.optimizer,
+        optimizer_offload_policy="static" if fraction else None,
+        optimizer_offload_fraction=fraction or 1.0,
+    )
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def with_savings(
+    config: RunConfig,
+    stage: ZeroStage,
+    granularity: Recompute | None,
+    fraction: float,
+    bucket: int | None = None,
+) -> RunConfig:
+    """The run with other ways to save memory.
+
+    Args:
+        config: the run.
+        stage: what replicas share.
+        granularity: what is recomputed, all layers alike.
+        fraction: of optimizer states on the host.
+        bucket: elements of a bucket; None: as it is.
+    """
+    shards_gradients = stage is ZeroStage.GRADIENTS
+    parallel = dataclasses.replace(
+        config.parallel,
+        use_distributed_optimizer=stage is not ZeroStage.NONE,
+        overlapped_distributed_optimizer=shards_gradients,
+        data_parallel_sharding=None,
+    )
+    training = dataclasses.replace(
+        config.training,
+        recompute_granularity=granularity,
+        recompute_method="uniform",
+        recompute_num_layers=1,
+        cpu_offloading=False,
+        cpu_offloading_num_layers=None,
+    )
+    optimizer = dataclasses.replace(
+        config.optimizer, reduce_bucket_size=bucket or config.optimizer.reduce_bucket_size
+    )
+    run = dataclasses.replace(config, parallel=parallel, training=training, optimizer=optimizer)
+    return with_offload(run, fraction)
+
+
+def _legal(run: RunConfig, machine: MachineFacts) -> RunConfig | None:
+    """The run with its choices made; None if a rule refuses it."""
+    try:
+        for rule in RULES:
+            rule(run, machine)
+    except ConfigError:
+        return None
+    return resolve_run(run, machine)[0]
+
+
+def _bound(config: RunConfig, costs: StepCosts) -> float:
+    """Seconds that a step takes roughly: the passes of the heaviest rank and equal stages' idle time."""
+    pp_size, schedule = config.parallel.pipeline_model_parallel_size, Schedule.of(config)
+    passes = max(
+        sum(costs.forward[rank::pp_size]) + sum(costs.backward[rank::pp_size]) for rank in range(pp_size)
+    )
+    reductions = 0.0
+    if config.zero_stage is ZeroStage.GRADIENTS:
+        seconds = costs.travel.reduce.seconds(max(costs.parameters))
+        reductions = (config.num_micro_batches - 1) * max(0.0, seconds - passes)
+    update = max(costs.parameters) / costs.shares * costs.update
+    return config.num_micro_batches * passes * (1 + 0.9 * schedule.formula) + reductions + update

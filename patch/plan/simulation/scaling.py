@@ -1,0 +1,148 @@
+"""How efficiently LLaMA trains on more and more GPUs, by simulation of a step.
+
+The batch is LLaMA-3's largest, 2048 samples of 8192 tokens, until every replica has one sample in a step;
+beyond that it grows with the replicas. So more GPUs accumulate fewer micro-batches, which hide less.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from patch.config import ModelConfig, ParallelConfig, RunConfig
+from patch.config.presets import PRESETS
+from patch.config.schema import CheckpointConfig, DataConfig, OptimizerConfig, TrainingConfig
+from patch.plan.activation_peak import heaviest_rank
+from patch.plan.flops import flops_per_step
+from patch.plan.memory import usable_device_memory
+from patch.plan.simulation.run import simulated_run
+from patch.plan.simulation.simulate import step_seconds
+from patch.plan.simulation.stragglers import Spread
+from patch.plan.timing.machine import Machine
+
+LENGTH, SAMPLES = 8192, 2048
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "8B": {"tensor_model_parallel_size": 2},
+    "70B": {
+        "tensor_model_parallel_size": 8,
+        "pipeline_model_parallel_size": 4,
+        "num_layers_per_virtual_pipeline_stage": 2,
+    },
+    # That of LLaMA-3's own training (arXiv 2407.21783, table 4, its rows without CP)
+    "405B": {
+        "tensor_model_parallel_size": 8,
+        "pipeline_model_parallel_size": 16,
+        "num_layers_per_virtual_pipeline_stage": 1,
+        "account_for_embedding_in_pipeline_split": True,
+        "account_for_loss_in_pipeline_split": True,
+    },
+}
+"""Fields of ParallelConfig by MODEL_SIZE; sequence parallelism and ZeRO-1 besides. They fit an H100."""
+_SELECTIVE = ("405B",)
+"""Those that recompute norms and SwiGLU (AC=sel)."""
+_AXES = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+_PER_INSTANCE = 64
+"""Ranks that share states where there are several instances of the distributed optimizer."""
+
+
+class Variant(NamedTuple):
+    """What is compared."""
+
+    title: str
+    is_tapered: bool
+    has_instances: bool
+    """States are shared by 64 ranks, and sums of their shards exchanged across."""
+
+
+VARIANTS = (
+    Variant("tapered buckets", True, False),
+    Variant("uniform buckets", False, False),
+    Variant(f"tapered, instances of {_PER_INSTANCE}", True, True),
+)
+
+
+class Point(NamedTuple):
+    """A step on a number of GPUs."""
+
+    gpus: int
+    micro_batches: int
+    """Of a replica in a step."""
+    seconds: float
+    mfu: float
+    efficiency: float
+    """Of the step: the share in which the process that computes longest computes, as if it were alone."""
+
+
+def scaling(
+    size: str, machine: Machine, counts: Sequence[int], variant: Variant = VARIANTS[0]
+) -> Iterator[Point]:
+    """The steps of a model on these numbers of GPUs.
+
+    Those on which it does not fit, or that are too few for two replicas, are left out.
+
+    Args:
+        size: of `LAYOUTS`.
+        machine: what a node is, and the links; its number of nodes does not count.
+        counts: of GPUs.
+        variant: of buckets and instances.
+    """
+    for gpus in counts:
+        if gpus < 2 * math.prod(LAYOUTS[size].get(axis, 1) for axis in _AXES):
+            continue
+        config = scaled_run(size, machine, gpus, variant)
+        if not _fits(config, machine):
+            continue
+        step = simulated_run(config, machine, is_tapered=variant.is_tapered, spread=Spread())
+        alone = simulated_run(config, machine, is_tapered=variant.is_tapered)
+        seconds = step_seconds(step)
+        flops = flops_per_step(config).model / seconds / gpus
+        computing = max(map(alone.computing, range(step.schedule.pp_size)))
+        mfu = flops / machine.peak_flops(config.training.precision)
+        yield Point(gpus, config.num_micro_batches, seconds, mfu, computing / seconds)
+
+
+def _fits(config: RunConfig, machine: Machine) -> bool:
+    """Whether a device has room; more micro-batches than fill the pipeline need no more of it."""
+    rounds = min(config.num_micro_batches, 2 * config.parallel.pipeline_model_parallel_size)
+    fewer = replace(config.training, global_batch_size=config.data_parallel_size * rounds)
+    needed = heaviest_rank(replace(config, training=fewer), cuda=True).total
+    return needed <= usable_device_memory(config, machine.facts)
+
+
+def scaled_run(size: str, machine: Machine, gpus: int, variant: Variant = VARIANTS[0]) -> RunConfig:
+    """The run of a model on so many GPUs.
+
+    Args:
+        size: of `LAYOUTS`.
+        machine: what a node is.
+        gpus: a multiple of the layout's.
+        variant: of buckets and instances.
+    """
+    layout, per_node = LAYOUTS[size], min(gpus, machine.devices_per_node)
+    tp_size, pp_size = (layout.get(axis, 1) for axis in _AXES)
+    replicas = gpus // (tp_size * pp_size)
+    parallel = ParallelConfig(
+        **layout,
+        nnodes=gpus // per_node,
+        nproc_per_node=per_node,
+        sequence_parallel=tp_size > 1,
+        use_distributed_optimizer=True,
+        num_distributed_optimizer_instances=max(1, replicas // _PER_INSTANCE) if variant.has_instances else 1,
+    )
+    batch = max(SAMPLES, replicas)
+    return RunConfig(
+        model=ModelConfig(seq_length=LENGTH, **PRESETS[size]),
+        parallel=parallel,
+        training=TrainingConfig(
+            micro_batch_size=1,
+            global_batch_size=batch,
+            train_iters=1,
+            precision="bf16",
+            recompute_granularity="selective" if size in _SELECTIVE else None,
+        ),
+        optimizer=OptimizerConfig(lr=1e-4),
+        data=DataConfig(train_data_path="none", max_padding_length=LENGTH),
+        checkpoint=CheckpointConfig(output_path="none"),
+    )

@@ -1,0 +1,162 @@
+"""Seconds of a run's messages, from the places of its ranks on the nodes and the links between these.
+
+A ring collective over P ranks sends (P - 1) / P of its data, an all-reduce twice that, in P - 1 steps, each
+of which waits for its slowest link. A group with several ranks on each node uses the network links of all of
+them. With one rank a node NCCL's trees take log2(P) steps.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from patch.config import RunConfig
+from patch.config.choices import ZeroStage
+from patch.plan.memory import gathered_bytes
+from patch.plan.parameters import element_bytes, parameters_per_rank
+from patch.plan.timing.machine import Machine
+
+
+class Group(NamedTuple):
+    """Ranks that communicate with each other."""
+
+    size: int
+    per_node: int
+    """Of them on one node."""
+
+    @property
+    def nodes(self) -> int:
+        """On how many nodes they are."""
+        return -(-self.size // self.per_node)
+
+
+def group_of(config: RunConfig, *axes: str, instances: int = 1) -> Group:
+    """The group of ranks that differ in their places along these axes only.
+
+    Args:
+        config: the run; its processes are numbered along `--rank-order`, node by node.
+        axes: of `tp`, `cp`, `dp` and `pp`.
+        instances: equal parts in which the group is cut; neighbours stay together.
+    """
+    parallel, sizes = config.parallel, _sizes(config)
+    size, on_node, stride = 1, 1, 1
+    for axis in parallel.rank_axes:
+        if axis in axes:
+            size *= sizes[axis]
+            on_node *= min(sizes[axis], max(1, parallel.nproc_per_node // stride))
+        stride *= sizes[axis]
+    size //= instances
+    return Group(size, min(on_node, size))
+
+
+def apart(config: RunConfig, axis: str) -> int:
+    """By how many ranks two neighbours along an axis differ."""
+    axes, sizes = config.parallel.rank_axes, _sizes(config)
+    return math.prod(sizes[each] for each in axes[: axes.index(axis)])
+
+
+def _sizes(config: RunConfig) -> dict[str, int]:
+    parallel = config.parallel
+    return {
+        "tp": parallel.tensor_model_parallel_size,
+        "cp": parallel.context_parallel_size,
+        "dp": config.data_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A reduce-scatter or an all-gather of elements among a group, or several in a row."""
+
+    latency: float
+    """Seconds of the smallest one."""
+    seconds_per_byte: float
+    """Of the whole data, not of a rank's part."""
+    bytes_per_element: float
+
+    def seconds(self, numel: float) -> float:
+        """Seconds for so many elements of the whole data; 0 in a group of one."""
+        return self.latency + numel * self.bytes_per_element * self.seconds_per_byte
+
+
+def ring(machine: Machine, group: Group, bytes_per_element: float) -> Collective:
+    """A reduce-scatter or an all-gather among a group.
+
+    Args:
+        machine: its links.
+        group: the ranks.
+        bytes_per_element: of what travels.
+    """
+    if group.size == 1:
+        return Collective(0.0, 0.0, bytes_per_element)
+    bandwidth, steps = machine.node_link_bandwidth * machine.reached.node_link, group.size - 1
+    latency = steps * machine.node_link_latency
+    if group.nodes > 1:
+        of_node = group.per_node * machine.network_bandwidth * machine.reached.network
+        bandwidth = min(bandwidth, of_node)
+        across = math.ceil(math.log2(group.size)) if group.per_node == 1 else group.nodes
+        inside = 0 if group.per_node == 1 else steps - group.nodes
+        latency = across * machine.network_latency + inside * machine.node_link_latency
+    return Collective(latency, (group.size - 1) / group.size / bandwidth, bytes_per_element)
+
+
+def neighbour_seconds(machine: Machine, config: RunConfig, axis: str, num_bytes: float) -> float:
+    """Of a message to the next rank along an axis.
+
+    Args:
+        machine: its links.
+        config: the run.
+        axis: `pp`, or `cp` for a ring.
+        num_bytes: of the message.
+    """
+    distance, reached = apart(config, axis), machine.reached
+    if distance * (group_of(config, axis).size - 1) < config.parallel.nproc_per_node:
+        return machine.node_link_latency + num_bytes / (machine.node_link_bandwidth * reached.node_link)
+    return machine.network_latency + num_bytes / (machine.network_bandwidth * reached.network)
+
+
+def boundary_bytes(config: RunConfig) -> int:
+    """Of what a layer gives to the next one, of one micro-batch on one rank."""
+    parallel, training = config.parallel, config.training
+    tokens = training.micro_batch_size * config.sample_length // parallel.context_parallel_size
+    shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return tokens * config.model.hidden_size * element_bytes(training.precision) // shares
+
+
+class GradientTravel(NamedTuple):
+    """How the replicas exchange gradients and weights."""
+
+    reduce: Collective
+    """Of a bucket's gradients: a reduce-scatter, without sharding an all-reduce."""
+    gather: Collective
+    """Of a bucket's new weights; costs nothing without sharding."""
+    across: Collective
+    """With several instances of the distributed optimizer: of all shards' sums, once a step."""
+
+
+def gradient_travel(config: RunConfig, machine: Machine) -> GradientTravel:
+    """How the replicas of a run exchange gradients and weights.
+
+    Args:
+        config: the run.
+        machine: its links.
+    """
+    optimizer, instances = config.optimizer, config.parallel.num_distributed_optimizer_instances
+    of_gradient = 2 if optimizer.grad_reduce_in_bf16 else element_bytes(optimizer.main_grads_dtype)
+    nothing = Collective(0.0, 0.0, 0.0)
+    if config.zero_stage is ZeroStage.NONE:
+        once = ring(machine, group_of(config, "dp", "cp"), of_gradient)
+        twice = Collective(2 * once.latency, 2 * once.seconds_per_byte, of_gradient)
+        return GradientTravel(twice, nothing, nothing)
+    group = group_of(config, "dp", "cp", instances=instances)
+    across = nothing
+    if instances > 1:
+        # Each rank sums its shard with those of the same place in the other instances, mostly on other nodes.
+        pairs = ring(machine, Group(instances, 1), element_bytes(optimizer.main_grads_dtype) / group.size)
+        across = Collective(2 * pairs.latency, 2 * pairs.seconds_per_byte, pairs.bytes_per_element)
+    # On average: of the layers' matrices less, if these travel in 8 bits.
+    of_weight = gathered_bytes(config) / max(parameters_per_rank(config.model, config.parallel))
+    gather = ring(machine, group, of_weight)
+    return GradientTravel(ring(machine, group, of_gradient), gather, across)

@@ -1,0 +1,240 @@
+"""Seconds of one layer's forward and backward on one rank, of one micro-batch: what computes, and what waits.
+
+A product takes as long as its FLOPs, or as its matrices' way through memory, if that is longer; small ones
+reach less of the peak. Norms, residuals, RoPE and SwiGLU take as long as the bytes that their fused kernels
+read and write. A layer takes at least as long as the host needs to start its kernels.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from patch.config import RunConfig
+from patch.config.choices import Precision, Recompute
+from patch.plan.activations import activation_bytes
+from patch.plan.context_parallel import sent_bytes
+from patch.plan.flops import attended_pairs
+from patch.plan.parameters import element_bytes
+from patch.plan.timing.communication import boundary_bytes, group_of, neighbour_seconds, ring
+from patch.plan.timing.machine import Machine
+
+HALF_REACHED = 256
+"""A product whose smallest side is this long reaches half of what large ones do: an H100 has about 700
+TFLOP/s with sides of 8192, 650 with 4096, 270 with 1024."""
+HALF_ATTENTION = 768
+"""The same of attention by the length of a sequence: FlashAttention-3 has 230 TFLOP/s forward at 512, 450 at
+2048, 600 at 8192."""
+BACKWARD_OF_ATTENTION = 2.5
+"""FLOPs of its backward over those of its forward: five products, one of which computes the scores again."""
+LAUNCHES = (25, 50)
+"""Kernels of a layer's forward and backward with fused operations."""
+_FP32 = 4
+
+
+class LayerTime(NamedTuple):
+    """Seconds of one pass through one layer."""
+
+    products: float
+    attention: float
+    memory: float
+    """Norms, residuals, RoPE and SwiGLU; casts to 8 bits."""
+    tensor: float = 0.0
+    """Messages of TP that nothing hides."""
+    context: float = 0.0
+    """Those of CP."""
+    launches: float = 0.0
+    """What the host needs to start all kernels, if that is longer than they take."""
+
+    @property
+    def total(self) -> float:
+        """All together; the kernels, or the host that starts them."""
+        return max(self.products + self.attention + self.memory, self.launches) + self.tensor + self.context
+
+
+class LayerTimes(NamedTuple):
+    """Of one layer and micro-batch on one rank."""
+
+    forward: LayerTime
+    backward: LayerTime
+    """Of a layer that keeps all its activations."""
+    selective: float
+    """What AC=sel adds to a backward."""
+    offload: float
+    """What copies of an offloaded layer take longer than the passes that hide them."""
+
+
+def layer_times(config: RunConfig, machine: Machine) -> LayerTimes:
+    """The seconds of one layer of a run.
+
+    Args:
+        config: the run.
+        machine: its devices and links.
+    """
+    products = _Products(config, machine)
+    attention = _attention(config, machine)
+    forward_bytes, backward_bytes, again = _traffic(config)
+    bandwidth = machine.memory_rate
+    forward_cp, backward_cp = _context(config, machine, attention)
+    host = machine.launch_seconds
+    forward = LayerTime(
+        products.forward, attention, forward_bytes / bandwidth,
+        _tensor(config, machine, products, is_forward=True), forward_cp, LAUNCHES[0] * host,
+    )  # fmt: skip
+    backward = LayerTime(
+        products.backward, attention * _backward_factor(machine), backward_bytes / bandwidth,
+        _tensor(config, machine, products, is_forward=False), backward_cp, LAUNCHES[1] * host,
+    )  # fmt: skip
+    offload = _offload(config, machine, forward.total, backward.total)
+    return LayerTimes(forward, backward, again / bandwidth, offload)
+
+
+def product_seconds(
+    machine: Machine, precision: Precision, sides: tuple[float, float, float], written: float
+) -> float:
+    """Seconds of a product of an m x k and a k x n matrix.
+
+    Args:
+        machine: where.
+        precision: of the factors.
+        sides: m, n and k.
+        written: bytes of memory for each element of the result, read and written.
+    """
+    m, n, k = sides
+    size = 1 if precision == "fp8" else element_bytes(precision)
+    reached = machine.reached.gemm_fp8 if precision == "fp8" else machine.reached.gemm
+    reached *= machine.reached.sustained * min(sides) / (min(sides) + HALF_REACHED)
+    memory = size * (m * k + k * n) + written * m * n
+    return max(2 * m * n * k / (machine.peak_flops(precision) * reached), memory / machine.memory_rate)
+
+
+def layer_products(config: RunConfig) -> list[tuple[int, int]]:
+    """Columns n and summed elements k of a layer's products on a TP rank: QKV, projection, gate-up, down."""
+    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    queries = model.num_attention_heads * model.kv_channels // tp_size
+    keys = model.num_query_groups * model.kv_channels // tp_size
+    hidden, ffn = model.hidden_size, model.ffn_hidden_size // tp_size
+    return [(queries + 2 * keys, hidden), (hidden, queries), (2 * ffn, hidden), (hidden, ffn)]
+
+
+class _Products:
+    """Seconds of a layer's products, all and one by one.
+
+    Args:
+        config: the run.
+        machine: where.
+    """
+
+    def __init__(self, config: RunConfig, machine: Machine) -> None:
+        tokens = _tokens(config)
+        precision = config.training.precision
+        size = element_bytes(precision)
+        # Weight gradients are added to the main gradients; without fusion they are written and read besides.
+        given = config.optimizer.gradient_accumulation_fusion
+        fused = machine.is_gpu if given is None else given
+        main = element_bytes(config.optimizer.main_grads_dtype)
+        added = 2 * main + (0 if fused else 2 * size)
+        sides = layer_products(config)
+        self.each = [product_seconds(machine, precision, (tokens, n, k), size) for n, k in sides]
+        self.inputs = [product_seconds(machine, precision, (tokens, k, n), size) for n, k in sides]
+        self.weights = [product_seconds(machine, precision, (n, k, tokens), added) for n, k in sides]
+        self.forward, self.backward = sum(self.each), sum(self.inputs) + sum(self.weights)
+
+
+def _tokens(config: RunConfig) -> int:
+    """Tokens of a micro-batch that a rank's products see."""
+    return config.training.micro_batch_size * config.sample_length // config.parallel.context_parallel_size
+
+
+def _attention(config: RunConfig, machine: Machine) -> float:
+    """Seconds of attention's forward."""
+    model, parallel, training = config.model, config.parallel, config.training
+    heads = model.num_attention_heads // parallel.tensor_model_parallel_size
+    pairs = attended_pairs([config.sample_length], model.window_size) / parallel.context_parallel_size
+    flops = 4 * heads * model.kv_channels * pairs * training.micro_batch_size
+    precision: Precision = "fp32" if training.precision == "fp32" else "bf16"
+    is_ring = parallel.cp_comm_type == "p2p"
+    length = config.sample_length / (parallel.context_parallel_size if is_ring else 1)
+    reached = machine.reached.attention_forward * machine.reached.sustained
+    rate = machine.peak_flops(precision) * reached
+    return flops / (rate * length / (length + HALF_ATTENTION))
+
+
+def _backward_factor(machine: Machine) -> float:
+    return BACKWARD_OF_ATTENTION * machine.reached.attention_forward / machine.reached.attention_backward
+
+
+def _traffic(config: RunConfig) -> tuple[float, float, float]:
+    """Bytes that the other kernels of a layer read and write: forward, backward, and what AC=sel repeats."""
+    model, parallel, precision = config.model, config.parallel, config.training.precision
+    tp_size = parallel.tensor_model_parallel_size
+    hidden = model.hidden_size / (tp_size if parallel.sequence_parallel else 1)
+    heads = (model.num_attention_heads + 2 * model.num_query_groups) * model.kv_channels / tp_size
+    ffn = model.ffn_hidden_size / tp_size
+    norms, residuals, rope, swiglu = 2 * 2 * hidden, 2 * 3 * hidden, 2 * heads, 3 * ffn
+    forward = norms + residuals + rope + swiglu
+    backward = 2 * 3 * hidden + residuals + rope + 6 * ffn
+    size = element_bytes(precision)
+    if precision == "fp8":  # each factor is read twice, for its largest value and its cast, and written
+        inputs = 2 * model.hidden_size + (model.num_attention_heads * model.kv_channels + ffn) / tp_size
+        forward += inputs * 5 / size
+        backward += (inputs + heads + 2 * ffn) * 5 / size
+    tokens = _tokens(config)
+    return tokens * size * forward, tokens * size * backward, tokens * size * (norms + swiglu)
+
+
+def _tensor(config: RunConfig, machine: Machine, products: _Products, *, is_forward: bool) -> float:
+    """Seconds of TP's messages that nothing hides.
+
+    Forward gathers (SP) or receives a layer's input before two products and sums after two others. In
+    backward what is sent for the first two travels while their weights' gradients are computed.
+    `--tp-comm-overlap` sends all but one of TP pieces while a product is computed.
+    """
+    parallel = config.parallel
+    tp_size = parallel.tensor_model_parallel_size
+    if tp_size == 1:
+        return 0.0
+    whole = boundary_bytes(config) * (tp_size if parallel.sequence_parallel else 1)
+    once = ring(machine, group_of(config, "tp"), 1).seconds(whole)
+    inputs, weights = products.inputs, products.weights
+    overlaps = parallel.tp_comm_overlap
+    if not machine.is_gpu if overlaps is None else overlaps:
+        seconds = products.each if is_forward else inputs
+        if not parallel.sequence_parallel:
+            once, seconds = 2 * once, seconds[1::2] if is_forward else seconds[::2]
+        return sum(max(once / tp_size, once - product * (1 - 1 / tp_size)) for product in seconds)
+    if is_forward:  # with SP four gathers and sums, else two all-reduces, which take twice as long
+        return 4 * once
+    if not parallel.sequence_parallel:
+        return sum(max(0.0, 2 * once - weights[column]) for column in (0, 2))
+    gathers = sum(max(0.0, once - inputs[column]) for column in (0, 2))
+    return 2 * once + gathers + sum(max(0.0, once - weights[column]) for column in (0, 2))
+
+
+def _context(config: RunConfig, machine: Machine, attention: float) -> tuple[float, float]:
+    """Seconds of CP's messages that nothing hides, in forward and in backward."""
+    cp_size, way = config.parallel.context_parallel_size, config.parallel.cp_comm_type
+    if cp_size == 1:
+        return 0.0, 0.0
+    sent = sent_bytes(config, way or "p2p")
+    if way == "a2a":
+        group = group_of(config, "cp")
+        # An all-to-all of n bytes sends as much as a gather of n bytes in all.
+        half = ring(machine, group, 1).seconds(sent / 2 * cp_size / (cp_size - 1))
+        return half, half
+    # Keys and values in forward; with fp32 gradients in backward. All but the rank's own piece hides them.
+    size = element_bytes(config.training.precision)
+    steps, forward_share = cp_size - 1, size / (2 * size + _FP32)
+    hidden = attention * steps / cp_size
+    message = [sent * share / steps for share in (forward_share, 1 - forward_share)]
+    forward, backward = (steps * neighbour_seconds(machine, config, "cp", each) for each in message)
+    return max(0.0, forward - hidden), max(0.0, backward - hidden * _backward_factor(machine))
+
+
+def _offload(config: RunConfig, machine: Machine, forward: float, backward: float) -> float:
+    """What the copies of an offloaded layer's activations take longer than the passes beside them."""
+    kept = activation_bytes(
+        config.model, config.parallel, config.training, length=config.sample_length, cuda=machine.is_gpu
+    )
+    granularity: Recompute | None = "selective" if config.recompute == "selective" else None
+    copy = kept[granularity] / (machine.host_link_bandwidth * machine.reached.host_link)
+    return max(0.0, copy - forward) + max(0.0, copy - backward)

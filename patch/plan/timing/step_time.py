@@ -1,0 +1,244 @@
+"""Seconds of a step in closed form: what computes, the pipeline's idle time, and messages that nothing hides.
+
+The parts add up to the step. Passes are those of the process that computes longest; the pipeline's order is
+simulated pass by pass. Gradients travel while the last micro-batch's backward runs, with ZeRO-2 in each; what
+is left is exposed, and at least the embedding's gradient, which comes last. New weights travel while the
+first forward runs; the embedding's come first.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from patch.config import RunConfig
+from patch.config.choices import ZeroStage
+from patch.plan.activation_peak import heaviest_rank
+from patch.plan.buckets import smallest_bucket
+from patch.plan.flops import flops_per_step
+from patch.plan.memory import bytes_per_rank, usable_device_memory
+from patch.plan.pipeline import Schedule, Timing, simulate
+from patch.plan.timing.communication import Collective
+from patch.plan.timing.machine import Machine
+from patch.plan.timing.step_costs import StepCosts, step_costs
+from patch.storage.sizes import timed
+
+_SPECULATIVE_SHARE, _SHADOW_FACTOR = 0.5, 1.36
+"""Of the host's states at most half is updated while backward runs, which takes 1.36 times as long
+(patch/optimizer/host_buffers.py; toolkits/benchmarks/RESULTS.md)."""
+
+
+class Part(NamedTuple):
+    """A part of a step."""
+
+    name: str
+    seconds: float
+    formula: str
+    """How it was computed, with its numbers."""
+
+
+class StepTime(NamedTuple):
+    """A planned step."""
+
+    parts: list[Part]
+    seconds: float
+    """Their sum."""
+    tokens_per_second: float
+    """Of all devices."""
+    model_flops: float
+    """FLOP/s of a device, without recomputation."""
+    mfu: float | None
+    """None for a CPU, whose peak is not known."""
+
+
+def step_time(config: RunConfig, machine: Machine) -> StepTime:
+    """The planned time of a step.
+
+    Args:
+        config: the run, its automatic choices made.
+        machine: where it runs.
+    """
+    costs = step_costs(config, machine)
+    timing = _timing(config, costs)
+    parts = [*_passes(config, costs, timing), *_around(config, machine, costs, timing)]
+    seconds = sum(part.seconds for part in parts)
+    tokens = config.training.global_batch_size * config.sample_length
+    flops = flops_per_step(config).model / seconds / config.world_size
+    mfu = flops / machine.peak_flops(config.training.precision) if machine.is_gpu else None
+    return StepTime(parts, seconds, tokens / seconds, flops, mfu)
+
+
+def _timing(config: RunConfig, costs: StepCosts) -> Timing:
+    """The passes of the pipeline. Where nothing hides a message, its sender waits until it has arrived."""
+    is_hidden = costs.has_hidden_messages
+    wait, stages = 0.0 if is_hidden else costs.message, range(len(costs.forward))
+    forward = [costs.forward[stage] + (wait if stage < stages[-1] else 0) for stage in stages]
+    backward = [costs.backward[stage] + (wait if stage else 0) for stage in stages]
+    return simulate(Schedule.of(config), forward, backward, costs.message if is_hidden else 0.0)
+
+
+def _passes(config: RunConfig, costs: StepCosts, timing: Timing) -> list[Part]:
+    """The parts of all passes of the process that computes longest, and the time that it waits for others."""
+    pp_size, count = config.parallel.pipeline_model_parallel_size, config.num_micro_batches
+    rank = max(range(pp_size), key=lambda rank: timing.computing[rank])
+    own = range(rank, len(costs.forward), pp_size)
+    layers = sum(config.stage_layers[stage] for stage in own)
+    forward, backward = costs.layer.forward, costs.layer.backward
+    parts, kept = [], count * layers
+    for name, title in (
+        ("products", "products with weights"), ("attention", "attention"), ("memory", "norms, RoPE, SwiGLU"),
+        ("tensor", "TP messages, exposed"), ("context", "CP messages, exposed"),
+    ):  # fmt: skip
+        first, second = getattr(forward, name), getattr(backward, name)
+        text = f"{count} micro-batches x {layers} layers x ({timed(first)} + {timed(second)} backward)"
+        parts.append(Part(title, kept * (first + second), text))
+    waiting = kept * (forward.total + backward.total) - sum(part.seconds for part in parts)
+    text = f"a layer's kernels take the host {timed(forward.launches)} + {timed(backward.launches)} to start"
+    parts.append(Part("waiting for the host", max(0.0, waiting), text))
+    plain = layers * backward.total + (costs.embedding[1] if 0 in own else 0)
+    again = sum(costs.backward[stage] for stage in own) - plain
+    text = f"{count} x {timed(again)}: forwards and activations that AC computes or copies again"
+    parts.append(Part("recomputation, offload of activations", count * max(0.0, again), text))
+    if 0 in own:
+        first, second = costs.embedding
+        text = f"{count} x ({timed(first)} + {timed(second)} backward); its gradient is a whole one"
+        parts.append(Part("embedding", count * sum(costs.embedding), text))
+    if len(costs.forward) - 1 in own:
+        text = f"{count} x {timed(costs.loss)}: three products with {config.padded_vocab_size} rows, logits"
+        parts.append(Part("output layer and loss", count * costs.loss, text))
+    if pp_size > 1:
+        idle = timing.step - sum(part.seconds for part in parts)
+        formula = Schedule.of(config).formula
+        text = (
+            f"the order of passes, simulated; a message takes {timed(costs.message)}, "
+            f"{'hidden' if costs.has_hidden_messages else 'waited for'}; equal stages idle {formula:.1%}"
+        )
+        parts.append(Part("pipeline bubble and messages", idle, text))
+    return parts
+
+
+def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timing) -> list[Part]:
+    """The parts after the last backward: gradients, norm, update, weights."""
+    parts = []
+    if config.num_weight_copies > 1:
+        contention = machine.reached.contention
+        parts.append(_reduction(config, costs, timing, contention))
+        parts.append(_gathering(config, costs, contention))
+    fraction = offloaded_fraction(config, machine)
+    own = max(costs.parameters) / costs.shares
+    held = own if config.zero_stage is ZeroStage.GRADIENTS else max(costs.parameters)
+    hops = 2 * math.ceil(math.log2(max(config.world_size, 1)))
+    latency = hops * (machine.network_latency if config.parallel.nnodes > 1 else machine.node_link_latency)
+    seconds = own * (costs.norm + costs.update * (1 - fraction)) + held * costs.zero + latency
+    text = (
+        f"{own / 1e6:.0f} M states a rank: norm {timed(own * costs.norm + latency)}, Adam "
+        f"{timed(own * costs.update * (1 - fraction))}; {held / 1e6:.0f} M gradients cleared"
+    )
+    parts.append(Part("norm and update", seconds, text))
+    if fraction:
+        parts.append(_host_update(config, costs, own * fraction))
+    return parts
+
+
+class _Travel(NamedTuple):
+    """What one pipeline rank exchanges with its replicas."""
+
+    seconds: float
+    """Of all buckets."""
+    unhidden: float
+    """Of those that no pass hides: the embedding's, which is the last to have its gradient and the first
+    that is needed; of other stages a small bucket."""
+
+
+def _travels(config: RunConfig, costs: StepCosts, collective: Collective) -> list[_Travel]:
+    """Of each pipeline rank."""
+    size = config.optimizer.reduce_bucket_size
+    smallest = smallest_bucket(size, config.num_state_shares)
+    tp_size = config.parallel.tensor_model_parallel_size
+    embedding = config.padded_vocab_size * config.model.hidden_size / tp_size
+    found = []
+    for rank, elements in enumerate(costs.parameters):
+        # Whole buckets, and those that halve towards the end of backward.
+        buckets = math.ceil(elements / size) + round(math.log2(max(size / smallest, 1)))
+        seconds = collective.seconds(elements) + (buckets - 1) * collective.latency
+        unhidden = collective.seconds(min(smallest if rank else embedding, elements))
+        found.append(_Travel(seconds, unhidden))
+    return found
+
+
+def _reduction(config: RunConfig, costs: StepCosts, timing: Timing, contention: float) -> Part:
+    """Gradients that are still on their way when the last process ends its last backward."""
+    pp_size, count = config.parallel.pipeline_model_parallel_size, config.num_micro_batches
+    is_repeated = config.zero_stage is ZeroStage.GRADIENTS
+    travels = _travels(config, costs, costs.travel.reduce)
+    latest = timing.step
+    for rank, travel in enumerate(travels):
+        backward = sum(costs.backward[rank::pp_size])
+        exposed = max(travel.unhidden, travel.seconds - backward)
+        if is_repeated:
+            window = backward + sum(costs.forward[rank::pp_size])
+            exposed += (count - 1) * max(0.0, travel.seconds - window)
+        latest = max(latest, timing.ends[rank] + exposed)
+    across = costs.travel.across.seconds(max(costs.parameters))
+    times, seconds = count if is_repeated else 1, max(travels).seconds
+    slower = contention * times * (seconds - travels[0].unhidden)
+    text = (
+        f"{times} x {timed(seconds)} travel behind backward "
+        f"({timed(sum(costs.backward[::pp_size]))} of the first rank), except {timed(travels[0].unhidden)}"
+        f"; {timed(slower)} of slower kernels beside"
+        + (f"; sums across instances {timed(across)}" if across else "")
+    )
+    return Part("gradients, exposed", latest - timing.step + across + slower, text)
+
+
+def _gathering(config: RunConfig, costs: StepCosts, contention: float) -> Part:
+    """Weights that the first forward waits for. A later stage's forward begins later."""
+    pp_size = config.parallel.pipeline_model_parallel_size
+    travels = _travels(config, costs, costs.travel.gather)
+    worst, later = 0.0, 0.0
+    for rank, travel in enumerate(travels):
+        exposed = max(travel.unhidden, travel.seconds - sum(costs.forward[rank::pp_size]))
+        worst = max(worst, exposed - later)
+        later += costs.forward[rank] + costs.message
+    slower = contention * (max(travels).seconds - travels[0].unhidden)
+    text = (
+        f"{timed(max(travels).seconds)} travel behind forward ({timed(sum(costs.forward[::pp_size]))} of the "
+        f"first rank), except {timed(travels[0].unhidden)}; {timed(slower)} of slower kernels beside"
+    )
+    return Part("weights, exposed", worst + slower, text)
+
+
+def offloaded_fraction(config: RunConfig, machine: Machine) -> float:
+    """The share of a rank's optimizer states in host memory; with `auto` what the device has no room for.
+
+    Args:
+        config: the run.
+        machine: where it runs.
+    """
+    policy = config.optimizer.optimizer_offload_policy
+    if policy == "static":
+        return config.optimizer.optimizer_offload_fraction
+    if policy is None or not machine.is_gpu:
+        return 0.0
+    states = bytes_per_rank(config).optimizer
+    room = usable_device_memory(config, machine.facts) - heaviest_rank(config, cuda=True).total
+    return min(1.0, max(0.0, 1 - room / states))
+
+
+def _host_update(config: RunConfig, costs: StepCosts, elements: float) -> Part:
+    """What a step waits for states on the host.
+
+    Gradients go down behind the last backward. So many states are updated meanwhile as there is time for, at
+    most half; the others after the norm, while the next forward runs, which needs its first weights at once.
+    """
+    down, up, update = (elements * each for each in (costs.copy_down, costs.copy_up, costs.host_update))
+    pp_size = config.parallel.pipeline_model_parallel_size
+    backward, forward = sum(costs.backward[::pp_size]), sum(costs.forward[::pp_size])
+    early = min(_SPECULATIVE_SHARE, backward / (update * _SHADOW_FACTOR))
+    late = max(update * (1 - early), up)
+    exposed = max(0.0, down - backward) + max(0.0, late - forward)
+    text = (
+        f"{elements / 1e6:.0f} M states: down {timed(down)} behind backward ({timed(backward)}), update "
+        f"{timed(update)}, {early:.0%} of it early, up {timed(up)} behind forward ({timed(forward)})"
+    )
+    return Part("states on the host, exposed", exposed, text)

@@ -1,0 +1,43 @@
+"""Runs that are only planned: of any layout, on GPUs that are not there."""
+
+from patch.config import RunConfig, parse_args
+from patch.plan.timing.machine import Machine
+from patch.plan.timing.machine_presets import PRESETS
+
+H100 = PRESETS["h100"]
+ENVIRON = {"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}
+
+
+def planned_run(
+    order="tp-cp-dp-pp",
+    *,
+    tp=1,
+    cp=1,
+    dp=1,
+    pp=1,
+    size="8B",
+    length=4096,
+    flags="",
+    machine: Machine = H100,
+    sharding="--use-distributed-optimizer",
+) -> RunConfig:
+    """LLaMA 8B with eight micro-batches of one sample a replica, on as few nodes as it takes.
+
+    Args:
+        order: of the processes' axes.
+        tp, cp, dp, pp: sizes of the axes.
+        size: MODEL_SIZE.
+        length: tokens of a sample.
+        flags: more flags, in one text.
+        machine: whose nodes.
+        sharding: flags of what replicas share.
+    """
+    world, per_node = tp * cp * dp * pp, machine.devices_per_node
+    batch = "" if "--global-batch-size" in flags else f"--global-batch-size {8 * dp}"
+    argv = (
+        f"--model-size {size} --seq-length {length} --micro-batch-size 1 {batch} --train-iters 10 --lr 1 "
+        f"--train-data-path a --output-path b --rank-order {order} --tensor-model-parallel-size {tp} "
+        f"--context-parallel-size {cp} --pipeline-model-parallel-size {pp} {sharding} "
+        f"--nnodes {-(-world // per_node)} --nproc-per-node {min(per_node, world)} {flags}"
+    )
+    return parse_args(argv.split(), ENVIRON, machine.facts).config

@@ -1,0 +1,66 @@
+"""The search of layouts: what it finds fits, is legal, and is what published experiments bear out."""
+
+import dataclasses
+
+import pytest
+from planned_runs import ENVIRON, H100, planned_run
+
+from patch.config import parse_args
+from patch.config.launch_line import launch_argv
+from patch.config.rules import RULES
+from patch.plan.search import Found, search
+from patch.plan.timing.machine_presets import PRESETS
+
+ENVIRONMENT = {**ENVIRON, "WORLD_SIZE": "4", "RANK": "0"}
+
+
+def found(size="8B", nodes=1, per_node=8, name="h100", length=8192, batch=512) -> list[Found]:
+    machine = dataclasses.replace(PRESETS[name], nodes=nodes, devices_per_node=per_node)
+    run = planned_run(size=size, length=length, flags=f"--global-batch-size {batch}")
+    return search(run, machine)
+
+
+def test_8b_on_one_gpu_needs_the_host():
+    """16 bytes a parameter are 120 GiB. Pai's article trains it on A100s of 80 GB with states on the host."""
+    (best,) = found(per_node=1)
+    assert best.layout[:4] == (1, 1, 1, 1)
+    assert best.resolved.optimizer.optimizer_offload_fraction == 1.0 and best.fit.is_whole
+    (roomy,) = found(per_node=1, name="b200")
+    assert roomy.resolved.optimizer.optimizer_offload_fraction < 1.0 or not roomy.fit.host_needed
+
+
+def test_8b_on_eight_gpus_is_data_parallel():
+    """Pai's article: 8 A100s, DP 8; 8 H100s, TP 2 x DP 4."""
+    best, *others = found()
+    assert (best.layout.tp, best.layout.pp) == (1, 1) and best.resolved.recompute is None
+    assert any((each.layout.tp, each.layout.pp, each.layout.cp) == (2, 1, 1) for each in others)
+    assert all(each.fit.is_whole and 0.4 < each.time.mfu < 0.55 for each in (best, *others))
+    seconds = [each.time.seconds for each in (best, *others)]
+    assert seconds == sorted(seconds)
+
+
+@pytest.mark.parametrize("size", ["8B", "70B"])
+def test_what_is_found_for_32_gpus_is_legal_and_its_line_gives_it(size):
+    """8B: TP of at most 2. 70B: weights over 4 to 32 GPUs, TP inside a node (Megatron-LM's own layouts)."""
+    layouts = found(size, nodes=4, batch=512 if size == "8B" else 128)
+    assert len(layouts) >= 3
+    for each in layouts:
+        model_parallel = each.layout.tp * each.layout.pp
+        assert model_parallel <= 2 if size == "8B" else 4 <= model_parallel <= 32
+        assert each.layout.tp <= 8 and each.resolved.world_size == 32 and each.fit.is_whole
+        for rule in RULES:
+            rule(each.run, H100.facts)
+        argv = launch_argv(each.run, ENVIRONMENT, H100.facts)
+        assert parse_args(argv, ENVIRONMENT, H100.facts).config == each.run
+        assert argv[:2] == ["dlc", size] and len(argv) >= 25
+
+
+def test_long_sequences_take_context_parallelism_or_recomputation():
+    best, *_ = found(length=131072, batch=32)
+    assert best.layout.cp > 1 or best.resolved.recompute == "full"
+
+
+def test_a_model_that_fits_nowhere_is_not_found():
+    machine = dataclasses.replace(H100, host_memory_bytes=2**30)
+    run = planned_run(size="405B", flags="--global-batch-size 512")
+    assert search(run, machine) == []

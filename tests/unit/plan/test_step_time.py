@@ -1,0 +1,132 @@
+"""A step's time by hand: it is the sum of its parts, and each part is what its messages and passes say."""
+
+import dataclasses
+
+import planned_runs
+import pytest
+from planned_runs import planned_run as run
+
+from patch.plan import flops_per_step
+from patch.plan.pipeline import Schedule, simulate
+from patch.plan.timing.machine_presets import PRESETS, this_machine
+from patch.plan.timing.step_costs import step_costs
+from patch.plan.timing.step_time import offloaded_fraction, step_time
+
+QUIET = dataclasses.replace(planned_runs.H100.reached, contention=0.0)
+H100 = dataclasses.replace(planned_runs.H100, reached=QUIET)
+"""Messages beside computation do not slow it."""
+
+
+def parts(config, machine=H100) -> dict[str, float]:
+    return {part.name: part.seconds for part in step_time(config, machine).parts}
+
+
+def test_one_device_computes_and_updates():
+    config = run()
+    costs, time = step_costs(config, H100), step_time(config, H100)
+    states = costs.parameters[0]
+    update = states * (28 + 4 + 4) / H100.memory_rate
+    assert time.seconds == pytest.approx(8 * (costs.forward[0] + costs.backward[0]) + update)
+    assert time.tokens_per_second == pytest.approx(8 * 4096 / time.seconds)
+    assert time.mfu == pytest.approx(flops_per_step(config).model / time.seconds / 989.5e12)
+
+
+def test_equal_stages_idle_as_the_formula_says():
+    """(PP - 1) / micro-batches of the computing time: no embedding, no loss, messages that take no time."""
+    schedule = Schedule.of(run(pp=4))
+    timing = simulate(schedule, [1.0] * 4, [2.0] * 4)
+    assert timing.step - 24 == pytest.approx(24 * 3 / 8)
+    assert timing.ends == [33, 31, 29, 27]
+    slower = simulate(schedule, [1.0] * 4, [2.0] * 4, message=0.5)
+    assert slower.step - timing.step >= 3 * 0.5 * 2
+
+
+def test_a_pipelines_parts_are_its_simulated_time():
+    config = run(pp=4)
+    costs = step_costs(config, H100)
+    wait = costs.message
+    forward = [each + wait * (stage < 3) for stage, each in enumerate(costs.forward)]
+    backward = [each + wait * (stage > 0) for stage, each in enumerate(costs.backward)]
+    expected = simulate(Schedule.of(config), forward, backward).step
+    found = parts(config)
+    assert sum(found.values()) - found["norm and update"] == pytest.approx(expected)
+    assert found["pipeline bubble and messages"] > 0
+    interleaved = parts(run(pp=4, flags="--num-layers-per-virtual-pipeline-stage 2"))
+    assert interleaved["pipeline bubble and messages"] < 0.5 * found["pipeline bubble and messages"]
+
+
+def test_gradients_hide_behind_the_last_backward_but_for_the_embeddings():
+    """On a node all but the last gradient hides; on a slow network what backward does not cover is left."""
+    config = run(dp=8)
+    embedding = 128256 * 4096
+    costs = step_costs(config, H100)
+    assert parts(config)["gradients, exposed"] == pytest.approx(costs.travel.reduce.seconds(embedding))
+    assert parts(config)["weights, exposed"] == pytest.approx(costs.travel.gather.seconds(embedding))
+    slow = dataclasses.replace(H100, node_link_bandwidth=5e9)
+    costs = step_costs(config, slow)
+    travel = costs.travel.reduce.seconds(costs.parameters[0])
+    left = parts(config, slow)["gradients, exposed"]
+    assert left == pytest.approx(travel - costs.backward[0], rel=1e-3)
+
+
+def test_computation_is_slower_while_messages_travel_beside_it():
+    config = run(dp=8)
+    costs = step_costs(config, H100)
+    hidden = sum(
+        each.seconds(costs.parameters[0] - 128256 * 4096)
+        for each in (costs.travel.reduce, costs.travel.gather)
+    )
+    more = step_time(config, planned_runs.H100).seconds - step_time(config, H100).seconds
+    assert more == pytest.approx(0.05 * hidden, rel=0.01)
+
+
+def test_sharded_gradients_travel_in_each_micro_batch():
+    slow = dataclasses.replace(H100, node_link_bandwidth=5e9)
+    once, each = (
+        parts(run(dp=8, flags=f"--data-parallel-sharding {level}"), slow)["gradients, exposed"]
+        for level in ("optimizer", "gradients")
+    )
+    costs = step_costs(run(dp=8), slow)
+    travel = costs.travel.reduce.seconds(costs.parameters[0])
+    more = travel - costs.forward[0] - costs.backward[0]
+    assert more > 0 and each - once == pytest.approx(7 * more, rel=1e-3)
+
+
+def test_accumulation_spreads_what_nothing_hides():
+    machine = dataclasses.replace(PRESETS["a100"], reached=QUIET)
+    one, many = (step_time(run(dp=64, flags=f"--global-batch-size {64 * n}"), machine) for n in (1, 16))
+    passes = one.seconds - sum(p.seconds for p in one.parts if "exposed" in p.name or "update" in p.name)
+    assert many.seconds == pytest.approx(one.seconds + 15 * passes)
+    assert one.mfu < many.mfu
+
+
+def test_recomputation_is_a_part_of_its_own():
+    plain, full = parts(run()), parts(run(flags="--recompute-granularity full"))
+    costs = step_costs(run(), H100)
+    name = "recomputation, offload of activations"
+    assert full.pop(name) == pytest.approx(8 * 32 * costs.layer.forward.total)
+    assert plain.pop(name) == 0 and full == plain
+
+
+def test_states_on_a_slow_host_delay_the_step():
+    flags = "--optimizer-offload-policy static --optimizer-offload-fraction 0.5"
+    name = "states on the host, exposed"
+    assert parts(run(dp=8, length=8192, flags=flags))[name] == 0
+    slow = dataclasses.replace(H100, host_bandwidth=20e9)
+    update = 0.5 * 8030261248 / 8 * 28 / (20e9 / 8 * H100.reached.host_bandwidth)
+    found = parts(run(dp=8, flags=flags), slow)[name]
+    assert 0.5 * update < found < update
+
+
+def test_auto_offload_takes_what_the_device_has_no_room_for():
+    config = run(flags="--optimizer-offload-policy auto")
+    assert 0.9 < offloaded_fraction(config, H100) <= 1
+    assert offloaded_fraction(run(dp=8, flags="--optimizer-offload-policy auto"), PRESETS["h200"]) == 0
+    assert 0 < offloaded_fraction(config, PRESETS["h200"]) < 0.5
+    assert offloaded_fraction(run(), H100) == 0
+
+
+def test_a_cpu_has_no_mfu():
+    machine = this_machine(dataclasses.replace(H100.facts, cuda_devices=0), processes=1)
+    time = step_time(run(size="tiny", length=64), machine)
+    assert time.mfu is None and time.seconds > 0
