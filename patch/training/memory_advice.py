@@ -8,7 +8,7 @@ from patch.config.choices import OffloadPolicy, Recompute, ZeroStage
 from patch.config.positions import where
 from patch.config.schema import OptimizerConfig, RunConfig
 from patch.device import MachineFacts
-from patch.plan import bytes_per_rank, device_memory, needed_bytes
+from patch.plan import bytes_per_rank, cures, device_memory, needed_bytes
 from patch.storage.sizes import size_text
 
 
@@ -35,6 +35,8 @@ def _on_device(config: RunConfig, machine: MachineFacts) -> str:
     state, limit = bytes_per_rank(config), device_memory(config, machine)
     fixed = state.weights + state.gradients
     more = "more processes (TP, PP)"
+    if found := cures(config, machine):
+        more += f"; by the plan it fits with {'; or with '.join(found)}"
     if 0 < limit < fixed:
         lead = f"weights and gradients alone take {size_text(fixed)} of {size_text(limit)}"
         return _sentence([*_shared_gradients(config), more], lead)

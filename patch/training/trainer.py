@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from patch.compat.profiler import region
 from patch.data.prefetch import read_ahead
 from patch.distributed.collectives import barrier, is_on_all_ranks, max_over_world, on_all_ranks
 from patch.errors import TrainingError
@@ -91,7 +92,9 @@ class Trainer:
     def _step(self, iteration: int) -> None:
         config, done = self.run.config, iteration + 1
         is_last = done == config.training.train_iters
-        result = train_step(self.run, iteration)
+        with region("step %d", done):
+            result = train_step(self.run, iteration)
+            self.run.phases.end_region()
         # A step is timed from gradient norm to gradient norm: the GPU may still be busy with the update.
         now = time.perf_counter()
         seconds, self._step_begin = now - self._step_begin, now

@@ -16,6 +16,7 @@ from patch.config import check_tokens, remember_data, to_yaml
 from patch.config.checkpoint_places import checkpoint_root, disk_root
 from patch.config.fields import scalar_of
 from patch.config.hf_config import has_hf_config
+from patch.config.profiled_steps import profiled_steps
 from patch.config.schema import RunConfig
 from patch.convert import export_hf
 from patch.device import DeviceContext
@@ -38,6 +39,7 @@ from patch.training.hooks import TrainerHook
 from patch.training.last_saved import LastSaved
 from patch.training.loss_plot import LossPlot
 from patch.training.metrics import MetricsLog
+from patch.training.profiling import StepProfile
 from patch.training.progress import ProgressDisplay
 from patch.training.setup import Run, build_run
 from patch.training.step_time_forecast import StepTimeHook
@@ -114,6 +116,10 @@ def _train(config: RunConfig) -> int:
 def build_hooks(run: Run) -> list[TrainerHook]:
     """The hooks of this rank, in the order in which they are called."""
     hooks: list[TrainerHook] = [StepTimeHook(run.optimizer)]
+    steps, is_cuda = profiled_steps(run.config.checkpoint.profile), run.device.type == "cuda"
+    if steps is not None:
+        folder = Path(run.config.checkpoint.output_path)
+        hooks.append(StepProfile(folder, steps, dist.get_rank(), run.start_iteration, is_cuda=is_cuda))
     if dist.get_rank() == 0:
         output, root = Path(run.config.checkpoint.output_path), checkpoint_root(run.config)
         take_metrics(run.config, run.start_iteration)
@@ -196,12 +202,12 @@ def _export(this_run: Run) -> None:
     config = this_run.config
     target = Path(config.checkpoint.output_path) / HF_FOLDER
     load = config.checkpoint.load
-    this_run.optimizer.finish_param_sync()
-    export_hf(
-        this_run.stages,
-        target,
-        config.model,
-        this_run.groups,
-        hf_source=Path(load) if load is not None and has_hf_config(load) else None,
-        tokenizer=this_run.tokenizer,
-    )
+    with this_run.optimizer.full_weights():
+        export_hf(
+            this_run.stages,
+            target,
+            config.model,
+            this_run.groups,
+            hf_source=Path(load) if load is not None and has_hf_config(load) else None,
+            tokenizer=this_run.tokenizer,
+        )

@@ -14,6 +14,7 @@ ROWS = {
     "patch.logger": 0,
     "patch.parse_numbers": 0,
     "patch.device": 0,
+    "patch.eight_bits": 0,
     "patch.progress": 1,
     "patch.storage": 1,
     "patch.families": 1,
@@ -29,7 +30,7 @@ ROWS = {
     "patch.convert": 7,
     "patch.alignment": 8,
     "patch.training": 8,
-    "examples": 9,
+    "examples": 10,
     "toolkits": 9,
 }
 

@@ -1,6 +1,8 @@
 """What another program gets that installs the package: its dependencies, its types, and nothing else."""
 
 import ast
+import json
+import os
 import re
 import shutil
 import subprocess
@@ -8,9 +10,16 @@ import sys
 import tomllib
 import zipfile
 from importlib.metadata import packages_distributions
+from itertools import chain
 from pathlib import Path
 
 import pytest
+
+from toolkits.quickstart.seed_model import write_model, write_tokenizer
+from toolkits.quickstart.tasks import make_examples, to_row
+
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+QUIET = ["--quiet", "--no-deps"]
 
 
 def _name(requirement: str) -> str:
@@ -48,12 +57,60 @@ def test_what_is_declared_is_tested(root, declared):
     assert declared <= {_name(line) for line in lines if line}
 
 
-def test_a_wheel_holds_the_two_packages_their_types_and_the_kernels_source(root, tmp_path):
-    source = tmp_path / "source"
+@pytest.fixture(scope="module")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    source = folder / "source"
     shutil.copytree(root, source, ignore=shutil.ignore_patterns(".*", "tests", "build", "*.egg-info"))
-    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
-    subprocess.run([*command, "--no-build-isolation", "-w", tmp_path, source], check=True, timeout=120)
-    (wheel,) = tmp_path.glob("*.whl")
+    subprocess.run(
+        [*PIP, "wheel", *QUIET, "--no-build-isolation", "-w", folder, source], check=True, timeout=120
+    )
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+def test_a_wheel_holds_the_two_packages_their_types_and_the_kernels_source(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"patch", "toolkits"}
     assert {"patch/py.typed", "patch/optimizer/kernels/adam.cpp", "patch/optimizer/__init__.py"} <= set(names)
+
+
+def test_an_installed_command_lists_plans_and_trains(root, wheel, tmp_path):
+    """Elsewhere than in the repository, from a folder with files that are named as modules are."""
+    installed, run = tmp_path / "installed", tmp_path / "run"
+    subprocess.run([*PIP, "install", *QUIET, "--target", installed, wheel], check=True, timeout=120)
+    kernels = Path("patch/optimizer/kernels/build")  # compiling them again would take seconds
+    if (root / kernels).is_dir():
+        shutil.copytree(root / kernels, installed / kernels)
+    (tmp_path / "random.py").write_text("raise RuntimeError('not the standard library')")
+    users = {name: text for name, text in os.environ.items() if name not in ("RANK", "LOCAL_RANK")}
+    environ = {**users, "PYTHONPATH": str(installed), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+
+    def call(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
+        command = [str(installed / "bin" / "llama-patch"), *map(str, arguments)]
+        own = {**environ, **variables}
+        return subprocess.run(command, env=own, cwd=tmp_path, capture_output=True, text=True, timeout=200)
+
+    commands = [line.split()[0] for line in call("--help").stdout.splitlines()[1:]]
+    assert commands == "train convert plan doctor preview inspect timeline align".split()
+    wrong = call("plna")
+    assert wrong.returncode == 2 and "did you mean plan?" in wrong.stderr
+    planned = call("plan", "--machine", "h100", "--", "--model-size", "1B")
+    assert planned.returncode == 0 and "8 x NVIDIA H100" in planned.stdout, planned.stderr
+    model, rows = _seed(tmp_path)
+    before = "dsw auto 2 4 1e-3 1e-4 64 48 fp32 1 1 1 false true true true none false 2".split()
+    paths = [rows, "none", model, "2", "1", run]
+    trained = call("train", *before, *paths, MP_DATASET_TYPE="raw", NPROC_PER_NODE="1")
+    assert trained.returncode == 0, trained.stderr
+    records = (run / "log" / "metrics.jsonl").read_text().splitlines()
+    assert sum("loss" in json.loads(record) for record in records) == 2
+
+
+def _seed(folder: Path) -> tuple[Path, Path]:
+    """A small model with its tokenizer, and rows."""
+    examples, _ = make_examples(num_train=16, num_held_out=4, seed=1)
+    texts = chain.from_iterable((example.question, example.answer) for example in examples)
+    model, rows = folder / "model", folder / "rows.json"
+    write_model(model, write_tokenizer(model, texts), seed=1)
+    rows.write_text(json.dumps([to_row(example, index) for index, example in enumerate(examples)]))
+    return model, rows

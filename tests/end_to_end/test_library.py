@@ -36,8 +36,8 @@ TEMPLATE = (
 )
 
 
-def test_there_are_four_of_at_most_30_lines() -> None:
-    assert len(EXAMPLES) == 4
+def test_there_are_five_of_at_most_30_lines() -> None:
+    assert len(EXAMPLES) == 5
     assert all(len(example.read_text().splitlines()) <= 30 for example in EXAMPLES)
 
 
@@ -154,6 +154,8 @@ except ValueError as error:
 print("CHANGED", changed(before))
 compat.apply(cuda=False)
 print("APPLIED", changed(before))
+sys.argv = ["check_alignment.py", "hf", "mcore", "report.json"]
+runpy.run_path(str(library / "check_alignment.py"), run_name="__main__")
 """
 
 
@@ -182,7 +184,7 @@ MESSAGES = [
 
 def test_programs_change_nothing_of_torch_and_megatron(alone: tuple[Path, Any]) -> None:
     assert alone[1].returncode == 0, alone[1].stderr
-    changed, applied = alone[1].stdout.splitlines()[-2:]
+    changed, applied = (line for line in alone[1].stdout.splitlines() if line[:7] in ("CHANGED", "APPLIED"))
     assert changed == "CHANGED []"
     assert "_reduce" in applied and "filters" in applied
     assert "dist_checkpointing" not in applied, "a program may save in upstream's ways"
@@ -190,6 +192,11 @@ def test_programs_change_nothing_of_torch_and_megatron(alone: tuple[Path, Any]) 
 
 def test_verify_on_a_cpu_says_which_call_is_missing(alone: tuple[Path, Any]) -> None:
     assert "call patch.compat.apply(cuda=False) first" in alone[1].stderr
+
+
+def test_a_converted_checkpoint_is_aligned(alone: tuple[Path, Any]) -> None:
+    assert alone[1].stdout.splitlines()[-1].startswith("Normal."), alone[1].stdout
+    assert json.loads((alone[0] / "report.json").read_text())["weights_equal"]
 
 
 def test_a_folder_comes_back_to_the_bit(alone: tuple[Path, Any]) -> None:

@@ -54,7 +54,7 @@ def sft_command(office: Office, output: Path, **changes: str) -> list[str]:
 @pytest.fixture(scope="module")
 def unbroken(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Path:
     output = tmp_path_factory.mktemp("runs") / "unbroken"
-    result = call(sft_command(office, output))
+    result = call([*sft_command(office, output), "--profile", "2:3"])
     assert result.returncode == 0, result.stderr
     output.with_name("messages").write_text(result.stderr)
     return output
@@ -72,6 +72,8 @@ def validation_losses(output: Path) -> dict[int, float]:
 def test_run_leaves_its_files(unbroken: Path) -> None:
     for name in ("config.yaml", "log/loss.png", "hf/config.json", "hf/tokenizer.json", "tensorboard"):
         assert (unbroken / name).exists(), name
+    traces = sorted(path.name for path in (unbroken / "log" / "traces").iterdir())
+    assert traces == ["rank_0.json.gz", "rank_1.json.gz"]
     assert latest_checkpoint(unbroken) == NUM_STEPS
     records = training_records(unbroken)
     assert [record["iteration"] for record in records] == list(range(1, NUM_STEPS + 1))

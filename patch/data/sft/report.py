@@ -104,7 +104,7 @@ class SetReport:
         """
         self.rows += 1
         self.samples += len(row.sizes)
-        self.tokens += sum(row.sizes)
+        self.tokens += sum(row.sizes) - len(row.sizes)  # a sample's last token is only a target
         self.learned += row.num_learned
         self.longest = max(self.longest, row.longest)
         if row.dropped is not None:

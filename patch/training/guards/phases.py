@@ -15,6 +15,7 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from patch.checkpoint.save import Writing
+from patch.compat.profiler import Phases
 
 _SHARE_OF_STEP = 0.05
 """How much the newest step counts in the mean of a rank's own time."""
@@ -70,6 +71,7 @@ class PhaseClock:
         """A running mean of the time of a step in which this rank did not wait for the others' gradients."""
         self.writing: Callable[[], Writing | None] = lambda: None
         """How far this rank is with writing a checkpoint; None: it writes none."""
+        self._regions = Phases()
         self.shared: mmap.mmap | None = None
         """Memory from `shared_memory` that gets the notes, too."""
 
@@ -88,9 +90,15 @@ class PhaseClock:
         self._set(phase if is_step else current, self.note.num_entered)
 
     def _set(self, phase: Phase, num_entered: int) -> None:
+        if phase != self.note.phase or num_entered != self.note.num_entered:
+            self._regions.begin(phase)
         self.note = Note(phase, time.monotonic(), num_entered)
         if self.shared is not None:
             _RECORD.pack_into(self.shared, 0, _INDEX[phase], self.num_steps)
+
+    def end_region(self) -> None:
+        """End the phase in the trace of a profiler: what follows belongs to none."""
+        self._regions.end()
 
     def end_step(self, seconds: float, waited_ms: float) -> None:
         """Note that a step is done.

@@ -14,6 +14,7 @@ from training_runs import build_seeded_run
 
 from patch.config.schema import RunConfig
 from patch.plan import activation_peak
+from patch.plan.memory import staging_bytes
 from patch.plan.pipeline import Schedule
 from patch.training.setup import Run
 from patch.training.step import run_schedule, train_step
@@ -47,6 +48,15 @@ ALONE: dict[str, dict[str, Any]] = {
     },
     "bf16, loss in chunks": {"precision": "bf16", "vocab_size": 32000, "num_layers": 1},
 }
+
+DEEP = WIDE | {"num_layers": 6, "seq_length": 8, "max_padding_length": 8, "dp": 4, "global_batch_size": 8}
+TRAVELLING: dict[str, dict[str, Any]] = {
+    "replicas": {"data_parallel_sharding": "optimizer"},
+    "replicas, bf16 travels": {"data_parallel_sharding": "optimizer", "grad_reduce_in_bf16": True},
+    "replicas, gradients sharded": {"data_parallel_sharding": "gradients"},
+}
+for changes in TRAVELLING.values():
+    changes |= DEEP | {"reduce_bucket_size": 300_000, "gradient_accumulation_fusion": True}
 
 
 class Observed:
@@ -117,6 +127,19 @@ def observe(rank: int, world_size: int) -> dict[str, tuple[int, list, int]]:
     return found
 
 
+def allocate_travelling(rank: int, world_size: int) -> dict[str, tuple[int, int]]:
+    """By case: bytes that gradients have beside the main ones, and the most that a step allocates."""
+    found = {}
+    for case, changes in TRAVELLING.items():
+        run = build_seeded_run(small_run(**changes))
+        buffer = run.optimizer.grad_buffer
+        held = buffer.num_bytes - sum(flat.nbytes for flat in buffer._flats)
+        found[case] = held, peak_bytes(partial(train_step, run, 0), run.device)
+        run.optimizer.finish_param_sync()
+        new_job()
+    return found
+
+
 def allocate(rank: int, world_size: int) -> dict[str, int]:
     """By case: the most bytes that the passes of a step allocate at once."""
     found = {}
@@ -136,9 +159,31 @@ def allocated() -> dict[str, int]:
     return run_distributed(allocate, 1)[0]
 
 
+def run_four(rank: int, world_size: int) -> tuple[dict, dict]:
+    return observe(rank, world_size), allocate_travelling(rank, world_size)
+
+
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, tuple[int, list, int]]]:
-    return run_distributed(observe, 4)
+def four() -> list[tuple[dict, dict]]:
+    return run_distributed(run_four, 4)
+
+
+@pytest.fixture(scope="module")
+def ranks(four: list) -> list[dict[str, tuple[int, list, int]]]:
+    return [observed for observed, _ in four]
+
+
+@pytest.fixture(scope="module")
+def travelling(four: list) -> list[dict[str, tuple[int, int]]]:
+    return [allocated for _, allocated in four]
+
+
+@pytest.mark.parametrize("case", TRAVELLING)
+def test_the_plan_says_what_gradients_take_on_their_way(travelling: list, case: str) -> None:
+    config = small_run(**TRAVELLING[case])
+    planned, activations = staging_bytes(config, 0, cuda=False), activation_peak(config, 0, cuda=False).total
+    for found in travelling:  # most of them travel when activations are gone
+        assert 0.95 * planned <= sum(found[case]) <= planned + activations
 
 
 @pytest.mark.parametrize("case", CASES)

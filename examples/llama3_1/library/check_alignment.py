@@ -1,0 +1,20 @@
+"""Is a checkpoint's difference from its Hugging Face folder normal? The verdict, and a report with a plot.
+
+    PYTHONPATH=. python examples/llama3_1/library/check_alignment.py HF_FOLDER MCORE_FOLDER REPORT.json
+
+Weights are compared bit by bit, logits with transformers' on several prompts, in one process.
+"""
+
+import sys
+from pathlib import Path
+
+import torch
+
+from patch import compat
+from patch.alignment import verify
+
+if not torch.cuda.is_available():
+    compat.apply(cuda=False)  # megatron-core's layers ask for a GPU otherwise
+report = verify(Path(sys.argv[1]), Path(sys.argv[2]))
+report.write(Path(sys.argv[3]))
+print(report.verdict.text)

@@ -1,0 +1,39 @@
+"""--profile on a GPU: its kernels and copies are in the trace, and the timeline has them in its lanes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from small_runs import small_run
+from training_runs import build_seeded_run
+
+from patch.device import DeviceContext
+from patch.training.profiling import StepProfile
+from patch.training.trainer import Trainer
+from toolkits.timeline.__main__ import main
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def test_a_step_with_offloaded_states_has_kernels_and_copies(job: DeviceContext, tmp_path: Path) -> None:
+    config = small_run(
+        precision="bf16", train_iters=3, save_interval=9, eval_interval=0, output_path=str(tmp_path),
+        optimizer_offload_policy="static", optimizer_offload_fraction=0.5,
+        optimizer_offload_chunk_size=20000, reduce_bucket_size=30000,
+    )  # fmt: skip
+    run = build_seeded_run(config, None, job)
+    try:
+        assert Trainer(run, [StepProfile(tmp_path, range(2, 4), 0, 0, is_cuda=True)]).train() == 0
+    finally:
+        parallel_state.destroy_model_parallel()
+    report = tmp_path / "report.json"
+    arguments = ["--output", str(tmp_path / "page.html"), "--json", str(report)]
+    assert main([str(tmp_path / "log" / "traces"), *arguments]) == 0
+    (rank,) = json.loads(report.read_text())["ranks"]
+    assert rank["is_gpu"] and 0 < rank["compute_ms"] < rank["step_ms"] and rank["copies_ms"] > 0
+    assert rank["communication_ms"] == 0  # one rank

@@ -1,0 +1,158 @@
+"""--profile: each rank's trace names phases, buckets, chunks and waits in order; off it does nothing."""
+
+import gzip
+import json
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from distributed_runner import new_job, run_distributed
+from small_runs import small_run
+from torch.profiler import ProfilerActivity, profile
+from training_runs import build_seeded_run
+
+from patch.compat.profiler import Phases, region
+from patch.config.profiled_steps import profile_names_steps, profiled_steps
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+from patch.errors import ConfigError
+from patch.training.hooks import Record, TrainerHook
+from patch.training.profiling import StepProfile
+from patch.training.trainer import Trainer
+from toolkits.timeline.__main__ import main as timeline
+
+PROFILED = range(2, 4)
+PHASES = ("forward", "backward", "reduction", "data reading", "update")
+
+
+class Losses(TrainerHook):
+    """Keeps the losses."""
+
+    def __init__(self) -> None:
+        self.seen: list[float] = []
+
+    def on_log(self, record: Record) -> None:
+        self.seen.append(record["loss"])
+
+
+def train(rank: int, world_size: int, config: RunConfig) -> tuple[list[float], list[float]]:
+    """The losses of a run with a profile, and of one without."""
+    found = []
+    folder = Path(config.checkpoint.output_path)
+    for output in (folder, None):
+        checkpoint = replace(config.checkpoint, output_path=str(folder / str(output is None)))
+        config, losses = replace(config, checkpoint=checkpoint), Losses()
+        run = build_seeded_run(config)
+        recording = [StepProfile(output, PROFILED, rank, 0, is_cuda=False)] if output else []
+        assert Trainer(run, [losses, *recording]).train() == 0
+        found.append(losses.seen)
+        new_job()
+    return found[0], found[1]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run's folder, with the traces of two ranks at ZeRO-2 and half of the states on the host."""
+    output = tmp_path_factory.mktemp("run")
+    config = small_run(
+        dp=2, num_layers=2, train_iters=4, save_interval=9, output_path=str(output), async_save=False,
+        eval_interval=0, optimizer_offload_policy="static", optimizer_offload_fraction=0.5,
+        optimizer_offload_chunk_size=20000, reduce_bucket_size=30000, global_batch_size=8,
+        overlapped_distributed_optimizer=True, use_distributed_optimizer=True,
+    )  # fmt: skip
+    for profiled, plain in run_distributed(train, 2, config):
+        assert profiled == plain and len(plain) == 4
+    return output
+
+
+def named(folder: Path, rank: int) -> list[dict]:
+    """The named regions of a rank's trace, in order."""
+    text = gzip.decompress((folder / "log" / "traces" / f"rank_{rank}.json.gz").read_bytes())
+    events = [event for event in json.loads(text)["traceEvents"] if event.get("cat") == "user_annotation"]
+    return sorted(events, key=lambda event: event["ts"])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_trace_names_the_parts_of_its_steps_in_order(folder: Path, rank: int) -> None:
+    events = named(folder, rank)
+    steps = [event for event in events if event["name"].startswith("step ")]
+    assert [event["name"] for event in steps] == ["step 2", "step 3"]
+    begin, end = steps[1]["ts"], steps[1]["ts"] + steps[1]["dur"]
+    names = [event["name"] for event in events if begin <= event["ts"] < end]
+    phases = [name for name in names if name in PHASES]
+    assert phases == [*["forward", "backward"] * 2, "reduction", "data reading", "reduction", "update"]
+    reduced = [name for name in names if name.endswith("reduce-scatter")]
+    count = len(reduced) // 2  # two micro-batches
+    assert count > 2 and reduced == [f"bucket {index} reduce-scatter" for index in range(count)] * 2
+    gathered = [name for name in names[names.index("update") :] if name.endswith("all-gather")]
+    assert gathered[0] == f"bucket {count - 1} all-gather" and set(gathered) <= set(
+        f"bucket {index} all-gather" for index in range(count)
+    )
+    # The host's thread may end its work of a step after the step.
+    on_host = [event["name"] for event in events if event["name"].startswith("chunk 0 ")]
+    assert {"chunk 0 to host", "chunk 0 update", "chunk 0 to device"} <= set(on_host)
+    assert "wait" in names and "wait for the gradient norm" in names
+
+
+def test_the_timeline_draws_a_real_step_of_two_ranks(folder: Path, tmp_path: Path) -> None:
+    report = tmp_path / "report.json"
+    arguments = ["--step", "3", "--output", str(tmp_path / "page.html"), "--json", str(report)]
+    assert timeline([str(folder / "log" / "traces"), *arguments]) == 0
+    ranks = json.loads(report.read_text())["ranks"]
+    assert [rank["rank"] for rank in ranks] == [0, 1]
+    for rank in ranks:
+        step = next(event for event in named(folder, rank["rank"]) if event["name"] == "step 3")
+        assert rank["step_ms"] == pytest.approx(step["dur"] / 1e3)
+        assert 0 < rank["exposed_communication_ms"] <= rank["communication_ms"] < rank["step_ms"]
+        assert 0 < rank["compute_ms"] < rank["step_ms"] and rank["copies_ms"] > 0 < rank["host_waits_ms"]
+        assert any(name.startswith("bucket ") for name in rank["most_exposed"])
+
+
+def test_phases_do_not_overlap_and_updates_on_the_host_have_a_thread_of_their_own(folder: Path) -> None:
+    events = named(folder, 0)
+    main = next(event["tid"] for event in events if event["name"] == "step 2")
+    own = [event for event in events if event["tid"] == main and event["name"] in PHASES]
+    assert all(first["ts"] + first["dur"] <= second["ts"] + 1 for first, second in pairwise(own))
+    assert main not in {event["tid"] for event in events if event["name"] == "chunk 0 update"}
+
+
+def test_nothing_is_recorded_while_nobody_profiles() -> None:
+    assert region("bucket %d", 1) is region("other")  # no object, and no text is made
+    phases = Phases()
+    phases.begin("forward")
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        phases.begin("backward")
+        with region("bucket %d of %s", 3, "all"):
+            torch.ones(1)
+        phases.end()
+    found = {event.name for event in recorded.events()}
+    assert {"backward", "bucket 3 of all"} <= found and "forward" not in found
+
+
+@pytest.mark.parametrize("text", ["3", "0:2", "5:3", "a:b", "1:2:3", "-1:2"])
+def test_what_names_no_steps_is_refused(text: str) -> None:
+    assert profiled_steps(text) is None
+    with pytest.raises(ConfigError, match="expected START:END") as error:
+        profile_names_steps(small_run(profile=text), MachineFacts(cuda_devices=0, cpu_cores=1))
+    assert error.value.field == "profile"
+
+
+def test_steps_are_counted_as_the_log_counts_them() -> None:
+    assert list(profiled_steps("10:12") or ()) == [10, 11, 12] and list(profiled_steps("7:7") or ()) == [7]
+    assert profiled_steps(None) is None
+    profile_names_steps(small_run(profile="10:12"), MachineFacts(cuda_devices=0, cpu_cores=1))
+
+
+def test_a_resumed_run_records_the_steps_that_are_left(tmp_path: Path) -> None:
+    hook = StepProfile(tmp_path, range(3, 5), 7, 3, is_cuda=False)
+    with region("step 4"):
+        torch.ones(2).sum()
+    hook.close()
+    text = gzip.decompress((tmp_path / "log" / "traces" / "rank_7.json.gz").read_bytes())
+    assert "step 4" in text.decode()
+    over = StepProfile(tmp_path / "none", range(3, 5), 0, 4, is_cuda=False)
+    over.on_step(5, 1.0)
+    over.close()
+    assert not (tmp_path / "none").exists()

@@ -1,0 +1,47 @@
+"""llama-patch: one command for the programs of this package, of which each has --help.
+
+llama-patch train dsw auto 1 16 ... | llama-patch plan --machine h100 -- --model-size 8B
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+from patch.errors import nearest
+
+COMMANDS = {
+    "train": (
+        "toolkits.train.__main__",
+        "train a model: 25 positions and flags, as run_mcore_llama.sh, or flags",
+    ),
+    "convert": ("toolkits.convert", "a Hugging Face folder to a checkpoint, and back"),
+    "plan": ("toolkits.plan", "memory, time and cost of a run on any machine; layouts that suit it"),
+    "doctor": ("toolkits.doctor.__main__", "what this machine has, lacks and can do"),
+    "preview": ("toolkits.preview_data", "data as tokens, learned or not, with its figures"),
+    "inspect": ("toolkits.inspect_checkpoint", "what a checkpoint holds, and whether it is whole"),
+    "timeline": ("toolkits.timeline.__main__", "one page of a step from the traces of --profile"),
+    "align": (
+        "toolkits.verify_alignment",
+        "is a checkpoint's difference from its Hugging Face folder normal?",
+    ),
+}
+"""Name: the module whose `main` takes the rest of the line, and what it does."""
+
+
+def main() -> int:
+    """Run the program that the first argument names; returns its exit code, 2 for an unknown name."""
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in COMMANDS:
+        return int(import_module(COMMANDS[name][0]).main(rest))
+    lines = [f"  {command:<9} {text}" for command, (_, text) in COMMANDS.items()]
+    if name in ("-h", "--help"):
+        print("\n".join(["usage: llama-patch COMMAND ...; llama-patch COMMAND --help", *lines]))
+        return 0
+    refusal = f"ERROR llama-patch: got {name!r}{nearest(name, list(COMMANDS))}, expected:"
+    print("\n".join([refusal, *lines]), file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,99 @@
+"""Examines this machine: what it is, what it lacks, how fast it is, and whether a small sharded run works.
+
+    python -m toolkits.doctor [--json FILE] [--nproc N] [--folder DIR]
+
+It takes about a minute, and needs no GPU. Exit code: 0, also with warnings; 1 if something is broken, so that
+a run would fail. The JSON report has no names of people or machines and no addresses: attach it to an issue,
+or give it to `python -m toolkits.plan --machine FILE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from patch.device import MachineFacts
+from patch.storage.atomic import write_atomically
+from toolkits._arguments import ArgumentParser, positive
+from toolkits.doctor.check import Check, Finding, Settings, run_check
+from toolkits.doctor.folder import check_folder
+from toolkits.doctor.gpus import check_gpus
+from toolkits.doctor.host import (
+    check_limits,
+    check_memory,
+    check_processor,
+    check_ranks,
+    check_variables,
+    local_processes,
+)
+from toolkits.doctor.messages import measure_messages
+from toolkits.doctor.network import check_network
+from toolkits.doctor.planned_machine import machine_part
+from toolkits.doctor.report import json_of, lines_of, verdict_lines, verdict_of
+from toolkits.doctor.self_test import run_self_test
+from toolkits.doctor.software import check_accelerations, check_compilers, check_imports, check_versions
+from toolkits.doctor.speed import measure_gpus, measure_host
+
+CHECKS = (
+    Check("processor", check_processor),
+    Check("memory", check_memory),
+    Check("limits", check_limits),
+    Check("ranks", check_ranks),
+    Check("GPUs", check_gpus, 180),
+    Check("versions", check_versions, 60),
+    Check("imports", check_imports, 240),
+    Check("compilers", check_compilers, 120),
+    Check("kernels", check_accelerations),
+    Check("variables", check_variables),
+    Check("network", check_network),
+    Check("speed of the host", measure_host, 60),
+    Check("speed of the GPUs", measure_gpus, 120),
+    Check("messages between processes", measure_messages, 90),
+    Check("file system", check_folder, 120),
+    Check("self-test", run_self_test, 600),
+)
+
+
+def main(argv: list[str]) -> int:
+    """Run all checks; 0, or 1 if something is broken."""
+    machine = MachineFacts.probe()
+    options = _parse(argv, machine)
+    settings = Settings(machine, options.nproc, options.folder)
+    report: dict[str, list[Finding]] = {}
+    for check in CHECKS:
+        report[check.title] = run_check(check, settings)
+        if report[check.title]:
+            print("\n".join(lines_of(check.title, report[check.title])), flush=True)
+    print("\n" + "\n".join(verdict_lines(report)))
+    if options.json:
+        write_atomically(options.json, json_of(report, machine_part(report, settings), options.folder))
+        print(f"report: {options.json}")
+    return int(verdict_of(report) == "broken")
+
+
+def _parse(argv: list[str], machine: MachineFacts) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog="python -m toolkits.doctor",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here, too")
+    parser.add_argument(
+        "--nproc", type=positive, metavar="N", default=local_processes(machine),
+        help="processes between which messages are measured; default: the GPUs of this machine, or 2",
+    )  # fmt: skip
+    parser.add_argument(
+        "--folder", type=Path, default=Path(), metavar="DIR",
+        help="where checkpoints would be written; 256 MiB are written there and removed; default: here",
+    )  # fmt: skip
+    options = parser.parse_args(argv)
+    if machine.cuda_devices and options.nproc > machine.cuda_devices:
+        parser.error(f"--nproc {options.nproc}: expected at most {machine.cuda_devices}, a GPU each")
+    if not options.folder.is_dir():
+        parser.error(f"--folder {options.folder}: no such folder")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

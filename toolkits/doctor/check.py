@@ -1,0 +1,133 @@
+"""A check and what it finds; a check that fails or takes too long stops no other one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from patch.device import MachineFacts
+
+Status = Literal["ok", "warning", "broken"]
+"""Fine, or with nothing to say against; works, but slowly or not everywhere; cannot work."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report."""
+
+    name: str
+    status: Status
+    value: str
+    """What was found, in words."""
+    advice: str = ""
+    """The cure, of a finding that is not ok."""
+    data: Mapping[str, Any] = field(default_factory=dict)
+    """Numbers for the JSON report."""
+
+
+def graded(name: str, value: str, is_bad: bool, cure: str, **data: Any) -> Finding:
+    """A finding that is ok, or a warning with its cure.
+
+    Args:
+        name: of the finding.
+        value: what was found, in words.
+        is_bad: whether it is a warning.
+        cure: of the warning.
+        data: numbers for the JSON report.
+    """
+    return Finding(name, "warning" if is_bad else "ok", value, cure if is_bad else "", data)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the checks are about."""
+
+    machine: MachineFacts
+    num_processes: int
+    """Processes that measurements between processes start."""
+    folder: Path
+    """Where checkpoints would be written."""
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether torch sees a GPU."""
+        return self.machine.cuda_devices > 0
+
+
+class Check(NamedTuple):
+    """A part of the report."""
+
+    title: str
+    run: Callable[[Settings], Iterable[Finding]]
+    limit_s: float = 20.0
+    """What it has found by then is all that is reported."""
+
+
+def run_check(check: Check, settings: Settings) -> list[Finding]:
+    """The findings of one check; its failure, or its silence, is one of them."""
+    found: list[Finding] = []
+
+    def work() -> None:
+        try:
+            for finding in check.run(settings):
+                found.append(finding)
+        except Exception as error:  # noqa: BLE001 - whatever is wrong with a machine, the others go on
+            what = f"this check failed: {type(error).__name__}: {error}"
+            found.append(Finding(check.title, "warning", what, "attach the JSON report to an issue"))
+
+    thread = threading.Thread(target=work, name=check.title, daemon=True)
+    thread.start()
+    thread.join(check.limit_s)
+    done = list(found)
+    if thread.is_alive():
+        what = f"not done after {check.limit_s:.0f} s"
+        done.append(Finding(check.title, "warning", what, "something there hangs or is very slow"))
+    return done
+
+
+class Ended(NamedTuple):
+    """How a program ended."""
+
+    code: int | None
+    """Its exit code; None: it was killed, because its time was up."""
+    output: str
+    error: str
+
+    @property
+    def reason(self) -> str:
+        """Why it failed, in one line."""
+        if self.code is None:
+            return "took too long"
+        lines = [line for line in self.error.splitlines() if line.strip()]
+        return lines[-1].strip() if lines else f"exit code {self.code}"
+
+
+def run_program(
+    command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
+) -> Ended:
+    """Run a program; when its time is up, it and all that it started are killed.
+
+    Args:
+        command: the program and its arguments.
+        limit_s: the time that it has.
+        environment: its variables; None: this process's.
+    """
+    env = None if environment is None else dict(environment)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
+    ) as process:
+        try:
+            output, error = process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            output, error = process.communicate()
+            return Ended(None, output, error)
+    return Ended(process.returncode, output, error)

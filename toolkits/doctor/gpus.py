@@ -1,0 +1,139 @@
+"""GPUs as torch and their driver see them: memory, errors, throttling, links. No GPU has run this yet."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from patch.storage.sizes import counted, size_text
+from toolkits.doctor.check import Finding, Settings, graded, run_program
+
+_SMI_S = 10.0
+_FIELDS = (
+    "memory.used", "ecc.errors.uncorrected.volatile.total", "pcie.link.width.current", "pcie.link.width.max",
+    "clocks_throttle_reasons.active", "temperature.gpu", "mig.mode.current",
+)  # fmt: skip
+"""What nvidia-smi is asked of each GPU; all of it in an NVML of 2021 and newer."""
+_SLOW_REASONS = {0x4: "power cap", 0x8: "hardware slowdown", 0x20: "software thermal limit",
+                 0x40: "hardware thermal limit", 0x80: "power brake"}  # fmt: skip
+"""Bits of NVML's nvmlClocksThrottleReason* that make a GPU slower than its clocks allow. The power cap is
+normal under load; the doctor asks an idle GPU."""
+
+
+def check_gpus(settings: Settings) -> Iterator[Finding]:
+    """Which GPUs torch has, and why not if there are some that it has not."""
+    yield from check_torch_sees_gpus(settings)
+    if not settings.has_gpus:
+        return
+    import torch
+
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        value = f"{gpu.name}, {size_text(gpu.total_memory)}, compute capability {gpu.major}.{gpu.minor}"
+        data = {
+            "name": gpu.name,
+            "memory_bytes": gpu.total_memory,
+            "capability": [gpu.major, gpu.minor],
+            "numa_node": settings.machine.gpu_nodes[index],
+        }  # fmt: skip
+        yield Finding(f"GPU {index}", "ok", value, data=data)
+    if shutil.which("nvidia-smi"):
+        query = f"--query-gpu={','.join(_FIELDS)}"
+        asked = run_program(["nvidia-smi", query, "--format=csv,noheader,nounits"], _SMI_S)
+        yield from health_of(asked.output) if asked.code == 0 else ()
+    yield from _peers(torch.cuda.device_count())
+
+
+def check_torch_sees_gpus(
+    settings: Settings, nodes: Path = Path("/dev"), driver: Path = Path("/proc/driver/nvidia/version")
+) -> Iterator[Finding]:
+    """Whether the machine's GPUs, if it has any, can be used.
+
+    Args:
+        settings: with what torch sees.
+        nodes: the folder of device nodes.
+        driver: the file in which NVIDIA's kernel module tells its version.
+    """
+    import torch
+
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    present = len(list(nodes.glob("nvidia[0-9]*")))
+    if settings.has_gpus:
+        version = _driver_version(driver)
+        found = counted(settings.machine.cuda_devices, "GPU")
+        yield Finding("GPUs", "ok", f"{found}, driver {version}, torch's CUDA {torch.version.cuda}",
+                      data={"count": settings.machine.cuda_devices, "driver": version})  # fmt: skip
+    elif visible == "" and present:
+        cure = "unset CUDA_VISIBLE_DEVICES"
+        yield Finding("GPUs", "warning", f"{present} hidden by CUDA_VISIBLE_DEVICES=''", cure)
+    elif present and torch.version.cuda is None:
+        cure = "install torch's CUDA build (the one of PyPI)"
+        yield Finding("GPUs", "broken", f"{present} here, but torch is a build for CPUs", cure)
+    elif present:
+        cure = "a driver as new as torch's CUDA, or nvidia-container-toolkit (--gpus all) in a container"
+        yield Finding("GPUs", "broken", f"{present} here, torch cannot use them: {_cuda_error()}", cure)
+    else:
+        yield Finding("GPUs", "ok", "none: runs train on the CPU, over gloo")
+
+
+def health_of(rows: str) -> Iterator[Finding]:
+    """What nvidia-smi answers, as findings of the GPUs that need care.
+
+    Args:
+        rows: a line of `_FIELDS` for each GPU, as CSV; what a GPU does not know is [N/A].
+    """
+    for index, row in enumerate(line for line in rows.splitlines() if line.strip()):
+        used, errors, width, most, reasons, heat, mig = (text.strip() for text in row.split(","))
+        if errors.isdigit() and int(errors):
+            cure = "reset or drain this GPU: its memory loses data"
+            yield Finding(f"GPU {index} memory errors", "broken", f"{errors} uncorrected", cure)
+        if used.isdigit() and int(used) > 1024:
+            cure = "end the other processes on it (nvidia-smi lists them): their memory is missing to a run"
+            yield Finding(f"GPU {index} in use", "warning", f"{int(used):,} MiB are taken", cure)
+        if width.isdigit() and most.isdigit() and int(width) < int(most):
+            cure = "reseat the card, or ask the provider: copies to the host are slower"
+            yield Finding(f"GPU {index} PCIe", "warning", f"{width} of {most} lanes", cure)
+        bits = int(reasons, 16) if reasons.startswith("0x") else 0
+        slow = [text for bit, text in _SLOW_REASONS.items() if bits & bit]
+        if slow:
+            what = f"{', '.join(slow)} at {heat} C"
+            yield Finding(f"GPU {index} throttled", "warning", what, "look at cooling and the power supply")
+        if mig == "Enabled":
+            what = "cut in instances (MIG)"
+            yield Finding(f"GPU {index}", "warning", what, "NCCL takes one instance a process, not several")
+
+
+def _peers(count: int) -> Iterator[Finding]:
+    """Which pairs of GPUs read each other's memory, and by what nvidia-smi says that they are linked."""
+    import torch
+
+    if count < 2:
+        return
+    pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
+    blind = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    topology = run_program(["nvidia-smi", "topo", "-m"], _SMI_S).output if shutil.which("nvidia-smi") else ""
+    data = {"topology": topology, "without_peer_access": blind}
+    cure = "switch off ACS and the IOMMU for them, or keep TP inside the pairs that can"
+    what = f"{len(pairs) - len(blind)} of {len(pairs)} directions between GPUs without the host"
+    yield graded("GPU links", what, bool(blind), cure, **data)
+
+
+def _driver_version(file: Path) -> str:
+    try:
+        words = file.read_text().split()
+    except OSError:
+        return "unknown"
+    return next((word for word in words if word[0].isdigit() and "." in word), "unknown")
+
+
+def _cuda_error() -> str:
+    """What torch says when it is made to use CUDA."""
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).split("\n", 1)[0]
+    return "it finds no device"

@@ -1,0 +1,111 @@
+"""Draws what runs beside what in one step, from the traces of --profile, and says what is exposed.
+
+    python -m toolkits.timeline OUTPUT_BASEPATH/log/traces [--step N] [--output page.html] [--json FILE]
+
+Exposed is communication while nothing computes. Exit code: 0; 3 if a file is no trace.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from patch.errors import DataError, PatchError
+from patch.storage.atomic import write_atomically
+from toolkits._arguments import ArgumentParser, positive
+from toolkits.timeline.figures import Lanes, choose_step, lanes_of
+from toolkits.timeline.page import page_of
+from toolkits.timeline.trace import read_trace
+
+_COLUMNS = {
+    "step_ms": "step",
+    "compute_ms": "compute",
+    "communication_ms": "messages",
+    "exposed_communication_ms": "exposed",
+    "copies_ms": "copies",
+    "exposed_copies_ms": "exposed",
+    "host_waits_ms": "host waits",
+    "idle_ms": "idle",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; returns 0, or the exit code of the error."""
+    options = _parse(argv)
+    try:
+        traces = [read_trace(file) for file in trace_files(options.traces)]
+        step = choose_step(traces, options.step)
+        lanes = sorted((lanes_of(trace, step) for trace in traces), key=lambda each: each.rank)
+        write_atomically(options.output, page_of(lanes, step))
+        if options.json:
+            write_atomically(options.json, json.dumps(figures_of(lanes, step), indent=1) + "\n")
+    except PatchError as error:
+        print(f"ERROR {error}", file=sys.stderr)
+        return error.exit_code
+    print(table(lanes, step))
+    print(f"page: {options.output}")
+    return 0
+
+
+def trace_files(paths: Sequence[Path]) -> list[Path]:
+    """The traces that paths name: files, or all of a folder or of a run.
+
+    Raises:
+        DataError: a path is not there, or a folder has no trace.
+    """
+    found: list[Path] = []
+    for path in paths:
+        inside = [path]
+        if path.is_dir():
+            folder = path / "log" / "traces" if (path / "log" / "traces").is_dir() else path
+            inside = [*folder.glob("rank_*.json"), *folder.glob("rank_*.json.gz")]
+        if not inside or not path.exists():
+            raise DataError(f"{path}: expected the folder of a run with --profile, or its log/traces")
+        found += sorted(inside)
+    return found
+
+
+def figures_of(lanes: Sequence[Lanes], step: int) -> dict:
+    """What --json writes."""
+    ranks = [
+        {"rank": each.rank, "is_gpu": each.is_gpu, **each.figures, "most_exposed": dict(each.most_exposed)}
+        for each in lanes
+    ]
+    return {"step": step, "ranks": ranks}
+
+
+def table(lanes: Sequence[Lanes], step: int) -> str:
+    """The figures of each rank in milliseconds, and the messages that cost most."""
+    lines = [f"step {step}, ms", f"{'rank':>5}" + "".join(f"{name:>12}" for name in _COLUMNS.values())]
+    for each in lanes:
+        figures = each.figures
+        lines.append(f"{each.rank:>5}" + "".join(f"{figures[name]:>12.2f}" for name in _COLUMNS))
+    for each in lanes:
+        named = ", ".join(f"{name} {ms:.2f}" for name, ms in each.most_exposed)
+        lines.append(f"rank {each.rank}: most exposed: {named or 'nothing'}")
+    return "\n".join(lines)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = ArgumentParser(
+        prog="python -m toolkits.timeline",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "traces", nargs="+", type=Path, metavar="TRACE",
+        help="the folder of a run with --profile (OUTPUT_BASEPATH), or files of its log/traces",
+    )  # fmt: skip
+    parser.add_argument("--step", type=positive, metavar="N", help="the step; default: the last one of all")
+    parser.add_argument(
+        "--output", type=Path, default=Path("timeline.html"), metavar="FILE", help="the page [timeline.html]"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here, too")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
