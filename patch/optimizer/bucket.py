@@ -173,17 +173,18 @@ class Bucket:
         return self.domain.zero_stage is not ZeroStage.GRADIENTS or self._is_shard_empty
 
     def complete(self) -> None:
-        """Before the reduction: a parameter without a gradient counts as zeros."""
+        """Before the reduction: a parameter without a gradient counts as zeros, as padding does."""
         assert self.buffer is not None, "use_staging comes first"
         for param in self._unwritten:
             self._elements(param).zero_()
+        if self._staging is not None:  # it has what another bucket left there, or memory that nobody wrote
+            end = max((param.end for param in self.range.params), default=self.range.begin)
+            self.buffer[end - self.range.begin :].zero_()
 
     def is_finite(self) -> bool:
         """Whether everything that was collected is finite; waits for the device."""
         assert self.buffer is not None, "use_staging comes first"
-        # Not the padding: in a staging buffer it is what another bucket left there.
-        end = max((param.end for param in self.range.params), default=self.range.begin)
-        return bool(self.buffer[: end - self.range.begin].isfinite().all())
+        return bool(self.buffer.isfinite().all())
 
     def start_grad_sync(self) -> None:
         """Start the reduction of what was collected and completed."""

@@ -21,7 +21,7 @@ def staged_bucket(*params: ParamRange) -> Bucket:
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize("number", [1.0, torch.inf, torch.nan])
 def test_only_gradients_are_looked_at_not_what_others_left_behind_them(number: float) -> None:
-    """A staging buffer still has the gradients of another bucket where this one has padding."""
+    """A staging buffer still has the gradients of another bucket where this one has padding: zeros travel."""
     used, unused = ParamRange(0, 0, 10), ParamRange(1, 10, 16)
     bucket = staged_bucket(used, unused)
     bucket.use_staging(torch.full([100], torch.nan))
@@ -29,6 +29,7 @@ def test_only_gradients_are_looked_at_not_what_others_left_behind_them(number: f
     bucket.collect(used, torch.full([10], number), is_nested=False)
     bucket.complete()
     assert bucket.is_finite() == (number == 1.0)
+    assert bucket.buffer is not None and bucket.buffer[16:].tolist() == [0.0] * 48
 
 
 @pytest.mark.usefixtures("one_process")
