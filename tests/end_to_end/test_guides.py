@@ -5,10 +5,13 @@ checks each call. examples/llama3_1/README.md says which blocks a guide may have
 """
 
 import json
+import os
 import shutil
+from contextlib import chdir
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 from end_to_end.shell import call_workers, command
@@ -22,7 +25,13 @@ from toolkits import preprocess_pretrain
 
 EXAMPLES = REPOSITORY / "examples/llama3_1"
 LIBRARY = EXAMPLES / "library"
-PAGES = sorted([*(EXAMPLES / "guides").glob("*.md"), LIBRARY / "README.md"])
+PAGES = sorted(
+    [
+        *(EXAMPLES / "guides").glob("*.md"),
+        *(REPOSITORY / name for name in ("README.md", "README_zh.md", "CONTRIBUTING.md")),
+        *(folder / "README.md" for folder in (EXAMPLES, LIBRARY)),
+    ]
+)
 RUN = (
     "bash examples/llama3_1/run_mcore_llama.sh dsw auto 1 16 1e-5 1e-6 512 512 bf16 1 1 1 false false true "
     "true none false 200 $DATA none $MODEL 10 0 $OUT"
@@ -88,9 +97,10 @@ def faults_of_commands(page: Path, fixtures: Fixtures, folder: Path) -> list[str
         last = block
         if why := check(call, block, fixtures.folder):
             found.append(f"{page.name}:{call.line}: {' '.join(call.argv)}\n    {why}")
-    for block in blocks:
-        if block.info == "python" and (why := _python_fault(block)):
-            found.append(f"{page.name}:{block.line}: {why}")
+    with chdir(folder), mock.patch.dict(os.environ, fixtures.variables):
+        for block in blocks:
+            if block.info == "python" and (why := _python_fault(block)):
+                found.append(f"{page.name}:{block.line}: {why}")
     return found
 
 
