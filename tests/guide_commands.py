@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import chdir, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from unittest import mock
@@ -18,6 +19,7 @@ from guide_pages import KINDS, REPOSITORY, Block
 from guide_shell import Call
 
 from patch.config import user_message, validate_run
+from patch.config.flags import build_parser
 from patch.config.machines import fewer_machines_suffice
 from patch.config.positions import unknown_variables
 from patch.config.profiled_steps import profile_names_steps
@@ -25,6 +27,7 @@ from patch.device import MachineFacts
 from patch.errors import PatchError
 from patch.plan.fits import fit_of
 from patch.plan.planned_run import Planned, plan_run
+from patch.storage.sizes import size_text
 from toolkits.command import COMMANDS
 
 HERE = MachineFacts(cuda_devices=0, cpu_cores=2, host_memory_bytes=64 * 2**30)
@@ -36,6 +39,11 @@ _UNCHECKED = (
     "scancel", "squeue", "sinfo", "ssh", "scp", "rsync", "nvidia-smi", "vllm", "git", "tensorboard", "curl",
     "hf", "sleep", "tail", "watch", "kill", "py-spy", "apt-get", "module", "docker", "salloc",
 )  # fmt: skip
+
+
+_OTHERS = ("--signal", "--no-kill", "--no-build-isolation", "--use-tp-pp-dp-mapping", "--requeue",
+    "--ntasks-per-node", "--tensor-parallel-size")  # fmt: skip
+"""Flags of SLURM, pip and Megatron-LM that texts mention."""
 
 
 class RefusedError(Exception):
@@ -144,7 +152,10 @@ def _check_run(variables: dict[str, str], argv: list[str], call: Call, kind: re.
         validate_run(planned.run, facts)
     fit = fit_of(planned.resolved, facts)
     if not fit.is_whole:
-        raise RefusedError(f"does not fit {planned.machine.name}: {fit}")
+        needed, usable = (size_text(size) for size in (fit.device_needed, fit.device_usable))
+        if fit.is_on_device:
+            needed, usable = (size_text(size) for size in (fit.host_needed, fit.host_usable))
+        raise RefusedError(f"does not fit {planned.machine.name}: it needs {needed} of {usable}")
 
 
 def plan_for(argv: list[str], environ: dict[str, str], kind: re.Match) -> Planned:
@@ -211,3 +222,12 @@ def _reading_only() -> Iterator[None]:
 
     with mock.patch.object(argparse.ArgumentParser, "parse_args", read_and_end):
         yield
+
+
+@cache
+def known_flags() -> set[str]:
+    """The flags of a run and of all tools, as their sources name them, and a few of other programs."""
+    found = {*build_parser()._option_string_actions, *_OTHERS}
+    for file in (REPOSITORY / "toolkits").rglob("*.py"):
+        found |= set(re.findall(r'"(--[a-z0-9-]+)"', file.read_text()))
+    return found | {flag.replace("--", "--no-", 1) for flag in found}

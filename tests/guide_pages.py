@@ -113,6 +113,18 @@ def headings_of(page: Path) -> list[tuple[str, str]]:
     ]
 
 
+def flags_of(page: Path) -> list[tuple[int, str]]:
+    """Line (of the paragraph or row) and name of each flag that the page's text mentions as code."""
+    return [
+        ((token.map or [0])[0] + 1, flag)
+        for token in tokens_of(page)
+        for child in token.children or ()
+        if child.type == "code_inline"
+        for flag in re.findall(r"(?<![\w-])--[a-z0-9][a-z0-9-]*", child.content)
+        if not flag.endswith("-")  # of several flags, as --no-...
+    ]
+
+
 def twin_of(page: Path) -> Path:
     """The English page of a Chinese one."""
     return page.with_name(page.name.replace(f"{CHINESE}.md", ".md"))

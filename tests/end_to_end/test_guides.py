@@ -15,8 +15,17 @@ from unittest import mock
 
 import pytest
 from end_to_end.shell import call_workers, command
-from guide_commands import check
-from guide_pages import CHINESE, REPOSITORY, Block, blocks_of, faults_of_page, faults_of_translation
+from guide_commands import check, known_flags
+from guide_pages import (
+    CHINESE,
+    REPOSITORY,
+    Block,
+    blocks_of,
+    faults_of_page,
+    faults_of_translation,
+    flags_of,
+    twin_of,
+)
 from guide_shell import calls_of
 from llama3_tokenizer import tiny_tokenizer
 from small_runs import hf_llama, small_run
@@ -84,6 +93,12 @@ def _library() -> set[str]:
     return {file.read_text() for file in LIBRARY.glob("*.py")}
 
 
+def faults_of_flags(page: Path) -> list[str]:
+    """Flags in the text that nothing has."""
+    unknown = [(line, flag) for line, flag in flags_of(page) if flag not in known_flags()]
+    return [f"{page.name}:{line}: there is no flag {flag}" for line, flag in unknown]
+
+
 def faults_of_commands(page: Path, fixtures: Fixtures, folder: Path) -> list[str]:
     """What does not work of a page's blocks of bash and Python, by line."""
     blocks = blocks_of(page)
@@ -115,9 +130,17 @@ def _python_fault(block: Block) -> str:
     return ""
 
 
+def test_every_guide_is_there_in_both_languages() -> None:
+    chinese = {page for page in PAGES if page.stem.endswith(CHINESE)}
+    guides = {page for page in PAGES if page.parent.name == "guides"} - chinese
+    assert {twin_of(page) for page in chinese} - {REPOSITORY / "README.md"} == guides
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_page_is_right(page: Path, fixtures: Fixtures, tmp_path: Path) -> None:
     faults = faults_of_page(page)
+    if "migrating" not in page.name:  # which names the flags of other programs, and has a test of its own
+        faults += faults_of_flags(page)
     if page.stem.endswith(CHINESE):
         faults += faults_of_translation(page)
     else:
@@ -131,6 +154,7 @@ BROKEN = {
     "```yaml\na: [\n```": ("page.md:2", "YAML"),
     "# A\n\n[a](b.md)": ("page.md:3", "b.md leads nowhere"),
     "# A b\n\n[a](#a-b) [b](#b)": ("page.md:3", "#b names no heading"),
+    "# A\n\nwith `--tp-overlap true`": ("page.md:3", "no flag --tp-overlap"),
     "```python\n1 + 1\n1 / 0\n```": ("page.md:2", "ZeroDivisionError"),
     "```bash\ntrue\nif\n```": ("page.md: ", "line 4: syntax error"),
     "```bash\n\nls nothing\n```": ("page.md: ", "line 3: ended with 2: ls nothing"),
@@ -161,7 +185,8 @@ BROKEN = {
 def test_what_does_not_work_is_named_with_its_line(text: str, fixtures: Fixtures, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
-    found = faults_of_page(page) + faults_of_commands(page, fixtures, tmp_path / "page")
+    found = faults_of_page(page) + faults_of_flags(page)
+    found += faults_of_commands(page, fixtures, tmp_path / "page")
     assert len(found) == 1, found
     assert all(part in found[0] for part in BROKEN[text]), found
 
