@@ -57,8 +57,13 @@ def faults_of_page(page: Path) -> list[str]:
             faults.append((block.line - 1, f"got a block of kind {block.info!r}, expected {expected}"))
         if block.info == "yaml" and (why := _yaml_fault(block.text)):
             faults.append((block.line, why))
-    faults += [(line, why) for line, target in links_of(page) if (why := _link_fault(page, target))]
-    return [f"{page.name}:{line}: {why}" for line, why in sorted(faults)]
+    return [f"{page.name}:{line}: {why}" for line, why in sorted(faults)] + faults_of_links(page)
+
+
+def faults_of_links(page: Path) -> list[str]:
+    """Links and images within the repository that lead nowhere."""
+    found = [(line, _link_fault(page, target)) for line, target in links_of(page)]
+    return [f"{page.name}:{line}: {why}" for line, why in found if why]
 
 
 def _yaml_fault(text: str) -> str:

@@ -21,6 +21,7 @@ from guide_pages import (
     REPOSITORY,
     Block,
     blocks_of,
+    faults_of_links,
     faults_of_page,
     faults_of_translation,
     flags_of,
@@ -136,6 +137,13 @@ def test_every_guide_is_there_in_both_languages() -> None:
     assert {twin_of(page) for page in chinese} - {REPOSITORY / "README.md"} == guides
 
 
+def test_links_of_the_other_documents_lead_somewhere() -> None:
+    folders = [REPOSITORY / name for name in ("patch", "toolkits", "tests", "examples")]
+    pages = [*REPOSITORY.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
+    assert len(pages) > len(PAGES)
+    assert not [fault for page in pages if page not in PAGES for fault in faults_of_links(page)]
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 def test_page_is_right(page: Path, fixtures: Fixtures, tmp_path: Path) -> None:
     faults = faults_of_page(page)
@@ -181,7 +189,7 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("text", BROKEN)
+@pytest.mark.parametrize("text", BROKEN, ids=[why for _, why in BROKEN.values()])
 def test_what_does_not_work_is_named_with_its_line(text: str, fixtures: Fixtures, tmp_path: Path) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
