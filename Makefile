@@ -11,11 +11,13 @@ help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
 
 # torch goes first and alone: with a CPU build in reach of pip (TORCH='torch==2.13.0+cpu', PIP_FIND_LINKS, an index
-# of CPU wheels) the packages after it find it there and do not pull the CUDA build.
+# of CPU wheels) the packages after it find it there and do not pull the CUDA build. The
+# project itself, for the command llama-patch, is only linked to: the code of this folder runs.
 .venv/installed: requirements.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	$(PIP) install --progress-bar off "$(TORCH)"
 	$(PIP) install --progress-bar off -r requirements.txt
+	$(PIP) install --progress-bar off --no-deps --no-build-isolation --editable .
 	.venv/bin/python patch/optimizer/kernels/build.py
 	touch $@
 
