@@ -10,7 +10,7 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import ZeroStage
 from patch.config.positions import where
-from patch.config.rules import RULES
+from patch.config.rules import is_legal
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.plan.fits import fit_of
@@ -90,12 +90,7 @@ def _fits(config: RunConfig, changes: tuple[Change, ...], machine: MachineFacts)
         for section, field, value in change.values:
             replaced = dataclasses.replace(getattr(run, section), **{field: value})
             run = dataclasses.replace(run, **{section: replaced})
-    try:
-        for rule in RULES:
-            rule(run, machine)
-    except ConfigError:
-        return False
-    return fit_of(run, machine).is_whole
+    return is_legal(run, machine) and fit_of(run, machine).is_whole
 
 
 def _changes(config: RunConfig, machine: MachineFacts) -> Iterator[Change]:
