@@ -1,0 +1,87 @@
+"""Guides that quote the code: messages, flags, positions and packages that they name exist."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from architecture.test_imports import ROWS
+
+from patch.config.fields import FIELDS
+from patch.config.positions import POSITIONS, VARIABLES
+
+GUIDES = Path("examples/llama3_1/guides")
+LANGUAGES = ("", "_zh")
+OWN = ("offload", "overlapped_optimizer", "planning", "troubleshooting", "migrating", "architecture")
+VALUE = "\0"
+"""What stands for a value in a string of the program."""
+
+
+def _guide(root: Path, name: str) -> str:
+    return (root / GUIDES / f"{name}.md").read_text(encoding="utf-8")
+
+
+def _rows(text: str) -> list[list[str]]:
+    """The cells of all tables, without heads: of each row those between its bars."""
+    lines = text.splitlines()
+    found = []
+    for number, line in enumerate(lines):
+        is_head = number + 1 < len(lines) and re.fullmatch(r"\|( ---+ \|)+", lines[number + 1])
+        if line.startswith("| ") and not is_head and not line.startswith("| ---"):
+            found.append([cell.strip() for cell in line.strip().strip("|").split(" | ")])
+    return found
+
+
+def _said(node: ast.expr) -> str:
+    """A string of the program, with a mark for each value; "" for what is no string."""
+    if isinstance(node, ast.Constant):
+        # Values of the log's and of printf's formats.
+        return re.sub(r"%(\.\d)?[sdfg]", VALUE, node.value) if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_said(part) or VALUE for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return _said(node.left) + _said(node.right)
+    return ""
+
+
+def _strings(house) -> str:
+    """All strings that the program may print, docstrings left out, one after the other."""
+    found = []
+    for source in house:
+        docstrings = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
+        found += [
+            _said(node)
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and id(node) not in docstrings
+        ]
+    return "\n".join(found)
+
+
+def _lost(message: str, strings: str) -> list[str]:
+    """The runs of words between the values of a quoted message that no string has."""
+    # Some messages are put together of several strings, with a colon or a comma between them.
+    runs = (run.strip(" :;,()") for run in message.split("..."))
+    return [run for run in runs if run not in strings]
+
+
+def _messages(text: str) -> list[str]:
+    return [row[0].strip("`") for row in _rows(text) if row[0].startswith("`") and len(row) == 3]
+
+
+def test_a_message_that_nothing_prints_is_seen():
+    strings = _said(ast.parse('f"got {x}, expected {y}: a" " value"', mode="eval").body)
+    assert not _lost("got ..., expected ...: a value", strings)
+    assert _lost("got ..., wanted ...: a value", strings) == ["wanted"]
+
+
+def test_quoted_messages_are_those_of_the_program(root, house):
+    strings = _strings(house)
+    messages = _messages(_guide(root, "troubleshooting"))
+    assert len(messages) >= 40 and len(messages) == len(set(messages))
+    assert not [message for message in messages if max(map(len, message.split("..."))) < 12]
+    assert not {message: lost for message in messages if (lost := _lost(message, strings))}
+
+
+def test_both_languages_quote_the_same_messages(root):
+    first, second = (_messages(_guide(root, f"troubleshooting{language}")) for language in LANGUAGES)
+    assert first == second
