@@ -13,6 +13,11 @@ from patch.config.positions import POSITIONS, VARIABLES
 GUIDES = Path("examples/llama3_1/guides")
 LANGUAGES = ("", "_zh")
 OWN = ("offload", "overlapped_optimizer", "planning", "troubleshooting", "migrating", "architecture")
+FLAGS = {
+    name
+    for field in FIELDS.values()
+    for name in ([field.flag, f"--no-{field.flag[2:]}"] if field.kind is bool else [field.flag])
+}
 VALUE = "\0"
 """What stands for a value in a string of the program."""
 
@@ -85,3 +90,48 @@ def test_quoted_messages_are_those_of_the_program(root, house):
 def test_both_languages_quote_the_same_messages(root):
     first, second = (_messages(_guide(root, f"troubleshooting{language}")) for language in LANGUAGES)
     assert first == second
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_names_that_a_user_moves_over_to_exist(root, language):
+    known = FLAGS | VARIABLES.keys() | {position.name for position in POSITIONS}
+    rows = [row for row in _rows(_guide(root, f"migrating{language}")) if len(row) == 3]
+    ours = [name for row in rows for name in re.findall(r"`([^`]+)`", row[1])]
+    assert len(ours) > 60 and not [name for name in ours if name not in known]
+    kept = [row for row in _rows(_guide(root, f"migrating{language}")) if len(row) == 2]
+    same = [name for row in kept for name in re.findall(r"`([^`]+)`", row[1])]
+    assert len(same) > 70 and not [name for name in same if name not in FLAGS]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("name", [name for name in OWN if name != "migrating"])
+def test_flags_in_guides_exist(root, house, name, language):
+    flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?![\w-])", _guide(root, f"{name}{language}")))
+    of_tools = set(
+        re.findall(r"--[a-z][\w-]*", "\n".join(s.text for s in house if s.path.parts[0] == "toolkits"))
+    )
+    assert flags <= FLAGS | of_tools | {"--config", "--dry-run", "--force", "--help"}
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_architecture_lists_the_packages_from_top_to_bottom(root, language):
+    text = _guide(root, f"architecture{language}")
+    packages = [path.rstrip("/") for path in re.findall(r"^\| `(\w+(?:/|\.py))` \|", text, re.MULTILINE)]
+    there = {
+        path.name
+        for path in (root / "patch").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    assert sorted(packages) == sorted(there - {"__init__.py"})
+    rows = [ROWS[f"patch.{package.removesuffix('.py')}"] for package in packages]
+    assert rows == sorted(rows)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("name", OWN)
+def test_files_that_guides_name_exist(root, name, language):
+    text = _guide(root, f"{name}{language}")
+    links = re.findall(r"\]\(([^)#\s]+)", text)
+    files = [root / GUIDES / link for link in links if link.startswith("../")]
+    files += [root / path for path in re.findall(r"`((?:patch|toolkits|tests)/[\w/]+\.(?:py|sh|md))`", text)]
+    assert not [str(file) for file in files if not file.exists()]
