@@ -95,6 +95,16 @@ def search(
     return sorted(found.values(), key=lambda one: one.time.seconds)[:num_best]
 
 
+def fits_somewhere(config: RunConfig, machine: Machine) -> bool:
+    """Whether any layout fits.
+
+    Args:
+        config, machine: see `search`.
+    """
+    smallest_last = list(_layouts(config, machine))
+    return any(_cheapest(_with_layout(config, machine, one), machine) for one in reversed(smallest_last))
+
+
 def _layouts(config: RunConfig, machine: Machine) -> Iterator[Layout]:
     """All sizes that divide devices, heads, layers and the global batch."""
     world, model = machine.num_devices, config.model
@@ -167,11 +177,14 @@ def _cheapest(config: RunConfig, machine: Machine) -> tuple[RunConfig, RunConfig
 def _least_fraction(config: RunConfig, machine: MachineFacts) -> float | None:
     """The least share of states on the host with which a run fits; None if there is none."""
     all_on_host = with_offload(config, 1.0)
-    if 0 < usable_device_memory(config, machine) < state_on_device(all_on_host):  # activations cost time
+    # Looked at first, because activations take long to plan.
+    if 0 < usable_device_memory(config, machine) < state_on_device(all_on_host):
         return None
     on_device = fit_of(config, machine)
     if on_device.is_whole:
         return 0.0
+    if on_device.is_on_device:  # the host lacks memory
+        return None
     on_host = fit_of(all_on_host, machine)
     if not on_host.is_on_device:
         return None
