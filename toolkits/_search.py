@@ -21,8 +21,8 @@ _WIDTH = 160
 """Columns where the output is no terminal."""
 _TOKENS = 1e9
 """Whose device hours are compared, if --tokens gives no number."""
-_LARGEST = 2048
-"""Devices: a model that fits nowhere below is not looked for."""
+_DOUBLINGS = 6
+"""Of the number of machines, where no layout fits."""
 _BY_THE_SEARCH = {
     "ENV", "MODEL_SIZE", "BATCH_SIZE", "TP", "PP", "CP", "SP", "DO", "FL", "AC", "OPTIMIZER_OFFLOAD",
 }  # fmt: skip
@@ -126,11 +126,11 @@ def _none_found(planned: Planned) -> str:
         f"no layout fits: the host memory of {machine.nodes * machine.host_memory_bytes / 2**30:.0f} GiB is "
         "too small"
     )  # fmt: skip
-    nodes = machine.nodes
-    while (nodes := 2 * nodes) * machine.devices_per_node <= _LARGEST:
-        if fits_somewhere(planned.run, dataclasses.replace(machine, nodes=nodes)):
-            return f"{what}; one would fit {nodes} machines like it: --nodes {nodes}"
-    return f"{what}, nor any number of such machines up to {_LARGEST} devices: a shorter sequence may"
+    for doubled in range(1, _DOUBLINGS + 1):
+        larger = dataclasses.replace(machine, nodes=machine.nodes * 2**doubled)
+        if fits_somewhere(planned.run, larger):
+            return f"{what}; one would fit {larger.nodes} machines like it: --nodes {larger.nodes}"
+    return f"{what}, nor {2**_DOUBLINGS} times as many machines: take shorter sequences or larger devices"
 
 
 def _show(rows: list[dict[str, Any]], tokens: float | None, *, by_count: bool) -> None:

@@ -13,13 +13,13 @@ from patch.config.choices import ZeroStage
 from patch.config.fields import FIELDS
 from patch.config.flags import spellings
 from patch.config.positions import POSITIONS, VARIABLES
-from patch.config.rules import RULES
+from patch.config.rules import is_legal
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.plan.fits import Fit, fit_of
 from patch.plan.resolve import resolve_run
 from patch.plan.timing.machine import Machine
-from patch.plan.timing.machine_presets import these_machines
+from patch.plan.timing.machine_presets import machines_of
 from patch.plan.timing.step_time import step_time
 from patch.storage.sizes import size_text, timed
 
@@ -92,7 +92,7 @@ def cures(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = N
     """
     if fit_of(config, machine).is_whole:
         return []
-    timed_on = timed_on or these_machines(config, machine)
+    timed_on = timed_on or machines_of(config, machine)
     best: dict[frozenset[str], Cure] = {}
     for chosen, run in _sufficient(config, machine):
         cure = Cure(chosen, fit_of(run, machine), _seconds(run, timed_on))
@@ -172,12 +172,7 @@ def _changed(config: RunConfig, changes: tuple[Change, ...]) -> RunConfig:
 
 def _legal(run: RunConfig, machine: MachineFacts) -> RunConfig | None:
     """The run with the choices made that its changes leave open; None if a rule refuses it."""
-    try:
-        for rule in RULES:
-            rule(run, machine)
-    except ConfigError:
-        return None
-    return resolve_run(run, machine)[0]
+    return resolve_run(run, machine)[0] if is_legal(run, machine) else None
 
 
 def _seconds(run: RunConfig, machine: Machine | None) -> float | None:

@@ -18,7 +18,7 @@ from patch.plan.memory import bytes_per_rank
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.plan.planned_run import Planned
 from patch.plan.search import Found
-from patch.plan.timing.machine_presets import these_machines
+from patch.plan.timing.machine_presets import machines_of
 from patch.plan.timing.step_time import StepTime, step_time
 
 _INDENT = " " * 12
@@ -34,8 +34,8 @@ def describe_here(config: RunConfig, facts: MachineFacts) -> list[str]:
         facts: this machine.
     """
     lines = describe_plan(config, facts).splitlines()
-    machine = these_machines(config, facts)
-    if machine is None:
+    machine = machines_of(config, facts)
+    if machine is None:  # a GPU that no preset is like
         return [f"planned for this machine and those like it: {facts.cuda_name}", *lines]
     note = "; for other machines: python -m toolkits.plan --machine h100 --nodes 4 -- RUN"
     times = time_lines(step_time(config, machine), config, machine) if machine.is_gpu else ()
@@ -89,7 +89,7 @@ def plan_json(planned: Planned, tokens: float | None) -> dict[str, Any]:
         tokens: see `plan_lines`.
     """
     config, machine = planned.resolved, planned.machine
-    time = step_time(config, machine)
+    time, fit = step_time(config, machine), fit_of(config, machine.facts)
     report = {
         "machine": machine.to_json(),
         "run": {
@@ -102,8 +102,8 @@ def plan_json(planned: Planned, tokens: float | None) -> dict[str, Any]:
             bytes_per_rank(config, rank)._asdict()
             for rank in range(config.parallel.pipeline_model_parallel_size)
         ],
-        "memory": fit_of(config, machine.facts)._asdict(),
-        "fits": fit_of(config, machine.facts).is_whole,
+        "memory": fit._asdict(),
+        "fits": fit.is_whole,
         "time": _time_json(time),
     }
     if tokens:

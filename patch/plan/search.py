@@ -14,9 +14,8 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import Recompute, ZeroStage
-from patch.config.rules import RULES
+from patch.config.rules import is_legal
 from patch.device import MachineFacts
-from patch.errors import ConfigError
 from patch.plan.fits import Fit, fit_of
 from patch.plan.memory import state_on_device, usable_device_memory
 from patch.plan.pipeline import Schedule
@@ -125,7 +124,7 @@ def _layouts(config: RunConfig, machine: Machine) -> Iterator[Layout]:
 
 
 def _counted_layers(num_layers: int, pp_size: int) -> int:
-    """What stages share evenly: the layers; where they do not divide, embedding and loss count as two more."""
+    """What stages share evenly: the layers; where they do not divide, embedding and loss too."""
     return num_layers if num_layers % pp_size == 0 else num_layers + 2
 
 
@@ -244,12 +243,7 @@ def with_savings(
 
 def _legal(run: RunConfig, machine: MachineFacts) -> RunConfig | None:
     """The run with its choices made; None if a rule refuses it."""
-    try:
-        for rule in RULES:
-            rule(run, machine)
-    except ConfigError:
-        return None
-    return resolve_run(run, machine)[0]
+    return resolve_run(run, machine)[0] if is_legal(run, machine) else None
 
 
 def _bound(config: RunConfig, costs: StepCosts) -> float:

@@ -102,12 +102,14 @@ def this_machine(facts: MachineFacts, processes: int) -> Machine:
     )  # fmt: skip
 
 
-def these_machines(config: RunConfig, facts: MachineFacts) -> Machine | None:
-    """The machines of a run, all like this one; None if no preset is like its GPU.
+def machines_of(config: RunConfig, facts: MachineFacts) -> Machine | None:
+    """The machines of a run that starts on this one, all like it.
 
     Args:
         config: the run.
-        facts: this machine.
+        facts: of this machine.
+    Returns:
+        None if no preset is like its GPU.
     """
     parallel = config.parallel
     try:
