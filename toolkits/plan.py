@@ -78,7 +78,8 @@ def _planned(options: argparse.Namespace, argv: list[str], nodes: int | None, he
 
     from patch.plan.planned_run import plan_run
 
-    planned = plan_run(argv, os.environ, options.machine, nodes, options.devices_per_node, here)
+    devices = options.devices_per_node
+    planned = plan_run(argv, os.environ, options.machine, nodes, devices, here, for_search=options.search)
     if options.price is None:
         return planned
     machine = dataclasses.replace(planned.machine, price_per_device_hour=options.price)

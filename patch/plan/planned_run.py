@@ -29,6 +29,8 @@ _DEFAULTS = {
 """What a plan does not depend on, or begins with, where flags alone describe the run."""
 NAMED_LATER = ("DATASET_PATH", "TOKENIZER_PATH", "OUTPUT_BASEPATH")
 """Paths that such a run has not named."""
+_REPLACED = ("global_batch_size", "micro_batch_size", "tensor_model_parallel_size", "sequence_parallel")
+"""Fields of which a search finds values that are possible together, or none."""
 _CLUSTER = {
     "NODE_RANK": "0", "MASTER_ADDR": "planned", "MASTER_PORT": "29500", "RANK": "0", "SLURM_NODEID": "0",
     "SLURM_JOB_NODELIST": "planned", "SLURM_JOB_ID": "0",
@@ -58,6 +60,8 @@ def plan_run(
     nodes: int | None,
     devices: int | None,
     here: MachineFacts,
+    *,
+    for_search: bool = False,
 ) -> Planned:
     """Read a run for a machine.
 
@@ -68,6 +72,8 @@ def plan_run(
         nodes: how many; None: as the run says, else one.
         devices: of each node; None: the machine's.
         here: this machine.
+        for_search: whether its layout will be replaced: then only what else it has must be possible, and
+            its automatic choices are left open.
 
     Raises:
         ConfigError: the machine or the run cannot be read, or a rule refuses the run.
@@ -96,8 +102,12 @@ def plan_run(
         raise ConfigError(f"{error}; {cure}", field=error.field) from error
     run = _on_all_devices(run, machine, argv)
     for rule in RULES:
-        rule(run, facts)
-    resolved, notes = resolve_run(run, facts)
+        try:
+            rule(run, facts)
+        except ConfigError as error:
+            if not (for_search and error.field in _REPLACED):
+                raise
+    resolved, notes = (run, []) if for_search else resolve_run(run, facts)
     parallel = run.parallel
     machine = dataclasses.replace(machine, nodes=parallel.nnodes, devices_per_node=parallel.nproc_per_node)
     planned["WORLD_SIZE"] = str(parallel.nnodes)
