@@ -9,7 +9,7 @@ from typing import Any
 from patch.config import RunConfig
 from patch.config.fields import SECTIONS, scalar_of
 from patch.device import MachineFacts
-from patch.plan.cures import cures
+from patch.plan.cures import cures, what_lacks
 from patch.plan.describe import describe_plan
 from patch.plan.describe_time import budget, budget_line, machine_line, time_lines
 from patch.plan.explain import explanations
@@ -76,8 +76,8 @@ def _advice(planned: Planned) -> Iterator[str]:
     if fit_of(config, facts).is_whole:
         yield "fits        yes"
         return
-    found = cures(config, facts)
-    yield f"fits        no: {'it would with' if found else 'more or larger devices are needed'}"
+    found = cures(config, facts, planned.machine)
+    yield f"fits        no: {'it would with one of' if found else what_lacks(config, facts)}"
     yield from (f"{_INDENT}{cure}" for cure in found)
 
 
