@@ -25,7 +25,7 @@ quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it 
 	.venv/bin/python -m toolkits.quickstart
 
 test: .venv/installed  ## all tests of this machine; GPU tests skip themselves without one
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
 
 checks: .venv/installed  ## style, types, and the rules of the house
 	.venv/bin/ruff check .

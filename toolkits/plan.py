@@ -2,6 +2,7 @@
 
     python -m toolkits.plan --machine h100 --nodes 4 -- --model-size 70B --tensor-model-parallel-size 8 ...
     python -m toolkits.plan --machine h100 --nodes 4 --search -- --model-size 8B --seq-length 8192
+    python -m toolkits.plan --machine h100 --nodes 1,2,4,8 --search -- --model-size 8B --seq-length 8192
     python -m toolkits.plan --machine h100 --scaling scaling.png
 
 After `--` follows the run, as run_mcore_llama.sh takes it: 25 positions and flags, flags alone, or --config
@@ -19,15 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from patch.errors import ConfigError, PatchError
-from toolkits import _scaling
+from toolkits import _scaling, _search
 from toolkits._arguments import ArgumentParser, positive
 
 if TYPE_CHECKING:
+    from patch.device import MachineFacts
     from patch.plan.planned_run import Planned
-    from patch.plan.search import Found
-
-_WIDTH = 160
-"""Columns where the output is no terminal."""
 
 
 def main(argv: list[str]) -> int:
@@ -46,10 +44,8 @@ def main(argv: list[str]) -> int:
 
 
 def _plan(options: argparse.Namespace, argv: list[str]) -> int:
-    import dataclasses
-
     from patch.device import MachineFacts
-    from patch.plan.planned_run import machine_named, plan_run
+    from patch.plan.planned_run import machine_named
 
     here = MachineFacts.probe()
     if options.scaling:
@@ -58,12 +54,15 @@ def _plan(options: argparse.Namespace, argv: list[str]) -> int:
         return _scaling.run(options.scaling, machine_named(options.machine, here, 1))
     if not argv:
         raise ConfigError("no run is given, expected one after `--`, such as -- --model-size 8B")
-    planned = plan_run(argv, os.environ, options.machine, options.nodes, options.devices_per_node, here)
-    if options.price is not None:
-        machine = dataclasses.replace(planned.machine, price_per_device_hour=options.price)
-        planned = planned._replace(machine=machine)
+    counts = options.nodes or [None]
+    if len(counts) > 1 and not options.search:
+        raise ConfigError(f"--nodes: got {len(counts)} numbers, expected one; several with --search")
+    plans = [_planned(options, argv, nodes, here) for nodes in counts]
     if options.search:
-        return _search(options, planned)
+        exit_code, found = _search.run(options, plans)
+        _write(options.json, found)
+        return exit_code
+    (planned,) = plans
     from patch.plan.fits import fit_of
     from patch.plan.report import plan_json, plan_lines
 
@@ -73,85 +72,28 @@ def _plan(options: argparse.Namespace, argv: list[str]) -> int:
     return 0 if fit_of(planned.resolved, planned.machine.facts).is_whole else 1
 
 
-def _search(options: argparse.Namespace, planned: Planned) -> int:
-    from patch.config.launch_line import launch_line
-    from patch.plan.describe_time import budget_line, machine_line
-    from patch.plan.planned_run import NAMED_LATER
-    from patch.plan.report import found_row
-    from patch.plan.search import search
+def _planned(options: argparse.Namespace, argv: list[str], nodes: int | None, here: MachineFacts) -> Planned:
+    """The run on so many machines, with the price that is given."""
+    import dataclasses
 
-    machine = planned.machine
-    print(machine_line(machine))
-    layouts = search(planned.run, machine, options.best)
-    rows = [found_row(found) for found in layouts]
-    lines = [launch_line(found.run, planned.environ, machine.facts) for found in layouts]
-    for name in NAMED_LATER:
-        lines = [line.replace(os.path.abspath(name), name) for line in lines]
-    if not layouts:
-        print("no layout fits: more or larger devices are needed, or shorter sequences")
-        return 1
-    _show(layouts)
-    if options.tokens:
-        print(budget_line(layouts[0].time, machine, options.tokens).replace("budget", "budget 1", 1))
-    for number, line in enumerate(lines, 1):
-        print(f"\n{number}  {line}")
-    found = [{**row, "command": line} for row, line in zip(rows, lines, strict=True)]
-    _write(options.json, {"machine": machine.to_json(), "layouts": found})
-    if options.plot:
-        _plot(layouts, options.plot)
-    return 0
+    from patch.plan.planned_run import plan_run
 
-
-def _show(layouts: list[Found]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    from patch.plan.report import found_row
-    from patch.storage.sizes import scaled, size_text, timed
-
-    table = Table(box=None, pad_edge=True)
-    names = ("", "TP", "PP", "VPP", "CP", "DP", "micro-batch", "sharding", "AC", "on host", "memory", "step")
-    for name in (*names, "tokens/s/device", "MFU"):
-        table.add_column(name, justify="right")
-    for number, found in enumerate(layouts, 1):
-        row = found_row(found)
-        sizes = [
-            str(row[name]) for name in ("tp", "pp", "vpp", "cp", "dp", "micro_batch", "sharding", "recompute")
-        ]
-        speed = [timed(row["step_seconds"]), scaled(row["tokens_per_second_per_device"]).strip()]
-        host, memory = f"{row['host_fraction']:.0%}", size_text(row["device_bytes"])
-        mfu = "" if row["mfu"] is None else f"{row['mfu']:.1%}"
-        table.add_row(str(number), *sizes, host, memory, *speed, mfu)
-    width = None if sys.stdout.isatty() else _WIDTH
-    Console(width=width, highlight=False, markup=False, emoji=False).print(table)
-
-
-def _plot(layouts: list[Found], file: Path) -> None:
-    """Stacked parts of a step of each layout."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = list(dict.fromkeys(part.name for found in layouts for part in found.time.parts))
-    labels = [f"TP {f.layout.tp} PP {f.layout.pp}x{f.layout.vpp} CP {f.layout.cp}" for f in layouts]
-    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.6 * len(layouts)), layout="constrained")
-    left = [0.0] * len(layouts)
-    for name in names:
-        seconds = [sum(p.seconds for p in found.time.parts if p.name == name) for found in layouts]
-        if max(seconds) > 0:
-            axes.barh(labels, seconds, left=left, label=name)
-        left = [start + each for start, each in zip(left, seconds, strict=True)]
-    axes.invert_yaxis()
-    axes.set_xlabel("seconds of a step, planned")
-    axes.legend(fontsize="x-small", loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(file)
-    pyplot.close(figure)
+    devices = options.devices_per_node
+    planned = plan_run(argv, os.environ, options.machine, nodes, devices, here, for_search=options.search)
+    if options.price is None:
+        return planned
+    machine = dataclasses.replace(planned.machine, price_per_device_hour=options.price)
+    return planned._replace(machine=machine)
 
 
 def _write(file: Path | None, report: dict[str, object]) -> None:
     if file is not None:
         file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def _node_counts(text: str) -> list[int]:
+    """One number of at least 1, or several with commas, for `argparse`'s `type`."""
+    return [positive(number) for number in text.split(",")]
 
 
 def _count(text: str) -> float:
@@ -174,7 +116,12 @@ def _parser() -> argparse.ArgumentParser:
         help="a100, h100, h200, b200 (nodes of eight), here, or a YAML or JSON file of a machine, such as "
         "toolkits.doctor writes [here]",
     )  # fmt: skip
-    parser.add_argument("--nodes", type=positive, metavar="N", help="how many [as the run says, else 1]")
+    parser.add_argument(
+        "--nodes",
+        type=_node_counts,
+        metavar="N",
+        help="how many [as the run says, else 1]; N,N,...: --search on each, and the cost",
+    )
     parser.add_argument("--devices-per-node", type=positive, metavar="N", help="of each [all]")
     parser.add_argument("--tokens", type=_count, metavar="X", help="also days and device hours of so many")
     parser.add_argument(

@@ -39,6 +39,7 @@ from patch.config.sharding_rules import (
 )
 from patch.config.unsupported import NOT_BUILT
 from patch.device import MachineFacts
+from patch.errors import ConfigError
 from patch.families import family_of
 from patch.storage.sizes import counted
 
@@ -371,6 +372,16 @@ RULES: tuple[Rule, ...] = (
     schedule_fits,
 )
 """All rules in the order in which they are checked; later rules may rely on earlier ones."""
+
+
+def is_legal(config: RunConfig, machine: MachineFacts) -> bool:
+    """Whether no rule refuses the run."""
+    try:
+        for rule in RULES:
+            rule(config, machine)
+    except ConfigError:
+        return False
+    return True
 
 
 def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:

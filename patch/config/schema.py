@@ -465,3 +465,8 @@ class RunConfig:
     def sample_length(self) -> int:
         """Tokens of one sample as the model sees it: PAD_LEN for raw rows, SEQ_LEN otherwise."""
         return self.data.max_padding_length if self.data.dataset_type == "raw" else self.model.seq_length
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of a micro-batch on a rank; context-parallel ranks share each sample."""
+        return self.training.micro_batch_size * self.sample_length // self.parallel.context_parallel_size

@@ -6,6 +6,7 @@ from patch.plan.activations import activation_bytes
 from patch.plan.context_parallel import resolve_cp_comm_type, sent_bytes
 from patch.plan.cures import cures, refuse_what_cannot_fit
 from patch.plan.describe import describe_length, describe_plan
+from patch.plan.describe_start import start_lines
 from patch.plan.flops import StepFlops, attended_pairs, flops_per_step, flops_per_token, peak_flops
 from patch.plan.fp8_choice import resolve_fp8_weights
 from patch.plan.memory import RankBytes, bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
@@ -41,5 +42,6 @@ __all__ = [
     "resolve_sharding",
     "sent_bytes",
     "stage_cost",
+    "start_lines",
     "total_parameters",
 ]

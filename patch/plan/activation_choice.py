@@ -2,8 +2,8 @@
 
 Looked at are: all kept; selective; the first layers of each stage offloaded, the others kept whole or with
 selective; the first layers recomputed; all layers recomputed, also in blocks. Of each, the fewest layers that
-fit. Costs are in forwards of a layer: recomputation repeats one; an offloaded layer costs what its copies
-take longer than the forward and backward of the layer beside which they run.
+fit. Costs are in forwards of a layer, by the time model (timing/layer_time.py): recomputation repeats one; an
+offloaded layer costs what its copies take longer than the forward and backward beside which they run.
 """
 
 from __future__ import annotations
@@ -20,21 +20,18 @@ from patch.config.choices import Recompute, RecomputeMethod
 from patch.device import MachineFacts
 from patch.logger import get_logger
 from patch.plan.activation_peak import RankMemory, heaviest_rank, host_memory_needed
-from patch.plan.activations import activation_bytes
-from patch.plan.flops import layer_flops, peak_flops
 from patch.plan.memory import device_memory, usable_device_memory
+from patch.plan.timing.layer_time import layer_times
+from patch.plan.timing.machine_presets import machines_of
 from patch.storage.sizes import size_text
 
 _logger = get_logger(__name__)
 
 SELECTIVE_COST = 0.05
-"""Of a layer's forward: selective recomputation repeats no product, but reads and writes memory."""
+"""Of a layer's forward, where the device's speed is not known: selective recomputation repeats no product,
+but reads and writes memory."""
 OFFLOAD_COST = 0.1
-"""Of a layer's forward, also where its copies are hidden: they take memory bandwidth from compute."""
-LINK_BYTES_PER_S = 25e9
-"""Between GPU and host in each direction: PCIe 4.0 x16, less what its protocol takes."""
-REACHED_SHARE = 0.5
-"""Of the GPU's peak FLOP/s that a layer reaches."""
+"""Of a layer's forward, also where its copies are hidden, which take bandwidth from compute. Assumed."""
 
 
 class Mix(NamedTuple):
@@ -127,21 +124,13 @@ class _Search:
     """
 
     def __init__(self, config: RunConfig, machine: MachineFacts) -> None:
-        self._config, self._machine = config, machine
+        self._config, self._machine = with_mix(config, Mix()), machine
         self._is_cuda = bool(machine.cuda_devices)
         self._num_layers = max(config.stage_layers)
         self._total = device_memory(config, machine)
         self._usable = usable_device_memory(config, machine)
-        self._forward_s = self._seconds_of_a_forward()
-
-    def _seconds_of_a_forward(self) -> float | None:
-        """Of a layer and micro-batch on a rank; None if the device's speed is not known."""
-        parallel, training = self._config.parallel, self._config.training
-        peak = peak_flops(self._machine.cuda_name, training.precision)
-        if peak is None or training.precision == "fp32":
-            return None
-        ranks = parallel.tensor_model_parallel_size * parallel.context_parallel_size
-        return layer_flops(self._config) * training.micro_batch_size / ranks / (peak * REACHED_SHARE)
+        # A simulated device has no speed.
+        self._timed_on = machines_of(config, machine) if self._is_cuda else None
 
     def candidates(self) -> Iterator[Candidate]:
         """All kept, selective, and of each other kind the one with the fewest layers that fits the device."""
@@ -183,27 +172,23 @@ class _Search:
     def _cost(self, mix: Mix) -> float:
         if mix.granularity == "full":
             return float(self._num_layers if mix.method == "uniform" else mix.recomputed)
-        selective = SELECTIVE_COST * self._num_layers if mix.granularity == "selective" else 0.0
-        return selective + mix.offloaded * self._cost_of_offload(mix)
-
-    def _cost_of_offload(self, mix: Mix) -> float:
-        """Of one layer: its copy to the host runs beside a forward, its copy back beside a backward."""
-        if self._forward_s is None:
-            return self._num_layers + 1.0  # rather recompute all
-        config = self._config
-        kept = activation_bytes(
-            config.model, config.parallel, config.training, length=config.sample_length, cuda=True
-        )
-        copy = kept[mix.granularity] / LINK_BYTES_PER_S / self._forward_s
-        return OFFLOAD_COST + max(0.0, copy - 1) + max(0.0, copy - 2)
+        selective, offload = SELECTIVE_COST, self._num_layers + 1.0  # rather recompute all
+        if self._timed_on is not None:
+            times = layer_times(with_mix(self._config, mix), self._timed_on)
+            forward = times.forward.total
+            selective, offload = times.selective / forward, OFFLOAD_COST + times.offload / forward
+        is_selective = mix.granularity == "selective"
+        return (selective * self._num_layers if is_selective else 0.0) + mix.offloaded * offload
 
     def room_line(self) -> str:
         """What the choice assumes."""
         speed = "of unknown speed, so recomputation goes before offload"
-        if self._forward_s is not None:
+        if self._timed_on is not None:
+            machine, times = self._timed_on, layer_times(self._config, self._timed_on)
+            link = machine.host_link_bandwidth * machine.reached.host_link
             speed = (
-                f"at {REACHED_SHARE:.0%} of its peak a layer's forward takes {1e3 * self._forward_s:.1f} ms; "
-                f"the host is reached with {LINK_BYTES_PER_S / 1e9:g} GB/s"
+                f"a layer's forward takes {1e3 * times.forward.total:.1f} ms by plan; the host is reached "
+                f"with {link / 1e9:.0f} GB/s"
             )
         device = "GPU" if self._is_cuda else "simulated device"
         return (

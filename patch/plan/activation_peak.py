@@ -153,7 +153,7 @@ def stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> StageBytes:
     parallel, training, model = config.parallel, config.training, config.model
     size = element_bytes(training.precision)
     tp_size, last = parallel.tensor_model_parallel_size, len(config.stage_layers) - 1
-    tokens = training.micro_batch_size * config.sample_length // parallel.context_parallel_size
+    tokens = config.micro_batch_tokens
     hidden = tokens * model.hidden_size * size
     boundary = hidden // tp_size if parallel.sequence_parallel else hidden
     # The gradients of gate and up; with SP the MLP's gathered input and its gradient.

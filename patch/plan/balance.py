@@ -10,9 +10,8 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.activation_layers import stage_activations
 from patch.config.pipeline_stages import layout_text, split_layers
-from patch.config.rules import RULES
+from patch.config.rules import is_legal
 from patch.device import MachineFacts
-from patch.errors import ConfigError
 from patch.plan.flops import output_in_layers
 from patch.plan.pipeline import Schedule, Timing, simulate
 
@@ -67,7 +66,7 @@ def better_split(config: RunConfig, machine: MachineFacts) -> Split | None:
         machine: where it runs.
     """
     splits = [
-        Split(flags, run, step_timing(run)) for flags, run in _other_splits(config) if _is_legal(run, machine)
+        Split(flags, run, step_timing(run)) for flags, run in _other_splits(config) if is_legal(run, machine)
     ]
     best = min(splits, key=lambda split: split.timing.step, default=None)
     is_better = best is not None and best.timing.step <= _WORTHWHILE * step_timing(config).step
@@ -97,12 +96,3 @@ def _other_splits(config: RunConfig) -> Iterator[tuple[str, RunConfig]]:
         if config.parallel.num_layers_per_virtual_pipeline_stage:
             flags += " instead of --num-layers-per-virtual-pipeline-stage"
         yield flags, dataclasses.replace(config, parallel=by_hand)
-
-
-def _is_legal(config: RunConfig, machine: MachineFacts) -> bool:
-    try:
-        for rule in RULES:
-            rule(config, machine)
-    except ConfigError:
-        return False
-    return True

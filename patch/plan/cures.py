@@ -1,61 +1,122 @@
-"""The cheapest changes with which a run that does not fit would fit."""
+"""The changes with which a run that does not fit would fit, as flags to add, the fastest step first."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import ZeroStage
-from patch.config.positions import where
-from patch.config.rules import RULES
+from patch.config.fields import FIELDS
+from patch.config.flags import spellings
+from patch.config.positions import POSITIONS, VARIABLES
+from patch.config.rules import is_legal
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.plan.fits import fit_of
-from patch.storage.sizes import size_text
+from patch.plan.fits import Fit, fit_of
+from patch.plan.resolve import resolve_run
+from patch.plan.timing.machine import Machine
+from patch.plan.timing.machine_presets import machines_of
+from patch.plan.timing.step_time import step_time
+from patch.storage.sizes import size_text, timed
 
 _MOST_CHANGES = 3
-_UNSAID = ("data_parallel_sharding", None)
+_NUM_SHOWN = 3
+_SMALL_BUCKET = 100_000_000
+"""Elements; ZeRO-2 has three staging buffers of a bucket's size."""
+_SHORTEST_PIECE = 4096
+"""Tokens of a rank with CP: shorter pieces do not hide what travels."""
+_POSITIONS = {field: (number, p.name) for number, p in enumerate(POSITIONS, 1) for field in p.fields}
+_VARIABLES = {field: variable for variable, (field, _) in VARIABLES.items()}
 
 
 class Change(NamedTuple):
-    """One setting that saves memory."""
+    """One way to save memory."""
 
-    text: str
-    """The values and flags in words."""
-    cost: float
-    """Of a step, in per cent and roughly: what orders the changes."""
-    values: tuple[tuple[str, str, object], ...]
-    """Section, field and value."""
+    kind: str
+    """Of several values for the same purpose, which are alternatives, the same word."""
+    values: tuple[tuple[str, str, Any], ...]
+    """Section, field and value; a value of None takes back what the run has."""
+
+    @property
+    def flags(self) -> str:
+        """The flags that make the change."""
+        return " ".join(_flag(field, value) for _, field, value in self.values if value is not None)
+
+    @property
+    def places(self) -> list[str]:
+        """The positions and environment variables that make it too, with their values."""
+        return [
+            place for _, field, value in self.values if value is not None and (place := _place(field, value))
+        ]
 
 
-def cures(config: RunConfig, machine: MachineFacts, num_best: int = 3) -> list[str]:
-    """The cheapest sets of changes that make a run fit, in words; [] if it fits, or none is found.
+class Cure(NamedTuple):
+    """A set of changes with which a run fits."""
+
+    changes: tuple[Change, ...]
+    fit: Fit
+    """With them."""
+    seconds: float | None
+    """Of a step with them, planned; None where the device's rates are not known."""
+
+    @property
+    def flags(self) -> str:
+        """What to add to the command, or to put in the place of what it has."""
+        return " ".join(change.flags for change in self.changes)
+
+    def __str__(self) -> str:
+        """Flags, memory and seconds of a step with them, and the positions that say the same."""
+        needs = [f"{size_text(self.fit.device_needed)} a rank"]
+        if self.fit.host_needed:
+            needs.append(f"{size_text(self.fit.host_needed)} of a machine's host memory")
+        if self.seconds is not None:
+            needs.append(f"{timed(self.seconds)} a step")
+        places = [place for change in self.changes for place in change.places]
+        positions = f"; by position: {', '.join(places)}" if places else ""
+        return f"{self.flags} ({', '.join(needs)}{positions})"
+
+
+def cures(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> list[Cure]:
+    """The sets of changes that make a run fit, the fastest first; [] if it fits, or none is found.
+
+    Of sets that differ only in a number (TP 2 or 4), the fastest one.
 
     Args:
         config: the run, its automatic choices made.
         machine: one of its machines.
-        num_best: at most so many.
+        timed_on: its machines with their rates; None: those that are like `machine`.
     """
     if fit_of(config, machine).is_whole:
         return []
-    changes = list(_changes(config, machine))
-    found: list[tuple[float, frozenset[Change]]] = []
-    for number in range(1, _MOST_CHANGES + 1):
-        for some in combinations(changes, number):
-            chosen = frozenset(some)
-            is_enough_already = any(smaller <= chosen for _, smaller in found)
-            fields = [field for change in some for _, field, _ in change.values]
-            if not is_enough_already and len(fields) == len(set(fields)) and _fits(config, some, machine):
-                found.append((sum(change.cost for change in some), chosen))
-    found.sort(key=lambda each: each[0])
-    order = {change: index for index, change in enumerate(changes)}
-    return [
-        " and ".join(change.text for change in sorted(chosen, key=lambda change: order[change]))
-        for _, chosen in found[:num_best]
-    ]
+    timed_on = timed_on or machines_of(config, machine)
+    best: dict[frozenset[str], Cure] = {}
+    for chosen, run in _sufficient(config, machine):
+        cure = Cure(chosen, fit_of(run, machine), _seconds(run, timed_on))
+        kinds = frozenset(change.kind for change in chosen)
+        if kinds not in best or _rank(cure) < _rank(best[kinds]):
+            best[kinds] = cure
+    return sorted(best.values(), key=_rank)[:_NUM_SHOWN]
+
+
+def what_lacks(config: RunConfig, machine: MachineFacts) -> str:
+    """What a run needs that no set of changes makes fit.
+
+    Args:
+        config, machine: see `cures`.
+    """
+    if fit_of(config, machine).is_on_device:
+        return (
+            "more host memory, more machines (with TP, PP or sharded states), a smaller model or shorter "
+            "sequences are needed"
+        )
+    return (
+        f"no {_MOST_CHANGES} changes are enough: more or larger devices are needed, or another layout "
+        "(python -m toolkits.plan --search)"
+    )
 
 
 def refuse_what_cannot_fit(config: RunConfig, machine: MachineFacts) -> None:
@@ -66,7 +127,7 @@ def refuse_what_cannot_fit(config: RunConfig, machine: MachineFacts) -> None:
         machine: one of its machines.
 
     Raises:
-        ConfigError: it cannot fit; the message names the cheapest changes with which it would.
+        ConfigError: it cannot fit; the message names the changes with which it would.
     """
     fit = fit_of(config, machine)
     device = machine.cuda_memory_bytes
@@ -79,67 +140,115 @@ def refuse_what_cannot_fit(config: RunConfig, machine: MachineFacts) -> None:
         )
     else:
         return
-    found = cures(config, machine)
-    cure = f"it would fit with {'; or with '.join(found)}" if found else "more or larger devices are needed"
-    raise ConfigError(f"this run cannot fit: {what}. By the plan {cure} (--force starts it all the same)")
+    found = "".join(f"\n    {cure}" for cure in cures(config, machine))
+    cure = f"it would fit with one of{found}\n" if found else f"{what_lacks(config, machine)} "
+    raise ConfigError(f"this run cannot fit: {what}. By the plan {cure}(--force starts it all the same)")
 
 
-def _fits(config: RunConfig, changes: tuple[Change, ...], machine: MachineFacts) -> bool:
+def _sufficient(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[tuple[Change, ...], RunConfig]]:
+    """Sets of changes with which the run fits, and the run with each; none contains another."""
+    changes = list(_changes(config, machine))
+    found: list[set[Change]] = []
+    for number in range(1, _MOST_CHANGES + 1):
+        for some in combinations(changes, number):
+            fields = [field for change in some for _, field, _ in change.values]
+            is_enough_already = any(smaller <= set(some) for smaller in found)
+            if is_enough_already or len(fields) != len(set(fields)):
+                continue
+            run = _legal(_changed(config, some), machine)
+            if run is not None and fit_of(run, machine).is_whole:
+                found.append(set(some))
+                yield some, run
+
+
+def _changed(config: RunConfig, changes: tuple[Change, ...]) -> RunConfig:
     run = config
     for change in changes:
         for section, field, value in change.values:
             replaced = dataclasses.replace(getattr(run, section), **{field: value})
             run = dataclasses.replace(run, **{section: replaced})
-    try:
-        for rule in RULES:
-            rule(run, machine)
-    except ConfigError:
-        return False
-    return fit_of(run, machine).is_whole
+    return run
+
+
+def _legal(run: RunConfig, machine: MachineFacts) -> RunConfig | None:
+    """The run with the choices made that its changes leave open; None if a rule refuses it."""
+    return resolve_run(run, machine)[0] if is_legal(run, machine) else None
+
+
+def _seconds(run: RunConfig, machine: Machine | None) -> float | None:
+    return None if machine is None else step_time(run, machine).seconds
+
+
+def _rank(cure: Cure) -> tuple[float, int, int]:
+    """The fastest first, then fewer changes, then less in host memory."""
+    return cure.seconds or math.inf, len(cure.changes), cure.fit.host_needed
 
 
 def _changes(config: RunConfig, machine: MachineFacts) -> Iterator[Change]:
     """What a run does not use yet, the cheapest first."""
     parallel, training = config.parallel, config.training
-    if config.num_state_shares > 1 and config.zero_stage is not ZeroStage.GRADIENTS:
-        if config.zero_stage is ZeroStage.NONE:
-            both = (("parallel", "use_distributed_optimizer", True), ("parallel", *_UNSAID))
-            yield Change(f"true at {where('use_distributed_optimizer')}", 0.0, both)
-        text = f"gradients at {where('data_parallel_sharding')}"
-        yield Change(text, 1.0, (("parallel", "data_parallel_sharding", ZeroStage.GRADIENTS),))
+    if config.num_state_shares > 1:
+        yield from _more_sharding(config)
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        text = f"true at {where('sequence_parallel')}"
-        yield Change(text, 0.5, (("parallel", "sequence_parallel", True),))
-    size = training.micro_batch_size
-    if size > 1:
-        yield Change(f"1 at {where('micro_batch_size')}", 2.0, (("training", "micro_batch_size", 1),))
-    flag = where("recompute_granularity")
+        yield _change("parallel", sequence_parallel=True)
+    if training.micro_batch_size > 1:
+        yield _change("training", micro_batch_size=1)
     if config.recompute is None and not training.cpu_offloading:
-        yield Change(f"sel at {flag}", 2.5, (("training", "recompute_granularity", "selective"),))
+        yield _change("training", recompute_granularity="selective")
     if config.recompute != "full" and not training.cpu_offloading:
-        yield Change(f"full at {flag}", 25.0, (("training", "recompute_granularity", "full"),))
-    yield from _more_on_host(config)
-    tp_size, pp_size = parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
-    for factor in (2, 4, 8):
-        if tp_size * factor <= parallel.nproc_per_node:
-            text = f"{tp_size * factor} at {where('tensor_model_parallel_size')}"
-            values = ("parallel", "tensor_model_parallel_size", tp_size * factor)
-            yield Change(text, 5.0 * factor, (values, ("parallel", "sequence_parallel", True)))
-        text = f"{pp_size * factor} at {where('pipeline_model_parallel_size')}"
-        yield Change(text, 6.0 * factor, (("parallel", "pipeline_model_parallel_size", pp_size * factor),))
+        yield _change("training", "full", recompute_granularity="full")
+    yield from _states_on_host(config)
+    yield from _smaller_parts(config)
 
 
-def _more_on_host(config: RunConfig) -> Iterator[Change]:
-    """Optimizer states in host memory, in quarters."""
+def _change(section: str, kind: str = "", **values: object) -> Change:
+    return Change(kind or next(iter(values)), tuple((section, *pair) for pair in values.items()))
+
+
+def _more_sharding(config: RunConfig) -> Iterator[Change]:
+    if config.zero_stage is ZeroStage.NONE:
+        yield _change("parallel", use_distributed_optimizer=True, data_parallel_sharding=None)
+    if config.zero_stage is not ZeroStage.GRADIENTS:
+        yield _change("parallel", data_parallel_sharding=ZeroStage.GRADIENTS)
+    if config.optimizer.reduce_bucket_size > _SMALL_BUCKET:
+        yield _change("optimizer", reduce_bucket_size=_SMALL_BUCKET)
+
+
+def _states_on_host(config: RunConfig) -> Iterator[Change]:
+    """Other shares of the optimizer states in host memory, in quarters."""
     optimizer = config.optimizer
     policy = optimizer.optimizer_offload_policy
     if policy == "auto":  # it takes what the device has no room for already
         return
     now = optimizer.optimizer_offload_fraction if policy else 0.0
     for fraction in (0.25, 0.5, 0.75, 1.0):
-        if fraction > now:
-            text = f"static at {where('optimizer_offload_policy')} with {fraction:g} at "
-            values = ("optimizer", "optimizer_offload_policy", "static")
-            share = ("optimizer", "optimizer_offload_fraction", fraction)
-            text += where("optimizer_offload_fraction")
-            yield Change(text, 1.0 + 4 * fraction, (values, share))
+        if fraction != now:
+            yield _change("optimizer", optimizer_offload_policy="static", optimizer_offload_fraction=fraction)
+
+
+def _smaller_parts(config: RunConfig) -> Iterator[Change]:
+    """More processes for each copy of the model."""
+    parallel = config.parallel
+    for factor in (2, 4, 8):
+        if (tp_size := parallel.tensor_model_parallel_size * factor) <= parallel.nproc_per_node:
+            yield _change("parallel", tensor_model_parallel_size=tp_size, sequence_parallel=True)
+        pp_size = parallel.pipeline_model_parallel_size * factor
+        yield _change("parallel", pipeline_model_parallel_size=pp_size)
+        if config.sample_length // (cp_size := parallel.context_parallel_size * factor) >= _SHORTEST_PIECE:
+            yield _change("parallel", context_parallel_size=cp_size, cp_comm_type=None)
+
+
+def _flag(name: str, value: object) -> str:
+    field = FIELDS[name]
+    if field.kind is bool:
+        return spellings(field)[0 if value else 1]
+    return f"{field.flag} {field.to_scalar(value)}"
+
+
+def _place(name: str, value: object) -> str | None:
+    """The position or environment variable that sets a field, with the value as it is written there."""
+    word = str(FIELDS[name].to_scalar(value))
+    if name in _POSITIONS:
+        number, position = _POSITIONS[name]
+        return f"{number} {position} {'sel' if word == 'selective' else word.lower()}"
+    return f"{_VARIABLES[name]}={word}" if name in _VARIABLES else None

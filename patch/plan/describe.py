@@ -26,18 +26,14 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
         config: the run.
         machine: the machine whose memory is compared with what the run needs; all are taken to be equal.
     """
-    parallel, training = config.parallel, config.training
-    stages = config.virtual_pipeline_size
+    training = config.training
     state = bytes_per_rank(config)
     host = offloaded_bytes(config)
     offloaded = f" ({size_text(host)} more in host memory)" if host else ""
     tokens = training.global_batch_size * config.sample_length
     return "\n".join(
         (
-            f"processes   {config.world_size} = TP {parallel.tensor_model_parallel_size} "
-            f"x PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size} "
-            f"x DP {config.data_parallel_size} on {counted(parallel.nnodes, 'machine')}"
-            + (f", {stages} interleaved stages each" if stages > 1 else ""),
+            f"processes   {layout_text(config)}",
             *_split_layers(config),
             f"parameters  {scaled(total_parameters(config.model))} ({config.model.model_size})",
             f"state/rank  {size_text(state.total)} = weights {size_text(state.weights)} "
@@ -55,6 +51,17 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
             *_resume(config),
             *_shortages(config, machine),
         )
+    )
+
+
+def layout_text(config: RunConfig) -> str:
+    """Processes, their axes and machines: "8 = TP 2 x PP 1 x CP 1 x DP 4 on 1 machine"."""
+    parallel, stages = config.parallel, config.virtual_pipeline_size
+    return (
+        f"{config.world_size} = TP {parallel.tensor_model_parallel_size} "
+        f"x PP {parallel.pipeline_model_parallel_size} x CP {parallel.context_parallel_size} "
+        f"x DP {config.data_parallel_size} on {counted(parallel.nnodes, 'machine')}"
+        + (f", {stages} interleaved stages each" if stages > 1 else "")
     )
 
 

@@ -71,7 +71,7 @@ def _state(config: RunConfig) -> Iterator[str]:
 def _activations(config: RunConfig, machine: Machine) -> Iterator[str]:
     model, parallel, training = config.model, config.parallel, config.training
     kept = activation_bytes(model, parallel, training, length=config.sample_length, cuda=machine.is_gpu)
-    tokens = training.micro_batch_size * config.sample_length // parallel.context_parallel_size
+    tokens = config.micro_batch_tokens
     for setting, num_bytes in kept.items():
         yield f"{setting or 'none'}: {tokens} tokens x {num_bytes / tokens:.0f} bytes of a token"
     yield "none keeps norms' inputs and outputs, q, k, v, attention's result, gate, up and their product"

@@ -44,7 +44,7 @@ def loss_bytes(config: RunConfig, *, cuda: bool) -> LossBytes:
     """
     training, hidden = config.training, config.model.hidden_size
     rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
-    tokens = training.micro_batch_size * config.sample_length // config.parallel.context_parallel_size
+    tokens = config.micro_batch_tokens
     size = element_bytes(training.precision)
     chunk = chunk_length(rows, hidden)
     logits = min(chunk, tokens) * rows * (size if cuda or size == _FP32 else size + _FP32)

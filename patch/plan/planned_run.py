@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from patch.config import RunConfig, parse_args
+from patch.config.fields import FIELDS
 from patch.config.flags import read_flags
 from patch.config.parse import split_positions
 from patch.config.positions import VARIABLES, read_variables
 from patch.config.rules import RULES
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
+from patch.errors import ConfigError
 from patch.plan.resolve import resolve_run
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import PRESETS, preset, read_machine, this_machine
@@ -27,6 +29,8 @@ _DEFAULTS = {
 """What a plan does not depend on, or begins with, where flags alone describe the run."""
 NAMED_LATER = ("DATASET_PATH", "TOKENIZER_PATH", "OUTPUT_BASEPATH")
 """Paths that such a run has not named."""
+_REPLACED = ("global_batch_size", "micro_batch_size", "tensor_model_parallel_size", "sequence_parallel")
+"""Fields of which a search finds values that are possible together, or none."""
 _CLUSTER = {
     "NODE_RANK": "0", "MASTER_ADDR": "planned", "MASTER_PORT": "29500", "RANK": "0", "SLURM_NODEID": "0",
     "SLURM_JOB_NODELIST": "planned", "SLURM_JOB_ID": "0",
@@ -45,6 +49,8 @@ class Planned(NamedTuple):
     machine: Machine
     environ: dict[str, str]
     """The variables of the planned cluster, and those of the user that set fields."""
+    assumed: frozenset[str]
+    """Fields that flags alone have not given."""
 
 
 def plan_run(
@@ -54,6 +60,8 @@ def plan_run(
     nodes: int | None,
     devices: int | None,
     here: MachineFacts,
+    *,
+    for_search: bool = False,
 ) -> Planned:
     """Read a run for a machine.
 
@@ -64,11 +72,14 @@ def plan_run(
         nodes: how many; None: as the run says, else one.
         devices: of each node; None: the machine's.
         here: this machine.
+        for_search: whether its layout will be replaced: then only what else it has must be possible, and
+            its automatic choices are left open.
 
     Raises:
         ConfigError: the machine or the run cannot be read, or a rule refuses the run.
     """
-    argv = _with_defaults(argv, environ)
+    given = _given(argv, environ)
+    argv = [*argv, *_defaults(given)]
     own = environ.get("NPROC_PER_NODE") if name == "here" else None
     machine = machine_named(name, here, devices or int(own or 1))
     if devices:
@@ -80,15 +91,28 @@ def plan_run(
         planned["NPROC_PER_NODE"] = str(machine.devices_per_node)
     if nodes:
         argv = [*argv, f"--nnodes={nodes}"]
-    run = parse_args(argv, planned, facts).config
+    try:
+        run = parse_args(argv, planned, facts).config
+    except ConfigError as error:
+        if error.field not in ("load", "tokenizer_name_or_path"):
+            raise
+        cure = (
+            "a plan needs only the shape: give a preset (--model-size 8B) without it, or a folder that has it"
+        )
+        raise ConfigError(f"{error}; {cure}", field=error.field) from error
     run = _on_all_devices(run, machine, argv)
     for rule in RULES:
-        rule(run, facts)
-    resolved, notes = resolve_run(run, facts)
+        try:
+            rule(run, facts)
+        except ConfigError as error:
+            if not (for_search and error.field in _REPLACED):
+                raise
+    resolved, notes = (run, []) if for_search else resolve_run(run, facts)
     parallel = run.parallel
     machine = dataclasses.replace(machine, nodes=parallel.nnodes, devices_per_node=parallel.nproc_per_node)
     planned["WORLD_SIZE"] = str(parallel.nnodes)
-    return Planned(run, resolved, notes, machine, planned)
+    assumed = frozenset() if given is None else frozenset(FIELDS) - set(given)
+    return Planned(run, resolved, notes, machine, planned, assumed)
 
 
 def _on_all_devices(run: RunConfig, machine: Machine, argv: Sequence[str]) -> RunConfig:
@@ -113,14 +137,20 @@ def machine_named(name: str, here: MachineFacts, processes: int) -> Machine:
     return read_machine(name)
 
 
-def _with_defaults(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]:
-    """The command line with what a plan needs, where flags alone describe a run."""
+def _given(argv: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any] | None:
+    """The fields of a run that flags alone describe; None of one with positions."""
     positions, flags = split_positions(argv)
     if positions:
-        return list(argv)
+        return None
     read = read_flags(flags)
     file = read_yaml(read.config) if read.config else {}
-    given = {**file, **read_variables(environ), **read.fields}
+    return {**file, **read_variables(environ), **read.fields}
+
+
+def _defaults(given: Mapping[str, Any] | None) -> list[str]:
+    """Flags for what a plan needs and flags alone have not given."""
+    if given is None:
+        return []
     lacking = {field: value for field, value in _DEFAULTS.items() if field not in given}
     if "train_epochs" in given:
         lacking.pop("train_iters", None)
@@ -129,4 +159,4 @@ def _with_defaults(argv: Sequence[str], environ: Mapping[str, str]) -> list[str]
     length = int(given.get("seq_length", lacking.get("seq_length", 1)))
     if "global_batch_size" not in given:
         lacking["global_batch_size"] = str(max(1, _TOKENS_OF_A_STEP // length))
-    return [*argv, *(f"--{field.replace('_', '-')}={value}" for field, value in lacking.items())]
+    return [f"--{field.replace('_', '-')}={value}" for field, value in lacking.items()]

@@ -9,8 +9,7 @@ from typing import Any
 from patch.config import RunConfig
 from patch.config.fields import SECTIONS, scalar_of
 from patch.device import MachineFacts
-from patch.errors import ConfigError
-from patch.plan.cures import cures
+from patch.plan.cures import cures, what_lacks
 from patch.plan.describe import describe_plan
 from patch.plan.describe_time import budget, budget_line, machine_line, time_lines
 from patch.plan.explain import explanations
@@ -19,7 +18,7 @@ from patch.plan.memory import bytes_per_rank
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.plan.planned_run import Planned
 from patch.plan.search import Found
-from patch.plan.timing.machine_presets import this_machine
+from patch.plan.timing.machine_presets import machines_of
 from patch.plan.timing.step_time import StepTime, step_time
 
 _INDENT = " " * 12
@@ -35,12 +34,9 @@ def describe_here(config: RunConfig, facts: MachineFacts) -> list[str]:
         facts: this machine.
     """
     lines = describe_plan(config, facts).splitlines()
-    parallel = config.parallel
-    try:
-        machine = this_machine(facts, parallel.nproc_per_node)
-    except ConfigError:  # a GPU that no preset is like
+    machine = machines_of(config, facts)
+    if machine is None:  # a GPU that no preset is like
         return [f"planned for this machine and those like it: {facts.cuda_name}", *lines]
-    machine = dataclasses.replace(machine, nodes=parallel.nnodes, devices_per_node=parallel.nproc_per_node)
     note = "; for other machines: python -m toolkits.plan --machine h100 --nodes 4 -- RUN"
     times = time_lines(step_time(config, machine), config, machine) if machine.is_gpu else ()
     return [machine_line(machine) + note, *lines, *times]
@@ -80,8 +76,8 @@ def _advice(planned: Planned) -> Iterator[str]:
     if fit_of(config, facts).is_whole:
         yield "fits        yes"
         return
-    found = cures(config, facts)
-    yield f"fits        no: {'it would with' if found else 'more or larger devices are needed'}"
+    found = cures(config, facts, planned.machine)
+    yield f"fits        no: {'it would with one of' if found else what_lacks(config, facts)}"
     yield from (f"{_INDENT}{cure}" for cure in found)
 
 
@@ -93,7 +89,7 @@ def plan_json(planned: Planned, tokens: float | None) -> dict[str, Any]:
         tokens: see `plan_lines`.
     """
     config, machine = planned.resolved, planned.machine
-    time = step_time(config, machine)
+    time, fit = step_time(config, machine), fit_of(config, machine.facts)
     report = {
         "machine": machine.to_json(),
         "run": {
@@ -106,8 +102,8 @@ def plan_json(planned: Planned, tokens: float | None) -> dict[str, Any]:
             bytes_per_rank(config, rank)._asdict()
             for rank in range(config.parallel.pipeline_model_parallel_size)
         ],
-        "memory": fit_of(config, machine.facts)._asdict(),
-        "fits": fit_of(config, machine.facts).is_whole,
+        "memory": fit._asdict(),
+        "fits": fit.is_whole,
         "time": _time_json(time),
     }
     if tokens:

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import Recompute, ZeroStage
-from patch.config.rules import RULES
+from patch.config.rules import is_legal
 from patch.device import MachineFacts
-from patch.errors import ConfigError
 from patch.plan.fits import Fit, fit_of
+from patch.plan.memory import state_on_device, usable_device_memory
 from patch.plan.pipeline import Schedule
 from patch.plan.resolve import resolve_run
 from patch.plan.timing.machine import Machine
@@ -94,12 +94,23 @@ def search(
     return sorted(found.values(), key=lambda one: one.time.seconds)[:num_best]
 
 
+def fits_somewhere(config: RunConfig, machine: Machine) -> bool:
+    """Whether any layout fits.
+
+    Args:
+        config, machine: see `search`.
+    """
+    smallest_last = list(_layouts(config, machine))
+    return any(_cheapest(_with_layout(config, machine, one), machine) for one in reversed(smallest_last))
+
+
 def _layouts(config: RunConfig, machine: Machine) -> Iterator[Layout]:
     """All sizes that divide devices, heads, layers and the global batch."""
     world, model = machine.num_devices, config.model
     for tp in _divisors(machine.devices_per_node):
         for pp in _divisors(world // tp):
-            if model.num_layers % pp:
+            layers = _counted_layers(model.num_layers, pp)
+            if layers % pp:
                 continue
             for cp in _divisors(world // (tp * pp)):
                 if cp > 1 and config.sample_length // cp < _SHORTEST_PIECE:
@@ -108,8 +119,13 @@ def _layouts(config: RunConfig, machine: Machine) -> Iterator[Layout]:
                 for vpp in (1, 2, 4) if pp > 1 else (1,):
                     for size in MICRO_BATCHES:
                         fits = config.training.global_batch_size % (size * replicas) == 0
-                        if fits and model.num_layers % (pp * vpp) == 0:
+                        if fits and layers % (pp * vpp) == 0:
                             yield Layout(tp, pp, vpp, cp, size)
+
+
+def _counted_layers(num_layers: int, pp_size: int) -> int:
+    """What stages share evenly: the layers; where they do not divide, embedding and loss too."""
+    return num_layers if num_layers % pp_size == 0 else num_layers + 2
 
 
 def _divisors(number: int) -> list[int]:
@@ -117,7 +133,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def _with_layout(config: RunConfig, machine: Machine, layout: Layout) -> RunConfig:
-    of_stage = config.model.num_layers // (layout.pp * layout.vpp)
+    num_layers = config.model.num_layers
+    counted = _counted_layers(num_layers, layout.pp)
+    of_stage = counted // (layout.pp * layout.vpp)
     parallel = dataclasses.replace(
         config.parallel,
         tensor_model_parallel_size=layout.tp,
@@ -127,6 +145,8 @@ def _with_layout(config: RunConfig, machine: Machine, layout: Layout) -> RunConf
         sequence_parallel=layout.tp > 1,
         num_layers_per_virtual_pipeline_stage=of_stage if layout.vpp > 1 else None,
         pipeline_model_parallel_layout=None,
+        account_for_embedding_in_pipeline_split=counted > num_layers,
+        account_for_loss_in_pipeline_split=counted > num_layers,
         nnodes=machine.nodes,
         nproc_per_node=machine.devices_per_node,
     )
@@ -155,10 +175,16 @@ def _cheapest(config: RunConfig, machine: Machine) -> tuple[RunConfig, RunConfig
 
 def _least_fraction(config: RunConfig, machine: MachineFacts) -> float | None:
     """The least share of states on the host with which a run fits; None if there is none."""
+    all_on_host = with_offload(config, 1.0)
+    # Looked at first, because activations take long to plan.
+    if 0 < usable_device_memory(config, machine) < state_on_device(all_on_host):
+        return None
     on_device = fit_of(config, machine)
     if on_device.is_whole:
         return 0.0
-    on_host = fit_of(with_offload(config, 1.0), machine)
+    if on_device.is_on_device:  # the host lacks memory
+        return None
+    on_host = fit_of(all_on_host, machine)
     if not on_host.is_on_device:
         return None
     states = on_device.device_needed - on_host.device_needed
@@ -217,12 +243,7 @@ def with_savings(
 
 def _legal(run: RunConfig, machine: MachineFacts) -> RunConfig | None:
     """The run with its choices made; None if a rule refuses it."""
-    try:
-        for rule in RULES:
-            rule(run, machine)
-    except ConfigError:
-        return None
-    return resolve_run(run, machine)[0]
+    return resolve_run(run, machine)[0] if is_legal(run, machine) else None
 
 
 def _bound(config: RunConfig, costs: StepCosts) -> float:

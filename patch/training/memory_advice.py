@@ -36,7 +36,7 @@ def _on_device(config: RunConfig, machine: MachineFacts) -> str:
     fixed = state.weights + state.gradients
     more = "more processes (TP, PP)"
     if found := cures(config, machine):
-        more += f"; by the plan it fits with {'; or with '.join(found)}"
+        more += f"; by the plan it fits with {'; or with '.join(map(str, found))}"
     if 0 < limit < fixed:
         lead = f"weights and gradients alone take {size_text(fixed)} of {size_text(limit)}"
         return _sentence([*_shared_gradients(config), more], lead)

@@ -25,6 +25,7 @@ from patch.distributed.groups import initialize, shutdown
 from patch.distributed.worker_process import Reply, announce_end, failure
 from patch.errors import CheckpointError, ConfigError
 from patch.logger import configure_logging, get_logger
+from patch.plan import start_lines
 from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run, hold_store
 from patch.storage.names import CONFIG_FILE, HF_FOLDER
@@ -90,6 +91,8 @@ def _train(config: RunConfig) -> int:
     _compare_choices(config)
     phases = PhaseClock()
     with guarding(config, phases, context.device), _locked_folder(config):
+        for line in start_lines(config, cuda=context.is_cuda):
+            _logger.info("%s", line)
         this_run = build_run(config, context, groups)
         this_run.phases, phases.num_before = phases, this_run.start_iteration
         _compare_data(this_run)

@@ -90,6 +90,13 @@ def test_no_library_warns_the_user(unbroken: Path) -> None:
     assert "INFO Hugging Face folder written" in messages and "Warning" not in messages, messages
 
 
+def test_the_log_says_layout_and_planned_memory_once(unbroken: Path) -> None:
+    messages = unbroken.with_name("messages").read_text()
+    assert messages.count("INFO layout: processes 1 = TP 1 x PP 1 x CP 1 x DP 1 on 1 machine; ") == 1
+    assert "a step has 8 micro-batches of 2 samples a replica" in messages
+    assert messages.count("INFO planned memory of the heaviest rank: ") == 1 and "= weights " in messages
+
+
 def test_loss_falls(unbroken: Path) -> None:
     values = losses(unbroken)
     assert sum(values[-5:]) < 0.5 * sum(values[:5])

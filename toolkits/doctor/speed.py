@@ -9,12 +9,11 @@ import torch
 
 from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
 from patch.plan import peak_flops
+from patch.plan.timing.step_costs import UPDATE_BYTES
 from toolkits.doctor.check import Finding, Settings, graded
 
 _COPY_BYTES = 256 << 20
 _ADAM_NUMEL = 1 << 24
-_ADAM_BYTES = 28
-"""For an element: gradient read (4 bytes), fp32 master and two moments read and written (24)."""
 _BUDGET_S = 0.5
 _CPU_MATRIX, _GPU_MATRIX = 1024, 8192
 _MIN_SHARE_OF_PEAK = 0.5
@@ -85,7 +84,7 @@ def _adam() -> Finding:
     item = UpdateItem(grad, AdamStates(master, first, second), scalars)
     kernel = adam_kernel(torch.device("cpu"))
     seconds = best_seconds(lambda: kernel.update([item]))
-    speed, billion_s = _ADAM_NUMEL * _ADAM_BYTES / seconds, seconds * 1e9 / _ADAM_NUMEL
+    speed, billion_s = _ADAM_NUMEL * UPDATE_BYTES["fp32"] / seconds, seconds * 1e9 / _ADAM_NUMEL
     what = f"{speed / 1e9:.1f} GB/s, {billion_s:.2f} s for a billion parameters ({type(kernel).__name__})"
     return Finding("Adam on the host", "ok", what, data={"bytes_per_s": speed, "s_per_billion": billion_s})
 

@@ -32,7 +32,7 @@ def simulated_run(
     Args:
         config: the run, its automatic choices made.
         machine: where it runs.
-        is_tapered: the optimizer's own buckets; else megatron-core's (`step_buckets.bucket_uses`).
+        is_tapered: the optimizer's own buckets; else megatron-core's (`bucket_uses`).
         spread: of ranks that are not equally fast; None: all are.
     """
     costs, schedule = step_costs(config, machine), Schedule.of(config)

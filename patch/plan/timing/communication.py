@@ -120,7 +120,7 @@ def neighbour_seconds(machine: Machine, config: RunConfig, axis: str, num_bytes:
 def boundary_bytes(config: RunConfig) -> int:
     """Of what a layer gives to the next one, of one micro-batch on one rank."""
     parallel, training = config.parallel, config.training
-    tokens = training.micro_batch_size * config.sample_length // parallel.context_parallel_size
+    tokens = config.micro_batch_tokens
     shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     return tokens * config.model.hidden_size * element_bytes(training.precision) // shares
 

@@ -125,7 +125,7 @@ class _Products:
     """
 
     def __init__(self, config: RunConfig, machine: Machine) -> None:
-        tokens = _tokens(config)
+        tokens = config.micro_batch_tokens
         precision = config.training.precision
         size = element_bytes(precision)
         # Weight gradients are added to the main gradients; without fusion they are written and read besides.
@@ -138,11 +138,6 @@ class _Products:
         self.inputs = [product_seconds(machine, precision, (tokens, k, n), size) for n, k in sides]
         self.weights = [product_seconds(machine, precision, (n, k, tokens), added) for n, k in sides]
         self.forward, self.backward = sum(self.each), sum(self.inputs) + sum(self.weights)
-
-
-def _tokens(config: RunConfig) -> int:
-    """Tokens of a micro-batch that a rank's products see."""
-    return config.training.micro_batch_size * config.sample_length // config.parallel.context_parallel_size
 
 
 def _attention(config: RunConfig, machine: Machine) -> float:
@@ -178,7 +173,7 @@ def _traffic(config: RunConfig) -> tuple[float, float, float]:
         inputs = 2 * model.hidden_size + (model.num_attention_heads * model.kv_channels + ffn) / tp_size
         forward += inputs * 5 / size
         backward += (inputs + heads + 2 * ffn) * 5 / size
-    tokens = _tokens(config)
+    tokens = config.micro_batch_tokens
     return tokens * size * forward, tokens * size * backward, tokens * size * (norms + swiglu)
 
 

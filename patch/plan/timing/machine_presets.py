@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError, nearest
 from patch.plan.flops import peak_flops
@@ -99,6 +100,23 @@ def this_machine(facts: MachineFacts, processes: int) -> Machine:
         host_cores=facts.cpu_cores, host_bandwidth=bandwidth * processes, host_link_bandwidth=bandwidth,
         launch_seconds=_LAUNCH, reached=MEASURED,
     )  # fmt: skip
+
+
+def machines_of(config: RunConfig, facts: MachineFacts) -> Machine | None:
+    """The machines of a run that starts on this one, all like it.
+
+    Args:
+        config: the run.
+        facts: of this machine.
+    Returns:
+        None if no preset is like its GPU.
+    """
+    parallel = config.parallel
+    try:
+        machine = this_machine(facts, parallel.nproc_per_node)
+    except ConfigError:
+        return None
+    return dataclasses.replace(machine, nodes=parallel.nnodes, devices_per_node=parallel.nproc_per_node)
 
 
 def _like_a_preset(facts: MachineFacts) -> Machine:

@@ -122,7 +122,7 @@ def _loss(config: RunConfig, machine: Machine) -> float:
     """Three products with the output layer's weight, in 16 bits at most, and the work on logits."""
     model, training = config.model, config.training
     rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
-    tokens = training.micro_batch_size * config.sample_length // config.parallel.context_parallel_size
+    tokens = config.micro_batch_tokens
     precision: Precision = "bf16" if training.precision == "fp8" else training.precision
     size = element_bytes(precision)
     sides = (tokens, rows, model.hidden_size)

@@ -1,46 +1,84 @@
-"""What is advised for a run that does not fit fits; what cannot fit is refused before it starts."""
+"""What is advised for a run that does not fit fits when it is pasted; what cannot fit is refused before."""
 
 import dataclasses
-import re
+import shlex
 
 import pytest
 from planned_runs import H100, planned_run
 
+from patch.config.positions import POSITIONS
 from patch.errors import ConfigError
 from patch.plan import cures, refuse_what_cannot_fit
+from patch.plan.cures import what_lacks
 from patch.plan.fits import fit_of
+from patch.plan.planned_run import plan_run
+from patch.plan.timing.step_time import step_time
+
+POSITIONAL = (
+    "dsw 8B 8 64 1e-4 1e-5 8192 8192 bf16 1 1 1 false false false false none false 9 a none none 1e9 0 b"
+).split()
+"""On eight GPUs."""
+CPU = dataclasses.replace(H100.facts, cuda_devices=0, cuda_memory_bytes=0, gpu_nodes=(), cuda_name="")
 
 
-def flags_of(cure: str) -> str:
-    """The flags that a user makes of an advice."""
-    parts = re.findall(r"(\S+) at (--[a-z-]+)", cure)
-    booleans = {"--use-distributed-optimizer"}
-    words = {"sel": "selective"}
-    given = [flag if flag in booleans else f"{flag} {words.get(value, value)}" for value, flag in parts]
-    return " ".join(given) + (" --sequence-parallel" if "--tensor" in cure else "")
+def planned(argv, devices=8):
+    return plan_run(argv, {}, "h100", None, devices, H100.facts)
 
 
-@pytest.mark.parametrize("kind", [{"dp": 1}, {"dp": 8}, {"size": "70B", "dp": 8}, {"dp": 8, "length": 32768}])
-def test_each_advice_fits(kind):
-    run = planned_run(**kind, sharding="")
-    assert not fit_of(run, H100.facts).is_whole
-    advice = cures(run, H100.facts)
-    assert 1 <= len(advice) <= 3
-    for cure in advice:
-        flags = flags_of(cure)
-        # The same devices, of which the advice takes some for TP and PP.
-        tp = int((re.findall(r"--tensor-model-parallel-size (\d)", flags) or ["1"])[0])
-        pp = int((re.findall(r"--pipeline-model-parallel-size (\d)", flags) or ["1"])[0])
-        rest = re.sub(r"--(tensor|pipeline)-model-parallel-size \d", "", flags)
-        batch = f"--global-batch-size {8 * kind['dp']}"
-        layout = {**kind, "tp": tp, "pp": pp, "dp": max(1, kind["dp"] // (tp * pp))}
-        assert fit_of(planned_run(**layout, sharding="", flags=f"{rest} {batch}"), H100.facts).is_whole, cure
+@pytest.mark.parametrize(
+    ("argv", "devices"),
+    [
+        (POSITIONAL, 1),
+        (POSITIONAL, 8),
+        (["--model-size=8B", "--seq-length=131072", "--global-batch-size=8"], 8),
+        (["--model-size=70B", "--global-batch-size=16"], 8),
+    ],
+)
+def test_each_cure_fits_when_it_is_pasted_and_the_fastest_is_first(argv, devices):
+    run = planned(argv, devices)
+    assert not fit_of(run.resolved, run.machine.facts).is_whole
+    found = cures(run.resolved, run.machine.facts, run.machine)
+    assert 1 <= len(found) <= 3
+    seconds = []
+    for cure in found:
+        cured = planned([*argv, *shlex.split(cure.flags)], devices)
+        fit = fit_of(cured.resolved, cured.machine.facts)
+        assert fit.is_whole and fit == cure.fit
+        seconds.append(step_time(cured.resolved, cured.machine).seconds)
+        assert str(cure).startswith(cure.flags) and f"{fit.device_needed / 2**30:.2f} GiB a rank" in str(cure)
+    assert seconds == [cure.seconds for cure in found] == sorted(seconds)
 
 
-def test_one_gpu_is_told_of_the_host_first_and_of_recomputation_second():
-    first, second = cures(planned_run(), H100.facts)
-    assert "static at --optimizer-offload-policy" in first and "1 at --optimizer-offload-fraction" in first
-    assert "full at --recompute-granularity" in second
+def test_a_cure_by_positions_is_that_by_flags():
+    run = planned(POSITIONAL)
+    names = [position.name for position in POSITIONS]
+    cure = next(each for each in cures(run.resolved, H100.facts) if "--recompute" in each.flags)
+    argv, left = list(POSITIONAL), []
+    for change in cure.changes:
+        left += [] if change.places else [change.flags]
+        for place in change.places:
+            assert place in str(cure)
+            number, name, word = place.split()
+            assert names[int(number) - 1] == name
+            argv[int(number) - 1] = word
+    assert fit_of(planned([*argv, *shlex.split(" ".join(left))]).resolved, H100.facts) == cure.fit
+
+
+def test_one_gpu_is_told_of_the_host_with_and_without_full_recomputation():
+    first, second = cures(planned_run(length=8192), H100.facts)
+    host = "--optimizer-offload-policy static --optimizer-offload-fraction"
+    assert first.flags.startswith("--recompute-granularity selective") and f"{host} 1.0" in first.flags
+    assert "full" in second.flags and f"{host} 0.75" in second.flags
+    assert "17 AC sel, 18 OPTIMIZER_OFFLOAD static, OPTIMIZER_OFFLOAD_FRACTION=1.0" in str(first)
+
+
+def test_too_much_in_host_memory_is_cured_by_less():
+    """1B's states of 10 bytes a parameter are 11.5 GiB; three quarters and less of them fit into 9 GiB."""
+    run = planned_run(size="1B", flags="--optimizer-offload-policy static")
+    small = dataclasses.replace(H100.facts, host_memory_bytes=9 * 2**30)
+    assert not fit_of(run, small).is_whole and fit_of(run, small).is_on_device
+    (cure,) = cures(run, small)
+    assert cure.flags == "--optimizer-offload-policy static --optimizer-offload-fraction 0.25"
 
 
 def test_what_fits_needs_no_advice_and_is_not_refused():
@@ -51,12 +89,25 @@ def test_what_fits_needs_no_advice_and_is_not_refused():
 
 def test_what_cannot_fit_is_refused_with_its_cures():
     with pytest.raises(
-        ConfigError, match=r"a rank needs .* GiB of a GPU's 79.10 GiB\. By the plan it would fit"
+        ConfigError,
+        match=r"a rank needs .* GiB of a GPU's 79.10 GiB\. By the plan it would fit with one of\n",
     ) as error:
         refuse_what_cannot_fit(planned_run(), H100.facts)
-    assert "(--force starts it all the same)" in str(error.value)
-    small = dataclasses.replace(H100.facts, cuda_devices=0, cuda_memory_bytes=0, host_memory_bytes=2**30)
-    with pytest.raises(ConfigError, match="the processes of a machine need .* of its host's 1.00 GiB"):
-        refuse_what_cannot_fit(planned_run(size="1B"), small)
+    assert "\n    --recompute" in str(error.value) and str(error.value).endswith(
+        "\n(--force starts it all the same)"
+    )
     with pytest.raises(ConfigError, match="more or larger devices are needed"):
         refuse_what_cannot_fit(planned_run(size="405B", tp=8), H100.facts)
+
+
+def test_a_cpu_is_told_of_its_host_memory():
+    run, small = planned_run(size="1B"), dataclasses.replace(CPU, host_memory_bytes=2**30)
+    with pytest.raises(
+        ConfigError, match="the processes of a machine need .* of its host's 1.00 GiB"
+    ) as error:
+        refuse_what_cannot_fit(run, small)
+    assert "more host memory, more machines" in str(error.value) and "devices" not in str(error.value)
+    assert "devices" not in what_lacks(run, small)
+    enough = dataclasses.replace(CPU, host_memory_bytes=22 * 2**30)
+    (cure, *_) = cures(run, enough)
+    assert "of a machine's host memory" in str(cure) and cure.fit.host_needed <= 22 * 2**30

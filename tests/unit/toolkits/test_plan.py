@@ -1,6 +1,7 @@
 """toolkits.plan: lines and formulas of a run on another machine, the search's command lines, exit codes."""
 
 import json
+import re
 import shlex
 
 import pytest
@@ -76,9 +77,46 @@ def test_the_lines_of_a_search_give_its_layouts(tmp_path, capsys):
 def test_a_run_that_does_not_fit_says_what_would(capsys):
     assert main(["--machine=h100", "--devices-per-node=1", "--", "--model-size=8B"]) == 1
     text = capsys.readouterr().out
-    assert "fits        no: " in text and "static at --optimizer-offload-policy" in text
-    assert main(["--machine=h100", "--devices-per-node=1", "--search", "--", "--model-size=405B"]) == 1
-    assert "no layout fits" in capsys.readouterr().out
+    assert "fits        no: it would with one of\n            --recompute-granularity selective --opt" in text
+    search = ["--machine=h100", "--devices-per-node=1", "--search", "--", "--model-size=70B"]
+    assert main([*search, "--global-batch-size=64"]) == 1
+    text = capsys.readouterr().out
+    nodes = int(re.search(r"^no layout fits 1 devices.* --nodes (\d+)$", text, re.MULTILINE)[1])
+    assert main([f"--nodes={nodes}", *search, "--global-batch-size=64"]) == 0
+
+
+def test_a_cpu_on_which_nothing_fits_is_told_of_its_host_memory(capsys):
+    assert main(["--search", "--", "--model-size=405B", "--global-batch-size=1"]) == 1
+    text = capsys.readouterr().out
+    assert "no layout fits: the host memory of " in text and "devices of this memory" not in text
+
+
+def test_several_numbers_of_machines_are_compared_by_cost(tmp_path, capsys):
+    file = tmp_path / "found.json"
+    options = ["--machine=h100", "--nodes=1,4,5", "--price=2", "--search", f"--json={file}", "--"]
+    assert main([*options, "--model-size=1B", "--global-batch-size=64", "--lr=1e-4"]) == 0
+    layouts, text = json.loads(file.read_text())["layouts"], capsys.readouterr().out
+    assert [layout["nodes"] for layout in layouts] == [1, 4], (
+        "64 samples and 16 layers do not divide over 40 GPUs"
+    )
+    for layout in layouts:
+        assert layout["devices"] == 8 * layout["nodes"] and layout["price"] == 2 * layout["device_hours"]
+        speed = layout["tokens_per_second_per_device"] * layout["devices"]
+        assert layout["days"] * 86400 * speed == pytest.approx(1e9)
+        assert f"{layout['device_hours']:,.1f}" in text and layout["command"] in text
+    assert "device hours of 1 G tokens" in text and "no layout fits 40 devices" in text
+
+
+def test_a_search_says_which_values_of_its_lines_are_not_the_users(capsys):
+    options = ["--machine=h100", "--best=1", "--search", "--"]
+    assert main([*options, "--model-size=1B", "--global-batch-size=64", "--lr=1e-4"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    assert said.startswith(
+        "not given by you, so set them in the line that you start: 6 MIN_LR 0.0, 7 SEQ_LEN"
+    )
+    assert "20 DATASET_PATH, 21 VALID_DATASET_PATH none" in said and "GLOBAL_BATCH_SIZE" not in said
+    assert main([*options, *POSITIONS.replace("dlc", "dsw").split()]) == 0
+    assert "not given" not in capsys.readouterr().out
 
 
 def test_a_measured_machine_and_this_one_can_be_planned(tmp_path, capsys):
@@ -99,6 +137,8 @@ def test_a_measured_machine_and_this_one_can_be_planned(tmp_path, capsys):
         (["--machine=h10", "--", "--model-size=8B"], "got 'h10', did you mean h100?"),
         (["--machine=./none.yaml", "--", "--model-size=8B"], "--machine ./none.yaml: cannot be read"),
         (["--machine=h100", "--", "--model-size=9B"], "--model-size"),
+        (["--nodes=1,2", "--", "--model-size=8B"], "--nodes: got 2 numbers, expected one; several with"),
+        (["--", "--model-size=auto", "--load=/no/model"], "a plan needs only the shape: give a preset"),
         (["--machine=h100", "--", "--model-size=8B", "--tensor-model-parallel-size=3"], "TP"),
     ],
 )

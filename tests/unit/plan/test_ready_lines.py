@@ -1,0 +1,106 @@
+"""The guide of ready lines: each line fits its machine by plan, and the figures beside it are the plan's.
+
+`RENEW_GOLDEN=1` writes the plan's figures into both pages.
+"""
+
+import os
+import re
+import shlex
+from pathlib import Path
+from string import Template
+from typing import NamedTuple
+
+from planned_runs import H100
+
+from patch.plan.fits import fit_of
+from patch.plan.planned_run import plan_run
+from patch.plan.timing.step_time import step_time
+
+GUIDES = Path(__file__).parents[3] / "examples/llama3_1/guides"
+PAGE, CHINESE = GUIDES / "ready_lines.md", GUIDES / "ready_lines_zh.md"
+FIGURES = re.compile(r"[\d.]+ GiB, [\d.]+ s, MFU [\d.]+ %")
+BLOCK = re.compile(r"```bash plan=(?P<machine>\w+?)x(?P<devices>\d+)(x(?P<nodes>\d+))?")
+LABEL = re.compile(r"# (.*?)[:：]")
+SCRIPTS = ("run_mcore_llama.sh", "slurm.sh")
+PATHS = dict.fromkeys(("MODEL", "DATA", "CORPUS", "RUN"), "/nowhere")
+
+
+class Line(NamedTuple):
+    """A launcher line, and the machines that its block names."""
+
+    argv: list[str]
+    environ: dict[str, str]
+    machine: str
+    nodes: int
+    devices: int
+
+    def figures(self, machine: str = "", more: str = "") -> str:
+        """Memory, seconds and MFU by plan, also on another machine with more flags."""
+        name, argv = machine or self.machine, [*self.argv, *more.split()]
+        planned = plan_run(argv, self.environ, name, self.nodes, self.devices, H100.facts)
+        fit = fit_of(planned.resolved, planned.machine.facts)
+        assert fit.is_whole, (name, more, self)
+        time = step_time(planned.resolved, planned.machine)
+        assert time.mfu is not None
+        seconds = f"{time.seconds:.3g}" if time.seconds < 100 else f"{time.seconds:.0f}"
+        return f"{fit.device_needed / 2**30:.1f} GiB, {seconds} s, MFU {100 * time.mfu:.1f} %"
+
+
+def line_of(command: str, block: re.Match[str]) -> Line:
+    words = shlex.split(Template(command).substitute(PATHS))
+    start = next(index for index, word in enumerate(words) if word.endswith(SCRIPTS))
+    environ = dict(word.split("=", 1) for word in words[:start] if re.match(r"[A-Z_]+=", word))
+    nodes = int(block["nodes"] or 1)
+    if "--nodes" in words[:start]:
+        assert words[words.index("--nodes") + 1] == str(nodes)
+    return Line(words[start + 1 :], environ, block["machine"], nodes, int(block["devices"]))
+
+
+def with_plan(text: str) -> tuple[str, int]:
+    """The page with the plan's figures, and how many it has."""
+    block, command, at = None, "", 0
+    lines, named, columns = text.split("\n"), {}, []
+    for index, line in enumerate(lines):
+        if line.startswith("#") and block is None:
+            named = {}
+        elif line.startswith("```"):
+            block = BLOCK.fullmatch(line)
+        elif block and FIGURES.search(line):
+            at = index
+        elif block:
+            command += line.removesuffix("\\")
+            if command and not line.endswith("\\"):
+                found = line_of(command, block)
+                label = LABEL.match(lines[at])
+                assert label is not None and FIGURES.search(lines[at]), command
+                named[label[1]], command = found, ""
+                lines[at] = FIGURES.sub(found.figures(), lines[at])
+        elif line.startswith("|") and "A100" in line:
+            columns = [cell.split()[0].lower() for cell in line.strip("| ").split("|")[1:]]
+        elif line.startswith("|") and FIGURES.search(line):
+            label, *cells = (cell.strip() for cell in line.strip("| ").split("|"))
+            for column, cell in enumerate(cells):
+                more = re.match("`(.*)`", cell)
+                figures = named[label].figures(columns[column], more[1] if more else "")
+                cells[column] = FIGURES.sub(figures, cell)
+            lines[index] = f"| {label} | {' | '.join(cells)} |"
+    return "\n".join(lines), sum(len(FIGURES.findall(line)) for line in lines)
+
+
+def test_figures_of_ready_lines_are_the_plans() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    planned, number = with_plan(text)
+    if os.environ.get("RENEW_GOLDEN"):
+        PAGE.write_text(planned, encoding="utf-8")
+        figures = iter(FIGURES.findall(planned))
+        chinese = FIGURES.sub(lambda _: next(figures), CHINESE.read_text(encoding="utf-8"))
+        CHINESE.write_text(chinese, encoding="utf-8")
+        return
+    assert number > 60
+    for ours, plan in zip(text.split("\n"), planned.split("\n"), strict=True):
+        assert ours == plan
+
+
+def test_both_languages_have_the_same_figures() -> None:
+    english, chinese = (FIGURES.findall(page.read_text(encoding="utf-8")) for page in (PAGE, CHINESE))
+    assert english == chinese
