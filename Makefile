@@ -11,11 +11,13 @@ help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
 
 # torch goes first and alone: with a CPU build in reach of pip (TORCH='torch==2.13.0+cpu', PIP_FIND_LINKS, an index
-# of CPU wheels) the packages after it find it there and do not pull the CUDA build.
+# of CPU wheels) the packages after it find it there and do not pull the CUDA build. The
+# project itself, for the command llama-patch, is only linked to: the code of this folder runs.
 .venv/installed: requirements.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
 	$(PIP) install --progress-bar off "$(TORCH)"
 	$(PIP) install --progress-bar off -r requirements.txt
+	$(PIP) install --progress-bar off --no-deps --no-build-isolation --editable .
 	.venv/bin/python patch/optimizer/kernels/build.py
 	touch $@
 
@@ -23,7 +25,7 @@ quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it 
 	.venv/bin/python -m toolkits.quickstart
 
 test: .venv/installed  ## all tests of this machine; GPU tests skip themselves without one
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
 
 checks: .venv/installed  ## style, types, and the rules of the house
 	.venv/bin/ruff check .

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# bash run_mcore_llama.sh ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]: see README.md beside this file, or --help.
+# bash run_mcore_llama.sh ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]: see guides/launcher.md, or --help.
 # It only finds Python: $PYTHON, else the repository's .venv, else python3.
 set -euo pipefail
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"

@@ -6,28 +6,18 @@ from pathlib import Path
 import yaml
 from end_to_end.conftest import Office
 from end_to_end.shell import REPOSITORY, environment
-
-
-def commands(readme: str) -> list[str]:
-    """The indented lines from the user's own paths on, without comments."""
-    lines = (REPOSITORY / readme).read_text().splitlines()
-    first = next(number for number, line in enumerate(lines) if line.startswith("    DATA="))
-    block = lines[first : lines.index("", first)]
-    return [line.split("    #")[0].strip() for line in block]
-
-
-def test_both_languages_have_the_same_commands() -> None:
-    assert commands("README.md") == commands("README_zh.md")
+from guide_pages import blocks_of
 
 
 def test_the_commands_of_the_readme_work_as_they_stand(office: Office, tmp_path: Path) -> None:
-    own, preview, *lines = commands("README.md")
-    assert own.startswith("DATA=chats.json MODEL=") and preview.startswith(".venv/bin/python -m toolkits.")
-    assert lines[-2:] == ["train --dry-run", "train"]
+    commands = next(b.text for b in blocks_of(REPOSITORY / "README.md") if "llama-patch train" in b.text)
+    preview, train = commands.split("\n", 1)
+    assert preview.startswith("llama-patch preview ") and train.startswith("llama-patch train ")
     own = f"DATA={office.train} MODEL={office.model} RUN={tmp_path / 'run'}"
-    preview = preview.replace(".venv/bin/python", "$PYTHON") + " --no-statistics >&2"
+    program = 'llama-patch() { "$PYTHON" -m toolkits.command "$@"; }'
+    lines = [own, program, preview.split("#")[0] + " --no-statistics >&2", train.strip() + " --dry-run"]
     result = subprocess.run(
-        ["bash", "-ec", "\n".join([own, preview, *lines[:-1]])],
+        ["bash", "-ec", "\n".join(lines)],
         env=environment(NPROC_PER_NODE=1),
         cwd=REPOSITORY,
         capture_output=True,

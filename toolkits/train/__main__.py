@@ -131,7 +131,7 @@ def _run(argv: list[str], is_worker: bool) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code (0, 2 to 5, 130 or 143; see the README)."""
+    """Run the command line; returns the exit code (guides/resuming.md lists them)."""
     configure_logging()
     # Upstream warns at import that Apex and Transformer Engine are missing; they are not used.
     warnings.filterwarnings("ignore", module=r"megatron\.")

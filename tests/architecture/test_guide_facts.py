@@ -1,0 +1,137 @@
+"""Guides that quote the code: messages, flags, positions and packages that they name exist."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+from architecture.test_imports import ROWS
+
+from patch.config.fields import FIELDS
+from patch.config.positions import POSITIONS, VARIABLES
+
+GUIDES = Path("examples/llama3_1/guides")
+LANGUAGES = ("", "_zh")
+OWN = ("offload", "overlapped_optimizer", "planning", "troubleshooting", "migrating", "architecture")
+FLAGS = {
+    name
+    for field in FIELDS.values()
+    for name in ([field.flag, f"--no-{field.flag[2:]}"] if field.kind is bool else [field.flag])
+}
+VALUE = "\0"
+"""What stands for a value in a string of the program."""
+
+
+def _guide(root: Path, name: str) -> str:
+    return (root / GUIDES / f"{name}.md").read_text(encoding="utf-8")
+
+
+def _rows(text: str) -> list[list[str]]:
+    """The cells of all tables, without heads: of each row those between its bars."""
+    lines = text.splitlines()
+    found = []
+    for number, line in enumerate(lines):
+        is_head = number + 1 < len(lines) and re.fullmatch(r"\|( ---+ \|)+", lines[number + 1])
+        if line.startswith("| ") and not is_head and not line.startswith("| ---"):
+            found.append([cell.strip() for cell in line.strip().strip("|").split(" | ")])
+    return found
+
+
+def _said(node: ast.expr) -> str:
+    """A string of the program, with a mark for each value; "" for what is no string."""
+    if isinstance(node, ast.Constant):
+        # Values of the log's and of printf's formats.
+        return re.sub(r"%(\.\d)?[sdfg]", VALUE, node.value) if isinstance(node.value, str) else ""
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_said(part) or VALUE for part in node.values)
+    if isinstance(node, ast.BinOp):
+        return _said(node.left) + _said(node.right)
+    return ""
+
+
+def _strings(house) -> str:
+    """All strings that the program may print, docstrings left out, one after the other."""
+    found = []
+    for source in house:
+        docstrings = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
+        found += [
+            _said(node)
+            for node in ast.walk(source.tree)
+            if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and id(node) not in docstrings
+        ]
+    return "\n".join(found)
+
+
+def _lost(message: str, strings: str) -> list[str]:
+    """The runs of words between the values of a quoted message that no string has."""
+    # Some messages are put together of several strings, with a colon or a comma between them.
+    runs = (run.strip(" :;,()") for run in message.split("..."))
+    return [run for run in runs if run not in strings]
+
+
+def _messages(text: str) -> list[str]:
+    return [row[0].strip("`") for row in _rows(text) if row[0].startswith("`") and len(row) == 3]
+
+
+def test_a_message_that_nothing_prints_is_seen():
+    strings = _said(ast.parse('f"got {x}, expected {y}: a" " value"', mode="eval").body)
+    assert not _lost("got ..., expected ...: a value", strings)
+    assert _lost("got ..., wanted ...: a value", strings) == ["wanted"]
+
+
+def test_quoted_messages_are_those_of_the_program(root, house):
+    strings = _strings(house)
+    messages = _messages(_guide(root, "troubleshooting"))
+    assert len(messages) >= 40 and len(messages) == len(set(messages))
+    assert not [message for message in messages if max(map(len, message.split("..."))) < 12]
+    assert not {message: lost for message in messages if (lost := _lost(message, strings))}
+
+
+def test_both_languages_quote_the_same_messages(root):
+    first, second = (_messages(_guide(root, f"troubleshooting{language}")) for language in LANGUAGES)
+    assert first == second
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_names_that_a_user_moves_over_to_exist(root, language):
+    known = FLAGS | VARIABLES.keys() | {position.name for position in POSITIONS}
+    rows = [row for row in _rows(_guide(root, f"migrating{language}")) if len(row) == 3]
+    ours = [name for row in rows for name in re.findall(r"`([^`]+)`", row[1])]
+    assert len(ours) > 60 and not [name for name in ours if name not in known]
+    kept = [row for row in _rows(_guide(root, f"migrating{language}")) if len(row) == 2]
+    same = [name for row in kept for name in re.findall(r"`([^`]+)`", row[1])]
+    assert len(same) > 70 and not [name for name in same if name not in FLAGS]
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("name", [name for name in OWN if name != "migrating"])
+def test_flags_in_guides_exist(root, house, name, language):
+    flags = set(re.findall(r"(?<![\w-])--[a-z][\w-]*\w(?![\w-])", _guide(root, f"{name}{language}")))
+    of_tools = set(
+        re.findall(r"--[a-z][\w-]*", "\n".join(s.text for s in house if s.path.parts[0] == "toolkits"))
+    )
+    assert flags <= FLAGS | of_tools | {"--config", "--dry-run", "--force", "--help"}
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+def test_architecture_lists_the_packages_from_top_to_bottom(root, language):
+    text = _guide(root, f"architecture{language}")
+    packages = [path.rstrip("/") for path in re.findall(r"^\| `(\w+(?:/|\.py))` \|", text, re.MULTILINE)]
+    there = {
+        path.name
+        for path in (root / "patch").iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").is_file()
+    }
+    assert sorted(packages) == sorted(there - {"__init__.py"})
+    rows = [ROWS[f"patch.{package.removesuffix('.py')}"] for package in packages]
+    assert rows == sorted(rows)
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
+@pytest.mark.parametrize("name", OWN)
+def test_files_that_guides_name_exist(root, name, language):
+    text = _guide(root, f"{name}{language}")
+    links = re.findall(r"\]\(([^)#\s]+)", text)
+    files = [root / GUIDES / link for link in links if link.startswith("../")]
+    files += [root / path for path in re.findall(r"`((?:patch|toolkits|tests)/[\w/]+\.(?:py|sh|md))`", text)]
+    assert not [str(file) for file in files if not file.exists()]

@@ -1,0 +1,216 @@
+"""The documents that users read: their commands work, their links lead somewhere, both languages agree.
+
+tests/guide_pages.py reads a page, tests/guide_shell.py lets bash call what it says, tests/guide_commands.py
+checks each call. examples/llama3_1/README.md says which blocks a guide may have.
+"""
+
+import json
+import os
+import shutil
+from contextlib import chdir
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+import pytest
+from end_to_end.shell import call_workers, command
+from guide_commands import check, known_flags
+from guide_pages import (
+    CHINESE,
+    REPOSITORY,
+    Block,
+    blocks_of,
+    faults_of_links,
+    faults_of_page,
+    faults_of_translation,
+    flags_of,
+    twin_of,
+)
+from guide_shell import calls_of
+from llama3_tokenizer import tiny_tokenizer
+from small_runs import hf_llama, small_run
+
+from toolkits import preprocess_pretrain
+
+EXAMPLES = REPOSITORY / "examples/llama3_1"
+LIBRARY = EXAMPLES / "library"
+PAGES = sorted(
+    [
+        *(EXAMPLES / "guides").glob("*.md"),
+        *(REPOSITORY / name for name in ("README.md", "README_zh.md", "CONTRIBUTING.md")),
+        *(folder / "README.md" for folder in (EXAMPLES, LIBRARY)),
+    ]
+)
+RUN = (
+    "bash examples/llama3_1/run_mcore_llama.sh dsw auto 1 16 1e-5 1e-6 512 512 bf16 1 1 1 false false true "
+    "true none false 200 $DATA none $MODEL 10 0 $OUT"
+)
+CHATS = [
+    {"messages": [{"role": "user", "content": f"{n} plus 1?"}, {"role": "assistant", "content": str(n + 1)}]}
+    for n in range(200)
+]
+
+
+class Fixtures(NamedTuple):
+    """What the variables of the guides stand for."""
+
+    folder: Path
+    variables: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def fixtures(tmp_path_factory: pytest.TempPathFactory) -> Fixtures:
+    """A model in LLaMA-3.2-1B's layers and heads but narrow, small data, and a run that has ended."""
+    folder = tmp_path_factory.mktemp("guides")
+    names = {name: folder / name.lower() for name in ("MODEL", "RUN", "OUT", "TRAINED")}
+    names |= {"DATA": folder / "chats.json", "VALID": folder / "valid.json", "DOCS": folder / "docs.jsonl"}
+    names["CORPUS"] = folder / "docs_text_document"
+    shape = dict(
+        num_layers=16, hidden_size=256, ffn_hidden_size=512, num_attention_heads=32, num_query_groups=8,
+        kv_channels=8, vocab_size=400, max_position_embeddings=131072, rope_original_max_position=8192,
+        rope_scaling_factor=32.0, untie_embeddings_and_output_weights=False,
+    )  # fmt: skip
+    hf_llama(small_run(**shape), names["MODEL"])
+    tiny_tokenizer().save_pretrained(names["MODEL"])
+    names["DATA"].write_text(json.dumps(CHATS))
+    names["VALID"].write_text(json.dumps(CHATS[:8]))
+    names["DOCS"].write_text("".join(json.dumps({"text": f"document {n}. " * 40}) + "\n" for n in range(200)))
+    making = f"--input {names['DOCS']} --output-prefix {folder}/docs --workers 1 --tokenizer-name-or-path"
+    assert preprocess_pretrain.main([*making.split(), str(names["MODEL"])]) == 0
+    positions = {
+        "DATASET_PATH": names["DATA"], "VALID_DATASET_PATH": names["VALID"], "OUTPUT_BASEPATH": names["RUN"],
+        "PRETRAIN_CHECKPOINT_PATH": names["MODEL"], "TRAIN_TOKENS_OR_ITERS": 2, "WARMUP_TOKENS_OR_ITERS": 0,
+        "GLOBAL_BATCH_SIZE": 2, "PR": "bf16",
+    }  # fmt: skip
+    ended = call_workers(1, [*command(**positions), "--export-hf"])
+    assert ended.returncode == 0, ended.stderr
+    shutil.copytree(names["RUN"], names["TRAINED"], symlinks=True)
+    return Fixtures(folder, {name: str(path) for name, path in names.items()})
+
+
+@cache
+def _library() -> set[str]:
+    return {file.read_text() for file in LIBRARY.glob("*.py")}
+
+
+def faults_of_flags(page: Path) -> list[str]:
+    """Flags in the text that nothing has."""
+    unknown = [(line, flag) for line, flag in flags_of(page) if flag not in known_flags()]
+    return [f"{page.name}:{line}: there is no flag {flag}" for line, flag in unknown]
+
+
+def faults_of_commands(page: Path, fixtures: Fixtures, folder: Path) -> list[str]:
+    """What does not work of a page's blocks of bash and Python, by line."""
+    blocks = blocks_of(page)
+    calls, complaint = calls_of(page, folder, fixtures.variables)
+    found = [f"{page.name}: {complaint}"] if complaint else []
+    last = None
+    for call in calls:
+        block = max((b for b in blocks if b.is_bash and b.line <= call.line), key=lambda b: b.line)
+        if block != last:
+            shutil.rmtree(fixtures.variables["OUT"], ignore_errors=True)
+        last = block
+        if why := check(call, block, fixtures.folder):
+            found.append(f"{page.name}:{call.line}: {' '.join(call.argv)}\n    {why}")
+    with chdir(folder), mock.patch.dict(os.environ, fixtures.variables):
+        for block in blocks:
+            if block.info == "python" and (why := _python_fault(block)):
+                found.append(f"{page.name}:{block.line}: {why}")
+    return found
+
+
+def _python_fault(block: Block) -> str:
+    """Why lines of Python do not work, if they are not one of the library's programs."""
+    if block.text in _library():
+        return ""
+    try:
+        exec(compile("\n" * (block.line - 1) + block.text, "page", "exec"), {"__name__": "page"})
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_every_guide_is_there_in_both_languages() -> None:
+    chinese = {page for page in PAGES if page.stem.endswith(CHINESE)}
+    guides = {page for page in PAGES if page.parent.name == "guides"} - chinese
+    assert {twin_of(page) for page in chinese} - {REPOSITORY / "README.md"} == guides
+
+
+def test_links_of_the_other_documents_lead_somewhere() -> None:
+    folders = [REPOSITORY / name for name in ("patch", "toolkits", "tests", "examples")]
+    pages = [*REPOSITORY.glob("*.md"), *(page for folder in folders for page in folder.rglob("*.md"))]
+    assert len(pages) > len(PAGES)
+    assert not [fault for page in pages if page not in PAGES for fault in faults_of_links(page)]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+def test_page_is_right(page: Path, fixtures: Fixtures, tmp_path: Path) -> None:
+    faults = faults_of_page(page)
+    if "migrating" not in page.name:  # which names the flags of other programs, and has a test of its own
+        faults += faults_of_flags(page)
+    if page.stem.endswith(CHINESE):
+        faults += faults_of_translation(page)
+    else:
+        faults += faults_of_commands(page, fixtures, tmp_path / "page")
+    assert not faults, "\n" + "\n".join(faults)
+
+
+BROKEN = {
+    "```sh\nls\n```": ("page.md:1", "kind 'sh'"),
+    "text\n\n    make quickstart\n": ("page.md:3", "indented block"),
+    "```yaml\na: [\n```": ("page.md:2", "YAML"),
+    "# A\n\n[a](b.md)": ("page.md:3", "b.md leads nowhere"),
+    "# A b\n\n[a](#a-b) [b](#b)": ("page.md:3", "#b names no heading"),
+    "# A\n\nwith `--tp-overlap true`": ("page.md:3", "no flag --tp-overlap"),
+    "```python\n1 + 1\n1 / 0\n```": ("page.md:2", "ZeroDivisionError"),
+    "```bash\ntrue\nif\n```": ("page.md: ", "line 4: syntax error"),
+    "```bash\n\nls nothing\n```": ("page.md: ", "line 3: ended with 2: ls nothing"),
+    "```bash\nmake all\n```": ("page.md:2", "no target all"),
+    "```bash\nllama-patch plot\n```": ("page.md:2", "no command"),
+    "```bash\npython -m toolkits.converter\n```": ("page.md:2", "no tool"),
+    "```bash\npython examples/train.py\n```": ("page.md:2", "no file examples/train.py"),
+    "```bash\nsbatch slurm.sh slurm\n```": ("page.md:2", "no file slurm.sh"),
+    "```bash\npip install -r needs.txt\n```": ("page.md:2", "no file needs.txt"),
+    "```bash\nllama-patch timeline --colour red $RUN\n```": ("page.md:2", "--colour"),
+    "```bash\nllama-patch convert hf2mcore --load $DATA --save $OUT\n```": ("page.md:2", "ended with 4"),
+    f"```bash\nexport MP_DATASET_TYPE=raw\n{RUN} --export-gguf\n```": ("page.md:3", "--export-gguf"),
+    f"```bash\nMP_PACKING=true {RUN}\n```": ("page.md:2", "MP_PACKING has no effect"),
+    f"```bash\n\n{RUN}\n```": ("page.md:3", "DATASET_PATH"),
+    f'```bash\nt() {{ {RUN} "$@"\n}}\n```\n\n```bash\nMP_DATASET_TYPE=raw t extra\n```': (
+        "page.md:7",
+        "extra",
+    ),
+    f"```bash plan=a100x8\n{RUN.replace('auto', '70B')}\n```": ("page.md:2", "does not fit"),
+    f"```bash plan=v100x8\n{RUN}\n```": ("page.md:2", "--machine: got 'v100'"),
+    f"```bash fails\nMP_DATASET_TYPE=raw {RUN}\n```": ("page.md:2", "works, although"),
+    "```bash\nllama-patch plan --machine h100 -- --model-size 405B\n```": ("page.md:2", "ended with 1"),
+    "```bash\nllama-patch plan --machine h100 --search -- --model-size 8C\n```": ("page.md:2", "8C"),
+}
+
+
+@pytest.mark.parametrize("text", BROKEN, ids=[why for _, why in BROKEN.values()])
+def test_what_does_not_work_is_named_with_its_line(text: str, fixtures: Fixtures, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(text)
+    found = faults_of_page(page) + faults_of_flags(page)
+    found += faults_of_commands(page, fixtures, tmp_path / "page")
+    assert len(found) == 1, found
+    assert all(part in found[0] for part in BROKEN[text]), found
+
+
+@pytest.mark.parametrize(
+    ("chinese", "fault"),
+    [
+        ("# 甲\n\n```bash\nls -l  # 列出\n```", ""),
+        ("# 甲\n\n```bash\nls -a\n```", "page_zh.md:4: got 'ls -a', page.md has 'ls -l'"),
+        ("# 甲\n", "page_zh.md:1: 0 lines of commands, page.md has 2"),
+        ("## 甲\n\n```bash\nls -l\n```", "page_zh.md:1: headings h2, page.md has h1"),
+    ],
+)
+def test_translation_has_the_same_commands(chinese: str, fault: str, tmp_path: Path) -> None:
+    page = tmp_path / f"page{CHINESE}.md"
+    page.write_text(chinese)
+    assert faults_of_translation(page) == ["page_zh.md:1: there is no page.md"]
+    (tmp_path / "page.md").write_text("# A\n\n```bash\nls -l  # list\n```")
+    assert faults_of_translation(page) == ([fault] if fault else [])
