@@ -21,7 +21,5 @@ fit, time = fit_of(planned.resolved, planned.machine.facts), step_time(planned.r
 needed, usable = fit.device_needed / 2**30, fit.device_usable / 2**30
 print(f"as given: {needed:.0f} GiB of {usable:.0f}, {time.seconds:.2f} s a step")
 for found in search(planned.run, planned.machine, num_best=3):
-    layout, needed = found.layout, found.fit.device_needed / 2**30
-    print(
-        f"TP {layout.tp} PP {layout.pp} CP {layout.cp}: {needed:.0f} GiB, {found.time.seconds:.2f} s a step"
-    )
+    layout, needed, seconds = found.layout, found.fit.device_needed / 2**30, found.time.seconds
+    print(f"TP {layout.tp} PP {layout.pp} CP {layout.cp}: {needed:.0f} GiB, {seconds:.2f} s a step")
