@@ -9,6 +9,8 @@ from patch.config import RunConfig
 from patch.config.choices import ContextCommunication
 from patch.plan.parameters import element_bytes
 
+SHORTEST_PIECE = 4096
+"""Tokens of a rank with CP: shorter pieces do not hide what travels."""
 _FP32 = 4
 _MIB = 2**20
 

@@ -16,6 +16,7 @@ from patch.config.positions import POSITIONS, VARIABLES
 from patch.config.rules import is_legal
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.plan.context_parallel import SHORTEST_PIECE
 from patch.plan.fits import Fit, fit_of
 from patch.plan.resolve import resolve_run
 from patch.plan.timing.machine import Machine
@@ -27,8 +28,6 @@ _MOST_CHANGES = 3
 _NUM_SHOWN = 3
 _SMALL_BUCKET = 100_000_000
 """Elements; ZeRO-2 has three staging buffers of a bucket's size."""
-_SHORTEST_PIECE = 4096
-"""Tokens of a rank with CP: shorter pieces do not hide what travels."""
 _POSITIONS = {field: (number, p.name) for number, p in enumerate(POSITIONS, 1) for field in p.fields}
 _VARIABLES = {field: variable for variable, (field, _) in VARIABLES.items()}
 
@@ -234,7 +233,7 @@ def _smaller_parts(config: RunConfig) -> Iterator[Change]:
             yield _change("parallel", tensor_model_parallel_size=tp_size, sequence_parallel=True)
         pp_size = parallel.pipeline_model_parallel_size * factor
         yield _change("parallel", pipeline_model_parallel_size=pp_size)
-        if config.sample_length // (cp_size := parallel.context_parallel_size * factor) >= _SHORTEST_PIECE:
+        if config.sample_length // (cp_size := parallel.context_parallel_size * factor) >= SHORTEST_PIECE:
             yield _change("parallel", context_parallel_size=cp_size, cp_comm_type=None)
 
 

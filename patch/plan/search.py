@@ -16,6 +16,7 @@ from patch.config import RunConfig
 from patch.config.choices import Recompute, ZeroStage
 from patch.config.rules import is_legal
 from patch.device import MachineFacts
+from patch.plan.context_parallel import SHORTEST_PIECE
 from patch.plan.fits import Fit, fit_of
 from patch.plan.memory import state_on_device, usable_device_memory
 from patch.plan.pipeline import Schedule
@@ -30,8 +31,6 @@ FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Of optimizer states on the host."""
 SHARDED = ((ZeroStage.OPTIMIZER, None), (ZeroStage.GRADIENTS, None), (ZeroStage.GRADIENTS, 100_000_000))
 """Levels and bucket sizes; None: that of the run. Smaller buckets have smaller staging buffers."""
-_SHORTEST_PIECE = 4096
-"""Tokens of a rank with CP: shorter pieces do not hide what travels."""
 _NUM_TIMED = 48
 _FAR = 1.2
 """A layout that takes so many times as long as another, even if it saves no memory, is not looked at."""
@@ -118,7 +117,7 @@ def _layouts(config: RunConfig, machine: Machine) -> Iterator[Layout]:
             if layers % pp:
                 continue
             for cp in _divisors(world // (tp * pp)):
-                if cp > 1 and config.sample_length // cp < _SHORTEST_PIECE:
+                if cp > 1 and config.sample_length // cp < SHORTEST_PIECE:
                     continue
                 replicas = world // (tp * pp * cp)
                 for vpp in (1, 2, 4) if pp > 1 else (1,):
