@@ -19,6 +19,7 @@ COMMANDS = {
     "plan": ("toolkits.plan", "memory, time and cost of a run on any machine; layouts that suit it"),
     "doctor": ("toolkits.doctor.__main__", "what this machine has, lacks and can do"),
     "preview": ("toolkits.preview_data", "data as tokens, learned or not, with its figures"),
+    "preprocess": ("toolkits.preprocess_pretrain", "documents to .bin and .idx, for pre-training"),
     "inspect": ("toolkits.inspect_checkpoint", "what a checkpoint holds, and whether it is whole"),
     "timeline": ("toolkits.timeline.__main__", "one page of a step from the traces of --profile"),
     "align": (
@@ -34,7 +35,7 @@ def main() -> int:
     name, *rest = sys.argv[1:] or ["--help"]
     if name in COMMANDS:
         return int(import_module(COMMANDS[name][0]).main(rest))
-    lines = [f"  {command:<9} {text}" for command, (_, text) in COMMANDS.items()]
+    lines = [f"  {command:<10} {text}" for command, (_, text) in COMMANDS.items()]
     if name in ("-h", "--help"):
         print("\n".join(["usage: llama-patch COMMAND ...; llama-patch COMMAND --help", *lines]))
         return 0
