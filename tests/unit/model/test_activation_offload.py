@@ -12,7 +12,7 @@ from patch.config.schema import RunConfig
 from patch.distributed.zigzag import Zigzag
 from patch.memory import SimulatedDevice
 from patch.memory.offload_device import Copies, Event
-from patch.plan import activation_bytes
+from patch.plan import activation_bytes, activation_peak
 from patch.training.evaluation import evaluate
 from patch.training.setup import Run
 from patch.training.step import train_step
@@ -116,17 +116,22 @@ def order_of_backward() -> list[str]:
     return log
 
 
+def offloading(changes: dict[str, Any], number: int) -> RunConfig:
+    return run_of(changes | {"cpu_offloading": number > 0, "cpu_offloading_num_layers": number or None})
+
+
 def measure(changes: dict[str, Any]) -> dict[int, tuple[int, int]]:
-    """By number of offloaded layers: the peak of a simulated device in a step, and the bytes sent."""
+    """By number of offloaded layers: the peak of activations on a simulated device, and the bytes sent."""
     found = {}
     for number in (0, 4, 5):
-        config = run_of(changes | {"cpu_offloading": number > 0, "cpu_offloading_num_layers": number or None})
+        config = offloading(changes, number)
         run = build_seeded_run(config)
         device = run.optimizer.offload_device
         assert isinstance(device, SimulatedDevice)
         device.pop_peak_bytes()
+        held = device.allocated_bytes
         train_step(run, 0)
-        found[number] = device.pop_peak_bytes(), sent_by(run)
+        found[number] = device.pop_peak_bytes() - held, sent_by(run)
         new_job()
     return found
 
@@ -189,3 +194,11 @@ def test_the_devices_memory_falls_by_what_travels(alone: dict, name: str) -> Non
         config.model, config.parallel, config.training, length=config.sample_length, cuda=False
     )[config.recompute]
     assert measured[4][1] == pytest.approx(4 * planned, rel=0.06)  # log-sum-exps and the like stay
+
+
+@pytest.mark.parametrize("number", [0, 4])
+@pytest.mark.parametrize("name", ["fp32", "bf16"])
+def test_the_plan_says_what_stays_on_the_device(alone: dict, name: str, number: int) -> None:
+    """While as many layers stay as have copies on their way, which take no time here."""
+    planned = activation_peak(offloading(MEASURED[name], number), 0, cuda=False)
+    assert planned.layers + planned.ends == pytest.approx(alone["measured"][name][number][0], rel=0.1)

@@ -207,6 +207,7 @@ def _check_kept_weights() -> None:
         steps = [train_step(run, iteration) for iteration in range(2)]
         run.valid_readers = {"valid": run.train_reader}
         found.append(([(r.loss, r.grad_norm) for r in steps], evaluate(run), train_step(run, 2).loss))
+        run.optimizer.finish_param_sync()
         new_job()
     assert found[0] == found[1]
 

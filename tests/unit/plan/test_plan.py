@@ -1,14 +1,18 @@
-"""Parameters against transformers' modules, FLOPs against torch's counter, bytes by hand."""
+"""Parameters against transformers' modules and our own, FLOPs against torch's counter, bytes by hand."""
 
 import dataclasses
 
 import hf_families
 import pytest
 import torch
+from megatron.core import parallel_state
+from training_runs import CPU
 
 from patch.config import RunConfig, parse_args
 from patch.config.presets import PRESETS
 from patch.device import MachineFacts
+from patch.distributed.groups import initialize
+from patch.model import build_llama_model
 from patch.plan import (
     activation_bytes,
     activation_peak,
@@ -68,18 +72,30 @@ def _hf_model(config: RunConfig) -> torch.nn.Module:
         )
 
 
+def _built_parameters(config: RunConfig) -> int:
+    """Elements of the model that trains, on one rank; it gets no memory."""
+    parallel_state.destroy_model_parallel()
+    groups = initialize(config, CPU)
+    with torch.device("meta"):
+        stages = build_llama_model(config.model, groups, torch.device("meta"), config.execution)
+    return sum(p.numel() for stage in stages for p in stage.parameters())
+
+
 @pytest.mark.parametrize("size", PRESETS)
-def test_parameters_are_those_of_transformers(size):
+def test_parameters_are_those_of_transformers_and_of_the_model_that_trains(one_process, size):
     config = _run(size)
     assert total_parameters(config.model) == sum(p.numel() for p in _hf_model(config).parameters())
+    assert sum(_parameters_per_rank(config)) == _built_parameters(config)
 
 
 @pytest.mark.parametrize("name", hf_families.FAMILIES)
-def test_parameters_of_every_family_are_those_of_transformers(tmp_path, name):
+def test_parameters_of_every_family_are_those_of_transformers_and_of_the_model_that_trains(
+    one_process, tmp_path, name
+):
     model = hf_families.family_model(name, tmp_path)
-    assert total_parameters(hf_families.family_run(tmp_path).model) == sum(
-        p.numel() for p in model.parameters()
-    )
+    config = hf_families.family_run(tmp_path)
+    assert total_parameters(config.model) == sum(p.numel() for p in model.parameters())
+    assert sum(_parameters_per_rank(config)) == _built_parameters(config)
 
 
 def test_biases_are_cut_and_head_norms_are_not():

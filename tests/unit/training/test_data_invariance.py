@@ -262,18 +262,18 @@ def test_data_that_one_rank_cannot_read_ends_the_run_on_all_ranks(tmp_path: Path
 
 
 class Slow(SeededReader):
-    """Reads for 20 ms a step."""
+    """Reads for 80 ms a step."""
 
     def step(self, iteration: int) -> list[Batch]:
-        time.sleep(0.02)
+        time.sleep(0.08)
         return super().step(iteration)
 
 
 class Working(Records):
-    """A step has 60 ms of other work."""
+    """A step has 120 ms of other work."""
 
     def on_step(self, iteration: int, seconds: float) -> None:
-        time.sleep(0.06)
+        time.sleep(0.12)
 
 
 def wait_for_data(rank: int, world_size: int, output: str) -> list[list[float]]:
@@ -291,9 +291,9 @@ def wait_for_data(rank: int, world_size: int, output: str) -> list[list[float]]:
 
 def test_metric_says_how_long_a_step_waited_for_its_data(tmp_path: Path) -> None:
     ((in_step, in_background),) = run_distributed(wait_for_data, 1, str(tmp_path))
-    assert in_step[0] >= 40, "the first step waits for its own data and for that of the second"
-    assert all(waited >= 20 for waited in in_step[1:-1]) and in_step[-1] == 0
-    assert sorted(in_background[1:])[3] < 10, "the median"
+    assert in_step[0] >= 160, "the first step waits for its own data and for that of the second"
+    assert all(waited >= 80 for waited in in_step[1:-1]) and in_step[-1] == 0
+    assert sorted(in_background[1:])[3] < 40, "the median"
 
 
 class Stopping(TrainerHook):

@@ -31,6 +31,7 @@ def trajectory(config: RunConfig) -> list[tuple[float, float, float]]:
         result = train_step(run, iteration)
         (loss,) = max_over_world([result.loss], run.device)
         found.append((loss, result.grad_norm, result.attended_pairs))
+    run.optimizer.finish_param_sync()
     new_job()
     return found
 
