@@ -92,16 +92,7 @@ def plan_run(
         planned["NPROC_PER_NODE"] = str(found.devices_per_node)
     if nodes:
         argv = [*argv, f"--nnodes={nodes}"]
-    try:
-        run = parse_args(argv, planned, facts).config
-    except ConfigError as error:
-        if error.field not in ("load", "tokenizer_name_or_path"):
-            raise
-        cure = (
-            "a plan needs only the shape: give a preset (--model-size 8B) without it, or a folder that has it"
-        )
-        raise ConfigError(f"{error}; {cure}", field=error.field) from error
-    run = _on_all_devices(run, found, argv)
+    run = _on_all_devices(_parsed(argv, planned, facts), found, argv)
     for rule in RULES:
         try:
             rule(run, facts)
@@ -114,6 +105,18 @@ def plan_run(
     planned["WORLD_SIZE"] = str(parallel.nnodes)
     assumed = frozenset() if given is None else frozenset(FIELDS) - set(given)
     return Planned(run, resolved, notes, found, planned, assumed)
+
+
+def _parsed(argv: Sequence[str], environ: Mapping[str, str], facts: MachineFacts) -> RunConfig:
+    try:
+        return parse_args(argv, environ, facts).config
+    except ConfigError as error:
+        if error.field not in ("load", "tokenizer_name_or_path"):
+            raise
+        cure = (
+            "a plan needs only the shape: give a preset (--model-size 8B) without it, or a folder that has it"
+        )
+        raise ConfigError(f"{error}; {cure}", field=error.field) from error
 
 
 def _on_all_devices(run: RunConfig, machine: Machine, argv: Sequence[str]) -> RunConfig:
