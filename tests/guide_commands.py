@@ -162,9 +162,9 @@ def plan_for(argv: list[str], environ: dict[str, str], kind: re.Match) -> Planne
     """The run on the machine that the block names, else on CPUs."""
     if kind["machine"] is None:
         nodes = environ.get("WORLD_SIZE") if argv[:1] == ["dlc"] else None
-        return plan_run(argv, environ, "here", int(nodes) if nodes else None, None, HERE)
+        return plan_run(argv, "here", int(nodes) if nodes else None, environ=environ, here=HERE)
     nodes, devices = int(kind["nodes"] or 1), int(kind["devices"])
-    return plan_run(argv, environ, kind["machine"], nodes, devices, HERE)
+    return plan_run(argv, kind["machine"], nodes, devices, environ=environ, here=HERE)
 
 
 def _check_tool(module: str, argv: list[str], call: Call, kind: re.Match, fixtures: str) -> None:
@@ -182,7 +182,7 @@ def _check_tool(module: str, argv: list[str], call: Call, kind: re.Match, fixtur
     if finds and "--" in argv:  # which takes seconds: at least the run is one
         split = argv.index("--")
         machine = _value(argv[:split], "--machine") or "here"
-        plan_run(argv[split + 1 :], dict(os.environ), machine, None, None, HERE)
+        plan_run(argv[split + 1 :], machine, environ=os.environ, here=HERE)
 
 
 def _value(argv: list[str], flag: str) -> str:

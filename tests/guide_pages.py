@@ -1,7 +1,7 @@
 """The project's documents as the tests read them, by the parser of markdown-it: blocks, links, headings.
 
-rich needs that parser too, and so brings it. A page may have fences of bash (`KINDS`) and of three
-other kinds; a fault is a text that names the page and its line.
+rich needs that parser too, and so brings it. A page may have fences of five kinds (`KINDS`); a fault is a
+text that names the page and its line.
 """
 
 import re

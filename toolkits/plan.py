@@ -78,8 +78,10 @@ def _planned(options: argparse.Namespace, argv: list[str], nodes: int | None, he
 
     from patch.plan.planned_run import plan_run
 
-    devices = options.devices_per_node
-    planned = plan_run(argv, os.environ, options.machine, nodes, devices, here, for_search=options.search)
+    planned = plan_run(
+        argv, options.machine, nodes, options.devices_per_node,
+        environ=os.environ, here=here, for_search=options.search,
+    )  # fmt: skip
     if options.price is None:
         return planned
     machine = dataclasses.replace(planned.machine, price_per_device_hour=options.price)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from patch.config import RunConfig
@@ -119,15 +120,20 @@ def activation_peak(config: RunConfig, pp_rank: int, *, cuda: bool) -> Activatio
         cuda: whether it runs on a GPU.
     """
     schedule = Schedule.of(config)
-    stages = [
+    stages = tuple(
         stage_bytes(config, chunk * schedule.pp_size + pp_rank, cuda=cuda)
         for chunk in range(schedule.vp_size)
-    ]
+    )
+    return _peak(schedule, pp_rank, stages)
+
+
+@lru_cache(maxsize=4096)  # a search asks for many runs that differ in their optimizer alone
+def _peak(schedule: Schedule, pp_rank: int, stages: tuple[StageBytes, ...]) -> ActivationPeak:
     peaks = (peak for moment in moments(schedule, pp_rank) for peak in _peaks_of(moment, stages))
     return max(peaks, key=lambda peak: (peak.total, peak.in_flight))
 
 
-def _peaks_of(moment: Moment, stages: list[StageBytes]) -> Iterator[ActivationPeak]:
+def _peaks_of(moment: Moment, stages: Sequence[StageBytes]) -> Iterator[ActivationPeak]:
     """The worst moments of one pass."""
     counts, own = moment.in_flight, stages[moment.chunk]
     held = list(zip(counts, stages, strict=True))

@@ -55,40 +55,41 @@ class Planned(NamedTuple):
 
 def plan_run(
     argv: Sequence[str],
-    environ: Mapping[str, str],
-    name: str,
-    nodes: int | None,
-    devices: int | None,
-    here: MachineFacts,
+    machine: str = "here",
+    nodes: int | None = None,
+    devices: int | None = None,
     *,
+    environ: Mapping[str, str] | None = None,
+    here: MachineFacts | None = None,
     for_search: bool = False,
 ) -> Planned:
     """Read a run for a machine.
 
     Args:
         argv: the run: 25 positions and flags, flags alone (a model's size is enough), or --config FILE.
-        environ: the environment variables.
-        name: of a preset, `here`, or a file of a machine.
+        machine: a100, h100, h200, b200, `here`, or a file of a machine.
         nodes: how many; None: as the run says, else one.
         devices: of each node; None: the machine's.
-        here: this machine.
+        environ: environment variables that are part of the run, such as MP_VP; None: none.
+        here: this machine; None: it is looked at.
         for_search: whether its layout will be replaced: then only what else it has must be possible, and
             its automatic choices are left open.
 
     Raises:
         ConfigError: the machine or the run cannot be read, or a rule refuses the run.
     """
+    environ, here = environ or {}, here or MachineFacts.probe()
     given = _given(argv, environ)
     argv = [*argv, *_defaults(given)]
-    own = environ.get("NPROC_PER_NODE") if name == "here" else None
-    machine = machine_named(name, here, devices or int(own or 1))
+    own = environ.get("NPROC_PER_NODE") if machine == "here" else None
+    found = machine_named(machine, here, devices or int(own or 1))
     if devices:
-        machine = dataclasses.replace(machine, devices_per_node=devices)
-    facts = machine.facts
+        found = dataclasses.replace(found, devices_per_node=devices)
+    facts = found.facts
     planned = {key: environ[key] for key in VARIABLES if key in environ}
     planned |= _CLUSTER | {"WORLD_SIZE": str(nodes or 1), "SLURM_NNODES": str(nodes or 1)}
-    if machine.is_gpu or devices or own:
-        planned["NPROC_PER_NODE"] = str(machine.devices_per_node)
+    if found.is_gpu or devices or own:
+        planned["NPROC_PER_NODE"] = str(found.devices_per_node)
     if nodes:
         argv = [*argv, f"--nnodes={nodes}"]
     try:
@@ -100,7 +101,7 @@ def plan_run(
             "a plan needs only the shape: give a preset (--model-size 8B) without it, or a folder that has it"
         )
         raise ConfigError(f"{error}; {cure}", field=error.field) from error
-    run = _on_all_devices(run, machine, argv)
+    run = _on_all_devices(run, found, argv)
     for rule in RULES:
         try:
             rule(run, facts)
@@ -109,10 +110,10 @@ def plan_run(
                 raise
     resolved, notes = (run, []) if for_search else resolve_run(run, facts)
     parallel = run.parallel
-    machine = dataclasses.replace(machine, nodes=parallel.nnodes, devices_per_node=parallel.nproc_per_node)
+    found = dataclasses.replace(found, nodes=parallel.nnodes, devices_per_node=parallel.nproc_per_node)
     planned["WORLD_SIZE"] = str(parallel.nnodes)
     assumed = frozenset() if given is None else frozenset(FIELDS) - set(given)
-    return Planned(run, resolved, notes, machine, planned, assumed)
+    return Planned(run, resolved, notes, found, planned, assumed)
 
 
 def _on_all_devices(run: RunConfig, machine: Machine, argv: Sequence[str]) -> RunConfig:

@@ -70,14 +70,19 @@ def search(
         report: called with the number of layouts that were looked at.
     """
     candidates: list[tuple[float, Layout, RunConfig, RunConfig]] = []
-    fastest = math.inf
+    fastest, too_large = math.inf, set[tuple[int, ...]]()
     for seen, layout in enumerate(_layouts(config, machine), 1):
         report(seen)
+        sizes = layout[:-1]
+        if sizes in too_large:  # with a smaller micro-batch already
+            continue
         run = _with_layout(config, machine, layout)
         plain = with_savings(run, ZeroStage.OPTIMIZER, None, 0.0)
         if _bound(plain, step_costs(plain, machine)) > _FAR * fastest:
             continue
-        if (cheapest := _cheapest(run, machine)) is not None:
+        if (cheapest := _cheapest(run, machine)) is None:
+            too_large.add(sizes)
+        else:
             bound = _bound(cheapest[1], step_costs(cheapest[1], machine))
             fastest = min(fastest, bound)
             candidates.append((bound, layout, *cheapest))

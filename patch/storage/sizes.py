@@ -27,5 +27,7 @@ def scaled(number: float) -> str:
 
 
 def timed(seconds: float) -> str:
-    """Seconds with three digits, such as 12.3 ms."""
+    """Seconds with three digits, such as 12.3 ms; whole ones from 1000 on."""
+    if seconds >= 1000:
+        return f"{seconds:,.0f} s"
     return f"{1e3 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"

@@ -14,7 +14,7 @@ from patch import compat
 from patch.checkpoint.retention import Retention
 from patch.config import check_tokens, remember_data, to_yaml
 from patch.config.checkpoint_places import checkpoint_root, disk_root
-from patch.config.fields import scalar_of
+from patch.config.fields import FIELDS, scalar_of
 from patch.config.hf_config import has_hf_config
 from patch.config.profiled_steps import profiled_steps
 from patch.config.schema import RunConfig
@@ -49,17 +49,12 @@ from patch.training.trainer import Trainer
 
 _logger = get_logger(__name__)
 
-_AUTO = "auto, for which each machine chooses by its own memory and libraries"
-_CHOSEN = (
-    "data_parallel_sharding",
-    "recompute_granularity",
-    "recompute_method",
-    "recompute_num_layers",
-    "cpu_offloading",
-    "cpu_offloading_num_layers",
-    "transformer_impl",
+_OF_A_MACHINE = frozenset(
+    "train_data_path valid_data_path tokenizer_name_or_path chat_template cache_dir data_workers load "
+    "output_path save stop_file log_dir optimizer_offload_policy optimizer_offload_fraction "
+    "optimizer_offload_auto_threshold optimizer_offload_chunk_size simulated_device_memory".split()
 )
-"""Fields that `resolve_sharding`, `resolve_activations` and `resolve_transformer_impl` set."""
+"""Fields that may differ between machines: places, and where optimizer states lie."""
 
 
 def run(config: RunConfig) -> None:
@@ -88,7 +83,7 @@ def _train(config: RunConfig) -> int:
     context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
-    _compare_choices(config)
+    _compare_runs(config)
     phases = PhaseClock()
     with guarding(config, phases, context.device), _locked_folder(config):
         for line in start_lines(config, cuda=context.is_cuda):
@@ -148,19 +143,20 @@ def _retention(run: Run, root: AnyPath) -> CheckpointRetention:
     return CheckpointRetention(root, disk_root(run.config), retention, run.start_iteration, weights_only)
 
 
-def _compare_choices(config: RunConfig) -> None:
-    """Refuse processes that would compute in different ways, and wait for each other's messages for ever.
+def _compare_runs(config: RunConfig) -> None:
+    """Refuse machines with other values than the first, given or chosen for `auto` by memory and libraries.
 
-    Each machine chooses for `auto` by its own memory.
+    They would train something that nobody asked for, or wait for each other's messages for ever.
 
     Raises:
         ConfigError: two ranks have different values; on all ranks.
     """
-    per_rank = all_gather_object({name: scalar_of(config, name) for name in _CHOSEN})
-    for rank, chosen in enumerate(per_rank):
-        for name, value in chosen.items():
+    shared = {name: scalar_of(config, name) for name in FIELDS if name not in _OF_A_MACHINE}
+    per_rank = all_gather_object(shared)
+    for rank, values in enumerate(per_rank):
+        for name, value in values.items():
             if value != (first := per_rank[0][name]):
-                why = f"expected the same on all ranks: give it to all machines instead of {_AUTO}"
+                why = "expected the same on all ranks: start all machines with it, also where auto chose it"
                 error = ConfigError(f"got {first} on rank 0 and {value} on rank {rank}, {why}", field=name)
                 raise on_all_ranks(error)
 

@@ -53,10 +53,11 @@ def _strings(house) -> str:
     """All strings that the program may print, docstrings left out, one after the other."""
     found = []
     for source in house:
-        docstrings = {id(node.value) for node in ast.walk(source.tree) if isinstance(node, ast.Expr)}
+        nodes = list(ast.walk(source.tree))
+        docstrings = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
         found += [
             _said(node)
-            for node in ast.walk(source.tree)
+            for node in nodes
             if isinstance(node, ast.Constant | ast.JoinedStr | ast.BinOp) and id(node) not in docstrings
         ]
     return "\n".join(found)

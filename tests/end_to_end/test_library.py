@@ -36,8 +36,8 @@ TEMPLATE = (
 )
 
 
-def test_there_are_five_of_at_most_30_lines() -> None:
-    assert len(EXAMPLES) == 5
+def test_there_are_six_of_at_most_30_lines() -> None:
+    assert len(EXAMPLES) == 6
     assert all(len(example.read_text().splitlines()) <= 30 for example in EXAMPLES)
 
 
@@ -104,6 +104,20 @@ def test_weights_of_a_model_over_two_processes_are_those_of_the_folder(tmp_path:
     received, nothing = run_distributed(_receive, 2, tmp_path, port)
     assert received.keys() == load_file(tmp_path / "model.safetensors").keys() and not nothing
     assert all(received.values()), received
+
+
+def test_layouts_of_a_plan_fit_and_the_fastest_is_first(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    flags = "--model-size 8B --seq-length 8192 --global-batch-size 64"
+    monkeypatch.setattr(sys, "argv", ["plan_run.py", "h100", "1", *flags.split()])
+    runpy.run_path(str(LIBRARY / "plan_run.py"), run_name="__main__")
+    given, *layouts = capsys.readouterr().out.splitlines()
+    usable = int(given.split(" GiB of ")[1].split(",")[0])
+    needed = [int(line.split(": ")[1].split(" GiB")[0]) for line in layouts]
+    seconds = [float(line.split(", ")[1].split(" s")[0]) for line in layouts]
+    assert len(layouts) == 3 and max(needed) <= usable
+    assert seconds == sorted(seconds) and seconds[0] <= float(given.split(", ")[1].split(" s")[0])
 
 
 ALONE = """

@@ -45,7 +45,7 @@ def check_processor(settings: Settings) -> Iterator[Finding]:
     load = os.getloadavg()[0]
     # Some load is the doctor's own.
     is_busy = load > max(1.0, 0.75 * cores)
-    advice = "other work uses this machine: what is measured below is too low"
+    advice = "speeds in this report are too low: other work uses this machine; repeat without it"
     yield graded("load", f"{load:.1f}", is_busy, advice, load=load)
     source = _text(_SYSTEM / "clocksource" / "clocksource0" / "current_clocksource")
     if source:

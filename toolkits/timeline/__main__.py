@@ -2,7 +2,7 @@
 
     python -m toolkits.timeline OUTPUT_BASEPATH/log/traces [--step N] [--output page.html] [--json FILE]
 
-Exposed is communication while nothing computes. Exit code: 0; 3 if a file is no trace.
+Exit code: 0; 3 if a file is no trace.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 from patch.errors import DataError, PatchError
 from patch.storage.atomic import write_atomically
 from toolkits._arguments import ArgumentParser, positive
-from toolkits.timeline.figures import Lanes, choose_step, lanes_of
+from toolkits.timeline.figures import LEGEND, Lanes, choose_step, lanes_of
 from toolkits.timeline.page import page_of
 from toolkits.timeline.trace import read_trace
 
@@ -86,7 +86,7 @@ def table(lanes: Sequence[Lanes], step: int) -> str:
     for each in lanes:
         named = ", ".join(f"{name} {ms:.2f}" for name, ms in each.most_exposed)
         lines.append(f"rank {each.rank}: most exposed: {named or 'nothing'}")
-    return "\n".join(lines)
+    return "\n".join([*lines, LEGEND])
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:

@@ -9,6 +9,11 @@ from patch.errors import DataError
 from toolkits.timeline.spans import Span, merged, total, within, without
 from toolkits.timeline.trace import RankTrace
 
+LEGEND = (
+    "Exposed: messages, or copies, while nothing computes; both may be exposed at once. Host waits: the host "
+    "waits for other ranks or its GPU, whatever else runs. Idle: no compute, no message, no copy."
+)
+"""What the columns mean."""
 _MOST_EXPOSED = 5
 
 

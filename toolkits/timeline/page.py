@@ -7,7 +7,7 @@ from pathlib import Path
 
 from jinja2 import Environment, StrictUndefined
 
-from toolkits.timeline.figures import Lanes
+from toolkits.timeline.figures import LEGEND, Lanes
 from toolkits.timeline.spans import Span, merged
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
@@ -48,7 +48,7 @@ def page_of(lanes: Sequence[Lanes], step: int) -> str:
     template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
     ranks = [{"rank": each.rank, "lanes": drawn(each), "figures": each.figures, "most": each.most_exposed}
              for each in lanes]  # fmt: skip
-    return template.render(step=step, ranks=ranks, total_ms=(end - begin) / 1e3, width=_WIDTH,
+    return template.render(step=step, ranks=ranks, total_ms=(end - begin) / 1e3, width=_WIDTH, legend=LEGEND,
                            has_gpu=any(each.is_gpu for each in lanes))  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Chat rows as a torch data set: the tokens of the first sample, and which of them are learned.
 
-    PYTHONPATH=. python examples/llama3_1/library/chat_dataset.py ROWS.jsonl HF_FOLDER
+    python examples/llama3_1/library/chat_dataset.py ROWS.jsonl HF_FOLDER
 
 A row has OpenAI's `messages`, or alpaca's `instruction`, `input` and `output`. The tokenizer's chat template
 renders it; learned are the assistant's words and the token that ends its turn.

@@ -1,6 +1,6 @@
 """Is a checkpoint's difference from its Hugging Face folder normal? The verdict, and a report with a plot.
 
-    PYTHONPATH=. python examples/llama3_1/library/check_alignment.py HF_FOLDER MCORE_FOLDER REPORT.json
+    python examples/llama3_1/library/check_alignment.py HF_FOLDER MCORE_FOLDER REPORT.json
 
 Weights are compared bit by bit, logits with transformers' on several prompts, in one process.
 """

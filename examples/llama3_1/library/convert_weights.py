@@ -1,6 +1,6 @@
 """Convert a Hugging Face folder to a megatron-core checkpoint that every TP and PP loads, and back.
 
-    PYTHONPATH=. python examples/llama3_1/library/convert_weights.py HF_FOLDER MCORE_FOLDER NEW_HF_FOLDER
+    python examples/llama3_1/library/convert_weights.py HF_FOLDER MCORE_FOLDER NEW_HF_FOLDER
 
 One process on a CPU, with the memory of a few tensors; no process group and no model is needed. The
 weights come back to the bit.

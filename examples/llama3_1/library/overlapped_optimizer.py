@@ -1,6 +1,6 @@
 """Train any torch module with ZeRO-2: torchrun's processes share gradients and optimizer states.
 
-PYTHONPATH=. torchrun --nproc-per-node 2 examples/llama3_1/library/overlapped_optimizer.py  # writes rank*.pt
+torchrun --nproc-per-node 2 examples/llama3_1/library/overlapped_optimizer.py  # writes rank*.pt
 """
 
 import os

@@ -1,6 +1,6 @@
 """The weights of a live model that is cut over processes, as Hugging Face tensors for vLLM (RL programs).
 
-PYTHONPATH=. torchrun --nproc-per-node 2 examples/llama3_1/library/stream_weights.py HF_FOLDER
+torchrun --nproc-per-node 2 examples/llama3_1/library/stream_weights.py HF_FOLDER
 """
 
 import os

@@ -22,7 +22,7 @@ CPU = dataclasses.replace(H100.facts, cuda_devices=0, cuda_memory_bytes=0, gpu_n
 
 
 def planned(argv, devices=8):
-    return plan_run(argv, {}, "h100", None, devices, H100.facts)
+    return plan_run(argv, "h100", devices=devices, here=H100.facts)
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ class Line(NamedTuple):
     def figures(self, machine: str = "", more: str = "") -> str:
         """Memory, seconds and MFU by plan, also on another machine with more flags."""
         name, argv = machine or self.machine, [*self.argv, *more.split()]
-        planned = plan_run(argv, self.environ, name, self.nodes, self.devices, H100.facts)
+        planned = plan_run(argv, name, self.nodes, self.devices, environ=self.environ, here=H100.facts)
         fit = fit_of(planned.resolved, planned.machine.facts)
         assert fit.is_whole, (name, more, self)
         time = step_time(planned.resolved, planned.machine)

@@ -55,6 +55,17 @@ def test_what_is_found_for_32_gpus_is_legal_and_its_line_gives_it(size):
         assert argv[:2] == ["dlc", size] and len(argv) >= 25
 
 
+def test_layers_that_do_not_divide_are_shared_with_embedding_and_loss():
+    """64 samples divide over 24 GPUs only if three stages share 1B's 16 layers."""
+    layouts = found("1B", nodes=3, batch=64)
+    assert layouts and all(each.layout.pp == 3 for each in layouts)
+    best = layouts[0].run
+    first, *middle, last = best.stage_layers
+    assert sum(best.stage_layers) == 16 and set(middle) == {first + 1} == {last + 1}
+    environ = {**ENVIRONMENT, "WORLD_SIZE": "3"}
+    assert parse_args(launch_argv(best, environ, H100.facts), environ, H100.facts).config == best
+
+
 def test_long_sequences_take_context_parallelism_or_recomputation():
     best, *_ = found(length=131072, batch=32)
     assert best.layout.cp > 1 or best.resolved.recompute == "full"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from patch.storage.sizes import size_text
+from patch.storage.sizes import size_text, timed
 
 
 @pytest.mark.parametrize(
@@ -17,3 +17,11 @@ from patch.storage.sizes import size_text
 )
 def test_sizes_below_a_hundredth_of_a_gib_are_told_in_mib(size: int, words: str) -> None:
     assert size_text(size) == words
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [(0.0123, "12.3 ms"), (4.314, "4.31 s"), (998.7, "999 s"), (1032.4, "1,032 s"), (1.47e6, "1,470,000 s")],
+)
+def test_seconds_have_three_digits_and_no_exponent(seconds: float, words: str) -> None:
+    assert timed(seconds) == words

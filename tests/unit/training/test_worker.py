@@ -18,28 +18,33 @@ from patch.storage.lock import hold_run
 from patch.training import run
 
 
-def enter(rank: int, world_size: int, config: RunConfig) -> tuple[str, str]:
-    """The errors of a run for which the ranks chose different recomputation, and of `config`."""
-    other = replace(config, training=replace(config.training, recompute_granularity=["full", None][rank]))
+def enter(rank: int, world_size: int, config: RunConfig) -> list[str]:
+    """The errors of runs with different recomputation and seeds on the ranks, and of one with other paths."""
+    chosen = replace(config, training=replace(config.training, recompute_granularity=["full", None][rank]))
+    seeds = replace(config, training=replace(config.training, seed=rank))
+    elsewhere = replace(config, data=replace(config.data, cache_dir=f"cache{rank}"))
     messages = []
-    for tried in (other, config):
+    for tried in (chosen, seeds, elsewhere):
         with pytest.raises(ConfigError) as refused:
             run(tried)
         messages.append(str(refused.value))
         new_job()
-    return messages[0], messages[1]
+    return messages
 
 
 def test_workers_of_a_second_run_all_end_before_anything_is_written(tmp_path: Path) -> None:
     """As a torchrun starts them, or the launchers of several machines: nobody has looked before."""
     config = small_run(dp=2, output_path=str(tmp_path / "out"), train_data_path=str(tmp_path / "none.json"))
     with hold_run(tmp_path / "out"):
-        (chosen, first), (also_chosen, second) = run_distributed(enter, 2, config)
+        (*differ, first), (*also_differ, second) = run_distributed(enter, 2, config)
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
     assert f"out is being written by process {os.getpid()} on " in first
     assert second == f"rank 0: {first}"
-    assert chosen == also_chosen, "without a message, one would wait for the other"
-    assert "got full on rank 0 and none on rank 1" in chosen
+    assert differ == also_differ, "without a message, one would wait for the other"
+    assert (
+        "got full on rank 0 and none on rank 1" in differ[0]
+        and "got 0 on rank 0 and 1 on rank 1" in differ[1]
+    )
 
 
 def fail(rank: int, world_size: int, output: str) -> int:

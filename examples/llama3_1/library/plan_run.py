@@ -1,0 +1,25 @@
+"""Plan a run for machines that are not here: does it fit, how long is a step, which layouts are faster?
+
+    python examples/llama3_1/library/plan_run.py MACHINE NODES FLAGS...
+    python examples/llama3_1/library/plan_run.py h100 4 --model-size 70B --seq-length 8192 \\
+        --global-batch-size 512 --tensor-model-parallel-size 8 --sequence-parallel
+
+Takes seconds and no GPU. All figures are computed from data sheets, none is measured.
+"""
+
+import sys
+
+from patch.errors import ConfigError
+from patch.plan import fit_of, plan_run, search, step_time
+
+machine, nodes, *flags = sys.argv[1:]
+try:
+    planned = plan_run(flags, machine, int(nodes))
+except ConfigError as error:  # the message says what was got, what was expected, and the flag
+    sys.exit(f"ERROR {error}")
+fit, time = fit_of(planned.resolved, planned.machine.facts), step_time(planned.resolved, planned.machine)
+needed, usable = fit.device_needed / 2**30, fit.device_usable / 2**30
+print(f"as given: {needed:.0f} GiB of {usable:.0f}, {time.seconds:.2f} s a step")
+for found in search(planned.run, planned.machine, num_best=3):
+    layout, needed, seconds = found.layout, found.fit.device_needed / 2**30, found.time.seconds
+    print(f"TP {layout.tp} PP {layout.pp} CP {layout.cp}: {needed:.0f} GiB, {seconds:.2f} s a step")
