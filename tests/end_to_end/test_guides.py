@@ -126,7 +126,7 @@ def _python_fault(block: Block) -> str:
         return ""
     try:
         exec(compile("\n" * (block.line - 1) + block.text, "page", "exec"), {"__name__": "page"})
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return f"{type(error).__name__}: {error}"
     return ""
 
@@ -164,6 +164,7 @@ BROKEN = {
     "# A b\n\n[a](#a-b) [b](#b)": ("page.md:3", "#b names no heading"),
     "# A\n\nwith `--tp-overlap true`": ("page.md:3", "no flag --tp-overlap"),
     "```python\n1 + 1\n1 / 0\n```": ("page.md:2", "ZeroDivisionError"),
+    "```python\nexit(1)\n```": ("page.md:2", "SystemExit: 1"),
     "```bash\ntrue\nif\n```": ("page.md: ", "line 4: syntax error"),
     "```bash\n\nls nothing\n```": ("page.md: ", "line 3: ended with 2: ls nothing"),
     "```bash\nmake all\n```": ("page.md:2", "no target all"),
