@@ -24,8 +24,9 @@ help:  ## this list
 quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores)
 	.venv/bin/python -m toolkits.quickstart
 
+# Bytecode is kept: without it each of hundreds of programs compiles the sources that it imports.
 test: .venv/installed  ## all tests of this machine; GPU tests skip themselves without one
-	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
+	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
 
 checks: .venv/installed  ## style, types, and the rules of the house
 	.venv/bin/ruff check .

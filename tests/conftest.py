@@ -10,6 +10,9 @@ from started_programs import kill_started
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # read when huggingface_hub is imported: no test asks the network
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # it imports all test modules: torch and megatron-core the quick way
+    import distributed_imports  # noqa: F401
+
 gc.disable()  # while test modules import torch and megatron-core: a quarter of that time
 
 

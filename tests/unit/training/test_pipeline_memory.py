@@ -55,7 +55,7 @@ ALONE: dict[str, dict[str, Any]] = {
 }
 
 DEEP = {
-    "hidden_size": 256, "ffn_hidden_size": 704, "num_attention_heads": 8, "kv_channels": 32, "num_layers": 6,
+    "hidden_size": 128, "ffn_hidden_size": 352, "num_attention_heads": 8, "kv_channels": 16, "num_layers": 6,
     "max_padding_length": 8, "seq_length": 8, "dp": 4, "global_batch_size": 8,
 }  # fmt: skip
 TRAVELLING: dict[str, dict[str, Any]] = {
@@ -64,7 +64,7 @@ TRAVELLING: dict[str, dict[str, Any]] = {
     "replicas, gradients sharded": {"data_parallel_sharding": "gradients"},
 }
 for changes in TRAVELLING.values():
-    changes |= DEEP | {"reduce_bucket_size": 300_000, "gradient_accumulation_fusion": True}
+    changes |= DEEP | {"reduce_bucket_size": 75_000, "gradient_accumulation_fusion": True}
 
 
 class Observed:
