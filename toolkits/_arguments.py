@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from itertools import takewhile
+from pathlib import Path
 from typing import Any
 
 
@@ -42,3 +43,11 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {number}, expected at least 1")
     return number
+
+
+def output_file(text: str) -> Path:
+    """A file to be written, for `argparse`'s `type`: its folder is there before the work begins."""
+    file = Path(text)
+    if not file.parent.is_dir():
+        raise argparse.ArgumentTypeError(f"got {text}, expected a file in a folder that is there")
+    return file

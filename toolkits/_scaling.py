@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from toolkits._arguments import output_file
+
 if TYPE_CHECKING:
     from patch.plan.simulation.scaling import Point, Variant
     from patch.plan.timing.machine import Machine
@@ -21,7 +23,7 @@ COUNTS = [2**power for power in range(3, 15)]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--scaling`."""
     parser.add_argument(
-        "--scaling", type=Path, metavar="PNG",
+        "--scaling", type=output_file, metavar="PNG",
         help="simulate LLaMA 8B, 70B, 405B on 8 to 16384 devices of the machine: a table, and this plot",
     )  # fmt: skip
 

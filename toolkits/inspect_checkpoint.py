@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkits._arguments import ArgumentParser
+from toolkits._arguments import ArgumentParser, output_file
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,13 +28,11 @@ _WIDTH = 160
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, 1 if two checkpoints differ, 4, or the exit code of another error."""
     options = _parse(argv)
-    from patch.errors import CheckpointError, ConfigError, PatchError
+    from patch.errors import CheckpointError, PatchError
     from patch.logger import configure_logging
 
     configure_logging()
     try:
-        if options.json is not None and not options.json.absolute().parent.is_dir():
-            raise ConfigError(f"--json {options.json}: expected a file in a folder that exists")
         return _run(options.folders, options.json)
     except PatchError as error:
         print(f"ERROR {error}", file=sys.stderr)
@@ -163,7 +161,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "second", nargs="?", metavar="DIR2", help="compare with this one, saved in any layout"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of this as JSON")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write all of this as JSON")
     options = parser.parse_args(argv)
     options.folders = [folder for folder in (options.folder, options.second) if folder is not None]
     return options

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from patch.errors import ConfigError, PatchError
 from toolkits import _scaling, _search
-from toolkits._arguments import ArgumentParser, positive
+from toolkits._arguments import ArgumentParser, output_file, positive
 
 if TYPE_CHECKING:
     from patch.device import MachineFacts
@@ -134,8 +134,10 @@ def _parser() -> argparse.ArgumentParser:
         "--search", action="store_true", help="find the fastest layouts that fit, and their command lines"
     )
     parser.add_argument("--best", type=positive, default=5, metavar="N", help="--search: so many [5]")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="--search: draw the parts of a step")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of this as JSON")
+    parser.add_argument(
+        "--plot", type=output_file, metavar="FILE.png", help="--search: draw the parts of a step"
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write all of this as JSON")
     _scaling.add_arguments(parser)
     return parser
 

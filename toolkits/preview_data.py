@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from pathlib import Path
 
 from patch.config.data_settings import DATA_FLAGS, DEFAULT_LENGTH
 from patch.config.flags import add_flags, fields_of
 from patch.errors import PatchError
-from toolkits._arguments import ArgumentParser, positive
+from toolkits._arguments import ArgumentParser, output_file, positive
 
 
 def main(argv: list[str]) -> int:
@@ -71,9 +70,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--no-statistics", dest="statistics", action="store_false", help="do not read the sets to their ends"
     )
-    parser.add_argument("--html", type=Path, metavar="FILE", help="also write one HTML page with all of this")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="also write the histogram of lengths")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all of this as JSON")
+    parser.add_argument(
+        "--html", type=output_file, metavar="FILE", help="also write one HTML page with all of this"
+    )
+    parser.add_argument(
+        "--plot", type=output_file, metavar="FILE.png", help="also write the histogram of lengths"
+    )
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write all of this as JSON")
     note = f"Where neither they nor --config say it, --max-padding-length is {DEFAULT_LENGTH}."
     add_flags(parser.add_argument_group("the run's own flags", note), DATA_FLAGS)
     return parser

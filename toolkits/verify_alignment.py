@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from toolkits._arguments import ArgumentParser
+from toolkits._arguments import ArgumentParser, output_file
 
 
 def main(argv: list[str]) -> int:
@@ -22,14 +22,12 @@ def main(argv: list[str]) -> int:
 
     with compat.quick_start():
         from patch.alignment import verify
-    from patch.errors import ConfigError, PatchError
+    from patch.errors import PatchError
     from patch.logger import configure_logging
 
     configure_logging()
     try:
         compat.apply(torch.cuda.is_available())
-        if options.json is not None and not options.json.absolute().parent.is_dir():
-            raise ConfigError(f"--json {options.json}: expected a file in a folder that exists")
         report = verify(
             options.hf, options.mcore, precision=options.params_dtype, attention=options.attention
         )
@@ -62,7 +60,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         default="sdpa",
         help="transformers' attention to compare with (default: sdpa)",
     )
-    parser.add_argument("--json", type=Path, help="file for the report; a plot (.png) is written beside it")
+    parser.add_argument(
+        "--json", type=output_file, help="file for the report; a plot (.png) is written beside it"
+    )
     return parser.parse_args(argv)
 
 

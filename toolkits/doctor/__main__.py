@@ -15,7 +15,7 @@ from pathlib import Path
 
 from patch.device import MachineFacts
 from patch.storage.atomic import write_atomically
-from toolkits._arguments import ArgumentParser, positive
+from toolkits._arguments import ArgumentParser, output_file, positive
 from toolkits.doctor.check import Check, Finding, Settings, run_check
 from toolkits.doctor.folder import check_folder
 from toolkits.doctor.gpus import check_gpus
@@ -78,7 +78,7 @@ def _parse(argv: list[str], machine: MachineFacts) -> argparse.Namespace:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the report here, too")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the report here, too")
     parser.add_argument(
         "--nproc", type=positive, metavar="N", default=local_processes(machine),
         help="processes between which messages are measured; default: the GPUs of this machine, or 2",

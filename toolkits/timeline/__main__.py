@@ -15,7 +15,7 @@ from pathlib import Path
 
 from patch.errors import DataError, PatchError
 from patch.storage.atomic import write_atomically
-from toolkits._arguments import ArgumentParser, positive
+from toolkits._arguments import ArgumentParser, output_file, positive
 from toolkits.timeline.figures import LEGEND, Lanes, choose_step, lanes_of
 from toolkits.timeline.page import page_of
 from toolkits.timeline.trace import read_trace
@@ -101,9 +101,13 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--step", type=positive, metavar="N", help="the step; default: the last one of all")
     parser.add_argument(
-        "--output", type=Path, default=Path("timeline.html"), metavar="FILE", help="the page [timeline.html]"
+        "--output",
+        type=output_file,
+        default=Path("timeline.html"),
+        metavar="FILE",
+        help="the page [timeline.html]",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here, too")
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures here, too")
     return parser.parse_args(argv)
 
 

@@ -236,7 +236,6 @@ def test_wrong_folders_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture)
         ([f"--hf={tmp_path}", f"--mcore={hf}"], "no config.json there"),
         ([f"--hf={hf}", f"--mcore={hf}"], "a Hugging Face folder, expected what toolkits.convert made"),
         ([f"--hf={hf}", f"--mcore={tmp_path}"], "no checkpoint there"),
-        ([f"--hf={hf}", f"--mcore={hf}", f"--json={tmp_path}/no/x"], "a folder that exists"),
     ):
         assert main(arguments) == 2
         assert words in capsys.readouterr().err

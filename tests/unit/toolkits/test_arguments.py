@@ -1,0 +1,29 @@
+"""A file that cannot be written is refused before the work of a tool begins."""
+
+from importlib import import_module
+
+import pytest
+
+FLAGS = {
+    "doctor.__main__": ("--json",),
+    "inspect_checkpoint": ("--json",),
+    "plan": ("--json", "--plot", "--scaling"),
+    "preview_data": ("--html", "--json", "--plot"),
+    "timeline.__main__": ("--json", "--output"),
+    "verify_alignment": ("--json",),
+}
+
+
+@pytest.mark.parametrize(
+    ("module", "flag"), [(name, flag) for name, flags in FLAGS.items() for flag in flags]
+)
+def test_a_file_in_a_folder_that_is_not_there_is_refused_first(
+    module: str, flag: str, capsys: pytest.CaptureFixture
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        import_module(f"toolkits.{module}").main([flag, "nowhere/file"])
+    assert ended.value.code == 2
+    assert (
+        f"argument {flag}: got nowhere/file, expected a file in a folder that is there"
+        in capsys.readouterr().err
+    )
