@@ -45,14 +45,19 @@ class MachineFacts:
     libraries: frozenset[str] = frozenset()
     """Those of `GPU_LIBRARIES` that are installed."""
 
+    multiplies_16_bits: bool = True
+    """Whether the CPU has instructions for products in 16 bits, which else take many times as long as in
+    fp32."""
+
     @staticmethod
     def probe() -> MachineFacts:
         """Look at this machine; imports torch to count the GPUs, if there is a CUDA driver."""
         cores, host = usable_cores(), usable_memory()
         if not _has_cuda_driver():
             return MachineFacts(
-                cuda_devices=0, cpu_cores=cores, host_memory_bytes=host, libraries=installed_libraries()
-            )
+                cuda_devices=0, cpu_cores=cores, host_memory_bytes=host, libraries=installed_libraries(),
+                multiplies_16_bits=multiplies_16_bits(),
+            )  # fmt: skip
         import torch
 
         gpus = [torch.cuda.get_device_properties(gpu) for gpu in range(torch.cuda.device_count())]
@@ -96,6 +101,19 @@ def _is_installed(name: str) -> bool:
 
 
 _CGROUPS, _OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+
+
+def multiplies_16_bits(processor: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether the CPU has instructions for products in 16 bits: AMX, ARM's BF16, or AVX-512.
+
+    Args:
+        processor: the file in which Linux lists what it can do.
+    """
+    try:
+        words = set(processor.read_text().split())
+    except OSError:
+        return True
+    return not words.isdisjoint({"amx_bf16", "bf16", "avx512bw"})  # oneDNN emulates them with AVX-512 only
 
 
 def usable_cores(cgroups: Path = _CGROUPS, own: Path = _OWN) -> int:

@@ -132,7 +132,7 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
         return PRESETS[size]
     if (found := shape_at(load)) is not None:
         return found.fields
-    if merged.keys() >= REQUIRED_SHAPE or "model_size" not in merged:
+    if merged.keys() >= REQUIRED_SHAPE or not {"model_size", "load"} & merged.keys():
         return {}
     if load is not None and not is_url(load) and not Path(load).exists():
         raise ConfigError(

@@ -397,6 +397,11 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     if config.model.precision_align is not None:
         yield from _alignment_notes(config, machine)
     yield from _context_parallel_notes(config, machine)
+    if config.training.precision != "fp32" and not machine.cuda_devices and not machine.multiplies_16_bits:
+        yield (
+            f"{where('precision')} {config.training.precision}: this CPU has no instructions for products in "
+            "16 bits, so a step may take 10 times as long as with fp32, and more"
+        )
     yield from backend_notes(config, machine)
     yield from fp8_notes(config, machine)
     yield from graph_notes(config)

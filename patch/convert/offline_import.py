@@ -53,6 +53,8 @@ def hf_to_mcore(
             written.
     """
     source, target = source.resolve(), target.resolve()
+    if not source.is_dir():
+        raise ConversionError(f"{source}: no such folder, expected a Hugging Face folder (--load)")
     if is_released(source):
         raise ConversionError(
             f"{source} is a converted checkpoint, expected a Hugging Face folder (--load): mcore2hf turns it "

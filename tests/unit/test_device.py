@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from patch.device import usable_cores, usable_memory
+from patch.device import multiplies_16_bits, usable_cores, usable_memory
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -81,3 +81,11 @@ def test_memory_is_that_of_machine_and_cgroup(monkeypatch, tmp_path, own, files,
     pages = {"SC_PHYS_PAGES": 64, "SC_PAGE_SIZE": 1024}
     monkeypatch.setattr("os.sysconf", pages.__getitem__)
     assert usable_memory(*_cgroups(tmp_path, own, files)) == memory * 1024
+
+
+@pytest.mark.parametrize(("flags", "found"), [("avx2 fma", False), ("avx512bw", True), ("asimd bf16", True)])
+def test_products_in_16_bits_need_instructions_of_the_cpu(tmp_path: Path, flags: str, found: bool) -> None:
+    file = tmp_path / "cpuinfo"
+    file.write_text(f"processor\t: 0\nflags\t\t: sse {flags} clzero\n")
+    assert multiplies_16_bits(file) is found
+    assert multiplies_16_bits(tmp_path / "none"), "nothing is said where nothing is known"

@@ -188,7 +188,8 @@ class SetReport:
         if not self.longest_dropped:
             return "correct the rows"
         other = "" if self.long_samples == "split" else ", or --long-samples split"
-        return f"raise {where('max_padding_length')} to {self.longest_dropped}{other}"
+        padding = f"{where('max_padding_length')} (and --seq-length, where it is shorter)"
+        return f"raise {padding} to {self.longest_dropped}{other}"
 
     def _reasons(self) -> str:
         return "; ".join(f"{rows.count} {reason}: {rows}" for reason, rows in self.dropped.items())

@@ -172,6 +172,17 @@ def test_a_kernel_that_the_cpu_does_not_have_is_noted(command, wish):
     assert any("no effect on the CPU" in note for note in validate_run(config, command.machine))
 
 
+@pytest.mark.parametrize(("precision", "is_said"), [("bf16", True), ("fp32", False)])
+def test_a_cpu_that_emulates_products_in_16_bits_is_noted(command, precision, is_said):
+    config = command.parse(PR=precision).config
+    for emulates in (True, False):
+        machine = dataclasses.replace(command.machine, multiplies_16_bits=not emulates)
+        noted = any(
+            "no instructions for products in 16 bits" in note for note in validate_run(config, machine)
+        )
+        assert noted is (is_said and emulates)
+
+
 def test_libraries_are_found_without_importing_them(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     for name in ("flash_attn_interface", "transformer_engine", "triton"):

@@ -6,7 +6,7 @@ import pytest
 from failing_store import answer, die, failing_store
 from refusals import refused
 
-from patch.config import remember_data, resume_notes, to_yaml, validate_run
+from patch.config import parse_args, remember_data, resume_notes, to_yaml, validate_run
 from patch.config.checkpoint_places import checkpoint_root, newest_saved, record_home
 from patch.config.file_rules import store_is_there
 from patch.config.stored_shape import run_behind, shape_at
@@ -47,6 +47,11 @@ def fill(root, iteration: int) -> None:
 def test_refused(command, flags, positions, said) -> None:
     with refused(ConfigError, match=said):
         validate_run(command.parse(*flags, **positions).config, command.machine)
+
+
+def test_a_folder_that_is_not_there_is_named_also_without_a_size(command) -> None:
+    with refused(ConfigError, match="--load .*got '/nowhere', no such folder, expected a folder, or a name"):
+        parse_args(["--load=/nowhere", "--seq-length=8"], {}, command.machine)
 
 
 def test_store_that_does_not_answer_is_refused_before_a_process_starts(command) -> None:
