@@ -6,6 +6,7 @@ waits, by name. `toolkits.timeline` draws it; so do Perfetto and chrome://tracin
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch.profiler import profile
@@ -27,17 +28,29 @@ class StepProfile(TrainerHook):
         rank: of this process in the job.
         num_before: steps that are done; those of `steps` that are among them are not recorded.
         is_cuda: whether the GPU is recorded.
+        settle: waits for the messages that a step leaves under way. gloo's threads report their end to the
+            profiler, and crash the process if it has stopped meanwhile (seen with torch 2.13).
     """
 
-    def __init__(self, output: Path, steps: range, rank: int, num_before: int, *, is_cuda: bool) -> None:
+    def __init__(
+        self,
+        output: Path,
+        steps: range,
+        rank: int,
+        num_before: int,
+        *,
+        is_cuda: bool,
+        settle: Callable[[], None],
+    ) -> None:
         self._file = output / TRACES_FOLDER / f"rank_{rank}.json.gz"
-        self._steps, self._is_cuda = steps, is_cuda
+        self._steps, self._is_cuda, self._settle = steps, is_cuda, settle
         self._profiler: profile | None = None
         self._start_before(num_before + 1)
 
     def on_step(self, iteration: int, seconds: float) -> None:
         """End after the last step to record, begin before the first one."""
         if iteration == self._steps[-1]:
+            self._settle()
             self._finish()
         self._start_before(iteration + 1)
 

@@ -117,7 +117,10 @@ def build_hooks(run: Run) -> list[TrainerHook]:
     steps, is_cuda = profiled_steps(run.config.checkpoint.profile), run.device.type == "cuda"
     if steps is not None:
         folder = Path(run.config.checkpoint.output_path)
-        hooks.append(StepProfile(folder, steps, dist.get_rank(), run.start_iteration, is_cuda=is_cuda))
+        settle = run.optimizer.finish_param_sync
+        hooks.append(
+            StepProfile(folder, steps, dist.get_rank(), run.start_iteration, is_cuda=is_cuda, settle=settle)
+        )
     if dist.get_rank() == 0:
         output, root = Path(run.config.checkpoint.output_path), checkpoint_root(run.config)
         take_metrics(run.config, run.start_iteration)

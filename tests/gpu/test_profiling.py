@@ -28,7 +28,9 @@ def test_a_step_with_offloaded_states_has_kernels_and_copies(job: DeviceContext,
     )  # fmt: skip
     run = build_seeded_run(config, None, job)
     try:
-        assert Trainer(run, [StepProfile(tmp_path, range(2, 4), 0, 0, is_cuda=True)]).train() == 0
+        settle = run.optimizer.finish_param_sync
+        hook = StepProfile(tmp_path, range(2, 4), 0, 0, is_cuda=True, settle=settle)
+        assert Trainer(run, [hook]).train() == 0
     finally:
         parallel_state.destroy_model_parallel()
     report = tmp_path / "report.json"

@@ -55,6 +55,7 @@ def step_peak_bytes(config: RunConfig, groups: ProcessGroupCollection) -> int:
 
     def step() -> None:
         trainer.step()
+        trainer.run.optimizer.finish_param_sync()  # a profiler that stops meanwhile crashes gloo's threads
 
     peak = torch.tensor(peak_bytes(step, device))
     dist.all_reduce(peak, op=dist.ReduceOp.MAX)

@@ -167,8 +167,12 @@ def allocate_travelling(rank: int, world_size: int) -> dict[str, tuple[int, int,
         run = build_seeded_run(small_run(**changes))
         buffer = run.optimizer.grad_buffer
         held = buffer.num_bytes - sum(flat.nbytes for flat in buffer._flats)
-        found[case] = held, peak_bytes(partial(train_step, run, 0), run.device), state_of(run)
-        run.optimizer.finish_param_sync()
+
+        def settled_step(run: Run = run) -> None:
+            train_step(run, 0)
+            run.optimizer.finish_param_sync()  # a profiler that stops meanwhile crashes gloo's threads
+
+        found[case] = held, peak_bytes(settled_step, run.device), state_of(run)
         new_job()
     return found
 

@@ -20,11 +20,23 @@ from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.training.hooks import Record, TrainerHook
 from patch.training.profiling import StepProfile
+from patch.training.setup import Run
 from patch.training.trainer import Trainer
 from toolkits.timeline.__main__ import main as timeline
 
 PROFILED = range(2, 4)
 PHASES = ("forward", "backward", "reduction", "data reading", "update")
+
+
+class Settled(TrainerHook):
+    """Sees whether messages are under way while a profiler stops, which would crash the process."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def on_step(self, iteration: int, seconds: float) -> None:
+        if iteration == PROFILED[-1]:
+            assert self._run.optimizer.param_buffer.is_settled
 
 
 class Losses(TrainerHook):
@@ -45,8 +57,11 @@ def train(rank: int, world_size: int, config: RunConfig) -> tuple[list[float], l
         checkpoint = replace(config.checkpoint, output_path=str(folder / str(output is None)))
         config, losses = replace(config, checkpoint=checkpoint), Losses()
         run = build_seeded_run(config)
-        recording = [StepProfile(output, PROFILED, rank, 0, is_cuda=False)] if output else []
-        assert Trainer(run, [losses, *recording]).train() == 0
+        hooks: list[TrainerHook] = [losses]
+        if output:
+            settle = run.optimizer.finish_param_sync
+            hooks += [StepProfile(output, PROFILED, rank, 0, is_cuda=False, settle=settle), Settled(run)]
+        assert Trainer(run, hooks).train() == 0
         found.append(losses.seen)
         new_job()
     return found[0], found[1]
@@ -146,13 +161,13 @@ def test_steps_are_counted_as_the_log_counts_them() -> None:
 
 
 def test_a_resumed_run_records_the_steps_that_are_left(tmp_path: Path) -> None:
-    hook = StepProfile(tmp_path, range(3, 5), 7, 3, is_cuda=False)
+    hook = StepProfile(tmp_path, range(3, 5), 7, 3, is_cuda=False, settle=lambda: None)
     with region("step 4"):
         torch.ones(2).sum()
     hook.close()
     text = gzip.decompress((tmp_path / "log" / "traces" / "rank_7.json.gz").read_bytes())
     assert "step 4" in text.decode()
-    over = StepProfile(tmp_path / "none", range(3, 5), 0, 4, is_cuda=False)
+    over = StepProfile(tmp_path / "none", range(3, 5), 0, 4, is_cuda=False, settle=lambda: None)
     over.on_step(5, 1.0)
     over.close()
     assert not (tmp_path / "none").exists()
