@@ -127,6 +127,18 @@ def spellings(field: Field) -> list[str]:
     return [field.flag, "--no-" + field.flag[2:]] if field.kind is bool else [field.flag]
 
 
+def flag_words(field: Field, scalar: object) -> list[str]:
+    """The words that set a field: its flag and the value, or that form of a boolean's flag which gives it.
+
+    Args:
+        field: the field.
+        scalar: its value, as `Field.to_scalar` gives it.
+    """
+    if field.kind is bool:
+        return [spellings(field)[0 if scalar else 1]]
+    return [field.flag, str(scalar)]
+
+
 def _add(group: argparse._ActionsContainer, field: Field) -> None:
     if field.kind is bool:
         for flag, const, text in zip(
@@ -193,9 +205,6 @@ def to_flags(config: RunConfig) -> list[str]:
     argv = []
     for field in FIELDS.values():
         value = scalar_of(config, field.name)
-        if field.kind is bool:
-            if value != field.none:  # for None there is no flag, it is the default
-                argv.append(spellings(field)[0 if value else 1])
-        else:
-            argv.append(f"{field.flag}={value}")
+        if field.kind is not bool or value != field.none:  # for None there is no flag, it is the default
+            argv.append("=".join(flag_words(field, value)))
     return argv

@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Mapping
 
 from patch.config.fields import FIELDS, scalar_of
-from patch.config.flags import spellings
+from patch.config.flags import flag_words
 from patch.config.parse import parse_args
 from patch.config.positions import POSITIONS, VARIABLES
 from patch.config.schema import RunConfig
@@ -33,10 +33,7 @@ def launch_argv(config: RunConfig, environ: Mapping[str, str], machine: MachineF
         wanted = scalar_of(config, field.name)
         if field.name in _BY_THE_MACHINE or scalar_of(found, field.name) == wanted:
             continue
-        if field.kind is bool:
-            flags.append(spellings(field)[0 if wanted else 1])
-        else:
-            flags.append(f"{field.flag}={wanted}")
+        flags.append("=".join(flag_words(field, wanted)))
     return positions + flags
 
 

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import ZeroStage
 from patch.config.fields import FIELDS
-from patch.config.flags import spellings
+from patch.config.flags import flag_words
 from patch.config.positions import POSITIONS, VARIABLES
-from patch.config.rules import is_legal
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.plan.context_parallel import SHORTEST_PIECE
 from patch.plan.fits import Fit, fit_of
-from patch.plan.resolve import resolve_run
+from patch.plan.resolve import resolve_if_legal
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import machines_of
 from patch.plan.timing.step_time import step_time
@@ -43,7 +42,13 @@ class Change(NamedTuple):
     @property
     def flags(self) -> str:
         """The flags that make the change."""
-        return " ".join(_flag(field, value) for _, field, value in self.values if value is not None)
+        words = [
+            word
+            for _, name, value in self.values
+            if value is not None
+            for word in flag_words(FIELDS[name], FIELDS[name].to_scalar(value))
+        ]
+        return " ".join(words)
 
     @property
     def places(self) -> list[str]:
@@ -154,7 +159,7 @@ def _sufficient(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[tupl
             is_enough_already = any(smaller <= set(some) for smaller in found)
             if is_enough_already or len(fields) != len(set(fields)):
                 continue
-            run = _legal(_changed(config, some), machine)
+            run = resolve_if_legal(_changed(config, some), machine)
             if run is not None and fit_of(run, machine).is_whole:
                 found.append(set(some))
                 yield some, run
@@ -167,11 +172,6 @@ def _changed(config: RunConfig, changes: tuple[Change, ...]) -> RunConfig:
             replaced = dataclasses.replace(getattr(run, section), **{field: value})
             run = dataclasses.replace(run, **{section: replaced})
     return run
-
-
-def _legal(run: RunConfig, machine: MachineFacts) -> RunConfig | None:
-    """The run with the choices made that its changes leave open; None if a rule refuses it."""
-    return resolve_run(run, machine)[0] if is_legal(run, machine) else None
 
 
 def _seconds(run: RunConfig, machine: Machine | None) -> float | None:
@@ -235,13 +235,6 @@ def _smaller_parts(config: RunConfig) -> Iterator[Change]:
         yield _change("parallel", pipeline_model_parallel_size=pp_size)
         if config.sample_length // (cp_size := parallel.context_parallel_size * factor) >= SHORTEST_PIECE:
             yield _change("parallel", context_parallel_size=cp_size, cp_comm_type=None)
-
-
-def _flag(name: str, value: object) -> str:
-    field = FIELDS[name]
-    if field.kind is bool:
-        return spellings(field)[0 if value else 1]
-    return f"{field.flag} {field.to_scalar(value)}"
 
 
 def _place(name: str, value: object) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from patch.config import RunConfig, parse_args
 from patch.config.fields import FIELDS
-from patch.config.flags import read_flags
+from patch.config.flags import flag_words, read_flags
 from patch.config.parse import split_positions
 from patch.config.positions import VARIABLES, read_variables
 from patch.config.rules import RULES
@@ -163,4 +163,4 @@ def _defaults(given: Mapping[str, Any] | None) -> list[str]:
     length = int(given.get("seq_length", lacking.get("seq_length", 1)))
     if "global_batch_size" not in given:
         lacking["global_batch_size"] = str(max(1, _TOKENS_OF_A_STEP // length))
-    return [f"--{field.replace('_', '-')}={value}" for field, value in lacking.items()]
+    return ["=".join(flag_words(FIELDS[field], value)) for field, value in lacking.items()]

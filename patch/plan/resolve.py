@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from patch.config import RunConfig, resolve_transformer_impl
+from patch.config.rules import is_legal
 from patch.device import MachineFacts
 from patch.plan.activation_choice import resolve_activations
 from patch.plan.context_parallel import resolve_cp_comm_type
@@ -25,3 +26,12 @@ def resolve_run(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, li
     config, fp8_weights = resolve_fp8_weights(config, machine)
     config, activations = resolve_activations(config, machine)
     return config, layers + sharding + communication + fp8_weights + activations
+
+
+def resolve_if_legal(config: RunConfig, machine: MachineFacts) -> RunConfig | None:
+    """A run with its `auto` replaced; None if a rule refuses it.
+
+    Args:
+        config, machine: see `resolve_run`.
+    """
+    return resolve_run(config, machine)[0] if is_legal(config, machine) else None

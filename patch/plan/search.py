@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import Recompute, ZeroStage
-from patch.config.rules import is_legal
 from patch.device import MachineFacts
 from patch.plan.context_parallel import SHORTEST_PIECE
 from patch.plan.fits import Fit, fit_of
 from patch.plan.memory import state_on_device, usable_device_memory
 from patch.plan.pipeline import Schedule
-from patch.plan.resolve import resolve_run
+from patch.plan.resolve import resolve_if_legal
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.step_costs import StepCosts, step_costs
 from patch.plan.timing.step_time import StepTime, step_time
@@ -164,7 +163,7 @@ def _cheapest(config: RunConfig, machine: Machine) -> tuple[RunConfig, RunConfig
     for stage, bucket in SHARDED if config.num_weight_copies > 1 else SHARDED[:1]:
         for granularity in RECOMPUTED:
             run = with_savings(config, stage, granularity, 0.0, bucket)
-            if (resolved := _legal(run, machine.facts)) is None:
+            if (resolved := resolve_if_legal(run, machine.facts)) is None:
                 continue
             fraction = _least_fraction(resolved, machine.facts)
             if fraction is None:
@@ -243,11 +242,6 @@ def with_savings(
     )
     run = dataclasses.replace(config, parallel=parallel, training=training, optimizer=optimizer)
     return with_offload(run, fraction)
-
-
-def _legal(run: RunConfig, machine: MachineFacts) -> RunConfig | None:
-    """The run with its choices made; None if a rule refuses it."""
-    return resolve_run(run, machine)[0] if is_legal(run, machine) else None
 
 
 def _bound(config: RunConfig, costs: StepCosts) -> float:
