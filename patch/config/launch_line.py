@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from patch.config.fields import FIELDS, scalar_of
 from patch.config.flags import flag_words
 from patch.config.parse import parse_args
-from patch.config.positions import POSITIONS, VARIABLES
+from patch.config.positions import POSITIONS, VARIABLES, position_word
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 
@@ -55,12 +55,11 @@ def _position(config: RunConfig, name: str, fields: tuple[str, ...]) -> str:
     if name == "FL":
         return "true" if scalar_of(config, "attention_backend") == "flash" else "false"
     if name == "AC":
-        words = {None: "none", "selective": "sel"}
-        word = words.get(training.recompute_granularity, training.recompute_granularity)
-        return "offload" if training.cpu_offloading and word == "none" else str(word)
+        word = position_word("recompute_granularity", scalar_of(config, "recompute_granularity"))
+        return "offload" if training.cpu_offloading and word == "none" else word
     value = scalar_of(config, fields[0])
     if fields[0] in ("train_iters", "lr_warmup_iters") and not training.sft:
         # A run whose length is in epochs has no steps yet; the flags say so.
         steps = max(int(value), 1) if fields[0] == "train_iters" else int(value)
         value = steps * training.global_batch_size * config.model.seq_length
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    return position_word(fields[0], value)

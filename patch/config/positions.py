@@ -91,9 +91,13 @@ VARIABLES: dict[str, tuple[str, str]] = {
 }
 """Environment variables that also set fields: name -> (field, help)."""
 
+_GRANULARITIES = {"sel": "selective", "full": "full", "auto": "auto"}
+"""What words of AC mean for `recompute_granularity`; the others: none."""
+_POSITION_OF = {field: f"{i} {p.name}" for i, p in enumerate(POSITIONS, 1) for field in p.fields}
+_VARIABLE_OF = {field: variable for variable, (field, _) in VARIABLES.items()}
 _OTHER_NAMES: dict[str, str] = {
-    **{field: f"position {i} {p.name}" for i, p in enumerate(POSITIONS, 1) for field in p.fields},
-    **{field: variable for variable, (field, _) in VARIABLES.items()},
+    **{field: f"position {position}" for field, position in _POSITION_OF.items()},
+    **_VARIABLE_OF,
     "nproc_per_node": "NPROC_PER_NODE",
 }
 
@@ -102,6 +106,33 @@ def where(field: str) -> str:
     """How a user sets a field: `--global-batch-size (position 4 GLOBAL_BATCH_SIZE)`."""
     other_name = _OTHER_NAMES.get(field)
     return FIELDS[field].flag + (f" ({other_name})" if other_name else "")
+
+
+def position_word(field: str, scalar: object) -> str:
+    """A field's value as its position has it: `true`, `8`, `sel`.
+
+    Args:
+        field: the field's name.
+        scalar: the value, as `Field.to_scalar` gives it.
+    """
+    if field == "recompute_granularity":
+        return next((word for word, meant in _GRANULARITIES.items() if meant == scalar), str(scalar))
+    return str(scalar).lower() if isinstance(scalar, bool) else str(scalar)
+
+
+def place_of(field: str, scalar: object) -> str | None:
+    """The position or environment variable with which a field has a value: `10 TP 2`, `MP_VP=2`.
+
+    Args:
+        field, scalar: see `position_word`.
+    Returns:
+        None if only a flag sets the field.
+    """
+    if field in _POSITION_OF:
+        return f"{_POSITION_OF[field]} {position_word(field, scalar)}"
+    if field in _VARIABLE_OF:
+        return f"{_VARIABLE_OF[field]}={scalar}"
+    return None
 
 
 def user_message(error: PatchError) -> str:
@@ -147,8 +178,7 @@ def _fields_set_by(position: Position, value: Any) -> dict[str, Any]:
     if position.name == "FL":
         return {"attention_backend": "flash" if value else "fused"}
     if position.name == "AC":
-        granularity = {"sel": "selective", "full": "full", "auto": "auto"}.get(value)
-        return {"recompute_granularity": granularity, "cpu_offloading": value == "offload"}
+        return {"recompute_granularity": _GRANULARITIES.get(value), "cpu_offloading": value == "offload"}
     return {name: FIELDS[name].from_scalar(value) for name in position.fields}
 
 

@@ -12,7 +12,7 @@ from patch.config import RunConfig
 from patch.config.choices import ZeroStage
 from patch.config.fields import FIELDS
 from patch.config.flags import flag_words
-from patch.config.positions import POSITIONS, VARIABLES
+from patch.config.positions import place_of
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.plan.context_parallel import SHORTEST_PIECE
@@ -27,8 +27,6 @@ _MOST_CHANGES = 3
 _NUM_SHOWN = 3
 _SMALL_BUCKET = 100_000_000
 """Elements; ZeRO-2 has three staging buffers of a bucket's size."""
-_POSITIONS = {field: (number, p.name) for number, p in enumerate(POSITIONS, 1) for field in p.fields}
-_VARIABLES = {field: variable for variable, (field, _) in VARIABLES.items()}
 
 
 class Change(NamedTuple):
@@ -42,20 +40,17 @@ class Change(NamedTuple):
     @property
     def flags(self) -> str:
         """The flags that make the change."""
-        words = [
-            word
-            for _, name, value in self.values
-            if value is not None
-            for word in flag_words(FIELDS[name], FIELDS[name].to_scalar(value))
-        ]
-        return " ".join(words)
+        return " ".join(word for name, scalar in self._set for word in flag_words(FIELDS[name], scalar))
 
     @property
     def places(self) -> list[str]:
         """The positions and environment variables that make it too, with their values."""
-        return [
-            place for _, field, value in self.values if value is not None and (place := _place(field, value))
-        ]
+        return [place for name, scalar in self._set if (place := place_of(name, scalar))]
+
+    @property
+    def _set(self) -> list[tuple[str, object]]:
+        """The fields that it sets, and their values as they are written."""
+        return [(name, FIELDS[name].to_scalar(value)) for _, name, value in self.values if value is not None]
 
 
 class Cure(NamedTuple):
@@ -98,8 +93,8 @@ def cures(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = N
         return []
     timed_on = timed_on or machines_of(config, machine)
     best: dict[frozenset[str], Cure] = {}
-    for chosen, run in _sufficient(config, machine):
-        cure = Cure(chosen, fit_of(run, machine), _seconds(run, timed_on))
+    for chosen, run, fit in _sufficient(config, machine):
+        cure = Cure(chosen, fit, _seconds(run, timed_on))
         kinds = frozenset(change.kind for change in chosen)
         if kinds not in best or _rank(cure) < _rank(best[kinds]):
             best[kinds] = cure
@@ -149,8 +144,10 @@ def refuse_what_cannot_fit(config: RunConfig, machine: MachineFacts) -> None:
     raise ConfigError(f"this run cannot fit: {what}. By the plan {cure}(--force starts it all the same)")
 
 
-def _sufficient(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[tuple[Change, ...], RunConfig]]:
-    """Sets of changes with which the run fits, and the run with each; none contains another."""
+def _sufficient(
+    config: RunConfig, machine: MachineFacts
+) -> Iterator[tuple[tuple[Change, ...], RunConfig, Fit]]:
+    """Sets of changes with which the run fits, and with each the run and its fit; none contains another."""
     changes = list(_changes(config, machine))
     found: list[set[Change]] = []
     for number in range(1, _MOST_CHANGES + 1):
@@ -160,9 +157,9 @@ def _sufficient(config: RunConfig, machine: MachineFacts) -> Iterator[tuple[tupl
             if is_enough_already or len(fields) != len(set(fields)):
                 continue
             run = resolve_if_legal(_changed(config, some), machine)
-            if run is not None and fit_of(run, machine).is_whole:
+            if run is not None and (fit := fit_of(run, machine)).is_whole:
                 found.append(set(some))
-                yield some, run
+                yield some, run, fit
 
 
 def _changed(config: RunConfig, changes: tuple[Change, ...]) -> RunConfig:
@@ -235,12 +232,3 @@ def _smaller_parts(config: RunConfig) -> Iterator[Change]:
         yield _change("parallel", pipeline_model_parallel_size=pp_size)
         if config.sample_length // (cp_size := parallel.context_parallel_size * factor) >= SHORTEST_PIECE:
             yield _change("parallel", context_parallel_size=cp_size, cp_comm_type=None)
-
-
-def _place(name: str, value: object) -> str | None:
-    """The position or environment variable that sets a field, with the value as it is written there."""
-    word = str(FIELDS[name].to_scalar(value))
-    if name in _POSITIONS:
-        number, position = _POSITIONS[name]
-        return f"{number} {position} {'sel' if word == 'selective' else word.lower()}"
-    return f"{_VARIABLES[name]}={word}" if name in _VARIABLES else None
