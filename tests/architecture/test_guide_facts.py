@@ -8,16 +8,13 @@ import pytest
 from architecture.test_imports import ROWS
 
 from patch.config.fields import FIELDS
+from patch.config.flags import spellings
 from patch.config.positions import POSITIONS, VARIABLES
 
 GUIDES = Path("examples/llama3_1/guides")
 LANGUAGES = ("", "_zh")
 OWN = ("offload", "overlapped_optimizer", "planning", "troubleshooting", "migrating", "architecture")
-FLAGS = {
-    name
-    for field in FIELDS.values()
-    for name in ([field.flag, f"--no-{field.flag[2:]}"] if field.kind is bool else [field.flag])
-}
+FLAGS = {flag for field in FIELDS.values() for flag in spellings(field)}
 VALUE = "\0"
 """What stands for a value in a string of the program."""
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import NamedTuple
 
+from guide_pages import KINDS
 from planned_runs import H100
 
 from patch.plan.fits import fit_of
@@ -19,7 +20,6 @@ from patch.plan.timing.step_time import step_time
 GUIDES = Path(__file__).parents[3] / "examples/llama3_1/guides"
 PAGE, CHINESE = GUIDES / "ready_lines.md", GUIDES / "ready_lines_zh.md"
 FIGURES = re.compile(r"[\d.]+ GiB, [\d.]+ s, MFU [\d.]+ %")
-BLOCK = re.compile(r"```bash plan=(?P<machine>\w+?)x(?P<devices>\d+)(x(?P<nodes>\d+))?")
 LABEL = re.compile(r"# (.*?)[:：]")
 SCRIPTS = ("run_mcore_llama.sh", "slurm.sh")
 PATHS = dict.fromkeys(("MODEL", "DATA", "CORPUS", "RUN"), "/nowhere")
@@ -64,7 +64,8 @@ def with_plan(text: str) -> tuple[str, int]:
         if line.startswith("#") and block is None:
             named = {}
         elif line.startswith("```"):
-            block = BLOCK.fullmatch(line)
+            block = KINDS.fullmatch(line, 3)
+            block = block if block and block["machine"] else None
         elif block and FIGURES.search(line):
             at = index
         elif block:
