@@ -11,7 +11,11 @@ import ctypes
 import importlib.metadata
 import importlib.util
 import os
+import sys
+import threading
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -245,6 +249,50 @@ def streams_of(device: torch.device) -> Any:
     import torch
 
     return torch.get_device_module(device)
+
+
+@cache
+def stream_of(device: torch.device, purpose: str) -> Any:
+    """The one stream of a device for a purpose, such as "gathers"; on a CPU it does nothing.
+
+    torch hands out the same 32 streams in turn, to NCCL too. Who took a new one for each call would soon have
+    that of a communicator, and wait for all messages that are queued there.
+
+    Source: c10/cuda/CUDAStream.h.
+    """
+    return streams_of(device).Stream(device)
+
+
+def same_device() -> Callable[[], None]:
+    """What another thread calls first, to compute on the device of the thread that calls this.
+
+    Otherwise a thread is on GPU 0: the end of a stream context, or memory that it happens to free, would
+    create a context there, which takes half a GB of it.
+    """
+    torch = sys.modules.get("torch")  # who has not imported it has no device
+    module = torch.get_device_module() if torch is not None else None
+    if module is None or not module.is_initialized():
+        return lambda: None
+    return partial(module.set_device, module.current_device())
+
+
+def start_thread(name: str, work: Callable[[], object], *, daemon: bool = True) -> threading.Thread:
+    """Start a thread, on the device of this one; all threads of the project are started here.
+
+    Args:
+        name: of the thread, in stacks and logs.
+        work: what it does; errors are its own to report.
+        daemon: whether the process may end before it.
+    """
+    set_device = same_device()
+
+    def run() -> None:
+        set_device()
+        work()
+
+    thread = threading.Thread(target=run, name=name, daemon=daemon)
+    thread.start()
+    return thread
 
 
 def send(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -10,30 +10,39 @@ adversary that keeps to the two promises that CUDA gives: a stream is strictly i
     a seed           a random interleaving
     AT_ONCE          everything at the call: no adversary, the reference
 
-All of it happens in one thread, so that a run repeats itself.
+All of it happens in one thread, so that a run repeats itself. What another thread would do is done
+`in_thread`, which has no device before it calls `set_device`.
+
+Streams come from a pool, in turn, and each group's messages have one of it, as with torch and NCCL. The pool
+is small: code that takes a stream for each call soon has that of something else.
 
 With `reuses_memory` the compute stream overwrites memory as soon as the host has freed it: like torch's
 allocator, which gives it to what is queued there next.
 
-A device has the face of `torch.cuda` as far as the optimizer needs it.
+A device has the face of `torch.cuda` as far as the project needs it, and within `with device:` its place.
 """
 
 from __future__ import annotations
 
 import random
+import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
+from patch.device import stream_of
 from patch.distributed.async_collectives import Pending
 
+POOL = 12
+"""Streams, of which the project needs fewer: one for each purpose, and one for each group."""
 LATE, COPIES_FIRST, COMPUTE_FIRST, AT_ONCE = "late", "copies first", "compute first", "at once"
 Order = str | int
 
@@ -44,6 +53,9 @@ class Event:
     def __init__(self, blocking: bool = False) -> None:
         self.stream: Stream | None = None
         self.position = 0
+
+    def record(self, stream: Stream) -> None:
+        stream.record_event(self)
 
     def query(self) -> bool:
         return self.stream is None or self.stream.num_done >= self.position
@@ -119,31 +131,83 @@ class FakeDevice(TorchDispatchMode):
         self._pinned: dict[int, torch.UntypedStorage] = {}
         """Both are held, so that no address comes twice."""
         self._is_executing = self._is_ticking = False
-        self.compute, self.comm = Stream(self), Stream(self)
-        self._current = self.compute
-        self._others = [self.comm]
+        self.compute = self._current = Stream(self)
+        self._others: list[Stream] = []
+        self._num_taken = 0
+        self._comms: dict[Any, Stream] = {}
+        self._thread: object = None
+        """Whose work is being done; None: that of the thread that runs."""
+        self._with_device: set[object] = {threading.current_thread()}
+        self._entered = ExitStack()
+
+    def __enter__(self) -> FakeDevice:
+        stream_of.cache_clear()
+        self._entered.callback(stream_of.cache_clear)
+        self._entered.enter_context(mock.patch.object(torch, "get_device_module", lambda device=None: self))
+        self._entered.enter_context(mock.patch.object(torch.Tensor, "tolist", self._numbers))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._entered.close()
 
     # The face of torch.cuda.
 
     Event = Event
 
     def Stream(self, device: torch.device | None = None) -> Stream:  # noqa: N802
-        self._others.append(Stream(self))
-        return self._others[-1]
+        if len(self._others) < POOL:
+            self._others.append(Stream(self))
+        self._num_taken += 1
+        return self._others[(self._num_taken - 1) % POOL]
 
     def current_stream(self, device: torch.device | None = None) -> Stream:
+        assert self.has_device(), "a context on GPU 0: this thread has not called set_device"
         return self._current
 
     @contextmanager
     def stream(self, stream: Stream) -> Iterator[None]:
-        before, self._current = self._current, stream
+        before, self._current = self.current_stream(), stream
         try:
             yield
         finally:
             self._current = before
 
-    def set_device(self, device: torch.device) -> None:
-        """There is one."""
+    def is_initialized(self) -> bool:
+        return True
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device: torch.device | int) -> None:
+        self._with_device.add(self._thread or threading.current_thread())
+
+    @property
+    def _numbers(self) -> Callable[[torch.Tensor], Any]:
+        """`Tensor.tolist`, which torch reads memory for without an operation: the host waits."""
+        read = torch.Tensor.tolist
+
+        def numbers(tensor: torch.Tensor) -> Any:
+            if self.holds(tensor):
+                self._current.synchronize()
+            return read(tensor)
+
+        return numbers
+
+    # Threads.
+
+    @contextmanager
+    def in_thread(self, thread: object) -> Iterator[None]:
+        """What happens inside is the work of another thread, which stands for itself."""
+        before = self._thread, self._current
+        self._thread, self._current = thread, self.compute
+        try:
+            yield
+        finally:
+            self._thread, self._current = before
+
+    def has_device(self) -> bool:
+        return (self._thread or threading.current_thread()) in self._with_device
 
     # What executes when.
 
@@ -209,7 +273,7 @@ class FakeDevice(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        tensors = _tensors((args, kwargs))
         if self._is_executing or (tensors and not any(map(self.holds, tensors))):
             return func(*args, **kwargs)
         if func is torch.ops.aten.copy_.default:
@@ -225,7 +289,7 @@ class FakeDevice(TorchDispatchMode):
         # Views; and results, of which only the shape is known.
         results = func(*args, **kwargs)
         own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-        fresh = [r for r in tree_leaves(results) if r.untyped_storage().data_ptr() not in own]
+        fresh = [r for r in _tensors(results) if r.untyped_storage().data_ptr() not in own]
         if fresh:
             self.adopt(fresh)
             for result in fresh:
@@ -238,7 +302,7 @@ class FakeDevice(TorchDispatchMode):
 
         def execute() -> None:
             own_args, own_kwargs, targets = tree_map(_tensor_at, (args, kwargs, into))
-            results = tree_leaves(func(*own_args, **own_kwargs))
+            results = _tensors(func(*own_args, **own_kwargs))
             for target, result in zip(targets, results if targets else (), strict=True):
                 target.copy_(result)
 
@@ -273,21 +337,28 @@ class FakeDevice(TorchDispatchMode):
         self._current.synchronize()
         return copy(target, source)
 
-    # Two ranks that hold the same, of which this is one: the other's messages equal its own.
+    # Ranks that hold the same, at least two, of which this is one: the others' messages equal its own.
 
-    def _collective(self, run: Callable[[], Any]) -> Pending:
-        self.comm.wait_stream(self._current)
-        self.comm.queue(run)
-        return Pending([_Work(self.comm.record_event())])  # type: ignore[list-item]
+    def comm_of(self, group: Any) -> Stream:
+        """The stream of a group's messages."""
+        if group not in self._comms:
+            self._comms[group] = self.Stream()
+        return self._comms[group]
+
+    def _collective(self, group: Any, run: Callable[[], Any]) -> Pending:
+        comm = self.comm_of(group)
+        comm.wait_stream(self._current)
+        comm.queue(run)
+        return Pending([_Work(comm.record_event())])  # type: ignore[list-item]
 
     def start_all_reduce(
         self, buffer: torch.Tensor, group: Any, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Pending:
         if op == dist.ReduceOp.MAX:
-            return self._start_maximum(buffer.data)
-        return self._collective(lambda: buffer.data.mul_(2))
+            return self._start_maximum(buffer.data, group)
+        return self._collective(group, lambda: buffer.data.mul_(_num_ranks(group)))
 
-    def _start_maximum(self, buffer: torch.Tensor) -> Pending:
+    def _start_maximum(self, buffer: torch.Tensor, group: Any) -> Pending:
         """What all ranks have comes back; meanwhile it is not there."""
         sent: list[torch.Tensor] = []
 
@@ -296,20 +367,27 @@ class FakeDevice(TorchDispatchMode):
             buffer.zero_()
 
         self._current.queue(send)
-        return self._collective(lambda: buffer.copy_(sent[0]))
+        return self._collective(group, lambda: buffer.copy_(sent[0]))
 
     def start_reduce_scatter(
         self, buffer: torch.Tensor, out: torch.Tensor, group: Any, travels_as: None
     ) -> Pending:
-        begin = group.rank() * out.numel()
-        return self._collective(lambda: out.data.copy_(2 * buffer.data[begin : begin + out.numel()]))
+        own = buffer[group.rank() * out.numel() :][: out.numel()]
+        return self._collective(group, lambda: out.data.copy_(_num_ranks(group) * own.data))
 
     def start_all_to_all(self, received: torch.Tensor, sent: torch.Tensor, group: Any) -> Pending:
         own = sent.chunk(group.size())[group.rank()]
-        return self._collective(lambda: [part.copy_(own.data) for part in received.data.chunk(group.size())])
+        parts = received.data.chunk(group.size())
+        return self._collective(group, lambda: [part.copy_(own.data) for part in parts])
 
     def start_all_gather(self, buffer: torch.Tensor, shard: torch.Tensor, group: Any) -> Pending:
-        return self._collective(lambda: [part.copy_(shard.data) for part in buffer.data.chunk(group.size())])
+        parts = buffer.data.chunk(group.size())
+        return self._collective(group, lambda: [part.copy_(shard.data) for part in parts])
+
+    def start_swap(
+        self, sent: torch.Tensor, received: torch.Tensor, group: Any, *, target: int, source: int
+    ) -> Pending:
+        return self._collective(group, lambda: received.data.copy_(sent.data))
 
 
 class _Place:
@@ -326,6 +404,10 @@ def _tensor_at(value: Any) -> Any:
     return torch.empty(0, dtype=value.dtype).set_(value.storage, offset, size, stride)  # type: ignore
 
 
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)]
+
+
 _aten = torch.ops.aten
 _FOR_THE_HOST = (_aten._local_scalar_dense.default, _aten.equal.default, _aten.is_nonzero.default)
 
@@ -336,8 +418,12 @@ def _written(func: Any, args: Any, kwargs: Any) -> list[torch.Tensor]:
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+            found += _tensors(value)
     return found
+
+
+def _num_ranks(group: Any) -> int:
+    return max(2, group.size())
 
 
 class _Work:

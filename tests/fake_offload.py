@@ -20,7 +20,7 @@ from fake_device import FakeDevice
 from torch.utils._pytree import tree_leaves
 
 from patch.distributed import async_collectives
-from patch.memory import CudaDevice, cuda_device, staged_copy
+from patch.memory import CudaDevice, staged_copy
 from patch.optimizer import bucket, eight_bit_flat, host_update, hybrid_adam, micro_batch, param_buffer
 from patch.optimizer.kernels import UpdateItem
 from patch.optimizer.kernels.cpp_adam import CppAdam
@@ -32,8 +32,6 @@ def on(fake: FakeDevice) -> Iterator[HostKernel]:
     """The optimizer built and used inside works on the fake device."""
     kernel = HostKernel(fake)
     with ExitStack() as stack:
-        for module in (async_collectives, cuda_device, param_buffer):
-            stack.enter_context(mock.patch.object(module, "streams_of", lambda device: fake))
         for module in (host_update, staged_copy):
             stack.enter_context(mock.patch.object(module, "ThreadPoolExecutor", Workers(fake)))
         stack.enter_context(mock.patch.object(host_update, "adam_kernel", lambda device: kernel))
@@ -47,6 +45,7 @@ def on(fake: FakeDevice) -> Iterator[HostKernel]:
 @contextmanager
 def collectives_of(fake: FakeDevice) -> Iterator[None]:
     with (
+        mock.patch.object(async_collectives, "follows_on_device", lambda group: True),
         mock.patch.object(bucket, "start_all_reduce", fake.start_all_reduce),
         mock.patch.object(micro_batch, "start_all_reduce", fake.start_all_reduce),
         mock.patch.object(bucket, "start_reduce_scatter", fake.start_reduce_scatter),
@@ -109,13 +108,15 @@ class Workers:
     def __init__(self, fake: FakeDevice) -> None:
         self._fake = fake
 
-    def __call__(self, max_workers: int, name: str, initializer: Callable[[], None]) -> _Worker:
-        return _Worker(self._fake)
+    def __call__(
+        self, max_workers: int, name: str, initializer: Callable[[], object] = lambda: None
+    ) -> _Worker:
+        return _Worker(self._fake, initializer)
 
 
 class _Worker:
-    def __init__(self, fake: FakeDevice) -> None:
-        self.fake = fake
+    def __init__(self, fake: FakeDevice, initializer: Callable[[], object]) -> None:
+        self.fake, self._initializer = fake, initializer
         self.jobs: deque[tuple[_Job, Callable[..., Any], tuple]] = deque()
 
     def submit(self, function: Callable[..., Any], *arguments: Any) -> _Job:
@@ -129,7 +130,8 @@ class _Worker:
         job, function, arguments = self.jobs.popleft()
         if job.running() or job.set_running_or_notify_cancel():
             try:
-                with self.fake.stream(self.fake.compute):
+                with self.fake.in_thread(self):
+                    self._initializer()
                     job.set_result(function(*arguments))
             except Exception as error:
                 job.set_exception(error)

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from patch.checkpoint.records import write_record
+from patch.device import start_thread
 from patch.storage.checksums import Content, SummedFile
 from patch.storage.places import AnyPath, retried
 
@@ -74,9 +75,10 @@ def write_data(
         except Exception as error:  # noqa: BLE001 - raised below, in the thread that called
             errors.append(error)
 
-    others = [threading.Thread(target=write, args=(number,)) for number in range(1, len(shares))]
-    for thread in others:
-        thread.start()
+    others = [
+        start_thread("checkpoint file", partial(write, number), daemon=False)
+        for number in range(1, len(shares))
+    ]
     if shares:
         write(0)
     for thread in others:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 
 import torch
 
 from patch.checkpoint.data_files import Value
+from patch.device import stream_of, streams_of
 from patch.logger import get_logger
 from patch.memory.pinned import allocate_pinned
 
@@ -41,25 +41,25 @@ class HostCopies:
         """
         gpus = {value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda}
         assert len(gpus) < 2, "a rank has one GPU"
-        stream = torch.cuda.Stream(gpus.pop()) if gpus else None
-        if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(stream.device))
-        return partial(self._copy, values, stream)
+        device = gpus.pop() if gpus else torch.device("cpu")
+        stream_of(device, "checkpoint").wait_stream(streams_of(device).current_stream(device))
+        return partial(self._copy, values, device)
 
-    def _copy(self, values: list[Value], stream: torch.cuda.Stream | None) -> list[Value]:
-        end = 0
-        with torch.cuda.stream(stream) if stream is not None else nullcontext():
-            self._reserve(sum(map(_room, values)), is_pinned=stream is not None)
+    def _copy(self, values: list[Value], device: torch.device) -> list[Value]:
+        end, streams, stream = 0, streams_of(device), stream_of(device, "checkpoint")
+        with streams.stream(stream):
+            self._reserve(sum(map(_room, values)), is_pinned=device.type == "cuda")
             for index, value in enumerate(values):
                 if isinstance(value, io.BytesIO):
                     continue
                 begin, end = end, end + _room(value)
                 copy = self._buffer[begin : begin + value.nbytes].view(value.dtype).view(value.shape)
                 values[index] = copy.copy_(value.detach(), non_blocking=True)
-                if stream is not None and value.is_cuda:
+                if value.is_cuda:
                     value.record_stream(stream)  # its memory is free when the copy is done, not before
-        if stream is not None:
-            stream.synchronize()
+            copied = streams.Event()
+            copied.record(stream)
+        copied.synchronize()
         return values
 
     def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from patch.device import same_device
 from patch.distributed.collectives import all_gather_object, fail_together, from_rank_0
 from patch.errors import CheckpointError
 from patch.storage.atomic import sync
@@ -70,7 +71,7 @@ def damage(folder: AnyPath) -> str | None:
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if is_job else (0, 1)
     names = [name for name in sorted(files) if _writer(name) % world_size == rank]
     with fail_together(f"{folder} cannot be verified", CheckpointError):
-        with ThreadPoolExecutor(_NUM_THREADS) as pool:
+        with ThreadPoolExecutor(_NUM_THREADS, initializer=same_device()) as pool:
             differences = list(pool.map(lambda name: difference(folder / name, files[name]), names))
     complaint = next(filter(None, differences), None)
     return next(filter(None, all_gather_object(complaint) if is_job else [complaint]), None)

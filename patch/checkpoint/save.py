@@ -34,6 +34,7 @@ from patch.checkpoint.retention import delete_set_aside
 from patch.checkpoint.sharded_tensors import bytes_to_write, copied, shards_of
 from patch.compat.save_plan import SavePlanner
 from patch.compat.torch_checkpoint import StorageInfo
+from patch.device import start_thread
 from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
@@ -294,8 +295,7 @@ class Save:
             except Exception as error:  # noqa: BLE001 - `advance` raises it on all ranks
                 self._error = error
 
-        self._thread = threading.Thread(target=guarded, name="checkpoint")
-        self._thread.start()
+        self._thread = start_thread("checkpoint", guarded, daemon=False)
 
     def _join(self) -> None:
         if self._thread is not None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from queue import SimpleQueue
-from threading import Semaphore, Thread
+from threading import Semaphore
 from typing import Protocol
 
 from patch.data.samples import Batch
+from patch.device import start_thread
 
 _END_S = 5.0
 """How long `read_ahead` waits for a read that has begun. A file system that hangs must not keep a run from
@@ -55,8 +56,7 @@ class _AheadReader:
         self._outcome: list[Batch] | Exception = []
         """Of the step before `_next`."""
         self._is_closed = False
-        self._thread = Thread(target=self._read_all, name="read ahead", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("read ahead", self._read_all)
 
     def step(self, iteration: int) -> list[Batch]:
         """The micro-batches of the next step, or again those of the last one."""

@@ -9,17 +9,21 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import ClassVar
+from datetime import timedelta
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from patch.compat.profiler import region
-from patch.device import streams_of
+from patch.device import stream_of, streams_of
 
 # torch 2.13 renamed the collectives on one tensor, and warns of the old names, which 2.11 still needs.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+SMALL_VALUES = "small values"
+"""The stream on which the host reads what ranks have summed."""
 
 
 class WaitClock:
@@ -90,7 +94,7 @@ class Pending:
         if self._then is not None:
             self._then().wait(clock)
 
-    def then(self, start: Callable[[], Pending], group: dist.ProcessGroup) -> Pending:
+    def then(self, start: Callable[[], Pending], group: dist.ProcessGroup, device: torch.device) -> Pending:
         """Another collective that needs the result of this one; only the one returned is waited for.
 
         Over NCCL it follows on the device, while compute goes on. Over gloo `wait` starts it, since no one
@@ -99,15 +103,39 @@ class Pending:
         Args:
             start: starts the other one.
             group: the ranks of this one.
+            device: of its tensors.
         """
-        if dist.get_backend(group) != "nccl":
+        if not follows_on_device(group):
             self._then = start
             return self
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):
+        streams, aside = streams_of(device), stream_of(device, "collectives that follow others")
+        aside.wait_stream(streams.current_stream(device))
+        with streams.stream(aside):
             self.wait()
             return start()
+
+
+class _Queued(dist.Work):
+    """What a stream has been given by now."""
+
+    def __init__(self, streams: Any, stream: torch.cuda.Stream) -> None:
+        super().__init__()
+        self._streams, self._end = streams, stream.record_event()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Make the current stream wait for it."""
+        self._streams.current_stream().wait_event(self._end)
+        return True
+
+
+def queued_on(stream: torch.cuda.Stream, device: torch.device) -> Pending:
+    """All that a stream of the device has been given by now, to wait for as for a collective."""
+    return Pending([_Queued(streams_of(device), stream)])
+
+
+def follows_on_device(group: dist.ProcessGroup) -> bool:
+    """Whether the device waits for messages of a group, as for NCCL's, and not the host, as for gloo's."""
+    return dist.get_backend(group) == "nccl"
 
 
 def start_all_reduce(
@@ -122,7 +150,7 @@ def start_all_reduce(
 def read_values(reduced: torch.Tensor, pending: Pending, clock: WaitClock) -> list[float]:
     """The few values of a small reduction that is under way.
 
-    It is read on a stream of its own, so the host does not wait for other work that is queued on the GPU.
+    It is read on another stream than compute's, so the host does not wait for what is queued there.
 
     Args:
         reduced: what `start_all_reduce` was given.
@@ -130,9 +158,9 @@ def read_values(reduced: torch.Tensor, pending: Pending, clock: WaitClock) -> li
         clock: gets the time that this thread waits for the other ranks.
     """
     streams = streams_of(reduced.device)
-    with streams.stream(streams.Stream(reduced.device)):
+    with streams.stream(stream_of(reduced.device, SMALL_VALUES)):
         pending.wait(clock)
-        return [value.item() for value in reduced.flatten()]
+        return reduced.flatten().tolist()
 
 
 def start_reduce_scatter(
@@ -153,7 +181,7 @@ def start_reduce_scatter(
         travels_as: all parts, the own one too, are rounded to this type, exchanged, and added up in fp32 in
             the order of ranks; not over NCCL (rounded_sums.py). None: the type of `buffer`.
     """
-    if dist.get_backend(group) == "nccl":
+    if follows_on_device(group):
         assert travels_as is None, "RoundedSums does that over NCCL"
         return Pending([_reduce_scatter(out, buffer, group=group, async_op=True)])
     own = (buffer if travels_as is None else buffer.to(travels_as)).chunk(group.size())

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cache
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
+from patch.device import stream_of, streams_of
+from patch.distributed.async_collectives import SMALL_VALUES
 from patch.errors import PatchError
 
 _Value = TypeVar("_Value")
@@ -151,13 +152,8 @@ def _reduce(
     operation: dist.ReduceOp.RedOpType,
     group: dist.ProcessGroup | None,
 ) -> list[float]:
-    # On a separate stream, so that the host waits for the other ranks but not for work queued on its GPU.
-    with torch.cuda.stream(_stream(device)) if device.type == "cuda" else nullcontext():
+    # On another stream than compute's: the host waits for the other ranks, not for work queued on its GPU.
+    with streams_of(device).stream(stream_of(device, SMALL_VALUES)):
         reduced = torch.tensor(values, dtype=torch.float64, device=device)
         dist.all_reduce(reduced, operation, group)
         return reduced.tolist()
-
-
-@cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import queue
-import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from patch.device import start_thread
 from patch.errors import TrainingError
 
 ROUND = "PATCH_ROUND"
@@ -36,6 +36,9 @@ def join(backend: str, timeout: timedelta) -> None:
 
     Source: torch/csrc/distributed/c10d/ProcessGroupNCCL.cpp, pointToPoint and barrier.
     """
+    if backend == "nccl":
+        # NCCL takes its streams from another pool then than `stream_of`, and its kernels begin before others.
+        os.environ.setdefault("TORCH_NCCL_HIGH_PRIORITY", "1")
     store, rank, world_size = _connect(timeout)
     store = dist.PrefixStore(f"job{os.environ.get(ROUND, '')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
@@ -70,7 +73,7 @@ def answer_within(timeout: timedelta, call: Callable[[], _Answer]) -> _Answer:
         except Exception as error:  # noqa: BLE001 - it is raised in the caller's thread
             answers.put((None, error))
 
-    threading.Thread(target=work, daemon=True).start()
+    start_thread("connect to a store", work)
     seconds = timeout.total_seconds()
     try:
         answer, error = answers.get(timeout=seconds + _GRACE_S)

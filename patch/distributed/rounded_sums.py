@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from datetime import timedelta
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
-from patch.device import streams_of
-from patch.distributed.async_collectives import Pending, in_fp32, start_all_to_all, sum_in_fp32
+from patch.device import stream_of, streams_of
+from patch.distributed.async_collectives import (
+    Pending,
+    in_fp32,
+    queued_on,
+    start_all_to_all,
+    sum_in_fp32,
+)
 
 
 class RoundedSums:
@@ -28,8 +31,8 @@ class RoundedSums:
     def __init__(self, numel: int, travels_as: torch.dtype, device: torch.device) -> None:
         self._sent = torch.empty(numel, dtype=travels_as, device=device)
         self._received = torch.empty_like(self._sent)
-        self._streams = streams_of(device)
-        self._aside = self._streams.Stream(device)
+        self._device, self._streams = device, streams_of(device)
+        self._aside = stream_of(device, "rounded sums")
         self._aside.wait_stream(self._streams.current_stream())
 
     @property
@@ -52,22 +55,4 @@ class RoundedSums:
             sent.copy_(buffer)
             start_all_to_all(received, sent, group).wait()
             sum_in_fp32(received.chunk(group.size()), total, out)
-            return Pending([_Summed(self._streams, self._aside.record_event())])
-
-
-class _Summed(dist.Work):
-    """The end of a sum.
-
-    Args:
-        streams: torch's module with the device's.
-        end: when the sum is there.
-    """
-
-    def __init__(self, streams: Any, end: torch.cuda.Event) -> None:
-        super().__init__()
-        self._streams, self._end = streams, end
-
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Make the current stream wait for the sum."""
-        self._streams.current_stream().wait_event(self._end)
-        return True
+            return queued_on(self._aside, self._device)

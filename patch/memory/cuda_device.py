@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from patch.device import streams_of
+from patch.device import stream_of, streams_of
 from patch.memory.fragmentation import Fragmentation
 from patch.memory.offload_device import Copies, Event, Joinable
 from patch.memory.pinned import allocate_pinned
 
 
 class CudaDevice:
-    """A GPU; see OffloadDevice for the methods."""
+    """A GPU; see OffloadDevice for the methods.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: the GPU.
+        what: what is offloaded; its copies are in an order of their own.
+    """
+
+    def __init__(self, device: torch.device, what: str = "states") -> None:
         self.device = device
         self._fragmentation = Fragmentation()
         self._streams = streams_of(device)
         self._d2h_stream, self._h2d_stream, self._join_stream = (
-            self._streams.Stream(device) for _ in range(3)
+            stream_of(device, f"{what}: {purpose}") for purpose in ("to host", "to device", "reductions")
         )
 
     def set_device(self) -> None:
@@ -44,14 +50,15 @@ class CudaDevice:
         """Allocate a (numel,) buffer of pinned memory, without rounding its size up."""
         return allocate_pinned(numel, dtype)
 
-    def record_event(self, after: Joinable | None = None) -> Event:
+    def record_event(self, after: Sequence[Joinable] = ()) -> Event:
         """Record on the current stream, or with `after` on a separate one, so that compute does not wait."""
         compute = self._streams.current_stream(self.device)
-        if after is None:
+        if not after:
             return compute.record_event()
         self._join_stream.wait_stream(compute)
         with self._streams.stream(self._join_stream):
-            after.join()
+            for work in after:
+                work.join()
         return self._join_stream.record_event()
 
     def copy_to_host(self, copies: Copies, after: Event) -> Event:

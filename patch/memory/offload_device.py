@@ -44,8 +44,8 @@ class OffloadDevice(Allocator, Protocol):
     def allocate_pinned(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Allocate a (numel,) buffer of host memory that the device copies from and to at full speed."""
 
-    def record_event(self, after: Joinable | None = None) -> Event:
-        """Record an event at the end of all work queued on the current stream, and of `after`."""
+    def record_event(self, after: Sequence[Joinable] = ()) -> Event:
+        """Record an event at the end of all work queued on the current stream, and of all of `after`."""
 
     def copy_to_host(self, copies: Copies, after: Event) -> Event:
         """Start copies to the host that wait for `after`, and for all earlier copies to the host.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import sys
+from contextlib import suppress
 
 import torch
 
@@ -15,7 +16,7 @@ class _PinnedPages(mmap.mmap):
     at the same address.
     """
 
-    address = 0
+    address, device = 0, 0
 
     def register(self, address: int) -> None:
         """Pin the pages, which begin at `address`.
@@ -25,16 +26,19 @@ class _PinnedPages(mmap.mmap):
         """
         error_code = int(torch.cuda.cudart().cudaHostRegister(address, len(self), 0))
         if error_code:
+            with suppress(RuntimeError):  # this thread's next kernel reports the error as its own
+                torch.ones((), device="cuda")
             raise MemoryError(
                 f"{len(self)} bytes of host memory could not be pinned (cudaError {error_code}); "
                 "leave more free, or lower --optimizer-offload-chunk-size or --cpu-offloading-num-layers"
             )
-        self.address = address
+        self.address, self.device = address, torch.cuda.current_device()
 
     def __del__(self) -> None:
         if self.address and not sys.is_finalizing():
-            torch.cuda.synchronize()  # copies may still use the pages
-            torch.cuda.cudart().cudaHostUnregister(self.address)
+            with torch.cuda.device(self.device):  # whichever thread has dropped the last reference
+                torch.cuda.synchronize()  # copies may still use the pages
+                torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def allocate_pinned(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -84,10 +84,10 @@ class SimulatedDevice:
         """Allocate pageable host memory: without a GPU, pinning it is of no use."""
         return torch.empty(numel, dtype=dtype)
 
-    def record_event(self, after: Joinable | None = None) -> Event:
+    def record_event(self, after: Sequence[Joinable] = ()) -> Event:
         """Wait for `after` at once; all other work of this thread has ended."""
-        if after is not None:
-            after.join()
+        for work in after:
+            work.join()
         return _FinishedEvent()
 
     def copy_to_host(self, copies: Copies, after: Event) -> Event:

@@ -459,7 +459,7 @@ def _te_attention_backend(backends: Backends, model: ModelConfig) -> AttnBackend
 
 
 def _activation_offload(device: torch.device) -> SavedTensors:
-    own = CudaDevice(device) if device.type == "cuda" else SimulatedDevice(UNLIMITED)
+    own = CudaDevice(device, "activations") if device.type == "cuda" else SimulatedDevice(UNLIMITED)
     return SavedTensors(own, device)
 
 

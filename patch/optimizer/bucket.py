@@ -202,7 +202,8 @@ class Bucket:
             else:
                 self.pending = start_reduce_scatter(self.buffer, out, instance, self.domain.travels_as)
             if across is not None and self.is_last:
-                self.pending = self.pending.then(partial(self._start_sum_of_instances, across), instance)
+                follow = partial(self._start_sum_of_instances, across)
+                self.pending = self.pending.then(follow, instance, self.shard.device)
         self.has_left = True
 
     def _start_sum_of_instances(self, across: dist.ProcessGroup) -> Pending:

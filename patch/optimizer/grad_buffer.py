@@ -36,7 +36,7 @@ import torch.distributed as dist
 from patch.compat.profiler import region
 from patch.compat.torch_internals import call_at_end_of_backward, current_backward
 from patch.config.choices import ZeroStage
-from patch.distributed.async_collectives import Pending, WaitClock
+from patch.distributed.async_collectives import Pending, WaitClock, follows_on_device
 from patch.distributed.rounded_sums import RoundedSums
 from patch.errors import TrainingError
 from patch.optimizer.bucket import Bucket
@@ -364,7 +364,7 @@ def _rounded_sums(numel: int, domains: Sequence[Domain], device: torch.device) -
     travels_as = domains[0].travels_as  # the same in all
     if travels_as is None or domains[0].zero_stage is ZeroStage.NONE:
         return None
-    if dist.get_backend(domains[0].instance) != "nccl":
+    if not follows_on_device(domains[0].instance):
         return None
     return RoundedSums(numel, travels_as, device)
 

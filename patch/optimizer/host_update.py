@@ -133,14 +133,14 @@ class HostUpdates:
         """
         self._expected = expected
 
-    def grads_ready(self, chunk: StateChunk, after: Joinable | None) -> None:
+    def grads_ready(self, chunk: StateChunk, after: Sequence[Joinable]) -> None:
         """Start to copy a chunk's gradients to the host, and perhaps a speculative update; returns at once.
 
         The update is speculative if a shadow is free and speculation has not failed too often.
 
         Args:
             chunk: a chunk on the host.
-            after: work at whose end the gradients are final; None: the end of the current stream's work.
+            after: reductions at whose end the gradients are final; none: that of the current stream's work.
         """
         assert self._expected is not None
         update = self._updates[chunk] = _ChunkUpdate(chunk, self._device.record_event(after))

@@ -104,6 +104,9 @@ class HybridAdam:
         """The scalars of each parameter group in the current step."""
         self._shards_awaited: dict[StateChunk, set[int]] = {}
         """For each chunk on the host: its shards whose gradients are not final yet in the current step."""
+        self._reductions: dict[StateChunk, list[Joinable]] = {}
+        """Those that the other shards of these chunks wait for: domains have communicators of their own, so
+        the last one to start need not be the last one to end."""
         self._resize_host_buffers()
         self.copy_model_params_to_main_params()
 
@@ -245,12 +248,14 @@ class HybridAdam:
             awaited = self._shards_awaited.get(chunk)
             if self.host_updates is not None and awaited:
                 awaited.remove(index)
+                if after is not None:
+                    self._reductions.setdefault(chunk, []).append(after)
                 if not awaited:
-                    self.host_updates.grads_ready(chunk, after)
+                    self.host_updates.grads_ready(chunk, self._reductions.pop(chunk, []))
 
     def cancel_step(self) -> None:
         """Cancel the step that was begun: nothing is updated."""
-        self._shards_awaited = {}
+        self._shards_awaited, self._reductions = {}, {}
         if self.host_updates is not None:
             self.host_updates.cancel_step()
 
@@ -262,7 +267,7 @@ class HybridAdam:
             grad_scale: factor on the gradients: clipping, and the inverse of fp16's loss scale.
         """
         self.step_count += 1
-        self._shards_awaited = {}
+        self._shards_awaited, self._reductions = {}, {}
         self._scalars = self._scalars_of(lr, grad_scale, self.step_count)
         if self.host_updates is not None:
             self.host_updates.start_updates(self._chunks_on_host()[::-1], self._scalars)

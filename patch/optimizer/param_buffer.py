@@ -24,8 +24,8 @@ from torch.autograd.graph import increment_version
 
 from patch.compat.profiler import region
 from patch.compat.torch_internals import own_parameters, watch_reads
-from patch.device import streams_of
-from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather
+from patch.device import stream_of, streams_of
+from patch.distributed.async_collectives import Pending, WaitClock, queued_on, start_all_gather
 from patch.distributed.collectives import all_or_none
 from patch.errors import TrainingError
 from patch.optimizer.domain import Domain
@@ -91,9 +91,9 @@ class ParamBuffer:
             with allocating() if domain.gathered_as is None else nullcontext():
                 self.flats.append(torch.zeros(numel, dtype=domain.dtype, device=device))
         # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
-        self._streams = streams_of(device)
+        self._device, self._streams = device, streams_of(device)
         is_sharded = any(domain.num_shards > 1 for domain in domains)
-        self._aside = self._streams.Stream(device) if is_sharded else None
+        self._aside = stream_of(device, "gathers") if is_sharded else None
         self._members = [
             [parameters[param.parameter] for param in bucket_range.params] for bucket_range in bucket_ranges
         ]
@@ -277,8 +277,10 @@ class ParamBuffer:
                 buffer = self.flats[bucket_range.domain][bucket_range.begin : bucket_range.end]
                 with region("bucket %d all-gather", index):
                     self._pending[index] = start_all_gather(buffer, self.shard(index), domain.instance)
-            else:
+            elif self._aside is None:
                 increment_version(self._members[index])
+            else:  # nobody else has a part, but compute has not waited for the update, only the stream aside
+                self._pending[index] = queued_on(self._aside, self._device)
         return True
 
     def _wait_for(self, indices: Iterable[int]) -> None:

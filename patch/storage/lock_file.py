@@ -21,6 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import NamedTuple
 
+from patch.device import start_thread
 from patch.logger import get_logger
 
 _logger = get_logger(__name__)
@@ -112,8 +113,7 @@ class HeldLock:
     def __init__(self, path: Path, descriptor: int, content: bytes) -> None:
         self.path, self._descriptor, self._content = path, descriptor, content
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._renew, name="lock renewal", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("lock renewal", self._renew)
 
     def thief(self) -> str | None:
         """Who has replaced this lock; None if it is still ours. A file that somebody removed is no theft."""

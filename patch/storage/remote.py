@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple, TypeVar
 
+from patch.device import start_thread
 from patch.logger import get_logger
 
 _logger = get_logger(__name__)
@@ -353,7 +354,7 @@ class RemoteFile:
         if hasattr(stream, "buffer"):
             stream.closed = True  # otherwise the garbage collector would upload the rest of it
         if hasattr(stream, "discard"):
-            threading.Thread(target=self._remove_parts, name="remove parts", daemon=True).start()
+            start_thread("remove parts", self._remove_parts)
 
     def _remove_parts(self) -> None:
         try:

@@ -13,6 +13,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from patch.device import start_thread
 from patch.logger import get_logger
 from patch.storage.lock_file import BEAT_S, SETTLE_S, Owner, Watch, describe_self
 from patch.storage.remote import RemotePath
@@ -37,8 +38,7 @@ class RemoteLock:
         self._ended = threading.Event()
         self._is_away = False
         """Whether the store did not answer the last renewal."""
-        self._thread = threading.Thread(target=self._renew, name="lock renewal", daemon=True)
-        self._thread.start()
+        self._thread = start_thread("lock renewal", self._renew)
 
     def thief(self) -> str | None:
         """Who has replaced this lock; None if it is still ours. An object that somebody removed is no theft.

@@ -17,6 +17,7 @@ from patch.checkpoint.retention import (
     remove_refused,
     set_aside_superseded,
 )
+from patch.device import start_thread
 from patch.logger import get_logger
 from patch.storage.names import BEST_LINK, BEST_TRACKER, LAST_LINK, all_iterations, iteration_name
 from patch.storage.places import AnyPath
@@ -128,8 +129,7 @@ class CheckpointRetention(TrainerHook):
                 _logger.warning("%s: superseded checkpoints stay for now: %s", self._root, error.strerror)
 
         self._removals = [removal for removal in self._removals if removal.is_alive()]
-        self._removals.append(threading.Thread(target=guarded, args=(self._removals[-1:],), daemon=True))
-        self._removals[-1].start()
+        self._removals.append(start_thread("remove checkpoints", partial(guarded, self._removals[-1:])))
 
     def _best(self) -> int | None:
         try:

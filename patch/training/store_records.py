@@ -7,10 +7,12 @@ lacks them, or has fewer metrics than the store, takes them from there.
 from __future__ import annotations
 
 import threading
+from functools import partial
 from pathlib import Path
 
 from patch.config.checkpoint_places import checkpoint_root, record_home
 from patch.config.schema import RunConfig
+from patch.device import start_thread
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.atomic import write_atomically
@@ -107,8 +109,7 @@ class StoreMetrics(TrainerHook):
     def on_save(self, iteration: int) -> None:
         """Send the file as it is now."""
         self.close()
-        self._sending = threading.Thread(target=self._send, args=(self._file.read_bytes(),), daemon=True)
-        self._sending.start()
+        self._sending = start_thread("send metrics", partial(self._send, self._file.read_bytes()))
 
     def close(self) -> None:
         """Wait until it was sent, but not for ever."""

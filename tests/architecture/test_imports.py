@@ -135,6 +135,33 @@ def test_packages_for_a_gpu_are_imported(house, root):
     assert not [name for name in listed if name not in imported]
 
 
+def test_every_thread_is_on_the_device_of_the_one_that_starts_it(house):
+    """A thread that names no device makes a context on GPU 0, of half a GB, for whatever it does or frees."""
+    wrong = []
+    for source in house:
+        for node in ast.walk(source.tree):
+            if not isinstance(node, ast.Call) or source.path == Path("patch/device.py"):
+                continue
+            name = ast.unparse(node.func).split(".")[-1]
+            is_initialized = any(keyword.arg == "initializer" for keyword in node.keywords)
+            if name in ("Thread", "Timer") or (name == "ThreadPoolExecutor" and not is_initialized):
+                wrong.append(f"{source.path}:{node.lineno}: {name}, expected start_thread or same_device")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_streams_are_taken_for_a_purpose(house):
+    """A new one for each call would soon be that of a communicator."""
+    own = ("patch/device.py", "toolkits/benchmarks/connections.py")  # its subject
+    calls = [
+        f"{source.path}:{node.lineno}"
+        for source in house
+        for node in ast.walk(source.tree)
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".Stream")
+        if str(source.path) not in own
+    ]
+    assert not calls, f"expected stream_of: {calls}"
+
+
 def _private(name: str) -> bool:
     return name.startswith("_") and not name.startswith("__")
 

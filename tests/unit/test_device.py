@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from fake_device import LATE, FakeDevice
 
-from patch.device import multiplies_16_bits, usable_cores, usable_memory
+from patch.device import multiplies_16_bits, start_thread, usable_cores, usable_memory
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -89,3 +90,10 @@ def test_products_in_16_bits_need_instructions_of_the_cpu(tmp_path: Path, flags:
     file.write_text(f"processor\t: 0\nflags\t\t: sse {flags} clzero\n")
     assert multiplies_16_bits(file) is found
     assert multiplies_16_bits(tmp_path / "none"), "nothing is said where nothing is known"
+
+
+def test_a_thread_is_on_the_device_of_the_one_that_starts_it() -> None:
+    fake, found = FakeDevice(LATE), []
+    with fake:
+        start_thread("of a test", lambda: found.append(fake.has_device())).join()
+    assert found == [True]

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from patch.config.schema import RunConfig
+from patch.device import same_device
 from patch.distributed.groups import initialize
 from patch.memory import SimulatedDevice
 from patch.memory.offload_device import Copies, Event
@@ -59,7 +60,9 @@ class PacedDevice:
     def __init__(self, device: SimulatedDevice) -> None:
         self.bytes_per_s = float("inf")
         self._device = device
-        self._to_host, self._to_device = (ThreadPoolExecutor(1) for _ in range(2))
+        self._to_host, self._to_device = (
+            ThreadPoolExecutor(1, initializer=same_device()) for _ in range(2)
+        )
 
     def copy_to_host(self, copies: Copies, after: Event) -> Event:
         """See OffloadDevice; on a CPU `after` is over."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import mean, stdev
 from typing import NamedTuple
 
+from patch.device import same_device
 from toolkits.benchmarks._child import run_task
 from toolkits.benchmarks._fp8_run import Fp8Task
 from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
@@ -61,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     names = _QUICK if arguments.quick else tuple(CONTENDERS)
     tasks = [(seed, name) for seed in range(1, arguments.seeds + 1) for name in names]
     done: dict[tuple[int, str], Trained] = {}
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0)), initializer=same_device()) as pool:
         running = {pool.submit(_trained, arguments.output, *task): task for task in tasks}
         for future in as_completed(running):
             trained = future.result()

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from patch.device import MachineFacts
+from patch.device import MachineFacts, start_thread
 
 Status = Literal["ok", "warning", "broken"]
 """Fine, or with nothing to say against; works, but slowly or not everywhere; cannot work."""
@@ -82,8 +81,7 @@ def run_check(check: Check, settings: Settings) -> list[Finding]:
             what = f"this check failed: {type(error).__name__}: {error}"
             found.append(Finding(check.title, "warning", what, "attach the JSON report to an issue"))
 
-    thread = threading.Thread(target=work, name=check.title, daemon=True)
-    thread.start()
+    thread = start_thread(check.title, work)
     thread.join(check.limit_s)
     done = list(found)
     if thread.is_alive():

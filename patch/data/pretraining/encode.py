@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -18,6 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.data.pretraining.documents import Document
 from patch.data.tokenizer import special_tokens, vocabulary_size
+from patch.device import start_thread
 from patch.errors import DataError
 
 _BATCHES_AHEAD = 3
@@ -130,7 +130,7 @@ def _begin_worker(encoder: Encoder) -> None:
     # Threads do not survive a fork, and the processes use all cores already.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     _encoder = encoder
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    start_thread("end with parent", _end_with_parent)
 
 
 def _end_with_parent() -> None:

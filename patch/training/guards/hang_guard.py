@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from patch.checkpoint.save import Writing
 from patch.compat.torch_internals import connect_to_job_store
 from patch.config.positions import where
 from patch.config.schema import RunConfig
+from patch.device import start_thread
 from patch.distributed.collectives import barrier
 from patch.distributed.worker_process import Reply, announce_end, claim_error_report
 from patch.logger import get_logger
@@ -81,11 +83,9 @@ class HangGuard:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """A context in which the ranks are watched; every rank must have built its guard."""
-        talking = threading.Thread(target=self._talk, name="hang guard: beats", daemon=True)
         (first,) = self._read_beats([0])
-        watching = threading.Thread(target=self._watch, args=(first,), name="hang guard: store", daemon=True)
-        talking.start()
-        watching.start()
+        talking = start_thread("hang guard: beats", self._talk)
+        watching = start_thread("hang guard: store", partial(self._watch, first))
         try:
             yield
         finally:
@@ -205,8 +205,7 @@ class HangGuard:
         is_first = claim_error_report()
         if is_first:
             _logger.error("%s", verdict["message"])
-        writing = threading.Thread(target=self._write_stacks, args=(verdict, is_first), daemon=True)
-        writing.start()
+        writing = start_thread("hang guard: stacks", partial(self._write_stacks, verdict, is_first))
         writing.join(_WRITING_S)
         # The launcher kills the others soon after the first one has ended: let all see the verdict before.
         time.sleep(2 * self._limits.interval_s)

@@ -11,13 +11,15 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event
 
 import psutil
 import torch.distributed as dist
 
 from patch.config.schema import RunConfig
+from patch.device import start_thread
 from patch.distributed.worker_process import TIME_LIMIT_CODE, is_launched
 from patch.logger import get_logger
 
@@ -81,7 +83,7 @@ class StopRequests:
         previous = {number: signal.signal(number, note) for number in STOP_SIGNALS}
         is_over = Event()
         if self._is_first:  # a daemon: a file system that hangs must not keep the run from ending
-            Thread(target=self._watch, args=(is_over,), name="stop file", daemon=True).start()
+            start_thread("stop file", partial(self._watch, is_over))
         try:
             yield
         finally:

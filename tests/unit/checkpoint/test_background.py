@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_runner import run_distributed
+from fake_device import COPIES_FIRST, LATE, FakeDevice
 from full_disk import disk_full_after
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
 
@@ -119,3 +120,32 @@ def test_each_tensor_is_released_when_it_is_copied():
     copies = HostCopies().prepare(values)()
     assert values.num_alive == [4, 3, 2, 1]
     assert [float(copy[0]) for copy in copies] == [0.0, 1.0, 2.0, 3.0]
+
+
+class CopiesOn(HostCopies):
+    """Of a fake device, to pinned memory."""
+
+    def __init__(self, fake: FakeDevice) -> None:
+        super().__init__()
+        self._fake = fake
+
+    def _reserve(self, num_bytes: int, *, is_pinned: bool) -> None:
+        self._buffer = self._fake.pinned(num_bytes, torch.uint8)
+
+
+@pytest.mark.parametrize("order", [LATE, COPIES_FIRST])
+def test_copies_of_a_gpu_follow_what_was_queued_there(order) -> None:
+    """They are made in a thread of the GPU, when compute has not come to it yet, and are there in the end."""
+    fake = FakeDevice(order)
+    with fake.executing():
+        weights = torch.zeros(6)
+    with fake:
+        fake.adopt([weights])
+        weights.add_(1.0)
+        copy = CopiesOn(fake).prepare([weights])
+        with fake.in_thread("checkpoint"):
+            with pytest.raises(AssertionError, match="has not called set_device"):
+                copy()
+            fake.set_device(0)
+            (copied,) = copy()
+        assert copied.numpy().tolist() == [1.0] * 6

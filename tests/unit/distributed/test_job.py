@@ -24,23 +24,23 @@ CPU = DeviceContext(torch.device("cpu"), "gloo")
 def fail_to_join(rank: int, world_size: int) -> list:
     """What is set when the job is to be joined, which nobody can without an address."""
     set_then = []
-    for own in ({}, {"NCCL_ALGO": "Ring"}):
+    for own in ({}, {"NCCL_ALGO": "Ring", "TORCH_NCCL_HIGH_PRIORITY": "0"}):
         dist.destroy_process_group()
         os.environ.update(own)
         with pytest.raises(ValueError, match="MASTER_ADDR"):
-            initialize(small_run(deterministic_mode=True), CPU)
-        names = ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG")
+            initialize(small_run(deterministic_mode=True), DeviceContext(torch.device("cpu"), "nccl"))
+        names = ("NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "TORCH_NCCL_HIGH_PRIORITY")
         set_then.append((torch.are_deterministic_algorithms_enabled(), *map(os.environ.get, names)))
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     return set_then
 
 
-def test_deterministic_mode_is_on_before_the_job_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL reads its algorithms when it starts, torch's mode when a group is made; by any launcher."""
-    for name in ("MASTER_ADDR", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG"):
+def test_what_nccl_reads_is_set_before_the_job_is_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its algorithms when it starts, torch's mode and streams when a group is made; by any launcher."""
+    for name in ("MASTER_ADDR", "NCCL_ALGO", "CUBLAS_WORKSPACE_CONFIG", "TORCH_NCCL_HIGH_PRIORITY"):
         monkeypatch.delenv(name, raising=False)
     (set_then,) = run_distributed(fail_to_join, 1)
-    assert set_then == [(True, "^NVLS", ":4096:8"), (True, "Ring", ":4096:8")]
+    assert set_then == [(True, "^NVLS", ":4096:8", "1"), (True, "Ring", ":4096:8", "0")]
 
 
 def join_with_a_gpu(rank: int, world_size: int) -> object:

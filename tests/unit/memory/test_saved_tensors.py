@@ -4,8 +4,6 @@ The device is the fake one, whose compute stream overwrites what the host has fr
 steps follow each other as in a pipeline: all forwards of a step, then all backwards.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -14,7 +12,7 @@ import torch
 from fake_device import AT_ONCE, COMPUTE_FIRST, COPIES_FIRST, LATE, FakeDevice, Order
 from fake_offload import FakeOffloadDevice
 
-from patch.memory import SavedTensors, SimulatedDevice, cuda_device, saved_tensors
+from patch.memory import SavedTensors, SimulatedDevice, saved_tensors
 from patch.memory.host_blocks import HostBlocks
 from patch.memory.offload_device import Copies, Event
 
@@ -124,16 +122,10 @@ def gradients(saved: SavedTensors | None, inputs: Any = None) -> list[torch.Tens
     return [weight.grad for weight in weights if weight.grad is not None]
 
 
-@contextmanager
-def on(fake: FakeDevice) -> Iterator[None]:
-    with mock.patch.object(cuda_device, "streams_of", lambda device: fake), fake:
-        yield
-
-
 def gradients_on(order: Order, device: Any = FakeOffloadDevice, blocks: Any = HostBlocks) -> list[Any]:
     fake, inputs = FakeDevice(order, reuses_memory=True), weights_and_batches()
     fake.adopt([*inputs[0], *inputs[1]])
-    with mock.patch.object(saved_tensors, "HostBlocks", blocks), on(fake):
+    with mock.patch.object(saved_tensors, "HostBlocks", blocks), fake:
         found = gradients(SavedTensors(device(fake), CPU), inputs)
         fake.compute.synchronize()
     return [gradient.tolist() for gradient in found]

@@ -9,6 +9,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from fake_device import LATE, Event, FakeDevice
 from fake_offload import FakeOffloadDevice, HostKernel, on
 
@@ -32,8 +33,9 @@ NUM_EARLY, COPY = 4, 3
 class Job:
     """An optimizer of bf16 weights, and what its backward does."""
 
-    def __init__(self, fake: FakeDevice, kernel: HostKernel, host_bytes: int) -> None:
+    def __init__(self, fake: FakeDevice, kernel: HostKernel, host_bytes: int, chunk_size: int) -> None:
         self.fake, self.kernel = fake, kernel
+        self.groups = [dist.ProcessGroup(1, 2) for _ in range(2)]
         with fake.executing():
             self.gradient, self.weight = (
                 torch.zeros(NUM_CHUNKS * SIZE),
@@ -45,7 +47,7 @@ class Job:
             BucketShard(self.gradient[place], self.weight[place], [ShardRange(0, SIZE, 0, False)])
             for place in places
         ]
-        offload = Offload(FakeOffloadDevice(fake), StaticPlacementPolicy(1.0), SIZE, host_bytes)
+        offload = Offload(FakeOffloadDevice(fake), StaticPlacementPolicy(1.0), chunk_size, host_bytes)
         self.adam = HybridAdam(shards, OptimizerConfig(lr=LR), [ParamGroup([], 0.1)], offload)
         self.down = offload.device._d2h_stream
 
@@ -55,7 +57,9 @@ class Job:
         points = []
         for index, shard in enumerate(self.adam.shards):
             shard.grad.fill_(index + 1.0)
-            after = self.fake.start_all_reduce(shard.grad, None) if is_reduced else Pending([])
+            after = Pending([])
+            if is_reduced:
+                after = self.fake.start_all_reduce(shard.grad, self.groups[index % 2])
             self.adam.grad_ready(index, after)
             points.append(self.fake.compute.record_event())
         return points
@@ -67,10 +71,10 @@ class Job:
 
 
 @contextmanager
-def job(host_bytes: int = UNLIMITED, share: float = MANY) -> Iterator[Job]:
+def job(host_bytes: int = UNLIMITED, share: float = MANY, chunk_size: int = SIZE) -> Iterator[Job]:
     fake = FakeDevice(LATE)
     with on(fake) as kernel, mock.patch.object(host_buffers, "_INPUT_MEMORY_SHARE", share):
-        yield Job(fake, kernel, host_bytes)
+        yield Job(fake, kernel, host_bytes, chunk_size)
 
 
 @pytest.mark.parametrize("is_reduced", [False, True])
@@ -83,6 +87,15 @@ def test_a_chunk_waits_for_its_own_gradient_only(share: float, is_reduced: bool)
             a.run_worker()
             assert a.kernel.numels == [SIZE] * (index + 1)
             assert points[index].query() and not points[index + 1].query()
+
+
+def test_a_chunk_waits_for_the_gradients_of_all_its_shards() -> None:
+    """Their messages are those of two groups: the last to start need not be the last to end."""
+    with job(chunk_size=2 * SIZE) as a:
+        a.backward(is_reduced=True)
+        a.run_worker()
+        with a.fake.executing():
+            assert a.gradient[: 2 * SIZE : SIZE].tolist() == [2.0, 4.0]
 
 
 @pytest.mark.parametrize("share", [RING, MANY])

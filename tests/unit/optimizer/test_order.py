@@ -24,16 +24,21 @@ from patch.memory import UNLIMITED
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.grad_buffer import NUM_STAGING
 from patch.optimizer.hybrid_adam import Offload
-from patch.optimizer.placement import ChunkInfo, DeviceMemory, Move
+from patch.optimizer.param_groups import ParamGroup
+from patch.optimizer.placement import ChunkInfo, DeviceMemory, Move, StaticPlacementPolicy
 
 NUM_STEPS, CHUNK = 10, 90
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1, 2)
 CLIPPED, FREE = 0.3, 0.0
+ALIKE, LONE, INSTANCES = "alike", "lone", "instances"
 CASES = [
-    (ZeroStage.NONE, torch.bfloat16, FREE),
-    (ZeroStage.OPTIMIZER, torch.float16, CLIPPED),
-    (ZeroStage.GRADIENTS, torch.float32, FREE),
+    (ZeroStage.NONE, torch.bfloat16, FREE, ALIKE),
+    (ZeroStage.OPTIMIZER, torch.float16, CLIPPED, LONE),
+    (ZeroStage.GRADIENTS, torch.float32, FREE, LONE),
+    (ZeroStage.GRADIENTS, torch.bfloat16, CLIPPED, INSTANCES),
 ]
+"""ZeRO stage, type, clipping, and which ranks have copies: the same of all parameters; of some nobody else,
+as of an expert; or ranks in instances."""
 TIGHT = 20 * CHUNK * 12
 """Host memory for the states, and hardly more: the buffers that updates share go round."""
 
@@ -61,15 +66,31 @@ class Shortened(OddModel):
 
 
 def build(
-    model: torch.nn.Module, zero_stage: ZeroStage, clip_grad: float, offload: Offload | None, **changes: Any
+    model: OddModel,
+    zero_stage: ZeroStage,
+    clip_grad: float,
+    copies: str,
+    offload: Offload | None,
+    **changes: Any,
 ) -> OverlappedDistributedOptimizer:
     groups = data_parallel_groups()
     if zero_stage is not ZeroStage.NONE:
         groups.dp_cp = dist.ProcessGroup(1, 2)
+    if copies == INSTANCES:
+        groups.dp_cp, groups.intra_dp_cp = dist.ProcessGroup(3, 4), dist.ProcessGroup(1, 2)
+        groups.inter_dist_opt = dist.ProcessGroup(1, 2)
     config = OptimizerConfig(
         lr=LR, clip_grad=clip_grad, reduce_bucket_size=200, initial_loss_scale=1024.0, **changes
     )
-    optimizer = OverlappedDistributedOptimizer([model], config, zero_stage, groups, offload)
+    param_groups = None
+    if copies == LONE:
+        own = [*model.last.parameters(), model.gain]
+        shared = [parameter for parameter in model.parameters() if all(parameter is not p for p in own)]
+        alone = dist.ProcessGroup(0, 1)
+        param_groups = [ParamGroup(shared, 0.1), ParamGroup(own, 0.0, data_parallel_group=alone)]
+    optimizer = OverlappedDistributedOptimizer(
+        [model], config, zero_stage, groups, offload, param_groups=param_groups
+    )
     optimizer.grad_buffer._can_wait_elsewhere = True
     return optimizer
 
@@ -96,16 +117,15 @@ def late_sums(optimizer: OverlappedDistributedOptimizer) -> None:
                 shard.grad[part.begin : part.end].mul_(3.0)
 
 
-def train(
-    zero_stage: ZeroStage, dtype: torch.dtype, clip_grad: float, offload: Offload | None, fake: FakeDevice
-) -> dict[str, Any]:
+def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, Any]:
     """Norms, losses and weights of steps of all kinds."""
+    zero_stage, dtype, clip_grad, copies = case
     with fake.executing():
         model, other = Shortened(dtype=dtype), OddModel(seed=7, dtype=dtype)
         steps = [[batch.to(dtype) for batch in step[0]] for step in make_steps(NUM_STEPS, 1, 2)]
     model.last.bias.shared_embedding = True
     fake.adopt(list(model.parameters()))
-    optimizer = build(model, zero_stage, clip_grad, offload)
+    optimizer = build(model, zero_stage, clip_grad, copies, offload)
     norms, losses = [], []
     for index, step in enumerate(steps):
         optimizer.apply_placement()
@@ -147,11 +167,11 @@ def states_of(optimizer: OverlappedDistributedOptimizer) -> list[torch.Tensor]:
     ]
 
 
-def faked(order: Order, host_bytes: int, *case: Any) -> dict[str, Any]:
+def faked(order: Order, host_bytes: int, case: tuple) -> dict[str, Any]:
     fake = FakeDevice(order)
     with on(fake) as kernel:
         offload = Offload(FakeOffloadDevice(fake), RandomPolicy(str(order)), CHUNK, host_bytes)  # type: ignore[arg-type]
-        found = train(*case, offload, fake)
+        found = train(case, offload, fake)
     return found | {"faults": kernel.faults, "updates": len(kernel.numels)}
 
 
@@ -173,7 +193,8 @@ def move_after_a_step_not_taken() -> tuple[int, int]:
         model, (step, *_) = OddModel(), make_steps(1, 1, 1)
     with on(fake) as kernel:
         fake.adopt(list(model.parameters()))
-        optimizer = build(model, ZeroStage.NONE, FREE, Offload(FakeOffloadDevice(fake), ToTheDevice(), CHUNK))  # type: ignore[arg-type]
+        offload = Offload(FakeOffloadDevice(fake), ToTheDevice(), CHUNK)  # type: ignore[arg-type]
+        optimizer = build(model, ZeroStage.NONE, FREE, ALIKE, offload)
         accumulate(model, optimizer, step[0])
         worker = optimizer.adam.host_updates._worker
         worker.run_next()
@@ -201,7 +222,7 @@ def executed_while_the_host_goes_on(zero_stage: ZeroStage) -> list[tuple[int, in
         model, steps = Written(), [step[0] for step in make_steps(3, 1, 2)]
     with on(fake):
         fake.adopt(list(model.parameters()))
-        optimizer = build(model, zero_stage, CLIPPED, None, gradient_accumulation_fusion=True)
+        optimizer = build(model, zero_stage, CLIPPED, ALIKE, None, gradient_accumulation_fusion=True)
         for step in steps:
             before = fake.compute.num_done
             accumulate(model, optimizer, step)
@@ -209,6 +230,26 @@ def executed_while_the_host_goes_on(zero_stage: ZeroStage) -> list[tuple[int, in
             optimizer.step()
             found.append((num_in_backward, fake.compute.num_done - before, len(fake.compute.tasks)))
     return found
+
+
+def gathers_that_wait_for_compute() -> int:
+    """Tasks of the gathers' stream that are left when all that needs no compute has been executed: the host
+    has updated all weights, the forward that reads them is queued, and started the gathers in its midst."""
+    fake = FakeDevice(LATE)
+    with fake.executing():
+        model, (step, *_) = OddModel(), make_steps(1, 1, 1)
+    with on(fake):
+        fake.adopt(list(model.parameters()))
+        offload = Offload(FakeOffloadDevice(fake), StaticPlacementPolicy(1.0), CHUNK)
+        optimizer = build(model, ZeroStage.OPTIMIZER, FREE, ALIKE, offload)
+        accumulate(model, optimizer, step[0])
+        optimizer.step()
+        fake.compute.synchronize()
+        with torch.no_grad():
+            model(step[0][0])
+        fake.run_others()
+        assert fake.compute.tasks
+        return len(fake.comm_of(optimizer.grad_buffer.buckets[0].domain.instance).tasks)
 
 
 def gradients_in_slots(order: Order) -> np.ndarray:
@@ -231,6 +272,7 @@ def gradients_in_slots(order: Order) -> np.ndarray:
 
 def run_all(rank: int, world_size: int) -> dict[Any, Any]:
     found: dict[Any, Any] = {"moved": move_after_a_step_not_taken()}
+    found["gathers"] = gathers_that_wait_for_compute()
     for zero_stage in (ZeroStage.NONE, ZeroStage.OPTIMIZER):
         found["executed", zero_stage] = executed_while_the_host_goes_on(zero_stage)
     for order in (AT_ONCE, *ORDERS):
@@ -238,10 +280,10 @@ def run_all(rank: int, world_size: int) -> dict[Any, Any]:
     for case in CASES:
         reference = FakeDevice(AT_ONCE)
         with collectives_of(reference):
-            found[case] = train(*case, None, reference)
+            found[case] = train(case, None, reference)
         for order in ORDERS:
             for host_bytes in (UNLIMITED, TIGHT):
-                found[case, order, host_bytes] = faked(order, host_bytes, *case)
+                found[case, order, host_bytes] = faked(order, host_bytes, case)
     return found
 
 
@@ -266,6 +308,10 @@ def test_no_order_of_execution_changes_a_bit(
 def test_nothing_of_a_step_not_taken_is_under_way_when_chunks_move(outcomes: dict) -> None:
     """The host's kernel would have got addresses of the device."""
     assert outcomes["moved"] == (0, 2)
+
+
+def test_gathers_in_the_midst_of_a_forward_do_not_wait_for_it(outcomes: dict) -> None:
+    assert outcomes["gathers"] == 0
 
 
 def test_no_message_is_overwritten_by_one_from_the_same_staging_buffer(outcomes: dict) -> None:
