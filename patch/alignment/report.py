@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from patch.alignment.measure import SINGLE_FORM, Measurement, measure
 from patch.alignment.verdict import Verdict, judge
 from patch.config.choices import HfAttention, Precision
+from patch.storage.places import StrPath
 
 
 class Report(NamedTuple):
@@ -54,14 +55,15 @@ class Report(NamedTuple):
             )
         return lines
 
-    def write(self, file: Path) -> None:
+    def write(self, file: StrPath) -> None:
         """Write the report as JSON, and a plot beside it (.png)."""
+        file = Path(file)
         file.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
         _plot(self.measurement, file.with_suffix(".png"))
 
 
 def verify(
-    hf: Path, mcore: Path, *, precision: Precision | None = None, attention: HfAttention = "sdpa"
+    hf: StrPath, mcore: StrPath, *, precision: Precision | None = None, attention: HfAttention = "sdpa"
 ) -> Report:
     """Compare a checkpoint with the Hugging Face folder that should hold the same weights.
 
@@ -78,7 +80,7 @@ def verify(
         CheckpointError: the checkpoint is damaged, or of another model.
         ConversionError: the Hugging Face folder is damaged, or of another model.
     """
-    measurement = measure(hf, mcore, precision, attention)
+    measurement = measure(Path(hf), Path(mcore), precision, attention)
     return Report(measurement, judge(measurement))
 
 

@@ -23,20 +23,21 @@ from patch.errors import ConfigError, ConversionError
 from patch.families import TYPE_FIELDS, Family, family_of
 from patch.storage.json_edit import with_values
 from patch.storage.names import TRACKER
+from patch.storage.places import StrPath
 
 # Suffixes of the files that describe the model and its tokenizer; additional chat templates have a folder.
 _DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
 _CHAT_TEMPLATES = "additional_chat_templates"
 
 
-def model_of(folder: Path) -> ModelConfig:
+def model_of(folder: StrPath) -> ModelConfig:
     """The model that a folder's config.json describes.
 
     Raises:
         ConversionError: there is no config.json, or its model is not supported.
     """
     try:
-        fields = read_hf_config(folder)
+        fields = read_hf_config(Path(folder))
     except ConfigError as error:
         raise ConversionError(str(error)) from error
     return ModelConfig(**fields, seq_length=fields["max_position_embeddings"])

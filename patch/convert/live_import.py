@@ -14,10 +14,11 @@ from patch.convert.live_weights import mapped_parameters
 from patch.convert.mappings import TPShard
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError
+from patch.storage.places import StrPath
 
 
 def import_hf(
-    stages: Sequence[GPTModel], folder: Path, model: ModelConfig, groups: ProcessGroupCollection
+    stages: Sequence[GPTModel], folder: StrPath, model: ModelConfig, groups: ProcessGroupCollection
 ) -> None:
     """Fill this rank's pipeline stages from a Hugging Face folder; a collective over the whole job.
 
@@ -32,7 +33,7 @@ def import_hf(
     Raises:
         ConversionError: on every rank, if the folder cannot be read or does not fit the model.
     """
-    shard = TPShard(groups.tp.rank(), groups.tp.size())
+    folder, shard = Path(folder), TPShard(groups.tp.rank(), groups.tp.size())
     with all_or_none():
         if not (folder / "config.json").is_file():
             raise ConversionError(f"{folder} has no config.json, expected the folder of a Hugging Face model")

@@ -33,7 +33,7 @@ from patch.errors import ConversionError, DataError
 from patch.logger import get_logger
 from patch.progress import progress
 from patch.storage.names import METADATA_FILE, is_complete
-from patch.storage.places import AnyPath
+from patch.storage.places import AnyPath, StrPath, any_path
 from patch.storage.remote import RemotePath
 
 _logger = get_logger(__name__)
@@ -50,13 +50,17 @@ class _Description(NamedTuple):
 
 
 def mcore_to_hf(
-    source: AnyPath, target: Path, hf_config: Path | None = None, *, overwrite: bool = False
+    source: StrPath | RemotePath,
+    target: StrPath,
+    hf_config: StrPath | None = None,
+    *,
+    overwrite: bool = False,
 ) -> None:
     """Convert a checkpoint to a Hugging Face folder; on failure the target stays as it was.
 
     Args:
         source: a converted folder, a run's folder, its checkpoint/, one checkpoint in it, or a checkpoint of
-            Megatron-LM; or a run's checkpoints in a store.
+            Megatron-LM; or a run's checkpoints in a store, by URL.
         target: a folder that does not exist or is empty.
         hf_config: a Hugging Face folder that describes the model; its configuration, tokenizer and layout of
             files are used. None: those of `source` are used.
@@ -66,10 +70,11 @@ def mcore_to_hf(
         ConversionError: the source cannot be read or is of another model, or the target cannot be written.
         OSError: a store does not answer.
     """
-    source, target = source.resolve() if isinstance(source, Path) else source, target.resolve()
+    source = source if isinstance(source, RemotePath) else any_path(str(source))
+    source, target = source.resolve() if isinstance(source, Path) else source, Path(target).resolve()
     if not source.is_dir():
         raise ConversionError(f"{source}: no such folder, expected a checkpoint (--load)")
-    described = _describe(source, hf_config)
+    described = _describe(source, None if hf_config is None else Path(hf_config))
     folder = weights_folder(source)
     weights: TorchDistWeights | MpRankWeights
     if isinstance(folder, RemotePath) or (folder / METADATA_FILE).is_file():

@@ -25,6 +25,7 @@ from patch.errors import ConversionError
 from patch.logger import get_logger
 from patch.progress import progress
 from patch.storage.names import RELEASE, TRACKER, is_released
+from patch.storage.places import StrPath
 
 _logger = get_logger(__name__)
 WINDOW_BYTES = 16 * 2**20
@@ -39,7 +40,7 @@ _EXTRA_STATES = (
 
 
 def hf_to_mcore(
-    source: Path, target: Path, dtype: torch.dtype | None = None, *, overwrite: bool = False
+    source: StrPath, target: StrPath, dtype: torch.dtype | None = None, *, overwrite: bool = False
 ) -> None:
     """Convert a Hugging Face folder to a checkpoint; on failure the target stays as it was.
 
@@ -52,7 +53,7 @@ def hf_to_mcore(
         ConversionError: the source cannot be read or its model is not supported, or the target cannot be
             written.
     """
-    source, target = source.resolve(), target.resolve()
+    source, target = Path(source).resolve(), Path(target).resolve()
     if not source.is_dir():
         raise ConversionError(f"{source}: no such folder, expected a Hugging Face folder (--load)")
     if is_released(source):

@@ -26,6 +26,7 @@ from patch.distributed.collectives import all_gather_object, all_or_none
 from patch.errors import DataError, about
 from patch.logger import get_logger
 from patch.storage.names import DATA_CACHE_FOLDER
+from patch.storage.places import StrPath
 
 _logger = get_logger(__name__)
 
@@ -52,7 +53,7 @@ def build_datasets(
     sft: bool,
     num_train_samples: Callable[[int], int],
     seed: int,
-    index_folder: Path,
+    index_folder: StrPath,
 ) -> DataSets:
     """Read all sets; a collective over the job.
 
@@ -72,6 +73,7 @@ def build_datasets(
             the others.
     """
     check_vocabulary(tokenizer, model.vocab_size)
+    index_folder = Path(index_folder)
     if not sft:
         # It imports megatron-core, which raw rows do not need.
         from patch.data.pretraining.run_sets import load_run_sets

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerBase  # 
 from patch.errors import DataError
 from patch.logger import get_logger
 from patch.storage.names import TOKENIZER_FILES
+from patch.storage.places import StrPath
 
 _logger = get_logger(__name__)
 
@@ -17,7 +18,7 @@ _LARGEST_FILE = 1 << 29
 """Bytes of the largest file that is accepted; the file of a tokenizer with 256,000 ids has 40 MB."""
 
 
-def load_tokenizer(folder: str | None) -> PreTrainedTokenizerBase:
+def load_tokenizer(folder: StrPath | None) -> PreTrainedTokenizerBase:
     """Load the tokenizer in `folder`. Nothing is downloaded, and no code from the folder is run.
 
     Args:

@@ -16,6 +16,7 @@ from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.overlapped_optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import AutoPlacementPolicy, StaticPlacementPolicy
+from patch.optimizer.refusals import check_arguments
 
 
 def build_optimizer(
@@ -30,16 +31,19 @@ def build_optimizer(
     """Build the optimizer of some modules, with its states where the configuration says.
 
     Args:
-        stages: the pipeline stages of this rank, or one whole model.
+        stages: the pipeline stages of this rank, or one whole model: `[model]`.
         config: rates, decay, clipping, bucket size, offload.
         zero_stage: what data-parallel ranks share.
         groups: megatron-core's process groups; None: all ranks of the job are data-parallel.
-        param_groups: parameters with their weight decay and learning rates; None: `default_param_groups`.
+        param_groups: parameters with their weight decay and learning rates; None: `default_param_groups`, in
+            which only what has two dimensions or more decays (no norms, biases, or other vectors).
         host_bytes: host memory of this process, for offloaded states.
     Raises:
-        ConfigError: parameters that cannot be trained, or that are in no parameter group or in several.
+        ConfigError: other arguments than these; parameters that cannot be trained, or that are in no
+            parameter group or in several.
         torch.OutOfMemoryError: --simulated-device-memory holds no more than a part of what must be there.
     """
+    check_arguments(stages, zero_stage)
     device = next(chain.from_iterable(stage.parameters() for stage in stages), torch.empty(0)).device
     offload = _build_offload(config, device, host_bytes)
     optimizer = OverlappedDistributedOptimizer(

@@ -394,7 +394,7 @@ def _check_bucket(name: str, bucket: Bucket) -> None:
             "call the model that the optimizer was built with (`model(...)`), not only a part of it, and "
             "`zero_grad` between steps"
         )
-    if bucket.has_left and bucket.is_last:
+    if bucket.has_left:
         raise TrainingError(
             f"{name}: a second gradient after its bucket was reduced, expected one a micro-batch: it is used "
             "in several reentrant checkpoints. Use use_reentrant=False, or --data-parallel-sharding "

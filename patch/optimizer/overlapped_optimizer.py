@@ -45,7 +45,7 @@ from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, assign_groups, default_param_groups
 from patch.optimizer.placement import Move
-from patch.optimizer.refusals import TrainedParameters, check_gathers, check_parameters
+from patch.optimizer.refusals import TrainedParameters, check_arguments, check_gathers, check_parameters
 from patch.optimizer.sharded_state import sharded_ranges, zeros_of_frozen
 from patch.optimizer.trained import like_trained, specs_of, trained_in
 from patch.plan.buckets import lay_out
@@ -67,8 +67,8 @@ class OverlappedDistributedOptimizer:
         param_groups: every trainable parameter is in one of them; None: `default_param_groups`.
         pool: where flat buffers lie; None: as `use_nccl_ub` says.
     Raises:
-        ConfigError: parameters that it cannot train, see `check_parameters`, or a parameter in no group or in
-            several.
+        ConfigError: other arguments than these; parameters that it cannot train, see `check_parameters`, or a
+            parameter in no group or in several.
     """
 
     def __init__(
@@ -81,6 +81,7 @@ class OverlappedDistributedOptimizer:
         param_groups: Sequence[ParamGroup] | None = None,
         pool: Pool | None = None,
     ) -> None:
+        check_arguments(stages, zero_stage)
         named, stage_indices = trained_in(stages)
         check_parameters(stages, named, is_offloading=offload is not None)
         self.param_groups = default_param_groups(stages, config) if param_groups is None else param_groups
@@ -217,7 +218,8 @@ class OverlappedDistributedOptimizer:
     def step(self, *, skip_non_finite: bool = False) -> StepOutcome:
         """Update every shard by the final gradients, and send the new parameters on their way.
 
-        Gradients that are not finite are seen before anything is written.
+        The next forward, `state_dict` and `module.weight` wait for them; elsewhere parameters are old until
+        `finish_param_sync`. Gradients that are not finite are seen before anything is written.
 
         Args:
             skip_non_finite: skip the update where no smaller loss scale could cure them, instead of raising.

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 
 from patch.compat.torch_internals import is_watched, own_parameters
+from patch.config.choices import ZeroStage
 from patch.errors import ConfigError, TrainingError
 from patch.optimizer.domain import Domain
 
@@ -16,6 +17,22 @@ Named = Sequence[tuple[str, torch.nn.Parameter]]
 """Parameters, each with its name in its stage."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def check_arguments(stages: object, zero_stage: object) -> None:
+    """Refuse what Python would take for something else.
+
+    Args:
+        stages: a list of modules: a container of torch would pass for a list of its parts.
+        zero_stage: a ZeroStage.
+    Raises:
+        ConfigError: they are something else.
+    """
+    if isinstance(stages, torch.nn.Module):
+        raise ConfigError(f"`stages`: got a module ({type(stages).__name__}), expected a list: [model]")
+    if not isinstance(zero_stage, ZeroStage):
+        names = ", ".join(f"ZeroStage.{stage.name}" for stage in ZeroStage)
+        raise ConfigError(f"`zero_stage`: got {zero_stage!r}, expected one of {names}")
 
 
 def check_parameters(stages: Sequence[torch.nn.Module], trained: Named, *, is_offloading: bool) -> None:

@@ -20,6 +20,8 @@ from typing import IO, TypeVar
 from patch.storage.remote import PATIENCE_S, RemoteFile, RemotePath, Stat, is_url
 
 AnyPath = Path | RemotePath
+StrPath = str | os.PathLike[str]
+"""What other programs may give for a path on the disk."""
 _Value = TypeVar("_Value")
 
 

@@ -3,14 +3,17 @@
 They run in processes of the test's runner, as torchrun would start them.
 """
 
+import inspect
 import json
 import os
 import runpy
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -20,6 +23,12 @@ from llama3_tokenizer import tiny_tokenizer
 from safetensors.torch import load_file
 from small_runs import hf_llama, small_run
 from torch.nn.parallel import DistributedDataParallel
+
+import patch.alignment
+import patch.convert
+import patch.data
+import patch.optimizer
+import patch.plan
 
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "examples/llama3_1/library"
@@ -34,6 +43,29 @@ TEMPLATE = (
     "{% else %}{{ message['content'] + '<|eot_id|>' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>' }}{% endif %}"
 )
+
+
+def _signatures(package: ModuleType) -> Iterator[tuple[str, inspect.Signature]]:
+    """What other programs call: public functions, and methods of public classes of ours."""
+    for name in package.__all__:
+        public = getattr(package, name)
+        methods = vars(public).items() if inspect.isclass(public) else [(name, public)]
+        for method, function in methods:
+            if inspect.isfunction(function) and (method == "__init__" or not method.startswith("_")):
+                yield f"{package.__name__}.{name} {method}", inspect.signature(function)
+
+
+def test_paths_may_be_strings() -> None:
+    """Not only in the programs here: wherever a public function takes a path."""
+    found = {
+        f"{name}({parameter.name})": str(parameter.annotation)
+        for package in (patch.alignment, patch.convert, patch.data, patch.optimizer, patch.plan)
+        for name, signature in _signatures(package)
+        for parameter in signature.parameters.values()
+        if "Path" in str(parameter.annotation)
+    }
+    assert len(found) > 9
+    assert not {name: kind for name, kind in found.items() if "StrPath" not in kind}
 
 
 def test_there_are_six_of_at_most_30_lines() -> None:

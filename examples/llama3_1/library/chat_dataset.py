@@ -7,14 +7,13 @@ renders it; learned are the assistant's words and the token that ends its turn.
 """
 
 import sys
-from pathlib import Path
 
 from torch.utils.data import DataLoader
 
 from patch.data import collate, load_sft, load_tokenizer
 
 tokenizer = load_tokenizer(sys.argv[2])
-dataset = load_sft(Path(sys.argv[1]), tokenizer, sequence_length=512)
+dataset = load_sft(sys.argv[1], tokenizer, sequence_length=512)
 loader = DataLoader(dataset, batch_size=1, collate_fn=collate)
 batch = next(iter(loader))  # tokens, labels, loss_mask: [1, 512] each; labels are one token ahead
 labels, learned = batch.labels[0].tolist(), batch.loss_mask[0]

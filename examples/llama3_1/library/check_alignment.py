@@ -6,7 +6,6 @@ Weights are compared bit by bit, logits with transformers' on several prompts, i
 """
 
 import sys
-from pathlib import Path
 
 import torch
 
@@ -15,6 +14,6 @@ from patch.alignment import verify
 
 if not torch.cuda.is_available():
     compat.apply(cuda=False)  # megatron-core's layers ask for a GPU otherwise
-report = verify(Path(sys.argv[1]), Path(sys.argv[2]))
-report.write(Path(sys.argv[3]))
+report = verify(sys.argv[1], sys.argv[2])
+report.write(sys.argv[3])
 print(report.verdict.text)

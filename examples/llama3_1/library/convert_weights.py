@@ -7,11 +7,10 @@ weights come back to the bit.
 """
 
 import sys
-from pathlib import Path
 
 from patch.convert import ConversionError, hf_to_mcore, mcore_to_hf
 
-source, checkpoint, target = map(Path, sys.argv[1:4])
+source, checkpoint, target = sys.argv[1:4]
 try:
     hf_to_mcore(source, checkpoint)
     mcore_to_hf(checkpoint, target)

@@ -5,7 +5,6 @@ torchrun --nproc-per-node 2 examples/llama3_1/library/stream_weights.py HF_FOLDE
 
 import os
 import sys
-from pathlib import Path
 
 import torch.distributed as dist
 from megatron.core.parallel_state import initialize_model_parallel
@@ -21,7 +20,7 @@ if not context.is_cuda:
     compat.apply(cuda=False)  # megatron-core's layers ask for a GPU otherwise
 dist.init_process_group(context.backend)
 initialize_model_parallel(tensor_model_parallel_size=dist.get_world_size())
-groups, folder = ProcessGroupCollection.use_mpu_process_groups(), Path(sys.argv[1])
+groups, folder = ProcessGroupCollection.use_mpu_process_groups(), sys.argv[1]
 model = model_of(folder)
 stages = build_llama_model(model, groups, context.device, Execution(precision="bf16"))
 import_hf(stages, folder, model, groups)

@@ -10,6 +10,7 @@ from patch.config.schema import DataConfig
 from patch.data.formats import FormatOptions, format_options
 from patch.data.rendering import RenderOptions
 from patch.device import usable_cores
+from patch.storage.places import StrPath
 from patch.storage.user_cache import user_cache
 
 _MOST_WORKERS = 32
@@ -30,7 +31,7 @@ class SftOptions:
     """Largest share of rows that may be dropped."""
     num_workers: int = 1
     """Processes that render and encode."""
-    cache_dir: Path | None = None
+    cache_dir: StrPath | None = None
     """Folder of the token cache; None: the tokens are kept in memory."""
 
 

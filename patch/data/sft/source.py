@@ -21,6 +21,7 @@ from patch.data.sft.report import SetReport
 from patch.data.sft.token_files import TokenWriter
 from patch.data.tokenizer import padding_id
 from patch.errors import DataError
+from patch.storage.places import StrPath
 
 _DEFAULT = SftOptions()
 
@@ -100,7 +101,7 @@ class SftSource(Dataset[Sample]):
 
 
 def load_sft(
-    path: Path,
+    path: StrPath,
     tokenizer: PreTrainedTokenizerBase,
     sequence_length: int,
     options: SftOptions = _DEFAULT,
@@ -135,7 +136,7 @@ def load_sft(
         report = build(writer)
         tokens = TokenizedSet(writer.arrays_in_memory(), report, writer.sha256())
     else:
-        cache = TokenCache(options.cache_dir)
+        cache = TokenCache(Path(options.cache_dir))
         hashes = _hash(files, cache)
         tokens = _from_cache(name, files, hashes, origin, build, cache)
         origin |= {"the rows": sha256(" ".join(hashes).encode()).hexdigest()}
@@ -161,7 +162,7 @@ def find_sft(
     name, files = str(path), files_of(str(path))
     if options.cache_dir is None:
         return None
-    cache = TokenCache(options.cache_dir)
+    cache = TokenCache(Path(options.cache_dir))
     hashes = [digest for file in files if (digest := cache.hashes.remembered(file)) is not None]
     if len(hashes) < len(files):
         return None

@@ -91,14 +91,18 @@ def a_weight_in_two_other_checkpoints(rank: int, zero_stage: ZeroStage) -> None:
 
 
 def a_second_gradient_of_a_reduced_bucket(rank: int, zero_stage: ZeroStage) -> None:
-    """At ZeRO stage `gradients` in the first step; elsewhere where no step before had two."""
-    model = Shared(use_reentrant=zero_stage is ZeroStage.GRADIENTS)
-    optimizer = build_optimizer(model, zero_stage, reduce_bucket_size=1)
-    if zero_stage is not ZeroStage.GRADIENTS:
-        accumulate(model, optimizer, [torch.ones(4, 23)])
-        model._use_reentrant = True
-    with pytest.raises(TrainingError, match=r"shared.*second gradient.*use_reentrant=False"):
-        accumulate(model, optimizer, [torch.ones(4, 23)])
+    """At ZeRO stage `gradients` in any micro-batch; elsewhere where no step before had two."""
+    is_sharded = zero_stage is ZeroStage.GRADIENTS
+    for num_micro_batches, is_fused in product((1, 2) if is_sharded else (1,), (False, True)):
+        model = Shared(use_reentrant=is_sharded)
+        optimizer = build_optimizer(
+            model, zero_stage, reduce_bucket_size=1, gradient_accumulation_fusion=is_fused
+        )
+        if not is_sharded:
+            accumulate(model, optimizer, [torch.ones(4, 23)])
+            model._use_reentrant = True
+        with pytest.raises(TrainingError, match=r"shared.*second gradient.*use_reentrant=False"):
+            accumulate(model, optimizer, [torch.ones(4, 23)] * num_micro_batches)
 
 
 def a_second_backward_of_a_retained_graph(rank: int, zero_stage: ZeroStage) -> None:

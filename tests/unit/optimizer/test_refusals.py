@@ -89,6 +89,7 @@ def run_all(rank: int, world_size: int) -> None:
         change(model)
         with pytest.raises(ConfigError, match=message):
             build_optimizer(model, ZeroStage.NONE)
+    _refuse_other_arguments()
     _refuse_two_types_of_which_states_go_to_the_host()
     _refuse_another_optimizer()
     _refuse_a_parameter_in_two_stages()
@@ -105,6 +106,18 @@ def run_all(rank: int, world_size: int) -> None:
         with pytest.raises(TrainingError, match=message):
             optimizer.zero_grad(LR)
     _train_what_is_not_contiguous()
+
+
+def _refuse_other_arguments() -> None:
+    model, config, groups = torch.nn.Sequential(OddModel()), OptimizerConfig(lr=LR), data_parallel_groups()
+    for build in (from_config, OverlappedDistributedOptimizer):
+        for stages, stage, message in (
+            (model, ZeroStage.NONE, r"got a module \(Sequential\), expected a list"),
+            ([model], "zero2", r"got 'zero2', expected one of ZeroStage.NONE, .*ZeroStage.GRADIENTS"),
+            ([model], 2, r"got 2, expected one of ZeroStage.NONE"),
+        ):
+            with pytest.raises(ConfigError, match=message):
+                build(stages, config, stage, groups)
 
 
 def _refuse_two_types_of_which_states_go_to_the_host() -> None:
