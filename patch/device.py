@@ -53,14 +53,21 @@ class MachineFacts:
     """Whether the CPU has instructions for products in 16 bits, which else take many times as long as in
     fp32."""
 
+    unusable_gpus: str = ""
+    """Why torch cannot use GPUs that are here, and the cure; see `unusable_gpus`."""
+
     @staticmethod
-    def probe() -> MachineFacts:
-        """Look at this machine; imports torch to count the GPUs, if there is a CUDA driver."""
-        cores, host = usable_cores(), usable_memory()
-        if not _has_cuda_driver():
+    def probe(nodes: Path = Path("/dev")) -> MachineFacts:
+        """Look at this machine; imports torch to count the GPUs, if there is a CUDA driver.
+
+        Args:
+            nodes: the folder of device nodes.
+        """
+        cores, host, unusable = usable_cores(), usable_memory(), unusable_gpus(nodes)
+        if unusable is not None or not _has_cuda_driver():
             return MachineFacts(
                 cuda_devices=0, cpu_cores=cores, host_memory_bytes=host, libraries=installed_libraries(),
-                multiplies_16_bits=multiplies_16_bits(),
+                multiplies_16_bits=multiplies_16_bits(), unusable_gpus=": ".join(unusable or ()),
             )  # fmt: skip
         import torch
 
@@ -78,6 +85,41 @@ class MachineFacts:
             ),
             libraries=installed_libraries(),
         )
+
+
+def unusable_gpus(nodes: Path = Path("/dev")) -> tuple[str, str] | None:
+    """Why torch cannot use GPUs that are here, and the cure; imports torch if there are any.
+
+    None where it can, where there are none, or CUDA_VISIBLE_DEVICES hides them. torch's own figures are not
+    asked first: it counts GPUs by NVML, also where the driver is too old for it.
+
+    Args:
+        nodes: the folder of device nodes.
+    """
+    present, visible = len(list(nodes.glob("nvidia[0-9]*"))), os.environ.get("CUDA_VISIBLE_DEVICES")
+    if not present or visible == "":
+        return None
+    import torch
+
+    if torch.version.cuda is None:
+        why, cure = "torch is a build for CPUs", "install torch's CUDA build (the one of PyPI)"
+    elif torch.cuda.is_available() or (visible and not torch.cuda.device_count()):
+        return None
+    else:
+        why = f"torch cannot use them ({_cuda_error()})"
+        cure = "a driver as new as torch's CUDA, or nvidia-container-toolkit (--gpus all) in a container"
+    return f"GPUs are here ({present}), but {why}", cure
+
+
+def _cuda_error() -> str:
+    """What torch says when it is made to use CUDA."""
+    import torch
+
+    try:
+        torch.cuda.init()
+    except (RuntimeError, AssertionError) as error:
+        return str(error).split("\n", 1)[0]
+    return "it finds no device"
 
 
 GPU_LIBRARIES = {

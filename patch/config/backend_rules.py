@@ -1,4 +1,4 @@
-"""The rules of `--transformer-impl` and `--attention-backend`, as those in rules.py."""
+"""The rules of GPUs, `--transformer-impl` and `--attention-backend`, as those in rules.py."""
 
 from __future__ import annotations
 
@@ -9,6 +9,13 @@ from patch.config.positions import where
 from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
+from patch.errors import ConfigError
+
+
+def gpus_can_be_used(config: RunConfig, machine: MachineFacts) -> None:
+    """The machine's GPUs, if it has any, are not left idle without a word."""
+    if machine.unusable_gpus:
+        raise ConfigError(f"{machine.unusable_gpus}; CUDA_VISIBLE_DEVICES='' trains on the CPU")
 
 
 def backends_exist(config: RunConfig, machine: MachineFacts) -> None:

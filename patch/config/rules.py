@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from patch.config.activation_layers import check_activation_choice, check_activation_layers
-from patch.config.backend_rules import backend_notes, backends_exist
+from patch.config.backend_rules import backend_notes, backends_exist, gpus_can_be_used
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
@@ -333,6 +333,7 @@ def schedule_fits(config: RunConfig, machine: MachineFacts) -> None:
 
 
 RULES: tuple[Rule, ...] = (
+    gpus_can_be_used,
     only_what_is_built,
     columns_are_pairs,
     pretraining_reads_indexed_sets,

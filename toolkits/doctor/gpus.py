@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from patch.device import unusable_gpus
 from patch.storage.sizes import counted, size_text
 from toolkits.doctor.check import Finding, Settings, graded, run_program
 
@@ -58,22 +58,17 @@ def check_torch_sees_gpus(
     """
     import torch
 
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    present = len(list(nodes.glob("nvidia[0-9]*")))
+    unusable, present = unusable_gpus(nodes), len(list(nodes.glob("nvidia[0-9]*")))
     if settings.has_gpus:
         version = _driver_version(driver)
         found = counted(settings.machine.cuda_devices, "GPU")
         yield Finding("GPUs", "ok", f"{found}, driver {version}, torch's CUDA {torch.version.cuda}",
                       data={"count": settings.machine.cuda_devices, "driver": version})  # fmt: skip
-    elif visible == "" and present:
-        cure = "unset CUDA_VISIBLE_DEVICES"
-        yield Finding("GPUs", "warning", f"{present} hidden by CUDA_VISIBLE_DEVICES=''", cure)
-    elif present and torch.version.cuda is None:
-        cure = "install torch's CUDA build (the one of PyPI)"
-        yield Finding("GPUs", "broken", f"{present} here, but torch is a build for CPUs", cure)
+    elif unusable is not None:
+        yield Finding("GPUs", "broken", *unusable)
     elif present:
-        cure = "a driver as new as torch's CUDA, or nvidia-container-toolkit (--gpus all) in a container"
-        yield Finding("GPUs", "broken", f"{present} here, torch cannot use them: {_cuda_error()}", cure)
+        cure = "unset CUDA_VISIBLE_DEVICES"
+        yield Finding("GPUs", "warning", f"{present} hidden by CUDA_VISIBLE_DEVICES", cure)
     else:
         yield Finding("GPUs", "ok", "none: runs train on the CPU, over gloo")
 
@@ -128,12 +123,3 @@ def _driver_version(file: Path) -> str:
     return next((word for word in words if word[0].isdigit() and "." in word), "unknown")
 
 
-def _cuda_error() -> str:
-    """What torch says when it is made to use CUDA."""
-    import torch
-
-    try:
-        torch.cuda.init()
-    except (RuntimeError, AssertionError) as error:
-        return str(error).split("\n", 1)[0]
-    return "it finds no device"

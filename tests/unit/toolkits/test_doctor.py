@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_runs import small_run
 
+from patch.config import validate_run
 from patch.device import MachineFacts
+from patch.errors import ConfigError
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import read_machine
 from toolkits.doctor.__main__ import main
@@ -93,11 +96,21 @@ def test_gpus_that_torch_cannot_use_are_broken(tmp_path: Path, monkeypatch: pyte
     assert found.status == "ok" and "CPU" in found.value
     (tmp_path / "nvidia0").touch()
     (tmp_path / "nvidiactl").touch()
-    (found,) = check_torch_sees_gpus(settings(), tmp_path)
-    assert found.status == "broken" and found.value.startswith("1 here") and "CUDA build" in found.advice
+    for version, why, cure in (
+        (None, r"build for CPUs", r"CUDA build"),
+        ("13.0", r"cannot use them \(Torch not compiled with CUDA", r"a driver as new as torch's"),
+    ):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        (found,) = check_torch_sees_gpus(settings(), tmp_path)
+        assert found.status == "broken" and re.search(rf"here \(1\), but torch .*{why}", found.value)
+        assert re.search(cure, found.advice)
+        facts = MachineFacts.probe(tmp_path)
+        with pytest.raises(ConfigError, match=rf"{why}.*{cure}.*; CUDA_VISIBLE_DEVICES='' trains on the CPU"):
+            validate_run(small_run(), facts)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (found,) = check_torch_sees_gpus(settings(), tmp_path)
     assert found.status == "warning" and "hidden" in found.value
+    assert not MachineFacts.probe(tmp_path).unusable_gpus
 
 
 def test_missing_libraries_are_those_that_the_table_of_backends_would_take() -> None:
