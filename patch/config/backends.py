@@ -17,7 +17,7 @@ loss needs the whole vocabulary on a rank.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -67,7 +67,12 @@ class Backends:
 
 
 def choose_backends(
-    model: ModelConfig, execution: Execution, machine: MachineFacts, *, cp_size: int = 1
+    model: ModelConfig,
+    execution: Execution,
+    machine: MachineFacts,
+    *,
+    cp_size: int = 1,
+    faulty: Collection[SdpaKernel] = (),
 ) -> Backends:
     """What serves a model that the rules have let pass.
 
@@ -76,12 +81,14 @@ def choose_backends(
         execution: how it is computed.
         machine: the device and the installed libraries; without GPUs the model is on the CPU.
         cp_size: ranks that share each sequence.
+        faulty: kernels of attention that do not work there.
     """
     is_cuda = bool(machine.cuda_devices)
     is_aligned = model.precision_align is not None
     impl: TransformerImpl = model.transformer_impl or "local"
     has_fa3 = is_cuda and not is_aligned and _takes_flash_attention_3(model, machine)
-    sdpa = _sdpa_order(model, execution, machine, has_fa3) if is_cuda else ()
+    order = _sdpa_order(model, execution, machine, has_fa3) if is_cuda else ()
+    sdpa = tuple(kernel for kernel in order if kernel not in faulty)
     is_fused = is_cuda and not is_aligned and "triton" in machine.libraries
     backends = Backends(impl, sdpa, has_fa3, is_fused, ())
     rows = _aligned_rows() if is_aligned else _rows(backends, model, execution, machine, cp_size)

@@ -1,32 +1,44 @@
-"""The kernels of a model that is built on a device (`patch.config.backends`), and flash-attn 3 in torch."""
+"""The kernels of a model that is built on a device (`patch.config.backends`): those that work there."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
 
-from patch.config.backends import Backends, choose_backends
+from patch.config.backends import Backends, SdpaKernel, choose_backends
 from patch.config.execution import Execution
 from patch.config.schema import ModelConfig
 from patch.device import MachineFacts
+from patch.distributed.collectives import all_gather_object
 from patch.logger import get_logger
+from patch.model.attention import CausalAttention
 
 _logger = get_logger(__name__)
 _CPU = MachineFacts(cuda_devices=0, cpu_cores=1)
 
 
 def backends_on(
-    device: torch.device, model: ModelConfig, execution: Execution, groups: ProcessGroupCollection
+    device: torch.device,
+    model: ModelConfig,
+    execution: Execution,
+    groups: ProcessGroupCollection,
+    upstream: TransformerConfig,
 ) -> Backends:
     """What serves a model on a device. It sets whether torch's FlashAttention is flash-attn 3's.
+
+    On a GPU a collective over the job: what fails on one rank is used by none.
 
     Args:
         device: of the weights.
         model: the model.
         execution: how it is computed.
         groups: megatron-core's process groups.
+        upstream: the model as megatron-core has it.
     """
     machine = MachineFacts.probe() if device.type == "cuda" else _CPU
     cp_size = groups.cp.size()
@@ -35,8 +47,57 @@ def backends_on(
         machine = dataclasses.replace(machine, libraries=machine.libraries - {"flash_attn_3"})
         backends = choose_backends(model, execution, machine, cp_size=cp_size)
     if machine.cuda_devices:
+        is_engine = backends.transformer_impl == "transformer_engine" and model.attention_backend != "local"
+        is_ring = cp_size > 1 and execution.cp_comm_type == "p2p"
+        tried = () if is_engine or is_ring else backends.sdpa  # others' kernels
+        own = faults_of(tried, upstream, model.seq_length, device)
+        faults = {kernel: why for found in all_gather_object(own) for kernel, why in found.items()}
+        for kernel, why in faults.items():
+            _logger.warning("attention by %s fails here, and is not used: %s", kernel, why)
+        backends = choose_backends(model, execution, machine, cp_size=cp_size, faulty=faults)
         _logger.info("kernels: %s", backends.line)
     return backends
+
+
+def faults_of(
+    kernels: Sequence[SdpaKernel], config: TransformerConfig, length: int, device: torch.device
+) -> dict[SdpaKernel, str]:
+    """The kernels that raise, forward and backward, at one sequence of a model, and what they say.
+
+    torch goes on to the next kernel only where it knows before that one cannot be used, not where cuDNN finds
+    no plan or a launch fails. Of each process: its own heads, all tokens.
+
+    Args:
+        kernels: to be tried; not math, which needs memory for all scores and is torch's own arithmetic.
+        config: of the model.
+        length: S, tokens of a sequence.
+        device: where.
+    """
+    found: dict[SdpaKernel, str] = {}
+    num_ranks = config.tensor_model_parallel_size * config.context_parallel_size
+    num_groups = config.num_query_groups or 1
+    counts = config.num_attention_heads, num_groups, num_groups
+    for kernel in kernels:
+        attend = CausalAttention(
+            config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self",
+            kernels=(kernel,),
+        )  # fmt: skip
+        try:
+            heads = [
+                torch.zeros(
+                    length, 1, max(1, count // num_ranks), config.kv_channels or 1,
+                    dtype=config.params_dtype, device=device, requires_grad=True,
+                )
+                for count in counts
+            ]  # fmt: skip
+            if kernel != "math":
+                attend(*heads, None).sum().backward()
+                torch.get_device_module(device).synchronize(device)
+        except torch.OutOfMemoryError:
+            pass  # of the whole run's memory nothing is known here
+        except RuntimeError as error:
+            found[kernel] = (str(error).strip().splitlines() or ["no reason"])[0]
+    return found
 
 
 def _use_flash_attention_3(is_wanted: bool) -> Exception | None:

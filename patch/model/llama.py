@@ -435,7 +435,7 @@ def build_llama_model(
     if aligned is None:
         aligned = frozenset(SOURCES) if model.precision_align is not None else frozenset()
     upstream = transformer_config(model, groups, execution, cuda=device.type == "cuda", aligned=aligned)
-    backends = backends_on(device, model, execution, groups)
+    backends = backends_on(device, model, execution, groups, upstream)
     upstream.attention_backend = _te_attention_backend(backends, model)
     fp8 = execution.fp8 if execution.precision == "fp8" and not upstream.fp8 else None
     stages = [

@@ -25,6 +25,7 @@ from patch.distributed.groups import initialize, shutdown
 from patch.distributed.worker_process import Reply, announce_end, failure
 from patch.errors import CheckpointError, ConfigError
 from patch.logger import configure_logging, get_logger
+from patch.optimizer.kernels import try_kernel
 from patch.plan import start_lines
 from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run, hold_store
@@ -80,10 +81,16 @@ def run(config: RunConfig) -> None:
 
 def _train(config: RunConfig) -> int:
     """Run from joining the job to leaving it; the exit code of this process."""
-    context = DeviceContext.select(int(os.environ["LOCAL_RANK"]))
+    local_rank = int(os.environ["LOCAL_RANK"])
+    context = DeviceContext.select(local_rank)
     compat.apply(context.is_cuda)
     groups = initialize(config, context)
     _compare_runs(config)
+    if context.is_cuda:
+        for is_turn in (local_rank == 0, local_rank != 0):  # the others find what the first has compiled
+            with all_or_none():
+                if is_turn:
+                    try_kernel(context.device)
     phases = PhaseClock()
     with guarding(config, phases, context.device), _locked_folder(config):
         for line in start_lines(config, cuda=context.is_cuda):

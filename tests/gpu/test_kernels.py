@@ -16,6 +16,7 @@ from patch.model.attention import CausalAttention
 from patch.model.backends import backends_on
 from patch.model.kernels import layer_kernels
 from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
+from patch.model.llama import transformer_config
 
 pytestmark = [
     pytest.mark.gpu,
@@ -106,7 +107,8 @@ def test_every_backend_attends_as_all_scores_do(
     try:
         for backend in (wish, "unfused"):
             model = dataclasses.replace(small_run().model, attention_backend=backend)
-            backends = backends_on(job.device, model, execution, groups)
+            upstream = transformer_config(model, groups, execution, cuda=True)
+            backends = backends_on(job.device, model, execution, groups, upstream)
             is_active = torch_attention.current_flash_attention_impl() == "FA3"
             assert is_active == backends.has_flash_attention_3
             attention = CausalAttention(

@@ -80,7 +80,7 @@ def check_compilers(settings: Settings) -> Iterator[Finding]:
     has_compiler = any(map(shutil.which, (os.environ.get("CXX", ""), "c++", "g++", "clang++")))
     import torch
 
-    from patch.optimizer.kernels import adam_kernel
+    from patch.optimizer.kernels import TRITON_CURE, adam_kernel
 
     kernel = type(adam_kernel(torch.device("cpu"))).__name__
     is_slow = kernel == "NumpyAdam"
@@ -89,8 +89,7 @@ def check_compilers(settings: Settings) -> Iterator[Finding]:
     if not settings.has_gpus:
         return
     if not (Path(sysconfig.get_paths()["include"]) / "Python.h").is_file() or not has_compiler:
-        cure = "install a C compiler and Python's headers (apt install gcc python3-dev)"
-        yield Finding("Triton's launchers", "broken", "no compiler, or no Python.h", cure)
+        yield Finding("Triton's launchers", "broken", "no compiler, or no Python.h", TRITON_CURE)
     for tool in ("nvcc", "ninja"):
         what = "found" if shutil.which(tool) else "missing: only builds of libraries need it"
         yield Finding(tool, "ok", what)

@@ -1,6 +1,14 @@
 """The Adam update, on the device where the states are; see README.md."""
 
-from patch.optimizer.kernels.dispatch import adam_kernel
+from patch.optimizer.kernels.dispatch import TRITON_CURE, adam_kernel, try_kernel
 from patch.optimizer.kernels.spec import AdamKernel, AdamScalars, AdamStates, UpdateItem
 
-__all__ = ["AdamKernel", "AdamScalars", "UpdateItem", "AdamStates", "adam_kernel"]
+__all__ = [
+    "TRITON_CURE",
+    "AdamKernel",
+    "AdamScalars",
+    "AdamStates",
+    "UpdateItem",
+    "adam_kernel",
+    "try_kernel",
+]

@@ -1,4 +1,4 @@
-"""Chooses the implementation of the update for a device."""
+"""Chooses the implementation of the update for a device, and tries it."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from functools import cache
 
 import torch
 
+from patch.errors import ConfigError
 from patch.logger import get_logger
 from patch.optimizer.kernels.build import BuildError
 from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
-from patch.optimizer.kernels.spec import AdamKernel
+from patch.optimizer.kernels.spec import AdamKernel, AdamScalars, AdamStates, UpdateItem
 
 _logger = get_logger(__name__)
+
+TRITON_CURE = "install a C compiler and Python's headers (apt install gcc python3-dev)"
+"""What a machine lacks where Triton cannot build the launcher of a kernel."""
 
 
 @cache
@@ -32,3 +36,18 @@ def adam_kernel(device: torch.device) -> AdamKernel:
             reason,
         )
         return NumpyAdam()
+
+
+def try_kernel(device: torch.device) -> None:
+    """Update a few numbers: Triton compiles its first kernel here, and not in the midst of a step.
+
+    Raises:
+        ConfigError: it cannot, with what the machine lacks.
+    """
+    try:
+        states = AdamStates(*torch.zeros(3, 16, device=device))
+        scalars = AdamScalars(lr=0.0, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, step=1)
+        adam_kernel(device).update([UpdateItem(torch.zeros(16, device=device), states, scalars)])
+    except Exception as error:  # noqa: BLE001 - whatever a compiler says, the cure is the same
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ConfigError(f"no kernel can be compiled for {device}: {reason}; {TRITON_CURE}") from error

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from patch.config import resolve_transformer_impl, user_message, validate_run
-from patch.config.backends import Backends, backends_of
+from patch.config.backends import Backends, backends_of, choose_backends
 from patch.device import GPU_LIBRARIES, MachineFacts, installed_libraries
 from patch.errors import ConfigError
 from patch.plan import describe_plan
@@ -50,6 +50,12 @@ def test_deterministic_mode_never_asks_for_cudnn(command, wish):
 
 def test_unfused_attention_has_all_scores(command):
     assert backends(command, FA3, "--attention-backend=unfused").sdpa == ("math",)
+
+
+def test_a_kernel_that_does_not_work_is_not_in_the_order_nor_in_the_table(command):
+    config = command.parse(PR="bf16").config
+    found = choose_backends(config.model, config.execution, GPUS, faulty=("cudnn",))
+    assert found.sdpa == ("flash", *LAST) and "cuDNN" not in found.line
 
 
 def test_the_position_chooses_between_flash_and_fused(command):

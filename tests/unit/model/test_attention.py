@@ -11,6 +11,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from patch.model import PackedSequences
 from patch.model.attention import CausalAttention
+from patch.model.backends import faults_of
 
 HEAD_SIZE = 12
 """No power of two, so that the scale is rounded."""
@@ -119,3 +120,14 @@ def test_positions_begin_again_at_each_border() -> None:
     assert packed.position_ids.flatten().tolist() == expected
     assert packed.lengths == [7, 1, 12, 4, 24] and packed.max_seqlen_q == packed.max_seqlen_kv == 24
     assert PackedSequences.of(None, torch.empty(2, 24), torch.device("cpu")) is None
+
+
+def test_kernels_that_raise_at_a_runs_shape_are_found_before_it_begins() -> None:
+    """On a CPU torch has one fused kernel; the others raise, instead of going on to the next."""
+    config = SimpleNamespace(
+        tensor_model_parallel_size=2, context_parallel_size=1, num_query_groups=2, num_attention_heads=8,
+        kv_channels=HEAD_SIZE, window_size=None, params_dtype=torch.bfloat16,
+    )  # fmt: skip
+    found = faults_of(("cudnn", "flash", "efficient", "math"), config, 33, torch.device("cpu"))
+    assert found.keys() == {"cudnn", "efficient"}
+    assert all("No viable backend" in why for why in found.values())

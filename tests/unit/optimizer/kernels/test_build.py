@@ -11,7 +11,8 @@ import pytest
 import torch
 from adam_cases import assert_equal, bits_after, make_items
 
-from patch.optimizer.kernels import adam_kernel, build, cpp_adam
+from patch.errors import ConfigError
+from patch.optimizer.kernels import TRITON_CURE, adam_kernel, build, cpp_adam, try_kernel
 from patch.optimizer.kernels.cpp_adam import CppAdam
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
@@ -123,3 +124,11 @@ def test_make_builds_ahead_and_survives_without_a_compiler(tmp_path):
     command = [sys.executable, "-S", tmp_path / "build.py"]
     done = subprocess.run(command, env={"PATH": ""}, capture_output=True, text=True, check=True, timeout=60)
     assert "NumPy will be used" in done.stderr
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine where no kernel of CUDA can run")
+def test_a_machine_that_cannot_compile_a_kernel_is_told_what_it_lacks() -> None:
+    try_kernel(torch.device("cpu"))
+    with pytest.raises(ConfigError, match=r"^no kernel can be compiled for cuda: .+; ") as told:
+        try_kernel(torch.device("cuda"))
+    assert str(told.value).endswith(TRITON_CURE)
