@@ -1,13 +1,16 @@
-"""For tests on a GPU: the end-to-end tests' small model and data, and a job of one process over NCCL."""
+"""For tests on a GPU: the end-to-end tests' small model and data, a job of one process over NCCL, figures."""
 
+import json
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from end_to_end.conftest import office
+from gpu.run import FIGURES
 from megatron.core import parallel_state
 
 from patch.device import DeviceContext
@@ -32,6 +35,18 @@ def no_groups_left() -> Iterator[None]:
     """A test that failed leaves nothing for the next one to stumble over."""
     yield
     parallel_state.destroy_model_parallel()
+
+
+@pytest.fixture
+def figure() -> Callable[[str, object], None]:
+    """Note a figure for the report of `make gpu-check`: its name, and its value with the unit."""
+
+    def note(name: str, value: object) -> None:
+        if os.environ.get(FIGURES):
+            with Path(os.environ[FIGURES]).open("a") as file:
+                file.write(json.dumps([name, str(value)]) + "\n")
+
+    return note
 
 
 @pytest.fixture

@@ -1,12 +1,15 @@
-"""One of two ranks over NCCL, which share a GPU where there is one: trains every layout, rank 0 tells.
+"""Ranks over NCCL, of which two share a GPU where there is but one: they train layouts, rank 0 tells.
 
-python tests/gpu/nccl_ranks.py RANK FOLDER
+python tests/gpu/nccl_ranks.py RANK RANKS FOLDER all-gpus|layouts
 """
 
 import hashlib
 import json
 import os
+import socket
+import subprocess
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,11 +21,13 @@ from packed_runs import PACKED, TalkReader
 from small_runs import small_run
 from training_runs import build_seeded_run
 
+from patch.checkpoint.host_copies import HostCopies
+from patch.checkpoint.save import start_save
 from patch.device import DeviceContext
-from patch.distributed.collectives import max_over_world
+from patch.distributed.collectives import all_gather_object, max_over_world
 from patch.distributed.registered_memory import RegisteredMemory
 from patch.distributed.zigzag import Zigzag
-from patch.training.run_state import Progress, resume, save
+from patch.training.run_state import Progress, resume, save, state_to_save
 from patch.training.setup import Run
 from patch.training.step import train_step
 
@@ -37,6 +42,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     )
 } | {
     "tensor": {"tp": 2, "sequence_parallel": True},
+    "tensor, half on the host": {"tp": 2, **STATIC},
     "tensor, overlap": {"tp": 2, "tp_comm_overlap": True},
     "tensor, overlap, SP": {"tp": 2, "tp_comm_overlap": True, "sequence_parallel": True},
     "pipeline": {"pp": 2},
@@ -95,8 +101,9 @@ def build(context: DeviceContext, **changes: Any) -> Run:
     own = {
         "global_batch_size": 8, "clip_grad": 0.5, "reduce_bucket_size": 40_000,
         "optimizer_offload_chunk_size": 9_999, "deterministic_mode": True, "distributed_timeout_minutes": 2,
+        "train_iters": STEPS,
     }  # fmt: skip
-    run = build_seeded_run(small_run(**own | changes | {"train_iters": STEPS}), context=context)
+    run = build_seeded_run(small_run(**own | changes), context=context)
     if run.config.data.packing:
         zigzag = Zigzag.of(run.groups.cp)
         run.train_reader = TalkReader(run.config, run.groups.dp.rank(), zigzag)  # type: ignore[assignment]
@@ -108,10 +115,22 @@ def steps_of(run: Run, steps: range) -> list[float]:
     return [max_over_world([train_step(run, step).loss], run.device)[0] for step in steps]
 
 
-def train(context: DeviceContext, **changes: Any) -> list:
+def train(context: DeviceContext, num_steps: int = STEPS, **changes: Any) -> list:
     """The losses of a few steps, and the digest of this rank's weights."""
+    run = build(context, train_iters=num_steps, **changes)
+    return [*steps_of(run, range(num_steps)), close(run)]
+
+
+def other_contexts(context: DeviceContext, folder: Path, **changes: Any) -> list[list[int]]:
+    """By rank: the other GPUs on which its process holds memory after a save in the background."""
     run = build(context, **changes)
-    return [*steps_of(run, range(STEPS)), close(run)]
+    steps_of(run, range(1))
+    sections, common = state_to_save(Progress(1, 1), run.stages, run.optimizer, "")
+    start_save(folder / "saved", 1, sections, common, HostCopies()).finish()
+    close(run)
+    others = range(torch.cuda.device_count()) if context.is_cuda else range(0)
+    own = [gpu for gpu in others if gpu != context.device.index and torch._C._cuda_hasPrimaryContext(gpu)]
+    return all_gather_object(own)
 
 
 def close(run: Run) -> str:
@@ -159,10 +178,29 @@ def run_short(context: DeviceContext, is_short: bool) -> list:
     return [*losses, close(run), moved > 0]
 
 
-def main(rank: int, folder: Path) -> None:
-    """Train; the first layout joins the other rank at MASTER_PORT, as a run does."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    context = DeviceContext.select(rank % max(1, torch.cuda.device_count()))
+def on_all_gpus(context: DeviceContext, num_ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    """What tells most, over all GPUs; each learns what "alike" learns, which is one replica a rank."""
+    batch = {"global_batch_size": 4 * num_ranks}
+    sharded = {"dp": num_ranks, "data_parallel_sharding": "gradients", **batch}
+    pairs = {"dp": num_ranks // 2, **batch}
+    layouts: dict[str, dict[str, Any]] = {
+        "alike": {"dp": num_ranks, "data_parallel_sharding": "none", **batch},
+        "two instances": {**sharded, "num_distributed_optimizer_instances": 2},
+        "tensor, half on the host": {"tp": 2, **pairs, **STATIC},
+        "context, ring": {"cp": 2, "cp_comm_type": "p2p", **pairs},
+        "alike in bf16": {**sharded, "precision": "bf16"},
+        "context, ring in bf16": {"cp": 2, "cp_comm_type": "p2p", **pairs, "precision": "bf16"},
+    }
+    return {
+        "40 steps": partial(train, context, 40, **sharded),
+        "40 steps, half on the host": partial(train, context, 40, **sharded, **STATIC),
+        "other contexts": partial(other_contexts, context, folder, **sharded, **STATIC),
+        **{name: partial(train, context, **changes) for name, changes in layouts.items()},
+    }
+
+
+def all_layouts(context: DeviceContext, num_ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    """Everything that two ranks can do."""
     parts: dict[str, Any] = {
         name: partial(train, context, **changes) for name, changes in (LAYOUTS | OTHERS).items()
     }
@@ -172,6 +210,14 @@ def main(rank: int, folder: Path) -> None:
             "enough memory": partial(run_short, context, False),
             "short": partial(run_short, context, True),
         }
+    return parts
+
+
+def main(rank: int, num_ranks: int, folder: Path, which: str) -> None:
+    """Train; the first layout joins the other ranks at MASTER_PORT, as a run does."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
+    context = DeviceContext.select(rank % max(1, torch.cuda.device_count()))
+    parts = {"all-gpus": on_all_gpus, "layouts": all_layouts}[which](context, num_ranks, folder)
     found = {name: part() for name, part in parts.items()}
     job = dist.distributed_c10d._get_default_group()
     found["the job"] = [os.environ.get("NCCL_ALGO"), job.bound_device_id]
@@ -180,5 +226,47 @@ def main(rank: int, folder: Path) -> None:
     dist.destroy_process_group()
 
 
+def is_possible() -> bool:
+    """Whether two ranks can meet here."""
+    devices = torch.cuda.device_count()
+    return devices > 1 or (devices == 1 and torch.cuda.nccl.version() >= (2, 30))
+
+
+def run_ranks(num_ranks: int, folder: Path, which: str, limit_s: float) -> dict[str, Any]:
+    """What rank 0 of so many processes found; for a test, in a process of its own.
+
+    Args:
+        num_ranks: processes; two share a GPU where there is but one.
+        folder: for their files.
+        which: of the parts, see above.
+        limit_s: of all together.
+    """
+    repository = Path(__file__).parents[2]
+    paths = os.pathsep.join([str(repository), str(repository / "tests"), os.environ.get("PYTHONPATH", "")])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    own = {
+        "PYTHONPATH": paths, "MASTER_PORT": port, "NCCL_MULTI_RANK_GPU_ENABLE": "1",
+        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as the launcher sets it
+    }  # fmt: skip
+    environment = {name: value for name, value in os.environ.items() if name != "NCCL_ALGO"} | own
+    command = [sys.executable, "-W", "ignore", __file__]
+    ranks = [
+        subprocess.Popen(
+            [*command, str(rank), str(num_ranks), str(folder), which],
+            env=environment, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(num_ranks)
+    ]  # fmt: skip
+    try:
+        said = [rank.communicate(timeout=limit_s)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert all(rank.returncode == 0 for rank in ranks), "\n".join(said)
+    return json.loads((folder / "found.json").read_text())
+
+
 if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]))
+    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])

@@ -3,26 +3,11 @@
 On one GPU both share it, which NCCL 2.30 can: LD_PRELOAD its libnccl.so.2 where torch brings an older one.
 """
 
-import json
-import os
-import socket
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-from gpu.nccl_ranks import FP8, LAYOUTS, LEVELS, OTHERS, RESUMED, STEPS
+from gpu.nccl_ranks import FP8, LAYOUTS, LEVELS, OTHERS, RESUMED, STEPS, is_possible, run_ranks
 
-REPOSITORY = Path(__file__).parents[2]
 FP8_BOUND = 0.05
 """On losses near 5.6 over five steps; tensor parallelism scales and sums other parts."""
-
-
-def is_possible() -> bool:
-    """Whether two ranks can meet here."""
-    devices = torch.cuda.device_count()
-    return devices > 1 or (devices == 1 and torch.cuda.nccl.version() >= (2, 30))
 
 
 pytestmark = [
@@ -33,30 +18,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list]:
-    folder = tmp_path_factory.mktemp("nccl")
-    paths = os.pathsep.join([str(REPOSITORY), str(REPOSITORY / "tests"), os.environ.get("PYTHONPATH", "")])
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    own = {
-        "PYTHONPATH": paths, "MASTER_PORT": port, "NCCL_MULTI_RANK_GPU_ENABLE": "1",
-        "PYTORCH_ALLOC_CONF": "expandable_segments:True",  # as the launcher sets it
-    }  # fmt: skip
-    environment = {name: value for name, value in os.environ.items() if name != "NCCL_ALGO"} | own
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", REPOSITORY / "tests/gpu/nccl_ranks.py", str(rank), folder],
-            env=environment, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        said = [rank.communicate(timeout=260)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(said)
-    return json.loads((folder / "found.json").read_text())
+    return run_ranks(2, tmp_path_factory.mktemp("nccl"), "layouts", 260)
 
 
 @pytest.mark.parametrize("level", LEVELS)

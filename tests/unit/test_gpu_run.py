@@ -1,0 +1,81 @@
+"""tests/gpu/run.py with files of a test: what counts as a pass, the time limit, going on, the report."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from gpu import run, test_layer
+from training_runs import CPU as CPU_CONTEXT
+
+from patch.device import MachineFacts
+
+FILES = {
+    "test_good.py": "def test_it(): print('fine')",
+    "test_bad.py": "def test_it(): assert 0",
+    "test_skipped.py": "pytestmark.append(pytest.mark.skip(reason='no device'))\ndef test_it(): ...",
+    "test_slow.py": "import time\ndef test_it(): time.sleep(60)",
+}
+HEAD = '"""About {0}."""\nimport pytest\npytestmark = [pytest.mark.gpu]\n'
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(HEAD.format(name) + text + "\n")
+    return tmp_path
+
+
+def verdicts(folder: Path, *names: str, limit: float = 30.0, before: dict | None = None) -> dict[str, str]:
+    outcomes = run.check(names, folder, limit, folder, before or {})
+    (folder / run.RESULTS).write_text(json.dumps([outcome._asdict() for outcome in outcomes]))
+    return {outcome.file: outcome.verdict for outcome in outcomes}
+
+
+def test_failures_and_time_are_told_and_a_second_call_goes_on(folder: Path) -> None:
+    names = ("test_good.py", "test_bad.py", "test_skipped.py")
+    assert verdicts(folder, *names) == dict(zip(names, ("passed", "FAILED", "skipped"), strict=True))
+    (folder / "test_good.py").write_text("assert False, 'it has passed and is not run again'")
+    (folder / "test_bad.py").write_text(HEAD.format("") + FILES["test_good.py"])
+    before = run.passed_before(folder / run.RESULTS)
+    assert before.keys() == {"test_good.py"}
+    found = verdicts(folder, *names, before=before)
+    assert found == dict(zip(names, ("passed", "passed", "skipped"), strict=True))
+    assert verdicts(folder, "test_slow.py", limit=2.0) == {"test_slow.py": "FAILED"}
+    assert verdicts(folder, "test_slow.py", limit=0.0) == {"test_slow.py": "not begun"}
+
+
+def test_nothing_that_ran_is_a_failure(folder: Path, capsys: pytest.CaptureFixture) -> None:
+    skipped = run.check(["test_skipped.py"], folder, 30.0, folder, {})
+    assert skipped[0].is_good and run.exit_code(skipped) == 1
+    assert "no test ran" in capsys.readouterr().out
+    good = run.Outcome("test_good.py", 0, 1.0, "1 passed in 1 s", [["a", "2 ms"]])
+    assert run.exit_code([good, *skipped]) == 0
+    assert run.exit_code([good, run.Outcome("x", None, 0.0, "", [])]) == 1
+    text = run.report([good, *skipped], ["- GPUs: none"])
+    assert "| a | 2 ms | test_good.py |" in text and "| test_skipped.py | skipped |" in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_a_machine_without_a_gpu_fails_and_says_so() -> None:
+    command = [sys.executable, str(Path(run.__file__))]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 1 and "FAILED, nothing ran" in done.stdout
+    assert not MachineFacts.probe().cuda_devices
+
+
+def test_every_file_has_an_estimate_and_a_subject() -> None:
+    there = {file.name: run.subject(file) for file in run.HERE.glob("test_*.py")}
+    assert there.keys() == run.SECONDS.keys() and all(there.values())
+    assert run.in_order([*there])[:3] == list(run.FIRST)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_what_an_8b_layer_is_asked_runs() -> None:
+    figures = []
+    test_layer.compare_attention(CPU_CONTEXT, lambda *pair: figures.append(pair), **test_layer.SMALL)
+    assert len(figures) == len(test_layer.WISHES)
