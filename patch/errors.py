@@ -5,6 +5,7 @@ A message says what failed, what was got and what was expected; `field` names th
 """
 
 import difflib
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -65,6 +66,19 @@ def about(field: str) -> Iterator[None]:
     except PatchError as error:
         error.field = error.field or field
         raise
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxstring = _SHORT.maxother = 200
+_SHORT.maxlevel = 3
+
+
+def shown(value: object) -> str:
+    """A wrong value for a message, which has no more than a few hundred characters of it."""
+    try:
+        return _SHORT.repr(value)
+    except ValueError:  # as `repr` for such a number
+        return "a number of thousands of digits"
 
 
 def nearest(name: str, known: list[str], likeness: float = 0.6) -> str:

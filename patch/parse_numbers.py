@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 import re
 
+_LARGEST = 2**63 - 1
+"""Of whole numbers. Larger ones are no size of a tensor, and some of them no float."""
+
 
 def to_int(value: object) -> int | None:
-    """An int, or text such as 12 or 5e8 that is integral; None for everything else."""
+    """An int of 64 bits, or text such as 12 or 5e8 that is one; None for everything else."""
+    number = None
     if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+", value):
-        return int(value)
-    number = to_float(value)
-    return int(number) if number is not None and number.is_integer() else None
+        number = value
+    elif isinstance(value, str) and re.fullmatch(r"[+-]?\d{1,99}", value):
+        number = int(value)
+    elif (real := to_float(value)) is not None and real.is_integer():
+        number = int(real)
+    return number if number is not None and abs(number) <= _LARGEST else None
 
 
 def to_float(value: object) -> float | None:
@@ -22,6 +27,6 @@ def to_float(value: object) -> float | None:
         return None
     try:
         number = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):  # the latter for a whole number above all floats
         return None
     return number if math.isfinite(number) else None

@@ -22,7 +22,7 @@ def main(argv: list[str]) -> int:
 
     with compat.quick_start():
         from patch.alignment import verify
-    from patch.errors import PatchError
+    from patch.errors import CheckpointError, PatchError
     from patch.logger import configure_logging
 
     configure_logging()
@@ -34,6 +34,9 @@ def main(argv: list[str]) -> int:
     except PatchError as error:
         print(f"ERROR {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:  # such as a name that is too long
+        print(f"ERROR {error}", file=sys.stderr)
+        return CheckpointError.exit_code
     print("\n".join([*report.table(), report.verdict.text]))
     if options.json is not None:
         report.write(options.json)

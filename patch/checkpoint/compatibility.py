@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import PurePath
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from patch.errors import CheckpointError, nearest
 from patch.storage.places import AnyPath, file_sizes
+from patch.storage.text_files import read_json
 
 _NAMED = 5
 
@@ -65,8 +65,8 @@ def check_files(folder: AnyPath, index: Metadata) -> None:
 def _check_description(path: AnyPath) -> None:
     """Check metadata.json before upstream reads it in the middle of a load; only torch_dist is accepted."""
     try:
-        backend = json.loads(path.read_bytes())["sharded_backend"]
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        backend = read_json(path)["sharded_backend"]
+    except (OSError, ValueError, LookupError, TypeError) as error:
         raise CheckpointError(f"{path} cannot be read: {error}; take another checkpoint") from error
     if backend != "torch_dist":
         raise CheckpointError(f"{path} says sharded_backend {backend!r:.60}, expected 'torch_dist'")

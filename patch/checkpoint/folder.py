@@ -30,6 +30,7 @@ from patch.storage.names import (
     is_complete,
     is_legacy,
     is_released,
+    iteration_in,
     iteration_name,
     lacking_files,
     newest_of,
@@ -161,8 +162,9 @@ def _legacy_folder(root: AnyPath) -> AnyPath:
     """The legacy checkpoint that the tracker names; the first one if the tracker names none."""
     tracked = read_tracker(root) or ""
     names = sorted({path.parent.name for path in root.glob("*/mp_rank_*")})
-    tracked_name = iteration_name(int(tracked)) if tracked.isdecimal() else tracked
-    if tracked.isdecimal() or tracked == RELEASE:
+    iteration = iteration_in(tracked)
+    if iteration is not None or tracked == RELEASE:
+        tracked_name = tracked if iteration is None else iteration_name(iteration)
         names = [name for name in names if name == tracked_name]
     if names:
         return root / names[0]
@@ -178,7 +180,7 @@ def _newest_first(root: AnyPath, iterations: list[int], cure: str, field: str) -
         cure: what a user can do if there are only remains of checkpoints.
         field: the configuration field that names the folder.
     """
-    tracked, newest = _tracked_iteration(root), newest_of(root, iterations)
+    tracked, newest = iteration_in(read_tracker(root)), newest_of(root, iterations)
     if newest is None:
         _refuse_remains(root, cure, field)
     elif tracked in iterations and newest != tracked:
@@ -295,10 +297,3 @@ def publish(target: AnyPath) -> None:
             "and start again: a resume goes on from this checkpoint",
             field="output_path",
         ) from error
-
-
-def _tracked_iteration(root: AnyPath) -> int | None:
-    try:
-        return int(read_tracker(root) or "")
-    except ValueError:
-        return None

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import yaml
-
 from patch.checkpoint.manifest import read_manifest
 from patch.checkpoint.stored import Reader, StoredTensor, is_legacy_checkpoint, open_stored
 from patch.config.checkpoint_places import hint_of_store
@@ -29,11 +27,13 @@ from patch.storage.names import (
     all_iterations,
     complete_iterations,
     find_checkpoint_root,
+    iteration_in,
     iteration_name,
     newest_of,
     read_tracker,
 )
 from patch.storage.places import AnyPath, file_sizes, file_stats, subfolders
+from patch.storage.text_files import parse_yaml
 
 _GROUPS = {"optimizer": "optimizer states", "random": "random states", "rng_state": "random states"}
 """First part of a name -> group; everything else is weights."""
@@ -135,7 +135,7 @@ def find_stored(load: AnyPath) -> AnyPath:
         return load.resolve() if isinstance(load, Path) else load
     root = find_checkpoint_root(load)
     tracked = read_tracker(root) or ""
-    newest = newest_of(root, all_iterations(root)) if tracked.isdecimal() else None
+    newest = newest_of(root, all_iterations(root)) if iteration_in(tracked) is not None else None
     named = root / (tracked if newest is None else iteration_name(newest))
     if tracked and named.is_dir():
         return named
@@ -229,8 +229,8 @@ def _model_of(folder: AnyPath, common: dict[str, Any]) -> tuple[dict[str, Any], 
     """The model's fields, and the whole configuration of the run; empty where they are not known."""
     text = common.get("config")
     try:
-        config = yaml.safe_load(text) if isinstance(text, str) else None
-    except (yaml.YAMLError, ValueError, AttributeError, RecursionError):
+        config = parse_yaml(text) if isinstance(text, str) else None
+    except ValueError:
         config = None
     if isinstance(config, dict) and isinstance(config.get("model"), dict):
         return config["model"], config

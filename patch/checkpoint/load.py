@@ -6,6 +6,7 @@ size is checked before. The loading run may have any layout (TP, PP, DP).
 
 from __future__ import annotations
 
+import io
 import pickle
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -32,10 +33,12 @@ from patch.distributed.collectives import all_gather_object
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.names import COMMON_FILE, METADATA_FILE, METADATA_JSON_FILE
-from patch.storage.places import AnyPath, whole_file
+from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
+from patch.storage.text_files import read_small
 
 _logger = get_logger(__name__)
+_MOST_COMMON_BYTES = 1 << 30
 
 
 def load_checkpoint(
@@ -137,7 +140,7 @@ def _for_upstream(folder: AnyPath) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as local:
         for name in (COMMON_FILE, METADATA_JSON_FILE):
             if (folder / name).is_file():
-                (Path(local) / name).write_bytes((folder / name).read_bytes())
+                (Path(local) / name).write_bytes(read_small(folder / name, _MOST_COMMON_BYTES))
         yield Path(local)
 
 
@@ -173,7 +176,7 @@ def read_common(root: AnyPath, iteration: int) -> dict[str, Any]:
     """
     path = iteration_folder(root, iteration) / COMMON_FILE
     try:
-        common = load_plain(whole_file(path), map_location="cpu")
+        common = load_plain(io.BytesIO(read_small(path, _MOST_COMMON_BYTES)), map_location="cpu")
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: there is no complete checkpoint") from error
     except pickle.UnpicklingError as error:

@@ -18,11 +18,13 @@ import torch.distributed as dist
 from patch.device import same_device
 from patch.distributed.collectives import all_gather_object, fail_together, from_rank_0
 from patch.errors import CheckpointError
+from patch.parse_numbers import to_int
 from patch.storage.atomic import sync
 from patch.storage.checksums import Content, difference, from_json, to_json
 from patch.storage.names import CHECKSUMS_FILE, iteration_name
 from patch.storage.places import AnyPath, file_sizes
 from patch.storage.remote import RemotePath
+from patch.storage.text_files import parse_json, read_small
 
 _PREFIX = "iter_"
 _OWN = "crc32"
@@ -80,7 +82,7 @@ def damage(folder: AnyPath) -> str | None:
 def _writer(name: str) -> int:
     """The rank that wrote a file."""
     match = re.match(r"__(\d+)_", name)
-    return int(match[1]) if match else 0
+    return to_int(match[1]) or 0 if match else 0
 
 
 def _text(manifest: dict[str, Any]) -> bytes:
@@ -108,8 +110,8 @@ def read_manifest(folder: AnyPath) -> dict[str, Content] | str | None:
     """
     path = folder / CHECKSUMS_FILE
     try:
-        text = path.read_bytes()
-        manifest = json.loads(text.decode("ascii"))
+        text = read_small(path)
+        manifest = parse_json(text)
         own = manifest.pop(_OWN, "missing")
         files = from_json(manifest["files"])
         iteration = int(manifest["iteration"])
@@ -119,10 +121,12 @@ def read_manifest(folder: AnyPath) -> dict[str, Content] | str | None:
         if isinstance(path, RemotePath):
             raise
         return f"{path} cannot be read: {error.strerror}"
-    except (ValueError, LookupError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         return f"{path} is no list of checksums: {type(error).__name__}"
     if text != _text({**manifest, _OWN: _own_checksum(manifest)}):
         return f"{path} has CRC-32 {_own_checksum(manifest)}, expected {own}"
+    if not files:
+        return f"{path} lists no files"
     if any(Path(name).name != name or not name.isprintable() for name in files):
         return f"{path} names a file outside of its folder"
     if folder.name.startswith(_PREFIX) and folder.name != iteration_name(iteration):

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.futures import Future
 
 from patch.checkpoint.records import WINDOW_BYTES, read_header, read_region, reading_errors
-from patch.storage.places import AnyPath
+from patch.storage.places import AnyPath, open_to_read
 
 
 class WindowReader(FileSystemReader):
@@ -49,7 +49,7 @@ class WindowReader(FileSystemReader):
         for name, items in sorted(by_file.items()):
             items.sort(key=lambda item: self.storage_data[item.storage_index].offset)
             path = self._folder / name
-            with path.open("rb") as stream:
+            with open_to_read(path) as stream:
                 self._read_file(path, stream, items, planner, buffer)
         done: Future[None] = Future()
         done.set_result(None)

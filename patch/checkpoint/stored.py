@@ -22,7 +22,7 @@ from patch.compat.torch_checkpoint import StorageInfo
 from patch.compat.unpickle import load_tensors, read_metadata
 from patch.errors import CheckpointError
 from patch.storage.names import COMMON_FILE, METADATA_FILE
-from patch.storage.places import AnyPath, local_file
+from patch.storage.places import AnyPath, local_file, open_to_read
 from patch.storage.remote import RemotePath
 
 LEGACY_FILE = "model_optim_rng.pt"
@@ -156,11 +156,11 @@ class TorchDistReader:
     def _opened(self, path: AnyPath) -> Iterator[IO[bytes]]:
         """A file; that of a store stays open until another one is read, with what was read ahead of it."""
         if isinstance(path, Path):
-            with path.open("rb") as stream:
+            with open_to_read(path) as stream:
                 yield stream
             return
         if self._remote is None or self._remote[0] != path:
-            self._remote = path, path.open("rb")
+            self._remote = path, open_to_read(path)
         yield self._remote[1]
 
 

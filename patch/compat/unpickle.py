@@ -36,9 +36,11 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from patch.errors import CheckpointError
 from patch.storage.places import AnyPath
+from patch.storage.text_files import read_small
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _PLANNER = "torch.distributed.checkpoint.planner"
+_MOST_METADATA_BYTES = 1 << 32
 _MEMO_PUTS = ("PUT", "BINPUT", "LONG_BINPUT")
 
 ALLOWED = frozenset(
@@ -68,15 +70,14 @@ ALLOWED = frozenset(
 which torch's writer records as a Path (Python 3.13 moved that class)."""
 
 
-def _check_memo_size(stream: IO[bytes]) -> io.BytesIO:
-    """The rest of a stream, after a check that its pickle needs no more memo entries than it has bytes.
+def _check_memo_size(contents: bytes) -> io.BytesIO:
+    """A pickle as a stream, after a check that it needs no more memo entries than it has bytes.
 
     The unpickler in C allocates the memo that a pickle asks for: 64 GB for 2**32 entries.
 
     Raises:
         ValueError: the pickle is truncated, or its memo is larger than that.
     """
-    contents = stream.read()
     for opcode, argument, _ in pickletools.genops(contents):
         if opcode.name in _MEMO_PUTS and cast(int, argument) > len(contents):
             raise ValueError(f"it uses memo entry {argument}, but has only {len(contents)} bytes")
@@ -122,8 +123,8 @@ def read_metadata(path: AnyPath) -> metadata.Metadata:
         CheckpointError: it is missing, truncated, or contains anything that is not an index.
     """
     try:
-        with path.open("rb") as stream:
-            index = _MetadataUnpickler(_check_memo_size(stream)).load()
+        contents = read_small(path, _MOST_METADATA_BYTES)
+        index = _MetadataUnpickler(_check_memo_size(contents)).load()
     except FileNotFoundError as error:
         raise CheckpointError(f"{path} is missing: the checkpoint is not complete") from error
     except Exception as error:  # noqa: BLE001 - hostile bytes can make the unpickler raise anything
@@ -184,7 +185,7 @@ class _InertUnpickler(pickle.Unpickler):
     """Loads tensors, and _Inert for other objects. torch.load passes it the pickle of a zip file."""
 
     def __init__(self, stream: IO[bytes], **options: Any) -> None:
-        super().__init__(_check_memo_size(stream), **options)
+        super().__init__(_check_memo_size(stream.read()), **options)
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _TENSORS:

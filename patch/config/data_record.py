@@ -24,6 +24,7 @@ from patch.errors import CheckpointError, ConfigError
 from patch.storage.atomic import write_atomically
 from patch.storage.names import DATA_RECORD_FILE, TOKENIZER_FILES
 from patch.storage.places import AnyPath
+from patch.storage.text_files import read_json
 
 _END_BYTES = 2**20
 _PIECE_BYTES = 2**14
@@ -81,7 +82,7 @@ class DataRecord:
         """
         path = output / DATA_RECORD_FILE
         try:
-            values = json.loads(path.read_bytes())
+            values = read_json(path)
             sets = tuple(SetRecord(**one) for one in values.pop("sets"))
             where, value = values.pop("chat_template")
             return cls(chat_template=(where, value), sets=sets, **values)
@@ -169,7 +170,7 @@ def _chat_template(config: RunConfig) -> tuple[str, str]:
     if file.is_file():
         return TEXT, _hash(file.read_text(errors="replace"))
     with suppress(OSError, ValueError, AttributeError):  # what is damaged, the tokenizer's reader says
-        text = json.loads((folder / "tokenizer_config.json").read_bytes()).get("chat_template")
+        text = read_json(folder / "tokenizer_config.json").get("chat_template")
         if text is not None:
             return TEXT, _hash(text)
     return NONE, ""

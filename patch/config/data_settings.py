@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from os.path import isfile
 from typing import Any, NamedTuple
 
 from patch.config.data_spec import parse_data
@@ -81,9 +81,9 @@ def read_data_settings(
 def _is_indexed(text: str) -> bool:
     parts = parse_data(text, "train_data_path")
     for path in (part.path for part in parts):
-        if path.endswith((".bin", ".idx")) and Path(f"{path[:-4]}.idx").is_file():
+        if path.endswith((".bin", ".idx")) and isfile(f"{path[:-4]}.idx"):
             raise ConfigError(
                 f"got {path}, expected the path of .bin and .idx without the ending, that is {path[:-4]}",
                 field="train_data_path",
             )
-    return all(Path(f"{part.path}.idx").is_file() for part in parts)
+    return all(isfile(f"{part.path}.idx") for part in parts)

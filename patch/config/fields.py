@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 from patch.config.flag_field import Bounds
 from patch.config.schema import RunConfig
 from patch.config.unsupported import is_built
-from patch.errors import ConfigError, nearest
+from patch.errors import ConfigError, nearest, shown
 from patch.parse_numbers import to_float, to_int
 
 SECTIONS: dict[str, type] = typing.get_type_hints(RunConfig)
@@ -143,11 +143,12 @@ def _to_str(value: object) -> str | None:
 def _to_pair(value: object) -> tuple[int, int] | None:
     """Two numbers in text such as `4095,0`."""
     match = re.fullmatch(r"(\d+),(\d+)", value) if isinstance(value, str) else None
-    return (int(match[1]), int(match[2])) if match else None
+    left, right = (to_int(match[1]), to_int(match[2])) if match else (None, None)
+    return None if left is None or right is None else (left, right)
 
 
 _CONVERSIONS: Mapping[type, tuple[Callable[[object], Any], str]] = {
-    int: (to_int, "a whole number (5e8 is one)"),
+    int: (to_int, "a whole number of 64 bits (5e8 is one)"),
     float: (to_float, "a finite number"),
     bool: (_to_bool, "true or false"),
     str: (_to_str, "a text that is not empty"),
@@ -170,7 +171,7 @@ def coerce(field: Field, scalar: object, origin: str) -> Any:
     is_none = field.kind in (tuple, float, bool) and scalar == field.none
     converted = field.none if is_none else convert(scalar)
     if converted is None:
-        raise ConfigError(f"{origin}: got {scalar!r}, expected {expected}")
+        raise ConfigError(f"{origin}: got {shown(scalar)}, expected {expected}")
     if field.words:
         assert isinstance(converted, str)
         built = [word for word, value in field.words.items() if is_built(field.name, value)]
@@ -195,4 +196,4 @@ def check_choice(
     if value not in choices:
         offered = list(choices if offered is None else offered)
         hint = nearest(value, offered)
-        raise ConfigError(f"{origin}: got {value!r}, expected one of {', '.join(offered)}{hint}")
+        raise ConfigError(f"{origin}: got {shown(value)}, expected one of {', '.join(offered)}{hint}")

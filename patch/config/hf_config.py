@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from patch.errors import ConfigError
 from patch.families import ConfigReader, read_config
 from patch.storage.names import TRACKER
-from patch.storage.text_files import read_text
+from patch.storage.text_files import read_json
 
 
 def has_hf_config(path: str | Path) -> bool:
@@ -49,12 +48,12 @@ def refuse_original_form(values: Mapping[str, Any]) -> None:
 
 def _read_json(file: Path) -> Mapping[str, Any]:
     try:
-        values = json.loads(read_text(file))
+        values = read_json(file)
     except OSError as error:
         raise ConfigError(
             f"{file}: cannot be read: {error.strerror}; expected a Hugging Face folder"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ConfigError(f"{file}: malformed JSON: {error}") from error
     if not isinstance(values, dict):
         raise ConfigError(f"{file}: got a JSON {type(values).__name__}, expected an object")

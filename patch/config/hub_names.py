@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
+from collections.abc import Mapping
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from patch.config.checkpoint_places import begun_root
 from patch.config.data_spec import SPLITS, format_data, parse_data
 from patch.config.file_rules import check_data
 from patch.config.schema import RunConfig
-from patch.errors import ConfigError, DataError, nearest
+from patch.errors import ConfigError, DataError, nearest, shown
 from patch.storage.hub import (
     HubName,
     data_files,
@@ -33,9 +34,12 @@ from patch.storage.hub import (
     snapshot_name,
 )
 from patch.storage.names import CONFIG_FILE
+from patch.storage.remote import is_url
 
 _SPLITS_OF = {"train_data_path": ("training",), "valid_data_path": ("validation", "test")}
 """The splits of a data set that a position means, the first of them that is there."""
+_LONGEST_PATH = 3800
+"""Bytes of a folder's path; Linux allows 4095 with what is in it."""
 _SHARD = re.compile(r"([-_.]?\d+(-of-\d+)?(-[0-9a-f]{16})?)?(\.[a-z]+){1,2}$", re.IGNORECASE)
 """The number of a file among those of one set, and its endings."""
 
@@ -46,8 +50,10 @@ def take_models(merged: dict[str, Any]) -> None:
     Args:
         merged: fields of the configuration; changed in place.
     Raises:
-        ConfigError: see `fetch_model`; or a folder here has the name of the organisation.
+        ConfigError: see `fetch_model`; or a folder here has the name of the organisation, or no file system
+            can have a file of such a name.
     """
+    _refuse_what_is_no_path(merged)
     output = merged.get("output_path")
     for field, fetch in (("load", _without_weights), ("tokenizer_name_or_path", fetch_tokenizer)):
         text = merged.get(field)
@@ -62,6 +68,19 @@ def take_models(merged: dict[str, Any]) -> None:
             )
         if (name := hub_name(text, "model")) is not None:
             merged[field] = str(fetch(_pinned(name, output), field=field))
+
+
+def _refuse_what_is_no_path(merged: Mapping[str, Any]) -> None:
+    """Refuse names that would make every look at a file fail."""
+    for field in ("load", "tokenizer_name_or_path", "output_path", "log_dir", "stop_file"):
+        text = merged.get(field) or ""
+        try:
+            path = os.fsencode(text if is_url(text) else os.path.abspath(text))
+        except ValueError:  # half a character
+            path = b"\0"
+        if b"\0" in path or len(path) > _LONGEST_PATH or any(len(part) > 255 for part in path.split(b"/")):
+            expected = f"a path of at most {_LONGEST_PATH} bytes, at most 255 from slash to slash"
+            raise ConfigError(f"got {shown(text)}, expected {expected}", field=field)
 
 
 def fetch_from_hub(config: RunConfig, *, weights: bool) -> RunConfig:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from patch.config.choices import AttentionBackend, CudaGraphImpl, HfAttention, RopeScaling, TransformerImpl
 from patch.config.flag_field import flag
+from patch.families import MOST_LAYERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -13,7 +14,7 @@ class ModelConfig:
     """The shape of a LLaMA-family model. Source of the names: Megatron-LM's arguments."""
 
     model_size: str = flag("a preset's name, or auto: the shape is read from --load's config.json", "auto")
-    num_layers: int = flag("transformer layers", at_least=1)
+    num_layers: int = flag("transformer layers", at_least=1, at_most=MOST_LAYERS)
     hidden_size: int = flag("width of the residual stream", at_least=1)
     ffn_hidden_size: int = flag("width of the gated MLP", at_least=1)
     num_attention_heads: int = flag("query heads", at_least=1)

@@ -13,7 +13,7 @@ from patch.config.fields import FIELDS, check_choice, coerce
 from patch.config.presets import MODEL_SIZES
 from patch.config.schema import RunConfig
 from patch.config.unsupported import is_built
-from patch.errors import ConfigError, PatchError, nearest
+from patch.errors import ConfigError, PatchError, nearest, shown
 from patch.parse_numbers import to_float, to_int
 
 INT, FLOAT, PATH = "int", "float", "path"
@@ -222,7 +222,7 @@ def _parse(index: int, position: Position, text: str) -> Any:
     if value is None or (may_be_none and text in ("None", "NONE", "null")):
         path = "a path, or none" if may_be_none else "a path"
         expected = {INT: "a whole number", FLOAT: "a finite number", PATH: path}[position.kind]
-        raise ConfigError(f"{origin}: got {text!r}, expected {expected}")
+        raise ConfigError(f"{origin}: got {shown(text)}, expected {expected}")
     return value
 
 

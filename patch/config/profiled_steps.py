@@ -7,6 +7,7 @@ import re
 from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
+from patch.parse_numbers import to_int
 
 
 def profiled_steps(text: str | None) -> range | None:
@@ -16,8 +17,8 @@ def profiled_steps(text: str | None) -> range | None:
         text: the value of --profile.
     """
     found = re.fullmatch(r"(\d+):(\d+)", text or "")
-    first, last = (int(found[1]), int(found[2])) if found else (0, 0)
-    return range(first, last + 1) if 1 <= first <= last else None
+    first, last = (to_int(found[1]), to_int(found[2])) if found else (0, 0)
+    return range(first, last + 1) if first and last and first <= last else None
 
 
 def profile_names_steps(config: RunConfig, machine: MachineFacts) -> None:

@@ -174,7 +174,7 @@ class TrainingConfig:
     """Batch size, precision, length of the run, and what is recomputed to save memory."""
 
     micro_batch_size: int = flag("samples of one forward on one data-parallel rank", at_least=1)
-    global_batch_size: int = flag("samples of one optimizer step over all ranks", at_least=1)
+    global_batch_size: int = flag("samples of one optimizer step over all ranks", at_least=1, at_most=10**6)
     train_iters: int = flag(
         "optimizer steps of the whole run; 0: as many as --train-epochs needs", at_least=0
     )

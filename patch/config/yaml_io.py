@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,24 +12,9 @@ import yaml
 
 from patch.config.fields import FIELDS, SECTIONS, assemble, coerce, missing, scalar_of
 from patch.config.schema import RunConfig
-from patch.errors import ConfigError, nearest
+from patch.errors import ConfigError, nearest, shown
 from patch.storage.places import AnyPath
-from patch.storage.text_files import read_text
-
-
-class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader, with the place of a value that contradicts its tag, such as `!!bool x`."""
-
-    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
-        try:
-            return super().construct_object(node, deep)
-        except (ValueError, AttributeError, LookupError) as error:
-            # What PyYAML's own constructors raise: ValueError for a date such as 2026-99-99, KeyError for
-            # `!!bool x`, AttributeError and IndexError for other tags.
-            kind = node.tag.replace("tag:yaml.org,2002:", "!!")
-            raise yaml.constructor.ConstructorError(
-                problem=f"got {node.value!r}, expected a value of {kind}", problem_mark=node.start_mark
-            ) from error
+from patch.storage.text_files import parse_yaml, read_small, read_text
 
 
 def to_yaml(config: RunConfig) -> str:
@@ -46,7 +33,10 @@ def read_yaml(file: str | Path) -> dict[str, Any]:
         ConfigError: the file cannot be read, is malformed (the message has the line), or has an unknown
             section, key or value.
     """
-    return _parse(_read(Path(file), f"--config {file}"), str(file))
+    origin = f"--config {file}"
+    with _errors(origin):
+        text = read_text(Path(file))
+    return _parse(text, str(file))
 
 
 def read_run(file: AnyPath) -> RunConfig:
@@ -55,40 +45,43 @@ def read_run(file: AnyPath) -> RunConfig:
     Raises:
         ConfigError: see `read_yaml`; or a field without a default is missing.
     """
-    values = _parse(_read(file, str(file)), str(file))
+    with _errors(str(file)):
+        text = read_small(file).decode()
+    values = _parse(text, str(file))
     if lacking := missing(values):
         raise ConfigError(f"{file}: lacks {', '.join(lacking)}, expected a whole run as config.yaml keeps it")
     return assemble(values)
 
 
-def _read(file: AnyPath, origin: str) -> str:
+@contextmanager
+def _errors(origin: str) -> Iterator[None]:
     try:
-        return read_text(file)
+        yield
     except (OSError, ValueError) as error:
         raise ConfigError(f"{origin}: cannot be read: {error}") from error
 
 
 def _parse(text: str, origin: str) -> dict[str, Any]:
     try:
-        sections = yaml.load(text, _Loader) or {}
-    except (yaml.YAMLError, RecursionError) as error:  # the latter for deeply nested brackets
+        sections = parse_yaml(text) or {}
+    except ValueError as error:
         raise ConfigError(f"{origin}: malformed YAML: {error}") from error
     fields: dict[str, Any] = {}
     for section, values in _mapping(sections, origin).items():
         if section not in SECTIONS:
             raise ConfigError(
-                f"{origin}: unknown section {section!r}{nearest(str(section), list(SECTIONS))}, "
+                f"{origin}: unknown section {section!r}{nearest(section, list(SECTIONS))}, "
                 f"expected {', '.join(SECTIONS)}"
             )
         for name, value in _mapping(values or {}, f"{origin}: {section}").items():
-            _check_known(str(name), section, origin)
+            _check_known(name, section, origin)
             fields[name] = coerce(FIELDS[name], value, f"{origin}: {section}.{name}")
     return fields
 
 
-def _mapping(value: object, origin: str) -> dict[Any, Any]:
-    if not isinstance(value, dict):
-        raise ConfigError(f"{origin}: got {value!r}, expected keys with values")
+def _mapping(value: object, origin: str) -> dict[str, Any]:
+    if not isinstance(value, dict) or not all(isinstance(key, str) for key in value):
+        raise ConfigError(f"{origin}: got {shown(value)}, expected keys with values")
     return value
 
 

@@ -24,6 +24,7 @@ from patch.families import TYPE_FIELDS, Family, family_of
 from patch.storage.json_edit import with_values
 from patch.storage.names import TRACKER
 from patch.storage.places import StrPath
+from patch.storage.text_files import read_json
 
 # Suffixes of the files that describe the model and its tokenizer; additional chat templates have a folder.
 _DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
@@ -213,7 +214,7 @@ def generation_description(hf_source: Path | None, tokenizer: PreTrainedTokenize
 
 def _read_json(path: Path) -> dict[str, Any]:
     try:
-        contents = json.loads(path.read_bytes().decode())
+        contents = read_json(path)
     except (OSError, ValueError) as error:
         raise ConversionError(f"cannot read {path}: {error}") from error
     if not isinstance(contents, dict):

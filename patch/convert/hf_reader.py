@@ -6,7 +6,6 @@ memory of this process.
 
 from __future__ import annotations
 
-import json
 import pickle
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,6 +26,7 @@ from patch.convert.weight_table import OUTPUT, hf_tensors, weights_table
 from patch.errors import ConversionError, nearest
 from patch.families.weights import EMBEDDING_PARAMETER
 from patch.logger import get_logger
+from patch.storage.text_files import read_json
 
 _logger = get_logger(__name__)
 DTYPES = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -232,7 +232,7 @@ def read_index(path: Path) -> dict[str, str]:
         ConversionError: the index cannot be read, or names a file outside of its folder.
     """
     try:
-        file_names: dict[str, str] = json.loads(path.read_bytes())["weight_map"]
+        file_names: dict[str, str] = read_json(path)["weight_map"]
         outside = [file for file in file_names.values() if Path(file).name != file]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConversionError(f"{path} is no index of weights: {error!r}") from error

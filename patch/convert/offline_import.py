@@ -107,23 +107,33 @@ def _read_pieces(
     for name, any_layer in weights_table(model, model.padded_vocab_size(1)).items():
         key, shape, is_stacked = checkpoint_key(name), any_layer.shape, "*" in name
         num_rows, *rest = shape
-        for layer in range(model.num_layers if is_stacked else 1):
-            mapping = any_layer.at_layer(layer)
+        mappings = [any_layer.at_layer(layer) for layer in range(model.num_layers if is_stacked else 1)]
+        kind = dtype or _common_type(source, [tensor.name for each in mappings for tensor in each.hf])
+        for layer, mapping in enumerate(mappings):
             lead = (layer,) if is_stacked else ()
-            kinds = {tensor.name: dtype or source.dtypes[tensor.name] for tensor in mapping.hf}
-            if len(set(kinds.values())) > 1:
-                listed = ", ".join(f"{name} {kind}" for name, kind in kinds.items())
-                raise ConversionError(
-                    f"{source.folder}: {listed} make up one parameter, expected one type: give --params-dtype"
-                )
-            kind = next(iter(kinds.values()))
             row_bytes = torch.Size(rest).numel() * kind.itemsize
             step = max(1, buffer.nbytes // row_bytes)
             for start in range(0, num_rows, step):
                 count = min(step, num_rows - start)
                 # The storage must be no larger than the tensor: torch.save writes whole storages.
                 window = torch.from_numpy(buffer[: count * row_bytes]).view(kind).view(count, *rest)
-                mapping.hf_to_megatron_rows(window, [source[name] for name in kinds], start)
+                mapping.hf_to_megatron_rows(window, [source[tensor.name] for tensor in mapping.hf], start)
                 piece = window.view(*[1] * len(lead), count, *rest)
                 offsets = (*lead, start, *[0] * len(rest))
                 yield Piece(key, offsets, piece), (model.num_layers, *shape) if is_stacked else shape
+
+
+def _common_type(source: HFFolder, names: list[str]) -> torch.dtype:
+    """The type of the tensors of one parameter, which is stored as one tensor of all layers.
+
+    Raises:
+        ConversionError: they have several; the message names one tensor of each.
+    """
+    first_of = {source.dtypes[name]: name for name in reversed(names)}
+    if len(first_of) > 1:
+        listed = ", ".join(f"{name} {kind}" for kind, name in sorted(first_of.items(), key=str))
+        raise ConversionError(
+            f"{source.folder}: {listed} make up one parameter of all layers, expected one type: give "
+            "--params-dtype"
+        )
+    return source.dtypes[names[0]]

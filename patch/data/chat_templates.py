@@ -9,7 +9,6 @@ Tools are written where a convention exists that servers of models read: for `ch
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import get_args
 
@@ -19,6 +18,7 @@ from patch.config.choices import BuiltInTemplate
 from patch.data.tokenizer import special_tokens
 from patch.errors import DataError
 from patch.logger import get_logger
+from patch.storage.text_files import read_json
 
 _logger = get_logger(__name__)
 
@@ -168,7 +168,7 @@ def template_name(tokenizer: PreTrainedTokenizerBase) -> str:
     if file.is_file() and file.read_text(errors="replace") == text:
         return f"the chat template in {file}"
     file = folder / "tokenizer_config.json"
-    if file.is_file() and json.loads(file.read_bytes()).get("chat_template") == text:
+    if file.is_file() and read_json(file).get("chat_template") == text:
         return f"the chat template in {file}"
     return "the chat template"
 

@@ -13,7 +13,7 @@ from patch.families.llama import LLAMA
 from patch.families.mistral import MISTRAL
 from patch.families.qwen2 import QWEN2
 from patch.families.qwen3 import QWEN3
-from patch.families.shape import TYPE_FIELDS, WEIGHT_FIELDS, ModelShape, Traits, traits_of
+from patch.families.shape import MOST_LAYERS, TYPE_FIELDS, WEIGHT_FIELDS, ModelShape, Traits, traits_of
 from patch.families.weights import Kind, WeightRow
 
 FAMILIES: dict[str, Family] = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3)}
@@ -55,6 +55,7 @@ def weight_rows(model: ModelShape) -> tuple[WeightRow, ...]:
 
 __all__ = [
     "FAMILIES",
+    "MOST_LAYERS",
     "TYPE_FIELDS",
     "WEIGHT_FIELDS",
     "ConfigReader",

@@ -9,7 +9,7 @@ from typing import Any
 from patch.families.config_reader import ConfigReader
 from patch.families.family import Family
 from patch.families.rope import ROPE_FIELDS, read_rope, write_rope
-from patch.families.shape import ModelShape, Window, traits_of
+from patch.families.shape import MOST_LAYERS, ModelShape, Window, traits_of
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT, Kind, WeightRow
 
 _SUPPORTED: dict[str, Any] = {
@@ -61,7 +61,7 @@ class LlamaLike(Family):
         if heads < 1:
             config.refuse("num_attention_heads", heads, "at least 1")
         return {
-            "num_layers": config.integer("num_hidden_layers"),
+            "num_layers": config.integer("num_hidden_layers", at_most=MOST_LAYERS),
             "hidden_size": hidden,
             "ffn_hidden_size": config.integer("intermediate_size"),
             "num_attention_heads": heads,
@@ -70,7 +70,7 @@ class LlamaLike(Family):
             "vocab_size": config.integer("vocab_size"),
             "max_position_embeddings": config.integer("max_position_embeddings"),
             "norm_epsilon": config.number("rms_norm_eps", 1e-6),
-            "untie_embeddings_and_output_weights": not config.values.get("tie_word_embeddings", False),
+            "untie_embeddings_and_output_weights": not config.boolean("tie_word_embeddings", False),
             "add_qkv_bias": self.traits.add_qkv_bias,
             "qk_layernorm": self.traits.qk_layernorm,
             "window_size": self._window(config),

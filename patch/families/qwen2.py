@@ -15,15 +15,18 @@ def slides(config: ConfigReader) -> bool:
     Raises:
         ConfigError: some layers have a window and others do not.
     """
-    if not config.values.get("use_sliding_window", False):
+    if not config.boolean("use_sliding_window", False):
         return False
-    layers = config.integer("num_hidden_layers")
-    num_full = min(config.integer("max_window_layers", 28), layers)
-    kinds = config.values.get("layer_types")
+    key, kinds = "layer_types", config.values.get("layer_types")
     if not kinds:
-        kinds = ["full"] * num_full + ["sliding_attention"] * (layers - num_full)
-    if len(set(kinds)) > 1:
-        key = "layer_types" if config.values.get("layer_types") else "max_window_layers"
+        key, num_full = "max_window_layers", config.integer("max_window_layers", 28)
+        has_both = 0 < num_full < config.integer("num_hidden_layers")
+        kinds = (
+            ["full", "sliding_attention"] if has_both else ["full" if num_full > 0 else "sliding_attention"]
+        )
+    elif not isinstance(kinds, list):
+        config.refuse(key, kinds, "a list of the layers' attention")
+    if any(kind != kinds[0] for kind in kinds):
         config.refuse(key, config.values.get(key), "the same attention in all layers")
     return kinds[0] == "sliding_attention"
 

@@ -78,15 +78,12 @@ def _read_scaling(config: ConfigReader, rope: ConfigReader, rope_type: str) -> d
         fields = {field: rope.number(key) for key, field in _LLAMA3.items() if key != _OUTSIDE}
         return {"rope_scaling_factor": rope.number("factor"), "rope_original_max_position": original} | fields
     factor = rope.number("factor", longest / original)
-    truncate = rope.values.get("truncate", True)
-    if not isinstance(truncate, bool):
-        config.refuse("truncate", truncate, "true or false")
     return {
         "rope_scaling_factor": factor,
         "rope_original_max_position": original,
         "yarn_beta_fast": rope.number("beta_fast", 0.0) or _IMPLIED["yarn_beta_fast"],
         "yarn_beta_slow": rope.number("beta_slow", 0.0) or _IMPLIED["yarn_beta_slow"],
-        "yarn_correction_range_round_to_int": truncate,
+        "yarn_correction_range_round_to_int": rope.boolean("truncate", True),
         "yarn_attention_factor": _attention_factor(rope, factor),
     }
 

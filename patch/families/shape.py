@@ -14,6 +14,10 @@ Window = tuple[int, int] | None
 """How many tokens to its left and to its right a token attends to; None: all tokens before it."""
 
 
+MOST_LAYERS = 10_000
+"""Of a model. The plan, the weight table and a pipeline have something for each layer."""
+
+
 class ModelShape(Protocol):
     """The part of ModelConfig that families read; this package must not import `patch.config`."""
 

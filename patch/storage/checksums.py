@@ -35,7 +35,7 @@ def content(path: AnyPath) -> Content:
     """
     length = crc = 0
     window = memoryview(bytearray(_WINDOW_BYTES))
-    with open_to_read(path) as stream:
+    with open_to_read(path, is_buffered=False) as stream:
         while count := stream.readinto(window):  # type: ignore[attr-defined]
             crc = zlib.crc32(window[:count], crc)
             length += count

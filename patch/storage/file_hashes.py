@@ -16,6 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from patch.storage.atomic import write_atomically
+from patch.storage.text_files import read_json
 
 _COARSE_NS = 2 * 10**9
 
@@ -49,7 +50,7 @@ class FileHashes:
     def remembered(self, path: Path) -> str | None:
         """The hash, if it is remembered and the file is still as it was. The file is not read."""
         with suppress(OSError, ValueError, TypeError, KeyError):
-            note = json.loads(self._note(path).read_text())
+            note = read_json(self._note(path))
             if note["state"] == _state(path):
                 return note["sha256"]
         return None

@@ -11,7 +11,6 @@ name too: a machine whose cache lacks it fetches the same revision.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from typing import Literal, NamedTuple
 from patch.errors import ConfigError, DataError, PatchError
 from patch.logger import get_logger
 from patch.storage.names import TOKENIZER_FILES
+from patch.storage.text_files import read_json
 
 _logger = get_logger(__name__)
 
@@ -111,14 +111,8 @@ def snapshot_name(path: str) -> HubName | None:
 def lacking_weights(folder: Path) -> list[str]:
     """The files of weights that a snapshot's folder lacks, by its index; without one, model.safetensors."""
     try:
-        names = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-        AttributeError,
-    ):  # who reads the weights says what is wrong
+        names = set(read_json(folder / _INDEX)["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # who reads the weights says why
         names = {"model.safetensors"}
     return sorted(name for name in names if not (folder / name).is_file())
 

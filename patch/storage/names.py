@@ -28,8 +28,10 @@ from pathlib import Path
 from typing import overload
 
 from patch.errors import CheckpointError
+from patch.parse_numbers import to_int
 from patch.storage.places import AnyPath, any_path, subfolders
 from patch.storage.remote import RemotePath
+from patch.storage.text_files import read_small
 
 # In a run's folder.
 CONFIG_FILE = "config.yaml"
@@ -52,6 +54,7 @@ RELEASE = "release"
 """The tracker's content and the folder's name for weights without a training state."""
 TRACKER = "latest_checkpointed_iteration.txt"
 BEST_TRACKER = "best_checkpointed_iteration.txt"
+_MOST_TRACKER_BYTES = 1 << 16
 LAST_LINK = "last"
 BEST_LINK = "best"
 _ITERATION_PREFIX = "iter_"
@@ -124,7 +127,7 @@ def read_tracker(root: AnyPath) -> str | None:
     """
     tracker = root / TRACKER
     try:
-        return tracker.read_text(encoding="utf-8", errors="replace").strip()
+        return read_small(tracker, _MOST_TRACKER_BYTES).decode(errors="replace").strip()
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
@@ -132,6 +135,11 @@ def read_tracker(root: AnyPath) -> str | None:
             f"{tracker} cannot be read: {error.strerror}; expected a file with the number of the newest "
             "checkpoint beside it: remove what is there, or make it readable"
         ) from error
+
+
+def iteration_in(tracked: str | None) -> int | None:
+    """The iteration that the text of a tracker names; None if it names none, as `release` does not."""
+    return to_int(tracked) if tracked is not None and tracked.isdecimal() else None
 
 
 def newest_of(root: AnyPath, iterations: Iterable[int]) -> int | None:
@@ -145,13 +153,13 @@ def newest_of(root: AnyPath, iterations: Iterable[int]) -> int | None:
         CheckpointError: see `read_tracker`.
     """
     found = set(iterations)
-    tracked = read_tracker(root) or ""
-    if not tracked.isdecimal() or int(tracked) not in found:
+    tracked = iteration_in(read_tracker(root))
+    if tracked is None or tracked not in found:
         return max(found, default=None)
     written = _written_at(root / TRACKER)
-    later = (i for i in found if i > int(tracked))
+    later = (i for i in found if i > tracked)
     untracked = (i for i in later if _written_at(root / iteration_name(i) / CHECKSUMS_FILE) >= written)
-    return max(untracked, default=int(tracked))
+    return max(untracked, default=tracked)
 
 
 def _written_at(file: AnyPath) -> float:
@@ -172,5 +180,5 @@ def all_iterations(root: AnyPath) -> list[int]:
     return [
         int(name.removeprefix(_ITERATION_PREFIX))
         for name in subfolders(root)
-        if re.fullmatch(rf"{_ITERATION_PREFIX}\d+", name)
+        if re.fullmatch(rf"{_ITERATION_PREFIX}\d{{1,18}}", name)
     ]

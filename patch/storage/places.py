@@ -8,8 +8,10 @@ there, and is removed marker first.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
+import stat
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -107,9 +109,26 @@ def new_file(path: AnyPath) -> NewFile:
     return RemoteFile(path) if isinstance(path, RemotePath) else _LocalFile(path)
 
 
-def open_to_read(path: AnyPath) -> IO[bytes]:
-    """Open a file that is read in large pieces."""
-    return path.open("rb") if isinstance(path, RemotePath) else path.open("rb", buffering=0)
+def open_to_read(path: AnyPath, *, is_buffered: bool = True) -> IO[bytes]:
+    """Open a regular file.
+
+    Args:
+        path: the file; what has perhaps no end is refused, such as a pipe or a device.
+        is_buffered: false for one on a disk that is read in large pieces.
+    Raises:
+        OSError: it cannot be opened, or is none.
+    """
+    if isinstance(path, RemotePath):
+        return path.open("rb")
+    _check_kind(path)
+    return path.open("rb", buffering=-1 if is_buffered else 0)
+
+
+def _check_kind(path: Path) -> None:
+    """Raises OSError for a pipe or a device; to open one may alone wait for ever."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, expected a file", str(path))
 
 
 def read_at(stream: IO[bytes], memory: memoryview, begin: int) -> int:
@@ -131,21 +150,13 @@ def local_file(path: AnyPath) -> Iterator[Path]:
     """A file for a reader that takes nothing but a path: a small one of a store is copied to the disk.
 
     Raises:
-        OSError: it cannot be fetched.
+        OSError: it cannot be fetched, or is no regular file.
     """
     if isinstance(path, Path):
+        _check_kind(path)
         yield path
         return
     with tempfile.NamedTemporaryFile() as copy:
         copy.write(path.read_bytes())
         copy.flush()
         yield Path(copy.name)
-
-
-def whole_file(path: AnyPath) -> Path | io.BytesIO:
-    """A file for a reader that takes a path or a stream, such as torch.load: one of a store is fetched.
-
-    Raises:
-        OSError: it cannot be fetched.
-    """
-    return io.BytesIO(path.read_bytes()) if isinstance(path, RemotePath) else path

@@ -1,12 +1,43 @@
-"""Reads the small text files that a configuration is read from."""
+"""Reads the small files that describe a run, a checkpoint or a model: their bytes, text, JSON or YAML.
 
-from patch.storage.places import AnyPath
+A file of a checkpoint or of a model's folder is looked at before it is read: a pipe has perhaps no writer,
+and a device such as /dev/zero no end.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+from typing import Any
+
+import yaml
+
+from patch.errors import shown
+from patch.storage.places import AnyPath, open_to_read
 
 _MOST_BYTES = 1 << 26
 
 
+def read_small(file: AnyPath, most_bytes: int = _MOST_BYTES) -> bytes:
+    """The content of a file, which is not read if it is no regular file or too large.
+
+    Args:
+        file: the file.
+        most_bytes: the largest length that such a file may have.
+    Raises:
+        OSError: it cannot be read, or is not such a file.
+    """
+    with open_to_read(file) as stream:
+        length = stream.seek(0, io.SEEK_END)
+        if length > most_bytes:
+            raise OSError(errno.EFBIG, f"got {length} bytes, expected at most {most_bytes}", str(file))
+        stream.seek(0)
+        return stream.read(length)
+
+
 def read_text(file: AnyPath) -> str:
-    """The text of a UTF-8 file or pipe of at most 64 MiB.
+    """The text of a UTF-8 file or pipe of at most 64 MiB, which a user has named.
 
     Raises:
         OSError: the file cannot be read.
@@ -17,3 +48,75 @@ def read_text(file: AnyPath) -> str:
     if len(data) > _MOST_BYTES:
         raise ValueError(f"more than {_MOST_BYTES} bytes")
     return data.decode()
+
+
+def read_json(file: AnyPath) -> Any:
+    """The values of a JSON file; see `read_small`.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON of UTF-8, or its values are nested too deeply.
+    """
+    return parse_json(read_small(file))
+
+
+def parse_json(content: bytes) -> Any:
+    """The values of a JSON text in UTF-8.
+
+    Raises:
+        ValueError: it is none, or its values are nested too deeply.
+    """
+    try:
+        return json.loads(content.decode())
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error
+
+
+_MOST_KEYS = 10_000
+"""Of one YAML mapping: those that << takes from others may multiply at every level."""
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader, which also refuses a key that is there twice, and says where an error is."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, AttributeError, LookupError) as error:
+            # What PyYAML's own constructors raise: ValueError for a date such as 2026-99-99, KeyError for
+            # `!!bool x`, AttributeError and IndexError for other tags.
+            kind = node.tag.replace("tag:yaml.org,2002:", "!!")
+            raise _malformed(node, f"got {shown(node.value)}, expected a value of {kind}") from error
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        node = super().compose_mapping_node(anchor)
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if (key.tag, key.value) in seen:
+                    raise _malformed(key, f"got the key {shown(key.value)} twice, expected it once")
+                seen.add((key.tag, key.value))
+        return node
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        super().flatten_mapping(node)
+        if len(node.value) > _MOST_KEYS:
+            raise _malformed(node, f"got {len(node.value)} keys by <<, expected at most {_MOST_KEYS}")
+
+
+def _malformed(node: yaml.Node, problem: str) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(problem=problem, problem_mark=node.start_mark)
+
+
+def parse_yaml(text: str) -> Any:
+    """The values of a YAML text of plain values.
+
+    Raises:
+        ValueError: it is none; the message has the line.
+    """
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(str(error)) from error
+    except RecursionError as error:
+        raise ValueError("its values are nested too deeply") from error

@@ -19,9 +19,17 @@ from patch.checkpoint.retention import (
 )
 from patch.device import start_thread
 from patch.logger import get_logger
-from patch.storage.names import BEST_LINK, BEST_TRACKER, LAST_LINK, all_iterations, iteration_name
+from patch.storage.names import (
+    BEST_LINK,
+    BEST_TRACKER,
+    LAST_LINK,
+    all_iterations,
+    iteration_in,
+    iteration_name,
+)
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
+from patch.storage.text_files import read_small
 from patch.training.hooks import Record, TrainerHook
 
 _logger = get_logger(__name__)
@@ -133,7 +141,7 @@ class CheckpointRetention(TrainerHook):
 
     def _best(self) -> int | None:
         try:
-            return int((self._root / BEST_TRACKER).read_text(encoding="ascii"))
+            return iteration_in(read_small(self._root / BEST_TRACKER).decode().strip())
         except (FileNotFoundError, ValueError):
             return None
 

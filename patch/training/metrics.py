@@ -6,24 +6,34 @@ resume the lines after the checkpoint are removed, so that an iteration never ap
 
 from __future__ import annotations
 
-import json
+import os
 import resource
+import socket
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import orjson
 import psutil
 import torch
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.plan import flops_per_step, peak_flops
 from patch.storage.atomic import write_atomically
 from patch.storage.names import METRICS_FILE, TENSORBOARD_FOLDER
+from patch.storage.text_files import parse_json, read_small
 from patch.training.hooks import Record, TrainerHook
 from patch.training.setup import Run
 from patch.training.step import StepResult
 
 _GIB = 2**30
+_MOST_BYTES = 4 * _GIB
+"""Of a metrics.jsonl that is read: ten million steps."""
 _logger = get_logger(__name__)
 
 
@@ -103,6 +113,36 @@ def _peak_memory(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
+class _Board:
+    """A file for TensorBoard.
+
+    torch's SummaryWriter writes in a thread of its own, where a full disk is a traceback.
+
+    Args:
+        folder: where the file is created.
+        first_step: what TensorBoard has of this step and later ones is from before a resume.
+    """
+
+    def __init__(self, folder: Path, first_step: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}"
+        self._file = (folder / name).open("wb")
+        self._records = RecordWriter(self._file)
+        self._write(file_version="brain.Event:2")
+        self._write(step=first_step, session_log=SessionLog(status=SessionLog.START))
+        self.close = self._file.close
+
+    def add(self, record: Record) -> None:
+        """Write a step's scalars."""
+        scalars = {name: value for name, value in record.items() if name != "iteration" and value is not None}
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
+        self._write(step=int(record["iteration"] or 0), summary=Summary(value=values))
+        self._file.flush()
+
+    def _write(self, **fields: Any) -> None:
+        self._records.write(Event(wall_time=time.time(), **fields).SerializeToString())
+
+
 class MetricsLog(TrainerHook):
     """Writes metrics.jsonl and the TensorBoard files.
 
@@ -112,14 +152,12 @@ class MetricsLog(TrainerHook):
     """
 
     def __init__(self, output: Path, start_iteration: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
         self.path = output / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         kept = [record for record in read_metrics(self.path) if record["iteration"] <= start_iteration]
         write_atomically(self.path, b"".join(orjson.dumps(record) + b"\n" for record in kept))
         self._file = self.path.open("ab")
-        self._board = SummaryWriter(str(output / TENSORBOARD_FOLDER), purge_step=start_iteration + 1)
+        self._board = _Board(output / TENSORBOARD_FOLDER, start_iteration + 1)
 
     def on_log(self, record: Record) -> None:
         """Append a step's object and its TensorBoard scalars.
@@ -141,9 +179,7 @@ class MetricsLog(TrainerHook):
         try:
             self._file.write(orjson.dumps(record) + b"\n")
             self._file.flush()
-            for name, value in record.items():
-                if name != "iteration" and value is not None:
-                    self._board.add_scalar(name, value, record["iteration"])
+            self._board.add(record)
         except OSError as error:
             raise CheckpointError(f"{self.path} could not be written: {error}; free space, resume") from error
 
@@ -161,9 +197,18 @@ def read_metrics(path: Path) -> list[Record]:
     if not path.exists():
         return []
     records = []
-    for line in path.read_bytes().splitlines():
-        try:
-            records.append(json.loads(line))
-        except ValueError:
-            continue
+    for line in read_small(path, _MOST_BYTES).splitlines():
+        with suppress(ValueError):
+            record = parse_json(line)
+            if _is_record(record):
+                records.append(record)
     return records
+
+
+def _is_record(values: Any) -> bool:
+    """Whether a line holds what `MetricsLog` writes; others are somebody else's."""
+    return (
+        isinstance(values, dict)
+        and isinstance(values.get("iteration"), int)
+        and all(isinstance(value, int | float | None) for value in values.values())
+    )

@@ -16,6 +16,7 @@ from patch.logger import get_logger
 from patch.storage.atomic import write_atomically
 from patch.storage.checksums import Content, content, difference, from_json, to_json
 from patch.storage.names import CHECKSUMS_FILE
+from patch.storage.text_files import read_json
 
 _logger = get_logger(__name__)
 
@@ -52,6 +53,6 @@ def kept_as_made(folder: Path, split: str) -> Iterator[None]:
 def _read(path: Path) -> dict[str, Content]:
     """The checksums by file name; empty if they cannot be read, so that all files are made again."""
     try:
-        return from_json(json.loads(path.read_bytes()))
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+        return from_json(read_json(path))
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}

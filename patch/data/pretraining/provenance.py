@@ -11,12 +11,14 @@ import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from patch.errors import DataError
 from patch.logger import get_logger
 from patch.storage.atomic import write_atomically
+from patch.storage.text_files import read_json
 
 _logger = get_logger(__name__)
 
@@ -78,11 +80,11 @@ def read_provenance(prefix: str, documents: int, tokens: int, *, warns: bool = T
     """
     path = path_of(prefix)
     try:
-        found = _parse(path.read_bytes())
+        found = _parse(read_json(path))
         complaint = None if (found.documents, found.tokens) == (documents, tokens) else "is of other files"
     except FileNotFoundError:
         complaint = "is missing"
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         complaint = "cannot be read"
     if complaint is None:
         return found
@@ -91,9 +93,8 @@ def read_provenance(prefix: str, documents: int, tokens: int, *, warns: bool = T
     return None
 
 
-def _parse(content: bytes) -> Provenance:
-    """Raises ValueError, TypeError, KeyError, AttributeError or RecursionError for what is no such file."""
-    values = json.loads(content)
+def _parse(values: Any) -> Provenance:
+    """Raises ValueError, TypeError, KeyError or AttributeError for what is no such file."""
     if values.pop("format") != _FORMAT:
         raise ValueError("another format")
     found = Provenance(**values)

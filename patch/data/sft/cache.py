@@ -38,6 +38,7 @@ from patch.logger import get_logger
 from patch.storage.atomic import StagedFolder, write_atomically
 from patch.storage.file_hashes import FileHashes
 from patch.storage.lock import check_held, wait_for_cache
+from patch.storage.text_files import read_json
 
 _logger = get_logger(__name__)
 
@@ -149,7 +150,7 @@ class TokenCache:
         if not entry.is_dir():
             return None
         try:
-            values = json.loads((entry / _REPORT).read_text())
+            values = read_json(entry / _REPORT)
             if values["key"] != key:
                 raise ValueError("it belongs to another set")
             report, hashes = SetReport.from_json(values["report"]), values["sha256"]
@@ -258,7 +259,7 @@ def _remove_abandoned(entry: Path) -> None:
 
 def _content(note: Path) -> dict[str, Any] | None:
     try:
-        return json.loads(note.read_text())
+        return read_json(note)
     except (OSError, ValueError):
         return None
 

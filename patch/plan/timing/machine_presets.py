@@ -6,14 +6,12 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError, nearest
 from patch.plan.flops import peak_flops
 from patch.plan.timing.machine import MEASURED, Machine, Reached, mapping
-from patch.storage.text_files import read_text
+from patch.storage.text_files import parse_yaml, read_text
 
 _GIB, _TB = 2**30, 10**12
 
@@ -151,8 +149,8 @@ def read_machine(file: str) -> Machine:
     """
     origin = f"--machine {file}"
     try:
-        values = yaml.safe_load(read_text(Path(file)))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        values = parse_yaml(read_text(Path(file)))
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{origin}: cannot be read: {error}") from error
     values = dict(mapping(values, origin))
     values = dict(mapping(values.get("machine", values), origin))

@@ -20,6 +20,7 @@ from patch.checkpoint import save as save_module
 from patch.checkpoint.folder import iteration_folder
 from patch.checkpoint.manifest import write_manifest
 from patch.errors import CheckpointError
+from patch.storage.checksums import write_summed
 
 ROWS = 256
 FULL_DISK_S = 30
@@ -149,7 +150,7 @@ def test_newest_checkpoint_is_the_one_that_rank_0_sees(tmp_path):
     folder = iteration_folder(tmp_path, 5)
     (tmp_path / "damaged" / "iter_0000001").mkdir(parents=True)
     folder.mkdir()
-    write_manifest(folder, 5, {})
+    write_manifest(folder, 5, {"weights": write_summed(folder / "weights", b"5")})
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("5")
     for found, refusal in run_distributed(look_through_rank_0, 2, str(tmp_path)):
         assert found == 5 and "is whole: " in refusal
