@@ -5,6 +5,7 @@ A message says what failed, what was got and what was expected; `field` names th
 """
 
 import difflib
+import re
 import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ class PatchError(Exception):
     """Whether --max-restarts starts the run again: not if it would fail again."""
 
     def __init__(self, message: str = "", *, field: str | None = None) -> None:
-        super().__init__(message)
+        super().__init__(without_secrets(message))
         self.field = field
 
 
@@ -56,6 +57,17 @@ class TrainingError(PatchError, RuntimeError):
     """Training stopped itself: non-finite gradients, a hang, out of memory."""
 
     exit_code = 5
+
+
+_SECRETS = re.compile(
+    r"([A-Za-z][\w+.-]*:/{1,2})[^\s'\"]*:[^\s'\"]*@"  # a password, after a name
+    r"|([A-Za-z][\w+.-]*:/{1,2}[^\s'\"?]*[?])[^\s'\"]+"  # a query
+)
+
+
+def without_secrets(text: str) -> str:
+    """A text without the passwords and queries of its URLs; a key may have slashes."""
+    return _SECRETS.sub(lambda found: f"{found[1]}...@" if found[1] else f"{found[2]}...", text)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from patch.alignment.measure import SINGLE_FORM, Measurement, measure
 from patch.alignment.verdict import Verdict, judge
 from patch.config.choices import HfAttention, Precision
-from patch.storage.places import StrPath
+from patch.storage.places import StrPath, local_path
 
 
 class Report(NamedTuple):
@@ -57,7 +57,7 @@ class Report(NamedTuple):
 
     def write(self, file: StrPath) -> None:
         """Write the report as JSON, and a plot beside it (.png)."""
-        file = Path(file)
+        file = local_path(file)
         file.write_text(json.dumps(self.as_json(), indent=1) + "\n", encoding="utf-8")
         _plot(self.measurement, file.with_suffix(".png"))
 
@@ -80,7 +80,7 @@ def verify(
         CheckpointError: the checkpoint is damaged, or of another model.
         ConversionError: the Hugging Face folder is damaged, or of another model.
     """
-    measurement = measure(Path(hf), Path(mcore), precision, attention)
+    measurement = measure(local_path(hf), local_path(mcore), precision, attention)
     return Report(measurement, judge(measurement))
 
 

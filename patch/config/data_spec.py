@@ -25,6 +25,8 @@ from patch.errors import ConfigError, DataError, nearest
 from patch.parse_numbers import to_float
 from patch.storage.hub import shadowed_by
 
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
 """The endings of the files that are read from a folder. The format of a file is found by its content."""
 
@@ -58,6 +60,11 @@ def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
         DataError: there is no path, a weight is missing or not positive, paths are separated by commas, or a
             quotation mark is not closed.
     """
+    if url := _URL.search(text):
+        raise DataError(
+            f"got a URL ({url[0]}...), expected files on this machine, or a name of the hub (org/name)",
+            field=field,
+        )
     if _names_files(text):
         return (DataPart(None, text),)
     words = _words(text, field)

@@ -7,7 +7,6 @@ the changed keys are rewritten.
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from patch.errors import ConfigError, ConversionError
 from patch.families import TYPE_FIELDS, Family, family_of
 from patch.storage.json_edit import with_values
 from patch.storage.names import TRACKER
-from patch.storage.places import StrPath
+from patch.storage.places import StrPath, copy_of, local_path
 from patch.storage.text_files import read_json
 
 # Suffixes of the files that describe the model and its tokenizer; additional chat templates have a folder.
@@ -38,7 +37,7 @@ def model_of(folder: StrPath) -> ModelConfig:
         ConversionError: there is no config.json, or its model is not supported.
     """
     try:
-        fields = read_hf_config(Path(folder))
+        fields = read_hf_config(local_path(folder))
     except ConfigError as error:
         raise ConversionError(str(error)) from error
     return ModelConfig(**fields, seq_length=fields["max_position_embeddings"])
@@ -51,9 +50,11 @@ def copy_descriptions(source: Path, target: Path) -> None:
         is_description = path.suffix in _DESCRIPTIONS or path.name.startswith("tokenizer.")
         is_other = path.name.endswith(".index.json") or path.name == TRACKER
         if path.is_file() and is_description and not is_other:
-            shutil.copyfile(path, target / path.name)
+            copy_of(source, path.name, target / path.name)
     if (source / _CHAT_TEMPLATES).is_dir():
-        shutil.copytree(source / _CHAT_TEMPLATES, target / _CHAT_TEMPLATES, copy_function=shutil.copyfile)
+        (target / _CHAT_TEMPLATES).mkdir()
+        for path in (source / _CHAT_TEMPLATES).iterdir():
+            copy_of(source, f"{_CHAT_TEMPLATES}/{path.name}", target / _CHAT_TEMPLATES / path.name)
 
 
 def write_descriptions(

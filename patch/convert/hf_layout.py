@@ -11,7 +11,6 @@ A layout is a dict: tensor name -> file name.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from patch.convert.hf_reader import HFFolder, read_index
 from patch.errors import ConversionError
+from patch.storage.places import copy_of
 
 FILE_BYTES = 5 * 2**30
 """Largest file, unless one tensor is larger."""
@@ -84,6 +84,6 @@ def remember_layout(source: HFFolder, checkpoint: Path) -> None:
     index, copy = source.folder / SAFE_WEIGHTS_INDEX_NAME, checkpoint / SAFE_WEIGHTS_INDEX_NAME
     layout = {tensor.name: source.file_of(tensor.name).name for tensor in source.tensors}
     if SAFE_WEIGHTS_NAME not in layout.values() and index.is_file():
-        shutil.copyfile(index, copy)
+        copy_of(source.folder, SAFE_WEIGHTS_INDEX_NAME, copy)
         return
     copy.write_text(json.dumps({"weight_map": layout}, indent=2) + "\n")

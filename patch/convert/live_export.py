@@ -22,7 +22,7 @@ from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.target_folder import partial_folder, publish, staging, writing
 from patch.distributed.collectives import all_or_none
 from patch.logger import get_logger
-from patch.storage.places import StrPath
+from patch.storage.places import StrPath, local_path
 
 _logger = get_logger(__name__)
 
@@ -55,7 +55,7 @@ def export_hf(
         ConversionError: on every rank, if a rank cannot write or `folder` contains something else than a
             Hugging Face model.
     """
-    folder, hf_source = Path(folder).resolve(), None if hf_source is None else Path(hf_source)
+    folder, hf_source = local_path(folder).resolve(), None if hf_source is None else local_path(hf_source)
     is_first = dist.get_rank() == 0
     partial = partial_folder(folder)
     with ExitStack() as stack:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -14,7 +13,7 @@ from patch.convert.live_weights import mapped_parameters
 from patch.convert.mappings import TPShard
 from patch.distributed.collectives import all_or_none
 from patch.errors import ConversionError
-from patch.storage.places import StrPath
+from patch.storage.places import StrPath, local_path
 
 
 def import_hf(
@@ -33,7 +32,7 @@ def import_hf(
     Raises:
         ConversionError: on every rank, if the folder cannot be read or does not fit the model.
     """
-    folder, shard = Path(folder), TPShard(groups.tp.rank(), groups.tp.size())
+    folder, shard = local_path(folder), TPShard(groups.tp.rank(), groups.tp.size())
     with all_or_none():
         if not (folder / "config.json").is_file():
             raise ConversionError(f"{folder} has no config.json, expected the folder of a Hugging Face model")

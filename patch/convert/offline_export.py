@@ -33,7 +33,7 @@ from patch.errors import ConversionError, DataError
 from patch.logger import get_logger
 from patch.progress import progress
 from patch.storage.names import METADATA_FILE, is_complete
-from patch.storage.places import AnyPath, StrPath, any_path
+from patch.storage.places import AnyPath, StrPath, any_path, local_path
 from patch.storage.remote import RemotePath
 
 _logger = get_logger(__name__)
@@ -71,10 +71,10 @@ def mcore_to_hf(
         OSError: a store does not answer.
     """
     source = source if isinstance(source, RemotePath) else any_path(str(source))
-    source, target = source.resolve() if isinstance(source, Path) else source, Path(target).resolve()
+    source, target = source.resolve() if isinstance(source, Path) else source, local_path(target).resolve()
     if not source.is_dir():
         raise ConversionError(f"{source}: no such folder, expected a checkpoint (--load)")
-    described = _describe(source, None if hf_config is None else Path(hf_config))
+    described = _describe(source, None if hf_config is None else local_path(hf_config))
     folder = weights_folder(source)
     weights: TorchDistWeights | MpRankWeights
     if isinstance(folder, RemotePath) or (folder / METADATA_FILE).is_file():

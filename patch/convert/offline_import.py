@@ -25,7 +25,7 @@ from patch.errors import ConversionError
 from patch.logger import get_logger
 from patch.progress import progress
 from patch.storage.names import RELEASE, TRACKER, is_released
-from patch.storage.places import StrPath
+from patch.storage.places import StrPath, local_path
 
 _logger = get_logger(__name__)
 WINDOW_BYTES = 16 * 2**20
@@ -53,7 +53,7 @@ def hf_to_mcore(
         ConversionError: the source cannot be read or its model is not supported, or the target cannot be
             written.
     """
-    source, target = Path(source).resolve(), Path(target).resolve()
+    source, target = local_path(source).resolve(), local_path(target).resolve()
     if not source.is_dir():
         raise ConversionError(f"{source}: no such folder, expected a Hugging Face folder (--load)")
     if is_released(source):

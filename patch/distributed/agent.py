@@ -42,6 +42,7 @@ from patch.distributed.worker_process import (
     TIME_LIMIT_CODE,
     Reply,
     read_reply,
+    stop_signals,
 )
 from patch.errors import TrainingError
 from patch.logger import get_logger
@@ -394,8 +395,7 @@ def _silence_torch() -> None:
 @contextmanager
 def _handling_signals(handler: Callable[[int, object], None]) -> Iterator[None]:
     """A context in which the signals to stop call `handler` instead of their usual handlers."""
-    handled = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    before = {number: signal.signal(number, handler) for number in handled}
+    before = {number: signal.signal(number, handler) for number in stop_signals()}
     try:
         yield
     finally:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -12,10 +14,15 @@ import torch.distributed as dist
 
 from patch.device import start_thread
 from patch.errors import TrainingError
+from patch.logger import get_logger
+
+_logger = get_logger(__name__, every_rank=True)
 
 ROUND = "PATCH_ROUND"
 """The variable with the number of this start of the workers; our launchers' store serves all of them."""
 _Answer = TypeVar("_Answer")
+NAME_S = 10.0
+"""How long a name may have no address."""
 _GRACE_S = 5.0
 """We wait this much longer than torch, because the error of torch's own time limit says more."""
 
@@ -44,9 +51,30 @@ def join(backend: str, timeout: timedelta) -> None:
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
 
 
+def await_address(host: str) -> None:
+    """Return when a name has an address; a cluster's names may come a moment later than its machines.
+
+    Raises:
+        TimeoutError: it has none.
+    """
+    begin, is_told = time.monotonic(), False
+    while True:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if time.monotonic() - begin > NAME_S:
+                raise TimeoutError(f"the name {host} has no address ({error.strerror})") from error
+            if not is_told:
+                _logger.warning("MASTER_ADDR %s has no address (%s); trying again", host, error.strerror)
+            is_told = True
+            time.sleep(0.5)
+
+
 def _connect(timeout: timedelta) -> tuple[dist.Store, int, int]:
     """Connect to the store of rank 0; returns the store, this process's rank, the number of processes."""
     try:
+        await_address(os.environ.get("MASTER_ADDR", "localhost"))
         store, rank, world_size = answer_within(
             timeout, lambda: next(iter(dist.rendezvous("env://", timeout=timeout)))
         )

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from patch.config import Rendezvous
-from patch.distributed.job import ROUND, answer_within
+from patch.distributed.job import ROUND, answer_within, await_address
 from patch.errors import TrainingError
 from patch.logger import get_logger
 
@@ -79,6 +79,7 @@ class Meeting(DynamicRendezvousHandler):
             "c10d", address, "patch", low, high, is_host=is_first, read_timeout=seconds
         )
         try:
+            await_address(place.master_addr)
             backend, store = answer_within(timeout, lambda: create_backend(parameters))
         except (RendezvousError, TimeoutError) as error:
             raise _unreachable(place, error) from error

@@ -28,6 +28,8 @@ LOST_RANK_CODE = 6
 TIME_LIMIT_CODE = 75
 """Exit code after --exit-duration-in-mins: EX_TEMPFAIL of sysexits.h, "try again". A job's script repeats the
 same command after it; 0 would say that the run is done."""
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""Each asks for a checkpoint and the end. SIGHUP is the end of a terminal, unless it is ignored (nohup)."""
 LAUNCHER = "PATCH_LAUNCHER_PID"
 """The variable with the process id of the launcher."""
 CORES = "PATCH_WORKER_CORES"
@@ -49,6 +51,12 @@ class Reply(NamedTuple):
     def is_failure(self) -> bool:
         """Whether the worker failed."""
         return bool(self.message)
+
+
+def stop_signals() -> list[signal.Signals]:
+    """Those of `STOP_SIGNALS` that this process is to answer."""
+    is_deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return [number for number in STOP_SIGNALS if not (is_deaf and number is signal.SIGHUP)]
 
 
 def begin() -> None:

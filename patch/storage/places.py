@@ -8,9 +8,9 @@ there, and is removed marker first.
 
 from __future__ import annotations
 
-import errno
 import io
 import os
+import shutil
 import stat
 import tempfile
 import threading
@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TypeVar
 
+from patch.errors import ConfigError, ConversionError
 from patch.storage.remote import PATIENCE_S, RemoteFile, RemotePath, Stat, is_url
 
 AnyPath = Path | RemotePath
@@ -38,6 +39,41 @@ def any_path(text: str, *, patience_s: float = PATIENCE_S) -> AnyPath:
         OSError: the URL is malformed, or there is no driver for it.
     """
     return RemotePath(text, patience_s=patience_s) if is_url(text) else Path(text)
+
+
+def local_path(path: StrPath) -> Path:
+    """The path on the disk that another program or a user gives.
+
+    Raises:
+        ConfigError: it is a URL.
+    """
+    if is_url(text := os.fspath(path)):
+        raise ConfigError(f"got a URL ({text.partition('://')[0]}://...), expected a path on this machine")
+    return Path(path)
+
+
+def copy_of(folder: Path, name: str, target: Path) -> None:
+    """Copy a file of a model's folder, but not what a link there points at elsewhere.
+
+    In the hub's cache all files of a snapshot are links into the blobs beside it, which are the model's too.
+
+    Args:
+        folder: the model's folder.
+        name: of the file, with the folders between.
+        target: the new file.
+    Raises:
+        ConversionError: the file is a link out of the folder.
+        OSError: it cannot be copied.
+    """
+    homes = [folder.resolve()]
+    if folder.absolute().parent.name == "snapshots":
+        homes.append(folder.absolute().parents[1].resolve() / "blobs")
+    if not any((folder / name).resolve().is_relative_to(home) for home in homes):
+        raise ConversionError(
+            f"{folder / name} is a link to a file outside of {folder}, expected a file in it: copy it there "
+            "(cp -L)"
+        )
+    shutil.copyfile(folder / name, target)
 
 
 def is_in(path: AnyPath, folder: AnyPath) -> bool:

@@ -33,6 +33,9 @@ _READ_AHEAD_BYTES = 16 * 2**20
 _FIRST_READ_BYTES = 2**18
 """Bytes of a request for another place; each one that goes on from there is twice as long."""
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://(.*)", re.DOTALL)
+_HADOOP = ": install Java and Hadoop; set JAVA_HOME, HADOOP_HOME, CLASSPATH (`hadoop classpath --glob`)"
+_NEEDS_JAVA = {"hdfs": _HADOOP, "viewfs": _HADOOP}
+"""Schemes whose driver loads Java's library: which it did not find it tells in some ninety lines."""
 _FINAL = (
     FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError,
     NotImplementedError, ImportError,
@@ -388,6 +391,8 @@ def _open_system(url: str) -> tuple[Any, str]:
         )
     if match is None or not match[2].strip("/"):
         raise OSError(errno.EINVAL, "expected a URL with a folder, such as s3://bucket/run", url)
+    if match[1] == "hf":
+        raise OSError(errno.EINVAL, "expected a name of the hub without hf://, as org/name", url)
     from fsspec.core import url_to_fs
 
     try:
@@ -397,7 +402,10 @@ def _open_system(url: str) -> tuple[Any, str]:
             errno.ENOSYS, f"{match[1]}:// needs a driver that is not installed: {error}", url
         ) from error
     except Exception as error:  # noqa: BLE001 - such as an unknown protocol, or a driver without a setting
-        raise OSError(errno.EINVAL, str(error) or type(error).__name__, url) from error
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        if match[1] in _NEEDS_JAVA:
+            reason += _NEEDS_JAVA[match[1]]
+        raise OSError(errno.EINVAL, reason, url) from error
     return system, str(path)
 
 

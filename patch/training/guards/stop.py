@@ -20,12 +20,11 @@ import torch.distributed as dist
 
 from patch.config.schema import RunConfig
 from patch.device import start_thread
-from patch.distributed.worker_process import TIME_LIMIT_CODE, is_launched
+from patch.distributed.worker_process import TIME_LIMIT_CODE, is_launched, stop_signals
 from patch.logger import get_logger
 
 _logger = get_logger(__name__)
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Ctrl-C, a scheduler's end, and the two that SLURM is asked for some time before its limit (--signal)."""
 STOP_FILE_CODE = 128 + signal.SIGINT
 """Exit code after the stop file, which is a Ctrl-C that others may press too."""
@@ -80,7 +79,7 @@ class StopRequests:
         def note(number: int, frame: object) -> None:
             self._signal = self._signal or number  # SLURM's SIGTERM at its limit follows the signal before it
 
-        previous = {number: signal.signal(number, note) for number in STOP_SIGNALS}
+        previous = {number: signal.signal(number, note) for number in stop_signals()}
         is_over = Event()
         if self._is_first:  # a daemon: a file system that hangs must not keep the run from ending
             start_thread("stop file", partial(self._watch, is_over))

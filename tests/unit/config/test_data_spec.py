@@ -72,6 +72,13 @@ def test_relative_paths_of_a_blend_become_absolute(command, monkeypatch):
     )
 
 
+@pytest.mark.parametrize("text", ["s3://me:hush@bucket/a.json", "0.5 a.json 0.5 https://host/b?token=hush"])
+def test_urls_are_refused_as_such_and_without_their_secrets(text):
+    with pytest.raises(DataError, match=r"got a URL \((s3|https)://\.\.\.\), expected files on this") as told:
+        parse_data(text)
+    assert "hush" not in str(told.value)
+
+
 def test_negative_weight_is_no_flag(command):
     with pytest.raises(DataError, match="-1 is no weight"):
         command.parse(DATASET_PATH="-1 a.json 2 b.json")

@@ -13,14 +13,16 @@ from small_runs import hf_llama, small_run
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
 from patch.config.hf_config import read_hf_config
+from patch.convert import hf_to_mcore
 from patch.convert.hf_config_files import (
+    copy_descriptions,
     generation_description,
     model_description,
     transformers_family,
     write_descriptions,
 )
 from patch.data.tokenizer import load_tokenizer
-from patch.errors import ConversionError
+from patch.errors import ConfigError, ConversionError, PatchError
 
 CHAT = "{% for message in messages %}{{ message['content'] }}<|eot_id|>\n{% endfor %}"
 EOS_CHAT = CHAT.replace("<|eot_id|>", "{{ eos_token }}")
@@ -256,3 +258,37 @@ def test_tokenizer_of_a_folder_is_exported_as_it_was_described(tmp_path, tiny_to
     write_descriptions(second, small_run().model, None, load_tokenizer(str(first)), torch.float32)
     before, after = (json.loads((at / "tokenizer_config.json").read_text()) for at in (first, second))
     assert before == after and not any("local" in key for key in after)
+
+
+def test_a_converted_folder_gets_nothing_that_a_link_points_at_elsewhere(source, tmp_path):
+    (tmp_path / "secret").write_text("hush")
+    for name in ("tokenizer_config.json", "additional_chat_templates/tool.jinja"):
+        link = source / name
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(tmp_path / "secret")
+        with pytest.raises(ConversionError, match=f"{link.name}.*a link to a file outside of .*cp -L"):
+            hf_to_mcore(source, tmp_path / "mcore")
+        assert not (tmp_path / "mcore").exists()
+        link.unlink()
+    (source / "tokenizer_config.json").symlink_to(source / "config.json")
+    hf_to_mcore(source, tmp_path / "mcore")
+    assert (tmp_path / "mcore/tokenizer_config.json").read_bytes() == (source / "config.json").read_bytes()
+
+
+def test_links_of_the_hubs_cache_are_the_models_own_files(tmp_path):
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/0123", tmp_path / "models--a--b/blobs"
+    for folder in (snapshot, blobs, tmp_path / "copy"):
+        folder.mkdir(parents=True)
+    (blobs / "5f").write_text("{}")
+    (snapshot / "config.json").symlink_to("../../blobs/5f")
+    copy_descriptions(snapshot, tmp_path / "copy")
+    assert (tmp_path / "copy/config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize("url", ["s3://me:hush@bucket/model", "https://host/model?token=hush"])
+def test_a_url_is_no_folder_and_its_secrets_are_not_told(url, tmp_path):
+    with pytest.raises(ConfigError, match=r"got a URL \((s3|https)://\.\.\.\), expected a path") as told:
+        hf_to_mcore(url, tmp_path / "mcore")
+    assert "hush" not in str(told.value)
+    shown = str(PatchError(f"{url} is not there, {url.replace('//', '/')} neither"))
+    assert "hush" not in shown and "is not there" in shown and url.partition("://")[0] in shown

@@ -15,14 +15,14 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from patch.config import Rendezvous
 from patch.distributed import agent, rendezvous
+from patch.distributed.worker_process import STOP_SIGNALS, stop_signals
 
 
 @pytest.fixture(autouse=True)
 def stray_signals() -> Iterator[list[int]]:
     """The launcher is in this process: a signal outside its time fails the test, and does not end pytest."""
     strays: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-    before = {number: signal.signal(number, lambda stray, frame: strays.append(stray)) for number in numbers}
+    before = {each: signal.signal(each, lambda stray, frame: strays.append(stray)) for each in STOP_SIGNALS}
     yield strays
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -30,7 +30,7 @@ def stray_signals() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize(
-    "signum", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR2], ids=lambda each: each.name
+    "signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2], ids=lambda each: each.name
 )
 def test_signal_is_forwarded_once_and_waited_for(tmp_path: Path, signum: signal.Signals) -> None:
     """The first worker plays `timeout`, or an impatient user."""
@@ -39,7 +39,7 @@ count = 0
 def stop(signum, frame):
     global count
     count += 1
-for each in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR2):
+for each in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
     signal.signal(each, stop)
 open(f'{tmp_path}/ready{{rank}}', 'w').close()
 while not all(os.path.exists(f'{tmp_path}/ready{{each}}') for each in (0, 1)):
@@ -56,6 +56,15 @@ sys.exit(128 + {int(signum)})
 """
     assert launch_workers(write_script(tmp_path, body), 2, max_restarts=1) == 128 + signum
     assert [(tmp_path / f"saved{rank}").read_text() for rank in (0, 1)] == ["1", "1"]
+
+
+def test_the_end_of_a_terminal_that_nohup_hides_is_not_answered() -> None:
+    assert signal.SIGHUP in stop_signals()
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert signal.SIGHUP not in stop_signals() and signal.SIGTERM in stop_signals()
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_second_ctrl_c_after_a_while_ends_workers_that_hang(
