@@ -49,8 +49,8 @@ def write_manifest(folder: AnyPath, iteration: int, contents: dict[str, Content]
 
 
 def is_marked(folder: AnyPath) -> bool:
-    """Whether the folder has the marker of a complete checkpoint of ours."""
-    return (folder / CHECKSUMS_FILE).is_file()
+    """Whether the folder has the marker of a complete checkpoint of ours, readable or not."""
+    return (folder / CHECKSUMS_FILE).exists()
 
 
 def damage(folder: AnyPath) -> str | None:

@@ -1,5 +1,6 @@
 """Which checkpoint is the newest, and how a written one takes its name."""
 
+import os
 import time
 from pathlib import Path
 
@@ -71,7 +72,7 @@ def test_latest_iteration_is_one_that_a_kill_kept_from_the_tracker(tmp_path, cap
     assert latest_iteration(tmp_path) == 20
 
 
-@pytest.mark.parametrize("tracked", ["30", "not a number", ""])
+@pytest.mark.parametrize("tracked", ["30", "not a number", "", "1" * 400, "1" * 5000])
 def test_latest_iteration_falls_back_and_says_so_when_the_tracker_is_wrong(tmp_path, caplog, tracked):
     for iteration in (2, 10):
         write_files(iteration_folder(tmp_path, iteration))
@@ -92,6 +93,28 @@ def test_tracker_that_is_a_folder_is_named_and_one_of_other_bytes_is_none(tmp_pa
     (tmp_path / TRACKER).mkdir()
     for look in (latest_iteration, weights_folder):
         with pytest.raises(CheckpointError, match=f"{TRACKER} cannot be read: Is a directory.*remove"):
+            look(tmp_path)
+
+
+def a_device(path: Path) -> None:
+    path.symlink_to("/dev/null")  # as /dev/zero, but not endless if it is read nevertheless
+
+
+def an_endless_file(path: Path) -> None:
+    path.touch()
+    os.truncate(path, 1 << 40)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    ("put", "said"), [(os.mkfifo, "a pipe or a device"), (a_device, "a pipe or a device"),
+                      (an_endless_file, "expected at most 65536")],
+)  # fmt: skip
+def test_tracker_is_looked_at_before_it_is_read(tmp_path, put, said):
+    write_files(iteration_folder(tmp_path, 2))
+    put(tmp_path / TRACKER)
+    for look in (latest_iteration, weights_folder):
+        with pytest.raises(CheckpointError, match=f"{TRACKER} cannot be read: .*{said}"):
             look(tmp_path)
 
 

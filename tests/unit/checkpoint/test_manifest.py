@@ -16,7 +16,9 @@ from refusals import refused
 
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint, weights_folder
 from patch.checkpoint.folder import iteration_folder
+from patch.checkpoint.manifest import write_manifest
 from patch.errors import CheckpointError
+from patch.storage.checksums import Content
 
 
 def state(value: float, rank: int = 0, world_size: int = 1) -> dict:
@@ -54,6 +56,11 @@ def flip(path: Path) -> None:
     change(path, len(contents) // 2, bytes([contents[len(contents) // 2] ^ 4]))
 
 
+def become(make: Callable[[Path], object], path: Path) -> None:
+    path.unlink()
+    make(path)
+
+
 def replace_folder(folder: Path) -> None:
     shutil.rmtree(folder)
     shutil.copytree(folder.with_name("iter_0000002"), folder)
@@ -81,6 +88,30 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: change(folder / "checksums.json", 0, b"["),
         "checksums.json is no list of checksums",
     ),
+    "manifest of no files": (
+        lambda folder: write_manifest(folder, 3, {}),
+        "checksums.json lists no files",
+    ),
+    "manifest of a rank of 5000 digits": (
+        lambda folder: write_manifest(folder, 3, {f"__{'1' * 5000}_0": Content(0, "0" * 8)}),
+        "_0 cannot be read: File name too long",
+    ),
+    "manifest of deep values": (
+        lambda folder: (folder / "checksums.json").write_text("[" * 100_000),
+        "checksums.json is no list of checksums",
+    ),
+    "manifest that is a pipe": (
+        lambda folder: become(os.mkfifo, folder / "checksums.json"),
+        "checksums.json cannot be read: it is a pipe or a device",
+    ),
+    "manifest that is a device": (
+        lambda folder: become(lambda path: path.symlink_to("/dev/null"), folder / "checksums.json"),
+        "checksums.json cannot be read: it is a pipe or a device",
+    ),
+    "data that is a pipe": (
+        lambda folder: become(os.mkfifo, data(folder)),
+        "__0_0.distcp has 0 bytes, expected",
+    ),
     "manifest of numbers": (
         lambda folder: (folder / "checksums.json").write_text("7"),
         "checksums.json is no list of checksums",
@@ -88,6 +119,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 }  # fmt: skip
 
 
+@pytest.mark.timeout(30)
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_checkpoint_gives_way_to_the_next_whole_one(root, kind, caplog):
     spoil, said = DAMAGE[kind]

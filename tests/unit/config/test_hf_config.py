@@ -119,6 +119,29 @@ def test_what_transformers_saves_is_read_back(tmp_path, tied):
             },
             "layer_types: got ['full_attention', 'sliding_attention'], expected the same attention",
         ),
+        *(
+            (
+                {"model_type": "qwen2", "use_sliding_window": True, "layer_types": kinds},
+                f"layer_types: {said}",
+            )
+            for kinds, said in (
+                (5, "got 5, expected a list"),
+                ({"a": 1}, "got {'a': 1}, expected a list"),
+                ([["a"], ["b"]], "got [['a'], ['b']], expected the same attention"),
+            )
+        ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers: got 1000000000, expected at most 10000"),
+        (
+            {"num_hidden_layers": 10**9, "model_type": "qwen2", "use_sliding_window": True},
+            "num_hidden_layers: got 1000000000, expected at most 10000",
+        ),
+        ({"vocab_size": 10**400}, "vocab_size: got 100000"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps: got 100000"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings: got 'false', expected true or false"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": 1},
+            "use_sliding_window: got 1, expected true or false",
+        ),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5, expected 1.0"),
         ({"rope_parameters": {"full_attention": {"rope_theta": 1e4}}}, "expected an object for all layers"),
         ({"hidden_act": "gelu"}, "hidden_act: got 'gelu', expected 'silu'"),
@@ -154,7 +177,12 @@ def test_unsupported_model_is_refused_by_name(tmp_path, changes, message):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "malformed JSON"), ("[]", "got a JSON list"), ("[" * 100_000, "malformed JSON")],
+    [
+        ("{", "malformed JSON"),
+        ("[]", "got a JSON list"),
+        ("[" * 100_000, "malformed JSON"),
+        ("1" * 5000, "malformed JSON"),
+    ],
 )
 def test_malformed_json_names_the_file(tmp_path, text, message):
     (tmp_path / "config.json").write_text(text)

@@ -3,6 +3,7 @@
 import os
 
 import pytest
+from refusals import refused
 
 from patch.config.positions import POSITIONS, unknown_variables
 from patch.errors import ConfigError
@@ -153,10 +154,26 @@ def test_unknown_value_names_the_position(command, position):
     assert expected in message
 
 
+@pytest.mark.parametrize("num_digits", [400, 5000])
+def test_number_without_end_names_the_position_in_a_short_line(command, num_digits):
+    for position in (position for position in POSITIONS if position.kind in ("int", "float")):
+        with pytest.raises(ConfigError) as caught:
+            command.parse(**{position.name: "1" * num_digits})
+        assert f"{position.name}: got '111" in str(caught.value) and len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("path", ["x" * 300, "/".join(["y" * 200] * 40), "half a character \udc00 \ud800"])
+@pytest.mark.parametrize("position", ["PRETRAIN_CHECKPOINT_PATH", "OUTPUT_BASEPATH"])
+def test_name_that_no_file_has_names_the_position(command, position, path):
+    with refused(ConfigError, rf"position \d+ {position}\): got '.*, expected a path of at most 3800 bytes"):
+        command.parse(**{position: path})
+
+
 @pytest.mark.parametrize(
     ("variable", "value"),
     [
         ("MP_DATASET_TYPE", "json"),
+        ("MP_AC_LAYERS", "1" * 400),
         ("MP_AC_LAYERS", "two"),
         ("MP_VP", "1.5"),
         ("MP_SFT_PACKING", "yes"),

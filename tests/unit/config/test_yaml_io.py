@@ -89,6 +89,12 @@ def test_words_for_absent_values_are_none_inside_and_words_outside(command):
             assert written[section][name] == ("false" if word is False else word)
 
 
+_LEVELS = range(1, 7)
+LISTS = ", ".join(f"&l{n} [{', '.join([f'*l{n - 1}'] * 10)}]" for n in _LEVELS)
+MERGES = ", ".join(f"&m{n} {{<<: [{', '.join([f'*m{n - 1}'] * 10)}]}}" for n in _LEVELS)
+KEYS = ", ".join(f"k{n}: 1" for n in range(10))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -114,6 +120,14 @@ def test_words_for_absent_values_are_none_inside_and_words_outside(command):
         ("training: {seed: !!float x}", "got 'x', expected a value of !!float"),
         ("training: {? [1] : 2}", "malformed YAML: "),
         ("[" * 20_000, "malformed YAML: "),
+        ("optimizer:\n  lr: 1\n  lr: 2", "got the key 'lr' twice, expected it once\n  in"),
+        ("optimizer: {lr: 1}\nmodel: {}\noptimizer: {min_lr: 2}", "got the key 'optimizer' twice"),
+        ("training: {seed: 1%s}" % ("1" * 400), "training.seed: got 111"),
+        ("optimizer: {lr: 1%s}" % ("1" * 400), "optimizer.lr: got 111"),
+        ("training: {seed: 1%s}" % ("1" * 5000), "malformed YAML: got '111"),
+        ("training: {seed: 0x1%s}" % ("f" * 5000), "seed: got a number of thousands of digits, expected"),
+        (f"training: {{seed: [&l0 [x], {LISTS}]}}", "training.seed: got [['x'], [['x'], ['x'], "),
+        (f"training: [&m0 {{{KEYS}}}, {MERGES}]", "got 100000 keys by <<"),
         ("x" * (1 << 26) + "y", "cannot be read: more than 67108864 bytes"),
     ],
 )
@@ -121,6 +135,7 @@ def test_wrong_file_is_explained(command, text, message):
     with pytest.raises(ConfigError) as caught:
         command.parse("--config", _write(command, text))
     assert message in str(caught.value) and "run.yaml" in str(caught.value)
+    assert len(str(caught.value)) < 2000
 
 
 def test_malformed_yaml_names_the_line(command):

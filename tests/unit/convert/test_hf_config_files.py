@@ -231,6 +231,7 @@ def test_generation_without_a_source_comes_from_the_tokenizer(tiny_tokenizer):
     [
         (b"{", r"cannot read .*generation_config\.json"),
         (b"\xff", r"cannot read .*generation_config\.json: 'utf-8'"),
+        (b"[" * 100_000, r"cannot read .*generation_config\.json: its values are nested"),
         (b"[]", r"generation_config\.json holds a JSON list"),
     ],
 )

@@ -136,7 +136,9 @@ def test_tied_output_layer_of_another_type_or_shape_is_refused(folder, monkeypat
         HFFolder(folder).check_copy(OUTPUT, EMBEDDING)
 
 
-@pytest.mark.parametrize("index", ["[", "{}", "[]", '{"weight_map": {"a": "../b.safetensors"}}'])
+@pytest.mark.parametrize(
+    "index", ["[", "[" * 100_000, "{}", "[]", '{"weight_map": {"a": "../b.safetensors"}}']
+)
 def test_broken_index_is_refused(folder, index):
     (folder / "model.safetensors.index.json").write_text(index)
     with pytest.raises(ConversionError, match="no index of weights|outside of its folder"):

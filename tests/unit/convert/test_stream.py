@@ -40,13 +40,18 @@ def test_way_back_is_the_source_byte_for_byte(root, name):
     assert len(list((root / name).glob("*.safetensors"))) == (7 if name == SHARDED else 1)
 
 
-def test_tensors_of_one_parameter_must_have_one_type(tmp_path):
-    gate = "model.layers.1.mlp.gate_proj.weight"
+@pytest.mark.parametrize(
+    ("changed", "named"), [("1.mlp.gate_proj.", "1.mlp.gate_proj"), ("1.", "1.input_layernorm")]
+)
+def test_tensors_of_one_parameter_must_have_one_type(tmp_path, changed, named):
     family_model("llama-3", tmp_path / "hf")
     tensors = load_file(tmp_path / "hf" / "model.safetensors")
-    tensors[gate] = tensors[gate].bfloat16()
+    tensors |= {
+        name: tensor.bfloat16() for name, tensor in tensors.items() if f"model.layers.{changed}" in name
+    }
     save_file(tensors, tmp_path / "hf" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ConversionError, match=rf"{gate} torch.bfloat16, .*up_proj.weight torch.float32 make"):
+    both = rf"model.layers.{named}.weight torch.bfloat16, model.layers.0.*.weight torch.float32 make up one"
+    with pytest.raises(ConversionError, match=both):
         hf_to_mcore(tmp_path / "hf", tmp_path / "mcore")
     assert not (tmp_path / "mcore").exists()
     hf_to_mcore(tmp_path / "hf", tmp_path / "mcore", torch.bfloat16)

@@ -1,6 +1,7 @@
 """What a file held, against zlib and through JSON."""
 
 import json
+import os
 import zlib
 from pathlib import Path
 
@@ -35,3 +36,10 @@ def test_difference_names_length_bits_and_absence(tmp_path: Path) -> None:
     assert "2 bytes, expected 3" in str(difference(path, held))
     path.unlink()
     assert "missing" in str(difference(path, held))
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_of_the_right_length_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "data"
+    os.mkfifo(path)
+    assert "it is a pipe or a device" in str(difference(path, Content(0, "0" * 8)))

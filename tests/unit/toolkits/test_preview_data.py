@@ -223,6 +223,7 @@ def test_a_run_says_what_flags_do_not(tokenizer, tmp_path, capsys):
         (["none.jsonl", "--train-on", "first"], 2, "expected one of all, last"),
         (["none.jsonl", "--train-on", "all", "--train-on", "last"], 2, "given twice"),
         (["none.jsonl"], 3, "none.jsonl does not exist"),
+        (["x" * 300], 3, "x does not exist"),
     ],
 )
 def test_wrong_commands_are_refused(arguments, code, said, tokenizer, capsys):

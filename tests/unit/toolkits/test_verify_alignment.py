@@ -232,6 +232,8 @@ def test_wrong_arguments_end_with_2(arguments: list[str]) -> None:
 def test_wrong_folders_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     hf = tmp_path / "hf"
     family_model("llama-1", hf)
+    assert main([f"--hf={'x' * 300}", f"--mcore={hf}"]) == 4
+    assert "File name too long" in capsys.readouterr().err
     for arguments, words in (
         ([f"--hf={tmp_path}", f"--mcore={hf}"], "no config.json there"),
         ([f"--hf={hf}", f"--mcore={hf}"], "a Hugging Face folder, expected what toolkits.convert made"),
