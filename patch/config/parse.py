@@ -44,6 +44,8 @@ class Invocation(NamedTuple):
     rendezvous: Rendezvous
     force: bool = False
     """Start it even if by its plan it does not fit."""
+    notes: Sequence[str] = ()
+    """One line for each value that comes to something else than it says."""
 
 
 def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: MachineFacts) -> Invocation:
@@ -67,9 +69,9 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     flags = read_flags(rest)
     _refuse_two_lengths(flags.fields)
     file = read_yaml(flags.config) if flags.config is not None else {}
-    env, positions = "dsw", read_variables(environ)
+    env, positions, notes = "dsw", read_variables(environ), []
     if texts:
-        env, positions = read_positions(texts, environ, flags.fields)
+        env, positions, notes = read_positions(texts, environ, flags.fields)
     merged = _merge([file, positions, flags.fields])
     take_models(merged)
     refuse_original_form(merged)
@@ -86,7 +88,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
         merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
     _refuse_urls(merged)
     _make_absolute(merged)
-    return Invocation(_build(merged), flags.dry_run, cluster.rendezvous, flags.force)
+    return Invocation(_build(merged), flags.dry_run, cluster.rendezvous, flags.force, notes)
 
 
 def split_positions(argv: Sequence[str]) -> tuple[list[str], list[str]]:

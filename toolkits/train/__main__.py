@@ -63,7 +63,7 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
     notes = validate_run(config, machine)
     config = fetch_from_hub(config, weights=not invocation.dry_run)
     config, chosen = resolve_run(config, machine)
-    notes = spares + notes + chosen + resume_notes(config)
+    notes = [*invocation.notes, *spares, *notes, *chosen, *resume_notes(config)]
     return invocation._replace(config=config, rendezvous=rendezvous), notes
 
 
