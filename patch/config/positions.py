@@ -199,6 +199,12 @@ def _check_count(texts: Sequence[str]) -> None:
         return
     got = f"got {len(texts)} positions, expected {len(POSITIONS)}"
     if len(texts) > len(POSITIONS):
+        sp = next(index for index, position in enumerate(POSITIONS) if position.name == "SP")
+        if to_int(texts[sp]) is not None:
+            raise ConfigError(
+                f"{got}: {texts[sp]!r} at position {sp + 1} is EP or ETP of Pai-Megatron-Patch's scripts for "
+                "mixtures of experts, which are not built; a dense model's line goes from CP to SP (true, false)"
+            )
         extra = texts[len(POSITIONS)]
         raise ConfigError(f"{got}: {extra!r} after position {len(POSITIONS)} is the first too many")
     message = f"{got}: position {len(texts) + 1} {POSITIONS[len(texts)].name} is the first missing"

@@ -121,6 +121,13 @@ def test_position_too_many_is_named(command):
         _parse(command, [*command.argv(), "more"])
 
 
+@pytest.mark.parametrize("more", [["4"], ["1", "4"]], ids=["EP", "ETP and EP"])
+def test_line_of_pais_scripts_for_experts_is_told_so(command, more):
+    line = command.argv()
+    with pytest.raises(ConfigError, match=f"'{more[0]}' at position 13 is EP or ETP of Pai-Megatron-Patch's"):
+        _parse(command, [*line[:12], *more, *line[12:]])
+
+
 def _parse(command, argv):
     from patch.config import parse_args
 
