@@ -95,7 +95,9 @@ def test_fewer_tokens_of_warmup_than_one_step_are_none_and_one_line_says_so(comm
     """The line of Pai's article: 10000 tokens, 100 of them warm-up, and a step of 1024."""
     invocation = command.parse(SFT="false", TRAIN_TOKENS_OR_ITERS="5120", WARMUP_TOKENS_OR_ITERS=tokens)
     assert invocation.config.optimizer.lr_warmup_iters == steps
-    said = f"position 24 WARMUP_TOKENS_OR_ITERS: {tokens} tokens are no step of warm-up: one step is 8 samples"
+    said = (
+        f"position 24 WARMUP_TOKENS_OR_ITERS: {tokens} tokens are no step of warm-up: one step is 8 samples"
+    )
     assert [note.startswith(said) for note in invocation.notes] == [True] * (tokens in ("3", "511"))
     flag = command.parse("--lr-warmup-iters=1", SFT="false", TRAIN_TOKENS_OR_ITERS="5120")
     assert flag.config.optimizer.lr_warmup_iters == 1 and not flag.notes
