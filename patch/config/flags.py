@@ -91,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check, print the run as YAML, its plan, the first row as tokens and the steps; start nothing",
+        help="check all, also weights' headers; print the run as YAML, its plan, the first row and the steps",
     )
     parser.add_argument(
         "--force", action="store_true", help="start a run that by its plan needs more memory than there is"

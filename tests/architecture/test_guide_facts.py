@@ -96,10 +96,7 @@ def test_tables_of_other_programs_are_the_one_that_messages_have(root, language)
     """foreign_flags.txt, row by row; in Chinese the first two cells. Other rows are about positions."""
     guide = _guide(root, f"migrating{language}").replace("\u5176\u4ed6\u540d\u5b57", "Other names")
     sections = re.split(r"^## ", guide, flags=re.MULTILINE)
-    text = {
-        section.split("\n")[0].replace("\u5176\u4ed6\u540d\u5b57", "Other names"): section
-        for section in sections
-    }
+    text = {section.split("\n")[0]: section for section in sections}
     for program, rows in foreign_flags().items():
         wanted = [
             [
