@@ -68,7 +68,8 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     flags = read_flags(rest)
     _refuse_two_lengths(flags.fields)
     file = read_yaml(flags.config) if flags.config is not None else {}
-    env, positions, notes = "dsw", read_variables(environ), []
+    env, positions = "dsw", read_variables(environ)
+    notes: list[str] = []
     if texts:
         env, positions, notes = read_positions(texts, environ, flags.fields)
     merged = _merge([file, positions, flags.fields])
