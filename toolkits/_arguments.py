@@ -32,7 +32,7 @@ class ArgumentParser(argparse.ArgumentParser):
         return super().parse_known_args(args, namespace)
 
     def _refuse(self, flag: str, known: list[str]) -> None:
-        from patch.config.synonyms import nearest_flag
+        from patch.config.foreign_flags import nearest_flag
 
         self.error(f"unknown argument {flag}{nearest_flag(flag, known)} (--help lists the flags)")
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from typing import get_args
 
+from patch.config.choices import TokenizerType
 from toolkits._arguments import ArgumentParser, positive
 
 
@@ -55,6 +57,12 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--tokenizer-name-or-path", required=True, help="folder of a Hugging Face tokenizer, or org/name"
+    )
+    parser.add_argument(
+        "--tokenizer-type",
+        choices=get_args(TokenizerType),
+        default="PretrainedFromHF",
+        help="where it comes from, as in Megatron-LLaMA's lines (default and only one: %(default)s)",
     )
     parser.add_argument(
         "--output-prefix", required=True, help="PREFIX of PREFIX_KEY_document.bin and .idx, for each key"

@@ -9,7 +9,7 @@ from patch.config.data_record import SetRecord
 from patch.config.execution import Execution
 from patch.config.file_rules import run_warnings
 from patch.config.flags import to_flags
-from patch.config.hub_names import fetch_from_hub
+from patch.config.hub_names import fetch_from_hub, weights_here
 from patch.config.machines import set_spares_aside, usable_sizes
 from patch.config.parse import Invocation, parse_args
 from patch.config.positions import unknown_variables, user_message
@@ -54,4 +54,5 @@ __all__ = [
     "usable_sizes",
     "user_message",
     "validate_run",
+    "weights_here",
 ]

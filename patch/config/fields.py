@@ -195,5 +195,6 @@ def check_choice(
     """
     if value not in choices:
         offered = list(choices if offered is None else offered)
-        hint = nearest(value, offered)
+        ending = [choice for choice in offered if choice.endswith(f"-{value}")]
+        hint = f"; {value} is there as {' and '.join(ending)}" if ending else nearest(value, offered)
         raise ConfigError(f"{origin}: got {shown(value)}, expected one of {', '.join(offered)}{hint}")

@@ -7,16 +7,16 @@ A boolean flag takes no value; its `--no-NAME` overrides a true from a position,
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from patch.config.fields import FIELDS, SECTIONS, Field, coerce, scalar_of
+from patch.config.foreign_flags import answer, is_meant_otherwise
 from patch.config.positions import POSITIONS, VARIABLES, built_words
 from patch.config.schema import RunConfig
-from patch.config.synonyms import nearest_flag
 from patch.config.unsupported import refused_yet
 from patch.errors import ConfigError
+from patch.parse_numbers import to_float
 
 
 class Flags(NamedTuple):
@@ -91,7 +91,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="check, print the run as YAML, its plan, the first row as tokens and the steps; start nothing",
+        help="check all, also weights' headers; print the run as YAML, its plan, the first row and the steps",
     )
     parser.add_argument(
         "--force", action="store_true", help="start a run that by its plan needs more memory than there is"
@@ -111,15 +111,13 @@ def add_flags(parser: argparse._ActionsContainer, names: Iterable[str]) -> None:
 
 
 def fields_of(namespace: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the fields that were given by flags of `add_flags`.
+    """Those of the fields that were given by flags of `add_flags`; of a flag given again the last one counts.
 
     Raises:
-        ConfigError: a wrong value, or a flag given twice with different values.
+        ConfigError: a wrong value.
     """
     given = {name: values for name in names if (values := getattr(namespace, name, None)) is not None}
-    return {
-        name: coerce(FIELDS[name], _single(name, values), FIELDS[name].flag) for name, values in given.items()
-    }
+    return {name: coerce(FIELDS[name], values[-1], FIELDS[name].flag) for name, values in given.items()}
 
 
 def spellings(field: Field) -> list[str]:
@@ -151,53 +149,63 @@ def _add(group: argparse._ActionsContainer, field: Field) -> None:
 
 
 def read_flags(argv: Sequence[str]) -> Flags:
-    """The fields that `argv` sets.
+    """The fields that `argv` sets; of a flag that is given again the last one counts.
 
     Raises:
-        ConfigError: an unknown flag (names the nearest), a missing or wrong value, a flag given twice
-            with different values.
+        ConfigError: unknown flags (all of them are named, each with what to do), a missing or wrong value.
         SystemExit: --help, after printing it.
     """
-    _refuse_values_of_booleans(argv)
+    if found := list(_unknown(argv)):
+        _refuse_unknown(found)
     parser = build_parser()
-    namespace, unknown = parser.parse_known_args(list(argv))
-    if unknown:
-        _refuse_unknown(unknown[0].split("=")[0])
-    config = _single("config", getattr(namespace, "config", None))
+    namespace = parser.parse_args(list(argv))
+    config = getattr(namespace, "config", [None])[-1]
     dry_run, force = (getattr(namespace, name, False) for name in ("dry_run", "force"))
     return Flags(fields_of(namespace, FIELDS), config, dry_run, force)
 
 
-def _refuse_values_of_booleans(argv: Sequence[str]) -> None:
-    booleans = {flag for field in FIELDS.values() if field.kind is bool for flag in spellings(field)}
-    for text, following in zip_longest(argv, argv[1:], fillvalue=""):
-        flag, sign, value = text.partition("=")
-        if flag in booleans and (sign or following in ("true", "false")):
-            positive = flag.replace("--no-", "--")
-            raise ConfigError(
-                f"{flag} takes no value, got {value or following!r}; expected {positive} for true, "
-                f"--no-{positive[2:]} for false"
+def _unknown(argv: Sequence[str]) -> Iterator[str]:
+    """One line for each argument that is none here: another program's, misspelled, or a stray word."""
+    takes_value = {flag: field.kind is not bool for field in FIELDS.values() for flag in spellings(field)}
+    takes_value |= {"--config": True, "--dry-run": False, "--force": False}
+    given = _grouped(argv)
+    is_foreign = any(flag not in takes_value for flag, _ in given)
+    for flag, values in given:
+        value = " ".join(values[:1])
+        if flag not in takes_value or (is_foreign and is_meant_otherwise(flag, value)):
+            yield answer(flag, takes_value, value)
+        elif stray := " ".join(values[takes_value[flag] :]):
+            name = flag.replace("--no-", "--").removeprefix("--")
+            cure = (
+                "a value with spaces is quoted"
+                if takes_value[flag]
+                else f"--{name} is true, --no-{name} false"
             )
+            yield f"{stray!r} after {flag}: {cure}"
 
 
-def _refuse_unknown(name: str) -> NoReturn:
-    known = [
-        "--config",
-        "--dry-run",
-        "--force",
-        *(flag for field in FIELDS.values() for flag in spellings(field)),
-    ]
-    raise ConfigError(f"unknown argument {name}{nearest_flag(name, known)} (--help lists the flags)")
+def is_flag(text: str) -> bool:
+    """Whether an argument begins a flag: a hyphen that begins no number."""
+    return text.startswith("-") and to_float(text.split()[0]) is None
 
 
-def _single(name: str, values: Any) -> Any:
-    """The value of a flag. Writing it twice is a conflict unless both values are equal."""
-    if not isinstance(values, list):
-        return values
-    if len(set(values)) > 1:
-        flag = "--" + name.replace("_", "-")
-        raise ConfigError(f"{flag} is given twice: {' and '.join(map(str, values))}; keep one")
-    return values[0]
+def _grouped(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
+    """Each flag with what follows it; the first argument is a flag."""
+    groups: list[tuple[str, list[str]]] = []
+    for text in argv:
+        if is_flag(text):
+            flag, sign, value = text.partition("=")
+            groups.append((flag, [value] if sign else []))
+        else:
+            groups[-1][1].append(text)
+    return groups
+
+
+def _refuse_unknown(found: list[str]) -> NoReturn:
+    if len(found) == 1:
+        raise ConfigError(f"unknown argument {found[0]} (--help lists the flags)")
+    lines = "".join(f"\n  {line}" for line in found)
+    raise ConfigError(f"{len(found)} unknown arguments (--help lists the flags):{lines}")
 
 
 def to_flags(config: RunConfig) -> list[str]:

@@ -1,4 +1,4 @@
-"""The rules of 8-bit products (`--precision fp8`), as those in rules.py."""
+"""The rules of 8-bit products (`--precision fp8`) and of the scale of fp16's loss, as those in rules.py."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _FLAGS = (
     "fp8_param_gather",
 )
 _COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+_LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 _MULTIPLE = 16
 """CUDA's 8-bit products need sizes that are multiples of it; so does a CPU run, which may go on on a GPU."""
 _FIRST_CAPABILITY = (8, 9)
@@ -120,3 +121,25 @@ def fp8_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         yield f"{where('fp8_param_gather')} has no effect: no replicas share optimizer states"
     if config.training.precision == "fp8" and not machine.cuda_devices:
         yield f"{where('precision')} fp8 is slower than bf16 on a CPU, which has no 8-bit arithmetic"
+
+
+def loss_scale_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """The smallest scale of the loss is no larger than the first one."""
+    first, smallest = config.optimizer.initial_loss_scale, config.optimizer.min_loss_scale
+    if smallest > first:
+        refuse(
+            "min_loss_scale", smallest, f"at most {where('initial_loss_scale')} {first}", "it starts there"
+        )
+
+
+def loss_scale_notes(config: RunConfig) -> Iterator[str]:
+    """Flags about the scale of the loss that have no effect."""
+    given = [name for name in _LOSS_SCALE if value_of(config, name) != FIELDS[name].default]
+    if config.training.precision != "fp16":
+        yield from (f"{where(name)} has no effect without fp16 at {where('precision')}" for name in given)
+    elif config.optimizer.loss_scale is not None:
+        yield from (
+            f"{where(name)} has no effect with {where('loss_scale')}"
+            for name in given
+            if name != "loss_scale"
+        )

@@ -71,3 +71,26 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     """
     file = Path(folder) / "config.json"
     return read_config(ConfigReader(file, _read_json(file)))
+
+
+def vocabulary_at(folder: str | Path) -> dict[str, int]:
+    """`vocab_size` of a tokenizer's folder: its config.json's, or the number of tokenizer.json's ids.
+
+    Returns:
+        The field, or nothing if neither file is there.
+
+    Raises:
+        ConfigError: a file cannot be read or is malformed.
+    """
+    if has_hf_config(folder):
+        return {"vocab_size": read_hf_config(folder)["vocab_size"]}
+    file = Path(folder) / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    values = _read_json(file)
+    try:
+        vocabulary = values["model"]["vocab"]
+        ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else [*range(len(vocabulary))]
+        return {"vocab_size": max(ids + [token["id"] for token in values.get("added_tokens", ())]) + 1}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{file}: {error!r}, expected a tokenizer's file") from error

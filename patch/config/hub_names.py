@@ -20,6 +20,7 @@ from typing import Any
 from patch.config.checkpoint_places import begun_root
 from patch.config.data_spec import SPLITS, format_data, parse_data
 from patch.config.file_rules import check_data
+from patch.config.hf_config import is_hf_folder
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, DataError, nearest, shown
 from patch.storage.hub import (
@@ -93,9 +94,7 @@ def fetch_from_hub(config: RunConfig, *, weights: bool) -> RunConfig:
         ConfigError: the weights cannot be had.
         DataError: a data set cannot be had, or its files are several sets.
     """
-    load = config.checkpoint.load
-    model = snapshot_name(load) if load is not None and weights and not _resumes(config) else None
-    if model is not None and lacking_weights(Path(load or "")) and not [*Path(load or "").glob("*.bin")]:
+    if weights and (model := _model_to_fetch(config)) is not None:
         load = str(fetch_model(model, weights=True, field="load"))
         config = dataclasses.replace(config, checkpoint=dataclasses.replace(config.checkpoint, load=load))
     if config.data.dataset_type != "raw":
@@ -147,8 +146,23 @@ def _pinned(name: HubName, output: str | None) -> HubName:
     return name if match is None else name._replace(revision=match[1])
 
 
-def _resumes(config: RunConfig) -> bool:
-    return begun_root(config) is not None
+def _model_to_fetch(config: RunConfig) -> HubName | None:
+    """The model of the hub whose weights the run begins with, and the cache lacks; None if there is none."""
+    folder = _first_weights(config)
+    model = snapshot_name(str(folder)) if folder is not None else None
+    return model if folder is not None and lacking_weights(folder) and not [*folder.glob("*.bin")] else None
+
+
+def _first_weights(config: RunConfig) -> Path | None:
+    """The Hugging Face folder whose weights the run begins with; None if it resumes or begins otherwise."""
+    load = config.checkpoint.load
+    is_first = load is not None and is_hf_folder(load) and begun_root(config) is None
+    return Path(load) if load is not None and is_first else None
+
+
+def weights_here(config: RunConfig) -> Path | None:
+    """The Hugging Face folder whose weights the run begins with, if they need not be fetched first."""
+    return _first_weights(config) if _model_to_fetch(config) is None else None
 
 
 def _set_of(name: HubName, field: str) -> str:

@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 from patch.config.cluster import Rendezvous, default_nproc_per_node, read_cluster
 from patch.config.data_spec import format_data, parse_data
 from patch.config.fields import FIELDS, assemble, check_choice, missing
-from patch.config.flags import build_parser, read_flags
-from patch.config.hf_config import has_hf_config, refuse_original_form
+from patch.config.flags import build_parser, is_flag, read_flags
+from patch.config.hf_config import has_hf_config, refuse_original_form, vocabulary_at
 from patch.config.hub_names import take_models
 from patch.config.positions import USAGE, read_positions, read_variables, where
 from patch.config.presets import MODEL_SIZES, PRESETS, REQUIRED_SHAPE, SHAPE_FIELDS
@@ -28,7 +28,6 @@ from patch.config.stored_shape import run_behind, shape_at
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.parse_numbers import to_float
 from patch.storage.hub import hub_name
 from patch.storage.remote import is_url
 
@@ -44,6 +43,8 @@ class Invocation(NamedTuple):
     rendezvous: Rendezvous
     force: bool = False
     """Start it even if by its plan it does not fit."""
+    notes: Sequence[str] = ()
+    """One line for each value that comes to something else than it says."""
 
 
 def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: MachineFacts) -> Invocation:
@@ -68,8 +69,9 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     _refuse_two_lengths(flags.fields)
     file = read_yaml(flags.config) if flags.config is not None else {}
     env, positions = "dsw", read_variables(environ)
+    notes: list[str] = []
     if texts:
-        env, positions = read_positions(texts, environ, flags.fields)
+        env, positions, notes = read_positions(texts, environ, flags.fields)
     merged = _merge([file, positions, flags.fields])
     take_models(merged)
     refuse_original_form(merged)
@@ -86,13 +88,13 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
         merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
     _refuse_urls(merged)
     _make_absolute(merged)
-    return Invocation(_build(merged), flags.dry_run, cluster.rendezvous, flags.force)
+    return Invocation(_build(merged), flags.dry_run, cluster.rendezvous, flags.force, notes)
 
 
 def split_positions(argv: Sequence[str]) -> tuple[list[str], list[str]]:
     """Positions and flags. The flags begin at the first argument with a hyphen that begins with no number."""
     for index, text in enumerate(argv):
-        if text.startswith("-") and to_float(text.split()[0]) is None:
+        if is_flag(text):
             return list(argv[:index]), list(argv[index:])
     return list(argv), []
 
@@ -123,7 +125,10 @@ def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
-    """The shape that MODEL_SIZE stands for; empty if all fields of the shape are given already."""
+    """What MODEL_SIZE stands for; empty if all fields of the shape are given already.
+
+    Beside a shape by flags the vocabulary's size comes from the tokenizer's folder.
+    """
     size, load = merged.get("model_size", "auto"), merged.get("load")
     check_choice(size, MODEL_SIZES, where("model_size"))
     if merged.keys() >= SHAPE_FIELDS:
@@ -132,7 +137,10 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
         return PRESETS[size]
     if (found := shape_at(load)) is not None:
         return found.fields
-    if merged.keys() >= REQUIRED_SHAPE or not {"model_size", "load"} & merged.keys():
+    if merged.keys() >= REQUIRED_SHAPE - {"vocab_size"}:
+        folder = merged.get("tokenizer_name_or_path") or load
+        return {} if folder is None else vocabulary_at(folder)
+    if not {"model_size", "load"} & merged.keys():
         return {}
     if load is not None and not is_url(load) and not Path(load).exists():
         raise ConfigError(
@@ -147,7 +155,7 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _derive(merged: dict[str, Any]) -> None:
-    """Add values that were not given and follow from others, by Megatron-LM's rules."""
+    """Add values that were not given and follow from others, by Megatron-LM's and Megatron-LLaMA's rules."""
     heads, hidden = merged.get("num_attention_heads", 0), merged.get("hidden_size", 0)
     if heads > 0:
         merged.setdefault("num_query_groups", heads)
@@ -156,6 +164,8 @@ def _derive(merged: dict[str, Any]) -> None:
         merged.setdefault("kv_channels", hidden // heads)
     if "seq_length" in merged:
         merged.setdefault("max_padding_length", merged["seq_length"])
+    if merged.get("overlapped_distributed_optimizer"):
+        merged.setdefault("use_distributed_optimizer", True)
 
 
 def _take_tokenizer(merged: dict[str, Any]) -> None:

@@ -150,8 +150,8 @@ def length_text(config: RunConfig, steps: int) -> str:
 
 def read_positions(
     texts: Sequence[str], environ: Mapping[str, str], flags: Mapping[str, Any]
-) -> tuple[str, dict[str, Any]]:
-    """ENV, and the fields that the positions and environment variables set.
+) -> tuple[str, dict[str, Any], list[str]]:
+    """ENV, the fields that the positions and environment variables set, and a line for what they come to.
 
     Args:
         texts: the 25 positions.
@@ -168,9 +168,8 @@ def read_positions(
     layer.update(read_variables(environ))
     if layer["cpu_offloading"] and "recompute_num_layers" in layer:  # as in Pai-Megatron-Patch
         layer["cpu_offloading_num_layers"] = layer.pop("recompute_num_layers")
-    if not flags.get("sft", layer["sft"]):
-        _tokens_to_iters(layer, flags)
-    return texts[0], layer
+    notes = [] if flags.get("sft", layer["sft"]) else _tokens_to_iters(layer, flags)
+    return texts[0], layer, notes
 
 
 def _fields_set_by(position: Position, value: Any) -> dict[str, Any]:
@@ -200,6 +199,12 @@ def _check_count(texts: Sequence[str]) -> None:
         return
     got = f"got {len(texts)} positions, expected {len(POSITIONS)}"
     if len(texts) > len(POSITIONS):
+        sp = next(index for index, position in enumerate(POSITIONS) if position.name == "SP")
+        if to_int(texts[sp]) is not None:
+            raise ConfigError(
+                f"{got}: {texts[sp]!r} at position {sp + 1} is EP or ETP of Pai-Megatron-Patch's scripts for "
+                "experts, which are not built; a dense model's line goes on with SP (true, false) after CP"
+            )
         extra = texts[len(POSITIONS)]
         raise ConfigError(f"{got}: {extra!r} after position {len(POSITIONS)} is the first too many")
     message = f"{got}: position {len(texts) + 1} {POSITIONS[len(texts)].name} is the first missing"
@@ -250,17 +255,22 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     ]
 
 
-def _tokens_to_iters(layer: dict[str, Any], flags: Mapping[str, Any]) -> None:
-    """Replace numbers of tokens by numbers of whole steps of GLOBAL_BATCH_SIZE x SEQ_LEN tokens."""
+def _tokens_to_iters(layer: dict[str, Any], flags: Mapping[str, Any]) -> list[str]:
+    """Replace numbers of tokens by numbers of whole steps of GLOBAL_BATCH_SIZE x SEQ_LEN tokens.
+
+    Returns:
+        A line if the tokens of warm-up are fewer than a step.
+    """
     batch, length = (flags.get(name, layer[name]) for name in ("global_batch_size", "seq_length"))
     tokens_per_step = max(batch * length, 1)  # sizes below 1 are refused by name in rules.py
-    for field, may_be_zero in (("train_iters", False), ("lr_warmup_iters", True)):
-        tokens = layer[field]
-        layer[field] = tokens // tokens_per_step
-        is_overruled = field in flags or (field == "train_iters" and flags.get("train_epochs"))
-        if layer[field] < 1 and not is_overruled and not (may_be_zero and tokens == 0):
-            zero = ", or 0" if may_be_zero else ""
-            raise ConfigError(
-                f"{_OTHER_NAMES[field]}: got {tokens} tokens, expected at least {tokens_per_step}{zero}: "
-                f"one step is {batch} samples x {length} tokens (SFT=true counts iterations)"
-            )
+    step = f"one step is {batch} samples x {length} tokens"
+    tokens, warmup = layer["train_iters"], layer["lr_warmup_iters"]
+    layer["train_iters"], layer["lr_warmup_iters"] = tokens // tokens_per_step, warmup // tokens_per_step
+    if layer["train_iters"] < 1 and "train_iters" not in flags and not flags.get("train_epochs"):
+        raise ConfigError(
+            f"{_OTHER_NAMES['train_iters']}: got {tokens} tokens, expected at least {tokens_per_step}: "
+            f"{step} (SFT=true counts iterations)"
+        )
+    if 0 < warmup < tokens_per_step and "lr_warmup_iters" not in flags:
+        return [f"{_OTHER_NAMES['lr_warmup_iters']}: {warmup} tokens are no step of warm-up: {step}"]
+    return []

@@ -15,7 +15,7 @@ from patch.config.backend_rules import backend_notes, backends_exist, gpus_can_b
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
-from patch.config.fp8_rules import fp8_fits, fp8_notes
+from patch.config.fp8_rules import fp8_fits, fp8_notes, loss_scale_fits, loss_scale_notes
 from patch.config.graph_rules import graph_notes, graphs_fit
 from patch.config.pipeline_rules import (
     counted_layers,
@@ -355,6 +355,7 @@ RULES: tuple[Rule, ...] = (
     recompute_divides,
     backends_exist,
     fp8_fits,
+    loss_scale_fits,
     graphs_fit,
     sequence_fits,
     context_parallel_fits,
@@ -405,6 +406,7 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
         )
     yield from backend_notes(config, machine)
     yield from fp8_notes(config, machine)
+    yield from loss_scale_notes(config)
     yield from graph_notes(config)
     yield from _activation_notes(config)
     yield from sharding_notes(config)

@@ -287,6 +287,13 @@ class OptimizerConfig:
     adam_eps: float = flag("epsilon added to the root of the second moment", 1e-8, above=0)
     initial_loss_scale: float = flag("fp16: first scale of the loss; halved on overflow", 2.0**16, above=0)
     loss_scale_window: int = flag("fp16: good steps after which the scale doubles", 1000, at_least=1)
+    min_loss_scale: float = flag("fp16: the scale is never halved below this", 1.0, above=0)
+    hysteresis: int = flag(
+        "fp16: overflows until the scale is halved, counted since it last doubled", 1, at_least=1
+    )
+    loss_scale: float | None = flag(
+        "fp16: a constant scale of the loss; 0: one that follows overflows", None, none=0, above=0
+    )
     reduce_bucket_size: int = flag(
         "elements of a bucket, the unit in which gradients are reduced and weights gathered",
         500_000_000,

@@ -11,6 +11,7 @@ from typing import Any
 import yaml
 
 from patch.config.fields import FIELDS, SECTIONS, assemble, coerce, missing, scalar_of
+from patch.config.foreign_flags import answer, foreign_flag
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, nearest, shown
 from patch.storage.places import AnyPath
@@ -67,7 +68,8 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(f"{origin}: malformed YAML: {error}") from error
     fields: dict[str, Any] = {}
-    for section, values in _mapping(sections, origin).items():
+    _refuse_foreign(_mapping(sections, origin), origin)
+    for section, values in sections.items():
         if section not in SECTIONS:
             raise ConfigError(
                 f"{origin}: unknown section {section!r}{nearest(section, list(SECTIONS))}, "
@@ -77,6 +79,24 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
             _check_known(name, section, origin)
             fields[name] = coerce(FIELDS[name], value, f"{origin}: {section}.{name}")
     return fields
+
+
+def _refuse_foreign(sections: dict[str, Any], origin: str) -> None:
+    """Answer a file of another program (LLaMA-Factory's YAML, DeepSpeed's JSON), all its keys at once."""
+    names = [key for name in sections.keys() - SECTIONS.keys() for key in _dotted(str(name), sections[name])]
+    if any(foreign_flag(name) is not None for name in names):
+        flags = [field.flag for field in FIELDS.values()]
+        lines = "".join(f"\n  {answer(name, flags)}" for name in sorted(names))
+        raise ConfigError(f"{origin}: keys of another program, expected {', '.join(SECTIONS)}:{lines}")
+
+
+def _dotted(name: str, value: object) -> Iterator[str]:
+    """The names of all values below a key: `zero_optimization.stage`."""
+    if isinstance(value, dict) and value:
+        for key, inner in value.items():
+            yield from _dotted(f"{name}.{key}", inner)
+    else:
+        yield name
 
 
 def _mapping(value: object, origin: str) -> dict[str, Any]:

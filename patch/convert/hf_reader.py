@@ -146,6 +146,18 @@ class HFFolder:
             )
 
 
+def check_headers(folder: Path, model: ModelConfig) -> HFFolder:
+    """Open a folder, and check by headers and sizes of its files that it has the tensors of the model.
+
+    Raises:
+        ConversionError: the folder cannot be read, or does not fit the model.
+    """
+    source = HFFolder(folder)
+    tied = not model.untie_embeddings_and_output_weights
+    source.check(hf_tensors(model), unused=frozenset({OUTPUT} if tied else ()))
+    return source
+
+
 def open_checked(folder: Path, model: ModelConfig, dtype: torch.dtype | None, flag: str) -> HFFolder:
     """Open a folder, check that it has the tensors of the model, and log if values will be rounded.
 
@@ -157,10 +169,8 @@ def open_checked(folder: Path, model: ModelConfig, dtype: torch.dtype | None, fl
     Raises:
         ConversionError: the folder cannot be read, or does not fit the model.
     """
-    source = HFFolder(folder)
-    tied = not model.untie_embeddings_and_output_weights
-    source.check(hf_tensors(model), unused=frozenset({OUTPUT} if tied else ()))
-    if tied:
+    source = check_headers(folder, model)
+    if not model.untie_embeddings_and_output_weights:
         (embedding,) = weights_table(model)[EMBEDDING_PARAMETER].hf
         source.check_copy(OUTPUT, embedding.name)
     if dtype is not None:

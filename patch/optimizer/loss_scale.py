@@ -1,16 +1,19 @@
-"""Dynamic loss scaling for fp16, so that small gradients do not underflow.
+"""Loss scaling for fp16, so that small gradients do not underflow.
 
 The loss is multiplied by the scale before backward; gradients are accumulated in float32 and divided by the
 scale in the update. A step whose gradients overflow is skipped and halves the scale; a number of good steps
-doubles it. Source: Micikevicius et al., arXiv:1710.03740.
+doubles it. Source: Micikevicius et al., arXiv:1710.03740; `hysteresis` is megatron-core's DynamicGradScaler.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
+from patch.config.schema import OptimizerConfig
+
 _FACTOR = 2.0
-_SMALLEST = 1.0
 
 
 class LossScale:
@@ -19,29 +22,59 @@ class LossScale:
     Args:
         initial: the first scale; 1 with `window` 0 means no scaling (bf16, fp32).
         window: number of good steps after which the scale doubles; 0: it never changes.
+        smallest: the scale is never halved below it.
+        hysteresis: overflows until the scale is halved, counted since it was last doubled.
     """
 
-    def __init__(self, initial: float, window: int) -> None:
+    def __init__(self, initial: float, window: int, *, smallest: float = 1.0, hysteresis: int = 1) -> None:
         self.value = initial
-        self.good_steps = 0
-        self._window = window
+        self._state = {"good_steps": 0, "overflows_left": hysteresis}
+        self._window, self._smallest, self._hysteresis = window, smallest, hysteresis
 
     def apply(self, loss: torch.Tensor) -> torch.Tensor:
         """The scaled loss, from which backward starts: `grad_scale_func` of megatron-core's schedules."""
         return loss * self.value
 
     @property
-    def can_shrink(self) -> bool:
-        """Whether a smaller scale is possible after an overflow."""
-        return self._window > 0 and self.value > _SMALLEST
+    def may_cure(self) -> bool:
+        """Whether skipping an overflowing step may be all that is needed: the scale shrinks, now or soon."""
+        return self._window > 0 and (self.value > self._smallest or self._state["overflows_left"] > 1)
 
     def shrink(self) -> None:
-        """Halve the scale; call it after a step whose gradients were not finite."""
-        self.value = max(_SMALLEST, self.value / _FACTOR)
-        self.good_steps = 0
+        """Count a step whose gradients were not finite, and halve the scale when it is time."""
+        self._state["good_steps"] = 0
+        self._state["overflows_left"] -= 1
+        if self._state["overflows_left"] <= 0:
+            self.value = max(self._smallest, self.value / _FACTOR)
 
     def keep(self) -> None:
         """Count a good step, and double the scale when it is time."""
-        self.good_steps += 1
-        if self._window and self.good_steps % self._window == 0:
+        self._state["good_steps"] += 1
+        if self._window and self._state["good_steps"] % self._window == 0:
             self.value *= _FACTOR
+            self._state["overflows_left"] = self._hysteresis
+
+    def state_dict(self) -> dict[str, float]:
+        """What a resumed run needs."""
+        return {"value": self.value, **self._state}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Go on from what `state_dict` returned; a constant scale stays what it is."""
+        if not self._window:
+            return
+        self.value = state["value"]
+        self._state.update({name: int(state[name]) for name in self._state.keys() & state.keys()})
+
+
+def loss_scale_of(config: OptimizerConfig, dtypes: Iterable[torch.dtype]) -> LossScale:
+    """The scale for weights of these types: 1 without fp16, else what the configuration says."""
+    if torch.float16 not in dtypes:
+        return LossScale(1.0, 0)
+    if config.loss_scale is not None:
+        return LossScale(config.loss_scale, 0)
+    return LossScale(
+        config.initial_loss_scale,
+        config.loss_scale_window,
+        smallest=config.min_loss_scale,
+        hysteresis=config.hysteresis,
+    )

@@ -38,7 +38,7 @@ from patch.memory import OffloadDevice
 from patch.optimizer.domain import Domain, find_domains, find_instances, registered_memory
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
 from patch.optimizer.hybrid_adam import HybridAdam, Offload, state_dtypes
-from patch.optimizer.loss_scale import LossScale
+from patch.optimizer.loss_scale import loss_scale_of
 from patch.optimizer.main_grad import is_fused
 from patch.optimizer.outcomes import OptimizerReport, StepOutcome
 from patch.optimizer.own_shards import OwnShards
@@ -92,7 +92,7 @@ class OverlappedDistributedOptimizer:
         domains, domain_indices = self._find_domains(zero_stage, group_indices, like.dtype)
         check_gathers(domains, is_offloading=offload is not None)
         specs = specs_of(named, stage_indices, group_indices, domain_indices)
-        self.loss_scale = _loss_scale(config, domains)
+        self.loss_scale = loss_scale_of(config, [domain.dtype for domain in domains])
         self.is_sharded = domains[0].zero_stage is not ZeroStage.NONE
         shares, is_sent = [d.num_shards for d in domains], any(d.group.size() > 1 for d in domains)
         is_padded = is_sent and config.ddp_pad_buckets_for_high_nccl_busbw
@@ -233,7 +233,7 @@ class OverlappedDistributedOptimizer:
         self.finish_grad_sync()
         grad_norm = self.get_grad_norm()
         is_finite = math.isfinite(grad_norm)
-        is_overflow = not is_finite and self.loss_scale.can_shrink
+        is_overflow = not is_finite and self.loss_scale.may_cure
         if is_finite:
             self._update(grad_norm, self._lr)
         elif is_overflow:
@@ -453,14 +453,12 @@ class OverlappedDistributedOptimizer:
 
     def common_state_dict(self) -> dict[str, Any]:
         """What is the same on all ranks: the number of steps and the loss scale."""
-        scale = {"value": self.loss_scale.value, "good_steps": self.loss_scale.good_steps}
-        return {"optimizer_steps": self.adam.step_count, "loss_scale": scale}
+        return {"optimizer_steps": self.adam.step_count, "loss_scale": self.loss_scale.state_dict()}
 
     def load_common_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from what `common_state_dict` returned; other entries of `state` are not read."""
         self.adam.step_count = state["optimizer_steps"]
-        self.loss_scale.value = state["loss_scale"]["value"]
-        self.loss_scale.good_steps = state["loss_scale"]["good_steps"]
+        self.loss_scale.load_state_dict(state["loss_scale"])
 
     def sharded_state_dict(
         self, model_state: ShardedStateDict, *, is_loading: bool = False
@@ -491,10 +489,3 @@ def _doubling(units: list[list[int]]) -> Iterator[list[int]]:
     while begin < len(units):
         yield list(chain.from_iterable(units[begin : begin + size]))
         begin, size = begin + size, 2 * size
-
-
-def _loss_scale(config: OptimizerConfig, domains: Sequence[Domain]) -> LossScale:
-    """Dynamic where weights are fp16, else 1."""
-    if any(domain.dtype == torch.float16 for domain in domains):
-        return LossScale(config.initial_loss_scale, config.loss_scale_window)
-    return LossScale(1.0, 0)

@@ -8,6 +8,7 @@ there, and is removed marker first.
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import shutil

@@ -9,6 +9,7 @@ from architecture.test_imports import ROWS
 
 from patch.config.fields import FIELDS
 from patch.config.flags import spellings
+from patch.config.foreign_flags import foreign_flags
 from patch.config.positions import POSITIONS, VARIABLES
 
 GUIDES = Path("examples/llama3_1/guides")
@@ -91,8 +92,26 @@ def test_both_languages_quote_the_same_messages(root):
 
 
 @pytest.mark.parametrize("language", LANGUAGES)
+def test_tables_of_other_programs_are_the_one_that_messages_have(root, language):
+    """foreign_flags.txt, row by row; in Chinese the first two cells. Other rows are about positions."""
+    guide = _guide(root, f"migrating{language}").replace("\u5176\u4ed6\u540d\u5b57", "Other names")
+    sections = re.split(r"^## ", guide, flags=re.MULTILINE)
+    text = {section.split("\n")[0]: section for section in sections}
+    for program, rows in foreign_flags().items():
+        wanted = [
+            [
+                ", ".join(f"`{name}`" for name in row.theirs.split(", ")),
+                " ".join(f"`{flag}`" for flag in row.ours.split()) if row.ours != "-" else "-",
+                row.advice,
+            ][: 2 if language else 3]
+            for row in rows
+        ]
+        assert [cells[: len(wanted[0])] for cells in _rows(text[program])][-len(wanted) :] == wanted, program
+
+
+@pytest.mark.parametrize("language", LANGUAGES)
 def test_names_that_a_user_moves_over_to_exist(root, language):
-    known = FLAGS | VARIABLES.keys() | {position.name for position in POSITIONS}
+    known = FLAGS | {"--config"} | VARIABLES.keys() | {position.name for position in POSITIONS}
     rows = [row for row in _rows(_guide(root, f"migrating{language}")) if len(row) == 3]
     ours = [name for row in rows for name in re.findall(r"`([^`]+)`", row[1])]
     assert len(ours) > 60 and not [name for name in ours if name not in known]

@@ -62,7 +62,7 @@ POSITIONS = {
 def command(**changes: object) -> list[str]:
     """The script and its positions, those named in `changes` replaced."""
     assert changes.keys() <= POSITIONS.keys(), f"no such position in {sorted(changes)}"
-    return ["bash", str(SCRIPT), *(str(value) for value in {**POSITIONS, **changes}.values())]
+    return ["sh", str(SCRIPT), *(str(value) for value in {**POSITIONS, **changes}.values())]
 
 
 def environment(**variables: object) -> dict[str, str]:

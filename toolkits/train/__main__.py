@@ -40,10 +40,11 @@ from patch.config import (  # noqa: E402
     unknown_variables,
     user_message,
     validate_run,
+    weights_here,
 )
 from patch.device import MachineFacts  # noqa: E402
 from patch.distributed.launch import allocator_environment, launch  # noqa: E402
-from patch.errors import ConfigError, PatchError  # noqa: E402
+from patch.errors import ConfigError, PatchError, about  # noqa: E402
 from patch.logger import configure_logging, get_logger  # noqa: E402
 from patch.plan import (  # noqa: E402
     describe_here,
@@ -63,7 +64,7 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
     notes = validate_run(config, machine)
     config = fetch_from_hub(config, weights=not invocation.dry_run)
     config, chosen = resolve_run(config, machine)
-    notes = spares + notes + chosen + resume_notes(config)
+    notes = [*invocation.notes, *spares, *notes, *chosen, *resume_notes(config)]
     return invocation._replace(config=config, rendezvous=rendezvous), notes
 
 
@@ -79,8 +80,12 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
     from patch.compat import quick_start  # it imports torch, which the launcher does not need
 
     with quick_start():
+        from patch.convert.hf_reader import check_headers
         from patch.data.preview import show_data
 
+    if (folder := weights_here(config)) is not None:
+        with about("load"):
+            check_headers(folder, config.model)
     samples = show_data(
         config.data,
         config.model,

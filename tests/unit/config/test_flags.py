@@ -1,14 +1,17 @@
 """Named flags: types, unknown and doubled ones, --help, and the way back to argv."""
 
 import dataclasses
+import json
+from pathlib import Path
 
 import pytest
 
-from patch.config import parse_args, to_flags
+from patch.config import parse_args, to_flags, validate_run
+from patch.config.choices import ZeroStage
 from patch.config.fields import FIELDS
-from patch.config.flags import read_flags
+from patch.config.flags import read_flags, spellings
+from patch.config.foreign_flags import foreign_flags, nearest_flag
 from patch.config.positions import POSITIONS, VARIABLES
-from patch.config.synonyms import SYNONYMS
 from patch.config.unsupported import NOT_BUILT
 from patch.config.yaml_io import read_run, to_yaml
 from patch.errors import ConfigError
@@ -27,14 +30,14 @@ def test_whole_numbers_may_be_scientific(command, text, number):
             "unknown argument --grobal-batch-size, did you mean --global-batch-size?",
         ),
         (["--global-batch", "2"], "unknown argument --global-batch, did you mean --global-batch-size?"),
-        (["--learning-rate", "2"], "unknown argument --learning-rate, did you mean --lr?"),
-        (["--num_train_epochs=2"], "--num_train_epochs, did you mean --train-epochs?"),
-        (["--tp", "2"], "--tp, did you mean --tensor-model-parallel-size?"),
-        (["--max-steps", "2"], "--max-steps, did you mean --train-iters?"),
-        (["--tokenizer", "folder"], "did you mean --tokenizer-name-or-path?"),
+        (["--learning-rate", "2"], "unknown argument --learning-rate: here --lr: position 5 (--help lists"),
+        (["--num_train_epochs=2"], "--num_train_epochs: here --train-epochs --train-iters"),
+        (["--tp", "2"], "--tp: here --tensor-model-parallel-size: position 10"),
+        (["--tokenizer", "folder"], "here --tokenizer-name-or-path"),
+        (["--deepspeed"], "unknown argument --deepspeed: leave it out"),
         (["--xyz", "2"], "unknown argument --xyz (--help lists the flags)"),
         (["--no-sequence-paralel"], "did you mean --no-sequence-parallel?"),
-        (["--seed", "1", "stray"], "unknown argument stray"),
+        (["--seed", "1", "stray"], "unknown argument 'stray' after --seed: a value with spaces is quoted"),
         (["--seed", "1.5"], "--seed: got '1.5', expected a whole number"),
         (["--seed", "5-"], "--seed: got '5-', expected a whole number"),
         (["--seed", str(2**63)], f"--seed: got '{2**63}', expected a whole number of 64 bits"),
@@ -50,11 +53,11 @@ def test_whole_numbers_may_be_scientific(command, text, number):
             "--precision: got 'bf17', expected one of fp32, fp16, bf16, fp8, did you mean",
         ),
         (["--seed"], "argument --seed: expected one argument; --help lists the flags"),
-        (["--sft=yes"], "--sft takes no value, got 'yes'; expected --sft for true"),
-        (["--seed", "1", "--seed", "2"], "--seed is given twice: 1 and 2"),
-        (["--sft", "--no-sft"], "--sft is given twice: True and False"),
+        (["--sft=yes"], "unknown argument 'yes' after --sft: --sft is true, --no-sft false"),
         (["--config", "/no/such.yaml"], "--config /no/such.yaml: cannot be read"),
         (["--model-size", "7B"], "--model-size (position 2 MODEL_SIZE): got '7B', expected one of tiny, 1B"),
+        (["--model-size", "7B"], "auto; 7B is there as llama2-7B and llama1-7B"),
+        (["--model-size", "30B"], "30B is there as llama1-30B"),
     ],
 )
 def test_wrong_flag_is_explained(command, flags, message):
@@ -67,8 +70,95 @@ def test_distributed_checkpointing_may_be_asked_for(command):
     assert command.parse("--distributed-checkpointing").config == command.parse().config
 
 
-def test_same_value_twice_is_no_conflict(command):
-    assert command.parse("--seed", "7", "--seed", "7").config.training.seed == 7
+def test_later_flag_overrides_an_earlier_one(command):
+    config = command.parse("--seed", "7", "--no-sft", "--seed=8", "--sft").config
+    assert config.training.seed == 8 and config.training.sft
+
+
+MEGATRON_LLAMA = (
+    "--finetune --sequence-parallel --no-position-embedding --use-rotary-position-embeddings --swiglu "
+    "--layernorm-epsilon 1e-6 --tokenizer-type PretrainedFromHF --lr 6e-5 --data-path 0.2 A 0.8 B "
+    "--save OUT --load IN --optimizer adam --bf16 --eval-intervall 3 --xyz=1"
+)
+
+
+def test_line_of_another_program_is_answered_whole(command):
+    """Every flag that is none, or another one, here; and none of those that are right."""
+    with pytest.raises(ConfigError) as caught:
+        command.parse(*MEGATRON_LLAMA.split())
+    first, *lines = str(caught.value).split("\n  ")
+    assert first == "12 unknown arguments (--help lists the flags):"
+    said = {line.split(":")[0].split(",")[0]: line for line in lines}
+    assert said["--swiglu"].startswith("--swiglu: leave it out: ")
+    assert said["--layernorm-epsilon"] == "--layernorm-epsilon: here --norm-epsilon: renamed"
+    assert said["--save"].startswith("--save: here --output-path: the run's folder")
+    assert said["--optimizer"].startswith("--optimizer: leave it out: AdamW")
+    assert said["--data-path"].startswith("--data-path: here --train-data-path: one quoted text")
+    assert said["--eval-intervall"] == "--eval-intervall, did you mean --eval-interval?"
+    assert said["--xyz"] == "--xyz"
+    assert not said.keys() & {"--lr", "--sequence-parallel", "--tokenizer-type", "0.2"}
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("--deepspeed", None), ("--sead", "--seed"), ("--global_batch", "--global-batch-size"),
+        ("--num-experts", None), ("--weightdecay", "--weight-decay"), ("--temperature", None),
+        ("--dp", None), ("--use-distributed-optimiser", "--use-distributed-optimizer"),
+    ],
+)  # fmt: skip
+def test_a_flag_is_meant_where_words_are_near_not_letters(name, ours):
+    known = [flag for field in FIELDS.values() for flag in spellings(field)]
+    assert nearest_flag(name, known) == (f", did you mean {ours}?" if ours else "")
+
+
+@pytest.mark.parametrize("file", ["zero_optimization: {stage: 2}\nbf16: {enabled: true}", "lora_rank: 8"])
+def test_file_of_another_program_is_answered_whole(command, file):
+    (command.folder / "theirs.yaml").write_text(file)
+    with pytest.raises(ConfigError) as caught:
+        command.parse(f"--config={command.folder / 'theirs.yaml'}")
+    _, *lines = str(caught.value).split("\n  ")
+    wanted = [
+        "bf16.enabled: here --precision: fp16, or bf16",
+        "zero_optimization.stage: here --data-parallel-sharding: 0 none, 1 optimizer, 2 gradients, or auto; "
+        "instead of 3: TP, PP, offload",
+    ]
+    assert lines == wanted or [line.startswith("lora_rank: not there: LoRA") for line in lines] == [True]
+
+
+def test_overlapped_optimizer_alone_shards_states(command):
+    """As Megatron-LLaMA's readme uses it; an explicit false stays a contradiction."""
+    argv = to_flags(command.parse().config)
+    argv = [flag for flag in argv if "distributed-optimizer" not in flag or "instances" in flag]
+    config = parse_args([*argv, "--overlapped-distributed-optimizer"], {}, command.machine).config
+    assert config.parallel.use_distributed_optimizer and config.sharding is ZeroStage.GRADIENTS
+    with pytest.raises(ConfigError, match="got true, expected --use-distributed-optimizer"):
+        validate_run(command.parse("--overlapped-distributed-optimizer", DO="false").config, command.machine)
+
+
+SHAPE = (
+    "--num-layers 2 --hidden-size 64 --ffn-hidden-size 192 --num-attention-heads 4 --seq-length 32 "
+    "--max-position-embeddings 64 --micro-batch-size 1 --global-batch-size 1 --train-iters 1 --lr 1 "
+    "--train-data-path a --output-path b"
+).split()
+
+
+@pytest.mark.parametrize(
+    ("model", "rows"),
+    [({"vocab": {"a": 0, "b": 6}}, 9), ({"vocab": [["a", -1.0], ["b", -2.0]]}, 9), (None, 600)],
+    ids=["BPE", "unigram", "config.json"],
+)
+def test_vocabulary_is_the_tokenizers_and_the_base_of_rope_is_not(command, model, rows):
+    """RoPE's base in the tokenizer's folder is another model's, so it is asked for."""
+    folder = Path(command.hf_folder())
+    if model is not None:
+        (folder / "config.json").unlink()
+        tokens = [{"id": 8, "content": "<s>"}]
+        (folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": tokens}))
+    argv = [*SHAPE, f"--tokenizer-name-or-path={folder}"]
+    with pytest.raises(ConfigError, match="^missing: --rotary-base;"):
+        parse_args(argv, {}, command.machine)
+    assert parse_args([*argv, "--rotary-base=1e4"], {}, command.machine).config.model.vocab_size == rows
 
 
 def test_flags_beat_positions_in_both_directions(command):
@@ -163,11 +253,14 @@ def test_config_is_frozen(command):
 
 @pytest.mark.parametrize("argv", [["--packing", "true"], ["--packing=true"], ["--no-packing", "false"]])
 def test_booleans_take_no_value(argv):
-    expected = "takes no value, got '(true|false)'; expected --packing for true, --no-packing for false"
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(ConfigError, match="'(true|false)' after --.*: --packing is true, --no-packing false"):
         read_flags(argv)
 
 
-def test_names_of_other_programs_lead_to_flags_and_are_none():
-    flags = {field.flag for field in FIELDS.values()}
-    assert set(SYNONYMS.values()) <= flags and not SYNONYMS.keys() & (flags | {"--config", "--dry-run"})
+def test_table_of_other_programs_leads_to_flags_that_exist():
+    flags = {flag for field in FIELDS.values() for flag in spellings(field)} | {"--config"}
+    rows = [row for rows in foreign_flags().values() for row in rows]
+    assert len(rows) > 130 and not [row for row in rows if row.ours != "-" and set(row.ours.split()) - flags]
+    for row in rows:
+        starts = ("leave it out", "not there: ")
+        assert row.ours != "-" or row.advice.startswith(starts), row

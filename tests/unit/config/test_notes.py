@@ -159,6 +159,14 @@ def test_sums_that_8_bit_products_do_not_make_are_noted(command):
     assert said not in validate_run(command.parse(PR="fp8").config, command.machine)
 
 
+def test_flags_of_the_loss_scale_without_effect_are_noted(command):
+    machine = MachineFacts(1, 2, libraries=frozenset(GPU_LIBRARIES))
+    bf16 = validate_run(command.parse("--hysteresis=2", PR="bf16").config, machine)
+    assert "--hysteresis has no effect without fp16 at --precision (position 9 PR)" in bf16
+    notes = validate_run(command.parse("--hysteresis=2", "--loss-scale=8", PR="fp16").config, machine)
+    assert [note for note in notes if "scale" in note] == ["--hysteresis has no effect with --loss-scale"]
+
+
 def test_limits_of_alignment_are_noted(command):
     flags = ["--precision-align=eager", "--nproc-per-node=2", "--gradient-accumulation-fusion"]
     config = command.parse(*flags, TP="2").config

@@ -85,22 +85,23 @@ def test_token_position_gives_way_to_the_flag(command):
     assert config.training.train_iters == 9
 
 
-@pytest.mark.parametrize(
-    ("positions", "wanted"),
-    [
-        (
-            dict(TRAIN_TOKENS_OR_ITERS="511", WARMUP_TOKENS_OR_ITERS="0"),
-            "position 23 TRAIN_TOKENS_OR_ITERS: got 511 tokens, expected at least 512",
-        ),
-        (
-            dict(TRAIN_TOKENS_OR_ITERS="5120", WARMUP_TOKENS_OR_ITERS="3"),
-            "position 24 WARMUP_TOKENS_OR_ITERS: got 3 tokens, expected at least 512, or 0",
-        ),
-    ],
-)
-def test_fewer_tokens_than_one_step_are_refused(command, positions, wanted):
+def test_fewer_tokens_than_one_step_are_refused(command):
+    wanted = "position 23 TRAIN_TOKENS_OR_ITERS: got 511 tokens, expected at least 512"
     with pytest.raises(ConfigError, match=wanted):
-        command.parse(SFT="false", **positions)
+        command.parse(SFT="false", TRAIN_TOKENS_OR_ITERS="511", WARMUP_TOKENS_OR_ITERS="0")
+
+
+@pytest.mark.parametrize(("tokens", "steps"), [("0", 0), ("3", 0), ("511", 0), ("512", 1), ("1535", 2)])
+def test_fewer_tokens_of_warmup_than_one_step_are_none_and_one_line_says_so(command, tokens, steps):
+    """The line of Pai's article: 10000 tokens, 100 of them warm-up, and a step of 1024."""
+    invocation = command.parse(SFT="false", TRAIN_TOKENS_OR_ITERS="5120", WARMUP_TOKENS_OR_ITERS=tokens)
+    assert invocation.config.optimizer.lr_warmup_iters == steps
+    said = (
+        f"position 24 WARMUP_TOKENS_OR_ITERS: {tokens} tokens are no step of warm-up: one step is 8 samples"
+    )
+    assert [note.startswith(said) for note in invocation.notes] == [True] * (tokens in ("3", "511"))
+    flag = command.parse("--lr-warmup-iters=1", SFT="false", TRAIN_TOKENS_OR_ITERS="5120")
+    assert flag.config.optimizer.lr_warmup_iters == 1 and not flag.notes
 
 
 def test_missing_position_is_named(command):
@@ -121,6 +122,13 @@ def test_position_left_out_in_the_middle_is_found_by_its_neighbour(command):
 def test_position_too_many_is_named(command):
     with pytest.raises(ConfigError, match="got 26 positions, expected 25: 'more' after position 25"):
         _parse(command, [*command.argv(), "more"])
+
+
+@pytest.mark.parametrize("more", [["4"], ["1", "4"]], ids=["EP", "ETP and EP"])
+def test_line_of_pais_scripts_for_experts_is_told_so(command, more):
+    line = command.argv()
+    with pytest.raises(ConfigError, match=f"'{more[0]}' at position 13 is EP or ETP of Pai-Megatron-Patch's"):
+        _parse(command, [*line[:12], *more, *line[12:]])
 
 
 def _parse(command, argv):

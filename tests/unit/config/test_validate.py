@@ -59,6 +59,11 @@ REFUSED = [
         ["--packing", "--dataset-type=idxmap"],
         ["--packing (MP_SFT_PACKING): got true", "sequences of pre-training are full"],
     ),
+    (
+        dict(PR="fp16"),
+        ["--min-loss-scale=4", "--initial-loss-scale=2"],
+        ["--min-loss-scale: got 4.0, expected at most --initial-loss-scale 2.0"],
+    ),
     ({}, ["--no-distributed-checkpointing"], ["--distributed-checkpointing: got false, expected true"]),
     (
         DOCUMENTS,

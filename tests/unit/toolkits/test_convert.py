@@ -434,7 +434,7 @@ WRAPPER = (
 
 
 def _wrapper(*positions: str) -> subprocess.CompletedProcess:
-    command = ["bash", str(WRAPPER), *positions]
+    command = ["sh", str(WRAPPER), *positions]
     return subprocess.run(
         command, capture_output=True, text=True, env={**os.environ, "PYTHON": sys.executable}
     )
