@@ -41,7 +41,7 @@ from patch.storage.lock import check_held, wait_for_cache
 
 _logger = get_logger(__name__)
 
-RULES = 3
+RULES = 4
 """The version of the rules by which rows become tokens: formats, rendering, encoding, cuts. Raise it with
 every change of them that changes a token or a mask, so that older entries are not used."""
 
