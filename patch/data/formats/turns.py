@@ -79,6 +79,8 @@ def read_turns(value: Any, key: str, where: str, columns: Mapping[str, str]) -> 
             something else than text.
     """
     items = from_json(value)
+    if isinstance(items, list):
+        items = [from_json(item) for item in items]  # of datasets' type Json
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise DataError(
             f"{where}: {key}: got {shown(value)}, expected a list of objects with role and content, or JSON "

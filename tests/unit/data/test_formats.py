@@ -98,6 +98,7 @@ def after_q(message: dict) -> dict:
         # OpenAI
         ({"messages": QA}, QA),
         ({"messages": json.dumps(QA)}, QA),
+        ({"messages": [json.dumps(message) for message in QA]}, QA),
         ({"messages": [{"role": "developer", "content": "S"}, *QA]}, [system("S"), *QA]),
         ({"messages": [system("S"), *QA, user("R")], "instruction": "-"}, [system("S"), *QA, user("R")]),
         ({"messages": [{**user("Q"), "id": 3, "tool_calls": None}]}, [user("Q")]),
@@ -180,42 +181,6 @@ TOOLS = [{"name": "f", "parameters": {}}, {"name": "g", "parameters": {}}]
 def test_tools_have_one_form(tools: dict) -> None:
     assert converted({"messages": QA, **tools}).tools == [tool("f"), tool("g")]
     assert converted({"instruction": "Q", "output": "A", **tools}).tools == [tool("f"), tool("g")]
-
-
-def part(kind: str, value: str) -> dict:
-    return {"type": kind, "value": value}
-
-
-def test_parts_of_llama_factory_are_words_thoughts_calls_and_tools() -> None:
-    """Its rows of version 1, as its converters write them (src/llamafactory/v1)."""
-    calls = [{"name": "f", "arguments": {"x": 1}}, {"name": "g", "arguments": {}}]
-    thinks = [part("reasoning", "R"), part("text", "B"), *(part("tool_call", json.dumps(c)) for c in calls)]
-    turns = [
-        {"role": "system", "content": [part("text", "S"), part("tools", json.dumps(TOOLS))]},
-        {"role": "user", "content": [part("text", "Q")], "loss_weight": 0.0},
-        {"role": "assistant", "content": [part("text", "A")], "loss_weight": 0.0},
-        {"role": "user", "content": [part("text", "R")], "loss_weight": 0.0},
-        {"role": "assistant", "content": thinks, "loss_weight": 1.0},
-        {"role": "tool", "content": [part("text", "[1]")], "loss_weight": 0.0},
-        {"role": "assistant", "content": [part("tool_calls", json.dumps(calls))], "loss_weight": 1.0},
-    ]  # fmt: skip
-    conversation = converted({"messages": turns, "extra_info": ""})
-    called = calling(call("f", {"x": 1}), call("g", {}))
-    assert conversation.messages == [
-        system("S"),
-        *QA,
-        user("R"),
-        {**called, "content": "B", "reasoning_content": "R"},
-        {"role": "tool", "content": "[1]"},
-        called,
-    ]
-    assert conversation.learned == (False, False, False, False, True, False, True)
-    assert conversation.tools == [tool("f"), tool("g")]
-    # A system message of tools alone says nothing; and tools may stand beside the messages instead.
-    turns[0]["content"].pop(0)
-    assert converted({"messages": turns}).messages == conversation.messages[1:]
-    assert converted({"messages": turns[1:], "tools": json.dumps(TOOLS)}).tools == conversation.tools
-    assert converted({"prompt": turns[:2], "completion": turns[4:]}).tools == conversation.tools
 
 
 ARGUMENTS = {"z": 1, "a": {"unit": None, "\u4e16": ["x"]}}
@@ -341,25 +306,6 @@ def test_join_of_instruction_and_input() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "text: got null"),
         ({"messages": [{**user("Q"), "images": ["a.png"]}]}, "message 1: key images is not supported"),
         ({"messages": [{**system("S"), "tools": "[{}]"}]}, "message 1: key tools is not supported"),
-        (
-            after_q({"role": "assistant", "content": [part("text", "A"), part("reasoning", "R")]}),
-            "part 2: got type 'reasoning' behind others, expected reasoning, text, tool calls in this order",
-        ),
-        (
-            after_q({"role": "assistant", "content": [part("image_url", "a.png")]}),
-            "part 1: got type 'image_url', expected text, reasoning, tool_call or tools: only text can be",
-        ),
-        (
-            after_q({"role": "assistant", "content": [{"type": "text", "words": "A"}]}),
-            "part 1: found the keys type, words; expected text or value",
-        ),
-        (after_q({"role": "assistant", "content": [part("tool_call", "f(1)")]}), "part 1: got 'f(1)', exp"),
-        ({"messages": [{"role": "system", "content": [part("tools", "f")]}, *QA]}, "part 1: got 'f', expect"),
-        (
-            {"messages": [user("Q"), {"role": "system", "content": [part("tools", '[{"name": "f"}]')]}],
-             "tools": [tool("h")]},
-            "tools: stands beside the messages and in message 2; expected it once",
-        ),
         ({"chosen_messages": QA, "rejected_messages": QA}, "key chosen_messages is not supported: pref"),
         (after_q({**assistant("A"), "loss_weight": 0.5}), "message 2: loss_weight: got 0.5, expected 0, 1"),
         (after_q({**assistant("A"), "weight": 0.5}), "message 2: weight: got 0.5, expected 0, 1"),
