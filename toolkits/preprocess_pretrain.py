@@ -53,7 +53,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="PATH",
-        help="files, folders or quoted globs of rows (JSON, JSONL, parquet, gz, zst), one document a row",
+        help="files, folders or quoted globs of rows (JSON, JSONL, CSV, parquet, Arrow, gz, zst): documents",
     )
     parser.add_argument(
         "--tokenizer-name-or-path", required=True, help="folder of a Hugging Face tokenizer, or org/name"

@@ -65,7 +65,7 @@ def _parser() -> argparse.ArgumentParser:
         "--row",
         type=positive,
         metavar="N",
-        help="show line N of a JSONL file, row N of another, document N of .bin/.idx",
+        help="show line N of a JSONL or CSV file, row N of another, document N of .bin/.idx",
     )
     parser.add_argument(
         "--no-statistics", dest="statistics", action="store_false", help="do not read the sets to their ends"

@@ -20,8 +20,8 @@ class DataConfig:
         "idxmap",
     )
     train_data_path: str = flag(
-        "raw: a file, folder or glob of JSON, JSONL, .gz, .zst or parquet; idxmap: path prefix of .bin/.idx; "
-        "several: 'WEIGHT PATH WEIGHT PATH ...' or 'PATH PATH ...'"
+        "raw: a file, folder or glob of JSON, JSONL, CSV, .gz, .zst, parquet or Arrow; idxmap: path prefix "
+        "of .bin/.idx; several: 'WEIGHT PATH WEIGHT PATH ...' or 'PATH PATH ...'"
     )
     valid_data_path: str | None = flag("the same for evaluation; none: no evaluation", None, none="none")
     max_padding_length: int = flag("raw samples are padded and truncated to this many tokens", at_least=1)

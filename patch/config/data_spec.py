@@ -21,14 +21,13 @@ from glob import escape, has_magic, iglob
 from pathlib import Path
 from typing import NamedTuple
 
-from patch.errors import ConfigError, DataError, nearest
+from patch.config.dataset_info import refuse_table
+from patch.errors import ConfigError, DataError, about, nearest
 from patch.parse_numbers import to_float
 from patch.storage.hub import shadowed_by
+from patch.storage.row_files import DATA_SUFFIXES, row_files
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-
-DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".gz", ".zst")
-"""The endings of the files that are read from a folder. The format of a file is found by its content."""
 
 SPLITS = {
     "training": re.compile(r"(?<![a-z])train(ing)?(?![a-z])"),
@@ -128,8 +127,7 @@ def format_data(parts: Iterable[DataPart]) -> str:
 def files_of(path: str, field: str | None = None) -> list[Path]:
     """The files of one set of rows: a file itself, or the files of a folder or a glob, sorted by path.
 
-    From a folder, files with an ending of `DATA_SUFFIXES` are taken, but none whose name or folder begins
-    with a dot or an underscore.
+    From a folder, `row_files` are taken, but none whose name or folder begins with a dot or an underscore.
 
     Args:
         path: the `path` of a `DataPart`.
@@ -137,8 +135,9 @@ def files_of(path: str, field: str | None = None) -> list[Path]:
 
     Raises:
         DataError: there is no such file, the folder or glob has no data files, or the folder holds several
-            splits (train, validation, test), which are not one set.
+            splits (train, validation, test) or a table of sets, which are not one set.
     """
+    refuse_table(Path(path), field)
     if os.path.isdir(path):
         return _files_in(path, field)
     if os.path.lexists(path) or not has_magic(path):
@@ -230,22 +229,18 @@ def _words(text: str, field: str | None) -> list[str]:
 
 
 def _files_in(folder: str, field: str | None) -> list[Path]:
-    files: list[Path] = []
-    others: list[str] = []
-    for file in _walk(folder, field):
-        if file.suffix.lower() in DATA_SUFFIXES:
-            files.append(file)
-        else:
-            others.append(file.name)
+    there = list(_walk(folder, field))
+    with about(field):
+        files = row_files(there)
     if not files:
-        found = f"it has {', '.join(sorted(others)[:5])}" if others else "it is empty"
+        found = f"it has {', '.join(sorted(file.name for file in there)[:5])}" if there else "it is empty"
         raise DataError(
             f"{folder} is a folder without data: {found}; expected files that end in "
             f"{', '.join(DATA_SUFFIXES)} (other names: give a glob)",
             field=field,
         )
     _refuse_several_splits(folder, files, field)
-    return sorted(files)
+    return files
 
 
 def _walk(folder: str, field: str | None) -> Iterator[Path]:
@@ -261,16 +256,26 @@ def _walk(folder: str, field: str | None) -> Iterator[Path]:
 
 def _refuse_several_splits(folder: str, files: list[Path], field: str | None) -> None:
     """Refuse a folder that holds a training and a test set: it would be trained on both, silently."""
-    found: dict[str, str] = {}
-    for file in files:
-        name = str(file.relative_to(folder))
-        for split, words in SPLITS.items():
-            if words.search(name.lower()):
-                found.setdefault(split, name)
-    if len(found) > 1:
-        splits = ", ".join(f"{split} ({name})" for split, name in found.items())
+    names = [file.relative_to(folder) for file in files]
+    found = {
+        split: next((name for name in names if words.search(str(name).lower())), None)
+        for split, words in SPLITS.items()
+    }
+    splits = {split: name for split, name in found.items() if name is not None}
+    if len(splits) > 1:
+        listed = ", ".join(f"{split} ({name})" for split, name in splits.items())
+        split, name = next(iter(splits.items()))
         raise DataError(
-            f"{folder} holds several splits: {splits}; expected the files of one, by a folder below or a "
-            f"glob such as '{folder}/**/*train*'",
+            f"{folder} holds several splits: {listed}; expected the files of one, by a folder below or a "
+            f"glob, such as '{folder}/{_place_of(name, SPLITS[split])}'",
             field=field,
         )
+
+
+def _place_of(name: Path, words: re.Pattern[str]) -> str:
+    """The folder or the glob of a split, of which this is a file."""
+    for folder in name.parents[-2::-1]:
+        if words.search(folder.name.lower()):
+            return str(folder)
+    word = words.search(name.name.lower())
+    return f"**/*{name.name[slice(*word.span())]}*" if word else str(name)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
 from patch.config.data_record import SetRecord
-from patch.config.data_spec import DATA_SUFFIXES, DataPart, parse_data
+from patch.config.data_spec import DataPart, parse_data
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.blend import Blend, Concatenation, passes_text
 from patch.data.chat_templates import ensure_chat_template
@@ -27,6 +27,7 @@ from patch.errors import DataError, about
 from patch.logger import get_logger
 from patch.storage.names import DATA_CACHE_FOLDER
 from patch.storage.places import StrPath
+from patch.storage.row_files import DATA_SUFFIXES
 
 _logger = get_logger(__name__)
 

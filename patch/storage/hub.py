@@ -20,6 +20,7 @@ from typing import Literal, NamedTuple
 from patch.errors import ConfigError, DataError, PatchError
 from patch.logger import get_logger
 from patch.storage.names import TOKENIZER_FILES
+from patch.storage.row_files import DATA_SUFFIXES, row_files
 from patch.storage.text_files import read_json
 
 _logger = get_logger(__name__)
@@ -30,16 +31,17 @@ MODEL_FILES = ("*.json", "*.jinja", "*.model", "*.txt")
 """Configuration and tokenizer: all that a run is planned with. Names of folders below are not matched."""
 WEIGHT_FILES = ("model*.safetensors",)
 """Weights that cannot execute code, and no second copy of them under another name."""
-DATA_FILES = ("*.json", "*.jsonl", "*.ndjson", "*.parquet", "*.gz", "*.zst")
+DATA_FILES = tuple(f"*{suffix}" for suffix in DATA_SUFFIXES)
 
 _WORD = r"[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
 _NAME = re.compile(rf"{_WORD}/{_WORD}", re.ASCII)
-_FILE = re.compile(r"\.(json|jsonl|ndjson|parquet|gz|zst|txt|csv|bin|idx|yaml|model)$", re.IGNORECASE)
+_FILE = re.compile(
+    r"\.(json|jsonl|ndjson|parquet|arrow|gz|zst|txt|csv|tsv|bin|idx|yaml|model)$", re.IGNORECASE
+)
 """Endings of files; a path with one is a misspelled path, not a name."""
 _SNAPSHOT = re.compile(r"(models|datasets)--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})(/.*)?$")
 _INDEX = "model.safetensors.index.json"
 _FORBIDDEN = "HF_HUB_OFFLINE forbids to download"
-_DESCRIPTION = re.compile(r"(dataset_infos?|dataset_dict|state|\..*)\.json")
 
 
 class HubName(NamedTuple):
@@ -157,14 +159,13 @@ def fetch_data(name: HubName, *, field: str | None = None) -> Path:
     Raises:
         DataError: see `fetch_model`.
     """
-    words = "files of rows (JSON or Parquet)"
+    words = "files of rows (JSON, Parquet, Arrow or CSV)"
     return _fetch(name, _Wanted(DATA_FILES, lambda folder: bool(data_files(folder)), words, DataError, field))
 
 
 def data_files(folder: Path) -> list[Path]:
-    """The files of rows in a snapshot, sorted; not those that describe the data set."""
-    files = {file for pattern in DATA_FILES for file in folder.rglob(pattern)}
-    return sorted(file for file in files if not _DESCRIPTION.fullmatch(file.name))
+    """The files of rows in a snapshot, see `row_files`."""
+    return row_files(file for file in folder.rglob("*") if file.is_file())
 
 
 def _fetch(name: HubName, wanted: _Wanted) -> Path:

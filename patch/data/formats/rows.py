@@ -16,8 +16,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from patch.config.columns import COLUMNS_OF_TURNS
-from patch.data.formats.conversation import PLAIN, Conversation, FormatOptions, Text
-from patch.data.formats.keys import first_key, is_absent, missing_keys, present, rename, shown, text_of
+from patch.data.formats.conversation import PLAIN, Conversation, FormatOptions, Message, Text
+from patch.data.formats.keys import (
+    first_key,
+    from_json,
+    is_absent,
+    missing_keys,
+    present,
+    rename,
+    shown,
+    text_of,
+)
 from patch.data.formats.tools import read_tools
 from patch.data.formats.turns import Turn, read_turns
 from patch.errors import DataError
@@ -36,7 +45,7 @@ _JOINS = {"newline": "\n", "empty": ""}
 
 _NOT_SUPPORTED = {
     **dict.fromkeys(
-        ("chosen", "rejected", "rejected_response", "rejected_messages", "kto_tag"),
+        ("chosen", "rejected", "rejected_response", "chosen_messages", "rejected_messages", "kto_tag"),
         "preference pairs and judged answers are not read, because fine-tuning would learn the bad ones too",
     ),
     **dict.fromkeys(("images", "videos", "audios", "image", "video", "audio"), "only text can be trained"),
@@ -116,7 +125,7 @@ def _from_prompt(
     assert answer_key is not None, "_format_key asks for both"
     has_input = not is_absent(row.get("input")) and text_of(row, "input", where).strip()
     if isinstance(row[key], list) and not has_input:
-        prompt = [Turn(turn.message, False) for turn in read_turns(row[key], key, where, columns)]
+        prompt = [turn._replace(learned=False) for turn in read_turns(row[key], key, where, columns)]
     else:
         parts = [text_of(row, key, where), row["input"] if has_input else ""]
         prompt = [_user(join.join(part for part in parts if part))]
@@ -127,7 +136,7 @@ def _from_prompt(
 
 def _history(row: Mapping[str, Any], where: str) -> list[Turn]:
     """Earlier turns: pairs of a question and its answer, which is learned too."""
-    history = row.get("history")
+    history = from_json(row.get("history"))
     if is_absent(history):
         return []
     turns = []
@@ -161,10 +170,25 @@ def _conversation(turns: list[Turn], row: Mapping[str, Any], where: str) -> Conv
         raise DataError(
             f"{where}: {opening} speaks first, expected the user; what has no question can be a row of `text`"
         )
-    tools_key = first_key(row, _TOOLS)
-    tools = None if tools_key is None else read_tools(row[tools_key], f"{where}: {tools_key}")
-    messages, learned = zip(*turns, strict=True)
-    return Conversation(list(messages), tools, learned, where)
+    tools = _tools(row, turns, where)
+    turns = [turn for turn in turns if not (turn.tools and _is_empty_system(turn.message))]
+    return Conversation([turn.message for turn in turns], tools, tuple(turn.learned for turn in turns), where)
+
+
+def _tools(row: Mapping[str, Any], turns: list[Turn], where: str) -> list[dict[str, Any]] | None:
+    """The tools beside the messages, or in parts of their contents."""
+    key = first_key(row, _TOOLS)
+    beside = None if key is None else read_tools(row[key], f"{where}: {key}")
+    within = [(number, turn.tools) for number, turn in enumerate(turns, start=1) if turn.tools]
+    if beside and within:
+        raise DataError(
+            f"{where}: tools: stands beside the messages and in message {within[0][0]}; expected it once"
+        )
+    return beside or [tool for _, tools in within for tool in tools] or None
+
+
+def _is_empty_system(message: Message) -> bool:
+    return message["role"] == "system" and not message["content"].strip()
 
 
 def _user(text: str) -> Turn:

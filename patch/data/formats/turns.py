@@ -1,5 +1,7 @@
 """Turns of a conversation: OpenAI's messages, ShareGPT's from and value, and their variants.
 
+A content may be a list of parts: see parts.py.
+
 {"role": "assistant", "content": "...", "tool_calls": [...], "weight": 0}
 {"from": "gpt", "value": "..."}
 {"from": "function_call", "value": JSON text of a call}, {"from": "observation", "value": "..."}
@@ -23,6 +25,7 @@ from patch.data.formats.keys import (
     shown,
     text_of,
 )
+from patch.data.formats.parts import Content, read_parts
 from patch.data.formats.tools import read_calls
 from patch.errors import DataError, nearest
 
@@ -46,7 +49,7 @@ _EXPECTED = (
 _REASONING = {"reasoning_content", "reasoning", "thinking"}
 _KEPT = {*_REASONING, "name", "tool_call_id"}
 """Keys that templates read beside role, content and tool_calls, where they are text."""
-_WEIGHTS = {"weight", "train", "loss", "loss_scale"}
+_WEIGHTS = {"weight", "train", "loss", "loss_scale", "loss_weight"}
 _NOT_SUPPORTED = {
     **dict.fromkeys(("images", "videos", "audios", "audio"), "only text can be trained"),
     **dict.fromkeys(("tools", "functions"), "they belong to the row, beside its messages"),
@@ -59,6 +62,8 @@ class Turn(NamedTuple):
 
     message: Message
     learned: bool
+    tools: tuple[dict[str, Any], ...] = ()
+    """What a part of its content says that the assistant may call."""
 
 
 def read_turns(value: Any, key: str, where: str, columns: Mapping[str, str]) -> list[Turn]:
@@ -74,9 +79,12 @@ def read_turns(value: Any, key: str, where: str, columns: Mapping[str, str]) -> 
             something else than text.
     """
     items = from_json(value)
+    if isinstance(items, list):
+        items = [from_json(item) for item in items]  # of datasets' type Json
     if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
         raise DataError(
-            f"{where}: {key}: got {shown(value)}, expected a list of objects with role and content"
+            f"{where}: {key}: got {shown(value)}, expected a list of objects with role and content, or JSON "
+            "text of one"
         )
     turns = []
     for number, item in enumerate(items, start=1):
@@ -111,15 +119,21 @@ def _turn(item: dict[str, Any], where: str) -> Turn:
     role = _role(item, where)
     content_key = first_key(item, _CONTENT_KEYS)
     if role == _CALL:
-        calls, content = read_calls(item.get(content_key or ""), f"{where}: {content_key}"), ""
+        calls, content = read_calls(item.get(content_key or ""), f"{where}: {content_key}"), Content("")
         role = "assistant"
     else:
         calls = _calls(item, where)
         content = _content(item, content_key, where, has_calls=bool(calls), is_result=role == "tool")
+        calls += content.calls
     kept = {key: text_of(item, key, where) for key in present(item, _KEPT)}
-    message = {"role": role, "content": content, **kept, **({"tool_calls": calls} if calls else {})}
-    says_something = calls or content.strip() or any(kept[key].strip() for key in kept.keys() & _REASONING)
-    return Turn(message, _has_weight(item, where) and role == "assistant" and bool(says_something))
+    if content.reasoning:
+        kept["reasoning_content"] = kept.get("reasoning_content", "") + content.reasoning
+    message = {"role": role, "content": content.text, **kept, **({"tool_calls": calls} if calls else {})}
+    says_something = (
+        calls or content.text.strip() or any(kept[key].strip() for key in kept.keys() & _REASONING)
+    )
+    is_learned = _has_weight(item, where) and role == "assistant" and bool(says_something)
+    return Turn(message, is_learned, content.tools)
 
 
 def _role(item: dict[str, Any], where: str) -> str:
@@ -138,8 +152,10 @@ def _calls(item: dict[str, Any], where: str) -> list[dict[str, Any]]:
     return [] if key is None else read_calls(item[key], f"{where}: {key}")
 
 
-def _content(item: dict[str, Any], key: str | None, where: str, *, has_calls: bool, is_result: bool) -> str:
-    """The text of a message; "" where it only calls tools.
+def _content(
+    item: dict[str, Any], key: str | None, where: str, *, has_calls: bool, is_result: bool
+) -> Content:
+    """What a message says; its text is "" where it only calls tools.
 
     Args:
         item: the message.
@@ -149,28 +165,15 @@ def _content(item: dict[str, Any], key: str | None, where: str, *, has_calls: bo
         is_result: whether it is a tool's result, which may be an object; templates want its JSON text.
     """
     if has_calls and (key is None or item[key] is None):
-        return ""
+        return Content("")
     if key is None:
         known = [*_ROLE_KEYS, *_CONTENT_KEYS, "tool_calls"]
         raise DataError(f"{where}: {missing_keys(item, _EXPECTED, known)}")
     if is_result and isinstance(item[key], dict):
-        return json.dumps(item[key], ensure_ascii=False)
+        return Content(json.dumps(item[key], ensure_ascii=False))
     if isinstance(item[key], list):
-        place = f"{where}: {key}"
-        return "".join(_part(part, f"{place}: part {n}") for n, part in enumerate(item[key], start=1))
-    return text_of(item, key, where)
-
-
-def _part(part: Any, where: str) -> str:
-    """The text of one part of a list content."""
-    if isinstance(part, str):
-        return part
-    if not isinstance(part, dict):
-        raise DataError(f"{where}: got {shown(part)}, expected text")
-    kind = part.get("type") or "text"
-    if kind not in ("text", "input_text", "output_text") or "text" not in part:
-        raise DataError(f"{where}: got type {shown(kind)}, expected text: only text can be trained")
-    return text_of(part, "text", where)
+        return read_parts(item[key], f"{where}: {key}")
+    return Content(text_of(item, key, where))
 
 
 def _has_weight(item: dict[str, Any], where: str) -> bool:

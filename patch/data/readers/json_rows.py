@@ -11,9 +11,10 @@ from typing import Any
 import orjson
 
 from patch.data.readers.brackets import outermost_values
+from patch.data.readers.streams import NOT_UTF8
 from patch.errors import DataError
 
-_LONGEST_ROW = 1 << 28
+LONGEST_ROW = 1 << 28
 _PIECE_BYTES = 1 << 17
 """Bytes that are cut into values at once; more do not fit into a core's cache."""
 _BLANKS = b" \t\r\n"
@@ -36,7 +37,8 @@ def json_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
         yield from _list_rows(path, stream)
     elif head[:1] not in (b"{", b""):
         raise DataError(
-            f"{path}: begins with {_excerpt(head)}, expected JSON, which begins with [ or {{, or parquet"
+            f"{path}: begins with {_excerpt(head)}, expected JSON, which begins with [ or {{, "
+            "parquet or Arrow; or CSV in a file whose name ends in .csv or .tsv"
         )
     elif _begins_with_a_line(head):
         yield from _line_rows(path, stream)
@@ -60,11 +62,11 @@ def _pieces(stream: BufferedReader) -> Iterator[bytes]:
 def _line_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
     """One value on each line; from the first line that is none on, values one after another."""
     number = 0
-    while line := stream.readline(_LONGEST_ROW + 1):
+    while line := stream.readline(LONGEST_ROW + 1):
         number += 1
         if line.isspace():
             continue
-        if len(line) > _LONGEST_ROW:
+        if len(line) > LONGEST_ROW:
             raise _too_long(path, number)
         try:
             value = orjson.loads(line)
@@ -83,7 +85,7 @@ def _line_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
 
 def _joined_rows(path: Path, pieces: Iterable[bytes], line: int) -> Iterator[tuple[str, Any]]:
     """Values one after another, over any number of lines; the first piece begins with this line."""
-    for between, value in outermost_values(pieces, 0, _LONGEST_ROW):
+    for between, value in outermost_values(pieces, 0, LONGEST_ROW):
         if between.strip():
             _refuse_unreadable(path, between, line)
             yield f"line {line}", _parse(path, between, line)
@@ -96,7 +98,7 @@ def _joined_rows(path: Path, pieces: Iterable[bytes], line: int) -> Iterator[tup
 def _list_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, Any]]:
     """The values of a list, or of several lists one after another, as joined files have them."""
     number, line = 1, 1
-    for between, value in outermost_values(_pieces(stream), 1, _LONGEST_ROW):
+    for between, value in outermost_values(_pieces(stream), 1, LONGEST_ROW):
         signs = between.translate(None, _BLANKS)
         if value:
             is_good = signs == b"[" if number == 1 else signs in (b",", b"][")
@@ -148,13 +150,13 @@ def _refuse_unreadable(path: Path, text: bytes, line: int) -> None:
     if (place := text.find(b"\0")) >= 0:
         line += text.count(b"\n", 0, place)
         raise DataError(f"{path}: line {line}: malformed JSON: a zero byte; is it a text file?")
-    if len(text) > _LONGEST_ROW:
+    if len(text) > LONGEST_ROW:
         raise _too_long(path, line)
 
 
 def _too_long(path: Path, line: int) -> DataError:
     return DataError(
-        f"{path}: line {line}: has more than {_LONGEST_ROW} bytes, expected one JSON object; is it a text "
+        f"{path}: line {line}: has more than {LONGEST_ROW} bytes, expected one JSON object; is it a text "
         "file?"
     )
 
@@ -191,6 +193,6 @@ def _malformed(
         # orjson reports every encoding error at the first character, so find the line here.
         line = first_line + data.count(b"\n", 0, undecodable.start)
         got = data[undecodable.start : undecodable.end]
-        what = f"got {got!r}, which is not UTF-8; convert it: iconv -f ENCODING -t UTF-8 FILE > NEW"
+        what = f"got {got!r}, {NOT_UTF8}"
     begin = "" if line == first_line else f" (in the text that begins at line {first_line})"
     return DataError(f"{path}: line {line}: malformed JSON{begin}: {what}")

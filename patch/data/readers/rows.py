@@ -1,26 +1,32 @@
-"""Reads the rows of one file: JSON, JSONL, both also compressed, or parquet.
+"""Reads the rows of one file: JSON, JSONL, CSV, all also compressed, parquet or Arrow.
 
-The file's first bytes decide what it is, not its name. Memory does not grow with the file: it holds one row,
-or one batch of a parquet file's rows.
+The file's first bytes decide what it is. CSV has none of its own, so there the name counts too. Memory does
+not grow with the file: it holds one row, or one batch of a parquet file's rows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from patch.data.readers.arrow_rows import arrow_rows, magic_of
+from patch.data.readers.csv_rows import csv_rows
 from patch.data.readers.json_rows import json_rows
-from patch.data.readers.parquet_rows import MAGIC, parquet_rows
 from patch.data.readers.streams import DamagedDataError, open_stream
 from patch.errors import DataError
+
+_Places = Iterator[tuple[str, Any]]
+_TABLES = {".csv", ".tsv"}
+_LIST_KEY = "data"
 
 
 class Row(NamedTuple):
     """One object of the file."""
 
     place: str
-    """Its position, for messages: "line 7" of JSONL, "row 7" of a list or a parquet file; counted from 1."""
+    """Its position, for messages: "line 7" of JSONL or CSV, "row 7" of a list or parquet; counted from 1."""
     value: dict[str, Any]
 
 
@@ -28,8 +34,9 @@ def read_rows(path: Path) -> Iterator[Row]:
     """The rows of a file in their order.
 
     A file is a JSON list of objects, one JSON object on each line (JSONL), JSON objects one after another
-    over any number of lines, any of these compressed by gzip or zstd, or parquet. A UTF-8 byte-order mark
-    and blank lines are skipped. In rows of a parquet file, keys without a value (null) are absent.
+    over any number of lines, one object with the list of them under `data`, CSV or TSV, any of these
+    compressed by gzip or zstd; or parquet or Arrow. A UTF-8 byte-order mark and blank lines are skipped. In
+    rows of a parquet or Arrow file, keys without a value (null) are absent.
 
     Raises:
         DataError: the file cannot be read, is damaged, of another kind or in another encoding, has malformed
@@ -40,7 +47,7 @@ def read_rows(path: Path) -> Iterator[Row]:
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise DataError(f"{path}: is a pipe or a device, expected a file of rows")
     try:
-        for place, value in _places_and_values(path):
+        for place, value in _without_wrapper(_places_and_values(path)):
             if not isinstance(value, dict):
                 raise DataError(f"{path}: {place}: got {_json_type(value)}, expected an object")
             empty = False
@@ -55,16 +62,34 @@ def read_rows(path: Path) -> Iterator[Row]:
         raise DataError(f"{path}: has no rows, expected at least one JSON object")
 
 
-def _places_and_values(path: Path) -> Iterator[tuple[str, Any]]:
-    with path.open("rb") as file:
-        is_parquet = file.read(len(MAGIC)) == MAGIC
-    if is_parquet:
-        yield from parquet_rows(path)
+def _without_wrapper(rows: _Places) -> _Places:
+    """The rows; of a file that is one object, those under its key `data`."""
+    first = next(rows, None)
+    if first is None:
         return
+    wrapped = first[1].get(_LIST_KEY) if isinstance(first[1], dict) else None
+    if isinstance(wrapped, list) and wrapped and all(isinstance(value, dict) for value in wrapped):
+        second = next(rows, None)
+        if second is None:
+            yield from ((f"row {number}", value) for number, value in enumerate(wrapped, start=1))
+            return
+        rows = chain([second], rows)
+    yield first
+    yield from rows
+
+
+def _places_and_values(path: Path) -> _Places:
+    with path.open("rb") as file:
+        magic = magic_of(file.read(8))
+    if magic is not None:
+        yield from arrow_rows(path, magic)
+        return
+    is_table = not _TABLES.isdisjoint(suffix.lower() for suffix in path.suffixes[-2:])
     place = None
     try:
         with open_stream(path) as stream:
-            for place, value in json_rows(path, stream):
+            is_json = stream.peek().lstrip()[:1] in (b"{", b"[")
+            for place, value in (csv_rows if is_table and not is_json else json_rows)(path, stream):
                 yield place, value
     except DamagedDataError as error:
         what, reason = error.args

@@ -11,20 +11,21 @@ from typing import Any, BinaryIO
 from patch.errors import DataError
 
 _BUFFER_BYTES = 1 << 18
+NOT_UTF8 = "which is not UTF-8; convert it: iconv -f ENCODING -t UTF-8 FILE > NEW"
 _BOM = b"\xef\xbb\xbf"
 
 _CODECS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 
 _OTHER_KINDS = {
-    b"PK\x03\x04": "a zip archive; unpack it",
+    b"PK\x03\x04": "a zip archive, or the workbook of a spreadsheet; unpack it, or save the sheet as CSV",
     b"BZh": "compressed by bzip2; unpack it, or use gzip or zstd",
     b"\xfd7zXZ": "compressed by xz; unpack it, or use gzip or zstd",
     b"7z\xbc\xaf": "a 7z archive; unpack it",
     b"PARE": "an encrypted parquet file; decrypt it",
-    b"ARROW1": "an Arrow file, perhaps of datasets.save_to_disk; use Dataset.to_parquet",
-    b"\xff\xff\xff\xff": "an Arrow stream, perhaps of datasets.save_to_disk; use Dataset.to_parquet",
     b"\x89HDF": "an HDF5 file; write it as JSONL or parquet",
     b"PAR1": "a compressed parquet file, which is compressed in itself; unpack it",
+    b"ARROW1": "a compressed Arrow file; unpack it",
+    b"\xff\xff\xff\xff": "a compressed Arrow stream; unpack it",
     b"\x1f\x8b": "compressed twice; unpack it",
     b"\x28\xb5\x2f\xfd": "compressed twice; unpack it",
     b"\x80": "a Python pickle or other binary data; write it as JSONL or parquet",
@@ -80,7 +81,7 @@ def _refuse_other_kinds(path: Path, head: bytes) -> None:
     if head[257:262] == b"ustar":
         kind = "a tar archive; unpack it"
     if kind:
-        raise DataError(f"{path}: is {kind}; expected JSON, JSONL or parquet")
+        raise DataError(f"{path}: is {kind}; expected JSON, JSONL, parquet, Arrow or CSV")
 
 
 def _encoding(head: bytes) -> str | None:

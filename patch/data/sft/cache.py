@@ -42,7 +42,7 @@ from patch.storage.text_files import read_json
 
 _logger = get_logger(__name__)
 
-RULES = 3
+RULES = 4
 """The version of the rules by which rows become tokens: formats, rendering, encoding, cuts. Raise it with
 every change of them that changes a token or a mask, so that older entries are not used."""
 

@@ -1,10 +1,12 @@
 """Positions 20 and 21: one set or several, weights, files, folders and globs."""
 
+import json
 import os
 from pathlib import Path
 
 import pytest
 
+from patch.config.columns import parse_columns
 from patch.config.data_spec import DataPart, files_of, format_data, parse_data
 from patch.errors import DataError
 
@@ -104,6 +106,71 @@ def test_folder_gives_its_data_files_sorted(tmp_path: Path):
     assert files_of(str(folder)) == sorted(folder / name for name in names)
 
 
+def test_what_describes_a_set_is_none_of_its_files(tmp_path: Path):
+    """A folder of `save_to_disk` that was loaded and filtered, one of several sets, and one of the hub."""
+    names = ("data-0.arrow", "below/data-0.arrow")
+    others = ("state.json", "dataset_info.json", "cache-1f.arrow", "dataset_dict.json", "dataset_infos.json")
+    folder = tree(tmp_path / "saved", *names, *others, "below/state.json", "about.csv")
+    assert files_of(str(folder)) == sorted(folder / name for name in names)
+    assert [file.name for file in files_of(str(tree(tmp_path / "states", "state.json", "city.json")))] == [
+        "city.json",
+        "state.json",
+    ]
+
+
+def test_tables_are_taken_where_nothing_else_has_rows(tmp_path: Path):
+    folder = tree(tmp_path, "a.csv", "b.TSV")
+    assert files_of(str(folder)) == [folder / "a.csv", folder / "b.TSV"]
+    assert files_of(str(tree(folder, "c.json"))) == [folder / "c.json"]
+
+
+def test_a_saved_set_that_lacks_a_file_is_refused(tmp_path: Path):
+    folder = tree(tmp_path, "data-00000-of-00002.arrow")
+    listed = [{"filename": f"data-0000{index}-of-00002.arrow"} for index in range(2)]
+    (folder / "state.json").write_text(json.dumps({"_data_files": listed}))
+    with pytest.raises(DataError, match="data-00001-of-00002.arrow is missing, which state.json .* lists"):
+        files_of(str(folder))
+
+
+TABLE = {
+    "identity": {"file_name": "identity.json"},
+    "tools": {"file_name": "my tools.json", "formatting": "sharegpt", "columns": {"messages": "dialog"}},
+    "qa": {"hf_hub_url": "acme/qa", "columns": {"prompt": "question", "response": "answer", "system": ""}},
+    "web": {"file_name": "web.jsonl", "columns": {"prompt": "content"}},
+    "seen": {"file_name": "seen.json", "columns": {"messages": "messages", "images": "images"}},
+    "pairs": {"file_name": "pairs.json", "ranking": True},
+    "elsewhere": {"ms_hub_url": "acme/qa"},
+    "spoken": {
+        "file_name": "spoken.json",
+        "columns": {"messages": "messages"},
+        "tags": {"role_tag": "speaker", "content_tag": "content", "user_tag": "user"},
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["", "/dataset_info.json"])
+def test_llama_factorys_table_names_its_sets_as_they_are_given_here(tmp_path: Path, name: str):
+    (tmp_path / "dataset_info.json").write_text(json.dumps(TABLE))
+    tree(tmp_path, "identity.json", "my tools.json")
+    with pytest.raises(DataError) as caught:
+        files_of(f"{tmp_path}{name}", "train_data_path")
+    assert caught.value.field == "train_data_path"
+    message, _, sets = str(caught.value).partition(" to train on: ")
+    assert message == (
+        f"{tmp_path}/dataset_info.json is LLaMA-Factory's table of 8 sets, not rows; expected the file of "
+        "one, or 'FILE FILE' of several. Those of text"
+    )
+    assert sets.split("; ") == [
+        f"identity: {tmp_path}/identity.json",
+        f"tools: '{tmp_path}/my tools.json' --columns messages=dialog",
+        "qa: acme/qa --columns instruction=question,output=answer",
+        f"web: {tmp_path}/web.jsonl --columns text=content",
+        f"spoken: {tmp_path}/spoken.json --columns role=speaker",
+    ]
+    for each in sets.split("; "):
+        assert parse_columns(each.partition(" --columns ")[2] or None) is not None
+
+
 def test_glob_gives_what_matches(tmp_path: Path):
     folder = tree(tmp_path, "b.txt", "a.txt", "c.json", "below/d.txt", "f.txt/x")
     assert files_of(f"{folder}/*.txt") == [folder / "a.txt", folder / "b.txt"]
@@ -116,10 +183,11 @@ def test_glob_gives_what_matches(tmp_path: Path):
     ("names", "said"),
     [
         ((), "is a folder without data: it is empty; expected files that end in .json"),
-        (("a.txt", "below/b.arrow"), "is a folder without data: it has a.txt, b.arrow; expected"),
+        (("a.txt", "below/b.xlsx"), "is a folder without data: it has a.txt, b.xlsx; expected"),
         (("train.json", "test.json"), r"holds several splits: training \(train.json\), test \(test.json\)"),
         (("data/train-0.parquet", "data/validation-0.parquet"), "holds several splits: .*validation"),
-        (("train/a.json", "dev/a.json"), r"expected the files of one, .* '.*/\*\*/\*train\*'"),
+        (("train-0.json", "dev/a.json"), r"expected the files of one, .* such as '.*/\*\*/\*train\*'"),
+        (("a/train/0.arrow", "a/train/state.json", "a/test/0.arrow"), "one, .* such as '[^*]*/a/train'"),
     ],
 )
 def test_folder_that_is_not_one_set_is_refused(tmp_path: Path, names, said):

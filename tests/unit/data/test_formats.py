@@ -98,6 +98,7 @@ def after_q(message: dict) -> dict:
         # OpenAI
         ({"messages": QA}, QA),
         ({"messages": json.dumps(QA)}, QA),
+        ({"messages": [json.dumps(message) for message in QA]}, QA),
         ({"messages": [{"role": "developer", "content": "S"}, *QA]}, [system("S"), *QA]),
         ({"messages": [system("S"), *QA, user("R")], "instruction": "-"}, [system("S"), *QA, user("R")]),
         ({"messages": [{**user("Q"), "id": 3, "tool_calls": None}]}, [user("Q")]),
@@ -146,7 +147,7 @@ def test_only_the_completion_is_learned() -> None:
     assert conversation.learned == (False, False, False, True, False, True)
 
 
-@pytest.mark.parametrize("key", ["weight", "train", "loss", "loss_scale"])
+@pytest.mark.parametrize("key", ["weight", "train", "loss", "loss_scale", "loss_weight"])
 @pytest.mark.parametrize(("no", "yes"), [(0, 1), (False, True), (0.0, 1.0), (0, None)])
 def test_a_message_says_whether_it_is_learned(key: str, no: object, yes: object) -> None:
     turns = [user("Q"), {**assistant("A"), key: no}, {**user("R"), key: yes}, {**assistant("B"), key: yes}]
@@ -281,7 +282,7 @@ def test_join_of_instruction_and_input() -> None:
         ({"instruction": "I", "output": "O", "history": [["a"]]}, "history: 1: got ['a'], expected a"),
         ({"instruction": "I", "output": "O", "history": [["a", "b"], ["a", None]]}, "history: 2: got"),
         ({"instruction": "I", "output": "O", "history": "none"}, "history: 1: got 'none'"),
-        ({"messages": "hello"}, "messages: got 'hello', expected a list of objects"),
+        ({"messages": "hello"}, "expected a list of objects with role and content, or JSON text of one"),
         ({"messages": ["hello"]}, "messages: got ['hello'], expected a list of objects"),
         ({"messages": {"role": "user"}}, "messages: got {'role'"),
         ({"messages": []}, "nobody speaks first"),
@@ -296,15 +297,17 @@ def test_join_of_instruction_and_input() -> None:
         (after_q({"role": "assistant", "content": None}), "message 2: content: got null"),
         (after_q({"role": "assistant", "content": 7}), "message 2: content: got 7, expected"),
         ({"messages": [{"role": "user", "content": {"a": 1}}]}, "message 1: content: got {'a': 1}"),
-        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "message 1: content: part 1: got"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content: part 1: found"),
         (
             {"messages": [{"role": "user", "content": ["Q", {"type": "image_url", "image_url": {}}]}]},
-            "content: part 2: got type 'image_url', expected text",
+            "content: part 2: got type 'image_url', expected text, reasoning",
         ),
         ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "'input_audio'"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "text: got null"),
         ({"messages": [{**user("Q"), "images": ["a.png"]}]}, "message 1: key images is not supported"),
         ({"messages": [{**system("S"), "tools": "[{}]"}]}, "message 1: key tools is not supported"),
+        ({"chosen_messages": QA, "rejected_messages": QA}, "key chosen_messages is not supported: pref"),
+        (after_q({**assistant("A"), "loss_weight": 0.5}), "message 2: loss_weight: got 0.5, expected 0, 1"),
         (after_q({**assistant("A"), "weight": 0.5}), "message 2: weight: got 0.5, expected 0, 1"),
         (after_q({**assistant("A"), "train": "no"}), "message 2: train: got 'no'"),
         (after_q({**assistant("A"), "train_detail": [1]}), "key train_detail is not supported"),

@@ -135,7 +135,7 @@ def test_values_are_cut_alike_whatever_the_pieces(size: int) -> None:
         (b'[{"a": 1}, ["b"], {"a": 1}]', "row 2: got a list, expected an object"),
         (b'[{"a": 1}, nul]', "line 1: malformed JSON: "),
         (b"instruction,output\nhello,world\n", "begins with 'instruction,output\\nh', expected JSON"),
-        (b'"text"', "begins with '\"text\"', expected JSON, which begins with [ or {, or parquet"),
+        (b'"text"', "begins with '\"text\"', expected JSON, which begins with [ or {, parquet or Arrow"),
         (b'{"a": 1}\n[1, 2]\n', "line 2: got a list, expected an object"),
         (b'{"a": 1}\n"text"\n', "line 2: got a string, expected an object"),
         (b'[{"a": 1}, null, {"a": 1}]', "row 2: got null, expected an object"),
@@ -197,7 +197,7 @@ def test_sparse_file_is_refused_without_holding_it(tmp_path: Path, begin: bytes,
     "begin", [b'{"a": "', b'[{"a": "', b'{"b":\n2}{"a": "', b'{"b": 1}\n{"a": "', b"[\n", b"[1, "]
 )
 def test_row_over_the_limit_is_refused_while_it_is_read(tmp_path: Path, monkeypatch, begin: bytes) -> None:
-    monkeypatch.setattr(json_rows, "_LONGEST_ROW", 1 << 20)
+    monkeypatch.setattr(json_rows, "LONGEST_ROW", 1 << 20)
     path = write(tmp_path, begin + b" " * (1 << 24) + b'"}]')
     tracemalloc.start()
     with pytest.raises(DataError, match="line [12]: has more than 1048576 bytes, expected one JSON object"):
