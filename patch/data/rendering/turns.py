@@ -86,6 +86,13 @@ def _from_blocks(template: Template, row: Row, turns: Sequence[int]) -> list[Spa
     ]
     # A block of special tokens alone is an answer without words, or an eos token after the conversation.
     blocks = [(start, end) for start, end in blocks if template.has_words(text[start:end])]
+    bare = [index for index in answers if not template.has_words(words_of(row.messages[index]))]
+    if bare and len(blocks) != len(answers):
+        raise DataError(
+            f"{row.where}: message {bare[0] + 1}: the answer is a special token and no words, expected "
+            "words; without --allow-special-tokens it is text",
+            field="allow_special_tokens",
+        )
     if len(blocks) != len(answers):
         raise DataError(
             f"{row.where}: {template.name} has {len(blocks)} blocks of generation for {len(answers)} "

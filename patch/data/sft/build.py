@@ -98,7 +98,7 @@ def start_workers(tokenizer: PreTrainedTokenizerBase, options: SftOptions, lengt
         try:
             yield from rows(batches)
         except ChildEndedError as error:
-            raise work.renderer.too_costly(error) from error
+            raise work.blame(error) from error
 
     return tokenized
 

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.data.formats import Conversation, Text, columns_in, to_conversation
 from patch.data.rendering import ChatRenderer, Span, SpanEncoder
+from patch.data.rendering.bounded_process import ChildEndedError
 from patch.data.sft.cuts import Headers, Tokens, cut
 from patch.data.sft.options import SftOptions
 from patch.errors import DataError
@@ -112,6 +113,22 @@ class RowTokenizer:
             is_partly_encoded,
             columns_in(value, self._options.format.columns),
         )
+
+    def blame(self, error: ChildEndedError) -> DataError:
+        """The error for an item that took too much: the tokenizer's, if its text can be written alone."""
+        item: Item = error.item
+        row = to_conversation(pickle.loads(item.value), item.where, self._options.format)
+        if not error.was_killed:
+            try:
+                self.renderer.render(row)
+            except DataError as fault:
+                return fault
+            return DataError(
+                f"{item.where}: tokenizer {self._name} {error} to encode it; expected one whose patterns and "
+                "normalizer end soon: its tokenizer.json has them",
+                field="tokenizer_name_or_path",
+            )
+        return self.renderer.too_costly(error)
 
     def _cut(self, tokens: Tokens, row: Conversation | Text) -> list[Tokens]:
         if len(tokens.ids) <= self._length + 1:

@@ -7,9 +7,11 @@ import psutil
 import pytest
 from chats import chat
 from llama3_tokenizer import build_tiny_tokenizer, tiny_tokenizer
+from tokenizers import normalizers
 
 from patch.data.chat_templates import LLAMA3_CHAT_TEMPLATE
 from patch.data.rendering.chat import ChatRenderer, end_of_turn
+from patch.data.rendering.spans import RenderOptions
 from patch.data.sft.source import load_sft
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import DataError
@@ -18,6 +20,11 @@ QUESTION = {"role": "user", "content": "hello"}
 ANSWER = {"role": "assistant", "content": "world"}
 RECURSIVE = "{% macro again(n) %}{{ again(n + 1) }}{% endmacro %}{{ again(0) }}"
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+MARKED = (
+    "{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|eot_id|>' }}{% endgeneration %}"
+    "{% else %}{{ m.content }}<|eot_id|>{% endif %}{% endfor %}"
+)
 # A good template but for one message.
 ON_DEMAND = "{% if messages[0].content == 'evil' %}" + ENDLESS + "{% endif %}" + LLAMA3_CHAT_TEMPLATE
 
@@ -80,6 +87,25 @@ def test_row_that_makes_the_template_endless_is_named_with_the_templates_file(
         load_sft(tmp_path / "rows.jsonl", load_tokenizer(str(tmp_path / "tok")), 64)
     place, file = tmp_path / "rows.jsonl", tmp_path / "tok" / "chat_template.jinja"
     assert str(caught.value).startswith(f"{place}: line 3: the chat template in {file} takes more than 1 s; ")
+
+
+@pytest.mark.timeout(60)
+def test_tokenizer_that_takes_too_much_is_blamed_and_not_the_template(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr("patch.data.rendering.bounded_process.BYTES", 1 << 27)
+    tokenizer = tiny_tokenizer(template=LLAMA3_CHAT_TEMPLATE)
+    growing = [normalizers.Replace("e", "e" * 50) for _ in range(5)]
+    tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(growing)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"messages": [QUESTION, ANSWER]}) + "\n")
+    with pytest.raises(DataError, match=r"line 1: tokenizer .* to encode it; expected one whose patterns"):
+        load_sft(tmp_path / "rows.jsonl", tokenizer, 64)
+
+
+def test_answer_that_is_a_special_token_alone_is_blamed_and_not_the_template() -> None:
+    tokenizer = tiny_tokenizer(template=MARKED)
+    row = chat([QUESTION, {"role": "assistant", "content": "<|eot_id|>"}])
+    with pytest.raises(DataError, match="message 2: the answer is a special token and no words") as told:
+        ChatRenderer(tokenizer, RenderOptions(allow_special_tokens=True)).render(row)
+    assert told.value.field == "allow_special_tokens"
 
 
 def test_killed_process_is_a_data_error_and_leaves_no_zombie() -> None:
