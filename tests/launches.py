@@ -66,11 +66,14 @@ def write_script(folder: Path, body: str) -> Path:
     return script
 
 
-def start(script: Path, num_local: int, place: Rendezvous = ALONE, **parallel: int) -> subprocess.Popen:
+def start(
+    script: Path, num_local: int, place: Rendezvous = ALONE, stderr: Path | None = None, **parallel: int
+) -> subprocess.Popen:
     """Start the launcher of a machine as a program."""
     machine = json.dumps({"num_local": num_local, "place": place, **parallel})
     environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    return start_program([sys.executable, __file__, str(script), machine], environment)
+    command = [sys.executable, __file__, str(script), machine]
+    return start_program(command, environment, stderr=None if stderr is None else stderr.open("w"))
 
 
 def await_files(*files: Path) -> list[str]:

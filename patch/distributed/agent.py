@@ -156,11 +156,14 @@ class Agent(LocalElasticAgent):
         spec: the workers, see torch.
         files: where they write.
         guardian: ends what they have started if this process is killed.
+        meeting: of this machine with the others.
     """
 
-    def __init__(self, spec: WorkerSpec, files: WorkerFiles, guardian: Guardian) -> None:
+    def __init__(
+        self, spec: WorkerSpec, files: WorkerFiles, guardian: Guardian, meeting: Meeting
+    ) -> None:
         super().__init__(spec, files, log_line_prefix_template="${rank}: ")
-        self._files, self._guardian = files, guardian
+        self._files, self._guardian, self._meeting = files, guardian, meeting
         self._signals: list[tuple[int, float]] = []
         """Number and time of each signal that came."""
         self._forwarded = False
@@ -268,6 +271,9 @@ class Agent(LocalElasticAgent):
         self._cause = next(iter(known or causes or own), None)
         if self._cause is not None:
             _logger.error("local rank %d ended: %s", self._cause.local_rank, self._cause)
+        if own and all(each.code in (LOST_RANK_CODE, -signal.SIGABRT) for each in own):
+            for machine in self._meeting.lost_machines():
+                _logger.error("%s is lost: its launcher gives no sign of life any more", machine)
         if self._signals or not all(each.may_restart for each in failures):
             self._remaining_restarts = 0
 
@@ -366,7 +372,7 @@ def run_workers(
     )
     try:
         with Guardian() as guardian:
-            agent = Agent(spec, files, guardian)
+            agent = Agent(spec, files, guardian, meeting)
             with _handling_signals(agent.note_signal):
                 result = agent.run()
     except SignalException as stopped:

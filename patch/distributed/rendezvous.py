@@ -12,8 +12,10 @@
 from __future__ import annotations
 
 import os
+import socket
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 from torch.distributed import TCPStore
@@ -32,6 +34,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 )
 
 from patch.config import Rendezvous
+from patch.device import start_thread
 from patch.distributed.job import ROUND, answer_within, await_address
 from patch.errors import TrainingError
 from patch.logger import get_logger
@@ -45,6 +48,8 @@ HEARTBEAT_S = 5
 LINGER_S = 3.0
 """How long the first machine keeps the store after the end, so that the others learn of the end from it."""
 _POLL_S = 1.0
+_SILENCE_S = 5.0
+"""A launcher that has given no sign for so long is lost: each gives one a second."""
 
 
 class Meeting(DynamicRendezvousHandler):
@@ -55,6 +60,8 @@ class Meeting(DynamicRendezvousHandler):
     sizes: list[int]
     """The numbers of machines that the layout and the global batch allow, in ascending order."""
     store: TCPStore
+    members: Sequence[int] = ()
+    """The indices of the machines of this round, which is known when it has begun."""
     is_spare = False
     """Whether this machine waits until another is lost; the others go on without it."""
 
@@ -95,7 +102,31 @@ class Meeting(DynamicRendezvousHandler):
             keep_alive_interval=HEARTBEAT_S,
         )
         meeting.place, meeting.sizes, meeting.store = place, sorted(sizes), store
+        if high > 1:
+            start_thread("sign of life", meeting._give_signs)
         return meeting
+
+    def _give_signs(self) -> None:
+        """Let the others know that this machine is there, as long as there is a store."""
+        with suppress(RuntimeError):  # the store's errors
+            self.store.set(f"name of machine {self.place.node_rank}", socket.gethostname())
+            while not self.is_closed():
+                self.store.add(f"signs of machine {self.place.node_rank}", 1)
+                time.sleep(_POLL_S)
+
+    def lost_machines(self) -> list[str]:
+        """Those of the other machines of this round that give no sign of life; waits for it."""
+        others = [rank for rank in self.members if rank != self.place.node_rank]
+        if not others:
+            return []
+        before = [self.store.add(f"signs of machine {rank}", 0) for rank in others]
+        time.sleep(_SILENCE_S)
+        silent = [
+            rank
+            for rank, count in zip(others, before, strict=True)
+            if self.store.add(f"signs of machine {rank}", 0) == count
+        ]
+        return [f"machine {rank} ({self.store.get(f'name of machine {rank}').decode()})" for rank in silent]
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the others; returns when this machine takes part in a round. See the base class."""
@@ -109,7 +140,9 @@ class Meeting(DynamicRendezvousHandler):
             self.is_spare = False
         if info.rank == 0:
             info.store.set(ROUND, str(self.store.add(ROUND, 1)))
-        os.environ[ROUND] = info.store.get(ROUND).decode()  # the workers inherit it
+        number = os.environ[ROUND] = info.store.get(ROUND).decode()  # the workers inherit it
+        info.store.set(f"round {number}, {info.rank}", str(self.place.node_rank))
+        self.members = [int(info.store.get(f"round {number}, {rank}")) for rank in range(size)]
         workers = RendezvousStoreInfo(self.place.master_addr, self.store.port)
         return RendezvousInfo(info.store, info.rank, size, workers)
 

@@ -1,6 +1,7 @@
 """The launcher, with tiny scripts as workers: environment, exit codes, restarts. See test_signals.py too."""
 
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -383,12 +384,17 @@ if start == '2':
 """
     script, port = write_script(tmp_path, body), free_port()
     settings = {"nnodes": 2, "min_nodes": 1, "max_restarts": 1}
-    second, first = (start(script, 1, Rendezvous(rank, "127.0.0.1", port), **settings) for rank in (1, 0))
+    second, first = (
+        start(script, 1, Rendezvous(rank, "127.0.0.1", port), tmp_path / f"said{rank}", **settings)
+        for rank in (1, 0)
+    )
     found = await_files(tmp_path / "start1_1of2", tmp_path / "start1_0of2")
     assert found == [str(second.pid), str(first.pid)]
     second.kill()
     (tmp_path / "lost").touch()
     assert await_files(tmp_path / "start2_0of1") == [str(first.pid)]
+    said = (tmp_path / "said0").read_text()
+    assert f"machine 1 ({socket.gethostname()}) is lost" in said and "machine 0" not in said
     again = start(script, 1, Rendezvous(1, "127.0.0.1", port), **settings)
     assert (first.wait(200), again.wait(200)) == (0, 0)
     found = await_files(tmp_path / "start3_1of2", tmp_path / "start3_0of2")
