@@ -113,10 +113,10 @@ def snapshot_name(path: str) -> HubName | None:
 def lacking_weights(folder: Path) -> list[str]:
     """The files of weights that a snapshot's folder lacks, by its index; without one, model.safetensors."""
     try:
-        names = set(read_json(folder / _INDEX)["weight_map"].values())
+        names = set(map(str, read_json(folder / _INDEX)["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # who reads the weights says why
         names = {"model.safetensors"}
-    return sorted(name for name in names if not (folder / name).is_file())
+    return sorted(name for name in names if not os.path.isfile(folder / name))
 
 
 def fetch_model(

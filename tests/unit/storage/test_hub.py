@@ -9,7 +9,7 @@ import pytest
 from fake_hub import FakeHub, serving
 from hub_cache import REVISION, add_to_cache
 
-from patch.storage.hub import HubName, hub_name, snapshot_name
+from patch.storage.hub import HubName, hub_name, lacking_weights, snapshot_name
 
 REPOSITORY = Path(__file__).parents[3]
 INDEX = b'{"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}'
@@ -153,3 +153,17 @@ def test_a_snapshot_of_another_machine_is_a_name_with_its_revision(tmp_path: Pat
     here = add_to_cache(tmp_path, "acme/one", {"config.json": b"{}"})
     assert hub_name(str(here), "model") is None
     assert snapshot_name(str(here)) == HubName("model", "acme/one", REVISION)
+
+
+@pytest.mark.parametrize(
+    ("place", "lacking"),
+    [
+        ("5", ["5"]),
+        (f'"{"x" * 300}"', ["x" * 300]),
+        ('["x"]', ["['x']"]),
+        ("[" * 100_000, ["model.safetensors"]),
+    ],
+)
+def test_index_that_lies_names_what_is_not_there(tmp_path: Path, place: str, lacking: list[str]) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(f'{{"weight_map": {{"a": {place}}}}}')
+    assert lacking_weights(tmp_path) == lacking
