@@ -156,8 +156,10 @@ def read_flags(argv: Sequence[str]) -> Flags:
         SystemExit: --help, after printing it.
     """
     if found := _unknown(argv):
-        lines = found[0] if len(found) == 1 else "".join(f"\n  {line}" for line in found)
-        raise ConfigError(f"unknown argument{'s' * (len(found) > 1)} {lines} (--help lists the flags)")
+        if len(found) == 1:
+            raise ConfigError(f"unknown argument {found[0]} (--help lists the flags)")
+        lines = "".join(f"\n  {line}" for line in found)
+        raise ConfigError(f"unknown arguments (--help lists the flags):{lines}")
     parser = build_parser()
     namespace = parser.parse_args(list(argv))
     config = getattr(namespace, "config", [None])[-1]

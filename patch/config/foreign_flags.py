@@ -43,7 +43,8 @@ class ForeignFlag(NamedTuple):
         for part in self.theirs.split(", "):
             pattern, value = plain_name(part), re.split("[ :=]+", part, maxsplit=1)[1:]
             if fnmatchcase(plain_name(name), pattern):
-                found.append("" if not value or value[0].isupper() else value[0])
+                is_any = not value or (value[0].isupper() and value[0].isalpha())
+                found.append("" if is_any else value[0])
         return found
 
 

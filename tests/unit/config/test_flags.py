@@ -10,7 +10,7 @@ from patch.config import parse_args, to_flags, validate_run
 from patch.config.choices import ZeroStage
 from patch.config.fields import FIELDS
 from patch.config.flags import read_flags, spellings
-from patch.config.foreign_flags import foreign_flags, nearest_flag
+from patch.config.foreign_flags import foreign_flag, foreign_flags, nearest_flag
 from patch.config.positions import POSITIONS, VARIABLES
 from patch.config.unsupported import NOT_BUILT
 from patch.config.yaml_io import read_run, to_yaml
@@ -81,8 +81,8 @@ def test_line_of_another_program_is_answered_whole(command):
     """Every flag that is none, or another one, here; and none of those that are right."""
     with pytest.raises(ConfigError) as caught:
         command.parse(*MEGATRON_LLAMA.split())
-    first, *lines = str(caught.value).removesuffix(" (--help lists the flags)").split("\n  ")
-    assert first == "unknown arguments "
+    first, *lines = str(caught.value).split("\n  ")
+    assert first == "unknown arguments (--help lists the flags):"
     said = {line.split(":")[0].split(",")[0]: line for line in lines}
     needless = "--no-position-embedding, --use-rotary-position-embeddings, --swiglu: leave it out: "
     assert said["--no-position-embedding"].startswith(needless)
@@ -106,6 +106,20 @@ def test_line_of_another_program_is_answered_whole(command):
 def test_a_flag_is_meant_where_words_are_near_not_letters(name, ours):
     known = [flag for field in FIELDS.values() for flag in spellings(field)]
     assert nearest_flag(name, known) == (f", did you mean {ours}?" if ours else "")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "ours"),
+    [
+        ("--optimizer", "hybridadam", "--optimizer-offload-policy"), ("--optimizer", "adam", "-"),
+        ("--dataset", "JSON-SFT", "--dataset-type"), ("dataset", "", "--train-data-path"),
+        ("--tokenizer-type", "GPT2BPETokenizer", "--tokenizer-name-or-path"),
+        ("--save", "any", "--output-path"),
+        ("--RMSNorm", "", "-"), ("--encoder-num-layers", "3", "-"), ("zero_optimization.stage3_x", "", "-"),
+    ],
+)  # fmt: skip
+def test_answer_is_of_the_value_where_the_table_has_it(name, value, ours):
+    assert foreign_flag(name, value).ours == ours
 
 
 @pytest.mark.parametrize("file", ["zero_optimization: {stage: 2}\nbf16: {enabled: true}", "lora_rank: 8"])
