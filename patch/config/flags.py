@@ -7,11 +7,11 @@ A boolean flag takes no value; its `--no-NAME` overrides a true from a position,
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from patch.config.fields import FIELDS, SECTIONS, Field, coerce, scalar_of
-from patch.config.foreign_flags import answer, is_meant_otherwise
+from patch.config.foreign_flags import answers, is_meant_otherwise
 from patch.config.positions import POSITIONS, VARIABLES, built_words
 from patch.config.schema import RunConfig
 from patch.config.unsupported import refused_yet
@@ -155,8 +155,11 @@ def read_flags(argv: Sequence[str]) -> Flags:
         ConfigError: unknown flags (all of them are named, each with what to do), a missing or wrong value.
         SystemExit: --help, after printing it.
     """
-    if found := list(_unknown(argv)):
-        _refuse_unknown(found)
+    if found := _unknown(argv):
+        if len(found) == 1:
+            raise ConfigError(f"unknown argument {found[0]} (--help lists the flags)")
+        lines = "".join(f"\n  {line}" for line in found)
+        raise ConfigError(f"unknown arguments (--help lists the flags):{lines}")
     parser = build_parser()
     namespace = parser.parse_args(list(argv))
     config = getattr(namespace, "config", [None])[-1]
@@ -164,24 +167,26 @@ def read_flags(argv: Sequence[str]) -> Flags:
     return Flags(fields_of(namespace, FIELDS), config, dry_run, force)
 
 
-def _unknown(argv: Sequence[str]) -> Iterator[str]:
-    """One line for each argument that is none here: another program's, misspelled, or a stray word."""
+def _unknown(argv: Sequence[str]) -> list[str]:
+    """What to do about arguments that are none here: another program's, misspelled, or stray words."""
     takes_value = {flag: field.kind is not bool for field in FIELDS.values() for flag in spellings(field)}
     takes_value |= {"--config": True, "--dry-run": False, "--force": False}
-    given = _grouped(argv)
-    is_foreign = any(flag not in takes_value for flag, _ in given)
-    for flag, values in given:
-        value = " ".join(values[:1])
-        if flag not in takes_value or (is_foreign and is_meant_otherwise(flag, value)):
-            yield answer(flag, takes_value, value)
-        elif stray := " ".join(values[takes_value[flag] :]):
+    given = [(flag, " ".join(values[:1]), values) for flag, values in _grouped(argv)]
+    is_foreign = any(flag not in takes_value for flag, _, _ in given)
+    foreign = [
+        (flag, value)
+        for flag, value, _ in given
+        if flag not in takes_value or (is_foreign and is_meant_otherwise(flag, value))
+    ]
+    lines = answers(foreign, takes_value)
+    for flag, value, values in given:
+        if (flag, value) not in foreign and (stray := " ".join(values[takes_value[flag] :])):
             name = flag.replace("--no-", "--").removeprefix("--")
-            cure = (
-                "a value with spaces is quoted"
-                if takes_value[flag]
-                else f"--{name} is true, --no-{name} false"
+            cure = f"--{name} is true, --no-{name} false"
+            lines.append(
+                f"{stray!r} after {flag}: {'a value with spaces is quoted' if takes_value[flag] else cure}"
             )
-            yield f"{stray!r} after {flag}: {cure}"
+    return lines
 
 
 def is_flag(text: str) -> bool:
@@ -199,13 +204,6 @@ def _grouped(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
         else:
             groups[-1][1].append(text)
     return groups
-
-
-def _refuse_unknown(found: list[str]) -> NoReturn:
-    if len(found) == 1:
-        raise ConfigError(f"unknown argument {found[0]} (--help lists the flags)")
-    lines = "".join(f"\n  {line}" for line in found)
-    raise ConfigError(f"{len(found)} unknown arguments (--help lists the flags):{lines}")
 
 
 def to_flags(config: RunConfig) -> list[str]:

@@ -43,7 +43,8 @@ class ForeignFlag(NamedTuple):
         for part in self.theirs.split(", "):
             pattern, value = plain_name(part), re.split("[ :=]+", part, maxsplit=1)[1:]
             if fnmatchcase(plain_name(name), pattern):
-                found.append("" if not value or value[0].isupper() else value[0])
+                is_any = not value or (value[0].isupper() and value[0].isalpha())
+                found.append("" if is_any else value[0])
         return found
 
 
@@ -67,7 +68,9 @@ def plain_name(text: str) -> str:
 def foreign_flag(name: str, value: str = "") -> ForeignFlag | None:
     """What the table has for another program's flag or key, best with this value; None if nothing."""
     rows = [row for rows in foreign_flags().values() for row in rows if row.values(name)]
-    return next((row for row in rows if value and value in row.values(name)), rows[0] if rows else None)
+    of_this_value = [row for row in rows if value and value in row.values(name)]
+    of_any_value = [row for row in rows if "" in row.values(name)]
+    return next(iter(of_this_value or of_any_value or rows), None)
 
 
 def is_meant_otherwise(flag: str, value: str) -> bool:
@@ -103,13 +106,16 @@ def _likeness(words: list[str], others: list[str]) -> float:
     return whole if whole >= _ONE_NAME or is_part else 0.0
 
 
-def answer(name: str, known: Iterable[str], value: str = "") -> str:
-    """One line for an unknown name: what to write instead, the name that is meant, or the name alone.
+def answers(given: Iterable[tuple[str, str]], known: Iterable[str]) -> list[str]:
+    """One line for each answer to unknown names: what to write instead, the name that is meant, or none.
 
     Args:
-        name: the flag or key, as it was written.
+        given: flags or keys, as they were written, each with its value.
         known: the flags that are meant.
-        value: its value.
     """
-    row = foreign_flag(name, value)
-    return f"{name}: {row.answer}" if row is not None else f"{name}{nearest_flag(name, known)}"
+    flags = list(known)
+    named: dict[str, list[str]] = {}
+    for name, value in dict.fromkeys(given):
+        row = foreign_flag(name, value)
+        named.setdefault(nearest_flag(name, flags) if row is None else f": {row.answer}", []).append(name)
+    return [f"{', '.join(dict.fromkeys(names))}{said}" for said, names in named.items()]

@@ -26,7 +26,9 @@ class ModelConfig:
     )
     seq_length: int = flag("tokens of one training sequence", at_least=1)
     max_position_embeddings: int = flag("longest sequence the model claims to handle", at_least=1)
-    rotary_base: float = flag("RoPE theta", above=0)
+    rotary_base: float = flag(
+        "RoPE theta, as --load's model has it (1e4 in LLaMA 1 and 2, 5e5 in LLaMA 3)", above=0
+    )
     use_rope_scaling: bool = flag("scale the RoPE frequencies for a longer context", False)
     rope_scaling_type: RopeScaling = flag(
         "how: as LLaMA 3.1, linear, dynamic NTK (for --seq-length above the model's longest), YaRN", "llama3"

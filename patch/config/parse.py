@@ -215,7 +215,7 @@ def _replica(merged: Mapping[str, Any]) -> int:
 
 def _build(merged: Mapping[str, Any]) -> RunConfig:
     if lacking := missing(merged):
-        raise ConfigError(
-            f"missing: {', '.join(map(where, lacking))}; give the 25 positions, these flags, or --config FILE"
-        )
+        names = ", ".join(map(where, lacking))
+        what = f" ({FIELDS[lacking[0]].help})" if len(lacking) == 1 else ""
+        raise ConfigError(f"missing: {names}{what}; give the 25 positions, these flags, or --config FILE")
     return assemble(merged)

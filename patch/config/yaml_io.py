@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from patch.config.fields import FIELDS, SECTIONS, assemble, coerce, missing, scalar_of
-from patch.config.foreign_flags import answer, foreign_flag
+from patch.config.foreign_flags import answers, foreign_flag
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, nearest, shown
 from patch.storage.places import AnyPath
@@ -83,10 +83,11 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
 
 def _refuse_foreign(sections: dict[str, Any], origin: str) -> None:
     """Answer a file of another program (LLaMA-Factory's YAML, DeepSpeed's JSON), all its keys at once."""
-    names = [key for name in sections.keys() - SECTIONS.keys() for key in _dotted(str(name), sections[name])]
+    unknown = [name for name in sections if name not in SECTIONS]
+    names = [key for name in unknown for key in _dotted(str(name), sections[name])]
     if any(foreign_flag(name) is not None for name in names):
         flags = [field.flag for field in FIELDS.values()]
-        lines = "".join(f"\n  {answer(name, flags)}" for name in sorted(names))
+        lines = "".join(f"\n  {line}" for line in answers([(name, "") for name in names], flags))
         raise ConfigError(f"{origin}: keys of another program, expected {', '.join(SECTIONS)}:{lines}")
 
 

@@ -10,7 +10,7 @@ from patch.config import parse_args, to_flags, validate_run
 from patch.config.choices import ZeroStage
 from patch.config.fields import FIELDS
 from patch.config.flags import read_flags, spellings
-from patch.config.foreign_flags import foreign_flags, nearest_flag
+from patch.config.foreign_flags import foreign_flag, foreign_flags, nearest_flag
 from patch.config.positions import POSITIONS, VARIABLES
 from patch.config.unsupported import NOT_BUILT
 from patch.config.yaml_io import read_run, to_yaml
@@ -87,11 +87,12 @@ def test_line_of_another_program_is_answered_whole(command):
     with pytest.raises(ConfigError) as caught:
         command.parse(*MEGATRON_LLAMA.split())
     first, *lines = str(caught.value).split("\n  ")
-    assert first == "12 unknown arguments (--help lists the flags):"
+    assert first == "unknown arguments (--help lists the flags):"
     said = {line.split(":")[0].split(",")[0]: line for line in lines}
-    assert said["--swiglu"].startswith("--swiglu: leave it out: ")
+    needless = "--no-position-embedding, --use-rotary-position-embeddings, --swiglu: leave it out: "
+    assert said["--no-position-embedding"].startswith(needless)
     assert said["--layernorm-epsilon"] == "--layernorm-epsilon: here --norm-epsilon: renamed"
-    assert said["--save"].startswith("--save: here --output-path: the run's folder")
+    assert said["--save"].startswith("--save, --load: here --output-path: the run's folder")
     assert said["--optimizer"].startswith("--optimizer: leave it out: AdamW")
     assert said["--data-path"].startswith("--data-path: here --train-data-path: one quoted text")
     assert said["--eval-intervall"] == "--eval-intervall, did you mean --eval-interval?"
@@ -112,6 +113,20 @@ def test_a_flag_is_meant_where_words_are_near_not_letters(name, ours):
     assert nearest_flag(name, known) == (f", did you mean {ours}?" if ours else "")
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "ours"),
+    [
+        ("--optimizer", "hybridadam", "--optimizer-offload-policy"), ("--optimizer", "adam", "-"),
+        ("--dataset", "JSON-SFT", "--dataset-type"), ("dataset", "", "--train-data-path"),
+        ("--tokenizer-type", "GPT2BPETokenizer", "--tokenizer-name-or-path"),
+        ("--save", "any", "--output-path"),
+        ("--RMSNorm", "", "-"), ("--encoder-num-layers", "3", "-"), ("zero_optimization.stage3_x", "", "-"),
+    ],
+)  # fmt: skip
+def test_answer_is_of_the_value_where_the_table_has_it(name, value, ours):
+    assert foreign_flag(name, value).ours == ours
+
+
 @pytest.mark.parametrize("file", ["zero_optimization: {stage: 2}\nbf16: {enabled: true}", "lora_rank: 8"])
 def test_file_of_another_program_is_answered_whole(command, file):
     (command.folder / "theirs.yaml").write_text(file)
@@ -119,9 +134,9 @@ def test_file_of_another_program_is_answered_whole(command, file):
         command.parse(f"--config={command.folder / 'theirs.yaml'}")
     _, *lines = str(caught.value).split("\n  ")
     wanted = [
-        "bf16.enabled: here --precision: fp16, or bf16",
         "zero_optimization.stage: here --data-parallel-sharding: 0 none, 1 optimizer, 2 gradients, or auto; "
         "instead of 3: TP, PP, offload",
+        "bf16.enabled: here --precision: fp16, or bf16",
     ]
     assert lines == wanted or [line.startswith("lora_rank: not there: LoRA") for line in lines] == [True]
 
@@ -156,7 +171,7 @@ def test_vocabulary_is_the_tokenizers_and_the_base_of_rope_is_not(command, model
         tokens = [{"id": 8, "content": "<s>"}]
         (folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": tokens}))
     argv = [*SHAPE, f"--tokenizer-name-or-path={folder}"]
-    with pytest.raises(ConfigError, match="^missing: --rotary-base;"):
+    with pytest.raises(ConfigError, match="^missing: --rotary-base .RoPE theta, as --load's model has it"):
         parse_args(argv, {}, command.machine)
     assert parse_args([*argv, "--rotary-base=1e4"], {}, command.machine).config.model.vocab_size == rows
 
