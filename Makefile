@@ -1,7 +1,9 @@
-# Every target works alone on a fresh machine with Python 3.11 or newer: it makes .venv and installs what is missing.
+# Every target works alone on a fresh machine with Python 3.11 or newer: it makes .venv and installs what is missing,
+# in two stages: what a run needs (requirements.txt), then what tests and checks need (the extra `test`).
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-PIP = .venv/bin/python -m pip --disable-pip-version-check
+# Bytecode is kept, but only of what is imported: that of all files takes a minute and 300 MB.
+PIP = .venv/bin/python -m pip --disable-pip-version-check install --progress-bar off --no-compile
 WORKERS ?= 4
 BENCHMARKS = $(filter-out _%,$(basename $(notdir $(wildcard toolkits/benchmarks/*.py))))
 
@@ -15,20 +17,24 @@ help:  ## this list
 # project itself, for the command llama-patch, is only linked to: the code of this folder runs.
 .venv/installed: requirements.txt
 	test -x .venv/bin/python || $(PYTHON) -m venv .venv
-	$(PIP) install --progress-bar off "$(TORCH)"
-	$(PIP) install --progress-bar off -r requirements.txt
-	$(PIP) install --progress-bar off --no-deps --no-build-isolation --editable .
+	$(PIP) "$(TORCH)"
+	$(PIP) -r requirements.txt
+	$(PIP) --no-deps --no-build-isolation --editable .
 	.venv/bin/python patch/optimizer/kernels/build.py
 	touch $@
 
+.venv/tests-installed: .venv/installed pyproject.toml
+	$(PIP) --no-build-isolation --editable '.[test]'
+	touch $@
+
 quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores)
-	.venv/bin/python -m toolkits.quickstart
+	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m toolkits.quickstart
 
 # Bytecode is kept: without it each of hundreds of programs compiles the sources that it imports.
-test: .venv/installed  ## all tests of this machine; GPU tests skip themselves without one
+test: .venv/tests-installed  ## all tests of this machine; GPU tests skip themselves without one
 	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
 
-checks: .venv/installed  ## style, types, and the rules of the house
+checks: .venv/tests-installed  ## style, types, and the rules of the house
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 	.venv/bin/python -m pytest tests/architecture

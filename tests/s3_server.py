@@ -24,6 +24,8 @@ from typing import Any
 
 HOST = "127.0.0.1"
 START_S = 60
+NEEDED = {"moto": "moto", "flask": "flask", "flask_cors": "flask-cors", "s3fs": "s3fs"}
+"""What it imports, and what asks it: modules and their packages."""
 ENVIRONMENT = {
     "AWS_ACCESS_KEY_ID": "test",
     "AWS_SECRET_ACCESS_KEY": "test",

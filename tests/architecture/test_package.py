@@ -26,11 +26,19 @@ def _name(requirement: str) -> str:
     return re.match(r"[\w.-]+", requirement)[0].lower().replace("_", "-")
 
 
+def _project(root: Path) -> dict:
+    return tomllib.loads((root / "pyproject.toml").read_text())["project"]
+
+
+def _pins(root: Path) -> list[str]:
+    lines = (line.split("#")[0].strip() for line in (root / "requirements.txt").read_text().splitlines())
+    return [line for line in lines if line]
+
+
 @pytest.fixture(scope="module")
 def declared(root: Path) -> set[str]:
     """The packages that an installation of this one brings."""
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    return {_name(requirement) for requirement in project["dependencies"]}
+    return {_name(requirement) for requirement in _project(root)["dependencies"]}
 
 
 def test_what_is_imported_is_declared(house, declared):
@@ -52,9 +60,13 @@ def test_what_is_imported_is_declared(house, declared):
     assert not missing
 
 
-def test_what_is_declared_is_tested(root, declared):
-    lines = (line.split("#")[0].strip() for line in (root / "requirements.txt").read_text().splitlines())
-    assert declared <= {_name(line) for line in lines if line}
+def test_what_a_run_needs_is_installed_without_what_only_tests_need(root, declared):
+    """`make quickstart` installs requirements.txt; each version that is tested is said once."""
+    run, tests = _pins(root), _project(root)["optional-dependencies"]["test"]
+    assert all("==" in pin for pin in (*run, *tests))
+    needed = {_name(pin) for pin in run}
+    assert needed == declared | {"pytest"} and {"torch", "megatron-core", "transformers"} <= needed
+    assert needed.isdisjoint(map(_name, tests))
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,8 @@ RECORDS = {"config.yaml": "config.yaml", "data.json": "data.json", "metrics.json
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[s3_server.Server]:
+    for module, package in s3_server.NEEDED.items():
+        pytest.importorskip(module, reason=f"{package} is not installed: make test installs it")
     with pytest.MonkeyPatch.context() as patched, s3_server.running() as server:
         for name, value in {**s3_server.ENVIRONMENT, "AWS_ENDPOINT_URL": server.url}.items():
             patched.setenv(name, value)
