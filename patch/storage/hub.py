@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 
 from patch.errors import ConfigError, DataError, PatchError
 from patch.logger import get_logger
-from patch.storage.names import TOKENIZER_FILES
+from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, TOKENIZER_FILES
 
 _logger = get_logger(__name__)
 
@@ -37,7 +37,6 @@ _NAME = re.compile(rf"{_WORD}/{_WORD}", re.ASCII)
 _FILE = re.compile(r"\.(json|jsonl|ndjson|parquet|gz|zst|txt|csv|bin|idx|yaml|model)$", re.IGNORECASE)
 """Endings of files; a path with one is a misspelled path, not a name."""
 _SNAPSHOT = re.compile(r"(models|datasets)--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})(/.*)?$")
-_INDEX = "model.safetensors.index.json"
 _FORBIDDEN = "HF_HUB_OFFLINE forbids to download"
 _DESCRIPTION = re.compile(r"(dataset_infos?|dataset_dict|state|\..*)\.json")
 
@@ -111,7 +110,7 @@ def snapshot_name(path: str) -> HubName | None:
 def lacking_weights(folder: Path) -> list[str]:
     """The files of weights that a snapshot's folder lacks, by its index; without one, model.safetensors."""
     try:
-        names = set(json.loads((folder / _INDEX).read_bytes())["weight_map"].values())
+        names = set(json.loads((folder / SAFE_WEIGHTS_INDEX_NAME).read_bytes())["weight_map"].values())
     except (
         OSError,
         ValueError,
@@ -119,7 +118,7 @@ def lacking_weights(folder: Path) -> list[str]:
         TypeError,
         AttributeError,
     ):  # who reads the weights says what is wrong
-        names = {"model.safetensors"}
+        names = {SAFE_WEIGHTS_NAME}
     return sorted(name for name in names if not (folder / name).is_file())
 
 
