@@ -10,8 +10,9 @@ there, and the file .unfinished says whose remains may be removed.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple, overload
 
 from patch.checkpoint.manifest import damage, is_marked
 from patch.config.checkpoint_places import hint_of_store
@@ -45,6 +46,8 @@ _PARTIAL = ".tmp"
 _REPLACED = ".old"
 _RESUME_CURE = "bring the files back, remove these checkpoints to start from step 1, or give another folder"
 _LOAD_CURE = "bring the files back, or give another checkpoint"
+_RELEASE_CURE = "it is not what was saved; convert the model again"
+_FOLDER_CURE = "it is not what was saved; take another checkpoint"
 
 
 class NoWholeCheckpointError(CheckpointError):
@@ -56,7 +59,7 @@ def iteration_folder(root: AnyPath, iteration: int) -> AnyPath:
     return root / iteration_name(iteration)
 
 
-def latest_iteration(root: AnyPath, *, takes_older: bool = True) -> int | None:
+def latest_iteration(root: AnyPath) -> int | None:
     """The newest undamaged checkpoint in `root`; None if nothing was ever saved there.
 
     That is the checkpoint named by the tracker, or else the next newest one, with a warning that names the
@@ -65,17 +68,14 @@ def latest_iteration(root: AnyPath, *, takes_older: bool = True) -> int | None:
 
     Args:
         root: the folder of a run's checkpoints.
-        takes_older: return an older checkpoint if the newest is damaged. A resume does so and trains the lost
-            steps again. A caller that only reads weights should not, since the user expects the newest ones.
     Raises:
         CheckpointError: there are checkpoints, but none is undamaged, and training must not start over beside
-            them. Or the newest one is damaged and `takes_older` is false.
+            them.
     """
     damaged: list[str] = []
-    home = "save" if isinstance(root, RemotePath) else "output_path"
-    cure, field = (_RESUME_CURE, home) if takes_older else (_LOAD_CURE, "load")
+    field = "save" if isinstance(root, RemotePath) else "output_path"
     with fail_together(f"{root} cannot be read", CheckpointError):
-        ordered = from_rank_0(lambda: _newest_first(root, _saved_iterations(root), cure, field))
+        ordered = from_rank_0(lambda: _newest_first(root, _saved_iterations(root), _RESUME_CURE, field))
     for iteration in ordered:
         complaint = damage(iteration_folder(root, iteration))
         if complaint is None:
@@ -83,14 +83,9 @@ def latest_iteration(root: AnyPath, *, takes_older: bool = True) -> int | None:
                 _logger.warning("DAMAGED CHECKPOINT: %s; iteration %d is taken instead", skipped, iteration)
             return iteration
         damaged.append(complaint)
-        if not takes_older:
-            raise CheckpointError(
-                f"{complaint}: the newest checkpoint is not what was saved; to take an older one, name its "
-                f"own folder ({root / 'iter_*'}), or let a resume of that run train the lost steps again"
-            )
     if damaged:
         raise NoWholeCheckpointError(
-            f"no checkpoint below {root} is whole: {damaged[0]}; {cure}", field=field
+            f"no checkpoint below {root} is whole: {damaged[0]}; {_RESUME_CURE}", field=field
         )
     return None
 
@@ -120,42 +115,57 @@ def weights_folder(load: AnyPath) -> AnyPath:
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
     """
-    with fail_together(f"{load} cannot be read", CheckpointError):
-        found, kind = from_rank_0(lambda: _find_weights(load))
-    if kind == "whole run":
-        iteration = latest_iteration(found, takes_older=False)
-        assert iteration is not None, "rank 0 has seen some"
-        _logger.info("weights are those of iteration %d in %s", iteration, found)
-        return iteration_folder(found, iteration)
-    if kind == "with checksums" and (complaint := damage(found)):
-        cure = "convert the model again" if found.name == RELEASE else "take another checkpoint"
-        raise CheckpointError(f"{complaint}: it is not what was saved; {cure}")
+    found, verify = unverified_weights(load)
+    verify()
     return found
 
 
-def _find_weights(load: AnyPath) -> tuple[AnyPath, Literal["whole run", "with checksums", "without"]]:
-    """The folder of the checkpoint, or that of all checkpoints of a run of ours."""
+def unverified_weights(load: AnyPath) -> tuple[AnyPath, Callable[[], None]]:
+    """The folder that `weights_folder` returns, and what verifies it, for a caller that reads it meanwhile.
+
+    Both are collectives in a job, and raise what `weights_folder` does.
+    """
+    with fail_together(f"{load} cannot be read", CheckpointError):
+        found, cure = from_rank_0(lambda: _find_weights(load))
+
+    def verify() -> None:
+        if cure is not None and (complaint := damage(found)):
+            raise CheckpointError(f"{complaint}: {cure}")
+
+    return found, verify
+
+
+def _find_weights(load: AnyPath) -> tuple[AnyPath, str | None]:
+    """The folder of the checkpoint, and the cure if it is damaged; None: it has no checksums."""
     if is_marked(load):
-        return load, "with checksums"
+        return load, _RELEASE_CURE if load.name == RELEASE else _FOLDER_CURE
     if is_complete(load) or any(load.glob("mp_rank_*")):
-        return load, "without"
+        return load, None
     root = find_checkpoint_root(load)
     if is_legacy(root):
-        return _legacy_folder(root), "without"
+        return _legacy_folder(root), None
     if is_released(root):
         if lacking := lacking_files(root / RELEASE):
             raise CheckpointError(f"{root / RELEASE} lacks {', '.join(lacking)}; convert the model again")
-        return root / RELEASE, "with checksums" if is_marked(root / RELEASE) else "without"
-    if any(is_marked(iteration_folder(root, iteration)) for iteration in all_iterations(root)):
-        return root, "whole run"
-    found = _newest_first(root, complete_iterations(root), _LOAD_CURE, "load")  # another program's
+        return root / RELEASE, _RELEASE_CURE if is_marked(root / RELEASE) else None
+    is_ours = any(is_marked(iteration_folder(root, iteration)) for iteration in all_iterations(root))
+    iterations = _saved_iterations(root) if is_ours else complete_iterations(root)
+    found = _newest_first(root, iterations, _LOAD_CURE, "load")
     if not found:
         raise CheckpointError(
             f"{load} has no checkpoint, expected {TRACKER} with {RELEASE}/ or iter_*/ beside it, or a "
             f"folder with .metadata{hint_of_store(load)}"
         )
     _logger.info("weights are those of iteration %d in %s", found[0], root)
-    return iteration_folder(root, found[0]), "without"
+    return iteration_folder(root, found[0]), _newest_cure(root) if is_ours else None
+
+
+def _newest_cure(root: AnyPath) -> str:
+    """A caller that only reads weights is never given an older checkpoint, since users expect the newest."""
+    return (
+        "the newest checkpoint is not what was saved; to take an older one, name its own folder "
+        f"({root / 'iter_*'}), or let a resume of that run train the lost steps again"
+    )
 
 
 def _legacy_folder(root: AnyPath) -> AnyPath:

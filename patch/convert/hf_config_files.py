@@ -8,22 +8,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from patch.config.hf_config import read_hf_config
 from patch.config.presets import SHAPE_FIELDS
 from patch.config.schema import ModelConfig
-from patch.data.rendering.chat import end_of_turn
 from patch.errors import ConfigError, ConversionError
 from patch.families import TYPE_FIELDS, Family, family_of
 from patch.storage.json_edit import with_values
-from patch.storage.names import TRACKER
+from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, TRACKER
 from patch.storage.places import StrPath, copy_of, local_path
 from patch.storage.text_files import read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Suffixes of the files that describe the model and its tokenizer; additional chat templates have a folder.
 _DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")
@@ -200,6 +200,8 @@ def generation_description(hf_source: Path | None, tokenizer: PreTrainedTokenize
         described = _read_json(hf_source / "generation_config.json")
     else:
         described = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    from patch.data.rendering.chat import end_of_turn  # takes 0.9 s, and most conversions have no tokenizer
+
     end = end_of_turn(tokenizer)
     eos = described.get("eos_token_id")
     if end is None:

@@ -14,10 +14,9 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
-
 from patch.convert.hf_reader import HFFolder, read_index
 from patch.errors import ConversionError
+from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from patch.storage.places import copy_of
 
 FILE_BYTES = 5 * 2**30

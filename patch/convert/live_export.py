@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from transformers import PreTrainedTokenizerBase
 
 from patch.config.schema import ModelConfig
 from patch.convert.hf_config_files import write_descriptions, write_index
@@ -23,6 +23,9 @@ from patch.convert.target_folder import partial_folder, publish, staging, writin
 from patch.distributed.collectives import all_or_none
 from patch.logger import get_logger
 from patch.storage.places import StrPath, local_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _logger = get_logger(__name__)
 

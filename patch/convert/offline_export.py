@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from transformers import PreTrainedTokenizerBase
-from transformers.utils import SAFE_WEIGHTS_NAME
 
-from patch.checkpoint.folder import weights_folder
+from patch.checkpoint.folder import unverified_weights
 from patch.config.hf_config import has_hf_config
 from patch.config.schema import ModelConfig, RunConfig
 from patch.config.stored_shape import run_behind
@@ -27,14 +26,16 @@ from patch.convert.safetensors_writer import SafetensorsWriter
 from patch.convert.target_folder import publish, staging, writing
 from patch.convert.torch_dist_weights import TorchDistWeights
 from patch.convert.weight_table import hf_tensors
-from patch.data.chat_templates import ensure_chat_template
-from patch.data.tokenizer import load_tokenizer
+from patch.device import same_device
 from patch.errors import ConversionError, DataError
 from patch.logger import get_logger
 from patch.progress import progress
-from patch.storage.names import METADATA_FILE, is_complete
+from patch.storage.names import METADATA_FILE, SAFE_WEIGHTS_NAME, is_complete
 from patch.storage.places import AnyPath, StrPath, any_path, local_path
 from patch.storage.remote import RemotePath
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _logger = get_logger(__name__)
 
@@ -75,20 +76,32 @@ def mcore_to_hf(
     if not source.is_dir():
         raise ConversionError(f"{source}: no such folder, expected a checkpoint (--load)")
     described = _describe(source, None if hf_config is None else local_path(hf_config))
-    folder = weights_folder(source)
+    folder, verify = unverified_weights(source)
+    sources = [path for path in (source, described.folder) if isinstance(path, Path)]
+    with ThreadPoolExecutor(1, initializer=same_device()) as pool:
+        verified = pool.submit(verify)
+        try:
+            weights = _open(folder, described.model)
+            with staging(target, sources, overwrite=overwrite) as partial:
+                _write_weights(weights, partial, described)
+                with writing(partial):
+                    _write_descriptions(partial, described, next(iter(weights.dtypes.values())))
+                verified.result()
+                publish(target)
+        except Exception:
+            verified.result()  # a damaged source is the reason of other errors
+            raise
+    _logger.info("Hugging Face folder written: %s", target)
+
+
+def _open(folder: AnyPath, model: ModelConfig) -> TorchDistWeights | MpRankWeights:
     weights: TorchDistWeights | MpRankWeights
     if isinstance(folder, RemotePath) or (folder / METADATA_FILE).is_file():
-        weights = TorchDistWeights(folder, described.model)
+        weights = TorchDistWeights(folder, model)
     else:
-        weights = MpRankWeights(folder, described.model)
+        weights = MpRankWeights(folder, model)
     _check_dtypes(weights)
-    sources = [path for path in (source, described.folder) if isinstance(path, Path)]
-    with staging(target, sources, overwrite=overwrite) as partial:
-        _write_weights(weights, partial, described)
-        with writing(partial):
-            _write_descriptions(partial, described, next(iter(weights.dtypes.values())))
-        publish(target)
-    _logger.info("Hugging Face folder written: %s", target)
+    return weights
 
 
 def _check_dtypes(weights: TorchDistWeights | MpRankWeights) -> None:
@@ -121,6 +134,9 @@ def _describe(source: AnyPath, hf_config: Path | None) -> _Description:
 
 def _tokenizer(run: RunConfig) -> PreTrainedTokenizerBase:
     """The tokenizer the run was trained with."""
+    from patch.data.chat_templates import ensure_chat_template
+    from patch.data.tokenizer import load_tokenizer
+
     try:
         tokenizer = load_tokenizer(run.tokenizer_folder)
         if run.data.dataset_type == "raw":

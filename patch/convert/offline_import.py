@@ -7,6 +7,7 @@ DIR/config.json, tokenizer, ...         copies; model.safetensors.index.json rec
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 
 from patch.checkpoint.piece_writer import PieceWriter
-from patch.checkpoint.stored import Piece
+from patch.checkpoint.stored import Piece, made_ahead
 from patch.config.schema import ModelConfig
 from patch.convert.hf_config_files import copy_descriptions, model_of
 from patch.convert.hf_layout import remember_layout
@@ -83,7 +84,7 @@ def _write_weights(source: HFFolder, target: Path, model: ModelConfig, dtype: to
         writer = PieceWriter(target)
         try:
             with progress(f"{source.folder.name} to megatron-core", total_bytes) as advance:
-                for piece, shape in _read_pieces(source, model, dtype):
+                for piece, shape in made_ahead(_read_pieces(source, model, dtype)):
                     writer.add(piece, shape)
                     advance(piece.tensor.nbytes)
             for layer in range(model.num_layers):
@@ -100,10 +101,10 @@ def _read_pieces(
 ) -> Iterator[tuple[Piece, tuple[int, ...]]]:
     """All parameters, layer by layer, in windows of rows; each with the shape of the whole stored tensor.
 
-    Layers are stacked on a leading axis. All pieces use the same buffer, so a piece is valid only until the
-    next one.
+    Layers are stacked on a leading axis. Pieces take turns with two buffers, so a piece is valid until the
+    one after the next is asked for (see `made_ahead`).
     """
-    buffer = np.empty(WINDOW_BYTES, np.uint8)
+    buffers = itertools.cycle(np.empty((2, WINDOW_BYTES), np.uint8))
     for name, any_layer in weights_table(model, model.padded_vocab_size(1)).items():
         key, shape, is_stacked = checkpoint_key(name), any_layer.shape, "*" in name
         num_rows, *rest = shape
@@ -112,11 +113,11 @@ def _read_pieces(
         for layer, mapping in enumerate(mappings):
             lead = (layer,) if is_stacked else ()
             row_bytes = torch.Size(rest).numel() * kind.itemsize
-            step = max(1, buffer.nbytes // row_bytes)
+            step = max(1, WINDOW_BYTES // row_bytes)
             for start in range(0, num_rows, step):
                 count = min(step, num_rows - start)
                 # The storage must be no larger than the tensor: torch.save writes whole storages.
-                window = torch.from_numpy(buffer[: count * row_bytes]).view(kind).view(count, *rest)
+                window = torch.from_numpy(next(buffers)[: count * row_bytes]).view(kind).view(count, *rest)
                 mapping.hf_to_megatron_rows(window, [source[tensor.name] for tensor in mapping.hf], start)
                 piece = window.view(*[1] * len(lead), count, *rest)
                 offsets = (*lead, start, *[0] * len(rest))

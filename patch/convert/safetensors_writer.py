@@ -20,6 +20,7 @@ from patch.convert.hf_reader import SPELLINGS
 from patch.convert.mappings import HFBlock, HFTensor
 from patch.convert.target_folder import writing
 from patch.errors import ConversionError
+from patch.storage.places import EarlyFlush
 
 _ORDER = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -58,6 +59,7 @@ class SafetensorsWriter:
         self._places: dict[str, _TensorPlace] = {}
         self._missing = {tensor.name: torch.Size(tensor.shape).numel() for tensor in tensors}
         self._descriptors: list[int] = []
+        self._early = EarlyFlush()
         for name in sorted({layout[tensor.name] for tensor in tensors}):
             of_file = [tensor for tensor in tensors if layout[tensor.name] == name]
             of_file.sort(key=lambda tensor: (_ORDER.index(dtypes[tensor.name]), tensor.name))
@@ -97,6 +99,7 @@ class SafetensorsWriter:
             for index in range(values.shape[0]):
                 first = (block.row + index) * columns + block.column
                 _write(descriptor, memoryview(data[index]), begin + first * dtype.itemsize)
+        self._early.wrote(data.nbytes, *self._descriptors)
         self._missing[block.name] -= values.numel()
 
     def check_complete(self) -> None:

@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 from patch.errors import ConfigError, DataError, PatchError
 from patch.logger import get_logger
-from patch.storage.names import TOKENIZER_FILES
+from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME, TOKENIZER_FILES
 from patch.storage.row_files import DATA_SUFFIXES, row_files
 from patch.storage.text_files import read_json
 
@@ -40,7 +40,6 @@ _FILE = re.compile(
 )
 """Endings of files; a path with one is a misspelled path, not a name."""
 _SNAPSHOT = re.compile(r"(models|datasets)--([^/]+)--([^/]+)/snapshots/([0-9a-f]{40})(/.*)?$")
-_INDEX = "model.safetensors.index.json"
 _FORBIDDEN = "HF_HUB_OFFLINE forbids to download"
 
 
@@ -113,9 +112,9 @@ def snapshot_name(path: str) -> HubName | None:
 def lacking_weights(folder: Path) -> list[str]:
     """The files of weights that a snapshot's folder lacks, by its index; without one, model.safetensors."""
     try:
-        names = set(map(str, read_json(folder / _INDEX)["weight_map"].values()))
+        names = set(map(str, read_json(folder / SAFE_WEIGHTS_INDEX_NAME)["weight_map"].values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # who reads the weights says why
-        names = {"model.safetensors"}
+        names = {SAFE_WEIGHTS_NAME}
     return sorted(name for name in names if not os.path.isfile(folder / name))
 
 

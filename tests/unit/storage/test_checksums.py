@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from patch.storage.checksums import Content, content, difference, from_json, to_json
+from patch.storage import places
+from patch.storage.checksums import Content, SummedFile, content, difference, from_json, to_json
 
 
 def test_content_is_length_and_crc32_and_survives_json(tmp_path: Path) -> None:
@@ -17,6 +18,18 @@ def test_content_is_length_and_crc32_and_survives_json(tmp_path: Path) -> None:
     assert found == Content(256 * 20000, f"{zlib.crc32(path.read_bytes()):08x}")
     assert from_json(json.loads(json.dumps(to_json({"data": found})))) == {"data": found}
     assert list(to_json({"b": found, "a": found})) == ["a", "b"]
+
+
+def test_disk_begins_to_write_a_long_file_before_it_is_finished(tmp_path: Path, monkeypatch) -> None:
+    flushed: list[int] = []
+    flush = places._sync_file_range
+    monkeypatch.setattr(places, "_sync_file_range", lambda *flushing: flushed.append(flush(*flushing)))
+    file = SummedFile(tmp_path / "data")
+    part = bytes(9 * 2**20)
+    for _ in range(4):
+        file.write(part)
+    assert flushed == [0, 0]  # after 16 and 32 MiB
+    assert file.finish() == Content(4 * len(part), f"{zlib.crc32(4 * part):08x}")
 
 
 @pytest.mark.parametrize("values", [7, [], {"data": 7}, {"data": {"length": 1}}])

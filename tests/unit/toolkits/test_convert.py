@@ -257,6 +257,20 @@ def test_checksums_find_a_flipped_bit_in_any_file(root, name, capsys):
     _check_refused(argv, root, [f"{path} ", "convert the model again"], capsys)
 
 
+def test_conversions_do_without_the_import_of_transformers(root):
+    script = (
+        "import sys\nfrom toolkits.convert import main\n"
+        "assert not main(['hf2mcore', '--load', 'hf', '--save', 'new'])\n"
+        "assert not main(['mcore2hf', '--load', 'new', '--save', 'back'])\n"
+        "print(*({'transformers', 'tokenizers', 'torch._dynamo'} & sys.modules.keys()))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])}
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.split() == []
+
+
 @pytest.mark.parametrize(
     "argv",
     [
