@@ -21,6 +21,8 @@ _ALIKE = 0.75
 """From here on two words are one word, misspelled."""
 _ONE_NAME = 0.85
 """The same for whole names, whose words may be joined otherwise."""
+_LONGEST = 100
+"""No flag is near a longer name, and looking for one would take long."""
 
 
 class ForeignFlag(NamedTuple):
@@ -90,7 +92,7 @@ def nearest_flag(name: str, known: Iterable[str]) -> str:
         name: what was written, with its hyphens.
         known: the flags.
     """
-    flags = list(known)
+    flags = list(known) if len(name) < _LONGEST else []
     row = foreign_flag(name)
     ours = next((flag for flag in row.ours.split() if flag in flags), None) if row is not None else None
     likeness = {flag: _likeness(plain_name(name).split("-"), plain_name(flag).split("-")) for flag in flags}

@@ -77,13 +77,14 @@ def vocabulary_at(folder: str | Path) -> dict[str, int]:
     """`vocab_size` of a tokenizer's folder: its config.json's, or the number of tokenizer.json's ids.
 
     Returns:
-        The field, or nothing if neither file is there.
+        The field, or nothing if neither file has it.
 
     Raises:
         ConfigError: a file cannot be read or is malformed.
     """
-    if has_hf_config(folder):
-        return {"vocab_size": read_hf_config(folder)["vocab_size"]}
+    rows = _read_json(Path(folder) / "config.json").get("vocab_size") if has_hf_config(folder) else None
+    if isinstance(rows, int):
+        return {"vocab_size": rows}
     file = Path(folder) / "tokenizer.json"
     if not file.is_file():
         return {}

@@ -105,7 +105,8 @@ def test_line_of_another_program_is_answered_whole(command):
     [
         ("--deepspeed", None), ("--sead", "--seed"), ("--global_batch", "--global-batch-size"),
         ("--num-experts", None), ("--weightdecay", "--weight-decay"), ("--temperature", None),
-        ("--dp", None), ("--use-distributed-optimiser", "--use-distributed-optimizer"),
+        ("--dp", None), ("--" + "seed" * 10**4, None),
+        ("--use-distributed-optimiser", "--use-distributed-optimizer"),
     ],
 )  # fmt: skip
 def test_a_flag_is_meant_where_words_are_near_not_letters(name, ours):
@@ -167,7 +168,7 @@ def test_vocabulary_is_the_tokenizers_and_the_base_of_rope_is_not(command, model
     """RoPE's base in the tokenizer's folder is another model's, so it is asked for."""
     folder = Path(command.hf_folder())
     if model is not None:
-        (folder / "config.json").unlink()
+        (folder / "config.json").write_text('{"model_type": "another"}')
         tokens = [{"id": 8, "content": "<s>"}]
         (folder / "tokenizer.json").write_text(json.dumps({"model": model, "added_tokens": tokens}))
     argv = [*SHAPE, f"--tokenizer-name-or-path={folder}"]

@@ -221,7 +221,6 @@ def test_a_run_says_what_flags_do_not(tokenizer, tmp_path, capsys):
         ([], 2, "no data is named"),
         (["none.jsonl", "--max-padding-length", "0"], 2, "--max-padding-length"),
         (["none.jsonl", "--train-on", "first"], 2, "expected one of all, last"),
-        (["none.jsonl", "--train-on", "all", "--train-on", "last"], 2, "given twice"),
         (["none.jsonl"], 3, "none.jsonl does not exist"),
         (["x" * 300], 3, "x does not exist"),
     ],
