@@ -9,6 +9,14 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from patch.storage.remote import is_url
+
+
+def typed(module: str) -> str:
+    """The command that was typed: llama-patch WORD, or python -m toolkits.MODULE."""
+    program, *words = sys.argv
+    return f"llama-patch {words[0]}" if words and Path(program).name == "llama-patch" else module
+
 
 class ArgumentParser(argparse.ArgumentParser):
     """A parser that takes whole flags only, and refuses an unknown one first of all, with the nearest flag.
@@ -43,6 +51,14 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"got {number}, expected at least 1")
     return number
+
+
+def local(text: str) -> Path:
+    """A path on this machine, for `argparse`'s `type`; a URL is refused without what may be secret in it."""
+    if is_url(text):
+        scheme = text.partition("://")[0]
+        raise argparse.ArgumentTypeError(f"got a URL ({scheme}://...), expected a path on this machine")
+    return Path(text)
 
 
 def output_file(text: str) -> Path:

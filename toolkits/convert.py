@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 from patch.device import FLOAT_TYPES
-from toolkits._arguments import ArgumentParser
+from toolkits._arguments import ArgumentParser, local, typed
 
 
 def main(argv: list[str]) -> int:
@@ -49,16 +48,16 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m toolkits.convert", description=__doc__)
+    parser = argparse.ArgumentParser(prog=typed("python -m toolkits.convert"), description=__doc__)
     directions = parser.add_subparsers(dest="direction", required=True, parser_class=ArgumentParser)
     hf2mcore = directions.add_parser("hf2mcore", help="Hugging Face folder -> torch_dist checkpoint")
     hf2mcore.add_argument(
-        "--load", type=Path, required=True, metavar="HF_DIR",
+        "--load", type=local, required=True, metavar="HF_DIR",
         help="a folder with safetensors or .bin, or a name of the hub (org/name, safetensors)",
     )  # fmt: skip
     hf2mcore.add_argument(
         "--save",
-        type=Path,
+        type=local,
         required=True,
         metavar="DIR",
         help="the folder to write; loads at any TP, PP, VPP",
@@ -72,9 +71,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
         help="a converted folder, a run's folder or URL (--save), one iter_* in it, or one of Megatron-LM "
         "(torch_dist or mp_rank_*)",
     )  # fmt: skip
-    mcore2hf.add_argument("--save", type=Path, required=True, metavar="HF_DIR", help="the folder to write")
+    mcore2hf.add_argument("--save", type=local, required=True, metavar="HF_DIR", help="the folder to write")
     mcore2hf.add_argument(
-        "--hf-config", type=Path, metavar="HF_DIR",
+        "--hf-config", type=local, metavar="HF_DIR",
         help="describes the model, if DIR does not: config.json, tokenizer, layout of the files",
     )  # fmt: skip
     for direction in (hf2mcore, mcore2hf):

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkits._arguments import ArgumentParser, output_file
+from toolkits._arguments import ArgumentParser, output_file, typed
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -152,7 +152,7 @@ def _visible(text: str) -> str:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = ArgumentParser(prog="python -m toolkits.inspect_checkpoint", description=__doc__)
+    parser = ArgumentParser(prog=typed("python -m toolkits.inspect_checkpoint"), description=__doc__)
     parser.add_argument(
         "folder", metavar="DIR",
         help="a run's folder, its checkpoint/ or URL (--save), one checkpoint in it, a converted one, or "

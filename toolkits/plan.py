@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from patch.errors import ConfigError, PatchError
 from toolkits import _scaling, _search
-from toolkits._arguments import ArgumentParser, output_file, positive
+from toolkits._arguments import ArgumentParser, output_file, positive, typed
 
 if TYPE_CHECKING:
     from patch.device import MachineFacts
@@ -108,7 +108,7 @@ def _count(text: str) -> float:
 
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
-        prog="python -m toolkits.plan",
+        prog=typed("python -m toolkits.plan"),
         usage="python -m toolkits.plan [--machine NAME] [--nodes N] [...] -- RUN",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -8,7 +8,7 @@ import sys
 from typing import get_args
 
 from patch.config.choices import TokenizerType
-from toolkits._arguments import ArgumentParser, positive
+from toolkits._arguments import ArgumentParser, positive, typed
 
 
 def main(argv: list[str]) -> int:
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = ArgumentParser(prog="python -m toolkits.preprocess_pretrain", description=__doc__)
+    parser = ArgumentParser(prog=typed("python -m toolkits.preprocess_pretrain"), description=__doc__)
     parser.add_argument(
         "--input",
         nargs="+",

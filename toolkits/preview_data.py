@@ -9,7 +9,7 @@ import sys
 from patch.config.data_settings import DATA_FLAGS, DEFAULT_LENGTH
 from patch.config.flags import add_flags, fields_of
 from patch.errors import PatchError
-from toolkits._arguments import ArgumentParser, output_file, positive
+from toolkits._arguments import ArgumentParser, output_file, positive, typed
 
 
 def main(argv: list[str]) -> int:
@@ -46,7 +46,7 @@ def _preview(options: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = ArgumentParser(prog="python -m toolkits.preview_data", description=__doc__)
+    parser = ArgumentParser(prog=typed("python -m toolkits.preview_data"), description=__doc__)
     parser.add_argument(
         "data", nargs="?", metavar="DATA",
         help="what DATASET_PATH is: a file, folder or glob of rows, the prefix of .bin and .idx, or several "

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
-from toolkits._arguments import ArgumentParser, output_file
+from toolkits._arguments import ArgumentParser, local, output_file, typed
 
 
 def main(argv: list[str]) -> int:
@@ -44,11 +43,11 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
-    parser = ArgumentParser(prog="python -m toolkits.verify_alignment", description=__doc__)
-    parser.add_argument("--hf", type=Path, required=True, help="the Hugging Face folder")
+    parser = ArgumentParser(prog=typed("python -m toolkits.verify_alignment"), description=__doc__)
+    parser.add_argument("--hf", type=local, required=True, help="the Hugging Face folder")
     parser.add_argument(
         "--mcore",
-        type=Path,
+        type=local,
         required=True,
         help="the checkpoint: a converted folder, a run's folder, its checkpoint/, or one iter_* in it",
     )

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from patch.device import MachineFacts
 from patch.storage.atomic import write_atomically
-from toolkits._arguments import ArgumentParser, output_file, positive
+from toolkits._arguments import ArgumentParser, output_file, positive, typed
 from toolkits.doctor.check import Check, Finding, Settings, run_check
 from toolkits.doctor.folder import check_folder
 from toolkits.doctor.gpus import check_gpus
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 
 def _parse(argv: list[str], machine: MachineFacts) -> argparse.Namespace:
     parser = ArgumentParser(
-        prog="python -m toolkits.doctor",
+        prog=typed("python -m toolkits.doctor"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -108,9 +108,15 @@ def report(space: Workspace, answered: list[Answered], seconds: float) -> None:
         print(f"  {example.instruction} {example.input} -> {output}  ({verdict})")
     print(f"loss: {first:.4f} -> {last:.4f}")
     print(f"exact match: {exact_match_percent(answered):.1f} % of {len(answered)} held-out questions")
-    print(f"loss plot:   {space.run / 'log' / 'loss.png'}")
-    print(f"model:       {space.run / 'hf'}")
-    print(f"time:        {seconds:.0f} s", flush=True)
+    plot, model = (os.path.relpath(space.run / name) for name in ("log/loss.png", "hf"))
+    print(f"loss plot:   {plot}")
+    print(f"model:       {model}")
+    print(f"time:        {seconds:.0f} s")
+    print(
+        "next:        llama-patch preview YOUR_CHATS.json --tokenizer-name-or-path YOUR_MODEL; then "
+        "README.md, Train a model of your own",
+        flush=True,
+    )
 
 
 def main(argv: list[str]) -> int:

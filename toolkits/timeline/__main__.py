@@ -15,7 +15,7 @@ from pathlib import Path
 
 from patch.errors import DataError, PatchError
 from patch.storage.atomic import write_atomically
-from toolkits._arguments import ArgumentParser, output_file, positive
+from toolkits._arguments import ArgumentParser, output_file, positive, typed
 from toolkits.timeline.figures import LEGEND, Lanes, choose_step, lanes_of
 from toolkits.timeline.page import page_of
 from toolkits.timeline.trace import read_trace
@@ -36,17 +36,19 @@ def main(argv: list[str]) -> int:
     """Run the command line; returns 0, or the exit code of the error."""
     options = _parse(argv)
     try:
-        traces = [read_trace(file) for file in trace_files(options.traces)]
+        traces_of = trace_files(options.traces)
+        traces = [read_trace(file) for file in traces_of]
         step = choose_step(traces, options.step)
         lanes = sorted((lanes_of(trace, step) for trace in traces), key=lambda each: each.rank)
-        write_atomically(options.output, page_of(lanes, step))
+        page = options.output or traces_of[0].parent.parent / "timeline.html"
+        write_atomically(page, page_of(lanes, step))
         if options.json:
             write_atomically(options.json, json.dumps(figures_of(lanes, step), indent=1) + "\n")
     except PatchError as error:
         print(f"ERROR {error}", file=sys.stderr)
         return error.exit_code
     print(table(lanes, step))
-    print(f"page: {options.output}")
+    print(f"page: {page}")
     return 0
 
 
@@ -91,7 +93,7 @@ def table(lanes: Sequence[Lanes], step: int) -> str:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = ArgumentParser(
-        prog="python -m toolkits.timeline",
+        prog=typed("python -m toolkits.timeline"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -103,9 +105,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--output",
         type=output_file,
-        default=Path("timeline.html"),
         metavar="FILE",
-        help="the page [timeline.html]",
+        help="the page; default: timeline.html beside the traces' folder, OUTPUT_BASEPATH/log/timeline.html",
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="write the figures here, too")
     return parser.parse_args(argv)

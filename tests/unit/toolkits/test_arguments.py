@@ -27,3 +27,20 @@ def test_a_file_in_a_folder_that_is_not_there_is_refused_first(
         f"argument {flag}: got nowhere/file, expected a file in a folder that is there"
         in capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("words", [["hf2mcore", "--save", "x"], ["mcore2hf", "--load", "x", "--save"]])
+def test_help_names_the_command_that_was_typed_and_urls_are_refused_without_secrets(
+    words: list[str], capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from toolkits import convert
+
+    url = "s3://me:hush@bucket/model"
+    line = [*words, "--load", url] if words[0] == "hf2mcore" else [*words, url]
+    for name, *typed in (("llama-patch convert", "/bin/llama-patch", "convert"), ("toolkits.convert", "x")):
+        monkeypatch.setattr("sys.argv", typed)
+        with pytest.raises(SystemExit) as ended:
+            convert.main(line)
+        said = capsys.readouterr().err
+        assert ended.value.code == 2 and name in said and "hush" not in said
+        assert "got a URL (s3://...), expected a path on this machine" in said

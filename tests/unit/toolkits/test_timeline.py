@@ -172,3 +172,11 @@ def test_spans_cover_what_single_moments_say() -> None:
         assert total(these) == len(moments(these)) and moments(merged(these)) == moments(these)
         assert moments(within(these, Span(10, 30))) == moments(these) & set(range(10, 30))
     assert merged([Span(0, 1), Span(3, 4)], gap=2) == [Span(0, 4)]
+
+
+def test_the_page_lies_beside_the_traces_of_its_run(tmp_path: Path) -> None:
+    traces = tmp_path / "log" / "traces"
+    traces.mkdir(parents=True)
+    write(traces / "rank_0.json.gz", CPU, 0)
+    assert main([str(tmp_path), "--step", "7"]) == 0
+    assert (tmp_path / "log" / "timeline.html").stat().st_size > 1000
