@@ -58,7 +58,7 @@ class TrainingError(PatchError, RuntimeError):
 
 
 @contextmanager
-def about(field: str | None) -> Iterator[None]:
+def about(field: str) -> Iterator[None]:
     """Errors from within that name no field are about this one."""
     try:
         yield
