@@ -2,7 +2,7 @@
 # in two stages: what a run needs (requirements.txt), then what tests and checks need (the extra `test`).
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
-# Bytecode is kept, but only of what is imported: that of all files takes a minute and 300 MB.
+# Bytecode is kept, but only of what is imported: that of all files is 330 MB.
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --progress-bar off --no-compile
 WORKERS ?= 4
 BENCHMARKS = $(filter-out _%,$(basename $(notdir $(wildcard toolkits/benchmarks/*.py))))

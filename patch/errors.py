@@ -71,7 +71,7 @@ def without_secrets(text: str) -> str:
 
 
 @contextmanager
-def about(field: str | None) -> Iterator[None]:
+def about(field: str) -> Iterator[None]:
     """Errors from within that name no field are about this one."""
     try:
         yield

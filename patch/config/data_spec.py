@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from patch.config.dataset_info import refuse_table
-from patch.errors import ConfigError, DataError, about, nearest
+from patch.errors import ConfigError, DataError, nearest
 from patch.parse_numbers import to_float
 from patch.storage.hub import shadowed_by
-from patch.storage.row_files import DATA_SUFFIXES, row_files
+from patch.storage.row_files import DATA_SUFFIXES, check_saved, row_files
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 
@@ -135,7 +135,7 @@ def files_of(path: str, field: str | None = None) -> list[Path]:
 
     Raises:
         DataError: there is no such file, the folder or glob has no data files, or the folder holds several
-            splits (train, validation, test) or a table of sets, which are not one set.
+            splits (train, validation, test) or a table of sets, which are not one set, or lacks a file.
     """
     refuse_table(Path(path), field)
     if os.path.isdir(path):
@@ -230,8 +230,10 @@ def _words(text: str, field: str | None) -> list[str]:
 
 def _files_in(folder: str, field: str | None) -> list[Path]:
     there = list(_walk(folder, field))
-    with about(field):
-        files = row_files(there)
+    for file in there:
+        refuse_table(file, field)
+    check_saved(there, field)
+    files = row_files(there)
     if not files:
         found = f"it has {', '.join(sorted(file.name for file in there)[:5])}" if there else "it is empty"
         raise DataError(

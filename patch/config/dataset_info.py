@@ -13,8 +13,7 @@ from typing import Any
 
 from patch.errors import DataError
 
-TABLE = "dataset_info.json"
-
+_TABLE = "dataset_info.json"
 _PLACES = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
 _NOT_TRAINED = {"images", "videos", "audios", "chosen", "rejected", "kto_tag"}
 """Columns of sets that are not read: images and sound, preferences, judged answers."""
@@ -25,17 +24,12 @@ _USUAL = {"role", "from", "content", "value"}
 _SHOWN = 12
 
 
-def refuse_table(path: Path, field: str | None = None) -> None:
-    """Refuse a folder with LLaMA-Factory's table of sets, or the table itself.
-
-    Args:
-        path: a folder, or a file of that name.
-        field: the field of the configuration that holds it, for messages.
+def refuse_table(file: Path, field: str | None = None) -> None:
+    """Refuse LLaMA-Factory's table of sets as a file of rows.
 
     Raises:
-        DataError: it is one; the message has the sets.
+        DataError: the file is one; the message has the sets.
     """
-    file = path / TABLE if path.is_dir() else path
     sets = _sets(file)
     if not sets:
         return
@@ -51,7 +45,7 @@ def refuse_table(path: Path, field: str | None = None) -> None:
 def _sets(file: Path) -> dict[str, dict[str, Any]]:
     """The sets of a table; none if the file is none, such as the description that datasets writes."""
     try:
-        table = json.loads(file.read_bytes()) if file.name == TABLE else None
+        table = json.loads(file.read_bytes()) if file.name == _TABLE else None
     except (OSError, ValueError):
         return {}
     entries = table.items() if isinstance(table, dict) else ()
@@ -64,7 +58,7 @@ def _cure(folder: Path, name: str, info: dict[str, Any]) -> str:
     place = info.get("hf_hub_url") or (info.get("file_name") and str(folder / info["file_name"]))
     if not place or info.get("ranking") or not _NOT_TRAINED.isdisjoint(columns):
         return ""
-    if "prompt" in columns and "response" not in columns:  # a set for pre-training
+    if columns.get("prompt") and not columns.get("response"):  # a set for pre-training
         renamed = {"text": columns["prompt"]}
     else:
         renamed = {_COLUMNS.get(theirs, theirs): column for theirs, column in columns.items() if column}

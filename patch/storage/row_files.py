@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from patch.errors import DataError
@@ -26,24 +26,36 @@ def row_files(files: Iterable[Path]) -> list[Path]:
 
     Not those that describe a set, nor caches. Tables of text only where nothing else has rows: they are often
     lists of something else.
-
-    Raises:
-        DataError: a folder that `save_to_disk` wrote lacks a file.
     """
     found = [file for file in files if file.suffix.lower() in DATA_SUFFIXES]
     found = [file for file in found if not _DESCRIPTION.fullmatch(file.name)]
     saved = {file.parent for file in found if file.suffix == _ARROW}
-    states = {file for file in found if file.name == _STATE and file.parent in saved}
-    found = sorted(file for file in found if file not in states and not _CACHE.fullmatch(file.name))
-    for state in states:
-        _check_complete(state, found)
+    found = sorted(
+        file
+        for file in found
+        if not (_CACHE.fullmatch(file.name) or (file.name == _STATE and file.parent in saved))
+    )
     return [file for file in found if file.suffix.lower() not in TABLES] or found
 
 
-def _check_complete(state: Path, found: list[Path]) -> None:
-    try:
-        listed = [entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError):  # of another program
-        return
-    if missing := sorted({state.parent / name for name in listed}.difference(found)):
-        raise DataError(f"{missing[0]} is missing, which {_STATE} beside it lists; copy the folder again")
+def check_saved(files: Sequence[Path], field: str | None = None) -> None:
+    """Check that a folder has all files that `save_to_disk` wrote.
+
+    Args:
+        files: all files of the folder.
+        field: the field of the configuration that holds it, for messages.
+
+    Raises:
+        DataError: one is missing.
+    """
+    for state in (file for file in files if file.name == _STATE):
+        try:
+            listed = [
+                state.parent / entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]
+            ]
+        except (OSError, ValueError, KeyError, TypeError):  # of another program
+            continue
+        if missing := sorted({*listed}.difference(files)):
+            raise DataError(
+                f"{missing[0]} is missing, which {_STATE} beside it lists; copy the folder again", field=field
+            )

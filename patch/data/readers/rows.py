@@ -16,9 +16,9 @@ from patch.data.readers.csv_rows import csv_rows
 from patch.data.readers.json_rows import json_rows
 from patch.data.readers.streams import DamagedDataError, open_stream
 from patch.errors import DataError
+from patch.storage.row_files import TABLES
 
 _Places = Iterator[tuple[str, Any]]
-_TABLES = {".csv", ".tsv"}
 _LIST_KEY = "data"
 
 
@@ -84,7 +84,7 @@ def _places_and_values(path: Path) -> _Places:
     if magic is not None:
         yield from arrow_rows(path, magic)
         return
-    is_table = not _TABLES.isdisjoint(suffix.lower() for suffix in path.suffixes[-2:])
+    is_table = any(suffix.lower() in TABLES for suffix in path.suffixes[-2:])
     place = None
     try:
         with open_stream(path) as stream:

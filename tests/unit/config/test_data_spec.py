@@ -148,12 +148,14 @@ TABLE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["", "/dataset_info.json"])
+@pytest.mark.parametrize("name", ["", "/dataset_info.json", "/.."])
 def test_llama_factorys_table_names_its_sets_as_they_are_given_here(tmp_path: Path, name: str):
+    tmp_path = tmp_path / "data"
+    tmp_path.mkdir()
     (tmp_path / "dataset_info.json").write_text(json.dumps(TABLE))
     tree(tmp_path, "identity.json", "my tools.json")
     with pytest.raises(DataError) as caught:
-        files_of(f"{tmp_path}{name}", "train_data_path")
+        files_of(os.path.normpath(f"{tmp_path}{name}"), "train_data_path")
     assert caught.value.field == "train_data_path"
     message, _, sets = str(caught.value).partition(" to train on: ")
     assert message == (
