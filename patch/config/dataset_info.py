@@ -6,12 +6,12 @@ path and the --columns of each set that can be taken.
 
 from __future__ import annotations
 
-import json
 import shlex
 from pathlib import Path
 from typing import Any
 
 from patch.errors import DataError
+from patch.storage.text_files import read_json
 
 _TABLE = "dataset_info.json"
 _PLACES = ("file_name", "hf_hub_url", "ms_hub_url", "om_hub_url", "script_url", "cloud_file_name")
@@ -45,7 +45,7 @@ def refuse_table(file: Path, field: str | None = None) -> None:
 def _sets(file: Path) -> dict[str, dict[str, Any]]:
     """The sets of a table; none if the file is none, such as the description that datasets writes."""
     try:
-        table = json.loads(file.read_bytes()) if file.name == _TABLE else None
+        table = read_json(file) if file.name == _TABLE else None
     except (OSError, ValueError):
         return {}
     entries = table.items() if isinstance(table, dict) else ()

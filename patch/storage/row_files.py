@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from patch.errors import DataError
+from patch.storage.text_files import read_json
 
 TABLES = (".csv", ".tsv")
 DATA_SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".arrow", ".gz", ".zst", *TABLES)
@@ -50,9 +50,7 @@ def check_saved(files: Sequence[Path], field: str | None = None) -> None:
     """
     for state in (file for file in files if file.name == _STATE):
         try:
-            listed = [
-                state.parent / entry["filename"] for entry in json.loads(state.read_bytes())["_data_files"]
-            ]
+            listed = [state.parent / entry["filename"] for entry in read_json(state)["_data_files"]]
         except (OSError, ValueError, KeyError, TypeError):  # of another program
             continue
         if missing := sorted({*listed}.difference(files)):
