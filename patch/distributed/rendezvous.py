@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 import time
 from collections.abc import Collection, Sequence
 from contextlib import suppress
@@ -62,6 +63,8 @@ class Meeting(DynamicRendezvousHandler):
     store: TCPStore
     members: Sequence[int] = ()
     """The indices of the machines of this round, which is known when it has begun."""
+    is_over: threading.Event
+    """Set when this machine has left."""
     is_spare = False
     """Whether this machine waits until another is lost; the others go on without it."""
 
@@ -102,6 +105,7 @@ class Meeting(DynamicRendezvousHandler):
             keep_alive_interval=HEARTBEAT_S,
         )
         meeting.place, meeting.sizes, meeting.store = place, sorted(sizes), store
+        meeting.is_over = threading.Event()
         if high > 1:
             start_thread("sign of life", meeting._give_signs)
         return meeting
@@ -109,24 +113,25 @@ class Meeting(DynamicRendezvousHandler):
     def _give_signs(self) -> None:
         """Let the others know that this machine is there, as long as there is a store."""
         with suppress(RuntimeError):  # the store's errors
-            self.store.set(f"name of machine {self.place.node_rank}", socket.gethostname())
-            while not self.is_closed():
-                self.store.add(f"signs of machine {self.place.node_rank}", 1)
-                time.sleep(_POLL_S)
+            store = self.store.clone()  # type: ignore[attr-defined]  # one that no other thread waits with
+            store.set(f"name of machine {self.place.node_rank}", socket.gethostname())
+            while not self.is_over.wait(_POLL_S):
+                store.add(f"signs of machine {self.place.node_rank}", 1)
 
     def lost_machines(self) -> list[str]:
         """Those of the other machines of this round that give no sign of life; waits for it."""
         others = [rank for rank in self.members if rank != self.place.node_rank]
         if not others:
             return []
-        before = [self.store.add(f"signs of machine {rank}", 0) for rank in others]
-        time.sleep(_SILENCE_S)
-        silent = [
-            rank
-            for rank, count in zip(others, before, strict=True)
-            if self.store.add(f"signs of machine {rank}", 0) == count
-        ]
-        return [f"machine {rank} ({self.store.get(f'name of machine {rank}').decode()})" for rank in silent]
+        try:
+            before = [self.store.add(f"signs of machine {rank}", 0) for rank in others]
+            time.sleep(_SILENCE_S)
+            now = [self.store.add(f"signs of machine {rank}", 0) for rank in others]
+            silent = [rank for rank, *counts in zip(others, before, now, strict=True) if len({*counts}) == 1]
+            names = [self.store.get(f"name of machine {rank}").decode() for rank in silent]
+        except RuntimeError:  # the store is the first machine's
+            return [f"machine 0 ({self.place.master_addr})"]
+        return [f"machine {rank} ({name})" for rank, name in zip(silent, names, strict=True)]
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Meet the others; returns when this machine takes part in a round. See the base class."""
@@ -168,6 +173,7 @@ class Meeting(DynamicRendezvousHandler):
 
     def shutdown(self) -> bool:
         """Close the job for all machines."""
+        self.is_over.set()
         closed = super().shutdown()
         if self.place.node_rank == 0 and self.sizes[-1] + self.place.num_spares > 1:
             time.sleep(LINGER_S)

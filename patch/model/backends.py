@@ -77,7 +77,7 @@ def faults_of(
     num_ranks = config.tensor_model_parallel_size * config.context_parallel_size
     num_groups = config.num_query_groups or 1
     counts = config.num_attention_heads, num_groups, num_groups
-    for kernel in kernels:
+    for kernel in (each for each in kernels if each != "math"):
         attend = CausalAttention(
             config=config, layer_number=1, attn_mask_type=AttnMaskType.causal, attention_type="self",
             kernels=(kernel,),
@@ -90,9 +90,8 @@ def faults_of(
                 )
                 for count in counts
             ]  # fmt: skip
-            if kernel != "math":
-                attend(*heads, None).sum().backward()
-                torch.get_device_module(device).synchronize(device)
+            attend(*heads, None).sum().backward()
+            torch.get_device_module(device).synchronize(device)
         except torch.OutOfMemoryError:
             pass  # of the whole run's memory nothing is known here
         except RuntimeError as error:
