@@ -19,8 +19,9 @@ GPUS_PER_NODE=${GPUS_PER_NODE:-8}
 TP_SIZE=${TP_SIZE:-2}
 PP_SIZE=${PP_SIZE:-1}
 MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-2}
+REPLICAS=$((GPUS_PER_NODE / (TP_SIZE * PP_SIZE)))
 # 8 steps of gradient accumulation.
-GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-$((GPUS_PER_NODE * MICRO_BATCH_SIZE / (TP_SIZE * PP_SIZE) * 8))}
+GLOBAL_BATCH_SIZE=${GLOBAL_BATCH_SIZE:-$((REPLICAS * MICRO_BATCH_SIZE * 8))}
 
 exec sh "$(dirname -- "$0")/../llama3_1/run_mcore_llama.sh" \
     --model-size "$MODEL_SIZE" --seq-length 2048 --init-method-std 0.01 --load "$LOAD_CHECKPOINT_PATH" \

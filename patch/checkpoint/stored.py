@@ -6,13 +6,11 @@ what it returns and one window.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple, TypeVar
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +20,6 @@ from patch.checkpoint.compatibility import check_files
 from patch.checkpoint.records import WINDOW_BYTES, Record, read_header, read_region, reading_errors
 from patch.compat.torch_checkpoint import StorageInfo
 from patch.compat.unpickle import load_tensors, read_metadata
-from patch.device import same_device
 from patch.errors import CheckpointError
 from patch.storage.names import COMMON_FILE, METADATA_FILE
 from patch.storage.places import AnyPath, local_file, open_to_read
@@ -128,19 +125,17 @@ class TorchDistReader:
     def pieces(self, keys: set[str]) -> Iterator[Piece]:
         """All values of these tensors in the order of the files, a window of neighbouring rows at a time.
 
-        A piece is valid until the one after the next is asked for, because they take turns with two buffers
-        (see `made_ahead`).
+        A piece is valid until the next one is read, because all of them share one buffer.
 
         Raises:
             CheckpointError: values cannot be read; the message names the file and the tensor.
         """
-        buffers = itertools.cycle(torch.empty(2, WINDOW_BYTES, dtype=torch.uint8))
+        buffer = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
         stored_pieces = [(key, stored) for key in keys for stored in self._stored.get(key, ())]
         for key, stored in sorted(stored_pieces, key=lambda item: _position(item[1])):
             dtype = self.tensors[key].dtype
             for window in windows(stored.box, WINDOW_BYTES // dtype.itemsize):
-                buffer = next(buffers)[: math.prod(window.sizes) * dtype.itemsize]
-                values = buffer.view(dtype).view(window.sizes)
+                values = buffer[: math.prod(window.sizes) * dtype.itemsize].view(dtype).view(window.sizes)
                 self._read_part(key, stored, window, values)
                 yield Piece(key, window.offsets, values)
 
@@ -211,16 +206,6 @@ class LegacyReader:
 
 
 Reader = TorchDistReader | LegacyReader
-_Item = TypeVar("_Item")
-
-
-def made_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
-    """The same items; while the caller uses one, a thread makes the next."""
-    with ThreadPoolExecutor(1, initializer=same_device()) as pool:
-        following = pool.submit(next, items, None)
-        while (item := following.result()) is not None:
-            following = pool.submit(next, items, None)
-            yield item
 
 
 def is_legacy_checkpoint(folder: AnyPath) -> bool:

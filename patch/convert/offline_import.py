@@ -9,19 +9,22 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 
 from patch.checkpoint.piece_writer import PieceWriter
-from patch.checkpoint.stored import Piece, made_ahead
+from patch.checkpoint.stored import Piece
 from patch.config.schema import ModelConfig
 from patch.convert.hf_config_files import copy_descriptions, model_of
 from patch.convert.hf_layout import remember_layout
 from patch.convert.hf_reader import HFFolder, open_checked
 from patch.convert.target_folder import publish, staging, writing
 from patch.convert.weight_table import checkpoint_key, weights_table
+from patch.device import same_device
 from patch.errors import ConversionError
 from patch.logger import get_logger
 from patch.progress import progress
@@ -29,6 +32,7 @@ from patch.storage.names import RELEASE, TRACKER, is_released
 from patch.storage.places import StrPath, local_path
 
 _logger = get_logger(__name__)
+_Item = TypeVar("_Item")
 WINDOW_BYTES = 16 * 2**20
 """Largest piece, unless one row is larger; it bounds the memory that a conversion needs."""
 _EXTRA_STATES = (
@@ -84,7 +88,7 @@ def _write_weights(source: HFFolder, target: Path, model: ModelConfig, dtype: to
         writer = PieceWriter(target)
         try:
             with progress(f"{source.folder.name} to megatron-core", total_bytes) as advance:
-                for piece, shape in made_ahead(_read_pieces(source, model, dtype)):
+                for piece, shape in _made_ahead(_read_pieces(source, model, dtype)):
                     writer.add(piece, shape)
                     advance(piece.tensor.nbytes)
             for layer in range(model.num_layers):
@@ -102,7 +106,7 @@ def _read_pieces(
     """All parameters, layer by layer, in windows of rows; each with the shape of the whole stored tensor.
 
     Layers are stacked on a leading axis. Pieces take turns with two buffers, so a piece is valid until the
-    one after the next is asked for (see `made_ahead`).
+    one after the next is asked for (see `_made_ahead`).
     """
     buffers = itertools.cycle(np.empty((2, WINDOW_BYTES), np.uint8))
     for name, any_layer in weights_table(model, model.padded_vocab_size(1)).items():
@@ -138,3 +142,12 @@ def _common_type(source: HFFolder, names: list[str]) -> torch.dtype:
             "--params-dtype"
         )
     return source.dtypes[names[0]]
+
+
+def _made_ahead(items: Iterator[_Item]) -> Iterator[_Item]:
+    """The same items; while the caller uses one, a thread makes the next."""
+    with ThreadPoolExecutor(1, initializer=same_device()) as pool:
+        following = pool.submit(next, items, None)
+        while (item := following.result()) is not None:
+            following = pool.submit(next, items, None)
+            yield item

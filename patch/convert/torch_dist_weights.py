@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from patch.checkpoint.stored import StoredTensor, TorchDistReader, made_ahead
+from patch.checkpoint.stored import StoredTensor, TorchDistReader
 from patch.config.schema import ModelConfig
 from patch.convert.mappings import HFBlock, TPShard, VocabParallelMapping, WeightMapping
 from patch.convert.weight_table import GATE_AND_UP, table_name, weights_table
@@ -125,7 +125,7 @@ class TorchDistWeights:
         Raises:
             CheckpointError: a tensor cannot be read; the message names its file.
         """
-        for piece in made_ahead(self._reader.pieces(set(self._stored))):
+        for piece in self._reader.pieces(set(self._stored)):
             stored, values, offsets = self._stored[piece.key], piece.tensor, piece.offsets
             if "*" in stored.name and stored.layer is None:
                 for index, layer_values in enumerate(values):

@@ -1,7 +1,6 @@
-"""Measures speed and memory of the converter in both directions, compared with `cp` of the same files.
+"""Measures the converter in both directions, whole programs, beside `cp`, until all is on the disk.
 
-The converter calls fsync before it renames the target; `cp` leaves this to the kernel. So each is timed
-twice: without fsync, which the aims compare, and with fsync, which is then also called after `cp`.
+The start of the program (its imports) is timed by itself, with a folder that it refuses.
 
 python -m toolkits.benchmarks.convert [--quick] [--json FILE] [--plot FILE] [--folder FOLDER]
 """
@@ -10,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import shutil
 import statistics
@@ -17,10 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from patch.storage.atomic import sync
 from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
 
 _ROUNDS, _QUICK_ROUNDS = 5, 2
@@ -30,30 +30,37 @@ _SHAPE = {
     "num_key_value_heads": 8, "vocab_size": 65536, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
 }  # fmt: skip
 _FILES = 2
-_WAYS = ("cp", "hf2mcore", "mcore2hf")
+_WAYS = ("cp", "start", "hf2mcore", "mcore2hf")
+_Rounds = dict[str, list[float]]
+"""Seconds of each round, by way."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
     arguments = _parse(argv)
-    if arguments.worker:
-        return _work(*arguments.worker)
     rounds, layers = (_QUICK_ROUNDS, _QUICK_LAYERS) if arguments.quick else (_ROUNDS, _LAYERS)
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
-        measured = _run_worker(folder, rounds, layers)
-    aims = _aims(measured)
-    gib = measured["bytes"] / 2**30
-    print(f"{gib:.2f} GiB in {_FILES} files; peak memory {measured['peak_gib']:.2f} GiB")
-    print(f"{'fastest of ' + str(rounds):14}{'GiB/s':>8}{'/ cp':>7}{'on disk':>10}{'/ cp':>7}")
-    for way in _WAYS:
-        columns = [
-            f"{gib / _fastest(measured, way, until):{width}.2f}{_ratio(measured, way, until):7.2f}"
-            for until, width in (("written", 8), ("on_disk", 10))
-        ]
-        print(f"{way:14}{''.join(columns)}")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
+        folder = Path(name)
+        writer = multiprocessing.get_context("spawn").Process(
+            target=_write_model, args=(folder / "source", layers)
+        )  # Linux counts the memory of the process that starts a program as the program's
+        writer.start()
+        writer.join()
+        size = sum(path.stat().st_size for path in (folder / "source").glob("*.safetensors"))
+        measured, peak_gib = _measure(folder, rounds)
+    aims = [
+        Aim(f"{way}: (time - start) / (cp + fsync)", _ratio(measured, way, "start"), 1.8)
+        for way in ("hf2mcore", "mcore2hf")
+    ]
+    aims.append(Aim("peak memory, GiB", peak_gib, 1.5))
+    print(f"{size / 2**30:.2f} GiB in {_FILES} files; peak memory {peak_gib:.2f} GiB")
+    print(f"{'median of ' + str(rounds):14}{'s':>8}{'least':>8}{'most':>8}{'/ cp':>8}")
+    for way, seconds in measured.items():
+        spread = "".join(f"{value:8.2f}" for value in (_median(seconds), min(seconds), max(seconds)))
+        print(f"{way:14}{spread}{_ratio(measured, way):8.2f}")
     print("\n".join(aim_lines(aims)))
     if arguments.json:
-        write_json(arguments.json, aims, **measured)
+        write_json(arguments.json, aims, bytes=size, peak_gib=peak_gib, rounds=measured)
     _plot(measured, arguments.plot)
     return 0
 
@@ -61,16 +68,7 @@ def main(argv: Sequence[str]) -> int:
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argument_parser("convert", __doc__, "a quarter of the layers, fewer rounds")
     parser.add_argument("--folder", type=Path, help="folder for 8 GiB of temporary files (default: TMPDIR)")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     return parser.parse_args(argv)
-
-
-def _run_worker(folder: str, rounds: int, layers: int) -> dict[str, Any]:
-    """Measure in a new process, whose memory peak is that of the converter."""
-    _write_model(Path(folder) / "source", layers)
-    command = [sys.executable, "-m", "toolkits.benchmarks.convert", "--worker", folder, str(rounds), "result"]
-    subprocess.run(command, check=True)
-    return json.loads((Path(folder) / "result").read_text())
 
 
 def _write_model(folder: Path, layers: int) -> None:
@@ -94,90 +92,62 @@ def _write_model(folder: Path, layers: int) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": layout}))
 
 
-def _work(folder_name: str, rounds: str, result: str) -> int:
-    """Time all ways in each round; write the times in seconds and the peak of resident memory."""
-    from patch.convert import hf_to_mcore, mcore_to_hf
-    from patch.storage.atomic import sync
-
-    folder = Path(folder_name)
+def _measure(folder: Path, rounds: int) -> tuple[_Rounds, float]:
+    """Times of all ways, without the first round, and the largest peak of resident memory in GiB."""
     source, copy, mcore, back = (folder / name for name in ("source", "copy", "mcore", "back"))
-
-    def copy_synced() -> None:
-        subprocess.run(["cp", "-r", source, copy], check=True)
-        for path in copy.iterdir():
-            sync(path)
-
-    ways: dict[str, tuple[Callable[[], Any], Path]] = {
-        "cp": (copy_synced, copy),
-        "hf2mcore": (lambda: hf_to_mcore(source, mcore, overwrite=True), mcore),
-        "mcore2hf": (lambda: mcore_to_hf(mcore, back, overwrite=True), back),
+    program = [sys.executable, "-W", "ignore", "-m", "toolkits.convert"]
+    ways: dict[str, tuple[list[str | Path], Path, int]] = {
+        "cp": (["cp", "-r", source, copy], copy, 0),
+        "start": ([*program, "hf2mcore", "--load", folder / "none", "--save", mcore], folder / "none", 4),
+        "hf2mcore": ([*program, "hf2mcore", "--load", source, "--save", mcore], mcore, 0),
+        "mcore2hf": ([*program, "mcore2hf", "--load", mcore, "--save", back], back, 0),
     }
-    measured = [{way: _seconds(*ways[way]) for way in _WAYS} for _ in range(1 + int(rounds))][1:]
-    (line,) = [text for text in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in text]
-    size = sum(path.stat().st_size for path in source.glob("*.safetensors"))
-    content = {"bytes": size, "peak_gib": int(line.split()[1]) / 2**20, "rounds": measured}
-    (folder / result).write_text(json.dumps(content))
-    return 0
+    results = [{way: _run(*ways[way]) for way in _WAYS} for _ in range(1 + rounds)][1:]
+    seconds = {way: [of_round[way][0] for of_round in results] for way in _WAYS}
+    return seconds, max(peak_kib for of_round in results for _, peak_kib in of_round.values()) / 2**20
 
 
-def _seconds(action: Callable[[], Any], target: Path) -> dict[str, float]:
-    """Seconds of one action, without and with its calls of fsync.
+def _run(command: list[str | Path], target: Path, expected: int) -> tuple[float, int]:
+    """Seconds until a command has ended and its target is on the disk; its peak of memory in KiB.
 
     Before it starts, the disk cache is written out and the target of the previous round is removed, so that
     each way has the memory that it needs.
     """
-    fsync, waited = os.fsync, 0.0
-
-    def timed(descriptor: int) -> None:
-        nonlocal waited
-        begin = time.perf_counter()
-        fsync(descriptor)
-        waited += time.perf_counter() - begin
-
-    os.sync()
     shutil.rmtree(target, ignore_errors=True)
-    os.fsync = timed  # type: ignore[assignment]
+    os.sync()
     begin = time.perf_counter()
-    try:
-        action()
-    finally:
-        os.fsync = fsync
-    total = time.perf_counter() - begin
-    return {"written": total - waited, "on_disk": total}
+    process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    for path in target.rglob("*"):
+        sync(path)
+    seconds = time.perf_counter() - begin
+    process.returncode = os.waitstatus_to_exitcode(status)
+    assert process.returncode == expected, f"{command} ended with {process.returncode}"
+    return seconds, usage.ru_maxrss
 
 
-def _fastest(measured: dict[str, Any], way: str, until: str) -> float:
-    """Seconds of the fastest round: disturbances (other work, a virtual machine's host) only add time."""
-    return min(times[way][until] for times in measured["rounds"])
+def _median(seconds: list[float]) -> float:
+    return statistics.median(seconds)
 
 
-def _ratio(measured: dict[str, Any], way: str, until: str) -> float:
-    return _fastest(measured, way, until) / _fastest(measured, "cp", until)
+def _ratio(measured: _Rounds, way: str, without: str | None = None) -> float:
+    """The median of a way, without that of another one, as a multiple of cp's."""
+    less = 0.0 if without is None else _median(measured[without])
+    return (_median(measured[way]) - less) / _median(measured["cp"])
 
 
-def _aims(measured: dict[str, Any]) -> list[Aim]:
-    """The aims: at most twice the time of `cp`, and 1.5 GiB of memory."""
-    return [
-        Aim("hf2mcore: time / cp's", _ratio(measured, "hf2mcore", "written"), 2.0),
-        Aim("mcore2hf: time / cp's", _ratio(measured, "mcore2hf", "written"), 2.0),
-        Aim("peak memory, GiB", measured["peak_gib"], 1.5),
-    ]
-
-
-def _plot(measured: dict[str, Any], path: Path) -> None:
+def _plot(measured: _Rounds, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    gib = measured["bytes"] / 2**30
     figure, axes = pyplot.subplots(figsize=(5, 3.2), layout="constrained")
-    for index, way in enumerate(_WAYS):
-        speeds = [gib / times[way]["written"] for times in measured["rounds"]]
-        axes.bar(index, statistics.median(speeds), color="lightsteelblue")
-        axes.plot([index] * len(speeds), speeds, "k.", markersize=4)
+    for index, seconds in enumerate(measured.values()):
+        axes.bar(index, _median(seconds), color="lightsteelblue")
+        axes.plot([index] * len(seconds), seconds, "k.", markersize=4)
     axes.set_xticks(range(len(_WAYS)), _WAYS)
-    axes.set_ylabel("GiB/s")
+    axes.set_ylabel("seconds")
     figure.savefig(path, dpi=120)
 
 

@@ -1,7 +1,6 @@
 """Any part of what torch's own distributed checkpoint or ours wrote; and hostile files."""
 
 import pickle
-import threading
 from pathlib import Path
 from zipfile import ZipFile
 
@@ -11,7 +10,7 @@ from torch.distributed import checkpoint as dcp
 
 from patch.checkpoint import stored
 from patch.checkpoint.piece_writer import PieceWriter
-from patch.checkpoint.stored import Box, LegacyReader, Piece, TorchDistReader, made_ahead, open_stored
+from patch.checkpoint.stored import Box, LegacyReader, Piece, TorchDistReader, open_stored
 from patch.errors import CheckpointError
 
 STATE = {
@@ -160,23 +159,3 @@ def test_old_format_that_is_nested_too_deeply_is_an_error(tmp_path):
             target.writestr(name, data if name.endswith("/data.pkl") else source.read(name))
     with pytest.raises(CheckpointError, match=r"model_optim_rng.pt cannot be read: .* nested too deeply"):
         LegacyReader(tmp_path)
-
-
-def test_one_item_is_made_ahead_and_an_error_comes_in_its_turn():
-    made = []
-    second_is_made = threading.Event()
-
-    def make():
-        for item in range(3):
-            made.append(item)
-            if item == 1:
-                second_is_made.set()
-            yield item
-        raise CheckpointError("torn")
-
-    ahead = made_ahead(make())
-    assert next(ahead) == 0
-    assert second_is_made.wait(timeout=30) and made == [0, 1]  # not 2, which takes the buffer of 0
-    assert [next(ahead), next(ahead)] == [1, 2]
-    with pytest.raises(CheckpointError, match="torn"):
-        next(ahead)

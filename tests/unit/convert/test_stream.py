@@ -3,6 +3,7 @@
 The oracle of the checkpoint is upstream's plain GPTModel with upstream's own strict load.
 """
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,26 @@ def contents(folder: Path) -> dict[str, bytes]:
 def test_way_back_is_the_source_byte_for_byte(root, name):
     assert contents(root / f"{name}-back") == contents(root / name)
     assert len(list((root / name).glob("*.safetensors"))) == (7 if name == SHARDED else 1)
+
+
+def test_one_piece_is_made_ahead_and_an_error_comes_in_its_turn():
+    made = []
+    second_is_made = threading.Event()
+
+    def make():
+        for item in range(3):
+            made.append(item)
+            if item == 1:
+                second_is_made.set()
+            yield item
+        raise ConversionError("torn")
+
+    ahead = offline_import._made_ahead(make())
+    assert next(ahead) == 0
+    assert second_is_made.wait(timeout=30) and made == [0, 1]  # not 2, which takes the buffer of 0
+    assert [next(ahead), next(ahead)] == [1, 2]
+    with pytest.raises(ConversionError, match="torn"):
+        next(ahead)
 
 
 @pytest.mark.parametrize(
