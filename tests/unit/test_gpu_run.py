@@ -4,20 +4,29 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from gpu import run, test_layer
+from launches import await_end
 from training_runs import CPU as CPU_CONTEXT
 
 from patch.device import MachineFacts
 
+RANK = """import subprocess
+from pathlib import Path
+rank = subprocess.Popen(["sleep", "60"])
+Path(__file__).with_suffix(".pid").write_text(str(rank.pid))
+"""
 FILES = {
     "test_good.py": "def test_it(): print('fine')",
     "test_bad.py": "def test_it(): assert 0",
     "test_skipped.py": "pytestmark.append(pytest.mark.skip(reason='no device'))\ndef test_it(): ...",
     "test_slow.py": "import time\ndef test_it(): time.sleep(60)",
+    "test_hung.py": f"{RANK}def test_it(): rank.wait()",
+    "test_crashed.py": f"{RANK}def test_it(): __import__('os').abort()",
 }
 HEAD = '"""About {0}."""\nimport pytest\npytestmark = [pytest.mark.gpu]\n'
 
@@ -29,27 +38,59 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def verdicts(folder: Path, *names: str, limit: float = 30.0, before: dict | None = None) -> dict[str, str]:
-    outcomes = run.check(names, folder, limit, folder, before or {})
-    (folder / run.RESULTS).write_text(json.dumps([outcome._asdict() for outcome in outcomes]))
+def verdicts(folder: Path, *names: str, limit: float = 30.0, code: str = "commit 1") -> dict[str, str]:
+    """Outcomes of a call that goes on after the one before."""
+    before = run.passed_before(folder / run.RESULTS, [code])
+    outcomes = run.check(names, folder, limit, folder, before, [code])
     return {outcome.file: outcome.verdict for outcome in outcomes}
 
 
-def test_failures_and_time_are_told_and_a_second_call_goes_on(folder: Path) -> None:
+def test_failures_and_time_are_told_and_a_second_call_goes_on(
+    folder: Path, capsys: pytest.CaptureFixture
+) -> None:
     names = ("test_good.py", "test_bad.py", "test_skipped.py")
     assert verdicts(folder, *names) == dict(zip(names, ("passed", "FAILED", "skipped"), strict=True))
     (folder / "test_good.py").write_text("assert False, 'it has passed and is not run again'")
     (folder / "test_bad.py").write_text(HEAD.format("") + FILES["test_good.py"])
-    before = run.passed_before(folder / run.RESULTS)
-    assert before.keys() == {"test_good.py"}
-    found = verdicts(folder, *names, before=before)
+    found = verdicts(folder, *names)
     assert found == dict(zip(names, ("passed", "passed", "skipped"), strict=True))
     assert verdicts(folder, "test_slow.py", limit=2.0) == {"test_slow.py": "FAILED"}
     assert verdicts(folder, "test_slow.py", limit=0.0) == {"test_slow.py": "not begun"}
+    assert verdicts(folder, "test_good.py") == {"test_good.py": "passed"}, "known after calls of other files"
+    assert not capsys.readouterr().out
+    assert verdicts(folder, "test_good.py", code="commit 2") == {"test_good.py": "FAILED"}
+    assert "is not of commit 2: all is run again" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["test_hung.py", "test_crashed.py"])
+def test_what_a_file_has_started_ends_with_it(folder: Path, name: str) -> None:
+    assert verdicts(folder, name, limit=2.0) == {name: "FAILED"}
+    await_end([int((folder / name).with_suffix(".pid").read_text())])
+
+
+def test_a_kill_leaves_no_tests_behind_and_what_was_found_before_it(folder: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from gpu import run; folder = Path(sys.argv[1]);"
+        "run.check(sys.argv[2:], folder, 60.0, folder, {}, [])"
+    )
+    paths = os.pathsep.join(map(str, (run.ROOT, run.ROOT / "tests")))
+    command = [sys.executable, "-c", program, str(folder), "test_good.py", "test_hung.py"]
+    told = folder / run.RESULTS
+    with subprocess.Popen(command, env={**os.environ, "PYTHONPATH": paths}) as process:
+        deadline = time.monotonic() + 30
+        while not (told.exists() and "1 passed" in told.read_text() and (folder / "test_hung.pid").exists()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.kill()
+    assert {row["file"]: row["code"] for row in json.loads(told.read_text())["outcomes"]} == {
+        "test_good.py": 0, "test_hung.py": None,
+    }  # fmt: skip
+    assert "| test_hung.py | not begun |" in (folder / run.REPORT).read_text()
+    await_end([int((folder / "test_hung.pid").read_text())])
 
 
 def test_nothing_that_ran_is_a_failure(folder: Path, capsys: pytest.CaptureFixture) -> None:
-    skipped = run.check(["test_skipped.py"], folder, 30.0, folder, {})
+    skipped = run.check(["test_skipped.py"], folder, 30.0, folder, {}, [])
     assert skipped[0].is_good and run.exit_code(skipped) == 1
     assert "no test ran" in capsys.readouterr().out
     good = run.Outcome("test_good.py", 0, 1.0, "1 passed in 1 s", [["a", "2 ms"]])
@@ -71,7 +112,9 @@ def test_a_machine_without_a_gpu_fails_and_says_so() -> None:
 def test_every_file_has_an_estimate_and_a_subject() -> None:
     there = {file.name: run.subject(file) for file in run.HERE.glob("test_*.py")}
     assert there.keys() == run.SECONDS.keys() and all(there.values())
-    assert run.in_order([*there])[:3] == list(run.FIRST)
+    order = run.in_order([*there])
+    assert order[:3] == list(run.FIRST)
+    assert run.lasts(order) < 0.9 * run.LIMIT, "the time would be over before the last file ends"
 
 
 @pytest.mark.usefixtures("one_process")
