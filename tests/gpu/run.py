@@ -49,7 +49,7 @@ FIRST = ("test_doctor.py", "test_layer.py", "test_all_gpus.py")
 ALONE = {*FIRST, "test_offload.py"}
 """They measure the whole GPU."""
 SECONDS = {
-    "test_doctor.py": 25, "test_layer.py": 45, "test_all_gpus.py": 75, "test_offload.py": 20,
+    "test_doctor.py": 25, "test_layer.py": 60, "test_all_gpus.py": 75, "test_offload.py": 20,
     "test_host_waits.py": 15, "test_profiling.py": 15, "test_main_grad.py": 10,
     "test_context_parallel.py": 15,
     "test_packing.py": 20, "test_models.py": 15, "test_cuda_graphs.py": 25, "test_fp8.py": 25,

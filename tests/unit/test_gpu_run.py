@@ -119,6 +119,14 @@ def test_every_file_has_an_estimate_and_a_subject() -> None:
 
 @pytest.mark.usefixtures("one_process")
 def test_what_an_8b_layer_is_asked_runs() -> None:
-    figures = []
-    test_layer.compare_attention(CPU_CONTEXT, lambda *pair: figures.append(pair), **test_layer.SMALL)
-    assert len(figures) == len(test_layer.WISHES)
+    """On a CPU torch has one fused kernel, under FlashAttention's name."""
+    figures, skipped = [], []
+    for kernel in test_layer.KERNELS:
+        try:
+            test_layer.compare_attention(
+                CPU_CONTEXT, lambda *pair: figures.append(pair), kernel, **test_layer.SMALL
+            )
+        except pytest.skip.Exception as why:
+            skipped.append(str(why).split(" ", 1)[0])
+    assert len(figures) == 1 and "FlashAttention-2" in figures[0][0]
+    assert skipped == ["cuDNN:", "FlashAttention-3:", "memory-efficient:"]
