@@ -5,15 +5,22 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from gpu import run, test_layer
+from gpu.nccl_ranks import STEPS, all_layouts, run_ranks
 from launches import await_end
 from training_runs import CPU as CPU_CONTEXT
 
-from patch.device import MachineFacts
+from patch.device import DeviceContext, MachineFacts
+from patch.distributed.job import join
 
 RANK = """import subprocess
 from pathlib import Path
@@ -130,3 +137,32 @@ def test_what_an_8b_layer_is_asked_runs() -> None:
             skipped.append(str(why).split(" ", 1)[0])
     assert len(figures) == 1 and "FlashAttention-2" in figures[0][0]
     assert skipped == ["cuDNN:", "FlashAttention-3:", "memory-efficient:"]
+
+
+def parts(context: DeviceContext, num_ranks: int, folder: Path) -> dict[str, Callable[[], Any]]:
+    """For ranks of a test: one part fails on a rank while the other waits, and one hangs."""
+    join(context.backend, timedelta(minutes=1))
+
+    def part(name: str) -> str:
+        if name == "fails" and dist.get_rank() == 1:
+            raise OSError("no such plan")
+        time.sleep(0 if name == "second" else 60)
+        return name
+
+    own = {name: partial(part, name) for name in ("fails", "second", "hangs")}
+    return {"packed": all_layouts(context, num_ranks, folder)["packed"], **own}
+
+
+def test_a_part_that_fails_or_hangs_hides_no_other(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    which = "unit.test_gpu_run:parts"
+    found = run_ranks(2, tmp_path, which, 100.0, part_s=5.0)
+    *losses, _ = found.pop("packed")
+    assert len(set(losses)) == STEPS
+    assert found == {"second": "second"} and found.seconds.keys() == {"packed", "second"}
+    assert "Timeout" not in found.failures["fails"], "the other rank was not waited for"
+    for part, why in (("fails", "OSError: no such plan"), ("hangs", "Timeout"), ("other", "not reached")):
+        with pytest.raises(pytest.fail.Exception, match=f"^{part}: (.|\n)*{why}"):
+            found[part]
+    with pytest.raises(pytest.fail.Exception, match="packed: not reached, the time was over"):
+        run_ranks(2, tmp_path, which, 0.0)["packed"]
