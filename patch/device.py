@@ -115,7 +115,7 @@ def unusable_gpus(nodes: Path = Path("/dev")) -> tuple[str, str] | None:
 _HIDDEN = ("", "-1", "NoDevFiles")
 """Values of CUDA_VISIBLE_DEVICES by which users and SLURM give a process no GPU."""
 _NO_DEVICE = 100
-"""cuda.h: CUDA_ERROR_NO_DEVICE. The driver also says so where a scheduler has closed the device nodes."""
+"""cuda.h: CUDA_ERROR_NO_DEVICE; the driver works, and has none for this process."""
 
 
 def present_gpus(nodes: Path = Path("/dev")) -> int:
