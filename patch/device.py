@@ -14,6 +14,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -64,7 +65,7 @@ class MachineFacts:
             nodes: the folder of device nodes.
         """
         cores, host, unusable = usable_cores(), usable_memory(), unusable_gpus(nodes)
-        if unusable is not None or not _has_cuda_driver():
+        if unusable is not None or not present_gpus(nodes):
             return MachineFacts(
                 cuda_devices=0, cpu_cores=cores, host_memory_bytes=host, libraries=installed_libraries(),
                 multiplies_16_bits=multiplies_16_bits(), unusable_gpus=": ".join(unusable or ()),
@@ -90,36 +91,67 @@ class MachineFacts:
 def unusable_gpus(nodes: Path = Path("/dev")) -> tuple[str, str] | None:
     """Why torch cannot use GPUs that are here, and the cure; imports torch if there are any.
 
-    None where it can, where there are none, or CUDA_VISIBLE_DEVICES hides them. torch's own figures are not
-    asked first: it counts GPUs by NVML, also where the driver is too old for it.
+    None where it can, or where there are none for this process. torch's own figures are not asked first: it
+    counts GPUs by NVML, also where the driver is too old for it.
 
     Args:
         nodes: the folder of device nodes.
     """
-    present, visible = len(list(nodes.glob("nvidia[0-9]*"))), os.environ.get("CUDA_VISIBLE_DEVICES")
-    if not present or visible == "":
+    present = present_gpus(nodes)
+    if not present:
         return None
     import torch
 
     if torch.version.cuda is None:
         why, cure = "torch is a build for CPUs", "install torch's CUDA build (the one of PyPI)"
-    elif torch.cuda.is_available() or (visible and not torch.cuda.device_count()):
+    elif (error := _cuda_error()) is None:
         return None
     else:
-        why = f"torch cannot use them ({_cuda_error()})"
+        why = f"torch cannot use them ({error})"
         cure = "a driver as new as torch's CUDA, or nvidia-container-toolkit (--gpus all) in a container"
     return f"GPUs are here ({present}), but {why}", cure
 
 
-def _cuda_error() -> str:
-    """What torch says when it is made to use CUDA."""
+_HIDDEN = ("", "-1", "NoDevFiles")
+"""Values of CUDA_VISIBLE_DEVICES by which users and SLURM give a process no GPU."""
+_NO_DEVICE = 100
+"""cuda.h: CUDA_ERROR_NO_DEVICE; the driver works, and has none for this process."""
+
+
+def present_gpus(nodes: Path = Path("/dev")) -> int:
+    """GPUs for this process by NVIDIA's driver, without torch; where that fails, nodes that can be opened.
+
+    Args:
+        nodes: the folder of device nodes; a virtual machine of Windows has none.
+    """
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in _HIDDEN:
+        return 0
+    count = ctypes.c_int(0)
+    with suppress(OSError, AttributeError):  # there is no driver, or none of NVIDIA
+        driver = ctypes.CDLL("libcuda.so.1")
+        if (driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))) in (0, _NO_DEVICE):
+            return count.value
+    return sum(map(_can_be_opened, nodes.glob("nvidia[0-9]*")))
+
+
+def _can_be_opened(node: Path) -> bool:
+    try:
+        node.open("rb").close()
+    except OSError:
+        return False
+    return True
+
+
+def _cuda_error() -> str | None:
+    """What torch says when it is made to use CUDA, if it cannot."""
     import torch
 
     try:
-        torch.cuda.init()
+        for gpu in range(max(1, torch.cuda.device_count())):
+            torch.cuda.get_device_properties(gpu)
     except (RuntimeError, AssertionError) as error:
         return str(error).split("\n", 1)[0]
-    return "it finds no device"
+    return None
 
 
 GPU_LIBRARIES = {
@@ -233,15 +265,6 @@ def _quota(cgroup: Path) -> float | None:
     except OSError:
         return None
     return None if quota in ("max", "-1") else int(quota) / int(period)
-
-
-def _has_cuda_driver() -> bool:
-    """Whether torch can find NVIDIA's driver library; without it the launcher need not import torch."""
-    try:
-        ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    return True
 
 
 @dataclass(frozen=True)

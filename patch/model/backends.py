@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Sequence
 
 import torch
@@ -64,8 +65,8 @@ def faults_of(
 ) -> dict[SdpaKernel, str]:
     """The kernels that raise, forward and backward, at one sequence of a model, and what they say.
 
-    torch goes on to the next kernel only where it knows before that one cannot be used, not where cuDNN finds
-    no plan or a launch fails. Of each process: its own heads, all tokens.
+    torch goes on to the next kernel by itself, which is no fault, where it knows before that one cannot be
+    used, but not where cuDNN finds no plan or a launch fails. Of each process: its own heads, all tokens.
 
     Args:
         kernels: to be tried; not math, which needs memory for all scores and is torch's own arithmetic.
@@ -90,13 +91,20 @@ def faults_of(
                 )
                 for count in counts
             ]  # fmt: skip
-            attend(*heads, None).sum().backward()
+            with warnings.catch_warnings(action="ignore"):  # torch's reasons to skip a kernel
+                attend(*heads, None).sum().backward()
             torch.get_device_module(device).synchronize(device)
         except torch.OutOfMemoryError:
             pass  # of the whole run's memory nothing is known here
         except RuntimeError as error:
-            found[kernel] = (str(error).strip().splitlines() or ["no reason"])[0]
+            if not is_skipped(error):
+                found[kernel] = (str(error).strip().splitlines() or ["no reason"])[0]
     return found
+
+
+def is_skipped(error: RuntimeError) -> bool:
+    """Whether torch's SDPA says that it would go on to the next kernel, if there was one."""
+    return str(error).startswith(("No available kernel", "No viable backend"))
 
 
 def _use_flash_attention_3(is_wanted: bool) -> Exception | None:

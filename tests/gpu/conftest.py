@@ -37,7 +37,7 @@ def no_groups_left() -> Iterator[None]:
     parallel_state.destroy_model_parallel()
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def figure() -> Callable[[str, object], None]:
     """Note a figure for the report of `make gpu-check`: its name, and its value with the unit."""
 

@@ -1,19 +1,24 @@
 """Ranks over NCCL, of which two share a GPU where there is but one: they train layouts, rank 0 tells.
 
-python tests/gpu/nccl_ranks.py RANK RANKS FOLDER all-gpus|layouts
+Each part has its own limit, and what it found is on the disk when it ends. After one that fails or hangs new
+ranks go on with the next.
 """
 
+import faulthandler
 import hashlib
 import json
 import os
+import pkgutil
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -27,11 +32,16 @@ from patch.device import DeviceContext
 from patch.distributed.collectives import all_gather_object, max_over_world
 from patch.distributed.registered_memory import RegisteredMemory
 from patch.distributed.zigzag import Zigzag
+from patch.storage.atomic import write_atomically
 from patch.training.run_state import Progress, resume, save, state_to_save
 from patch.training.setup import Run
 from patch.training.step import train_step
 
 STEPS, SAVED = 5, 2
+PART_S, GRACE_S = 60.0, 2.0
+"""The limit of a part; and what the other ranks have after one has failed, to say what they know."""
+FOUND = "found.json"
+"""The names of all parts; and of those that ended, what was found and the seconds."""
 LEVELS = ("none", "optimizer", "gradients")
 STATIC = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.5}
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -117,7 +127,7 @@ def steps_of(run: Run, steps: range) -> list[float]:
 
 def train(context: DeviceContext, num_steps: int = STEPS, **changes: Any) -> list:
     """The losses of a few steps, and the digest of this rank's weights."""
-    run = build(context, train_iters=num_steps, **changes)
+    run = build(context, **changes | {"train_iters": num_steps})
     return [*steps_of(run, range(num_steps)), close(run)]
 
 
@@ -185,17 +195,20 @@ def on_all_gpus(context: DeviceContext, num_ranks: int, folder: Path) -> dict[st
     pairs = {"dp": num_ranks // 2, **batch}
     layouts: dict[str, dict[str, Any]] = {
         "alike": {"dp": num_ranks, "data_parallel_sharding": "none", **batch},
-        "two instances": {**sharded, "num_distributed_optimizer_instances": 2},
+        "tensor": {"tp": 2, **pairs},
         "tensor, half on the host": {"tp": 2, **pairs, **STATIC},
         "context, ring": {"cp": 2, "cp_comm_type": "p2p", **pairs},
         "alike in bf16": {**sharded, "precision": "bf16"},
         "context, ring in bf16": {"cp": 2, "cp_comm_type": "p2p", **pairs, "precision": "bf16"},
     }
+    if num_ranks >= 4:  # an instance of one rank shards nothing
+        layouts["two instances"] = {**sharded, "num_distributed_optimizer_instances": 2}
     return {
         "40 steps": partial(train, context, 40, **sharded),
         "40 steps, half on the host": partial(train, context, 40, **sharded, **STATIC),
         "other contexts": partial(other_contexts, context, folder, **sharded, **STATIC),
         **{name: partial(train, context, **changes) for name, changes in layouts.items()},
+        "the job": partial(the_job, context, num_ranks),
     }
 
 
@@ -210,19 +223,39 @@ def all_layouts(context: DeviceContext, num_ranks: int, folder: Path) -> dict[st
             "enough memory": partial(run_short, context, False),
             "short": partial(run_short, context, True),
         }
-    return parts
+    return parts | {"the job": partial(the_job, context, num_ranks)}
 
 
-def main(rank: int, num_ranks: int, folder: Path, which: str) -> None:
-    """Train; the first layout joins the other ranks at MASTER_PORT, as a run does."""
+def the_job(context: DeviceContext, num_ranks: int) -> list:
+    """NCCL_ALGO, and the device to which the job's communicator is bound."""
+    close(build(context, dp=num_ranks, global_batch_size=4 * num_ranks))
+    return [os.environ.get("NCCL_ALGO"), dist.distributed_c10d._get_default_group().bound_device_id]
+
+
+def main(rank: int, num_ranks: int, folder: Path, which: str, first: int, part_s: float) -> None:
+    """Do the parts from number `first` on; the first one joins the other ranks at MASTER_PORT, as a run does.
+
+    Args:
+        rank: of this process.
+        num_ranks: of the job.
+        folder: for files.
+        which: MODULE:FUNCTION, which gives the parts.
+        first: number of the first part.
+        part_s: limit of each.
+    """
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(num_ranks), "MASTER_ADDR": "127.0.0.1"}
     context = DeviceContext.select(rank % max(1, torch.cuda.device_count()))
-    parts = {"all-gpus": on_all_gpus, "layouts": all_layouts}[which](context, num_ranks, folder)
-    found = {name: part() for name, part in parts.items()}
-    job = dist.distributed_c10d._get_default_group()
-    found["the job"] = [os.environ.get("NCCL_ALGO"), job.bound_device_id]
+    parts = pkgutil.resolve_name(which)(context, num_ranks, folder)
+    found: dict[str, list] = {}
+    for name in [*parts][first:]:
+        if rank == 0:
+            write_atomically(folder / FOUND, json.dumps([[*parts], found]))
+        faulthandler.dump_traceback_later(part_s, exit=True)
+        begin = time.monotonic()
+        value = parts[name]()
+        found[name] = [value, *max_over_world([time.monotonic() - begin], context.device)]
     if rank == 0:
-        (folder / "found.json").write_text(json.dumps(found))
+        write_atomically(folder / FOUND, json.dumps([[*parts], found]))
     dist.destroy_process_group()
 
 
@@ -232,15 +265,54 @@ def is_possible() -> bool:
     return devices > 1 or (devices == 1 and torch.cuda.nccl.version() >= (2, 30))
 
 
-def run_ranks(num_ranks: int, folder: Path, which: str, limit_s: float) -> dict[str, Any]:
-    """What rank 0 of so many processes found; for a test, in a process of its own.
+class Found(dict[str, Any]):
+    """What rank 0 found, by part; a test that asks for a part that has not ended fails, and says why."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seconds: dict[str, float] = {}
+        self.failures: dict[str, str] = {}
+        self.unreached = "not reached, the time was over"
+
+    def __missing__(self, part: str) -> Any:
+        pytest.fail(f"{part}: {self.failures.get(part, self.unreached)}", pytrace=False)
+
+    def add(self, told: dict[str, list]) -> None:
+        """Add values and seconds."""
+        self.update({name: value for name, (value, _) in told.items()})
+        self.seconds |= {name: round(seconds, 1) for name, (_, seconds) in told.items()}
+
+
+def run_ranks(num_ranks: int, folder: Path, which: str, limit_s: float, part_s: float = PART_S) -> Found:
+    """What rank 0 of so many processes found; for a test, in processes of their own.
 
     Args:
         num_ranks: processes; two share a GPU where there is but one.
         folder: for their files.
-        which: of the parts, see above.
+        which: the parts, see `main`.
         limit_s: of all together.
+        part_s: of each part.
     """
+    found, first, end = Found(), 0, time.monotonic() + limit_s
+    while first is not None and time.monotonic() < end:
+        (folder / FOUND).unlink(missing_ok=True)
+        said = _launch(num_ranks, folder, [which, str(first), str(part_s)], end)
+        if not (folder / FOUND).exists():
+            found.unreached = said
+            break
+        names, told = json.loads((folder / FOUND).read_text())
+        found.add(told)
+        missing = [name for name in names[first:] if name not in told]
+        if said:
+            (blamed, *_) = missing or names[-1:]  # after the last one nothing but the end can fail
+            found.pop(blamed, None)
+            found.failures[blamed] = said
+        first = names.index(missing[0]) + 1 if missing[1:] else None
+    return found
+
+
+def _launch(num_ranks: int, folder: Path, arguments: list[str], end: float) -> str:
+    """Run ranks until all end, one fails, or the time is over; what they said, "" if all ended well."""
     repository = Path(__file__).parents[2]
     paths = os.pathsep.join([str(repository), str(repository / "tests"), os.environ.get("PYTHONPATH", "")])
     with socket.socket() as probe:
@@ -252,21 +324,30 @@ def run_ranks(num_ranks: int, folder: Path, which: str, limit_s: float) -> dict[
     }  # fmt: skip
     environment = {name: value for name, value in os.environ.items() if name != "NCCL_ALGO"} | own
     command = [sys.executable, "-W", "ignore", __file__]
-    ranks = [
-        subprocess.Popen(
-            [*command, str(rank), str(num_ranks), str(folder), which],
-            env=environment, stderr=subprocess.PIPE, text=True,
-        )
-        for rank in range(num_ranks)
-    ]  # fmt: skip
+    logs = [folder / f"{rank}.log" for rank in range(num_ranks)]
+    ranks = []
+    for rank, log in enumerate(logs):
+        place = [str(rank), str(num_ranks), str(folder)]
+        with log.open("w") as output:
+            ranks.append(subprocess.Popen([*command, *place, *arguments], env=environment, stderr=output))
+    last = end
     try:
-        said = [rank.communicate(timeout=limit_s)[1] for rank in ranks]
+        while None in (codes := [rank.poll() for rank in ranks]) and time.monotonic() < last:
+            if any(codes):
+                last = min(last, time.monotonic() + GRACE_S)
+            time.sleep(0.1)
     finally:
         for rank in ranks:
             rank.kill()
-    assert all(rank.returncode == 0 for rank in ranks), "\n".join(said)
-    return json.loads((folder / "found.json").read_text())
+            rank.wait()
+    if not any(rank.returncode for rank in ranks):
+        return ""
+    return ("the time of all parts was over\n" if time.monotonic() >= end else "") + "\n".join(
+        f"rank {number} ended with {rank.returncode}:\n{log.read_text(errors='replace')[-3000:]}"
+        for number, (rank, log) in enumerate(zip(ranks, logs, strict=True))
+    )
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), int(sys.argv[2]), Path(sys.argv[3]), sys.argv[4])
+    _rank, _num_ranks, _folder, _which, _first, _part_s = sys.argv[1:]
+    main(int(_rank), int(_num_ranks), Path(_folder), _which, int(_first), float(_part_s))

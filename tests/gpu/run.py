@@ -5,11 +5,12 @@
 An illegal access poisons the CUDA context of its process, so each file has its own, and what fails in one
 says nothing about another. The files of `FIRST` run one after the other: the machine itself, a layer of 8B's
 shape, training over all GPUs. Alone run also those that look at the memory of the whole GPU or at the time of
-a copy. After them four run at once, because most of their time is imports and the building of kernels.
+a copy. After them four run at once, because most of their time is imports and the building of kernels, those
+that take long first.
 
-FOLDER gets each file's output, results.json and report.md. A second call with the same folder, or with
-`--after`, goes on: what has passed is not run again. Exits with 1 if something failed or was not begun, or if
-no test ran at all.
+FOLDER gets each file's output, and after each file results.json and report.md. A second call with the same
+folder, or with `--after`, goes on: what has passed with this code on these GPUs is not run again. Exits with
+1 if something failed or was not begun, or if no test ran at all.
 """
 
 from __future__ import annotations
@@ -19,24 +20,36 @@ import ast
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from contextlib import suppress
+from hashlib import sha256
+from heapq import heapreplace
 from importlib.metadata import distributions
+from multiprocessing import get_context
 from pathlib import Path
+from threading import Lock
 from typing import NamedTuple
 
 HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parents[1]))
+ROOT = HERE.parents[1]
+sys.path.insert(0, str(ROOT))
+
+from patch.distributed.guardian import Guardian
+from patch.storage.atomic import write_atomically
+from toolkits.doctor.check import run_program
+
 FIRST = ("test_doctor.py", "test_layer.py", "test_all_gpus.py")
 """What tells most, in this order."""
 ALONE = {*FIRST, "test_offload.py"}
 """They measure the whole GPU."""
 SECONDS = {
-    "test_doctor.py": 25, "test_layer.py": 45, "test_all_gpus.py": 75, "test_offload.py": 20,
+    "test_doctor.py": 25, "test_layer.py": 60, "test_all_gpus.py": 75, "test_offload.py": 20,
     "test_host_waits.py": 15, "test_profiling.py": 15, "test_main_grad.py": 10,
     "test_context_parallel.py": 15,
     "test_packing.py": 20, "test_models.py": 15, "test_cuda_graphs.py": 25, "test_fp8.py": 25,
@@ -44,7 +57,8 @@ SECONDS = {
     "test_training.py": 90, "test_nccl.py": 120, "test_smoke.py": 230,
 }  # fmt: skip
 """Estimates, never measured yet: they set the order, and what `--plan` says."""
-FILE_LIMIT = 300
+LIMIT, FILE_LIMIT = 480.0, 300
+"""Seconds for all files, and for one."""
 WORKERS = 4
 RESULTS, REPORT, FIGURES = "results.json", "report.md", "GPU_CHECK_FIGURES"
 """The last is the variable with the file to which tests add figures (`figure` of conftest.py)."""
@@ -82,10 +96,8 @@ class Outcome(NamedTuple):
 
 def main() -> int:
     """Run the files; the outcomes come last, after the output of those that failed."""
-    from patch.device import MachineFacts
-
     parser = argparse.ArgumentParser(prog="tests/gpu/run.py")
-    parser.add_argument("--limit", type=float, default=480.0, help="seconds for all (480)")
+    parser.add_argument("--limit", type=float, default=LIMIT, help=f"seconds for all ({LIMIT:.0f})")
     parser.add_argument("--logs", type=Path, help="folder for the report and the output of each file")
     parser.add_argument("--after", type=Path, help=f"{RESULTS} of an earlier call, which this one goes on")
     parser.add_argument("--plan", action="store_true", help="print what would run, and for how long")
@@ -94,17 +106,18 @@ def main() -> int:
     files = in_order(arguments.files or [file.name for file in HERE.glob("test_*.py")])
     if arguments.plan:
         print("\n".join(f"{SECONDS.get(file, 0):4} s  {file:<28} {subject(HERE / file)}" for file in files))
+        print(f"{lasts(files):4} s  together")
         return 0
-    facts = MachineFacts.probe()
-    if not facts.cuda_devices:
-        print(f"gpu-check: FAILED, nothing ran: {facts.unusable_gpus or 'this machine has no GPU'}")
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # at once, as by any other signal: what runs is killed
+    with ProcessPoolExecutor(1, get_context("spawn")) as pool:  # so that this process holds no GPU
+        obstacle, under = pool.submit(probe).result()
+    if obstacle:
+        print(f"gpu-check: FAILED, nothing ran: {obstacle}")
         return 1
     logs = arguments.logs or Path(tempfile.mkdtemp(prefix="gpu-check-"))
     logs.mkdir(parents=True, exist_ok=True)
-    before = passed_before(arguments.after or logs / RESULTS)
-    outcomes = check(files, HERE, arguments.limit, logs, before)
-    (logs / RESULTS).write_text(json.dumps([outcome._asdict() for outcome in outcomes], indent=1) + "\n")
-    (logs / REPORT).write_text(report(outcomes, machine_lines()))
+    before = passed_before(arguments.after or logs / RESULTS, under)
+    outcomes = check(files, HERE, arguments.limit, logs, before, under)
     for outcome in outcomes:
         if outcome.verdict == "FAILED":
             print(f"==== {outcome.file}\n{log_of(logs, outcome.file).read_text(errors='replace')[-3000:]}")
@@ -123,13 +136,28 @@ def exit_code(outcomes: Sequence[Outcome]) -> int:
 
 
 def in_order(files: Sequence[str]) -> list[str]:
-    """What tells most first, then cheap files before dear ones."""
-    places = {file: place for place, file in enumerate(FIRST)}
-    return sorted(files, key=lambda file: (places.get(file, len(FIRST)), SECONDS.get(file, 0), file))
+    """What tells most first, what runs alone, then dear files before cheap ones, which fill the gaps."""
+    places = {file: place for place, file in enumerate((*FIRST, *sorted(ALONE - {*FIRST})))}
+    return sorted(files, key=lambda file: (places.get(file, len(places)), -SECONDS.get(file, 0), file))
+
+
+def lasts(files: Sequence[str]) -> float:
+    """Seconds that files take, in their order, by the estimates."""
+    begin = sum(SECONDS.get(file, 0) for file in files if file in ALONE)
+    free = [begin] * WORKERS
+    for file in files:
+        if file not in ALONE:
+            heapreplace(free, free[0] + SECONDS.get(file, 0))
+    return max(free)
 
 
 def check(
-    files: Sequence[str], folder: Path, limit: float, logs: Path, before: dict[str, Outcome]
+    files: Sequence[str],
+    folder: Path,
+    limit: float,
+    logs: Path,
+    before: Mapping[str, Outcome],
+    under: Sequence[str],
 ) -> list[Outcome]:
     """Run files, in their order; those that passed before are not run again.
 
@@ -137,27 +165,52 @@ def check(
         files: their names.
         folder: where they are.
         limit: seconds for all.
-        logs: where their output goes.
+        logs: where their output goes, and after each file the results and the report.
         before: outcomes of an earlier call, by file.
+        under: lines about code and machine.
     """
-    end = time.monotonic() + limit
-    todo = [file for file in files if file not in before]
-    found = dict(before)
-    for file in (file for file in todo if file in ALONE):
-        found[file] = run(folder / file, end, logs)
-    with ThreadPoolExecutor(WORKERS) as pool:
-        rest = [file for file in todo if file not in ALONE]
-        found |= zip(rest, pool.map(lambda file: run(folder / file, end, logs), rest), strict=True)
+    found = {file: Outcome(file, None, 0.0, "not ended", []) for file in files} | before
+    record(found.values(), logs, under)
+    for outcome in outcomes_of([file for file in files if file not in before], folder, limit, logs):
+        found[outcome.file] = outcome
+        record(found.values(), logs, under)
     return [found[file] for file in files]
 
 
-def run(file: Path, end: float, logs: Path) -> Outcome:
+def record(outcomes: Collection[Outcome], logs: Path, under: Sequence[str]) -> None:
+    """Write the results and the report; see `check`."""
+    rows = [outcome._asdict() for outcome in outcomes]
+    write_atomically(logs / RESULTS, json.dumps({"under": [*under], "outcomes": rows}, indent=1) + "\n")
+    write_atomically(logs / REPORT, report(outcomes, under))
+
+
+def outcomes_of(files: Sequence[str], folder: Path, limit: float, logs: Path) -> Iterator[Outcome]:
+    """Run files, and give each outcome when it is there; see `check`."""
+    end = time.monotonic() + limit
+    sessions: list[int] = []
+    turn = Lock()
+    with Guardian() as guardian, ThreadPoolExecutor(WORKERS) as pool:
+
+        def started(session: int) -> None:
+            with turn:
+                sessions.append(session)
+                guardian.watch(sessions)
+
+        for file in (file for file in files if file in ALONE):
+            yield run(folder / file, end, logs, started)
+        rest = [file for file in files if file not in ALONE]
+        for done in as_completed([pool.submit(run, folder / file, end, logs, started) for file in rest]):
+            yield done.result()
+
+
+def run(file: Path, end: float, logs: Path, started: Callable[[int], None]) -> Outcome:
     """Run the tests of one file.
 
     Args:
         file: the file.
         end: when all must be over, by the monotonic clock.
         logs: where its output goes.
+        started: gets the session in which it runs.
     """
     begin = time.monotonic()
     if begin >= end:
@@ -167,15 +220,12 @@ def run(file: Path, end: float, logs: Path) -> Outcome:
     figures.unlink(missing_ok=True)
     log = log_of(logs, file.name)
     with log.open("w") as output:
-        try:
-            code = subprocess.run(
-                [sys.executable, "-m", "pytest", *options, str(file)],
-                cwd=HERE.parents[1], stdout=output, stderr=subprocess.STDOUT,
-                timeout=min(FILE_LIMIT, end - begin), check=False,
-                env=os.environ | {"PYTHONUNBUFFERED": "1", FIGURES: str(figures)},
-            ).returncode  # fmt: skip
-        except subprocess.TimeoutExpired:
-            code = 124
+        ended = run_program(
+            [sys.executable, "-m", "pytest", *options, str(file)], min(FILE_LIMIT, end - begin),
+            os.environ | {"PYTHONUNBUFFERED": "1", FIGURES: str(figures)}, started,
+            cwd=ROOT, stdout=output, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+    code = 124 if ended.code is None else ended.code
     lines = re.findall(
         r"^[^\n]*\b(?:passed|failed|skipped|deselected|errors?)\b[^\n]* in [^\n]*$",
         log.read_text(errors="replace"),
@@ -191,10 +241,21 @@ def log_of(logs: Path, file: str) -> Path:
     return logs / f"{Path(file).stem}.log"
 
 
-def passed_before(results: Path) -> dict[str, Outcome]:
-    """The files that passed in an earlier call, by their names; none where there was no such call."""
-    rows = json.loads(results.read_text()) if results.is_file() else []
-    outcomes = [Outcome(**row) for row in rows]
+def passed_before(results: Path, under: Sequence[str]) -> dict[str, Outcome]:
+    """The files that passed in an earlier call, by their names; none where there was no such call.
+
+    Args:
+        results: of that call.
+        under: lines about code and machine, which must be those of that call.
+    """
+    if not results.is_file():
+        return {}
+    told = json.loads(results.read_text())
+    if told["under"] != [*under]:
+        changed = [line.removeprefix("- ") for line in under if line not in told["under"]]
+        print(f"gpu-check: {results} is not of {'; '.join(changed)}: all is run again")
+        return {}
+    outcomes = [Outcome(**row) for row in told["outcomes"]]
     return {outcome.file: outcome for outcome in outcomes if outcome.verdict == "passed"}
 
 
@@ -203,15 +264,15 @@ def subject(file: Path) -> str:
     return (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n", 1)[0]
 
 
-def report(outcomes: Sequence[Outcome], machine: Sequence[str]) -> str:
+def report(outcomes: Collection[Outcome], under: Sequence[str]) -> str:
     """All of it for a reader who knows nothing of the suite, as Markdown.
 
     Args:
         outcomes: of the files.
-        machine: lines about the machine.
+        under: lines about code and machine.
     """
     head = ["| tests | outcome | seconds | |", "| --- | --- | --- | --- |"]
-    lines = ["# What a GPU showed", "", *machine, "", *head]
+    lines = ["# What a GPU showed", "", *under, "", *head]
     for outcome in outcomes:
         about = subject(HERE / outcome.file) if (HERE / outcome.file).exists() else ""
         what = f"{about} {outcome.said}".strip()
@@ -223,21 +284,40 @@ def report(outcomes: Sequence[Outcome], machine: Sequence[str]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def machine_lines() -> list[str]:
-    """GPUs, driver and versions."""
+def probe() -> tuple[str, list[str]]:
+    """Why nothing can run here, "" if it can; and lines about code and machine."""
     import torch
 
+    from patch.device import MachineFacts
+
+    facts = MachineFacts.probe()
+    if not facts.cuda_devices:
+        return facts.unusable_gpus or "this machine has no GPU", []
     names = ("torch", "megatron-core", "triton", "transformers", "transformer-engine", "flash-attn-3")
     installed = {each.name.lower().replace("_", "-"): each.version for each in distributions()}
     versions = ", ".join(f"{name} {installed[name]}" for name in names if name in installed)
     driver = Path("/proc/driver/nvidia/version")
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
-    return [
+    return "", [
+        code_line(),
         f"- GPUs: {', '.join(gpus)}",
         f"- driver: {driver.read_text().splitlines()[0] if driver.exists() else 'not told'}",
         f"- CUDA {torch.version.cuda}, NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
         f"- {versions}; Python {sys.version.split()[0]}",
     ]
+
+
+def code_line() -> str:
+    """The commit, and a digest of all programs, which a copy without git has too."""
+    digest = sha256()
+    for folder in ("patch", "tests", "toolkits", "examples"):
+        for file in sorted((ROOT / folder).rglob("*")):
+            if file.suffix in (".py", ".cpp", ".sh"):
+                digest.update(f"{file.relative_to(ROOT)}".encode() + file.read_bytes())
+    with suppress(OSError):
+        commit = run_program(["git", "-C", str(ROOT), "rev-parse", "HEAD"], 10.0).output.strip()
+        return f"- code: commit {commit or 'not told'}, files {digest.hexdigest()[:12]}"
+    return f"- code: files {digest.hexdigest()[:12]}"
 
 
 if __name__ == "__main__":

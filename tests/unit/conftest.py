@@ -8,11 +8,14 @@ import pytest
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import torch.distributed as dist  # most tests below do without torch
+    from megatron.core import parallel_state
 
     from patch import compat
 
     compat.apply(cuda=False)
+    parallel_state.destroy_model_parallel()  # of a test in the same process that made a job of its own
     store = tmp_path_factory.mktemp("store") / "store"
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     yield
+    parallel_state.destroy_model_parallel()
     dist.destroy_process_group()

@@ -1,5 +1,7 @@
 """Facts of this machine; where it has no NVIDIA driver, they cost no import of torch."""
 
+import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -24,6 +26,51 @@ def test_gpus_are_counted_as_torch_does_and_without_it_where_there_is_no_driver(
     devices, has_torch = done.stdout.split()
     assert int(devices) == torch.cuda.device_count()
     assert has_torch == str(Path("/proc/driver/nvidia").exists())
+
+
+DRIVER = """
+#include <stdlib.h>
+int cuInit(unsigned flags) { return atoi(getenv("STATUS")); }
+int cuDeviceGetCount(int *count) { *count = 8; return 0; }
+"""
+"""A libcuda of eight GPUs, or with an error."""
+REFUSED = (("0", "open"), ("0", "none"), ("803", "open"))
+"""What cuInit returns, and the device nodes; on Windows' virtual machines there are none."""
+NOT_REFUSED = (
+    ("100", "open"), ("100", "none"), ("803", "none"), ("803", "closed"), ("0", "open", ""),
+    ("0", "open", "-1"), ("0", "open", "NoDevFiles"), ("803", "open", ""),
+)  # fmt: skip
+"""Closed nodes lead nowhere; the third is CUDA_VISIBLE_DEVICES."""
+PROGRAM = """
+import json, os, sys
+from pathlib import Path
+from patch.device import MachineFacts
+for status, nodes, *visible in json.loads(sys.argv[1]):
+    os.environ |= {"STATUS": status, "CUDA_VISIBLE_DEVICES": "0"}
+    os.environ |= {"CUDA_VISIBLE_DEVICES": word for word in visible}
+    print(json.dumps(MachineFacts.probe(Path(sys.argv[2], nodes)).unusable_gpus))
+"""
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch has CUDA")
+def test_gpus_are_refused_where_the_driver_gives_them_and_torch_cannot_use_them(tmp_path: Path) -> None:
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / "libcuda.so.1")]
+    subprocess.run(command, input=DRIVER, text=True, check=True)
+    for nodes in ("open", "closed", "none"):
+        (tmp_path / nodes).mkdir()
+    (tmp_path / "open" / "nvidia0").touch()
+    (tmp_path / "closed" / "nvidia0").symlink_to(tmp_path / "not there")
+    cases = REFUSED + NOT_REFUSED
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, json.dumps(cases), str(tmp_path)],
+        cwd=REPOSITORY, env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)},
+        stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    said = dict(zip(cases, map(json.loads, done.stdout.splitlines()), strict=True))
+    for case in REFUSED:
+        count = 1 if case[0] == "803" else 8
+        assert said[case].startswith(f"GPUs are here ({count}), but torch is a build for CPUs: "), case
+    assert not any(said[case] for case in NOT_REFUSED), said
 
 
 @pytest.fixture

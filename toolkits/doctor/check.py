@@ -108,24 +108,33 @@ class Ended(NamedTuple):
 
 
 def run_program(
-    command: Sequence[str], limit_s: float, environment: Mapping[str, str] | None = None
+    command: Sequence[str],
+    limit_s: float,
+    environment: Mapping[str, str] | None = None,
+    started: Callable[[int], None] = lambda session: None,
+    **others: Any,
 ) -> Ended:
-    """Run a program; when its time is up, it and all that it started are killed.
+    """Run a program in a session of its own; when it ends or its time is up, what it started is killed.
 
     Args:
         command: the program and its arguments.
         limit_s: the time that it has.
         environment: its variables; None: this process's.
+        started: gets its session.
+        others: of `subprocess.Popen`; what goes to a file is not part of the answer.
     """
     env = None if environment is None else dict(environment)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, start_new_session=True
-    ) as process:
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen(command, text=True, env=env, **streams | others) as process:
+        started(process.pid)
+        code = None
         try:
             output, error = process.communicate(timeout=limit_s)
+            code = process.returncode
         except subprocess.TimeoutExpired:
-            with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
+            pass
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        if code is None:
             output, error = process.communicate()
-            return Ended(None, output, error)
-    return Ended(process.returncode, output, error)
+    return Ended(code, output, error)

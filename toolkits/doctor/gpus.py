@@ -67,8 +67,8 @@ def check_torch_sees_gpus(
     elif unusable is not None:
         yield Finding("GPUs", "broken", *unusable)
     elif present:
-        cure = "unset CUDA_VISIBLE_DEVICES"
-        yield Finding("GPUs", "warning", f"{present} hidden by CUDA_VISIBLE_DEVICES", cure)
+        cure = "unset CUDA_VISIBLE_DEVICES; of a scheduler ask for GPUs (SLURM: --gres)"
+        yield Finding("GPUs", "warning", f"{present} hidden from this process", cure)
     else:
         yield Finding("GPUs", "ok", "none: runs train on the CPU, over gloo")
 

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launches import await_end
 from small_runs import small_run
 
 from patch.config import validate_run
@@ -67,14 +68,7 @@ def test_a_program_whose_time_is_up_is_killed_with_its_children(tmp_path: Path) 
     script = f"sleep 60 & echo $! > {tmp_path}/child; wait"
     ended = run_program(["bash", "-c", script], 1.0)
     assert ended.code is None and ended.reason == "took too long"
-    child = int((tmp_path / "child").read_text())
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and Path(f"/proc/{child}").exists():
-        if ") Z " in Path(f"/proc/{child}/stat").read_text():
-            break
-        time.sleep(0.05)
-    else:
-        assert not Path(f"/proc/{child}").exists()
+    await_end([int((tmp_path / "child").read_text())])
 
 
 def test_gpus_that_need_care_are_named() -> None:
