@@ -21,9 +21,18 @@ from torch.utils._pytree import tree_leaves
 
 from patch.distributed import async_collectives
 from patch.memory import CudaDevice, staged_copy
-from patch.optimizer import bucket, eight_bit_flat, host_update, hybrid_adam, micro_batch, param_buffer
+from patch.optimizer import (
+    bucket,
+    eight_bit_flat,
+    host_update,
+    hybrid_adam,
+    micro_batch,
+    own_shards,
+    param_buffer,
+)
 from patch.optimizer.kernels import UpdateItem
 from patch.optimizer.kernels.cpp_adam import CppAdam
+from patch.optimizer.kernels.dispatch import sums_by_norms
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
 
@@ -44,7 +53,9 @@ def on(fake: FakeDevice) -> Iterator[HostKernel]:
 
 @contextmanager
 def collectives_of(fake: FakeDevice) -> Iterator[None]:
+    """Messages on the fake device's streams, and the norm by torch's operators, which it sees, as on a GPU."""
     with (
+        mock.patch.object(own_shards, "sums_of_squares", sums_by_norms),
         mock.patch.object(async_collectives, "follows_on_device", lambda group: True),
         mock.patch.object(bucket, "start_all_reduce", fake.start_all_reduce),
         mock.patch.object(micro_batch, "start_all_reduce", fake.start_all_reduce),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import chain, groupby, islice
+from itertools import chain, groupby
 from typing import TypeVar
 
 import torch
@@ -17,10 +17,10 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.compat.profiler import region
-from patch.compat.torch_internals import foreach_norm
 from patch.distributed.async_collectives import WaitClock
 from patch.optimizer.bucket import Bucket
 from patch.optimizer.domain import Domain
+from patch.optimizer.kernels import sums_of_squares
 from patch.optimizer.layout import BucketShard, ShardRange
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.sharded_state import StateRange
@@ -55,17 +55,17 @@ class OwnShards:
             for bucket in buckets
         ]
         """In the order of buckets."""
-        self._norms: dict[int, list[torch.Tensor]] = {}
-        """By bucket: norms of its parts, of the gradients that have arrived."""
+        self._sums: dict[int, torch.Tensor] = {}
+        """By bucket: sums of squares of its parts, of the gradients that have arrived."""
 
     def forget_norms(self) -> None:
         """Gradients will be others."""
-        self._norms = {}
+        self._sums = {}
 
     def start_norm(self, index: int) -> None:
         """Compute a bucket's part of the norm while other buckets travel: its reduction has arrived."""
         if not any(range_.needs_extra_reduction for range_ in self.shards[index].ranges):
-            self._norms[index] = _norms(self._counted(index))
+            self._sums[index] = self._sums_of_squares(self._counted(index))
 
     def sum_over_model_parallel(self, clock: WaitClock) -> None:
         """Sum the gradients that need it over tensor-parallel ranks and over the stages of a tied embedding.
@@ -104,12 +104,11 @@ class OwnShards:
         """
         buckets = enumerate(self._buckets)
         counted = [i for i, bucket in buckets if group is not None or bucket.domain.replica == 0]
-        late = {index: self._counted(index) for index in counted if index not in self._norms}
-        norms = iter(_norms(list(chain.from_iterable(late.values()))))
-        by_bucket = self._norms | {index: list(islice(norms, len(parts))) for index, parts in late.items()}
-        zero = torch.zeros((), dtype=torch.float64, device=self.shards[0].grad.device)
-        all_norms = chain.from_iterable(by_bucket[index] for index in counted)
-        total = torch.stack([zero, *all_norms]).square().sum()
+        late = {index: self._counted(index) for index in counted if index not in self._sums}
+        sums = self._sums_of_squares(list(chain.from_iterable(late.values())))
+        by_bucket = self._sums | dict(zip(late, sums.split(list(map(len, late.values()))), strict=True))
+        nothing = self._sums_of_squares([])
+        total = torch.cat([nothing, *(by_bucket[index] for index in counted)]).sum()
         self.forget_norms()
         with region("wait for the gradient norm"):
             dist.all_reduce(total, group=group)
@@ -139,6 +138,11 @@ class OwnShards:
         begin = self._begins[index]
         return self.shards[index].grad[param.begin - begin : param.end - begin]
 
+    def _sums_of_squares(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Of each part, in float64, where there may be none."""
+        grad = self.shards[0].grad
+        return sums_of_squares(parts) if parts else grad.new_empty(0, dtype=torch.float64)
+
     def _counted(self, index: int) -> list[torch.Tensor]:
         """The gradients of a bucket that this rank counts in the norm."""
         is_counted = partial(self._is_counted, self._buckets[index].domain)
@@ -164,11 +168,6 @@ class OwnShards:
         has_other_ranks = domain.group is not self._groups.dp_cp  # all that hold a copy are in its group
         is_cut = has_other_ranks or getattr(parameter, "tensor_model_parallel", False)
         return not getattr(parameter, "shared", False) and (is_cut or self._groups.tp.rank() == 0)
-
-
-def _norms(parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """L2 norms in float64. On a GPU vector_norm would first write a copy of the gradients in float64."""
-    return list(foreach_norm(parts, 2, dtype=torch.float64)) if parts else []
 
 
 def _is_sequence_parallel(parameter: torch.nn.Parameter) -> bool:

@@ -1,4 +1,5 @@
-// The Adam update for CPUs, in a fixed order of float32 operations (spec.py; numpy_adam.py is the reference).
+// The Adam update for CPUs, in a fixed order of float32 operations (spec.py; numpy_adam.py is the reference),
+// and the sums of squares of gradients, in float64.
 //
 // The loop is written once; the compiler vectorises it for each instruction set, and the best one of the CPU
 // is chosen at run time. No operation is fused or reordered (-ffp-contract=off, no -ffast-math), so all give
@@ -14,9 +15,11 @@
 #include <condition_variable>
 #include <cstdint>
 #include <cstring>
+#include <functional>
 #include <mutex>
 #include <system_error>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -53,6 +56,12 @@ struct UpdateItem {
     int64_t numel;
     int32_t has_bf16_grad, is_split;
     Scalars scalars;  // of the item's parameter group
+};
+
+struct SquaresItem {
+    const void *values;  // float or bf16
+    int64_t numel;
+    int32_t are_bf16;
 };
 
 }  // extern "C"
@@ -241,6 +250,59 @@ Update choose(const UpdateItem &item, int instruction_set) {
                         : choose<float, false>(item, instruction_set);
 }
 
+// In float64, where the square of a float is exact: the order of the sums is fixed by kLanes and kTile, so it
+// is the same for each instruction set and number of threads.
+template <class Value>
+INLINE double sum_squares(const Value *values, int64_t n) {
+    constexpr int kLanes = 32;
+    double sums[kLanes] = {};
+    int64_t i = 0;
+    for (; i + kLanes <= n; i += kLanes)
+        for (int lane = 0; lane < kLanes; ++lane) {
+            const double value = widen(values[i + lane]);
+            sums[lane] += value * value;
+        }
+    for (int lane = 0; i < n; ++i, ++lane) {
+        const double value = widen(values[i]);
+        sums[lane] += value * value;
+    }
+    double total = 0;
+    for (const double sum : sums) total += sum;
+    return total;
+}
+
+INLINE double sum_squares(const SquaresItem &item, int64_t begin, int64_t end) {
+    if (item.are_bf16) return sum_squares(static_cast<const uint16_t *>(item.values) + begin, end - begin);
+    return sum_squares(static_cast<const float *>(item.values) + begin, end - begin);
+}
+
+using SumSquares = double (*)(const SquaresItem &, int64_t, int64_t);
+
+double sum_squares_default(const SquaresItem &item, int64_t begin, int64_t end) {
+    return sum_squares(item, begin, end);
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) double sum_squares_avx2(
+    const SquaresItem &item, int64_t begin, int64_t end) {
+    return sum_squares(item, begin, end);
+}
+
+__attribute__((target("avx512f,avx512bw,avx512vl,prefer-vector-width=512"))) double sum_squares_avx512(
+    const SquaresItem &item, int64_t begin, int64_t end) {
+    return sum_squares(item, begin, end);
+}
+#endif
+
+SumSquares choose_squares(int instruction_set) {
+#if defined(__x86_64__)
+    if (instruction_set == 2) return sum_squares_avx512;
+    if (instruction_set == 1) return sum_squares_avx2;
+#endif
+    (void)instruction_set;
+    return sum_squares_default;
+}
+
 // Keeps denormal numbers: the caller's thread may flush them to zero, and new threads inherit that setting.
 class Ieee {
 #if defined(__x86_64__)
@@ -255,31 +317,35 @@ class Ieee {
 // All items of one call as one sequence of tiles; each thread takes the next tile until none is left.
 class Batch {
    public:
-    Batch(const UpdateItem *items, int64_t num_items, int instruction_set)
-        : items_(items), instruction_set_(instruction_set) {
+    // What is done with the elements [begin, end) of an item: its index, that of the tile, begin, end.
+    using Work = std::function<void(int64_t, int64_t, int64_t, int64_t)>;
+
+    template <class Item>
+    Batch(const Item *items, int64_t num_items, Work work) : work_(std::move(work)) {
         ends_.reserve(num_items);
+        numels_.reserve(num_items);
         int64_t tiles = 0;
-        for (int64_t i = 0; i < num_items; ++i)
+        for (int64_t i = 0; i < num_items; ++i) {
+            numels_.push_back(items[i].numel);
             ends_.push_back(tiles += (items[i].numel + kTile - 1) / kTile);
+        }
     }
 
     int64_t num_tiles() const { return ends_.empty() ? 0 : ends_.back(); }
+    int64_t first_tile(int64_t item) const { return item ? ends_[item - 1] : 0; }
 
     void work() {
         const Ieee ieee;
         for (int64_t tile; (tile = next_.fetch_add(1, std::memory_order_relaxed)) < num_tiles();) {
-            const auto found = std::upper_bound(ends_.begin(), ends_.end(), tile) - ends_.begin();
-            const UpdateItem &item = items_[found];
-            const int64_t begin = (tile - (found ? ends_[found - 1] : 0)) * kTile;
-            const int64_t end = std::min(begin + kTile, item.numel);
-            choose(item, instruction_set_)(item, begin, end);
+            const auto item = std::upper_bound(ends_.begin(), ends_.end(), tile) - ends_.begin();
+            const int64_t begin = (tile - first_tile(item)) * kTile;
+            work_(item, tile, begin, std::min(begin + kTile, numels_[item]));
         }
     }
 
    private:
-    const UpdateItem *items_;
-    const int instruction_set_;
-    std::vector<int64_t> ends_;  // number of tiles up to the end of each item
+    const Work work_;
+    std::vector<int64_t> numels_, ends_;  // ends: number of tiles up to the end of each item
     std::atomic<int64_t> next_{0};
 };
 
@@ -354,8 +420,25 @@ int32_t adam_best_instruction_set() { return best_instruction_set(); }
 
 void adam_update(
     const UpdateItem *items, int64_t num_items, int32_t num_threads, int32_t set) {
-    Batch batch(items, num_items, set);
+    Batch batch(items, num_items, [=](int64_t item, int64_t, int64_t begin, int64_t end) {
+        choose(items[item], set)(items[item], begin, end);
+    });
     pool->run(batch, num_threads);
+}
+
+// sums: of each item.
+void sums_of_squares(
+    const SquaresItem *items, int64_t num_items, double *sums, int32_t num_threads, int32_t set) {
+    std::vector<double> by_tile;
+    Batch batch(items, num_items, [&](int64_t item, int64_t tile, int64_t begin, int64_t end) {
+        by_tile[tile] = choose_squares(set)(items[item], begin, end);
+    });
+    by_tile.resize(batch.num_tiles());
+    pool->run(batch, num_threads);
+    for (int64_t item = 0, tile = 0; item < num_items; ++item) {
+        sums[item] = 0;
+        for (; tile < batch.first_tile(item + 1); ++tile) sums[item] += by_tile[tile];
+    }
 }
 
 }  // extern "C"

@@ -48,6 +48,12 @@ class _UpdateItem(ctypes.Structure):
     ]
 
 
+class _SquaresItem(ctypes.Structure):
+    """The struct `SquaresItem` of adam.cpp."""
+
+    _fields_ = [("values", c_void_p), ("numel", c_int64), ("are_bf16", c_int32)]
+
+
 @cache
 def load() -> ctypes.CDLL:
     """The library, built if needed.
@@ -62,11 +68,13 @@ def load() -> ctypes.CDLL:
     library.adam_update.argtypes = [POINTER(_UpdateItem), c_int64, c_int32, c_int32]
     library.adam_update.restype = None
     library.adam_best_instruction_set.restype = c_int32
+    library.sums_of_squares.argtypes = [POINTER(_SquaresItem), c_int64, c_void_p, c_int32, c_int32]
+    library.sums_of_squares.restype = None
     return library
 
 
 class CppAdam:
-    """The update in C++ on CPU tensors.
+    """The kernels in C++ on CPU tensors.
 
     Args:
         num_threads: threads of one update, including the caller's; None: each update calls the function
@@ -87,9 +95,27 @@ class CppAdam:
         for item in items:
             check_item(item)
         table = (_UpdateItem * len(items))(*map(_row, items))
-        threads = self._num_threads or num_threads(beside_gpu=torch.cuda.is_initialized())
-        self._library.adam_update(table, len(items), threads, self._set)
+        self._library.adam_update(table, len(items), self._threads(), self._set)
         copy_other_params(items)
+
+    def sums_of_squares(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The sum of squares of each part, in float64: [parts].
+
+        Each value is read once, and no copy is written. The bits do not depend on the number of threads.
+
+        Args:
+            parts: contiguous float32 or bfloat16.
+        """
+        assert all(part.is_contiguous() for part in parts), "a kernel takes contiguous tensors"
+        assert {part.dtype for part in parts} <= {torch.float32, torch.bfloat16}, "gradients of other types"
+        sums = torch.empty(len(parts), dtype=torch.float64)
+        rows = [(part.data_ptr(), part.numel(), part.dtype == torch.bfloat16) for part in parts]
+        table = (_SquaresItem * len(parts))(*rows)
+        self._library.sums_of_squares(table, len(parts), sums.data_ptr(), self._threads(), self._set)
+        return sums
+
+    def _threads(self) -> int:
+        return self._num_threads or num_threads(beside_gpu=torch.cuda.is_initialized())
 
 
 def num_threads(*, beside_gpu: bool) -> int:

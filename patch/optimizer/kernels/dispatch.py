@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 
 import torch
 
+from patch.compat.torch_internals import foreach_norm
 from patch.errors import ConfigError
 from patch.logger import get_logger
 from patch.optimizer.kernels.build import BuildError
@@ -36,6 +38,18 @@ def adam_kernel(device: torch.device) -> AdamKernel:
             reason,
         )
         return NumpyAdam()
+
+
+def sums_of_squares(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of squares of each of one or more parts of one device, in float64: [parts]."""
+    kernel = adam_kernel(parts[0].device)
+    return kernel.sums_of_squares(parts) if isinstance(kernel, CppAdam) else sums_by_norms(parts)
+
+
+def sums_by_norms(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`sums_of_squares` by torch: on a GPU in few kernels, on a CPU by a float64 copy of each part."""
+    # vector_norm would make a copy on a GPU, too.
+    return torch.stack(foreach_norm(list(parts), 2, dtype=torch.float64)).square()
 
 
 def try_kernel(device: torch.device) -> None:

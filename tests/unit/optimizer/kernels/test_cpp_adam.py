@@ -1,5 +1,6 @@
 """The C++ kernel against its NumPy oracle, to the bit: values, forms, instruction sets, threads, forks."""
 
+import math
 import os
 import signal
 
@@ -60,6 +61,21 @@ def test_threads_change_no_bit():
     found = [bits_after(CppAdam(threads), [_large(), _large(9), _large()]) for threads in (1, 2, 7)]
     assert_equal(found[0], found[1])
     assert_equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("grad_dtype", GRADIENTS, ids=str)
+@pytest.mark.parametrize("scale", (1e-30, 1.0, 1e30))  # squares that float32 does not hold
+def test_sums_of_squares_are_exact_but_for_float64_and_the_same_everywhere(grad_dtype, scale):
+    values = (_large().grad * scale).to(grad_dtype)
+    parts = values.split([1, 31, 65_536, 100_000, 134_433, 0])
+    best = load().adam_best_instruction_set()
+    kernels = [CppAdam(threads, name) for threads in (1, 2, 7) for name in INSTRUCTION_SETS[: best + 1]]
+    found = [kernel.sums_of_squares(parts).tolist() for kernel in kernels]
+    assert all(sums == found[0] for sums in found)
+    exact = [math.fsum(value * value for value in part.double().tolist()) for part in parts]
+    assert found[0] == pytest.approx(exact, rel=1e-13, abs=0)
+    values[70_000] = math.inf
+    assert CppAdam().sums_of_squares(parts).isinf().tolist() == [False, False, False, True, False, False]
 
 
 def test_a_forked_child_updates_too():
