@@ -53,7 +53,7 @@ def on(fake: FakeDevice) -> Iterator[HostKernel]:
 
 @contextmanager
 def collectives_of(fake: FakeDevice) -> Iterator[None]:
-    """Messages on the fake device's streams, and the norm by torch's operators, which it sees, as on a GPU."""
+    """Messages on the fake device's streams, and the norm by torch's operators, which it sees."""
     with (
         mock.patch.object(own_shards, "sums_of_squares", sums_by_norms),
         mock.patch.object(async_collectives, "follows_on_device", lambda group: True),

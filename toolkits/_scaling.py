@@ -1,4 +1,4 @@
-"""`--scaling` of `toolkits.plan`: table and plot of LLaMA 8B, 70B and 405B on 8 to 16384 GPUs."""
+"""`--scaling` of `llama-patch plan`: table and plot of LLaMA 8B, 70B and 405B on 8 to 16384 GPUs."""
 
 from __future__ import annotations
 

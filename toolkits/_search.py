@@ -1,4 +1,4 @@
-"""`--search` of `toolkits.plan`: the fastest layouts of a run, on one number of machines or on several."""
+"""`--search` of `llama-patch plan`: the fastest layouts of a run, on one number of machines or on several."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def run(options: Namespace, plans: Sequence[Planned]) -> tuple[int, dict[str, An
     """Print the fastest layouts with their command lines.
 
     Args:
-        options: those of `toolkits.plan`.
+        options: those of `llama-patch plan`.
         plans: the run on each number of machines.
     Returns:
         the exit code, and what is printed as JSON.

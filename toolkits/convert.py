@@ -1,4 +1,4 @@
-"""python -m toolkits.convert: converts Hugging Face folders to megatron-core checkpoints and back."""
+"""llama-patch convert: converts Hugging Face folders to megatron-core checkpoints and back."""
 
 from __future__ import annotations
 

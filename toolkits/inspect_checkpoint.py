@@ -1,4 +1,4 @@
-"""python -m toolkits.inspect_checkpoint: what a checkpoint holds, whether it is whole, how two differ.
+"""llama-patch inspect: what a checkpoint holds, whether it is whole, how two differ.
 
 Builds no model and executes nothing that a checkpoint holds. Exit code 0: whole, and equal to the second;
 1: whole, but they differ; 4: damaged, or no checkpoint.

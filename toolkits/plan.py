@@ -1,9 +1,9 @@
-"""python -m toolkits.plan: what a run needs on a machine that may not be here, and the layouts that suit it.
+"""llama-patch plan: what a run needs on a machine that may not be here, and the layouts that suit it.
 
-    python -m toolkits.plan --machine h100 --nodes 4 -- --model-size 70B --tensor-model-parallel-size 8 ...
-    python -m toolkits.plan --machine h100 --nodes 4 --search -- --model-size 8B --seq-length 8192
-    python -m toolkits.plan --machine h100 --nodes 1,2,4,8 --search -- --model-size 8B --seq-length 8192
-    python -m toolkits.plan --machine h100 --scaling scaling.png
+    llama-patch plan --machine h100 --nodes 4 -- --model-size 70B --tensor-model-parallel-size 8 ...
+    llama-patch plan --machine h100 --nodes 4 --search -- --model-size 8B --seq-length 8192
+    llama-patch plan --machine h100 --nodes 1,2,4,8 --search -- --model-size 8B --seq-length 8192
+    llama-patch plan --machine h100 --scaling scaling.png
 
 After `--` follows the run, as run_mcore_llama.sh takes it: 25 positions and flags, flags alone, or --config
 FILE. Nothing is started. Exit code 0: it fits, or layouts were found; 1: it does not, or none was; 2: the run
@@ -109,7 +109,7 @@ def _count(text: str) -> float:
 def _parser() -> argparse.ArgumentParser:
     parser = ArgumentParser(
         prog=typed("python -m toolkits.plan"),
-        usage="python -m toolkits.plan [--machine NAME] [--nodes N] [...] -- RUN",
+        usage="%(prog)s [--machine NAME] [--nodes N] [...] -- RUN",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

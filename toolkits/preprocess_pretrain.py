@@ -1,4 +1,4 @@
-"""python -m toolkits.preprocess_pretrain: makes pre-training sets (.bin, .idx) from rows of text."""
+"""llama-patch preprocess: makes pre-training sets (.bin, .idx) from rows of text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""python -m toolkits.preview_data: shows rows or documents as tokens, learned or not, and figures."""
+"""llama-patch preview: shows rows or documents as tokens, learned or not, and figures."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _parser() -> argparse.ArgumentParser:
         "--plot", type=output_file, metavar="FILE.png", help="also write the histogram of lengths"
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write all of this as JSON")
-    note = f"Where neither they nor --config say it, --max-padding-length is {DEFAULT_LENGTH}."
+    note = f"--max-padding-length is --seq-length, or {DEFAULT_LENGTH} where --config does not say it either."
     add_flags(parser.add_argument_group("the run's own flags", note), DATA_FLAGS)
     return parser
 

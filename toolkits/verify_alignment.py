@@ -1,4 +1,4 @@
-"""python -m toolkits.verify_alignment: is a checkpoint's difference from its Hugging Face folder normal?
+"""llama-patch align: is a checkpoint's difference from its Hugging Face folder normal?
 
 Compares every weight bit by bit and the logits of several prompts; names the first operation that differs and
 the difference that each fast kernel adds. Exit code 0: normal; 4: not normal; 2: wrong arguments.

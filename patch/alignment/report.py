@@ -19,7 +19,7 @@ class Report(NamedTuple):
     verdict: Verdict
 
     def as_json(self) -> dict[str, Any]:
-        """The report as plain values; its keys are a contract of `toolkits.verify_alignment`."""
+        """The report as plain values; its keys are a contract of `llama-patch align`."""
         measured, verdict = self
         first = measured.logits.first
         return {

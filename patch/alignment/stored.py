@@ -123,7 +123,7 @@ def _check_is_checkpoint(load: Path) -> None:
     if not (is_complete(load) or (root / TRACKER).is_file() or complete_iterations(root)):
         found = "a Hugging Face folder" if is_hf_folder(load) else "no checkpoint there"
         raise ConfigError(
-            f"--mcore {load}: {found}, expected what toolkits.convert made, a run's folder or a checkpoint"
+            f"--mcore {load}: {found}, expected what llama-patch convert made, a run's folder or a checkpoint"
         )
 
 

@@ -289,7 +289,7 @@ def _loads_into(
     if not any(name.endswith(EMBEDDING_PARAMETER) for name in weights):
         return []
     described = "" if model else ", with --hf-config: nothing here describes the model"
-    targets = [f"transformers: python -m toolkits.convert mcore2hf{described}"]
+    targets = [f"transformers: llama-patch convert mcore2hf{described}"]
     if is_legacy:
         return targets
     if all(_STACKED.match(name) for name in weights):

@@ -18,6 +18,7 @@ from patch.errors import ConfigError
 
 DATA_FLAGS = (
     "tokenizer_name_or_path",
+    "seq_length",
     "max_padding_length",
     "columns",
     "alpaca_input_join",

@@ -158,7 +158,7 @@ def files_of(path: str, field: str | None = None) -> list[Path]:
 def nearest_set(prefix: str) -> str:
     """A hint with the set of .bin and .idx whose name a prefix begins or misspells.
 
-    `toolkits.preprocess_pretrain --output-prefix docs` writes docs_text_document.
+    `llama-patch preprocess --output-prefix docs` writes docs_text_document.
     """
     folder, name = os.path.split(prefix)
     files = sorted(iglob(os.path.join(escape(folder), "*.idx")))

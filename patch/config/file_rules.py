@@ -65,7 +65,7 @@ def _check_weights(load: str) -> None:
     if is_legacy(root):
         found = (
             "a checkpoint of Megatron-LM's old format (mp_rank_*), which the converter reads: "
-            "python -m toolkits.convert mcore2hf"
+            "llama-patch convert mcore2hf"
         )
     elif (root / TRACKER).is_file():
         found = f"{root / TRACKER} is there, but no complete checkpoint (iter_*, release) beside it"
@@ -282,8 +282,8 @@ def _check_file(field: str, path: str, file: str) -> None:
             cure += f", that is {path[:-4]}"
         elif os.path.isfile(path):
             raise DataError(
-                f"got {path}, which is a file itself, expected {cure}, as python -m toolkits."
-                "preprocess_pretrain writes them (fine-tuning on rows: SFT=true, MP_DATASET_TYPE=raw)",
+                f"got {path}, which is a file itself, expected {cure}, as llama-patch "
+                "preprocess writes them (fine-tuning on rows: SFT=true, MP_DATASET_TYPE=raw)",
                 field=field,
             )
         raise DataError(f"got {path}: {file} does not exist, expected {cure}{nearest_set(path)}", field=field)

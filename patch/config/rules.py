@@ -70,7 +70,7 @@ def columns_are_pairs(config: RunConfig, machine: MachineFacts) -> None:
 def pretraining_reads_indexed_sets(config: RunConfig, machine: MachineFacts) -> None:
     """Pre-training reads .bin/.idx, SFT also raw rows."""
     if not config.training.sft and config.data.dataset_type == "raw":
-        why = "pre-training reads .bin/.idx, which python -m toolkits.preprocess_pretrain makes from rows"
+        why = "pre-training reads .bin/.idx, which llama-patch preprocess makes from rows"
         refuse("dataset_type", "raw", "idxmap, or SFT=true", why)
 
 

@@ -2,7 +2,7 @@
 
 Each class replaces one of upstream's or ours, with the same parameters, names and sharding. On the CPU at
 TP=1 they make logits, loss and every weight gradient bitwise equal to transformers';
-`python -m toolkits.verify_alignment` measures how much each fast form differs. RoPE (unfused), residual and
+`llama-patch align` measures how much each fast form differs. RoPE (unfused), residual and
 embedding need no such class, because their fast forms already have Hugging Face's order.
 
 Matrix products get batch-first memory as in Hugging Face, because a weight's gradient is a sum over tokens in

@@ -114,7 +114,7 @@ def what_lacks(config: RunConfig, machine: MachineFacts) -> str:
         )
     return (
         f"no {_MOST_CHANGES} changes are enough: more or larger devices are needed, or another layout "
-        "(python -m toolkits.plan --search)"
+        "(llama-patch plan --search)"
     )
 
 

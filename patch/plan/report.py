@@ -37,7 +37,7 @@ def describe_here(config: RunConfig, facts: MachineFacts) -> list[str]:
     machine = machines_of(config, facts)
     if machine is None:  # a GPU that no preset is like
         return [f"planned for this machine and those like it: {facts.cuda_name}", *lines]
-    note = "; for other machines: python -m toolkits.plan --machine h100 --nodes 4 -- RUN"
+    note = "; for other machines: llama-patch plan --machine h100 --nodes 4 -- RUN"
     times = time_lines(step_time(config, machine), config, machine) if machine.is_gpu else ()
     return [machine_line(machine) + note, *lines, *times]
 

@@ -1,7 +1,7 @@
 """A hook that records some steps: --profile, one trace a rank.
 
 A trace has the phases of each step, the buckets' reductions and gathers, the chunks' copies and updates, and
-waits, by name. `toolkits.timeline` draws it; so do Perfetto and chrome://tracing.
+waits, by name. `llama-patch timeline` draws it; so do Perfetto and chrome://tracing.
 """
 
 from __future__ import annotations

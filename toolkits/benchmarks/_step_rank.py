@@ -1,4 +1,4 @@
-"""One rank of `step`: our step and a plain loop of transformers, with the same weights and batches, in turns."""
+"""One rank of `step`: our step and a plain loop of transformers, same weights and batches, in turns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from patch.convert import iter_hf_weights
 from patch.data import Batch
 from patch.device import DeviceContext
 from patch.distributed.groups import initialize
-from toolkits.benchmarks._contenders import OurTrainer, SameBatches, time_round
+from toolkits.benchmarks._contenders import Contender, OurTrainer, SameBatches, time_round
 from toolkits.benchmarks._gpu_step_run import dearest_kernels
 from toolkits.benchmarks._rank import run_as_rank, slowest
 from toolkits.benchmarks._run_config import llama, run_config
@@ -56,22 +56,21 @@ class PlainLoop:
     num_buckets = 0
 
     def __init__(self, ours: OurTrainer, batches: list[Batch]) -> None:
-        config, stages, groups = ours.run.config, ours.run.stages, ours.run.groups
-        self.model = _transformers_model(config)
-        weights = dict(iter_hf_weights(stages, config.model, groups, device=torch.device("cpu")))
-        self.model.load_state_dict(weights)
+        run = ours.run
+        self.model = _transformers_model(run.config)
+        self.model.load_state_dict(dict(iter_hf_weights(run.stages, run.config.model, run.groups)))
         is_alone = dist.get_world_size() == 1
         self._forward: Any = self.model if is_alone else DistributedDataParallel(self.model)
-        settings = config.optimizer
-        no_decay = [p for p in self.model.parameters() if p.ndim == 1]
-        decayed = [p for p in self.model.parameters() if p.ndim > 1]
+        settings = run.config.optimizer
+        norms = [p for p in self.model.parameters() if p.ndim == 1]
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
         self._optimizer = torch.optim.AdamW(
-            [{"params": decayed}, {"params": no_decay, "weight_decay": 0.0}],
-            lr=settings.lr, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps,
+            groups, lr=settings.lr, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps,
             weight_decay=settings.weight_decay, fused=True,
         )  # fmt: skip
         self._clip, self._batches = settings.clip_grad, batches
-        self._is_bf16 = config.training.precision == "bf16"
+        self._is_bf16 = run.config.training.precision == "bf16"
 
     def step(self) -> float:
         """One optimizer step; this rank's loss."""
@@ -80,9 +79,8 @@ class PlainLoop:
             is_last = batch is self._batches[-1]
             with nullcontext() if is_last or self._forward is self.model else self._forward.no_sync():
                 with torch.autocast("cpu", torch.bfloat16, enabled=self._is_bf16):
-                    out = self._forward(
-                        input_ids=batch.tokens, labels=batch.labels, shift_labels=batch.labels, use_cache=False
-                    )
+                    labels = {"labels": batch.labels, "shift_labels": batch.labels}
+                    out = self._forward(input_ids=batch.tokens, use_cache=False, **labels)
                 loss = out.loss / len(self._batches)
                 loss.backward()
                 total += loss.item()
@@ -99,8 +97,9 @@ def _transformers_model(config: RunConfig) -> LlamaForCausalLM:
     model = config.model
     return LlamaForCausalLM(
         LlamaConfig(
-            hidden_size=model.hidden_size, intermediate_size=model.ffn_hidden_size, vocab_size=model.vocab_size,
-            num_hidden_layers=model.num_layers, num_attention_heads=model.num_attention_heads,
+            vocab_size=model.vocab_size, hidden_size=model.hidden_size,
+            intermediate_size=model.ffn_hidden_size, num_hidden_layers=model.num_layers,
+            num_attention_heads=model.num_attention_heads,
             num_key_value_heads=model.num_query_groups, head_dim=model.kv_channels,
             rms_norm_eps=model.norm_epsilon, max_position_embeddings=model.max_position_embeddings,
             rope_parameters={"rope_type": "default", "rope_theta": model.rotary_base},
@@ -121,12 +120,12 @@ def measure(task: Task, context: DeviceContext) -> dict[str, Any]:
     groups = initialize(config, context)
     reader = SameBatches(config, groups.dp_cp.rank())
     ours = OurTrainer(config, groups, context.device, reader)
-    contenders = {OURS: ours, PLAIN: PlainLoop(ours, reader.batches)}
+    contenders: dict[str, Contender] = {OURS: ours, PLAIN: PlainLoop(ours, reader.batches)}
     rounds: dict[str, list[float]] = {name: [] for name in contenders}
     losses: dict[str, float] = {}
     for turn in range(task.rounds):
         for name in list(contenders)[:: -1 if turn % 2 else 1]:
-            seconds, loss = time_round(contenders[name], task.steps, context.device)  # type: ignore[arg-type]
+            seconds, loss = time_round(contenders[name], task.steps, context.device)
             rounds[name].append(slowest(seconds, context.device))
             losses[name] = loss if name == OURS else _mean_over_ranks(loss)
     kernels = {name: dearest_kernels(one.step, context.device) for name, one in contenders.items()}

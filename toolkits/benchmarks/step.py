@@ -1,4 +1,4 @@
-"""Measures a training step on CPUs beside what a user writes without us: a plain loop of transformers, and DDP.
+"""Measures a training step on CPUs beside what users write without us: a plain loop of transformers, DDP.
 
 python -m toolkits.benchmarks.step [--quick] [--json FILE] [--plot FILE] [--only fp32,1,1]
 """
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argument_parser("step", __doc__, "fewer rounds")
-    parser.add_argument("--only", help="one case: precision,processes,accumulation, as fp32,2,4 (default: all)")
+    parser.add_argument("--only", help="one case: precision,processes,accumulation, as fp32,2,4")
     return parser.parse_args(argv)
 
 

@@ -1,1 +1,1 @@
-"""What a machine has, can do and lacks, in small checks: `python -m toolkits.doctor`."""
+"""What a machine has, can do and lacks, in small checks: `llama-patch doctor`."""

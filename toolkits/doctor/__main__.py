@@ -1,10 +1,10 @@
-"""Examines this machine: what it is, what it lacks, how fast it is, and whether a small sharded run works.
+"""Checks this machine: what it is, what it lacks, how fast it is, and whether a small sharded run works.
 
-    python -m toolkits.doctor [--json FILE] [--nproc N] [--folder DIR]
+    llama-patch doctor [--json FILE] [--nproc N] [--folder DIR]
 
 It takes one minute on an idle machine, four on a busy one, and needs no GPU. Exit code: 0, also with
 warnings; 1 if something is broken, so that a run would fail. The JSON report has no names of people or
-machines and no addresses: attach it to an issue, or give it to `python -m toolkits.plan --machine FILE`.
+machines and no addresses: attach it to an issue, or give it to `llama-patch plan --machine FILE`.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What runs beside what in one step, from the traces of --profile; `python -m toolkits.timeline` draws it."""
+"""What runs beside what in one step, from the traces of --profile; `llama-patch timeline` draws it."""

@@ -1,6 +1,6 @@
 """Draws what runs beside what in one step, from the traces of --profile, and says what is exposed.
 
-    python -m toolkits.timeline OUTPUT_BASEPATH/log/traces [--step N] [--output page.html] [--json FILE]
+    llama-patch timeline OUTPUT_BASEPATH/log/traces [--step N] [--output page.html] [--json FILE]
 
 Exit code: 0; 3 if a file is no trace.
 """

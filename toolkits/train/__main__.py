@@ -1,6 +1,6 @@
 """Trains a LLaMA: the command line of a run, launcher and worker in one file.
 
-`python -m toolkits.train ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]`, or flags alone (see `--help`). Without
+`llama-patch train ENV MODEL_SIZE ... OUTPUT_BASEPATH [flags]`, or flags alone (see `--help`). Without
 LOCAL_RANK in the environment it checks the configuration and starts one worker for each local rank. With
 LOCAL_RANK (set by our launcher or torchrun), or as one of several SLURM tasks on a machine, it is a worker
 and trains. The launcher starts workers by this file's path, so the folder holds nothing else.

@@ -48,7 +48,7 @@ def open_indexed(prefix: str) -> IndexedDataset:
         if not path.is_file():
             raise DataError(
                 f"{path}: no such file; expected the prefix of a .bin and an .idx as DATASET_PATH, made with "
-                "python -m toolkits.preprocess_pretrain (raw JSON rows: MP_DATASET_TYPE=raw)"
+                "llama-patch preprocess (raw JSON rows: MP_DATASET_TYPE=raw)"
             )
     index = _read_index(idx_path)
     size = bin_path.stat().st_size

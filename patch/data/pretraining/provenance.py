@@ -1,6 +1,6 @@
 """What is known of a pre-training set besides its ids: which tokenizer made them, and how documents end.
 
-Neither .bin nor .idx tells it. PREFIX.meta.json does, which toolkits.preprocess_pretrain writes beside them.
+Neither .bin nor .idx tells it. PREFIX.meta.json does, which llama-patch preprocess writes beside them.
 Sets that other tools have made have no such file.
 """
 

@@ -36,7 +36,7 @@ _FIELD = "train_data_path"
 _FEW_LINES = 30
 """What `--dry-run` shows of a sample."""
 _UNKNOWN = (
-    "its samples are counted when it is tokenized, by the run or before it: python -m toolkits.preview_data "
+    "its samples are counted when it is tokenized, by the run or before it: llama-patch preview "
     "--config FILE (what --dry-run prints, in a file)"
 )
 

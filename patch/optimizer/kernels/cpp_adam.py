@@ -109,7 +109,7 @@ class CppAdam:
         assert all(part.is_contiguous() for part in parts), "a kernel takes contiguous tensors"
         assert {part.dtype for part in parts} <= {torch.float32, torch.bfloat16}, "gradients of other types"
         sums = torch.empty(len(parts), dtype=torch.float64)
-        rows = [(part.data_ptr(), part.numel(), part.dtype == torch.bfloat16) for part in parts]
+        rows = [_SquaresItem(part.data_ptr(), part.numel(), part.dtype == torch.bfloat16) for part in parts]
         table = (_SquaresItem * len(parts))(*rows)
         self._library.sums_of_squares(table, len(parts), sums.data_ptr(), self._threads(), self._set)
         return sums

@@ -59,7 +59,7 @@ PRESETS: dict[str, Machine] = {
 
 
 _CORE_FLOPS, _CORE_BANDWIDTH, _GLOO_LATENCY, _LAUNCH = 80e9, 10e9, 100e-6, 5e-6
-"""Of a core of a server's CPU: fp32 products and copies, assumed; `toolkits.doctor` measures them."""
+"""Of a core of a server's CPU: fp32 products and copies, assumed; `llama-patch doctor` measures them."""
 
 
 def preset(name: str, origin: str) -> Machine:
@@ -71,7 +71,8 @@ def preset(name: str, origin: str) -> Machine:
     if name.lower() not in PRESETS:
         hint = nearest(name.lower(), list(PRESETS))
         raise ConfigError(
-            f"{origin}: got {name!r}{hint}, expected {', '.join(PRESETS)}, here, or a file of toolkits.doctor"
+            f"{origin}: got {name!r}{hint}, expected {', '.join(PRESETS)}, here, or a file of "
+            "llama-patch doctor"
         )
     return PRESETS[name.lower()]
 
@@ -127,7 +128,7 @@ def _like_a_preset(facts: MachineFacts) -> Machine:
     if not found:
         raise ConfigError(
             f"--machine here: got a {facts.cuda_name}, whose rates are not known; expected one of "
-            f"{', '.join(PRESETS)}, or a file of toolkits.doctor"
+            f"{', '.join(PRESETS)}, or a file of llama-patch doctor"
         )
     return dataclasses.replace(
         found[0],
@@ -140,7 +141,7 @@ def _like_a_preset(facts: MachineFacts) -> Machine:
 
 
 def read_machine(file: str) -> Machine:
-    """A machine from a YAML or JSON file: its fields, or a report of toolkits.doctor with them at `machine`.
+    """A machine from a YAML or JSON file: its fields, or a report of the doctor with them at `machine`.
 
     A file may begin with a preset, `like: h100`, and change some of its fields.
 

@@ -27,6 +27,8 @@ PATIENCE_RATIO = 3
 """A store that fails takes longer than its patience: its driver tries each request several times too."""
 SLOW_RATIO = 1.5
 """A rank is slow if its own part of a step takes so many times as long as the median rank's."""
+SLOW_BY_MS = 20.0
+"""And by so much longer: in steps that short other work on a core makes a rank slow, and nobody minds."""
 SLOW_AFTER = 50
 """Steps before ranks are compared."""
 _BEATS = 10
@@ -195,7 +197,8 @@ class Judge:
         if min(beat.num_steps for beat in beats) < SLOW_AFTER:
             return []
         usual = statistics.median_low(beat.own_ms for beat in beats)
-        found = [rank for rank, beat in enumerate(beats) if beat.own_ms > SLOW_RATIO * usual]
+        bound = max(SLOW_RATIO * usual, usual + SLOW_BY_MS)
+        found = [rank for rank, beat in enumerate(beats) if beat.own_ms > bound]
         new = [(rank, usual) for rank in found if rank not in self._slow]
         self._slow.update(found)
         return new

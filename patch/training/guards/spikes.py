@@ -33,7 +33,8 @@ _SIGMAS = 1.4826
 _SMALLEST_SHARE = 0.01
 """Of the median: a deviation that counts at least, so that nearly constant values give no warnings."""
 _SMALLEST_RISE = 0.1
-"""Of a loss, in nats: where a model knows its data nearly by heart, any sample is far above the median."""
+"""Of a loss, in nats: where a model knows its data nearly by heart, any sample is far above the median. Below
+such a loss a norm is no spike either: it is that of the few tokens that are not yet known."""
 
 
 class SpikeWarnings:
@@ -63,7 +64,7 @@ class SpikeWarnings:
             return
         for (name, series), value in zip(self._series.items(), (loss, grad_norm), strict=True):
             usual = series.usual_if_spike(value, self._factor)
-            if usual is not None:
+            if usual is not None and loss >= _SMALLEST_RISE:
                 samples = samples_of_step(self._run, iteration)
                 _logger.warning(
                     "step %d: %s %.4g, far above the usual %.4g; the first of its %s: %s; all are in %s",

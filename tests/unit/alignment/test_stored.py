@@ -59,7 +59,7 @@ def test_another_shape_is_refused(root: Path, tmp_path: Path) -> None:
 def test_folders_of_another_kind_are_refused(root: Path, tmp_path: Path) -> None:
     for checkpoint, folder, words in (
         (root / "llama-3-mcore", tmp_path, "no config.json there"),
-        (root / "llama-3", root / "llama-3", "a Hugging Face folder, expected what toolkits.convert made"),
+        (root / "llama-3", root / "llama-3", "a Hugging Face folder, expected what llama-patch convert made"),
         (tmp_path, root / "llama-3", "no checkpoint there"),
     ):
         with pytest.raises(ConfigError, match=words):

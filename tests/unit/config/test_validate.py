@@ -445,7 +445,7 @@ def test_indexed_data_needs_both_files(command):
         (command.folder / rows).write_text('{"text": "words"}')
         with pytest.raises(
             DataError,
-            match=rf"{rows}, which is a file itself.* python -m toolkits\.preprocess_pretrain writes",
+            match=rf"{rows}, which is a file itself.* llama-patch preprocess writes",
         ):
             validate_run(command.parse(DATASET_PATH=str(command.folder / rows), **tokens).config, GPUS)
     prefix.with_suffix(".idx").touch()
@@ -493,5 +493,5 @@ def test_converted_folder_is_taken_with_its_shape_and_tokenizer(command):
 def test_legacy_folder_is_refused_with_the_converters_name(command):
     folder = _released(command, "mp_rank_00")
     config = command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=str(folder)).config
-    with refused(ConfigError, match=r"mp_rank_\*.*python -m toolkits\.convert mcore2hf"):
+    with refused(ConfigError, match=r"mp_rank_\*.*llama-patch convert mcore2hf"):
         validate_run(config, GPUS)

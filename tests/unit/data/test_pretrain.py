@@ -185,7 +185,7 @@ def cut(path: Path, size: int) -> None:
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda p: os.remove(f"{p}.bin"), r"set\.bin: no such file.*toolkits.preprocess_pretrain"),
+        (lambda p: os.remove(f"{p}.bin"), r"set\.bin: no such file.*llama-patch preprocess"),
         (lambda p: os.remove(f"{p}.idx"), r"set\.idx: no such file"),
         (lambda p: cut(f"{p}.bin", 0), r"set\.bin: has no tokens"),
         (lambda p: cut(f"{p}.bin", 100), r"set\.bin: 100 bytes, expected 400"),

@@ -13,7 +13,7 @@ def test_the_plan_of_gpus_has_their_name_and_a_steps_time():
     run = planned_run(dp=16)
     text = "\n".join(describe_here(run, H100.facts))
     assert text.startswith("planned for 2 machines of 8 x NVIDIA H100 80GB HBM3 (79.10 GiB)")
-    assert "python -m toolkits.plan --machine" in text.splitlines()[0]
+    assert "llama-patch plan --machine" in text.splitlines()[0]
     seconds = step_time(run, dataclasses.replace(H100, nodes=2)).seconds
     assert f"time        {seconds:.3g} s a step" in text and "MFU" in text
 

@@ -1,4 +1,4 @@
-"""python -m toolkits.doctor: each check on machines that a test makes up, and once on this one."""
+"""llama-patch doctor: each check on machines that a test makes up, and once on this one."""
 
 import json
 import os

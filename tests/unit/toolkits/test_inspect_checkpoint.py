@@ -1,4 +1,4 @@
-"""python -m toolkits.inspect_checkpoint on checkpoints that a test knows, and on harmed and hostile ones."""
+"""llama-patch inspect on checkpoints that a test knows, and on harmed and hostile ones."""
 
 import argparse
 import json

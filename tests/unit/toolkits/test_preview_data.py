@@ -43,7 +43,7 @@ def _write(folder: Path, rows: list, name: str = "rows.jsonl") -> Path:
 
 
 def _flags(tokenizer: Path, *more: object, length: int = LENGTH) -> list[str]:
-    return ["--tokenizer-name-or-path", str(tokenizer), "--max-padding-length", str(length), *map(str, more)]
+    return ["--tokenizer-name-or-path", str(tokenizer), "--seq-length", str(length), *map(str, more)]
 
 
 class _Page(HTMLParser):

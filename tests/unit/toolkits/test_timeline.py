@@ -1,4 +1,4 @@
-"""python -m toolkits.timeline on traces that a test writes by hand, with overlaps that it knows."""
+"""llama-patch timeline on traces that a test writes by hand, with overlaps that it knows."""
 
 import gzip
 import json

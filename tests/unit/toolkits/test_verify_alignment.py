@@ -1,4 +1,4 @@
-"""python -m toolkits.verify_alignment on checkpoints that are right, and on some wrong in one place."""
+"""llama-patch align on checkpoints that are right, and on some wrong in one place."""
 
 import contextlib
 import dataclasses
@@ -236,7 +236,7 @@ def test_wrong_folders_end_with_2(tmp_path: Path, capsys: pytest.CaptureFixture)
     assert "File name too long" in capsys.readouterr().err
     for arguments, words in (
         ([f"--hf={tmp_path}", f"--mcore={hf}"], "no config.json there"),
-        ([f"--hf={hf}", f"--mcore={hf}"], "a Hugging Face folder, expected what toolkits.convert made"),
+        ([f"--hf={hf}", f"--mcore={hf}"], "a Hugging Face folder, expected what llama-patch convert made"),
         ([f"--hf={hf}", f"--mcore={tmp_path}"], "no checkpoint there"),
     ):
         assert main(arguments) == 2

@@ -306,10 +306,12 @@ def test_automatic_limit_is_twenty_steps_and_at_least_five_minutes() -> None:
 
 def test_slow_rank_is_reported_once() -> None:
     judge = judge_of(3)
-    found = [each for own in (10.0, 14.0, 16.0) for each in beats([(Phase.UPDATE, 9, 0.0)], own_ms=own)]
+    found = [each for own in (100.0, 140.0, 160.0) for each in beats([(Phase.UPDATE, 9, 0.0)], own_ms=own)]
     assert judge.slow(found) == []
-    found[1] = found[1]._replace(own_ms=10.0)
-    assert judge.slow(found) == [(2, 10.0)]
+    short = [beat._replace(own_ms=own) for beat, own in zip(found, (10.0, 10.0, 29.0), strict=True)]
+    assert judge.slow(short) == []
+    found[1] = found[1]._replace(own_ms=100.0)
+    assert judge.slow(found) == [(2, 100.0)]
     assert judge.slow(found) == []
     early = [beat._replace(num_steps=10) for beat in found]
     assert judge_of(3).slow(early) == []

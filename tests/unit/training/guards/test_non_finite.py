@@ -180,14 +180,14 @@ def test_spikes_are_those_of_a_plain_median_and_only_their_first_step_is_named(t
 
 
 def test_small_spikes_are_not_named(tmp_path: Path) -> None:
-    """Of a loss near 0, and of a norm that is not clipped."""
+    """Of a loss near 0, of a norm at such a loss, and of one that is not clipped."""
     run = SimpleNamespace(config=small_run(global_batch_size=4, clip_grad=1.0, output_path=str(tmp_path)))
     run.sample_place, run.consumed_samples = "row {}".format, lambda step: 4 * step
     lines = collect_messages()
     warnings = SpikeWarnings(run)  # type: ignore[arg-type]
     for iteration in range(60):
-        spike = {40: (0.09, 0.9), 50: (0.2, 0.9), 55: (0.001, 1.1)}.get(iteration, (0.001, 0.01))
-        warnings.note(iteration, *spike)
+        spikes = {30: (0.09, 1.1), 40: (0.09, 0.9), 50: (0.2, 0.9), 55: (0.1, 1.1)}
+        warnings.note(iteration, *spikes.get(iteration, (0.001, 0.01)))
     assert [line.split(",")[0] for line in lines] == ["step 51: loss 0.2", "step 56: gradient norm 1.1"]
 
 
