@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from patch.config.data_spec import parse_data
 from patch.config.fields import FIELDS
-from patch.config.hf_config import refuse_original_form
+from patch.config.hf_config import refuse_other_forms
 from patch.config.hub_names import fetch_sets, take_models
 from patch.config.positions import read_variables
 from patch.config.rules import check_range
@@ -60,7 +60,7 @@ def read_data_settings(
     """
     values = {**(read_yaml(run) if run is not None else {}), **read_variables(environ), **flags}
     take_models(values)
-    refuse_original_form(values)
+    refuse_other_forms(values)
     if text is not None:
         text = fetch_sets(text, "train_data_path")
         values |= {"train_data_path": text, "dataset_type": "idxmap" if _is_indexed(text) else "raw"}

@@ -22,28 +22,46 @@ def is_hf_folder(path: str | Path) -> bool:
     return has_hf_config(path) and not (Path(path) / TRACKER).is_file()
 
 
-def refuse_original_form(values: Mapping[str, Any]) -> None:
-    """Refuse Meta's own form of LLaMA as weights or tokenizer.
+def refuse_other_forms(values: Mapping[str, Any]) -> None:
+    """Refuse folders of LLaMA in another form than Hugging Face's as weights or tokenizer.
 
-    transformers loads its tokenizer.model without complaint, as a tokenizer without special tokens.
+    transformers loads the tokenizer.model of Meta's form without complaint, without special tokens.
 
     Args:
         values: fields of the configuration.
 
     Raises:
-        ConfigError: a folder has params.json, but not the file that the Hugging Face form has instead.
+        ConfigError: a folder has files of another form, but not the file that the Hugging Face form has.
     """
     for field, instead in (("load", "config.json"), ("tokenizer_name_or_path", "tokenizer_config.json")):
         folder = Path(values.get(field) or "")
-        if values.get(field) is None or not (folder / "params.json").is_file() or (folder / instead).exists():
+        if values.get(field) is None or (folder / instead).exists():
             continue
-        above_it = has_hf_config(folder.absolute().parent)
-        where = folder.absolute().parent if above_it else "a repository of the hub has it above original/"
-        raise ConfigError(
-            f"got {folder}, LLaMA in Meta's original form (params.json, consolidated.*.pth), expected its "
-            f"Hugging Face form (config.json, model*.safetensors, tokenizer.json): {where}",
-            field=field,
+        if found := _other_form(folder):
+            raise ConfigError(f"got {folder}, {found}", field=field)
+
+
+def _other_form(folder: Path) -> str | None:
+    """What a folder without config.json holds instead of a model in Hugging Face's form, and the cure."""
+    if (folder / "params.json").is_file():
+        above = folder.absolute().parent
+        where = above if has_hf_config(above) else "a repository of the hub has it above original/"
+        return (
+            "LLaMA in Meta's original form (params.json, consolidated.*.pth), expected its "
+            f"Hugging Face form (config.json, model*.safetensors, tokenizer.json): {where}"
         )
+    if (folder / "adapter_config.json").is_file():
+        base = _read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        return (
+            f"a PEFT adapter of {base}, expected a whole model: merge it (peft's "
+            "AutoPeftModelForCausalLM, merge_and_unload(), save_pretrained()) and give the merged folder"
+        )
+    if gguf := sorted(folder.glob("*.gguf")):
+        return (
+            f"weights in GGUF ({gguf[0].name}), expected a Hugging Face folder: the one that they were made "
+            "from, or transformers' from_pretrained(FOLDER, gguf_file=NAME) and save_pretrained()"
+        )
+    return None
 
 
 def _read_json(file: Path) -> Mapping[str, Any]:
@@ -70,6 +88,8 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
             window in only some layers.
     """
     file = Path(folder) / "config.json"
+    if not file.exists() and (found := _other_form(Path(folder))):
+        raise ConfigError(f"{folder}: {found}")
     return read_config(ConfigReader(file, _read_json(file)))
 
 

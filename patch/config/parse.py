@@ -19,7 +19,7 @@ from patch.config.cluster import Rendezvous, default_nproc_per_node, read_cluste
 from patch.config.data_spec import format_data, parse_data
 from patch.config.fields import FIELDS, assemble, check_choice, missing
 from patch.config.flags import build_parser, is_flag, read_flags
-from patch.config.hf_config import has_hf_config, refuse_original_form, vocabulary_at
+from patch.config.hf_config import has_hf_config, refuse_other_forms, vocabulary_at
 from patch.config.hub_names import take_models
 from patch.config.positions import USAGE, read_positions, read_variables, where
 from patch.config.presets import MODEL_SIZES, PRESETS, REQUIRED_SHAPE, SHAPE_FIELDS
@@ -74,7 +74,7 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
         env, positions, notes = read_positions(texts, environ, flags.fields)
     merged = _merge([file, positions, flags.fields])
     take_models(merged)
-    refuse_original_form(merged)
+    refuse_other_forms(merged)
     merged = {**_shape(merged), **merged}
     # positions say how many machines there are, so only a flag may overrule them
     nnodes = (flags.fields if texts else merged).get("nnodes")

@@ -19,7 +19,6 @@ _SUPPORTED: dict[str, Any] = {
     "attention_dropout": 0.0,
     "pretraining_tp": 1,
     "partial_rotary_factor": 1.0,
-    "quantization_config": None,
 }
 """Keys with their only supported value; all of them may be absent."""
 
@@ -57,6 +56,9 @@ class LlamaLike(Family):
         """ModelConfig's fields from a config.json of this family; see Family."""
         config = config.with_defaults(self.defaults)
         config.accept_only(_SUPPORTED)
+        if quantised := config.values.get("quantization_config"):
+            expected = "none: the model that these quantised weights were made from, in bf16, fp16 or fp32"
+            config.refuse("quantization_config", quantised, expected)
         hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
         if heads < 1:
             config.refuse("num_attention_heads", heads, "at least 1")

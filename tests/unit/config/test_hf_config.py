@@ -166,7 +166,10 @@ def test_what_transformers_saves_is_read_back(tmp_path, tied):
         ({"model_type": ["llama"]}, "model_type: got ['llama'], expected one of llama"),
         ({"vocab_size": None}, "vocab_size: got None, expected a whole number"),
         ({"num_attention_heads": 0}, "num_attention_heads: got 0, expected at least 1"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config: got {'bits': 4}"),
+        (
+            {"quantization_config": {"bits": 4}},
+            "quantization_config: got {'bits': 4}, expected none: the model that these quantised weights",
+        ),
     ],
 )
 def test_unsupported_model_is_refused_by_name(tmp_path, changes, message):
@@ -207,6 +210,20 @@ def _original(folder: Path) -> Path:
     for name in ("params.json", "consolidated.00.pth", "tokenizer.model"):
         (folder / name).write_text("{}")
     return folder
+
+
+def test_adapters_and_gguf_are_named_with_their_cure(command):
+    folder = command.folder / "given"
+    folder.mkdir()
+    (folder / "llama-Q4_K_M.gguf").touch()
+    gguf = rf"{folder}[:,] weights in GGUF \(llama-Q4_K_M.gguf\), expected a Hugging Face folder: .*gguf_file"
+    with refused(ConfigError, rf"^--load \(position 22 .*: got {gguf}"):
+        command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=str(folder))
+    with refused(ConfigError, f"^{gguf}"):
+        read_hf_config(folder)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "llama/8B"}')
+    with refused(ConfigError, f"^{folder}: a PEFT adapter of llama/8B, expected a whole model: merge"):
+        read_hf_config(folder)
 
 
 def test_metas_original_form_is_named_with_the_place_of_the_other_one(command):

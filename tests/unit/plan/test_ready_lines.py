@@ -105,3 +105,7 @@ def test_figures_of_ready_lines_are_the_plans() -> None:
 def test_both_languages_have_the_same_figures() -> None:
     english, chinese = (FIGURES.findall(page.read_text(encoding="utf-8")) for page in (PAGE, CHINESE))
     assert english == chinese
+    planned = re.findall(r"SFT: ([\d.]+ GiB)", PAGE.read_text(encoding="utf-8"))
+    for front in ("README.md", "README_zh.md"):  # a cell for each SFT line, in the same order
+        text = (GUIDES.parents[2] / front).read_text(encoding="utf-8")
+        assert re.findall(r"\| ([\d.]+ GiB)", text) == planned
