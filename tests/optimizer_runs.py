@@ -24,7 +24,6 @@ from patch.compat.gloo import shared_devices
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.distributed.groups import split_instances
-from patch.distributed.registered_memory import Pool
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.kernels import AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import adam, round_to_bf16
@@ -86,14 +85,13 @@ def build_optimizer(
     zero_stage: ZeroStage,
     *,
     num_instances: int = 1,
-    pool: Pool | None = None,
     **changes: Any,
 ) -> OverlappedDistributedOptimizer:
     """The optimizer over all processes of the job; `changes` are fields of its configuration."""
     config = OptimizerConfig(**{"lr": LR, "clip_grad": 0.5, "reduce_bucket_size": 300} | changes)
     groups = data_parallel_groups()
     split_instances(groups, num_instances)
-    return OverlappedDistributedOptimizer([model], config, zero_stage, groups, pool=pool)
+    return OverlappedDistributedOptimizer([model], config, zero_stage, groups)
 
 
 def accumulate(

@@ -28,9 +28,6 @@ AttentionBackend = Literal["auto", "flash", "fused", "unfused", "local"]
 TransformerImpl = Literal["transformer_engine", "local"]
 """Whose layers a model has: Transformer Engine's, or those of this project. Megatron-LM's names."""
 
-CudaGraphImpl = Literal["local"]
-"""Who captures CUDA graphs of the layers; Megatron-LM's `transformer_engine` is not built."""
-
 HfAttention = Literal["eager", "sdpa"]
 """An attention implementation of transformers, as its `attn_implementation` spells it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from patch.config.choices import AttentionBackend, CudaGraphImpl, HfAttention, RopeScaling, TransformerImpl
+from patch.config.choices import AttentionBackend, HfAttention, RopeScaling, TransformerImpl
 from patch.config.flag_field import flag
 from patch.families import MOST_LAYERS
 
@@ -70,12 +70,6 @@ class ModelConfig:
         "attention on CUDA: auto (the fastest), flash (FlashAttention-3; without it as auto), fused (cuDNN "
         "first), unfused (all scores), local (kernels of torch alone); CPU has one",
         "auto",
-    )
-    cuda_graph_impl: CudaGraphImpl | None = flag(
-        "local: a layer's forward and its backward are one launch each in training steps; for small models, "
-        "whose GPU waits for launches",
-        None,
-        none="none",
     )
     precision_align: HfAttention | None = flag(
         "Hugging Face's order of operations, with this attention of transformers; none: the fastest kernels",

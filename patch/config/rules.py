@@ -16,7 +16,6 @@ from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
 from patch.config.fp8_rules import fp8_fits, fp8_notes, loss_scale_fits, loss_scale_notes
-from patch.config.graph_rules import graph_notes, graphs_fit
 from patch.config.pipeline_rules import (
     counted_layers,
     interleaving_has_enough_batches,
@@ -31,7 +30,6 @@ from patch.config.positions import length_text, where
 from patch.config.refusal import refuse
 from patch.config.schema import RunConfig
 from patch.config.sharding_rules import (
-    buffers_can_be_registered,
     gradients_can_be_rounded,
     instances_share_states,
     sharding_is_said_once,
@@ -356,7 +354,6 @@ RULES: tuple[Rule, ...] = (
     backends_exist,
     fp8_fits,
     loss_scale_fits,
-    graphs_fit,
     sequence_fits,
     context_parallel_fits,
     processes_fit,
@@ -368,7 +365,6 @@ RULES: tuple[Rule, ...] = (
     sharding_is_said_once,
     instances_share_states,
     gradients_can_be_rounded,
-    buffers_can_be_registered,
     run_has_steps,
     retained_are_saved,
     schedule_fits,
@@ -407,7 +403,6 @@ def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     yield from backend_notes(config, machine)
     yield from fp8_notes(config, machine)
     yield from loss_scale_notes(config)
-    yield from graph_notes(config)
     yield from _activation_notes(config)
     yield from sharding_notes(config)
     yield from _data_notes(config)

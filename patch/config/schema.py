@@ -302,7 +302,6 @@ class OptimizerConfig:
     ddp_pad_buckets_for_high_nccl_busbw: bool = flag(
         "buckets are padded to multiples of 2^16 elements, which NCCL sends fastest between many GPUs", False
     )
-    use_nccl_ub: bool = flag("weights and gradients lie in memory that is registered with NCCL", False)
     grad_reduce_in_bf16: bool = flag(
         "gradients travel between replicas as bf16, and are still added up in fp32; half the bytes", False
     )

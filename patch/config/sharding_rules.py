@@ -44,14 +44,8 @@ def gradients_can_be_rounded(config: RunConfig, machine: MachineFacts) -> None:
         refuse("grad_reduce_in_bf16", "true", expected, "an all-reduce adds up in the type that travels")
 
 
-def buffers_can_be_registered(config: RunConfig, machine: MachineFacts) -> None:
-    """NCCL, which sends between GPUs, is the one that registers buffers."""
-    if config.optimizer.use_nccl_ub and not machine.cuda_devices:
-        refuse("use_nccl_ub", "true", "false", "without a GPU messages go over gloo, which registers nothing")
-
-
 def sharding_notes(config: RunConfig) -> Iterator[str]:
     """One line for each flag about replicas that has no effect in this run."""
-    for field in ("grad_reduce_in_bf16", "use_nccl_ub", "ddp_pad_buckets_for_high_nccl_busbw"):
+    for field in ("grad_reduce_in_bf16", "ddp_pad_buckets_for_high_nccl_busbw"):
         if getattr(config.optimizer, field) and config.num_weight_copies == 1:
             yield f"{where(field)} has no effect with one replica"

@@ -17,6 +17,9 @@ from patch.errors import ConfigError, nearest, shown
 from patch.storage.places import AnyPath
 from patch.storage.text_files import parse_yaml, read_small, read_text
 
+_GONE = [("model", "cuda_graph_impl", "none"), ("optimizer", "use_nccl_ub", False)]
+"""Keys that the config.yaml of earlier runs has, at the values that changed nothing: passed over."""
+
 
 def to_yaml(config: RunConfig) -> str:
     """Every value of the run, section by section."""
@@ -76,6 +79,8 @@ def _parse(text: str, origin: str) -> dict[str, Any]:
                 f"expected {', '.join(SECTIONS)}"
             )
         for name, value in _mapping(values or {}, f"{origin}: {section}").items():
+            if (section, name, value) in _GONE:
+                continue
             _check_known(name, section, origin)
             fields[name] = coerce(FIELDS[name], value, f"{origin}: {section}.{name}")
     return fields

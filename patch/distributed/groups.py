@@ -22,7 +22,6 @@ from patch.config.schema import ParallelConfig, RunConfig
 from patch.device import DeviceContext
 from patch.distributed.job import join
 from patch.distributed.launch import DETERMINISTIC
-from patch.distributed.registered_memory import RegisteredMemory
 from patch.errors import ConfigError
 
 
@@ -133,7 +132,6 @@ def alone(context: DeviceContext) -> Iterator[ProcessGroupCollection]:
 
 def shutdown() -> None:
     """Leave the groups and the job; safe to call when they were never joined."""
-    RegisteredMemory.release_all()
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -19,8 +19,7 @@ class RoundedSums:
     """What `start_reduce_scatter` does over gloo for gradients that travel in fewer bits, beside compute.
 
     All messages are rounded, exchanged and summed on one stream, one after the other. So one buffer to send
-    from and one to receive in do for all, however far the host is ahead: the same on all ranks, as NCCL wants
-    it where they are registered (registered_memory.py).
+    from and one to receive in do for all, however far the host is ahead.
 
     Args:
         numel: of the largest buffer.

@@ -1,7 +1,6 @@
 """The LLaMA model on megatron-core's GPTModel; see README.md."""
 
 from patch.config.execution import Execution
-from patch.model.cuda_graphs import capture_layers
 from patch.model.hf_order import SOURCES
 from patch.model.linear_cross_entropy import LearnedTokens
 from patch.model.llama import (

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
-from patch.distributed.registered_memory import NcclPool, Pool, RegisteredMemory
 from patch.errors import ConfigError
 
 
@@ -121,24 +120,3 @@ def find_domains(
         for group, dtype, gathered_as in keys
     ]
     return domains, [keys.index(key) for key in placed]
-
-
-def registered_memory(
-    pool: Pool | None, domains: Sequence[Domain], device: torch.device, *, is_wanted: bool
-) -> RegisteredMemory:
-    """Memory for the flat buffers, to be registered with the groups that send them, if that is wanted.
-
-    Args:
-        pool: None: NCCL's, if that is wanted and anything is sent at all.
-        domains: whose buffers these are.
-        device: of this rank.
-        is_wanted: --use-nccl-ub.
-    Raises:
-        ConfigError: it is wanted, and messages do not travel over NCCL.
-    """
-    is_wanted |= pool is not None
-    senders = [group for domain in domains for group in (domain.instance, domain.across) if group is not None]
-    senders = [group for group in senders if group.size() > 1]
-    if pool is None and is_wanted and senders:
-        pool = NcclPool(senders[0], device)
-    return RegisteredMemory(pool if senders else None, senders, is_wanted=is_wanted)

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 
@@ -70,7 +70,6 @@ class GradBuffer:
         on_backward: called before the first gradient of each micro-batch, or the zeros of one without any.
         on_final: called with a bucket's index when its shard is final, or, with what it waits for, will be.
         is_fused: whether layers may add gradients to the buffer themselves (main_grad.py).
-        allocating: context in which everything that is sent is allocated.
     """
 
     def __init__(
@@ -86,7 +85,6 @@ class GradBuffer:
         on_backward: Callable[[], None],
         on_final: Callable[[int, Pending | None], None],
         is_fused: bool,
-        allocating: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._group, self._clock, self._like = group, clock, like
         self._is_sharded = domains[0].zero_stage is ZeroStage.GRADIENTS
@@ -95,10 +93,9 @@ class GradBuffer:
         self._can_wait_elsewhere = all(domain.group.size() == 1 for domain in domains) or like.is_cuda
         num_slots = min(NUM_STAGING, len(bucket_ranges))
         largest = max(bucket_range.numel for bucket_range in bucket_ranges)
-        with allocating():
-            self._rounded_sums = _rounded_sums(largest, domains, like.device)
-            self.buckets = self._make_buckets(bucket_ranges, domains)
-            self._staging = Staging(like, largest, num_slots) if self._is_sharded else None
+        self._rounded_sums = _rounded_sums(largest, domains, like.device)
+        self.buckets = self._make_buckets(bucket_ranges, domains)
+        self._staging = Staging(like, largest, num_slots) if self._is_sharded else None
         self._travelling: deque[Bucket] = deque()
         """Buckets whose reductions are under way."""
         self._leaving: deque[Bucket] = deque()

@@ -32,10 +32,9 @@ from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.device import torch_dtype
 from patch.distributed.async_collectives import Pending, WaitClock
-from patch.distributed.registered_memory import Pool
 from patch.errors import CheckpointError, TrainingError
 from patch.memory import OffloadDevice
-from patch.optimizer.domain import Domain, find_domains, find_instances, registered_memory
+from patch.optimizer.domain import Domain, find_domains, find_instances
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
 from patch.optimizer.hybrid_adam import HybridAdam, Offload, state_dtypes
 from patch.optimizer.loss_scale import loss_scale_of
@@ -65,7 +64,6 @@ class OverlappedDistributedOptimizer:
         groups: dp_cp, tp, mp and embd are used; of several instances also intra_dp_cp and inter_dist_opt.
         offload: where states may go; None: all stay on the parameters' device.
         param_groups: every trainable parameter is in one of them; None: `default_param_groups`.
-        pool: where flat buffers lie; None: as `use_nccl_ub` says.
     Raises:
         ConfigError: other arguments than these; parameters that it cannot train, see `check_parameters`, or a
             parameter in no group or in several.
@@ -79,7 +77,6 @@ class OverlappedDistributedOptimizer:
         groups: ProcessGroupCollection,
         offload: Offload | None = None,
         param_groups: Sequence[ParamGroup] | None = None,
-        pool: Pool | None = None,
     ) -> None:
         check_arguments(stages, zero_stage)
         named, stage_indices = trained_in(stages)
@@ -97,7 +94,6 @@ class OverlappedDistributedOptimizer:
         shares, is_sent = [d.num_shards for d in domains], any(d.group.size() > 1 for d in domains)
         is_padded = is_sent and config.ddp_pad_buckets_for_high_nccl_busbw
         bucket_ranges = lay_out(specs, config.reduce_bucket_size, shares, is_padded=is_padded)
-        memory = registered_memory(pool, domains, self.device, is_wanted=config.use_nccl_ub)
         self._clock = WaitClock(self.device)
         self._lr: float | Sequence[float] | None = None
         """The rates of the step that has begun; None: none has."""
@@ -110,7 +106,6 @@ class OverlappedDistributedOptimizer:
             device=self.device,
             wait_for_update=self._wait_for_update,
             clock=self._clock,
-            allocating=memory.allocating,
         )
         self._trained = TrainedParameters(stages, named)
         self.grad_buffer = GradBuffer(
@@ -124,9 +119,7 @@ class OverlappedDistributedOptimizer:
             on_backward=self._finish_updates,
             on_final=self._on_final_gradient,
             is_fused=is_fused(config, self.device),
-            allocating=memory.allocating,
         )
-        memory.register()
         self._own = OwnShards(self.parameters, specs, self.grad_buffer.buckets, self.param_buffer, groups)
         fixed_bytes = self.param_buffer.num_bytes + self.grad_buffer.num_bytes
         self.adam = HybridAdam(self._own.shards, config, self.param_groups, offload, fixed_bytes)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from itertools import chain
 from typing import Any, ClassVar, Protocol
 
@@ -55,7 +55,6 @@ class ParamBuffer:
         device: of the parameters.
         wait_for_update: waits for this rank's new part of a bucket.
         clock: gets the time that compute waits for parameters.
-        allocating: context in which the buffers are allocated.
     """
 
     _with_gathers_left: ClassVar[set[ParamBuffer]] = set()
@@ -72,7 +71,6 @@ class ParamBuffer:
         device: torch.device,
         wait_for_update: WaitForUpdate,
         clock: WaitClock,
-        allocating: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._bucket_ranges, self._domains = bucket_ranges, domains
         self._wait_for_update, self._clock = wait_for_update, clock
@@ -88,8 +86,7 @@ class ParamBuffer:
         self.flats: list[torch.Tensor] = []
         """The flat buffer of each domain; bytes where parameters are gathered in 8 bits."""
         for domain, numel in zip(domains, flat_numels(bucket_ranges, len(domains)), strict=True):
-            with allocating() if domain.gathered_as is None else nullcontext():
-                self.flats.append(torch.zeros(numel, dtype=domain.dtype, device=device))
+            self.flats.append(torch.zeros(numel, dtype=domain.dtype, device=device))
         # A gather that starts in the midst of a forward waits for its update, not for what compute has to do.
         self._device, self._streams = device, streams_of(device)
         is_sharded = any(domain.num_shards > 1 for domain in domains)
@@ -111,8 +108,7 @@ class ParamBuffer:
         for number, domain in enumerate(domains):
             if domain.gathered_as is not None:
                 ranges = {index: r for index, r in enumerate(bucket_ranges) if r.domain == number}
-                with allocating():
-                    values = torch.zeros(self.flats[number].numel(), dtype=torch.uint8, device=device)
+                values = torch.zeros(self.flats[number].numel(), dtype=torch.uint8, device=device)
                 flat = EightBitFlat(parameters, ranges, domain, values, self.flats[number], clock)
                 self._in_8_bits[number], self.flats[number] = flat, values
         self._watch(stages)

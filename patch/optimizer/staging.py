@@ -1,7 +1,6 @@
 """What gradients are collected in and sent from where a rank keeps its shards only (ZeRO stage `gradients`).
 
-Message m of a step leaves from slot m mod n. So all ranks send it from the same buffer, as NCCL wants it
-where that is registered (patch/distributed/registered_memory.py), whatever the order of their gradients was.
+Message m of a step leaves from slot m mod n, on all ranks, whatever the order of their gradients was.
 A bucket that opens so early that the message before in its slot has not left is collected in a spare, and
 moved into the slot when it leaves: that happens where unused parameters or several domains hold buckets open.
 """

@@ -118,7 +118,7 @@ def _stand_in_bytes(config: RunConfig, *, cuda: bool) -> int:
     is_fused, model = config.optimizer.gradient_accumulation_fusion, config.model
     is_wanted = cuda if is_fused is None else is_fused
     has_8_bits, keeps_order = config.training.precision == "fp8", model.precision_align is not None
-    if not is_wanted or has_8_bits or keeps_order or model.cuda_graph_impl is not None:
+    if not is_wanted or has_8_bits or keeps_order:
         return 0
     largest = largest_matrix_per_rank(config.model, config.parallel)
     return largest * element_bytes(config.training.precision)

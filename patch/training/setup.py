@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -27,7 +27,7 @@ from patch.distributed.collectives import all_or_none
 from patch.distributed.zigzag import Zigzag
 from patch.logger import get_logger
 from patch.memory import SavedTensors, SimulatedDevice
-from patch.model import LlamaModel, build_llama_model, capture_layers, forget_weights, initialize_weights
+from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
 from patch.storage.names import DATA_INDEX_FOLDER
 from patch.storage.places import AnyPath, any_path
@@ -132,23 +132,7 @@ def build_run(config: RunConfig, context: DeviceContext, groups: ProcessGroupCol
         samples_ahead=ahead,
     )
     _load(run, root, progress)
-    if config.model.cuda_graph_impl is not None:
-        use_graphs(run)
     return run
-
-
-def use_graphs(run: Run) -> None:
-    """Capture CUDA graphs of the layers; collective, before the first step, when the weights are loaded.
-
-    Raises:
-        torch.OutOfMemoryError: on all ranks, if one has no memory for them.
-    """
-    run.optimizer.finish_param_sync()  # what waits for a gather must not be captured
-    (stage,) = run.stages
-    with all_or_none():
-        with torch.no_grad():
-            table = stage.rotary_pos_emb(run.config.sample_length)
-        capture_layers(stage.decoder.layers, table, run.config.training.micro_batch_size)
 
 
 def build_model(
@@ -178,12 +162,9 @@ def build_run_optimizer(
     Raises:
         torch.OutOfMemoryError: --simulated-device-memory is too small for the buffers.
     """
-    settings = config.optimizer
-    if config.model.cuda_graph_impl is not None:  # a replay asks nobody where a gradient belongs
-        settings = replace(settings, gradient_accumulation_fusion=False)
     optimizer = build_optimizer(
         stages,
-        settings,
+        config.optimizer,
         config.zero_stage,
         groups,
         host_bytes=usable_memory() // config.parallel.nproc_per_node,

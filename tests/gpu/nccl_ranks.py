@@ -30,7 +30,6 @@ from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import start_save
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_gather_object, max_over_world
-from patch.distributed.registered_memory import RegisteredMemory
 from patch.distributed.zigzag import Zigzag
 from patch.storage.atomic import write_atomically
 from patch.training.run_state import Progress, resume, save, state_to_save
@@ -47,9 +46,7 @@ STATIC = {"optimizer_offload_policy": "static", "optimizer_offload_fraction": 0.
 LAYOUTS: dict[str, dict[str, Any]] = {
     f"{level}, {policy}": {"dp": 2, "data_parallel_sharding": level, **changes}
     for level in LEVELS
-    for policy, changes in (
-        ("on the device", {}), ("half on the host", STATIC), ("registered", {"use_nccl_ub": True})
-    )
+    for policy, changes in (("on the device", {}), ("half on the host", STATIC))
 } | {
     "tensor": {"tp": 2, "sequence_parallel": True},
     "tensor, half on the host": {"tp": 2, **STATIC},
@@ -68,12 +65,9 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas, activations offloaded and recomputed": {
         "dp": 2, "cpu_offloading": True, "recompute_granularity": "selective",
     },
-    **{
-        f"replicas, gradients travel as bf16 in padded buckets{words}": {
-            "dp": 2, "data_parallel_sharding": "gradients", "grad_reduce_in_bf16": True,
-            "ddp_pad_buckets_for_high_nccl_busbw": True, "use_nccl_ub": bool(words),
-        }
-        for words in ("", ", registered")
+    "replicas, gradients travel as bf16 in padded buckets": {
+        "dp": 2, "data_parallel_sharding": "gradients", "grad_reduce_in_bf16": True,
+        "ddp_pad_buckets_for_high_nccl_busbw": True,
     },
     "pipeline, recomputed": {"pp": 2, "recompute_granularity": "full"},
 }  # fmt: skip
@@ -150,7 +144,6 @@ def close(run: Run) -> str:
     for stage in run.stages:
         for parameter in stage.parameters():
             digest.update(parameter.detach().contiguous().view(torch.uint8).cpu().numpy())
-    RegisteredMemory.release_all()
     parallel_state.destroy_model_parallel()
     return digest.hexdigest()
 

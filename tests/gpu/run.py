@@ -52,7 +52,7 @@ SECONDS = {
     "test_doctor.py": 25, "test_layer.py": 60, "test_all_gpus.py": 75, "test_offload.py": 20,
     "test_host_waits.py": 15, "test_profiling.py": 15, "test_main_grad.py": 10,
     "test_context_parallel.py": 15,
-    "test_packing.py": 20, "test_models.py": 15, "test_cuda_graphs.py": 25, "test_fp8.py": 25,
+    "test_packing.py": 20, "test_models.py": 15, "test_fp8.py": 25,
     "test_kernels.py": 45, "test_transformer_engine.py": 60, "test_alignment.py": 60, "test_adam.py": 60,
     "test_training.py": 90, "test_nccl.py": 120, "test_smoke.py": 230,
 }  # fmt: skip

@@ -30,16 +30,6 @@ def test_placement_changes_no_bit(found: Found, level: str) -> None:
     assert found[f"{level}, on the device"] == found[f"{level}, half on the host"]
 
 
-@pytest.mark.parametrize("level", LEVELS)
-def test_registered_buffers_change_no_bit(found: Found, level: str) -> None:
-    assert found[f"{level}, on the device"] == found[f"{level}, registered"]
-
-
-def test_registered_buffers_of_bf16_messages_change_no_bit(found: Found) -> None:
-    name = "replicas, gradients travel as bf16 in padded buckets"
-    assert found[name] == found[f"{name}, registered"]
-
-
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_layouts_learn_alike(found: Found, name: str) -> None:
     expected = found["none, on the device"][:STEPS]

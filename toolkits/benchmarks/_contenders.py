@@ -18,7 +18,7 @@ from patch.distributed.async_collectives import WaitClock, start_all_gather, sta
 from patch.model import build_llama_model, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.plan.sharding import with_sharding
-from patch.training.setup import Run, build_run_optimizer, use_graphs
+from patch.training.setup import Run, build_run_optimizer
 from patch.training.step import train_step
 from toolkits.benchmarks._overlap_figures import ALL_TO_ALL, COMMUNICATION, COMPUTE
 from toolkits.benchmarks._upstream import Overlap, UpstreamTrainer
@@ -103,8 +103,6 @@ class OurTrainer:
             start_iteration=0,
         )
         self._iteration = 0
-        if config.model.cuda_graph_impl is not None:
-            use_graphs(self.run)
 
     @property
     def num_buckets(self) -> int:

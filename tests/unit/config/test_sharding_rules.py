@@ -6,13 +6,11 @@ from small_runs import small_run
 
 from patch.config.rules import notes
 from patch.config.sharding_rules import (
-    buffers_can_be_registered,
     gradients_can_be_rounded,
     instances_share_states,
 )
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.plan.activation_peak import heaviest_rank
 
 CPU = MachineFacts(cuda_devices=0, cpu_cores=2)
 INSTANCES = "num_distributed_optimizer_instances"
@@ -53,14 +51,3 @@ def test_padding_of_what_is_not_sent_is_noted() -> None:
     note = "--ddp-pad-buckets-for-high-nccl-busbw has no effect with one replica"
     assert note in list(notes(small_run(**padded), CPU))
     assert note not in list(notes(small_run(dp=2, **padded), CPU))
-
-
-def test_registered_buffers_are_refused_without_a_gpu_and_noted_of_one_replica() -> None:
-    wish = {"use_nccl_ub": True}
-    with refused(ConfigError, "--use-nccl-ub: got true, expected false: without a GPU messages go over gloo"):
-        buffers_can_be_registered(small_run(dp=2, **wish), CPU)
-    gpus = MachineFacts(cuda_devices=2, cpu_cores=2)
-    buffers_can_be_registered(small_run(dp=2, **wish), gpus)
-    assert "--use-nccl-ub has no effect with one replica" in list(notes(small_run(**wish), gpus))
-    plain, wished = (heaviest_rank(small_run(dp=2, **changes), cuda=True) for changes in ({}, wish))
-    assert plain == wished

@@ -36,6 +36,15 @@ def test_fed_back_yaml_needs_the_hf_folder_no_more(command):
     assert parse_args(["--config", file], {}, command.machine).config == config
 
 
+def test_a_config_of_before_loads_with_what_is_gone_at_its_default(command):
+    config = command.parse().config
+    old = to_yaml(config).replace("model:", "model:\n  cuda_graph_impl: none")
+    old = old.replace("\noptimizer:", "\noptimizer:\n  use_nccl_ub: false")
+    assert parse_args(["--config", _write(command, old)], {}, command.machine).config == config
+    with pytest.raises(ConfigError, match="unknown key optimizer.use_nccl_ub"):
+        parse_args(["--config", _write(command, old.replace("ub: false", "ub: true"))], {}, command.machine)
+
+
 def test_layers_have_their_order(command):
     file = _write(
         command, "training: {seed: 1, train_iters: 2}\noptimizer: {clip_grad: 3, adam_beta1: 0.5}\n"

@@ -40,11 +40,9 @@ from optimizer_runs import (
     take_step,
     weights_of,
 )
-from recording_pool import RecordingPool
 
 from patch.config.choices import ZeroStage
 from patch.distributed.async_collectives import Pending
-from patch.distributed.registered_memory import RegisteredMemory
 from patch.optimizer import OverlappedDistributedOptimizer, bucket
 from patch.optimizer.grad_buffer import NUM_STAGING
 
@@ -71,11 +69,6 @@ class Case(NamedTuple):
     def runs_at(self, dp_size: int) -> bool:
         """Whether the job can be divided so, and has something to send."""
         return self.num_instances in (1, dp_size // 2) and not (self.rounds and dp_size == 1)
-
-    @property
-    def is_registered(self) -> bool:
-        """Whether its flat buffers lie in a pool."""
-        return self.bucket_size == 300 and self.accumulation == 4
 
     def model(self) -> torch.nn.Module:
         """A new one, with the same weights every time."""
@@ -107,8 +100,6 @@ CASES = [
 class Outcome(NamedTuple):
     norms: list[float]
     weights: dict[str, np.ndarray]
-    registered: list[tuple[str, list[int]]] = []
-    """What was done with the pool of its flat buffers, in order."""
 
 
 def wait_everywhere(optimizer: OverlappedDistributedOptimizer) -> None:
@@ -133,26 +124,21 @@ def wait_everywhere(optimizer: OverlappedDistributedOptimizer) -> None:
 
 
 def train(case: Case, rank: int, dp_size: int, *, overlaps: bool) -> Outcome:
-    model, pool = case.model(), RecordingPool()
+    model = case.model()
     optimizer = build_optimizer(
         model,
         case.zero_stage,
-        pool=pool if case.is_registered else None,
         reduce_bucket_size=case.bucket_size,
         decoupled_weight_decay=case.is_decoupled,
         num_instances=case.num_instances,
         grad_reduce_in_bf16=case.rounds,
         ddp_pad_buckets_for_high_nccl_busbw=case.is_wide and case.zero_stage is ZeroStage.GRADIENTS,
     )
-    if pool.events:
-        assert pool.num_bytes == optimizer.param_buffer.num_bytes + optimizer.grad_buffer.num_bytes
     if not overlaps:
         wait_everywhere(optimizer)
     norms = [take_step(model, optimizer, step[rank]) for step in case.steps(dp_size)]
     optimizer.finish_param_sync()
-    pool.events.append(("use", []))
-    RegisteredMemory.release_all()
-    return Outcome(norms, weights_of(model), pool.events)
+    return Outcome(norms, weights_of(model))
 
 
 class Branches(torch.nn.Module):
@@ -171,18 +157,20 @@ class Branches(torch.nn.Module):
         return hidden.square().sum()
 
 
-def train_branches(rank: int) -> tuple[list[tuple[int, int]], float]:
-    """Where in registered memory each message of three steps was sent from; the difference of the weights.
+def train_branches(rank: int) -> tuple[list[int], float]:
+    """The slot that each message of three steps was sent from; the difference of the weights.
 
     Rank 1 has no gradient of the last two layers, whose buckets leave first: others come before their turn.
     """
-    model, plain, pool, sent = Branches(), Branches(), RecordingPool(), []
+    model, plain = Branches(), Branches()
+    slots: dict[int, int] = {}
+    sent: list[int] = []
     model.unused = {5, 6} if rank else {2}
-    optimizer = build_optimizer(model, ZeroStage.GRADIENTS, pool=pool, clip_grad=0.0)
+    optimizer = build_optimizer(model, ZeroStage.GRADIENTS, clip_grad=0.0)
     start = bucket.start_reduce_scatter
 
     def record(buffer: torch.Tensor, *arguments: Any) -> Pending:
-        sent.append(pool.place_of(buffer))
+        sent.append(slots.setdefault(buffer.data_ptr(), len(slots)))
         return start(buffer, *arguments)
 
     reference = Oracle(plain, ZeroStage.GRADIENTS, clip_grad=0.0)
@@ -199,7 +187,6 @@ def train_branches(rank: int) -> tuple[list[tuple[int, int]], float]:
             reference._backward = of_rank  # type: ignore[method-assign]
             reference.take_step(step)
     optimizer.finish_param_sync()
-    RegisteredMemory.release_all()
     expected = weights_of(plain)
     return sent, max(np.abs(weight - expected[name]).max() for name, weight in weights_of(model).items())
 
@@ -260,32 +247,13 @@ def test_overlap_changes_no_bit(ranks: list) -> None:
                 assert np.array_equal(weight, found["overlapped"][case].weights[name]), (case, name)
 
 
-def test_flat_buffers_are_registered_with_the_groups_that_send_them_until_they_are_freed(ranks: list) -> None:
-    size = len(ranks)
-    for rank, found in enumerate(ranks):
-        for case in found["overlapped"]:
-            instance = size // case.num_instances
-            senders = [list(range(rank // instance * instance, (rank // instance + 1) * instance))]
-            if case.num_instances > 1:
-                senders.append(list(range(rank % instance, size, instance)))
-            expected = [("use", [])]
-            if case.is_registered and size > 1:
-                met = [(what, group) for what in ("meet", "register") for group in senders]
-                left = [("deregister", group) for group in reversed(senders)]
-                expected = [("allocate", []), ("allocate", []), *met, *expected, *left, ("free", [])]
-            assert found["overlapped"][case].registered == expected, case
-
-
-def test_a_message_is_sent_from_the_same_registered_memory_on_all_ranks(ranks: list) -> None:
+def test_a_message_is_sent_from_the_same_slot_on_all_ranks(ranks: list) -> None:
     if len(ranks) != 2:
         pytest.skip("run at DP 2 only")
     (sent, difference), (sent_by_other, other_difference) = (found["branches"] for found in ranks)
     assert sent == sent_by_other and difference == other_difference == 0
-    slots = list(dict.fromkeys(sent))
-    assert len(slots) == NUM_STAGING and all(offset == 0 for _, offset in slots)
     of_step = len(sent) // 3
-    for step in range(3):
-        assert sent[step * of_step : (step + 1) * of_step] == [slots[i % NUM_STAGING] for i in range(of_step)]
+    assert sent == [i % NUM_STAGING for i in range(of_step)] * 3
 
 
 def formula(zero_stage: ZeroStage, weights: int, states: int, num_ranks: int) -> float:

@@ -9,9 +9,8 @@ from distributed_runner import run_distributed
 from small_runs import small_run
 from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 
-from patch.config.rules import RULES
 from patch.device import MachineFacts
-from toolkits.benchmarks import _gpu_tables, attention, cuda_graphs, gpu_step
+from toolkits.benchmarks import _gpu_tables, attention, gpu_step
 from toolkits.benchmarks._attention_run import (
     CONTENDERS,
     Heads,
@@ -23,8 +22,6 @@ from toolkits.benchmarks._attention_run import (
     rows_of,
 )
 from toolkits.benchmarks._gpu_step_run import layers_that_fit, measure, step_run
-from toolkits.benchmarks._graph_step_run import CONTENDERS as GRAPH_CONTENDERS
-from toolkits.benchmarks._graph_step_run import graph_run
 
 H100 = MachineFacts(
     cuda_devices=1, cpu_cores=16, cuda_memory_bytes=81559 << 20, compute_capability=(9, 0),
@@ -33,7 +30,7 @@ H100 = MachineFacts(
 SMALL = Heads(queries=4, groups=2, size=8)
 
 
-@pytest.mark.parametrize("name", ["attention", "gpu_step", "cuda_graphs", "connections", "_gpu_tables"])
+@pytest.mark.parametrize("name", ["attention", "gpu_step", "connections", "_gpu_tables"])
 def test_without_a_gpu_they_are_not_run(
     name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -114,26 +111,6 @@ def test_step_table_and_aims() -> None:
     assert "| 480 | 48.5% |" in text and "| TE fp8 | failed |" in text
     assert "| 3.2 | 50.0% | 7 | `nvjet_tst` |" in gpu_step.kernel_tables(found)
     assert one.optimizer.optimizer_offload_policy is None
-
-
-def test_graphs_are_compared_with_the_step_that_they_replace() -> None:
-    assert [graph_run(name, 1, 8).model.cuda_graph_impl for name in ("none", "local")] == [None, "local"]
-    for name in GRAPH_CONTENDERS:
-        for rule in RULES:
-            rule(graph_run(name, 16, 4096), H100)
-    found: cuda_graphs.Found = {
-        256: {
-            "none": {"seconds": 0.4, "loss": 9.5},
-            "none, sums by autograd": None,
-            "local": {"seconds": 0.3, "loss": 9.5},
-        },
-        512: {"none": None, "none, sums by autograd": None, "local": {"seconds": 0.5, "loss": 9.0}},
-    }
-    (aim,) = cuda_graphs.aims_of(found)
-    assert aim.measured == pytest.approx(0.75) and aim.is_met
-    text = cuda_graphs.table(found)
-    assert "| 256 | local | 300.0 | 0.75 | 6827 |  | 9.5000 |" in text
-    assert "| 256 | none, sums by autograd | failed |" in text and "| 512 | local | 500.0 |  | 8192 |" in text
 
 
 def test_sections_name_machine_versions_and_parts_that_did_not_end(tmp_path: Path) -> None:
