@@ -92,12 +92,12 @@ def test_line_of_another_program_is_answered_whole(command):
     needless = "--no-position-embedding, --use-rotary-position-embeddings, --swiglu: leave it out: "
     assert said["--no-position-embedding"].startswith(needless)
     assert said["--layernorm-epsilon"] == "--layernorm-epsilon: here --norm-epsilon: renamed"
-    assert said["--save"].startswith("--save, --load: here --output-path: the run's folder")
+    assert said["--save"].startswith("--save: here --output-path: the run's folder")
     assert said["--optimizer"].startswith("--optimizer: leave it out: AdamW")
     assert said["--data-path"].startswith("--data-path: here --train-data-path: one quoted text")
     assert said["--eval-intervall"] == "--eval-intervall, did you mean --eval-interval?"
     assert said["--xyz"] == "--xyz"
-    assert not said.keys() & {"--lr", "--sequence-parallel", "--tokenizer-type", "0.2"}
+    assert not said.keys() & {"--load", "--lr", "--sequence-parallel", "--tokenizer-type", "0.2"}
 
 
 @pytest.mark.parametrize(
