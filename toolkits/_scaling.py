@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from toolkits._arguments import output_file
 
 if TYPE_CHECKING:
-    from patch.plan.simulation.scaling import Point, Variant
+    from patch.plan.scaling import Point, Variant
     from patch.plan.timing.machine import Machine
 
     Curves = Mapping[str, Mapping[Variant, Sequence[Point]]]
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add `--scaling`."""
     parser.add_argument(
         "--scaling", type=output_file, metavar="PNG",
-        help="simulate LLaMA 8B, 70B, 405B on 8 to 16384 devices of the machine: a table, and this plot",
+        help="plan LLaMA 8B, 70B, 405B on 8 to 16384 devices of the machine: a table, and this plot",
     )  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def run(file: Path, machine: Machine, counts: Sequence[int] = COUNTS) -> int:
         ConfigError: the machine has no GPUs.
     """
     from patch.errors import ConfigError
-    from patch.plan.simulation.scaling import LAYOUTS, VARIANTS, scaling
+    from patch.plan.scaling import LAYOUTS, VARIANTS, scaling
 
     if not machine.is_gpu:
         raise ConfigError(f"--scaling: got {machine.name}, expected a machine with GPUs (--machine h100)")
@@ -64,7 +64,7 @@ def table(name: str, curves: Curves) -> str:
     """
     titles = list(next(iter(curves.values())))
     lines = [
-        f"Simulated, not measured: {name}; 2048 samples of 8192 tokens a step, or one a replica",
+        f"Planned, not measured: {name}; 2048 samples of 8192 tokens a step, or one a replica",
         f"{'model':<6}{'GPUs':>7}{'micro-batches':>15}{'s a step':>10}   MFU in %: "
         + ", ".join(variant.title for variant in titles),
     ]
@@ -93,7 +93,7 @@ def plot(file: Path, name: str, curves: Curves) -> None:
         1, len(curves), figsize=(5 * len(curves), 4), layout="constrained", sharey=True
     )
     for axis, (size, by_variant) in zip(axes, curves.items(), strict=True):
-        for (variant, points), style in zip(by_variant.items(), ("-o", "--s", ":^"), strict=True):
+        for (variant, points), style in zip(by_variant.items(), ("-o", ":^"), strict=True):
             axis.plot(
                 [p.gpus for p in points], [100 * p.efficiency for p in points], style, label=variant.title
             )
@@ -102,6 +102,6 @@ def plot(file: Path, name: str, curves: Curves) -> None:
         axis.grid(alpha=0.3)
     axes[0].set_ylabel("share of a step that is compute, %")
     axes[0].legend(fontsize="small", loc="lower left")
-    canvas.suptitle(f"Predicted by simulation: {name}")
+    canvas.suptitle(f"By plan: {name}")
     canvas.savefig(file, dpi=120)
     pyplot.close(canvas)

@@ -1,6 +1,6 @@
 """Seconds of each task of a step: passes of a layer and of a stage, messages, the update.
 
-They are what `step_time` adds up and what a simulation of a step takes as its tasks.
+They are what `step_time` adds up.
 """
 
 from __future__ import annotations

@@ -49,6 +49,8 @@ class StepTime(NamedTuple):
     """FLOP/s of a device, without recomputation."""
     mfu: float | None
     """None for a CPU, whose peak is not known."""
+    computing: float
+    """Seconds of the step in which the process that computes longest does."""
 
 
 def step_time(config: RunConfig, machine: Machine) -> StepTime:
@@ -65,7 +67,7 @@ def step_time(config: RunConfig, machine: Machine) -> StepTime:
     tokens = config.training.global_batch_size * config.sample_length
     flops = flops_per_step(config).model / seconds / config.world_size
     mfu = flops / machine.peak_flops(config.training.precision) if machine.is_gpu else None
-    return StepTime(parts, seconds, tokens / seconds, flops, mfu)
+    return StepTime(parts, seconds, tokens / seconds, flops, mfu, max(timing.computing))
 
 
 def _timing(config: RunConfig, costs: StepCosts) -> Timing:
@@ -140,7 +142,7 @@ def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timin
     return parts
 
 
-class _Travel(NamedTuple):
+class Travel(NamedTuple):
     """What one pipeline rank exchanges with its replicas."""
 
     seconds: float
@@ -149,8 +151,22 @@ class _Travel(NamedTuple):
     """Of those that no pass hides: the embedding's, which is the last to have its gradient and the first
     that is needed; of other stages a small bucket."""
 
+    def exposed(self, window: float, again: float = 0.0, times: int = 1) -> float:
+        """Seconds of a step that nothing hides.
 
-def _travels(config: RunConfig, costs: StepCosts, collective: Collective) -> list[_Travel]:
+        Args:
+            window: of compute beside the last time that the buckets travel.
+            again: the same of each time before.
+            times: how often a step sends them.
+        """
+        return max(self.unhidden, self.seconds - window) + (times - 1) * max(0.0, self.seconds - again)
+
+    def slowed(self, contention: float, times: int = 1) -> float:
+        """Seconds by which compute takes longer because messages travel beside it."""
+        return contention * times * (self.seconds - self.unhidden)
+
+
+def _travels(config: RunConfig, costs: StepCosts, collective: Collective) -> list[Travel]:
     """Of each pipeline rank."""
     size = config.optimizer.reduce_bucket_size
     smallest = smallest_bucket(size, config.num_state_shares)
@@ -162,26 +178,23 @@ def _travels(config: RunConfig, costs: StepCosts, collective: Collective) -> lis
         buckets = math.ceil(elements / size) + round(math.log2(max(size / smallest, 1)))
         seconds = collective.seconds(elements) + (buckets - 1) * collective.latency
         unhidden = collective.seconds(min(smallest if rank else embedding, elements))
-        found.append(_Travel(seconds, unhidden))
+        found.append(Travel(seconds, unhidden))
     return found
 
 
 def _reduction(config: RunConfig, costs: StepCosts, timing: Timing, contention: float) -> Part:
     """Gradients that are still on their way when the last process ends its last backward."""
     pp_size, count = config.parallel.pipeline_model_parallel_size, config.num_micro_batches
-    is_repeated = config.zero_stage is ZeroStage.GRADIENTS
+    times = count if config.zero_stage is ZeroStage.GRADIENTS else 1
     travels = _travels(config, costs, costs.travel.reduce)
     latest = timing.step
     for rank, travel in enumerate(travels):
         backward = sum(costs.backward[rank::pp_size])
-        exposed = max(travel.unhidden, travel.seconds - backward)
-        if is_repeated:
-            window = backward + sum(costs.forward[rank::pp_size])
-            exposed += (count - 1) * max(0.0, travel.seconds - window)
-        latest = max(latest, timing.ends[rank] + exposed)
+        both = backward + sum(costs.forward[rank::pp_size])
+        latest = max(latest, timing.ends[rank] + travel.exposed(backward, both, times))
     across = costs.travel.across.seconds(max(costs.parameters))
-    times, seconds = count if is_repeated else 1, max(travels).seconds
-    slower = contention * times * (seconds - travels[0].unhidden)
+    seconds = max(travels).seconds
+    slower = Travel(seconds, travels[0].unhidden).slowed(contention, times)
     text = (
         f"{times} x {timed(seconds)} travel behind backward "
         f"({timed(sum(costs.backward[::pp_size]))} of the first rank), except {timed(travels[0].unhidden)}"
@@ -197,10 +210,9 @@ def _gathering(config: RunConfig, costs: StepCosts, contention: float) -> Part:
     travels = _travels(config, costs, costs.travel.gather)
     worst, later = 0.0, 0.0
     for rank, travel in enumerate(travels):
-        exposed = max(travel.unhidden, travel.seconds - sum(costs.forward[rank::pp_size]))
-        worst = max(worst, exposed - later)
+        worst = max(worst, travel.exposed(sum(costs.forward[rank::pp_size])) - later)
         later += costs.forward[rank] + costs.message
-    slower = contention * (max(travels).seconds - travels[0].unhidden)
+    slower = Travel(max(travels).seconds, travels[0].unhidden).slowed(contention)
     text = (
         f"{timed(max(travels).seconds)} travel behind forward ({timed(sum(costs.forward[::pp_size]))} of the "
         f"first rank), except {timed(travels[0].unhidden)}; {timed(slower)} of slower kernels beside"

@@ -1,4 +1,4 @@
-"""The simulation against the scaling tables of the project's source documents, within 10 %.
+"""The closed form of a step against the scaling tables of the project's source documents, within 10 %.
 
 Every constant that was assumed is in `Assumed`, with where it is from; none is from a row that it predicts.
 What the documents do not say, and what they say in pictures alone, is predicted as a range.
@@ -9,14 +9,11 @@ from typing import NamedTuple
 import pytest
 
 from patch.config import RunConfig, parse_args
-from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
-from patch.plan import flops_per_token, total_parameters
+from patch.plan import flops_per_token, parameters_per_rank, total_parameters
 from patch.plan.flops import layer_flops, output_in_layers
-from patch.plan.pipeline import Schedule
-from patch.plan.simulation.bucket_uses import bucket_uses, stage_weights
-from patch.plan.simulation.simulate import step_seconds
-from patch.plan.simulation.step import BucketUse, Cost, Host, Part, Stage, Step
+from patch.plan.pipeline import Schedule, simulate
+from patch.plan.timing.step_time import Travel
 
 
 class Assumed(NamedTuple):
@@ -60,7 +57,7 @@ def _llama(size: str, length: int, *flags: str) -> RunConfig:
 
 
 LLAMA_13B = _llama("llama1-13B", A.length, "--tensor-model-parallel-size", str(A.tp_size))
-(WEIGHTS_13B,) = stage_weights(LLAMA_13B.model, LLAMA_13B.parallel)
+(WEIGHTS_13B,) = parameters_per_rank(LLAMA_13B.model, LLAMA_13B.parallel)
 MICRO_BATCH_13B = A.step_32 / (32 + A.messages_over_compute)
 """Seconds of compute of a micro-batch: the 32 GPUs' step has 32 of them and messages once."""
 TOKENS_13B = A.micro_batch * A.length / A.tp_size
@@ -69,34 +66,32 @@ RATE = flops_per_token(LLAMA_13B.model, A.length, A.tp_size) * TOKENS_13B / MICR
 """FLOP/s of an A100 while it computes: 177e12."""
 MESSAGES_13B = A.messages_over_compute * MICRO_BATCH_13B
 """Seconds of reductions and gathers of a step: 4 and 2 bytes of each weight."""
-NETWORK_SHARE = 6 * sum(map(sum, WEIGHTS_13B)) / MESSAGES_13B / (A.network_13b / 2)
+NETWORK_SHARE = 6 * WEIGHTS_13B / MESSAGES_13B / (A.network_13b / 2)
 """Share of the network that collectives reach, two TP ranks' groups beside each other: 0.42."""
 
 
-def tokens_per_gpu(gpus: int, zero_stage: ZeroStage, *, gradients: bool, weights: bool) -> float:
+def tokens_per_gpu(gpus: int, *, gradients: bool, weights: bool) -> float:
     """Tokens/s of each GPU of 13B; whether gradients, whether weights travel beside compute."""
-    matrices = [max(part, default=0) if index else 0 for index, part in enumerate(WEIGHTS_13B)]
-    unit = MICRO_BATCH_13B / sum(matrices)
-    dp_size = gpus // A.tp_size
-    (buckets,) = bucket_uses([WEIGHTS_13B], A.bucket, dp_size, is_tapered=False)
-    byte = MESSAGES_13B / 6 / sum(map(sum, WEIGHTS_13B))
-    step = Step(
-        schedule=Schedule(1, 1, A.batch // A.micro_batch // dp_size, 1),
-        stages=(Stage(tuple(Part(unit * n / 3, unit * n * 2 / 3) for n in matrices), buckets),),
-        zero_stage=zero_stage, reduce=Cost(0, 4 * byte), gather=Cost(0, 2 * byte),
-        are_gradients_overlapped=gradients, are_weights_overlapped=weights,
-        contention=A.slower_beside_messages,
-    )  # fmt: skip
-    return A.batch * A.length / gpus / step_seconds(step)
+    count, contention = A.batch // A.micro_batch // (gpus // A.tp_size), A.slower_beside_messages - 1
+    last = A.bucket / WEIGHTS_13B
+    reduce, gather = (Travel(MESSAGES_13B * share, MESSAGES_13B * share * last) for share in (4 / 6, 2 / 6))
+    forward, backward = MICRO_BATCH_13B / 3, MICRO_BATCH_13B * 2 / 3
+    seconds = count * (forward + backward)
+    if gradients:
+        seconds += reduce.exposed(backward, forward + backward, count) + reduce.slowed(contention, count)
+    else:
+        seconds += reduce.seconds
+    seconds += gather.exposed(forward) + gather.slowed(contention) if weights else gather.seconds
+    return A.batch * A.length / gpus / seconds
 
 
 def distributed_optimizer(gpus: int) -> float:
-    return tokens_per_gpu(gpus, ZeroStage.OPTIMIZER, gradients=False, weights=False)
+    return tokens_per_gpu(gpus, gradients=False, weights=False)
 
 
 def overlapped(gpus: int, *, weights: bool = False) -> float:
     """Megatron-LLaMA's: reduces every micro-batch, and gathered weights without overlap at first."""
-    return tokens_per_gpu(gpus, ZeroStage.GRADIENTS, gradients=True, weights=weights)
+    return tokens_per_gpu(gpus, gradients=True, weights=weights)
 
 
 def test_13b_with_distributed_optimizer() -> None:
@@ -116,11 +111,6 @@ def test_13b_with_overlapped_optimizer() -> None:
     assert overlapped(512, weights=True) == pytest.approx(1845, rel=0.05)
 
 
-def _buckets(numels: list[int]) -> tuple[BucketUse, ...]:
-    """One for each part, whose elements are given."""
-    return tuple(BucketUse(numel, i, i) for i, numel in reversed(list(enumerate(numels))))
-
-
 def bloom_step() -> float:
     """Seconds: layers of 4.9 GB and an embedding of 7.2 GB in bf16, 72 of them on 12 stages, all recomputed.
 
@@ -130,21 +120,22 @@ def bloom_step() -> float:
     tokens, matrix = micro_batch * A.length, 12 * hidden**2
     layer = (2 * matrix + 4 * A.length * hidden) * tokens / tp_size / RATE
     output = 2 * hidden * vocabulary * tokens / tp_size / RATE
-    inner, embedding, last = Part(layer, 3 * layer), Part(0, 0), Part(output, 2 * output)
-    stages = [[inner] * 6 for _ in range(pp_size)]
-    stages[0][0], stages[-1][-1] = embedding, last
+    forward, elements = [6 * layer] * pp_size, [6 * matrix // tp_size] * pp_size
+    backward = [3 * seconds for seconds in forward]
     edge = vocabulary * hidden // tp_size
-    numels = {inner: matrix // tp_size, embedding: edge, last: edge}
+    for stage, (first, second) in {0: (0.0, 0.0), -1: (output, 2 * output)}.items():
+        forward[stage] += first - layer
+        backward[stage] += second - 3 * layer
+        elements[stage] += edge - matrix // tp_size
     link = A.network_bloom / 8 * NETWORK_SHARE
-    sent = (dp_size - 1) / dp_size / link
-    step = Step(
-        schedule=Schedule(pp_size, 1, A.batch // dp_size // micro_batch, 1),
-        stages=tuple(Stage(tuple(parts), _buckets([numels[part] for part in parts])) for parts in stages),
-        zero_stage=ZeroStage.OPTIMIZER, reduce=Cost(0, 8 * sent), gather=Cost(0, 2 * sent),
-        message=2 * tokens * hidden / tp_size / link,
-        are_gradients_overlapped=False, are_weights_overlapped=False,
-    )  # fmt: skip
-    return step_seconds(step)
+    message = 2 * tokens * hidden / tp_size / link
+    for stage in range(pp_size):  # whoever sends waits
+        forward[stage] += message if stage + 1 < pp_size else 0
+        backward[stage] += message if stage else 0
+    count = A.batch // dp_size // micro_batch
+    timing = simulate(Schedule(pp_size, 1, count, 1), forward, backward)
+    sent = 10 * (dp_size - 1) / dp_size / link
+    return max(end + sent * numel for end, numel in zip(timing.ends, elements, strict=True))
 
 
 def test_bloom_on_384_gpus() -> None:
@@ -186,16 +177,9 @@ def pai_offload(micro_batches: int, link: float, host: float) -> float:
     config = _llama("8B", 4096)
     shard = total_parameters(config.model) // 8
     seconds = flops_per_token(config.model, 4096, 1) * 4096 / A.pai_best
-    step = Step(
-        schedule=Schedule(1, 1, micro_batches, 1), zero_stage=ZeroStage.NONE, reduce=Cost(),
-        stages=(Stage((Part(seconds / 3, seconds * 2 / 3),), (BucketUse(shard // 64, 0, 0),) * 64),),
-        host=Host(
-            fraction=1 - (1 - 0.65) * 4 / 3,  # its budget counts 16 bytes of 12: 53 % are really there
-            down=Cost(0, 4 / link), update=Cost(0, 28 / (host / 8)), up=Cost(0, 4 / link),
-            is_overlapped=False,
-        ),
-    )  # fmt: skip
-    return A.pai_best * seconds * micro_batches / step_seconds(step)
+    fraction = 1 - (1 - 0.65) * 4 / 3  # its budget counts 16 bytes of 12: 53 % are really there
+    on_host = fraction * shard * (4 / link + 28 / (host / 8) + 4 / link)
+    return A.pai_best * seconds * micro_batches / (seconds * micro_batches + on_host)
 
 
 def test_pai_static_offload_is_a_range() -> None:
