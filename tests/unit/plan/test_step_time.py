@@ -143,11 +143,12 @@ WAITING = {
 }  # fmt: skip
 """RESULTS.md, overlap with layers that wait, 22 Nov 2026: DP -> accumulation -> seconds of compute alone, of
 communication alone, then of the contenders below."""
+WAYS = ((False, False), (True, False), (True, True))
 CONTENDERS = (
-    (ZeroStage.NONE, 8, True, True), (ZeroStage.OPTIMIZER, 4, True, True),
-    (ZeroStage.GRADIENTS, 4, True, True), (ZeroStage.OPTIMIZER, 8, False, False),
-    (ZeroStage.OPTIMIZER, 8, True, False), (ZeroStage.OPTIMIZER, 8, True, True), (ZeroStage.OPTIMIZER, 4, True, True),
-)  # fmt: skip
+    *((zero_stage, 8 if zero_stage is ZeroStage.NONE else 4, True, True) for zero_stage in ZeroStage),
+    *((ZeroStage.OPTIMIZER, 8, gradients, weights) for gradients, weights in WAYS),
+    (ZeroStage.OPTIMIZER, 4, True, True),
+)
 """ZeRO stage, bytes of a gradient that travel (gloo's reduce-scatter moves as much as an all-reduce); whether
 gradients, whether weights travel beside compute. Ours, then upstream's four."""
 
