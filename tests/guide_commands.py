@@ -22,7 +22,7 @@ from patch.config import user_message, validate_run
 from patch.config.flags import build_parser
 from patch.config.machines import fewer_machines_suffice
 from patch.config.positions import unknown_variables
-from patch.config.profiled_steps import profile_names_steps
+from patch.config.validate import profile_names_steps
 from patch.device import MachineFacts
 from patch.errors import PatchError
 from patch.plan.fits import fit_of

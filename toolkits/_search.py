@@ -37,7 +37,7 @@ def run(options: Namespace, plans: Sequence[Planned]) -> tuple[int, dict[str, An
     Returns:
         the exit code, and what is printed as JSON.
     """
-    from patch.plan.describe_time import machine_line
+    from patch.plan.report import machine_line
     from patch.plan.search import search
 
     best = options.best if len(plans) == 1 else 1
@@ -62,7 +62,7 @@ def run(options: Namespace, plans: Sequence[Planned]) -> tuple[int, dict[str, An
 
 def _say_more(options: Namespace, layouts: list[tuple[Planned, Found]], lines: list[str]) -> None:
     """Days and cost, the command lines, and which of their values are not the user's."""
-    from patch.plan.describe_time import budget_line
+    from patch.plan.report import budget_line
 
     planned, first = layouts[0]
     if options.tokens and len({each.machine.nodes for each, _ in layouts}) == 1:
@@ -81,8 +81,7 @@ def row(planned: Planned, layout: Found, tokens: float | None) -> dict[str, Any]
         layout: it.
         tokens: of the training; None: a thousand million.
     """
-    from patch.plan.describe_time import budget
-    from patch.plan.report import found_row
+    from patch.plan.report import budget, found_row
 
     names = ("days", "device_hours", "price")
     cost = dict(zip(names, budget(layout.time, planned.machine, tokens or _TOKENS), strict=True))

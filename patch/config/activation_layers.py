@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from patch.config.execution import Execution
-from patch.config.refusal import refuse
+from patch.config.positions import refuse
 from patch.config.schema import RunConfig, TrainingConfig
 from patch.device import MachineFacts
 from patch.storage.sizes import counted

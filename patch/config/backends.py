@@ -12,6 +12,8 @@
 Not used even if installed: flash-attn 2, because torch has its kernels; liger-kernel, because its SwiGLU
 takes gate and up, and its RoPE q and k, as tensors with memory of their own, not the merged products, and its
 loss needs the whole vocabulary on a rank.
+
+At the end: the notes and rules about these choices.
 """
 
 from __future__ import annotations
@@ -22,10 +24,54 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from patch.config.choices import Precision, TransformerImpl
-from patch.config.engine_rules import engine_obstacle
 from patch.config.execution import Execution
+from patch.config.positions import refuse, where
 from patch.config.schema import ModelConfig, RunConfig
 from patch.device import MachineFacts
+from patch.errors import ConfigError
+
+_MULTIPLE = 16
+"""TE's 8-bit products need so many tokens, or a multiple."""
+
+
+def engine_obstacle(config: RunConfig) -> str:
+    """Which setting of a run Transformer Engine's layers do not support; "" if there is none."""
+    training, parallel = config.training, config.parallel
+    if config.model.precision_align is not None:
+        return f"{where('precision_align')} computes in transformers' order of operations"
+    if training.precision == "fp32":
+        return f"{where('precision')} fp32: Transformer Engine multiplies float32 in TF32"
+    if parallel.tp_comm_overlap and parallel.tensor_model_parallel_size > 1:
+        return (
+            f"{where('tp_comm_overlap')} is of our own layers; Transformer Engine's need user buffers for it"
+        )
+    return _fp8_obstacle(config) if training.precision == "fp8" else ""
+
+
+def _fp8_obstacle(config: RunConfig) -> str:
+    training, parallel = config.training, config.parallel
+    fp8 = training.fp8
+    if fp8.recipe == "rowwise":
+        return f"{where('fp8_recipe')} rowwise: scales for each row are of our own layers"
+    if training.fp8_param_gather:
+        return f"{where('fp8_param_gather')} is of our own layers"
+    if training.cpu_offloading or training.recompute_granularity == "auto":
+        flag = "cpu_offloading" if training.cpu_offloading else "recompute_granularity"
+        return f"{where(flag)}: with activations its 8-bit weights would travel to the host too"
+    most_in_bf16 = config.model.num_layers // parallel.pipeline_model_parallel_size
+    if max(fp8.num_first_in_bf16, fp8.num_last_in_bf16) > most_in_bf16:
+        return (
+            f"{where('first_last_layers_bf16')}: at most {most_in_bf16} of the first and of the last layers"
+        )
+    tokens = config.sample_length * training.micro_batch_size // parallel.context_parallel_size
+    if parallel.sequence_parallel:
+        tokens //= parallel.tensor_model_parallel_size
+    if tokens % _MULTIPLE:
+        return (
+            f"a rank has {tokens} tokens of a micro-batch, its 8-bit products need a multiple of {_MULTIPLE}"
+        )
+    return ""
+
 
 SdpaKernel = Literal["flash", "cudnn", "efficient", "math"]
 """A kernel of torch's scaled_dot_product_attention on CUDA."""
@@ -228,3 +274,29 @@ def _aligned_rows() -> Iterator[Served]:
 
 def _is_half(precision: Precision) -> bool:
     return precision != "fp32"
+
+
+def gpus_can_be_used(config: RunConfig, machine: MachineFacts) -> None:
+    """The machine's GPUs, if it has any, are not left idle without a word."""
+    if machine.unusable_gpus:
+        raise ConfigError(f"{machine.unusable_gpus}; CUDA_VISIBLE_DEVICES='' trains on the CPU")
+
+
+def backends_exist(config: RunConfig, machine: MachineFacts) -> None:
+    """Layers of Transformer Engine are asked for where they can be built."""
+    if config.model.transformer_impl == "transformer_engine":
+        obstacle = no_transformer_engine(config, machine)
+        if obstacle:
+            refuse("transformer_impl", "transformer_engine", "auto or local", obstacle)
+
+
+def backend_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """A kernel of attention that has no effect."""
+    wish, flag = config.model.attention_backend, where("attention_backend")
+    if not machine.cuda_devices and wish in ("flash", "unfused", "local"):
+        yield f"{flag} has no effect on the CPU: attention is torch's SDPA either way"
+    elif machine.cuda_devices and config.model.precision_align is not None and wish != "auto":
+        yield f"{flag} has no effect with {where('precision_align')}"
+    elif machine.cuda_devices and config.parallel.cp_comm_type == "p2p" and wish in ("fused", "unfused"):
+        if config.parallel.context_parallel_size > 1:
+            yield f"{flag} has no effect with {where('cp_comm_type')} p2p"

@@ -17,9 +17,8 @@ from patch.config.choices import BuiltInTemplate
 from patch.config.data_spec import files_of, nearest_set, parse_data
 from patch.config.fields import FIELDS
 from patch.config.hf_config import has_hf_config, is_hf_folder
-from patch.config.positions import where
+from patch.config.positions import refuse, where
 from patch.config.presets import PRESETS
-from patch.config.refusal import refuse
 from patch.config.rules import Rule
 from patch.config.schema import DataConfig, RunConfig
 from patch.config.stored_shape import run_behind, shape_at

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from patch.config.backends import no_transformer_engine
 from patch.config.fields import FIELDS, scalar_of, value_of
-from patch.config.positions import where
-from patch.config.refusal import refuse
+from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from patch.config.pipeline_rules import interleaving_has_enough_batches, micro_batch_groups_fit
-from patch.config.positions import where
-from patch.config.refusal import refuse
+from patch.config.positions import refuse, where
 from patch.config.rules import global_batch_divides, processes_fit
 from patch.config.schema import RunConfig
 from patch.config.sharding_rules import instances_share_states

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from patch.config.fields import FIELDS, value_of
 from patch.config.pipeline_stages import can_be_micro_batch_group, layout_layers, layout_text, split_layers
-from patch.config.positions import where
-from patch.config.refusal import refuse
+from patch.config.positions import refuse, where
 from patch.config.schema import RANK_AXES, RunConfig
 from patch.device import MachineFacts
 

@@ -7,7 +7,7 @@ its faults. Tokens are converted to iterations here; rules that relate several v
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 from patch.config.fields import FIELDS, check_choice, coerce
 from patch.config.presets import MODEL_SIZES
@@ -274,3 +274,15 @@ def _tokens_to_iters(layer: dict[str, Any], flags: Mapping[str, Any]) -> list[st
     if 0 < warmup < tokens_per_step and "lr_warmup_iters" not in flags:
         return [f"{_OTHER_NAMES['lr_warmup_iters']}: {warmup} tokens are no step of warm-up: {step}"]
     return []
+
+
+def refuse(field: str, got: object, expected: str, why: str) -> NoReturn:
+    """Raise the ConfigError of one field.
+
+    Args:
+        field: the field to change.
+        got: its value.
+        expected: the legal values, in words.
+        why: the reason for them.
+    """
+    raise ConfigError(f"got {got}, expected {expected}: {why}", field=field)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from patch.config.activation_layers import check_activation_choice, check_activation_layers
-from patch.config.backend_rules import backend_notes, backends_exist, gpus_can_be_used
+from patch.config.backends import backend_notes, backends_exist, gpus_can_be_used
 from patch.config.columns import parse_columns
 from patch.config.data_spec import split_shares
 from patch.config.fields import FIELDS, Field, scalar_of, value_of
@@ -26,8 +26,7 @@ from patch.config.pipeline_rules import (
     pipeline_notes,
     rank_order_is_whole,
 )
-from patch.config.positions import length_text, where
-from patch.config.refusal import refuse
+from patch.config.positions import length_text, refuse, where
 from patch.config.schema import RunConfig
 from patch.config.sharding_rules import (
     gradients_can_be_rounded,

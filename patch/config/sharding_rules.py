@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from patch.config.choices import ZeroStage
-from patch.config.positions import where
-from patch.config.refusal import refuse
+from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 

@@ -10,8 +10,7 @@ checkpoint a `CheckpointError`. Both say what was expected, and on every rank.
 
 from patch.convert.hf_config_files import model_of
 from patch.convert.live_export import export_hf
-from patch.convert.live_import import import_hf
-from patch.convert.live_weights import iter_hf_weights
+from patch.convert.live_weights import import_hf, iter_hf_weights
 from patch.convert.offline_export import mcore_to_hf
 from patch.convert.offline_import import hf_to_mcore
 from patch.errors import CheckpointError, ConversionError

@@ -17,13 +17,64 @@ from patch.config.presets import SHAPE_FIELDS
 from patch.config.schema import ModelConfig
 from patch.errors import ConfigError, ConversionError
 from patch.families import TYPE_FIELDS, Family, family_of
-from patch.storage.json_edit import with_values
 from patch.storage.names import SAFE_WEIGHTS_INDEX_NAME, TRACKER
 from patch.storage.places import StrPath, copy_of, local_path
 from patch.storage.text_files import read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+import re
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+_SPACE = re.compile(r"[\s,:]*")
+
+
+class _Member(NamedTuple):
+    key: str
+    begin: int
+    """Where the value begins in the text."""
+    end: int
+    """Where the value ends."""
+
+
+def _members(text: str) -> Iterator[_Member]:
+    """The members of the outermost object. The text must be valid JSON."""
+    decoder, position = json.JSONDecoder(), text.index("{") + 1
+
+    def skip(start: int) -> int:
+        match = _SPACE.match(text, start)
+        assert match is not None
+        return match.end()
+
+    position = skip(position)
+    while text[position] != "}":
+        key, end = decoder.raw_decode(text, position)
+        begin = skip(end)
+        _, end = decoder.raw_decode(text, begin)
+        yield _Member(key, begin, end)
+        position = skip(end)
+
+
+def with_values(text: str, contents: Mapping[str, Any]) -> str:
+    """The text of a JSON object with new contents.
+
+    Values that differ are replaced in the text, everything else keeps its formatting. If keys are added or
+    removed, the whole object is formatted again with an indent of two.
+
+    Args:
+        text: a JSON object.
+        contents: all of its members after the change.
+    """
+    before = json.loads(text)
+    if before.keys() != contents.keys():
+        return json.dumps(contents, indent=2) + "\n"
+    for key, begin, end in reversed(list(_members(text))):
+        if before[key] != contents[key]:
+            value = json.dumps(contents[key], indent=2).replace("\n", "\n  ")
+            text = text[:begin] + value + text[end:]
+    return text
+
 
 # Suffixes of the files that describe the model and its tokenizer; additional chat templates have a folder.
 _DESCRIPTIONS = (".json", ".jinja", ".model", ".tiktoken", ".txt")

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
-from patch.memory.offload_device import Copies, Event, Joinable
-from patch.memory.weights import is_weight
+from patch.memory.offload_device import Copies, Event, Joinable, is_weight
 
 UNLIMITED = sys.maxsize
 """The budget of a simulated device that never runs out of memory."""

@@ -5,16 +5,14 @@ from patch.plan.activation_peak import activation_peak
 from patch.plan.activations import activation_bytes
 from patch.plan.context_parallel import resolve_cp_comm_type, sent_bytes
 from patch.plan.cures import cures, refuse_what_cannot_fit
-from patch.plan.describe import describe_length, describe_plan
-from patch.plan.describe_start import start_lines
+from patch.plan.describe import describe_length, describe_plan, start_lines
 from patch.plan.fits import Fit, fit_of
 from patch.plan.flops import StepFlops, attended_pairs, flops_per_step, flops_per_token, peak_flops
-from patch.plan.fp8_choice import resolve_fp8_weights
 from patch.plan.memory import RankBytes, bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.plan.planned_run import Planned, plan_run
 from patch.plan.report import describe_here
-from patch.plan.resolve import resolve_run
+from patch.plan.resolve import resolve_fp8_weights, resolve_run
 from patch.plan.search import Found, Layout, search
 from patch.plan.sharding import StageCost, resolve_sharding, stage_cost
 from patch.plan.timing.step_time import StepTime, step_time

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.device import MachineFacts
-from patch.plan.describe_stages import memory_needed
+from patch.plan.describe import memory_needed
 from patch.plan.memory import usable_device_memory
 
 

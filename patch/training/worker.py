@@ -16,8 +16,8 @@ from patch.config import check_tokens, remember_data, to_yaml
 from patch.config.checkpoint_places import checkpoint_root, disk_root
 from patch.config.fields import FIELDS, scalar_of
 from patch.config.hf_config import has_hf_config
-from patch.config.profiled_steps import profiled_steps
 from patch.config.schema import RunConfig
+from patch.config.validate import profiled_steps
 from patch.convert import export_hf
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_gather_object, all_or_none, fail_together, on_all_ranks
@@ -38,13 +38,10 @@ from patch.training.error_translation import translate_errors
 from patch.training.guards.hang_guard import guarding
 from patch.training.guards.phases import PhaseClock
 from patch.training.hooks import TrainerHook
-from patch.training.last_saved import LastSaved
-from patch.training.loss_plot import LossPlot
 from patch.training.metrics import MetricsLog
 from patch.training.profiling import StepProfile
-from patch.training.progress import ProgressDisplay
+from patch.training.run_hooks import LastSaved, LossPlot, ProgressDisplay, StepTimeHook
 from patch.training.setup import Run, build_run
-from patch.training.step_time_forecast import StepTimeHook
 from patch.training.store_records import StoreMetrics, send_records, take_metrics, take_records
 from patch.training.trainer import Trainer
 

@@ -12,7 +12,7 @@ from typing import Any
 from patch.config.choices import TransformerImpl
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.plan.describe_stages import memory_needed
+from patch.plan.describe import memory_needed
 from toolkits.benchmarks._child import StepsTask
 from toolkits.benchmarks._run_config import llama, run_config
 

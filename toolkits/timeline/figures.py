@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from patch.errors import DataError
-from toolkits.timeline.spans import Span, merged, total, within, without
-from toolkits.timeline.trace import RankTrace
+from toolkits.timeline.trace import RankTrace, Span, merged, total, within, without
 
 LEGEND = (
     "Exposed: messages, or copies, while nothing computes; both may be exposed at once. Host waits: the host "

@@ -8,7 +8,7 @@ from pathlib import Path
 from jinja2 import Environment, StrictUndefined
 
 from toolkits.timeline.figures import LEGEND, Lanes
-from toolkits.timeline.spans import Span, merged
+from toolkits.timeline.trace import Span, merged
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 _WIDTH = 10_000.0

@@ -3,7 +3,9 @@
 `to_conversation` recognises the format of each row by its keys.
 """
 
-from patch.data.formats.conversation import (
+from patch.data.formats.keys import columns_in, missing_keys
+from patch.data.formats.rows import to_conversation
+from patch.data.formats.turns import (
     PLAIN,
     Conversation,
     FormatOptions,
@@ -11,8 +13,6 @@ from patch.data.formats.conversation import (
     Text,
     format_options,
 )
-from patch.data.formats.keys import columns_in, missing_keys
-from patch.data.formats.rows import to_conversation
 
 __all__ = [
     "PLAIN",

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from patch.config.columns import COLUMNS_OF_TURNS
-from patch.data.formats.conversation import PLAIN, Conversation, FormatOptions, Message, Text
 from patch.data.formats.keys import (
     first_key,
     from_json,
@@ -28,7 +27,7 @@ from patch.data.formats.keys import (
     text_of,
 )
 from patch.data.formats.tools import read_tools
-from patch.data.formats.turns import Turn, read_turns
+from patch.data.formats.turns import PLAIN, Conversation, FormatOptions, Message, Text, Turn, read_turns
 from patch.errors import DataError
 
 _MESSAGES = ("messages", "conversations", "conversation")

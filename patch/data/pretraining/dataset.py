@@ -3,14 +3,20 @@
 Upstream writes index files for a run (documents, samples, their order; the turns of a blend) on rank 0. The
 other ranks read them from the run's folder. Upstream's BlendedMegatronDatasetBuilder is not called, because
 a rank that fails in it leaves the others at a barrier; what it builds is built here, in the same order.
+
+The index files decide which document each sample comes from, and upstream reads them without a check. They
+depend only on data and seed, so one that is damaged, or was half written by a killed run, is made again with
+the same contents.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -21,13 +27,54 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.datasets.utils import Split, normalize
 
 from patch.data.blend import passes_text
-from patch.data.pretraining.index_cache import kept_as_made
 from patch.data.pretraining.indexed_dataset import check_ids
 from patch.data.pretraining.part import Part, PretrainOptions, open_part
 from patch.data.samples import Sample
 from patch.distributed.collectives import agree
 from patch.errors import DataError
 from patch.logger import get_logger
+from patch.storage.atomic import write_atomically
+from patch.storage.checksums import Content, content, difference, from_json, to_json
+from patch.storage.names import CHECKSUMS_FILE
+from patch.storage.text_files import read_json
+
+
+@contextmanager
+def kept_as_made(folder: Path, split: str) -> Iterator[None]:
+    """A context in which upstream writes or reads the index files of one split; for one process only.
+
+    On entry, files that have no checksum or differ from it are removed, so that upstream writes them again.
+    On exit, the checksums of new files are stored.
+
+    Args:
+        folder: the folder of the index files.
+        split: "train" or "valid", as in the files' names.
+
+    Raises:
+        OSError: a file cannot be removed, read or written.
+    """
+    checksums = folder / CHECKSUMS_FILE
+    known = _read(checksums)
+    for path in folder.glob(f"*-{split}-*.npy"):
+        complaint = difference(path, known[path.name]) if path.name in known else f"{path} has no checksum"
+        if complaint is not None:
+            _logger.warning(
+                "%s: the index files are made again from data and seed, in the same order", complaint
+            )
+            path.unlink()
+            known.pop(path.name, None)
+    yield
+    known |= {path.name: content(path) for path in folder.glob("*.npy") if path.name not in known}
+    write_atomically(checksums, json.dumps(to_json(known), indent=1) + "\n")
+
+
+def _read(path: Path) -> dict[str, Content]:
+    """The checksums by file name; empty if they cannot be read, so that all files are made again."""
+    try:
+        return from_json(read_json(path))
+    except (OSError, ValueError, TypeError, AttributeError):
+        return {}
+
 
 _logger = get_logger(__name__)
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from patch.data.preview.shown import visible_name
 from patch.data.preview.statistics import Figures
-from patch.data.preview.visible import visible_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

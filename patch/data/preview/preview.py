@@ -1,4 +1,8 @@
-"""What a user sees of a run's training data: rows as tokens and figures of each set, printed and as files."""
+"""What a user sees of a run's training data: rows as tokens and figures of each set, printed and as files.
+
+How many samples a set has is said as far as that can be known before the run: those of .bin/.idx follow from
+the .idx; those of rows are in the token cache, and a small set is tokenized at once.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from patch.config.data_spec import DataPart, files_of, format_data, parse_data
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
-from patch.data.preview.length import known_samples
-from patch.data.preview.page import page
 from patch.data.preview.plot import write_png
 from patch.data.preview.rows import first_items, numbered_items, shown_rows
 from patch.data.preview.shown import ShownRow
@@ -31,6 +33,102 @@ from patch.storage.sizes import counted
 
 if TYPE_CHECKING:
     from patch.data.preview.indexed import IndexedPreview
+from collections.abc import Sequence
+
+from jinja2 import Environment, StrictUndefined
+
+from patch.data.packing import pack
+from patch.data.preview.pieces import Piece
+from patch.data.preview.plot import svg
+from patch.data.preview.shown import INNER_BORDER, lines_of, visible, visible_name
+from patch.data.sft.source import find_sft
+
+_TEMPLATE = Path(__file__).with_name("page.html.jinja")
+
+
+def page(title: str, tokenizer: str, sets: Sequence[Figures], rows: Sequence[ShownRow]) -> str:
+    """The page as text. Whatever comes from the rows is escaped.
+
+    Args:
+        title: names what is shown.
+        tokenizer: its name.
+        sets: figures of the sets; may be empty.
+        rows: the rows that are shown.
+    """
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    environment.filters |= {"visible": visible, "name": visible_name, "hover": _hover}
+    template = environment.from_string(_TEMPLATE.read_text(encoding="utf-8"))
+    return template.render(
+        title=title,
+        tokenizer=tokenizer,
+        sets=sets,
+        rows=rows,
+        plot=svg(sets) if sets else "",
+        lines_of=lines_of,
+        inner_border=INNER_BORDER,
+    )
+
+
+def _hover(piece: Piece) -> str:
+    if not piece.text:
+        return f"id {piece.id}: continues a character"
+    return f"id {piece.id}: {visible(piece.text)}"
+
+
+_SMALL_BYTES = 1 << 20
+"""Of a set whose rows are tokenized here: a second or two."""
+
+
+def known_samples(
+    part: DataPart,
+    data: DataConfig,
+    model: ModelConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    sft: bool,
+    fallback_cache: Path,
+) -> int | None:
+    """Samples of one pass over a training set, as the run counts them; None if that is not known.
+
+    No file is written.
+
+    Args:
+        part: the set.
+        data: the run's settings.
+        model: vocabulary and sequence length.
+        tokenizer: the run's, with its chat template.
+        sft: .bin/.idx hold conversations, not documents to learn as a whole.
+        fallback_cache: see `sft_options`.
+
+    Raises:
+        DataError: the set cannot be used; of rows that are not read this is not known.
+    """
+    if data.dataset_type == "raw":
+        return _of_rows(part.path, data, tokenizer, fallback_cache)
+    # These import megatron-core, which raw rows do not need.
+    if sft:
+        from patch.data.pretraining.indexed_sft import load_indexed_sft
+
+        length, rows = model.seq_length, model.vocab_size
+        return len(load_indexed_sft(part.path, tokenizer, sequence_length=length, vocab_size=rows))
+    from patch.data.pretraining.run_sets import train_samples
+
+    return train_samples(part, data, model, tokenizer)
+
+
+def _of_rows(
+    path: str, data: DataConfig, tokenizer: PreTrainedTokenizerBase, fallback_cache: Path
+) -> int | None:
+    options, length = sft_options(data, fallback_cache), data.max_padding_length
+    source = find_sft(Path(path), tokenizer, length, options)
+    if source is None:
+        if sum(file.stat().st_size for file in files_of(path, "train_data_path")) > _SMALL_BYTES:
+            return None
+        source = load_sft(Path(path), tokenizer, length, replace(options, cache_dir=None))
+    return len(pack(source.sizes, length)) if data.packing else len(source)
+
 
 _FIELD = "train_data_path"
 _FEW_LINES = 30

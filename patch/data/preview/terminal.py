@@ -17,19 +17,21 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from patch.data.preview.shown import ShownRow, ShownToken, lines_of
-from patch.data.preview.statistics import Figures
-from patch.data.preview.visible import (
+from patch.data.preview.shown import (
     BORDER,
     INNER_BORDER,
     NEWLINE,
     SPACE,
     SPECIAL,
     TAB,
+    ShownRow,
+    ShownToken,
     is_right_to_left,
+    lines_of,
     visible,
     visible_name,
 )
+from patch.data.preview.statistics import Figures
 
 _MARGINS = {True: "learned \u2503 ", False: "        \u2503 "}
 _LEFT_TO_RIGHT = "\u200e"

@@ -31,8 +31,7 @@ import tiktoken
 from tokenizers import Regex, Tokenizer, pre_tokenizers
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from patch.data.rendering.spans import Span
-from patch.data.rendering.special_tokens import MARK, any_of, unmarked
+from patch.data.rendering.spans import MARK, Span, any_of, unmarked
 
 _PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{numbers}|"

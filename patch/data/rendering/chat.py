@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 
 from patch.data.formats import Conversation, Message, Text
 from patch.data.rendering.bounded_process import BoundedMap, ChildEndedError
-from patch.data.rendering.spans import PLAIN, RenderOptions, Span
-from patch.data.rendering.special_tokens import SpecialTokenMarker
+from patch.data.rendering.spans import PLAIN, RenderOptions, Span, SpecialTokenMarker
 from patch.data.rendering.template import FOREIGN_CURE, PROBE, Row, Template
 from patch.data.rendering.turns import cut
 from patch.data.rendering.written import says_something

@@ -1,7 +1,9 @@
-"""What a user says about a fine-tuning set."""
+"""What a user says about a fine-tuning set; the folder of the user's cache, by the XDG Base Directory
+Specification."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -11,7 +13,27 @@ from patch.data.formats import FormatOptions, format_options
 from patch.data.rendering import RenderOptions
 from patch.device import usable_cores
 from patch.storage.places import StrPath
-from patch.storage.user_cache import user_cache
+
+_NAME = "llama-megatron-patch"
+
+
+def user_cache(fallback: Path) -> Path:
+    """This project's folder in XDG_CACHE_HOME or ~/.cache, which is created.
+
+    Args:
+        fallback: the folder to use where there is no home, or one that cannot be written.
+    """
+    home = os.path.expanduser("~")
+    chosen = os.environ.get("XDG_CACHE_HOME") or (os.path.join(home, ".cache") if home != "~" else "")
+    if not os.path.isabs(chosen):  # the specification: other values are to be ignored
+        return fallback
+    folder = Path(chosen, _NAME)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return fallback
+    return folder if os.access(folder, os.W_OK | os.X_OK) else fallback
+
 
 _MOST_WORKERS = 32
 """The default's limit: one process reads the rows for all workers."""

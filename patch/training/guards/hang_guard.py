@@ -37,9 +37,16 @@ from patch.distributed.worker_process import Reply, announce_end, claim_error_re
 from patch.logger import get_logger
 from patch.storage.names import STACKS_FOLDER
 from patch.storage.sizes import size_text
-from patch.training.guards.hang_verdict import Beat, Fault, Judge, Limits
+from patch.training.guards.hang_verdict import (
+    Beat,
+    Fault,
+    Judge,
+    Limits,
+    process_state,
+    write_own_stacks,
+    write_stacks_of,
+)
 from patch.training.guards.phases import Phase, PhaseClock, shared_memory
-from patch.training.guards.stacks import process_state, write_own_stacks, write_stacks_of
 
 _logger = get_logger(__name__)
 

@@ -10,9 +10,8 @@ from tokenizer_zoo import ZOO
 
 from patch.data.preview import terminal
 from patch.data.preview.pieces import TokenTexts
-from patch.data.preview.shown import ShownRow, ShownToken
+from patch.data.preview.shown import ShownRow, ShownToken, visible
 from patch.data.preview.terminal import print_row
-from patch.data.preview.visible import visible
 
 TEXTS = (
     "the quick brown fox\n\n  jumps",

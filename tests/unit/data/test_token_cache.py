@@ -18,11 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from patch.data.formats import FormatOptions
 from patch.data.rendering import RenderOptions
 from patch.data.sft import build
-from patch.data.sft.options import SftOptions
+from patch.data.sft.options import SftOptions, user_cache
 from patch.data.sft.source import SftSource, load_sft
 from patch.data.sft.token_files import TokenWriter
 from patch.errors import DataError
-from patch.storage.user_cache import user_cache
 
 LENGTH = 40
 

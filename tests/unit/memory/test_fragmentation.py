@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from patch.memory.fragmentation import Fragmentation
+from patch.memory.cuda_device import Fragmentation
 from patch.optimizer.placement import AutoPlacementPolicy, DeviceMemory
 
 GIB = 2**30

@@ -13,8 +13,8 @@ from fake_device import AT_ONCE, COMPUTE_FIRST, COPIES_FIRST, LATE, FakeDevice, 
 from fake_offload import FakeOffloadDevice
 
 from patch.memory import SavedTensors, SimulatedDevice, saved_tensors
-from patch.memory.host_blocks import HostBlocks
 from patch.memory.offload_device import Copies, Event
+from patch.memory.saved_tensors import HostBlocks
 
 CPU = torch.device("cpu")
 ORDERS: tuple[Order, ...] = (LATE, COPIES_FIRST, COMPUTE_FIRST, 0, 1)

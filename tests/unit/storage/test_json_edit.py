@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from patch.storage.json_edit import with_values
+from patch.convert.hf_config_files import with_values
 
 TEXT = '{ "a" : 1e-05,\n\t"b": [1, {"a": "}, "}],  "c":"x\\"y" , "d": null}\n'
 

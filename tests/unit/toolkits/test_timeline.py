@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from toolkits.timeline.__main__ import main
-from toolkits.timeline.spans import Span, merged, total, within, without
+from toolkits.timeline.trace import Span, merged, total, within, without
 
 MS = 1000.0
 """Of a trace's microseconds."""

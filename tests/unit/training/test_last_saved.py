@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from patch.training.last_saved import LastSaved
+from patch.training.run_hooks import LastSaved
 
 
 def test_names_the_last_saved_checkpoint(tmp_path: Path) -> None:

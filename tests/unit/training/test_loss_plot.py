@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from patch.training.loss_plot import LossPlot, plot_losses
 from patch.training.metrics import MetricsLog
+from patch.training.run_hooks import LossPlot, plot_losses
 
 
 @pytest.mark.parametrize(

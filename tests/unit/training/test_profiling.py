@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from training_runs import build_seeded_run
 
 from patch.compat.profiler import Phases, region
-from patch.config.profiled_steps import profile_names_steps, profiled_steps
 from patch.config.schema import RunConfig
+from patch.config.validate import profile_names_steps, profiled_steps
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.training.hooks import Record, TrainerHook

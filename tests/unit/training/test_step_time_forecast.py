@@ -3,7 +3,7 @@
 import pytest
 
 from patch.optimizer import OptimizerReport
-from patch.training.step_time_forecast import StepTimeForecast
+from patch.training.run_hooks import StepTimeForecast
 
 
 def report(offload_fraction: float, busy: float, waited: float) -> OptimizerReport:
