@@ -40,7 +40,7 @@ def _preview(options: argparse.Namespace) -> int:
     preview.show_rows(console, options.rows, options.row)
     if options.statistics:
         preview.show_statistics(console)
-    preview.write(options.html, options.plot, options.json)
+    preview.write(options.html, options.json)
     preview.check()
     return 0
 
@@ -72,9 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--html", type=output_file, metavar="FILE", help="also write one HTML page with all of this"
-    )
-    parser.add_argument(
-        "--plot", type=output_file, metavar="FILE.png", help="also write the histogram of lengths"
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write all of this as JSON")
     note = f"--max-padding-length is --seq-length, or {DEFAULT_LENGTH} where --config does not say it either."

@@ -8,7 +8,6 @@ from patch.config.cluster import Rendezvous, slurm_task
 from patch.config.data_record import SetRecord
 from patch.config.execution import Execution
 from patch.config.file_rules import run_warnings
-from patch.config.flags import to_flags
 from patch.config.hub_names import fetch_from_hub, weights_here
 from patch.config.machines import set_spares_aside, usable_sizes
 from patch.config.parse import Invocation, parse_args
@@ -24,7 +23,7 @@ from patch.config.schema import (
     TrainingConfig,
 )
 from patch.config.validate import validate_run
-from patch.config.yaml_io import read_yaml, to_yaml
+from patch.config.yaml_io import read_run, read_yaml, to_yaml
 
 __all__ = [
     "CheckpointConfig",
@@ -41,6 +40,7 @@ __all__ = [
     "check_tokens",
     "fetch_from_hub",
     "parse_args",
+    "read_run",
     "read_yaml",
     "remember_data",
     "resolve_transformer_impl",
@@ -48,7 +48,6 @@ __all__ = [
     "run_warnings",
     "set_spares_aside",
     "slurm_task",
-    "to_flags",
     "to_yaml",
     "unknown_variables",
     "usable_sizes",

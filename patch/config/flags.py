@@ -10,10 +10,9 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from patch.config.fields import FIELDS, SECTIONS, Field, coerce, scalar_of
+from patch.config.fields import FIELDS, SECTIONS, Field, coerce
 from patch.config.foreign_flags import answers, is_meant_otherwise
 from patch.config.positions import POSITIONS, VARIABLES, built_words
-from patch.config.schema import RunConfig
 from patch.config.unsupported import refused_yet
 from patch.errors import ConfigError
 from patch.parse_numbers import to_float
@@ -204,13 +203,3 @@ def _grouped(argv: Sequence[str]) -> list[tuple[str, list[str]]]:
         else:
             groups[-1][1].append(text)
     return groups
-
-
-def to_flags(config: RunConfig) -> list[str]:
-    """The command line that reproduces `config`. It sets every field, so nothing else has an effect."""
-    argv = []
-    for field in FIELDS.values():
-        value = scalar_of(config, field.name)
-        if field.kind is not bool or value != field.none:  # for None there is no flag, it is the default
-            argv.append("=".join(flag_words(field, value)))
-    return argv

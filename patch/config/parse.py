@@ -72,6 +72,8 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     notes: list[str] = []
     if texts:
         env, positions, notes = read_positions(texts, environ, flags.fields)
+        if epochs := flags.fields.get("train_epochs"):
+            notes = [*notes, f"{where('train_iters')} has no effect with {where('train_epochs')} {epochs:g}"]
     merged = _merge([file, positions, flags.fields])
     take_models(merged)
     refuse_other_forms(merged)

@@ -427,8 +427,6 @@ def _context_parallel_notes(config: RunConfig, machine: MachineFacts) -> Iterato
 
 def _data_notes(config: RunConfig) -> Iterator[str]:
     """What the data decides instead of a flag, and flags that have no effect on its kind."""
-    if (epochs := config.training.train_epochs) is not None:
-        yield f"{where('train_iters')} has no effect with {where('train_epochs')} {epochs:g}"
     if config.data.dataset_type == "idxmap" and config.data.max_padding_length != config.model.seq_length:
         yield f"{where('max_padding_length')} has no effect on .bin/.idx: sequences are SEQ_LEN long"
     if config.data.dataset_type == "idxmap":

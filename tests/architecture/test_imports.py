@@ -151,13 +151,12 @@ def test_every_thread_is_on_the_device_of_the_one_that_starts_it(house):
 
 def test_streams_are_taken_for_a_purpose(house):
     """A new one for each call would soon be that of a communicator."""
-    own = ("patch/device.py", "toolkits/benchmarks/connections.py")  # its subject
     calls = [
         f"{source.path}:{node.lineno}"
         for source in house
         for node in ast.walk(source.tree)
         if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".Stream")
-        if str(source.path) not in own
+        if str(source.path) != "patch/device.py"
     ]
     assert not calls, f"expected stream_of: {calls}"
 

@@ -85,6 +85,7 @@ def test_a_wheel_holds_the_two_packages_their_types_and_the_kernels_source(wheel
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == {"patch", "toolkits"}
     assert {"patch/py.typed", "patch/optimizer/kernels/adam.cpp", "patch/optimizer/__init__.py"} <= set(names)
+    assert not [name for name in names if name.startswith("toolkits/benchmarks")]  # of a clone
 
 
 def test_an_installed_command_lists_plans_and_trains(root, wheel, tmp_path):

@@ -21,7 +21,7 @@ from toolkits.benchmarks._report import machine, versions
 
 _RESULTS = Path(__file__).with_name("RESULTS.md")
 _PARTS: dict[str, list[str]] = {
-    "gpu_step": [], "attention": [], "offload": ["--sequence", "4096"], "connections": []
+    "gpu_step": [], "attention": [], "offload": ["--sequence", "4096"]
 }  # fmt: skip
 """The most important first; arguments of each with --quick."""
 _LIMIT_S = 570.0

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sys
+import tempfile
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -29,13 +30,15 @@ begin()  # before anything that takes time or starts threads
 
 from patch.config import (  # noqa: E402
     Invocation,
+    Rendezvous,
+    RunConfig,
     fetch_from_hub,
     parse_args,
+    read_run,
     resume_notes,
     run_warnings,
     set_spares_aside,
     slurm_task,
-    to_flags,
     to_yaml,
     unknown_variables,
     user_message,
@@ -54,6 +57,8 @@ from patch.plan import (  # noqa: E402
 )
 
 _logger = get_logger(__name__)
+_RESOLVED = "--resolved-run"
+"""Before the file from which workers read what their launcher has resolved."""
 
 
 def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, list[str]]:
@@ -69,8 +74,23 @@ def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, l
 
 
 def _launch(invocation: Invocation, machine: MachineFacts) -> int:
+    """Start workers that read the resolved run from a file of this user's and check nothing again."""
     config = invocation.config
-    return launch(Path(__file__).resolve(), to_flags(config), config, invocation.rendezvous, machine)
+    with tempfile.TemporaryDirectory(prefix="patch-run-") as folder:
+        file = Path(folder) / "run.yaml"
+        file.write_text(to_yaml(config), encoding="utf-8")
+        command = [_RESOLVED, str(file)]
+        return launch(Path(__file__).resolve(), command, config, invocation.rendezvous, machine)
+
+
+def _resolved_run(file: Path, machine: MachineFacts) -> RunConfig:
+    """The run that the launcher has resolved; with --min-nodes on as many machines as there are now."""
+    config = read_run(file)
+    if config.parallel.min_nodes is None:
+        return config
+    nnodes = int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"])
+    config = replace(config, parallel=replace(config.parallel, nnodes=nnodes))
+    return _check(Invocation(config, dry_run=False, rendezvous=Rendezvous()), machine)[0].config
 
 
 def _describe(invocation: Invocation, machine: MachineFacts) -> None:
@@ -98,8 +118,8 @@ def _describe(invocation: Invocation, machine: MachineFacts) -> None:
         sys.stderr.write(describe_length(config, samples) + "\n")
 
 
-def _work(invocation: Invocation) -> None:
-    parallel, who = invocation.config.parallel, "torchrun or SLURM has started this process, and"
+def _work(config: RunConfig) -> None:
+    parallel, who = config.parallel, "torchrun or SLURM has started this process, and"
     if parallel.max_restarts and not is_launched():
         raise ConfigError(
             f"got {parallel.max_restarts}, expected 0: {who} starts it again", field="max_restarts"
@@ -111,7 +131,7 @@ def _work(invocation: Invocation) -> None:
     with quick_start():
         from patch.training import run
 
-    run(invocation.config)
+    run(config)
 
 
 def _run(argv: list[str], is_worker: bool) -> int:
@@ -119,10 +139,13 @@ def _run(argv: list[str], is_worker: bool) -> int:
     if is_worker and machine.cuda_devices == 1 and "SLURM_LOCALID" in os.environ:
         # SLURM may show each task its own GPU only.
         machine = replace(machine, cuda_devices=int(os.environ["LOCAL_WORLD_SIZE"]))
+    if argv[:1] == [_RESOLVED]:
+        _work(_resolved_run(Path(argv[1]), machine))
+        return 0
     invocation = parse_args(argv, os.environ, machine)
     invocation, notes = _check(invocation, machine)
     if is_worker and not invocation.dry_run:
-        _work(invocation)
+        _work(invocation.config)
         return 0
     for warning in run_warnings(invocation.config):
         _logger.warning("%s", warning)

@@ -19,7 +19,6 @@ from transformers import PreTrainedTokenizerBase
 from patch.config.data_spec import DataPart, files_of, format_data, parse_data
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.chat_templates import ensure_chat_template
-from patch.data.preview.plot import write_png
 from patch.data.preview.rows import first_items, numbered_items, shown_rows
 from patch.data.preview.shown import ShownRow
 from patch.data.preview.statistics import Figures, SetStatistics
@@ -33,15 +32,65 @@ from patch.storage.sizes import counted
 
 if TYPE_CHECKING:
     from patch.data.preview.indexed import IndexedPreview
+import io
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jinja2 import Environment, StrictUndefined
 
 from patch.data.packing import pack
 from patch.data.preview.pieces import Piece
-from patch.data.preview.plot import svg
 from patch.data.preview.shown import INNER_BORDER, lines_of, visible, visible_name
 from patch.data.sft.source import find_sft
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_INK = "#010203"
+"""A colour that nothing else has; the page's own text colour takes its place."""
+_BAR = "#2f8f4e"
+_LIMIT = "#c05020"
+
+
+def svg(sets: Sequence[Figures]) -> str:
+    """The histograms as an <svg> element that loads nothing, in the colour of the text around it."""
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    picture = io.StringIO()
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": "preview"}):
+        figure = _figure(sets)
+        figure.patch.set_alpha(0)
+        nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        FigureCanvasSVG(figure).print_svg(picture, metadata=nothing)
+    text = picture.getvalue()
+    return text[text.index("<svg") :].replace(_INK, "currentColor")
+
+
+def _figure(sets: Sequence[Figures]) -> Figure:
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    figure = Figure(figsize=(7, 2.6 * len(sets)), layout="constrained")
+    for number, each in enumerate(sets, start=1):
+        axes = figure.add_subplot(len(sets), 1, number)
+        axes.stairs(each.lengths.counts, each.lengths.edges, fill=True, color=_BAR)
+        limit = ""
+        if each.capacity is not None:
+            axes.axvline(each.capacity, color=_LIMIT, linestyle="--")
+            limit = f" (the line: {each.capacity} fit)"
+        axes.yaxis.set_major_locator(MaxNLocator(integer=True))
+        # The font has few other characters.
+        name = visible_name(each.name).encode("ascii", "backslashreplace").decode()
+        axes.set_title(name, color=_INK, parse_math=False)
+        axes.set_xlabel(f"tokens of a {each.counted}{limit}", color=_INK)
+        axes.set_ylabel(f"{each.counted}s", color=_INK)
+        axes.tick_params(colors=_INK)
+        axes.patch.set_alpha(0)
+        for spine in axes.spines.values():
+            spine.set_color(_INK)
+    return figure
+
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
 
@@ -200,13 +249,12 @@ class Preview:
             if isinstance(figures, SetStatistics):
                 figures.report.refuse_drops(part.path, self.data.max_dropped_share)
 
-    def write(self, html: Path | None, plot: Path | None, json_file: Path | None) -> None:
-        """Write what was shown as one HTML page, the histograms as a PNG, and all of it as JSON.
+    def write(self, html: Path | None, json_file: Path | None) -> None:
+        """Write what was shown as one HTML page, and as JSON.
 
         Args:
-            html: the page's file; None: none. The same holds for the others.
-            plot: the picture's file.
-            json_file: the file of JSON.
+            html: the page's file; None: none.
+            json_file: the file of JSON; None: none.
 
         Raises:
             ConfigError: a file cannot be written.
@@ -215,8 +263,6 @@ class Preview:
             if html is not None:
                 text = page(self.data.train_data_path, self.tokenizer.name_or_path, self.sets, self.rows)
                 html.write_text(text, encoding="utf-8")
-            if plot is not None:
-                write_png(self.sets, plot)
             if json_file is not None:
                 json_file.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
         except OSError as error:

@@ -1,4 +1,4 @@
-"""Named flags: types, unknown and doubled ones, --help, and the way back to argv."""
+"""Named flags: types, unknown and doubled ones, --help."""
 
 import dataclasses
 import json
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from patch.config import parse_args, to_flags, validate_run
+from patch.config import parse_args, validate_run
 from patch.config.choices import ZeroStage
 from patch.config.fields import FIELDS
 from patch.config.flags import read_flags, spellings
@@ -144,9 +144,11 @@ def test_file_of_another_program_is_answered_whole(command, file):
 
 def test_overlapped_optimizer_alone_shards_states(command):
     """As Megatron-LLaMA's readme uses it; an explicit false stays a contradiction."""
-    argv = to_flags(command.parse().config)
-    argv = [flag for flag in argv if "distributed-optimizer" not in flag or "instances" in flag]
-    config = parse_args([*argv, "--overlapped-distributed-optimizer"], {}, command.machine).config
+    text = to_yaml(command.parse().config).splitlines(keepends=True)
+    file = command.folder / "run.yaml"
+    file.write_text("".join(line for line in text if "use_distributed_optimizer" not in line))
+    argv = ["--config", str(file), "--overlapped-distributed-optimizer"]
+    config = parse_args(argv, {}, command.machine).config
     assert config.parallel.use_distributed_optimizer and config.sharding is ZeroStage.GRADIENTS
     with pytest.raises(ConfigError, match="got true, expected --use-distributed-optimizer"):
         validate_run(command.parse("--overlapped-distributed-optimizer", DO="false").config, command.machine)
@@ -182,20 +184,6 @@ def test_flags_beat_positions_in_both_directions(command):
         "--no-sft", "--sequence-parallel", "--lr=3", "--train-iters=2", "--lr-warmup-iters=1", SP="false"
     ).config
     assert not config.training.sft and config.parallel.sequence_parallel and config.optimizer.lr == 3
-
-
-def test_to_flags_reproduces_the_run_without_anything_else(command):
-    config = command.parse("--no-use-rope-scaling", "--export-hf", MODEL_SIZE="8B", TP="2", SP="true").config
-    again = parse_args(to_flags(config), {}, command.machine)
-    assert again.config == config and not again.dry_run
-
-
-def test_to_flags_names_every_field(command):
-    """But for booleans that are at auto, which no flag says."""
-    flags = {flag.split("=")[0].replace("--no-", "--") for flag in to_flags(command.parse().config)}
-    at_auto = {field.flag for field in FIELDS.values() if field.kind is bool and field.default is None}
-    assert at_auto == {"--tp-comm-overlap", "--gradient-accumulation-fusion"}
-    assert flags == {field.flag for field in FIELDS.values()} - at_auto
 
 
 def test_flags_alone_name_what_is_missing(command):
@@ -242,7 +230,6 @@ def test_help_shows_positions_then_flags(command, capsys):
 def test_boolean_that_has_a_third_value_without_its_flags(command, argv, value):
     config = command.parse(*argv, TP="2").config
     assert config.parallel.tp_comm_overlap is value
-    assert parse_args(to_flags(config), {}, command.machine).config == config
     written = command.folder / "run.yaml"
     written.write_text(to_yaml(config))
     assert read_run(written) == config

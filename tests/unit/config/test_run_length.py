@@ -3,33 +3,33 @@
 import dataclasses
 
 import pytest
+import yaml
 from refusals import refused
 
-from patch.config import parse_args, remember_data, resume_notes, to_flags, to_yaml, validate_run
+from patch.config import parse_args, remember_data, resume_notes, to_yaml, validate_run
 from patch.config.run_length import num_train_samples, with_samples
 from patch.errors import ConfigError
 from patch.plan import describe_plan, resolve_sharding
 
 
 def test_epochs_beat_position_23_and_one_line_says_so(command):
-    config = command.parse("--train-epochs=2").config
+    found = command.parse("--train-epochs=2")
+    config = found.config
     assert (config.training.train_iters, config.training.train_epochs) == (0, 2.0)
     note = "--train-iters (position 23 TRAIN_TOKENS_OR_ITERS) has no effect with --train-epochs 2"
-    assert note in validate_run(config, command.machine)
+    assert note in found.notes
+    validate_run(config, command.machine)
     resolved, _ = resolve_sharding(config, command.machine)
     assert "run         2 epochs" in describe_plan(resolved, command.machine)
 
 
-def test_workers_get_the_run_that_the_launcher_has(command):
-    config = command.parse("--train-epochs=0.5").config
-    assert parse_args(to_flags(config), {}, command.machine).config == config
-
-
 def test_epochs_alone_are_a_length(command, tmp_path):
-    argv = command.argv()
-    steps = parse_args(argv, command.environ, command.machine).config
-    flags = [flag for flag in to_flags(steps) if not flag.startswith(("--train-iters", "--train-epochs"))]
-    assert parse_args([*flags, "--train-epochs=3"], {}, command.machine).config.training.train_epochs == 3.0
+    values = yaml.safe_load(to_yaml(command.parse().config))
+    values["training"] = {k: v for k, v in values["training"].items() if not k.startswith("train_")}
+    flags = ["--config", str(tmp_path / "run.yaml")]
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(values))
+    found = parse_args([*flags, "--train-epochs=3"], {}, command.machine)
+    assert found.config.training.train_epochs == 3.0 and not found.notes
     with refused(ConfigError, match="missing: --train-iters"):
         parse_args(flags, {}, command.machine)
 

@@ -1,11 +1,15 @@
 """YAML: round trip, layering, and complaints that name file and key."""
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import yaml
 
-from patch.config import parse_args, to_yaml
+from patch.config import Invocation, Rendezvous, parse_args, to_yaml
 from patch.config.choices import ZeroStage
 from patch.errors import ConfigError
+from toolkits.train import __main__ as train
 
 ABSENT = """
 model: {window_size: none, precision_align: none}
@@ -34,6 +38,32 @@ def test_fed_back_yaml_needs_the_hf_folder_no_more(command):
     file = _write(command, to_yaml(config))
     (command.folder / "hf" / "config.json").unlink()
     assert parse_args(["--config", file], {}, command.machine).config == config
+
+
+def test_workers_get_the_run_that_the_launcher_has_in_a_file_of_the_users_own(command, monkeypatch):
+    config, seen = command.parse("--train-epochs=0.5", MODEL_SIZE="8B", SP="false").config, []
+
+    def launch(script, argv, *rest):
+        folder = Path(argv[1]).parent
+        seen.append(
+            (train._resolved_run(Path(argv[1]), command.machine), folder.stat().st_mode & 0o077, folder)
+        )
+        return 0
+
+    monkeypatch.setattr(train, "launch", launch)
+    assert train._launch(Invocation(config, False, Rendezvous()), command.machine) == 0
+    ((again, others, folder),) = seen
+    assert again == config and others == 0 and not folder.exists()
+    elastic = dataclasses.replace(
+        config, parallel=dataclasses.replace(config.parallel, nnodes=2, min_nodes=1)
+    )
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setattr(train, "_check", lambda invocation, machine: (invocation, []))
+    train._launch(Invocation(elastic, False, Rendezvous()), command.machine)
+    assert seen[1][0] == dataclasses.replace(
+        elastic, parallel=dataclasses.replace(elastic.parallel, nnodes=1)
+    )
 
 
 def test_a_config_of_before_loads_with_what_is_gone_at_its_default(command):

@@ -30,7 +30,7 @@ H100 = MachineFacts(
 SMALL = Heads(queries=4, groups=2, size=8)
 
 
-@pytest.mark.parametrize("name", ["attention", "gpu_step", "connections", "_gpu_tables"])
+@pytest.mark.parametrize("name", ["attention", "gpu_step", "_gpu_tables"])
 def test_without_a_gpu_they_are_not_run(
     name: str, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
