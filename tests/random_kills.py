@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parent / "support")]
 
 if "LOCAL_RANK" in os.environ:  # a worker of the launcher below
     from patch.distributed.worker_process import begin
@@ -172,7 +172,8 @@ class LaunchedJob:
     def __init__(self, changes: dict[str, Any], restarts: int) -> None:
         self._restarts = restarts
         here = Path(__file__).parent
-        own = {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]), "OMP_NUM_THREADS": "1"}
+        paths = [str(here), str(here / "support"), str(here.parent)]
+        own = {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
         arguments = [sys.executable, __file__, "launch", json.dumps({**changes, "max_restarts": restarts})]
         with open(Path(changes["output_path"], "messages"), "ab") as messages:
             self._launcher = subprocess.Popen(arguments, env=os.environ | own, stderr=messages)

@@ -1,7 +1,7 @@
 """The documents that users read: their commands work, their links lead somewhere, both languages agree.
 
-tests/guide_pages.py reads a page, tests/guide_shell.py lets bash call what it says, tests/guide_commands.py
-checks each call. examples/llama3_1/README.md says which blocks a guide may have.
+tests/support has guide_pages.py, which reads a page, guide_shell.py, which lets bash call what it says, and
+guide_commands.py, which checks each call. examples/llama3_1/README.md says which blocks a guide may have.
 """
 
 import json

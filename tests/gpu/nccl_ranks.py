@@ -307,7 +307,8 @@ def run_ranks(num_ranks: int, folder: Path, which: str, limit_s: float, part_s: 
 def _launch(num_ranks: int, folder: Path, arguments: list[str], end: float) -> str:
     """Run ranks until all end, one fails, or the time is over; what they said, "" if all ended well."""
     repository = Path(__file__).parents[2]
-    paths = os.pathsep.join([str(repository), str(repository / "tests"), os.environ.get("PYTHONPATH", "")])
+    own_paths = [str(repository / name) for name in (".", "tests", "tests/support")]
+    paths = os.pathsep.join([*own_paths, os.environ.get("PYTHONPATH", "")])
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])

@@ -1,7 +1,7 @@
 """Weights that are gathered in 8 bits: every wait, contexts of whole weights, and a rank without memory.
 
 The waits: the product's own code runs on a device that executes as late, or as early, as it may
-(tests/fake_device.py); it is told that streams can wait. Whole training runs: training/test_fp8_gather.py.
+(fake_device.py); it is told that streams can wait. Whole training runs: training/test_fp8_gather.py.
 """
 
 from typing import Any

@@ -191,7 +191,7 @@ def test_hang_names_the_flag_and_the_other_ranks() -> None:
 
 LOSE_RANK_1 = f"""
 import os, sys
-sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / "tests")!r}]
+sys.path[:0] = [{str(REPOSITORY)!r}, {str(REPOSITORY / "tests/support")!r}]
 from patch.compat import quick_start
 with quick_start():
     import torch

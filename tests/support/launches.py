@@ -20,7 +20,7 @@ from patch.device import MachineFacts
 from patch.distributed import rendezvous
 from patch.distributed.launch import launch
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 MACHINE = MachineFacts(cuda_devices=0, cpu_cores=4)
 ALONE = Rendezvous()
 READY_TIMEOUT_S = 200.0

@@ -44,7 +44,7 @@ def output_of_compiler(program: str) -> str:
     """What a Python program prints that compiles kernels, in a process without the interpreter."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", program],
-        cwd=Path(__file__).parents[1], env={**os.environ, "TRITON_INTERPRET": "0"},
+        cwd=Path(__file__).parents[2], env={**os.environ, "TRITON_INTERPRET": "0"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]

@@ -14,7 +14,7 @@ import yaml
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 
-REPOSITORY = Path(__file__).parents[1]
+REPOSITORY = Path(__file__).parents[2]
 KINDS = re.compile(r"bash( plan=(?P<machine>[a-z]\d+)x(?P<devices>\d+)(x(?P<nodes>\d+))?)?(?P<fails> fails)?")
 OTHER_KINDS = ("text", "python", "yaml")
 CHINESE = "_zh"
