@@ -15,7 +15,14 @@ POSITIONAL_ARGUMENTS = 8
 SMALL_LINES = 45
 BUDGET = {"product": 34_600, "tests": 36_250, "small modules, %": 26, "files in a room": 59}
 """Lines of code are those without docstrings, comments and blanks."""
-NO_CODE = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+NO_CODE = (
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+)
 
 
 def _functions(source):
