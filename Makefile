@@ -5,9 +5,11 @@ TORCH ?= torch==2.13.0
 # Bytecode is kept, but only of what is imported: that of all files is 330 MB.
 PIP = .venv/bin/python -m pip --disable-pip-version-check install --progress-bar off --no-compile
 WORKERS ?= 4
+# Bytecode is kept: without it each of hundreds of programs compiles the sources that it imports.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
 BENCHMARKS = $(filter-out _%,$(basename $(notdir $(wildcard toolkits/benchmarks/*.py))))
 
-.PHONY: help quickstart test checks bench gpu-check gpu-bench
+.PHONY: help quickstart test test-all checks bench gpu-check gpu-bench
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## / - /'
@@ -30,9 +32,11 @@ help:  ## this list
 quickstart: .venv/installed  ## fine-tune a small LLaMA on JSON and question it (minutes on 2 cores)
 	PYTHONDONTWRITEBYTECODE= .venv/bin/python -m toolkits.quickstart
 
-# Bytecode is kept: without it each of hundreds of programs compiles the sources that it imports.
-test: .venv/tests-installed  ## all tests of this machine; GPU tests skip themselves without one
-	PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=0
+test: .venv/tests-installed  ## the tests of a change, but those that are long: minutes on two cores
+	$(PYTEST) -m "not long"
+
+test-all: .venv/tests-installed  ## all tests of this machine, as CI; GPU tests skip themselves without one
+	$(PYTEST)
 
 checks: .venv/tests-installed  ## style, types, and the rules of the house
 	.venv/bin/ruff check .

@@ -6,7 +6,7 @@ is killed by SIGKILL. It is started again, by this script or by the launcher (--
 ended. Each start must go on from the newest whole checkpoint on disk, which never goes back, and the end must
 have the bytes of a run that nobody has disturbed. Wholeness is checked anew, with json and zlib.
 
-It is a test that takes too long for `make test`, where tests/unit/training/test_random_kills.py does five.
+`make test-all` does five of them (tests/unit/training/test_random_kills.py).
 """
 
 from __future__ import annotations

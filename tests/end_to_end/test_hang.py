@@ -6,10 +6,13 @@ import time
 from pathlib import Path
 
 import psutil
+import pytest
 from end_to_end.conftest import Office
 from end_to_end.shell import command, environment
 
 from patch.storage.names import STACKS_FOLDER
+
+pytestmark = pytest.mark.long
 
 
 def test_run_with_a_stopped_worker_names_it_and_ends(office: Office, tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from huggingface_hub import constants
 
 from toolkits.convert import main as convert
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def cache(office: Office, tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -24,6 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from toolkits.convert import main as convert
 
+pytestmark = pytest.mark.long
+
 GLOBAL_BATCH, STEPS = 8, 5
 # The same bf16 weights in two layouts: sums are rounded in another order.
 LAYOUT_TOLERANCE = 0.02

@@ -30,6 +30,8 @@ import patch.data
 import patch.optimizer
 import patch.plan
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 LIBRARY = ROOT / "examples/llama3_1/library"
 EXAMPLES = sorted(LIBRARY.glob("*.py"))

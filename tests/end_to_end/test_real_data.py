@@ -8,6 +8,8 @@ from llama3_tokenizer import build_llama3_tokenizer
 
 from toolkits.preprocess_pretrain import main as preprocess_pretrain
 
+pytestmark = pytest.mark.long
+
 DATA = REPOSITORY.parent / "shared" / "data"
 
 

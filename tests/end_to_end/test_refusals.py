@@ -15,6 +15,8 @@ from safetensors.torch import load_file
 
 from patch.storage.lock import hold_run
 
+pytestmark = pytest.mark.long
+
 
 @pytest.mark.parametrize(
     ("changes", "named"),

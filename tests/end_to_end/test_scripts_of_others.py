@@ -13,6 +13,8 @@ from end_to_end.shell import MACHINE, REPOSITORY, call
 from patch.config import parse_args
 from toolkits.preprocess_pretrain import main as preprocess_pretrain
 
+pytestmark = pytest.mark.long
+
 LLAMA = REPOSITORY / "examples" / "LLaMA"
 PAIS = REPOSITORY / "toolkits/pretrain_data_preprocessing/run_make_pretraining_dataset_megatron.sh"
 

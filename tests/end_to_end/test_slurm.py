@@ -20,7 +20,11 @@ from slurm_cluster import Cluster, running_cluster, why_not
 
 from patch.storage.names import TRACKER
 
-pytestmark = [pytest.mark.skipif(bool(why_not()), reason=why_not()), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(bool(why_not()), reason=why_not()),
+    pytest.mark.timeout(900),
+]
 SLURM_SCRIPT = SCRIPT.with_name("slurm.sh")
 NODES = ["n1", "n2", "n3", "n4", "n5", "n6"]
 QUICK_MEETING = f"""#!{sys.executable}

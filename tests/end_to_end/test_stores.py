@@ -29,6 +29,8 @@ from patch.storage.remote import RemotePath
 from toolkits.convert import main as convert
 from toolkits.inspect_checkpoint import main as inspect
 
+pytestmark = pytest.mark.long
+
 STEPS = 6
 FLAGS = ["--save-retry-seconds", "1", "--save-interval", "2", "--seed", "5"]
 RECORDS = {"config.yaml": "config.yaml", "data.json": "data.json", "metrics.jsonl": "log/metrics.jsonl"}

@@ -35,7 +35,7 @@ FILES = {
     "test_hung.py": f"{RANK}def test_it(): rank.wait()",
     "test_crashed.py": f"{RANK}def test_it(): __import__('os').abort()",
 }
-HEAD = '"""About {0}."""\nimport pytest\npytestmark = [pytest.mark.gpu]\n'
+HEAD = '"""About {0}."""\nimport pytest\npytestmark = [pytest.mark.long, pytest.mark.gpu]\n'
 
 
 @pytest.fixture
@@ -156,7 +156,7 @@ def parts(context: DeviceContext, num_ranks: int, folder: Path) -> dict[str, Cal
 def test_a_part_that_fails_or_hangs_hides_no_other(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     which = "unit.test_gpu_run:parts"
-    found = run_ranks(2, tmp_path, which, 100.0, part_s=5.0)
+    found = run_ranks(2, tmp_path, which, 200.0, part_s=15.0)
     *losses, _ = found.pop("packed")
     assert len(set(losses)) == STEPS
     assert found == {"second": "second"} and found.seconds.keys() == {"packed", "second"}

@@ -16,6 +16,8 @@ from safetensors.torch import load_file
 from patch.compat.unpickle import read_metadata
 from patch.convert import hf_to_mcore, mcore_to_hf
 
+pytestmark = pytest.mark.long
+
 JOBS = {
     4: [(1, 1, 0), (1, 2, 0), (2, 1, 0), (2, 2, 0), (4, 1, 0), (1, 2, 1), (2, 2, 1), (2, 2, "E|tt|tt|L")],
     6: [(1, 3, 0), (2, 3, 0), (2, 3, 1)],

@@ -17,6 +17,8 @@ from patch.config import Rendezvous
 from patch.distributed import agent, rendezvous
 from patch.distributed.worker_process import STOP_SIGNALS, stop_signals
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(autouse=True)
 def stray_signals() -> Iterator[list[int]]:

@@ -19,6 +19,8 @@ from patch.errors import ConfigError
 from patch.storage import lock_file
 from patch.storage.lock import check_held, hold_run, hold_target, refuse_held_run
 
+pytestmark = pytest.mark.long
+
 HOLD = """
 import sys, time
 from pathlib import Path

@@ -8,7 +8,7 @@ FLAGS = {
     "doctor.__main__": ("--json",),
     "inspect_checkpoint": ("--json",),
     "plan": ("--json", "--plot", "--scaling"),
-    "preview_data": ("--html", "--json", "--plot"),
+    "preview_data": ("--html", "--json"),
     "timeline.__main__": ("--json", "--output"),
     "verify_alignment": ("--json",),
 }

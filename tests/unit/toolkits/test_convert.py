@@ -21,6 +21,8 @@ from safetensors.torch import load_file, save_file
 
 from toolkits.convert import main
 
+pytestmark = pytest.mark.long
+
 NAME = "model.layers.0.mlp.gate_proj.weight"
 
 

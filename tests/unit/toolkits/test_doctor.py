@@ -32,6 +32,8 @@ from toolkits.doctor.report import json_of, verdict_lines, verdict_of
 from toolkits.doctor.self_test import resumed_finding
 from toolkits.doctor.software import check_versions, missing_libraries, pinned_versions
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[3]
 CPU = MachineFacts(cuda_devices=0, cpu_cores=4, host_memory_bytes=1 << 34)
 H100 = MachineFacts(

@@ -20,6 +20,8 @@ from patch.distributed.collectives import max_over_world
 from patch.training.run_state import Progress, find_progress, resume, save
 from patch.training.step import train_step
 
+pytestmark = pytest.mark.long
+
 DONE, STEPS = 2, 4
 # Tensor and context parallelism round sums differently: on losses near 5.6, or of bf16.
 BOUNDS = {"fp32": 5e-6, "bf16": 0.01}

@@ -32,6 +32,8 @@ from patch.plan import attended_pairs
 from patch.training.evaluation import evaluate
 from patch.training.step import train_step
 
+pytestmark = pytest.mark.long
+
 TABLE = Path(__file__).parents[2] / "covered_layouts.md"
 STEPS, PROCESSES = 5, 8
 STEPS_ROUNDED = 3

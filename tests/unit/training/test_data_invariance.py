@@ -32,6 +32,8 @@ from patch.training.hooks import Record, TrainerHook
 from patch.training.setup import Run, build_run
 from patch.training.trainer import Trainer
 
+pytestmark = pytest.mark.long
+
 BOUND = 2e-6
 """On losses near 5, in fp32: sums over micro-batches and ranks are made in another order. Seen: 4.4e-7."""
 STEPS = 6

@@ -24,6 +24,8 @@ from patch.training.run_state import Progress, save
 from patch.training.setup import Run, checkpoint_root
 from patch.training.step import train_step
 
+pytestmark = pytest.mark.long
+
 STEPS = 2
 CUT = 3000
 """Elements of a bucket: fewer than most weights have."""

@@ -14,6 +14,8 @@ from training_runs import run_training
 from patch.config.schema import RunConfig
 from patch.training.step import StepResult
 
+pytestmark = pytest.mark.long
+
 STEPS = 5
 # On losses near 5.6: the two stages' sums of a tied embedding's gradient are added up last.
 TIED_BOUND = 2e-6

@@ -21,6 +21,8 @@ from patch.training.run_state import Progress, resume, save
 from patch.training.setup import Run
 from patch.training.step import train_step
 
+pytestmark = pytest.mark.long
+
 STEPS = 8
 SMALL = {
     "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 80, "kv_channels": 8, "max_padding_length": 16,

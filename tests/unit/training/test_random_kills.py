@@ -2,7 +2,10 @@
 
 from pathlib import Path
 
+import pytest
 from random_kills import Killing
+
+pytestmark = pytest.mark.long
 
 
 def test_killed_runs_go_on_from_the_newest_checkpoint_and_end_with_the_same_bytes(

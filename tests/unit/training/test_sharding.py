@@ -21,6 +21,8 @@ from patch.optimizer.bucket import Bucket
 from patch.training.run_state import Progress, resume, save
 from patch.training.step import train_step
 
+pytestmark = pytest.mark.long
+
 LEVELS = ("none", "optimizer", "gradients")
 SHARDED = LEVELS[1:]
 BUCKET_SIZES = (1, 9000, 10**9)
