@@ -6,7 +6,7 @@ import math
 import re
 
 _LARGEST = 2**63 - 1
-"""Of whole numbers. Larger ones are no size of a tensor, and some of them no float."""
+"""The largest whole number. Larger ones are no size of a tensor, and some of them no float."""
 
 
 def to_int(value: object) -> int | None:

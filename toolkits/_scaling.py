@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     """Points by MODEL_SIZE and variant."""
 
 COUNTS = [2**power for power in range(3, 15)]
-"""Of GPUs."""
+"""Numbers of GPUs."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

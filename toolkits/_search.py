@@ -22,7 +22,7 @@ _WIDTH = 160
 _TOKENS = 1e9
 """Whose device hours are compared, if --tokens gives no number."""
 _DOUBLINGS = 6
-"""Of the number of machines, where no layout fits."""
+"""Doublings of the number of machines, where no layout fits."""
 _BY_THE_SEARCH = {
     "ENV", "MODEL_SIZE", "BATCH_SIZE", "TP", "PP", "CP", "SP", "DO", "FL", "AC", "OPTIMIZER_OFFLOAD",
 }  # fmt: skip

@@ -18,7 +18,7 @@ from patch.storage.checksums import Content, SummedFile
 from patch.storage.places import AnyPath, retried
 
 NUM_FILES = 2
-"""Of each rank, which are written at the same time."""
+"""Files of each rank, which are written at the same time."""
 
 Value = torch.Tensor | io.BytesIO
 

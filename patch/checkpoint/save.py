@@ -141,7 +141,8 @@ class Writing(NamedTuple):
     num_bytes: int
     """Written to this rank's data files so far."""
     num_flushing: int
-    """Of the files among them that are being made durable, which may take long without a sign of progress."""
+    """Number of the files among them that are being made durable, which may take long without a sign of
+    progress."""
 
 
 class Save:

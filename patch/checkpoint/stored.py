@@ -88,7 +88,7 @@ class TorchDistReader:
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / METADATA_FILE} is no index of tensors: {error}") from error
         self._records: dict[tuple[str, int], Record] = {}
-        """Of the tensor that was read last, by file and offset."""
+        """Records of the tensor that was read last, by file and offset."""
         self._last_key: str | None = None
         self._buffer = np.empty(WINDOW_BYTES, np.uint8)
         self._remote: tuple[RemotePath, IO[bytes]] | None = None

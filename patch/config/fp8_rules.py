@@ -22,7 +22,7 @@ _LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale
 _MULTIPLE = 16
 """CUDA's 8-bit products need sizes that are multiples of it; so does a CPU run, which may go on on a GPU."""
 _FIRST_CAPABILITY = (8, 9)
-"""Of GPUs that have 8-bit products (Ada, Hopper and later)."""
+"""Compute capability of GPUs that have 8-bit products (Ada, Hopper and later)."""
 
 
 def fp8_fits(config: RunConfig, machine: MachineFacts) -> None:

@@ -41,9 +41,9 @@ class DataSets(NamedTuple):
     valid: dict[str, SampleSource]
     """The validation sets by name, in the order in which they were given; empty if there is none."""
     valid_weights: list[float] | None
-    """Of the validation sets; None if they were given without."""
+    """Weights of the validation sets; None if they were given without."""
     records: list[SetRecord]
-    """Of the training sets of rows: what a resumed run must find again. Others have none."""
+    """Records of the training sets of rows: what a resumed run must find again. Others have none."""
 
 
 def build_datasets(

@@ -178,7 +178,7 @@ class PackingSummary:
     capacity: int
     """Tokens of a sample, packed or not."""
     num_tokens: int
-    """Of all conversations, without padding."""
+    """Tokens of all conversations, without padding."""
     num_learned: int
 
     @classmethod

@@ -54,7 +54,7 @@ class _AheadReader:
         self._outcomes: SimpleQueue[list[Batch] | Exception] = SimpleQueue()
         self._next = steps.start
         self._outcome: list[Batch] | Exception = []
-        """Of the step before `_next`."""
+        """Outcome of the step before `_next`."""
         self._is_closed = False
         self._thread = start_thread("read ahead", self._read_all)
 

@@ -66,7 +66,7 @@ class StepWork(NamedTuple):
     tokens: float
     """Learned tokens of the global batch: the sum over all ranks."""
     attended_pairs: float
-    """Of the global batch's packed sequences (`patch.plan`); 0 without packing."""
+    """Attended pairs of the global batch's packed sequences (`patch.plan`); 0 without packing."""
 
 
 def learned_tokens(batches: list[Batch]) -> float:

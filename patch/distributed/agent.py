@@ -118,7 +118,7 @@ class _Ended(NamedTuple):
 
     local_rank: int
     exit_code: int
-    """Of the process; negative: the signal that killed it."""
+    """Exit code of the process; negative: the signal that killed it."""
     reply: Reply | None
 
     @property

@@ -27,7 +27,8 @@ from patch.distributed.async_collectives import Pending, start_all_reduce, start
 _PIECES = 2
 """Into how many the rows of a rank are cut: with one, half of the product at TP=2 would hide no message."""
 _LEAST_ROWS, _LEAST_BYTES = 16, 2**16
-"""Of a piece: smaller ones are slow, and for products of few rows MKL has kernels that give other bits."""
+"""The least size of a piece: smaller ones are slow, and for products of few rows MKL has kernels that give
+other bits."""
 _IN_FLIGHT = 2
 """Messages that a gather has started before it waits for the first."""
 

@@ -17,9 +17,9 @@ class Span(NamedTuple):
     """Tokens that are neighbours both in the sequence and on their rank."""
 
     position: int
-    """Of the first token in the sequence."""
+    """Place of the first token in the sequence."""
     offset: int
-    """Of the first token among those of its rank."""
+    """Place of the first token among those of its rank."""
     length: int
 
 
@@ -27,7 +27,7 @@ class Zigzag(NamedTuple):
     """One rank's part of every sequence. With one rank it is the whole sequence."""
 
     rank: int
-    """Of the rank in its context-parallel group."""
+    """Number of the rank in its context-parallel group."""
     size: int
     """Ranks of the group."""
 
@@ -71,7 +71,7 @@ class Zigzag(NamedTuple):
 
 
 WHOLE = Zigzag(0, 1)
-"""Of a run without context parallelism."""
+"""The layout of a run without context parallelism."""
 
 
 def join_parts(parts: torch.Tensor) -> torch.Tensor:

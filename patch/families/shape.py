@@ -15,7 +15,7 @@ Window = tuple[int, int] | None
 
 
 MOST_LAYERS = 10_000
-"""Of a model. The plan, the weight table and a pipeline have something for each layer."""
+"""The most layers of a model. The plan, the weight table and a pipeline have something for each layer."""
 
 
 class ModelShape(Protocol):

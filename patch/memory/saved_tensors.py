@@ -56,7 +56,7 @@ class HostBlocks:
 
 
 _ALIGNMENT = 512
-"""Of storages in a block, in bytes, as of torch's own allocations on a GPU."""
+"""Alignment of storages in a block, in bytes, as of torch's own allocations on a GPU."""
 
 
 class Clock(Protocol):

@@ -43,7 +43,7 @@ class SimulatedDevice:
         """Bytes of buffers and activations, and those that `reserve` counted."""
         self._peak_bytes = 0
         self._counter: _StorageCounter | None = None
-        """Of the current `count_activations`."""
+        """The counter of the current `count_activations`."""
 
     def set_device(self) -> None:
         """Do nothing: the CPU is always current."""

@@ -79,9 +79,9 @@ class StageOffload:
     def __init__(self, saved: SavedTensors, *, keeps_input: bool) -> None:
         self._saved, self._keeps_input = saved, keeps_input
         self._newest: SavedGroup | None = None
-        """Of the layer whose forward has just ended, if it is offloaded."""
+        """The group of the layer whose forward has just ended, if it is offloaded."""
         self._before: SavedGroup | None = None
-        """Of the layer before that one, in the same forward of the stage."""
+        """The group of the layer before that one, in the same forward of the stage."""
 
     @contextmanager
     def saving(self, hidden: torch.Tensor, arguments: dict[str, Any], *, is_first: bool) -> Iterator[None]:

@@ -15,7 +15,7 @@ from patch.eight_bits import SIGN_AND_EXPONENT, SMALLEST_AMAX
 from patch.model.fp8_matrix import Factors, Fp8Matrix, padded
 
 _ROWS, _COLUMNS = 64, 128
-"""Of a tile, which a program keeps in registers; it is transposed through shared memory."""
+"""Rows and columns of a tile, which a program keeps in registers; it is transposed through shared memory."""
 _NONE, _ALL, _OF_ROW, _OF_COLUMN = 0, 1, 2, 3
 """Which scale: no result is asked for, one for all, one for each row, one for each column."""
 _KINDS = {torch.float8_e4m3fn: tl.float8e4nv, torch.float8_e5m2: tl.float8e5}

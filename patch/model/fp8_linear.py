@@ -128,7 +128,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _own_part(how: Fp8Product, matrix: torch.Tensor, rows: Fp8Matrix) -> Fp8Matrix:
-    """Of the gathered input what a forward keeps: this rank's rows, with the scales of the whole one."""
+    """What a forward keeps of the gathered input: this rank's rows, with the scales of the whole one."""
     assert how.group is not None
     values, scale_inv = quantize(matrix, _INPUT, 0) if how.rowwise else rows
     own = values.chunk(how.group.size())[how.group.rank()]

@@ -66,7 +66,7 @@ class Fp8Weight:
     def __init__(self, step: StepWeights) -> None:
         self._step = step
         self._gathered_scale: torch.Tensor | None = None
-        """Of a weight that is gathered in 8 bits, where the optimizer writes its scale."""
+        """The scale of a weight that is gathered in 8 bits, where the optimizer writes its scale."""
         self.forget()
 
     def forget(self) -> None:

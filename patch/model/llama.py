@@ -221,7 +221,7 @@ class LlamaModel(GPTModel):
     """
 
     activation_offload: SavedTensors | None = None
-    """Of all stages of the process, with AC=offload; call its `end_step` after each step."""
+    """Saved tensors of all stages of the process, with AC=offload; call its `end_step` after each step."""
 
     def __init__(
         self,
@@ -375,7 +375,7 @@ def _keep_original_inputs(layers: Sequence[TransformerLayer]) -> None:
 
 
 def _give_8_bit_products(layers: Sequence[TransformerLayer], num_layers: int, fp8: Fp8) -> StepWeights:
-    """Of a stage's layers, those that are not among the first and last of the model that stay in bf16."""
+    """Give them to a stage's layers, but to the model's first and last ones that stay in bf16."""
     step_weights = StepWeights(rowwise=fp8.recipe == "rowwise", keeps_values=fp8.keeps_weights)
     for layer in layers:  # upstream numbers the layers of the whole model from 1
         if fp8.num_first_in_bf16 < layer.layer_number <= num_layers - fp8.num_last_in_bf16:

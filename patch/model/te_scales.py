@@ -22,7 +22,7 @@ from patch.errors import CheckpointError
 
 _KEY = "._extra_state"
 _NUM_TENSORS = {"fwd": 3, "bwd": 2}
-"""Of a linear layer: input, weight and output in forward; two gradients in backward."""
+"""The tensors of a linear layer: input, weight and output in forward; two gradients in backward."""
 
 
 def restore_scales(stages: Sequence[GPTModel], loaded: Mapping[str, Mapping[str, Any]]) -> None:

@@ -61,7 +61,7 @@ class Bucket:
         self.notify_when_done = False
         """Whether the optimizer is to be told when the reduction that is under way has arrived."""
         self._is_due = self._is_over = False
-        """Of the newest micro-batch: whether it is reduced, and whether it has ended."""
+        """State of the newest micro-batch: whether it is reduced, and whether it has ended."""
         self._missing: set[ParamRange] = set()
         """Parameters without a gradient in the micro-batch that is open."""
         self._unused = set(bucket_range.params)

@@ -21,7 +21,7 @@ class Domain(NamedTuple):
     group: dist.ProcessGroup
     """The data-parallel ranks (with context parallelism) that hold copies of the parameters."""
     dtype: torch.dtype
-    """Of the parameters."""
+    """Type of the parameters."""
     instance: dist.ProcessGroup
     """Those of `group` that share sums and states: all, or an instance of the distributed optimizer."""
     across: dist.ProcessGroup | None

@@ -143,7 +143,7 @@ class EightBitFlat:
             round_.is_known = True
 
     def _own_parts(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
-        """Of this rank's part of a bucket: a parameter's place, where its part begins, and its values."""
+        """The parameters in this rank's part of a bucket: place, where the part begins, and values."""
         begin, end = self._ranges[index].shard(self._domain.rank, self._domain.num_shards)
         own = self.shard(index)
         return [

@@ -139,7 +139,7 @@ class OwnShards:
         return self.shards[index].grad[param.begin - begin : param.end - begin]
 
     def _sums_of_squares(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Of each part, in float64, where there may be none."""
+        """The sum of each part, in float64, where there may be none."""
         grad = self.shards[0].grad
         return sums_of_squares(parts) if parts else grad.new_empty(0, dtype=torch.float64)
 

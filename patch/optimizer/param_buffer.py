@@ -82,7 +82,7 @@ class ParamBuffer:
         self._lock = threading.RLock()
         """Threads that share a model may wait for the same parameters."""
         self._num_forwards = 0
-        """Of stages, under way."""
+        """Forwards of stages, under way."""
         self.flats: list[torch.Tensor] = []
         """The flat buffer of each domain; bytes where parameters are gathered in 8 bits."""
         for domain, numel in zip(domains, flat_numels(bucket_ranges, len(domains)), strict=True):

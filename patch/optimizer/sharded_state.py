@@ -129,7 +129,7 @@ def rectangles(shape: tuple[int, ...], begin: int, end: int) -> Iterator[Rectang
 
 
 def _shards_by_parameter(model_state: ShardedStateDict) -> dict[int, list[tuple[ShardedTensor, int]]]:
-    """Of each parameter: its sharded tensors, and where each begins in the flattened parameter."""
+    """The sharded tensors of each parameter, and where each begins in the flattened parameter."""
     found: dict[int, list[tuple[ShardedTensor, int]]] = {}
     for entry in nested_values(extract_sharded_tensors_and_factories(model_state)[0]):
         parameter = entry.data

@@ -28,10 +28,11 @@ from patch.storage.sizes import size_text
 _logger = get_logger(__name__)
 
 SELECTIVE_COST = 0.05
-"""Of a layer's forward, where the device's speed is not known: selective recomputation repeats no product,
-but reads and writes memory."""
+"""Share of a layer's forward, where the device's speed is not known: selective recomputation repeats no
+product, but reads and writes memory."""
 OFFLOAD_COST = 0.1
-"""Of a layer's forward, also where its copies are hidden, which take bandwidth from compute. Assumed."""
+"""Share of a layer's forward, also where its copies are hidden, which take bandwidth from compute.
+Assumed."""
 
 
 class Mix(NamedTuple):
@@ -69,7 +70,7 @@ class Candidate(NamedTuple):
     mix: Mix
     memory: RankMemory
     cost: float
-    """Of a micro-batch in the largest stage: more than if all is kept, in forwards of a layer."""
+    """Cost of a micro-batch in the largest stage: more than if all is kept, in forwards of a layer."""
     fits_device: bool
     fits_host: bool
 

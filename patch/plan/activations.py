@@ -86,7 +86,7 @@ def _own_hidden(model: ModelConfig, parallel: ParallelConfig) -> int:
 
 
 def _norm_bytes(hidden: int, size: int, *, cuda: bool) -> int:
-    """Of one token: a norm's input, its output and a sum; on a CPU also two fp32 values."""
+    """Bytes of one token: a norm's input, its output and a sum; on a CPU also two fp32 values."""
     return hidden * (2 * size if cuda else 2 * _FP32 + size) + _FP32
 
 

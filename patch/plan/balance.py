@@ -28,7 +28,7 @@ class StageWork(NamedTuple):
 
     @property
     def layers(self) -> list[float]:
-        """Of each stage: as many layers, computed without recomputation, would be as much work."""
+        """The work of each stage: as many layers, computed without recomputation, would be as much work."""
         return [sum(both) / 3 for both in zip(self.forward, self.backward, strict=True)]
 
 

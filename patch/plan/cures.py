@@ -33,7 +33,7 @@ class Change(NamedTuple):
     """One way to save memory."""
 
     kind: str
-    """Of several values for the same purpose, which are alternatives, the same word."""
+    """One word for several values for the same purpose, which are alternatives."""
     values: tuple[tuple[str, str, Any], ...]
     """Section, field and value; a value of None takes back what the run has."""
 
@@ -60,7 +60,7 @@ class Cure(NamedTuple):
     fit: Fit
     """With them."""
     seconds: float | None
-    """Of a step with them, planned; None where the device's rates are not known."""
+    """Seconds of a step with them, planned; None where the device's rates are not known."""
 
     @property
     def flags(self) -> str:

@@ -17,7 +17,7 @@ class Fit(NamedTuple):
     device_usable: int
     host_needed: int
     host_usable: int
-    """Of one machine."""
+    """Bytes of one machine."""
 
     @property
     def is_on_device(self) -> bool:

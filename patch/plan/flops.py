@@ -120,7 +120,7 @@ def attended_pairs(lengths: Iterable[int], window: tuple[int, int] | None) -> in
 
 
 def _pairs(length: int, width: int) -> int:
-    """Of a sequence in which a token attends to the last `width` tokens: fewer at the beginning."""
+    """Pairs of a sequence in which a token attends to the last `width` tokens: fewer at the beginning."""
     return width * length - width * (width - 1) // 2
 
 

@@ -8,7 +8,7 @@ from patch.config import RunConfig
 from patch.plan.parameters import element_bytes
 
 _LEAST_CHUNK_BYTES = 2**26
-"""Of float32 logits: enough for efficient products."""
+"""Bytes of float32 logits: enough for efficient products."""
 _FP32 = 4
 
 

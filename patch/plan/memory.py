@@ -23,7 +23,7 @@ MAX_TRAVELLING = 4
 bucket less the own part. From 2 to all of them a step takes equally long (toolkits/benchmarks/RESULTS.md)."""
 
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 2**30
-"""Of a GPU's memory: CUDA, NCCL and cuDNN, and what fragmentation loses."""
+"""Share and bytes of a GPU's memory: CUDA, NCCL and cuDNN, and what fragmentation loses."""
 
 # Two fp32 moments; in addition an fp32 master for fp16 weights, or the low half of one for bf16 weights.
 STATE_BYTES = {"fp32": 8, "bf16": 10, "fp16": 12, "fp8": 10}

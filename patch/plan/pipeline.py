@@ -18,7 +18,7 @@ class Pass(NamedTuple):
 
     is_forward: bool
     chunk: int
-    """Of the stages of its process, counted in the order of the model."""
+    """Number among the stages of its process, counted in the order of the model."""
     micro_batch: int
 
 
@@ -94,9 +94,9 @@ class Timing(NamedTuple):
     step: float
     """From the first forward to the last backward."""
     computing: list[float]
-    """Of each process."""
+    """Computing time of each process."""
     ends: list[float]
-    """Of each process's last pass."""
+    """End of each process's last pass."""
 
     @property
     def bubble(self) -> float:

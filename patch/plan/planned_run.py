@@ -20,7 +20,7 @@ from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import PRESETS, preset, read_machine, this_machine
 
 _TOKENS_OF_A_STEP = 2**22
-"""Of the global batch where none is given: LLaMA's own."""
+"""Tokens of the global batch where none is given: LLaMA's own."""
 _DEFAULTS = {
     "micro_batch_size": "1", "train_iters": "1000", "lr": "3e-4", "seq_length": "8192",
     "train_data_path": "DATASET_PATH", "tokenizer_name_or_path": "TOKENIZER_PATH",

@@ -65,11 +65,11 @@ class Point(NamedTuple):
 
     gpus: int
     micro_batches: int
-    """Of a replica in a step."""
+    """Micro-batches of a replica in a step."""
     seconds: float
     mfu: float
     efficiency: float
-    """Of the step: the share in which the process that computes longest computes, as if it were alone."""
+    """Share of the step in which the process that computes longest computes, as if it were alone."""
 
 
 class Spread(NamedTuple):

@@ -27,7 +27,7 @@ from patch.plan.timing.step_time import StepTime, step_time
 MICRO_BATCHES = (1, 2, 4, 8)
 RECOMPUTED: tuple[Recompute | None, ...] = (None, "selective", "full")
 FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Of optimizer states on the host."""
+"""Shares of optimizer states on the host."""
 SHARDED = ((ZeroStage.OPTIMIZER, None), (ZeroStage.GRADIENTS, None), (ZeroStage.GRADIENTS, 100_000_000))
 """Levels and bucket sizes; None: that of the run. Smaller buckets have smaller staging buffers."""
 _NUM_TIMED = 48

@@ -27,7 +27,7 @@ _Value = TypeVar("_Value")
 PATIENCE_S = 30.0
 """How long after its first failure a request is still tried again."""
 _FIRST_WAIT = 1 / 30
-"""Of that time; each wait is twice as long as the one before, so there are five or six attempts."""
+"""Share of that time; each wait is twice as long as the one before, so there are five or six attempts."""
 _READ_AHEAD_BYTES = 16 * 2**20
 """Most bytes of one request, where a file is read in its order."""
 _FIRST_READ_BYTES = 2**18

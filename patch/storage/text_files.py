@@ -73,7 +73,7 @@ def parse_json(content: bytes) -> Any:
 
 
 _MOST_KEYS = 10_000
-"""Of one YAML mapping: those that << takes from others may multiply at every level."""
+"""The most keys of one YAML mapping: those that << takes from others may multiply at every level."""
 
 
 class _Loader(yaml.SafeLoader):

@@ -67,7 +67,8 @@ class CheckpointRetention(TrainerHook):
         self._newest = start_iteration or None
         self._weights_only = set() if weights_only is None else {weights_only}
         self._abandoned = {iteration for iteration in all_iterations(root) if iteration > start_iteration}
-        """Of later steps, from before this run went back to an older checkpoint; perhaps they are damaged."""
+        """Checkpoints of later steps, from before this run went back to an older checkpoint; perhaps they are
+        damaged."""
         self._has_links = isinstance(root, Path)
         self._removals: list[threading.Thread] = []
         self._point_links()

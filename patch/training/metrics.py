@@ -33,7 +33,7 @@ from patch.training.step import StepResult
 
 _GIB = 2**30
 _MOST_BYTES = 4 * _GIB
-"""Of a metrics.jsonl that is read: ten million steps."""
+"""The most bytes of a metrics.jsonl that is read: ten million steps."""
 _logger = get_logger(__name__)
 
 

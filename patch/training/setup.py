@@ -49,7 +49,7 @@ class Run:
     tokenizer: Any
     train_reader: StepReader
     valid_readers: dict[str, BatchReader]
-    """Of each validation set, by its name; empty if there is none."""
+    """The reader of each validation set, by its name; empty if there is none."""
     stages: list[LlamaModel]
     """This rank's pipeline stages, in the order in which a batch passes them."""
     optimizer: OverlappedDistributedOptimizer
@@ -64,13 +64,13 @@ class Run:
     upcoming: StepWork | None = None
     """The batches of the next step, read while the last step ended; None: not read yet."""
     valid_weights: list[float] | None = None
-    """Of the validation sets, if position 21 has weights."""
+    """Weights of the validation sets, if position 21 has weights."""
     before_change: Callable[[], None] = lambda: None
     """Called before weights or states are changed, which a checkpoint may still be copying."""
     samples_ahead: int = 0
     """Samples consumed beyond one global batch a step; not 0 once the global batch size was changed."""
     records: list[SetRecord] = field(default_factory=list)
-    """Of the training sets of rows (see `DataSets`)."""
+    """Records of the training sets of rows (see `DataSets`)."""
     data_clock: WaitClock = field(default_factory=lambda: WaitClock(torch.device("cpu")))
     """Counts how long steps wait for their data."""
 

@@ -25,7 +25,7 @@ from toolkits.benchmarks._run_config import llama, run_config
 KEEP, RECOMPUTE = "keep all", "recompute all layers"
 _LAYERS, _LENGTH = 8, 1024
 _FORWARD_SHARE = 1 / 3
-"""Of forward and backward."""
+"""Share of the forward in forward and backward."""
 _PLENTY = 10**15
 """Bytes of the device: a budget that counts, and never runs out."""
 
@@ -109,7 +109,8 @@ class Steps:
             offload.device = self.device = PacedDevice(self._simulated)
 
     def time(self) -> dict[str, float]:
-        """Of a step: seconds, peak bytes of the device, loss; bytes sent to the host, seconds of waiting."""
+        """Figures of a step: seconds, peak bytes of the device, loss; bytes sent to the host, seconds of
+        waiting."""
         self._simulated.pop_peak_bytes()
         begin = time.perf_counter()
         with self._simulated.count_activations():

@@ -25,10 +25,10 @@ class Fp8Task:
     folder: str
     """To work in; files of an earlier quickstart in it are removed."""
     seed: int
-    """Of data, weights and the data's order."""
+    """Seed of data, weights and the data's order."""
     precision: str
     flags: tuple[str, ...]
-    """Of the launcher, beside the precision."""
+    """Flags of the launcher, beside the precision."""
 
 
 def measure(task: Fp8Task) -> dict[str, Any]:

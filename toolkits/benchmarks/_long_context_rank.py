@@ -31,7 +31,7 @@ class Task:
     """The work of one rank."""
 
     tokens: list[int]
-    """Of the one sequence of a step, in each run."""
+    """Tokens of the one sequence of a step, in each run."""
 
 
 def ring_run(tokens: int, cp_size: int) -> RunConfig:

@@ -21,11 +21,12 @@ CPU = DeviceContext(torch.device("cpu"), "gloo")
 
 
 class Seconds(NamedTuple):
-    """Of one call."""
+    """Seconds of one call."""
 
     wall: float
     cpu: float
-    """Of this process, which has one thread; 0 on a GPU. Other work on the machine changes it little."""
+    """Processor time of this process, which has one thread; 0 on a GPU. Other work on the machine changes it
+    little."""
 
 
 @contextmanager

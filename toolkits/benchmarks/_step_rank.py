@@ -39,7 +39,7 @@ class Task:
     accumulation: int
     """Micro-batches of a step."""
     threads: int
-    """Of each process."""
+    """Threads of each process."""
     rounds: int
     steps: int
     """Timed steps of a round."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 _FORWARD_SHARE = 1 / 3
-"""Of a layer's time; backward has twice as many products."""
+"""Share of a layer's time; backward has twice as many products."""
 _ORDER = (
     "input_layernorm",
     "self_attention.linear_qkv",

@@ -45,11 +45,11 @@ class Trained(NamedTuple):
     """The figures of a training."""
 
     losses: list[float]
-    """Of each step."""
+    """Loss of each step."""
     percent: float
     """Exact match of the exported model."""
     cpu_seconds: float
-    """Of the launcher and its process."""
+    """Processor time of the launcher and its process."""
 
 
 Found = Mapping[str, Sequence[Trained]]

@@ -34,7 +34,7 @@ _ROWS = 4
 """Rows of a step, in micro-batches of two."""
 _ROUNDS, _QUICK_ROUNDS = 25, 5
 _LEAST_GAIN = 0.95
-"""Of the learned tokens per second, as a share of the gain in slots."""
+"""The least gain of the learned tokens per second, as a share of the gain in slots."""
 PADDED, PACKED = "padded", "packed"
 
 

@@ -118,7 +118,8 @@ def _context_aims(figures: Sequence[ContextFigures]) -> list[Aim]:
 
 
 def _measure_contexts(quick: bool) -> list[ContextFigures]:
-    """Of each speed of the cable; empty, with a line that says why, if this machine cannot have one."""
+    """Figures of each speed of the cable; empty, with a line that says why, if this machine cannot have
+    one."""
     cores, needed = MachineFacts.probe().cpu_cores, _context_step.NUM_RANKS
     if cores < needed:
         print(f"context: not run: needs {needed} cores, found {cores}\n")

@@ -24,7 +24,7 @@ _ROUNDS, _QUICK_ROUNDS = 9, 3
 _CABLES = {"as long as compute": 1.0, "half as long": 0.5}
 """Name -> the time of communication alone, as a share of the time of compute alone."""
 _MOST = 0.95
-"""Of upstream's time: what is on by default should be worth it."""
+"""The largest share of upstream's time: what is on by default should be worth it."""
 _TIMEOUT_S = 600
 
 

@@ -75,7 +75,7 @@ def measure(group: dist.ProcessGroup, context: DeviceContext, numel: int = 0) ->
 
 
 def _seconds(start: Callable[[], Pending], context: DeviceContext, rounds: int) -> float:
-    """Of one collective, on the average of some after a first one."""
+    """Seconds of one collective, on the average of some after a first one."""
     for count in (1, rounds):
         dist.barrier()
         begin = time.perf_counter()

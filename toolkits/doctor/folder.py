@@ -18,7 +18,7 @@ _FILE_BYTES = 256 << 20
 _BLOCK_BYTES = 8 << 20
 _NUM_SMALL = 20
 _BYTES_8B = 8.03e9 * 14
-"""Of a checkpoint of LLaMA-3.1 8B: 2 bytes for a parameter's weight, 12 for its optimizer states."""
+"""Bytes of a checkpoint of LLaMA-3.1 8B: 2 bytes for a parameter's weight, 12 for its optimizer states."""
 _SLOW_BYTES_PER_S = 100e6
 _SLOW_SMALL_S = 0.05
 _MAX_SKEW_S = 30.0

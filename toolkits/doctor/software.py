@@ -166,7 +166,7 @@ def _version(name: str) -> str | None:
 
 
 def _commit() -> str:
-    """Of this repository; `unknown` where the package is installed."""
+    """The commit of this repository; `unknown` where the package is installed."""
     if not shutil.which("git"):
         return "unknown"
     command = ["git", "-C", str(REPOSITORY), "describe", "--always", "--dirty"]

@@ -18,7 +18,7 @@ _BUDGET_S = 0.5
 _CPU_MATRIX, _GPU_MATRIX = 1024, 8192
 _MIN_SHARE_OF_PEAK = 0.5
 _SLOW_IN_16_BITS = 0.3
-"""Of the speed in fp32."""
+"""Share of the speed in fp32."""
 _NUM_STARTS = 1000
 _MIN_PCIE = 10e9
 
@@ -54,7 +54,7 @@ def measure_host(settings: Settings) -> Iterator[Finding]:
 
 
 def _copies() -> Finding:
-    """Of memory to memory."""
+    """Copies from memory to memory."""
     source = torch.ones(_COPY_BYTES // 4)
     target = torch.empty_like(source)
     speed = 2 * _COPY_BYTES / best_seconds(lambda: target.copy_(source))

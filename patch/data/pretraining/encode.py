@@ -122,7 +122,7 @@ def encode_in_order(
 
 
 _encoder: Encoder
-"""Of a worker process: sent once, with the fork."""
+"""The encoder of a worker process: sent once, with the fork."""
 
 
 def _begin_worker(encoder: Encoder) -> None:

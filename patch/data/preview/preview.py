@@ -127,7 +127,7 @@ def _hover(piece: Piece) -> str:
 
 
 _SMALL_BYTES = 1 << 20
-"""Of a set whose rows are tokenized here: a second or two."""
+"""Bytes of a set whose rows are tokenized here: a second or two."""
 
 
 def known_samples(

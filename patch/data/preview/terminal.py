@@ -39,7 +39,7 @@ _LEFT_TO_RIGHT = "\u200e"
 exchange tokens."""
 
 _STYLES = {True: ("black on green", "black on bright_green"), False: ("default", "dim")}
-"""Of learned and other tokens; two each, so that neighbours differ."""
+"""Colours of learned and other tokens; two each, so that neighbours differ."""
 _SPECIAL_STYLES = {True: "bold underline", False: "magenta"}
 _BORDER_STYLE = "dim"
 

@@ -83,7 +83,7 @@ class _Scanner:
         return list(zip(begun, ends.tolist(), strict=False))
 
     def _brackets(self, text: bytes) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Of each bracket outside of strings: its position, the depth behind it, and whether it opens."""
+        """The brackets outside of strings: position, the depth behind each, and whether it opens."""
         codes = np.frombuffer(text, np.uint8)
         quotes = np.flatnonzero(codes == ord('"'))
         quotes = quotes[codes[quotes - 1] != ord("\\")]  # a text never ends with a backslash

@@ -14,7 +14,7 @@ from patch.data.readers.streams import NOT_UTF8
 from patch.errors import DataError
 
 _DELIMITERS = ",\t;"
-"""Of CSV, of TSV, and of CSV where the comma is the decimal sign."""
+"""Delimiters of CSV, of TSV, and of CSV where the comma is the decimal sign."""
 
 
 def csv_rows(path: Path, stream: BufferedReader) -> Iterator[tuple[str, dict[str, str]]]:

@@ -15,7 +15,7 @@ from patch.errors import DataError
 
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 _END_OF_THOUGHTS = "</think>"
-"""Of thoughts within the words, which templates take apart."""
+"""The end of thoughts within the words, which templates take apart."""
 _CURE = "use a chat template that writes it, such as that of the instruct model (--chat-template)"
 
 

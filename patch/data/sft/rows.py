@@ -42,9 +42,9 @@ class TokenizedRow(NamedTuple):
     """The samples of a row, concatenated."""
 
     ids: bytes
-    """Of int32 [T]. Bytes go to another process faster than an array."""
+    """The bytes of int32 [T]. Bytes go to another process faster than an array."""
     learned: bytes
-    """Of bool [T]; False for the first token of each sample, which is never a label."""
+    """The bytes of bool [T]; False for the first token of each sample, which is never a label."""
     sizes: list[int]
     """Ids of each sample; the sum is T."""
     num_learned: int

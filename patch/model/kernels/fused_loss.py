@@ -53,7 +53,7 @@ def losses_and_gradients(
 
 
 def _statistics(logits: torch.Tensor, own: torch.Tensor, num_rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each row the largest logit [T]; and [2, T]: its label's (0 if it is another rank's), the sum."""
+    """The largest logit of each row [T]; and [2, T]: its label's (0 if it is another rank's), the sum."""
     largest = logits.new_empty(len(logits), dtype=torch.float32)
     sums = logits.new_empty(2, len(logits), dtype=torch.float32)
     if len(logits):

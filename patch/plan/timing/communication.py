@@ -23,7 +23,7 @@ class Group(NamedTuple):
 
     size: int
     per_node: int
-    """Of them on one node."""
+    """Number of them on one node."""
 
     @property
     def nodes(self) -> int:
@@ -73,7 +73,7 @@ class Collective:
     latency: float
     """Seconds of the smallest one."""
     seconds_per_byte: float
-    """Of the whole data, not of a rank's part."""
+    """Seconds for a byte of the whole data, not of a rank's part."""
     bytes_per_element: float
 
     def seconds(self, numel: float) -> float:
@@ -103,7 +103,7 @@ def ring(machine: Machine, group: Group, bytes_per_element: float) -> Collective
 
 
 def neighbour_seconds(machine: Machine, config: RunConfig, axis: str, num_bytes: float) -> float:
-    """Of a message to the next rank along an axis.
+    """Seconds of a message to the next rank along an axis.
 
     Args:
         machine: its links.
@@ -118,7 +118,7 @@ def neighbour_seconds(machine: Machine, config: RunConfig, axis: str, num_bytes:
 
 
 def boundary_bytes(config: RunConfig) -> int:
-    """Of what a layer gives to the next one, of one micro-batch on one rank."""
+    """Bytes of what a layer gives to the next one, of one micro-batch on one rank."""
     parallel, training = config.parallel, config.training
     tokens = config.micro_batch_tokens
     shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
@@ -129,9 +129,9 @@ class GradientTravel(NamedTuple):
     """How the replicas exchange gradients and weights."""
 
     reduce: Collective
-    """Of a bucket's gradients: a reduce-scatter, without sharding an all-reduce."""
+    """Reduction of a bucket's gradients: a reduce-scatter, without sharding an all-reduce."""
     gather: Collective
-    """Of a bucket's new weights; costs nothing without sharding."""
+    """Gather of a bucket's new weights; costs nothing without sharding."""
     across: Collective
     """With several instances of the distributed optimizer: of all shards' sums, once a step."""
 

@@ -52,11 +52,11 @@ class LayerTime(NamedTuple):
 
 
 class LayerTimes(NamedTuple):
-    """Of one layer and micro-batch on one rank."""
+    """Seconds of one layer and micro-batch on one rank."""
 
     forward: LayerTime
     backward: LayerTime
-    """Of a layer that keeps all its activations."""
+    """Backward of a layer that keeps all its activations."""
     selective: float
     """What AC=sel adds to a backward."""
     offload: float

@@ -22,34 +22,34 @@ class Reached:
     """Shares of the data sheet's rates that training reaches; the defaults are assumed, for an H100."""
 
     gemm: float = 0.72
-    """Of large bf16 products: cuBLAS has 680 to 740 of 989 TFLOP/s on an H100, which its power limits."""
+    """Large bf16 products: cuBLAS has 680 to 740 of 989 TFLOP/s on an H100, which its power limits."""
     gemm_fp8: float = 0.62
-    """Of large 8-bit products: cuBLASLt has 1150 to 1300 of 1979 TFLOP/s on an H100."""
+    """Large 8-bit products: cuBLASLt has 1150 to 1300 of 1979 TFLOP/s on an H100."""
     attention_forward: float = 0.65
-    """Of long causal sequences: 640 TFLOP/s (FlashAttention-3, arXiv 2407.08608, figure 5)."""
+    """Long causal sequences: 640 TFLOP/s (FlashAttention-3, arXiv 2407.08608, figure 5)."""
     attention_backward: float = 0.55
     """550 TFLOP/s (the same paper, figure 6), the recomputed scores counted."""
     sustained: float = 0.85
-    """Of the speed of single kernels, in a step: power, and gaps between kernels. By the kernels' rates here
-    LLaMA 8B on eight H100s would have 57 % MFU; the best that is published has 45 to 50 %."""
+    """Share of the speed of single kernels, in a step: power, and gaps between kernels. By the kernels' rates
+    here LLaMA 8B on eight H100s would have 57 % MFU; the best that is published has 45 to 50 %."""
     device_bandwidth: float = 0.85
-    """Of kernels that read and write large tensors."""
+    """Kernels that read and write large tensors."""
     node_link: float = 0.78
     """Bus bandwidth of large collectives over NVLink (nccl-tests: 350 of 450 GB/s, A100 230 of 300)."""
     network: float = 0.85
-    """Of large collectives over InfiniBand (nccl-tests: about 42 of 50 GB/s a GPU)."""
+    """Large collectives over InfiniBand (nccl-tests: about 42 of 50 GB/s a GPU)."""
     contention: float = 0.05
-    """Of the time in which collectives travel beside computation, what the latter loses to their kernels."""
+    """What computation loses to collectives' kernels of the time in which they travel beside it."""
     host_link: float = 0.8
-    """Of pinned copies over PCIe: 25 of 32 GB/s, 51 of 64."""
+    """Pinned copies over PCIe: 25 of 32 GB/s, 51 of 64."""
     host_bandwidth: float = 0.6
-    """Of the optimizer's kernel on all cores of a node."""
+    """The optimizer's kernel on all cores of a node."""
 
 
 MEASURED = Reached(
     **{**dict.fromkeys((field.name for field in dataclasses.fields(Reached)), 1.0), "contention": 0.0}
 )
-"""Of a machine whose rates were measured."""
+"""Shares of a machine whose rates were measured."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,17 +57,17 @@ class Machine:
     """Equal nodes with equal devices: GPUs, or parts of a CPU that a process computes on."""
 
     name: str
-    """Of a GPU: as its driver reports it."""
+    """Name of a GPU: as its driver reports it."""
     nodes: int = 1
     devices_per_node: int
     is_gpu: bool = True
     compute_capability: tuple[int, int] = (0, 0)
     device_memory_bytes: int
-    """Of a GPU, as its driver reports it; 0 where devices compute in the host's memory."""
+    """Memory of a GPU, as its driver reports it; 0 where devices compute in the host's memory."""
     fp32_flops: float
     """FLOP/s of a device, dense."""
     bf16_flops: float
-    """Of fp16 too."""
+    """Peak, of fp16 too."""
     fp8_flops: float = 0.0
     """0: it has no 8-bit products."""
     device_bandwidth: float
@@ -81,15 +81,15 @@ class Machine:
     network_latency: float
     """Seconds of a step of a collective between nodes."""
     host_memory_bytes: int
-    """Of a node."""
+    """Memory of a node."""
     host_cores: int
-    """Of a node."""
+    """Cores of a node."""
     host_bandwidth: float
     """Bytes/s of a node's memory, reads and writes together."""
     host_link_bandwidth: float
     """Bytes/s between a device and its host, in each direction."""
     launch_seconds: float
-    """Of the host, to start a kernel: no operation of a step is faster."""
+    """Time of the host, to start a kernel: no operation of a step is faster."""
     price_per_device_hour: float | None = None
     """In any currency; None: not known."""
     reached: Reached = Reached()

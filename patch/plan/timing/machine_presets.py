@@ -59,7 +59,8 @@ PRESETS: dict[str, Machine] = {
 
 
 _CORE_FLOPS, _CORE_BANDWIDTH, _GLOO_LATENCY, _LAUNCH = 80e9, 10e9, 100e-6, 5e-6
-"""Of a core of a server's CPU: fp32 products and copies, assumed; `llama-patch doctor` measures them."""
+"""Rates of a core of a server's CPU: fp32 products and copies, assumed; `llama-patch doctor` measures
+them."""
 
 
 def preset(name: str, origin: str) -> Machine:

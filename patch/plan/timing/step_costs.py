@@ -33,20 +33,21 @@ class StepCosts:
     """Seconds of the tasks of a step, each alone on its device or link; passes are of one micro-batch."""
 
     layer: LayerTimes
-    """Of one layer, in parts."""
+    """Seconds of one layer, in parts."""
     loss: float
     """Output layer and loss with their gradients, which the last stage's forward computes."""
     embedding: tuple[float, float]
     """Forward and backward, in the first stage."""
     forward: tuple[float, ...]
-    """Of each stage, in the order of the model; with recomputation and what nothing hides of TP and CP."""
+    """Forward of each stage, in the order of the model; with recomputation and what nothing hides of TP and
+    CP."""
     backward: tuple[float, ...]
     message: float
     """Between neighbouring stages, one way; 0 without stages."""
     has_hidden_messages: bool
     """Stages compute while their messages travel (interleaved PP)."""
     travel: GradientTravel
-    """Of buckets of gradients and weights between replicas."""
+    """Collectives of buckets of gradients and weights between replicas."""
     parameters: tuple[int, ...]
     """Elements on a rank of each pipeline rank."""
     shares: int
@@ -144,7 +145,7 @@ def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
 
 
 def _summed(config: RunConfig, machine: Machine) -> float:
-    """Of one sum of hidden states over TP, which the embedding and the output layer need."""
+    """Seconds of one sum of hidden states over TP, which the embedding and the output layer need."""
     parallel = config.parallel
     shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
     return ring(machine, group_of(config, "tp"), 1).seconds(boundary_bytes(config) * shares)

@@ -24,7 +24,7 @@ from patch.plan.timing.step_costs import StepCosts, step_costs
 from patch.storage.sizes import timed
 
 _SPECULATIVE_SHARE, _SHADOW_FACTOR = 0.5, 1.36
-"""Of the host's states at most half is updated while backward runs, which takes 1.36 times as long
+"""At most half of the host's states is updated while backward runs, which takes 1.36 times as long
 (patch/optimizer/host_buffers.py; toolkits/benchmarks/RESULTS.md)."""
 
 
@@ -44,7 +44,7 @@ class StepTime(NamedTuple):
     seconds: float
     """Their sum."""
     tokens_per_second: float
-    """Of all devices."""
+    """Rate of all devices."""
     model_flops: float
     """FLOP/s of a device, without recomputation."""
     mfu: float | None
@@ -146,10 +146,10 @@ class Travel(NamedTuple):
     """What one pipeline rank exchanges with its replicas."""
 
     seconds: float
-    """Of all buckets."""
+    """Seconds of all buckets."""
     unhidden: float
-    """Of those that no pass hides: the embedding's, which is the last to have its gradient and the first
-    that is needed; of other stages a small bucket."""
+    """Seconds of those that no pass hides: the embedding's, which is the last to have its gradient and the
+    first that is needed; of other stages a small bucket."""
 
     def exposed(self, window: float, again: float = 0.0, times: int = 1) -> float:
         """Seconds of a step that nothing hides.
@@ -167,7 +167,7 @@ class Travel(NamedTuple):
 
 
 def _travels(config: RunConfig, costs: StepCosts, collective: Collective) -> list[Travel]:
-    """Of each pipeline rank."""
+    """Travel of each pipeline rank."""
     size = config.optimizer.reduce_bucket_size
     smallest = smallest_bucket(size, config.num_state_shares)
     tp_size = config.parallel.tensor_model_parallel_size

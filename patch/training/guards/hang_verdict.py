@@ -120,7 +120,7 @@ class Beat(NamedTuple):
     host: str
     pid: int
     descriptor: int
-    """Of the memory that it shares with other processes of its machine."""
+    """File descriptor of the memory that it shares with other processes of its machine."""
 
     @classmethod
     def of(cls, number: int, phases: PhaseClock, since: float, descriptor: int) -> Beat:
@@ -226,7 +226,7 @@ class Judge:
         self._limits, self._phases = limits, phases
         self._looked = time.monotonic()
         self._heard = [(0, self._looked)] * world_size
-        """Of each rank the number of its newest beat, and when that was first seen."""
+        """The number of each rank's newest beat, and when that was first seen."""
         self._slow: set[int] = set()
         """Ranks that `slow` has returned."""
 

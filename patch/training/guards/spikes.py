@@ -31,10 +31,10 @@ _FEWEST = 20
 _SIGMAS = 1.4826
 """Standard deviations of a normal distribution in its median absolute deviation."""
 _SMALLEST_SHARE = 0.01
-"""Of the median: a deviation that counts at least, so that nearly constant values give no warnings."""
+"""Share of the median: a deviation that counts at least, so that nearly constant values give no warnings."""
 _SMALLEST_RISE = 0.1
-"""Of a loss, in nats: where a model knows its data nearly by heart, any sample is far above the median. Below
-such a loss a norm is no spike either: it is that of the few tokens that are not yet known."""
+"""Rise of a loss, in nats: where a model knows its data nearly by heart, any sample is far above the median.
+Below such a loss a norm is no spike either: it is that of the few tokens that are not yet known."""
 
 
 class SpikeWarnings:
