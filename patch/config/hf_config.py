@@ -35,14 +35,15 @@ def refuse_other_forms(values: Mapping[str, Any]) -> None:
     """
     for field, instead in (("load", "config.json"), ("tokenizer_name_or_path", "tokenizer_config.json")):
         folder = Path(values.get(field) or "")
-        if values.get(field) is None or (folder / instead).exists():
+        if values.get(field) is None:
             continue
-        if found := _other_form(folder):
+        found = None if (folder / instead).exists() else _original_form(folder)
+        if found or (field == "load" and (found := _other_weights(folder))):
             raise ConfigError(f"got {folder}, {found}", field=field)
 
 
-def _other_form(folder: Path) -> str | None:
-    """What a folder without config.json holds instead of a model in Hugging Face's form, and the cure."""
+def _original_form(folder: Path) -> str | None:
+    """That a folder holds Meta's own form, and where the other one is."""
     if (folder / "params.json").is_file():
         above = folder.absolute().parent
         where = above if has_hf_config(above) else "a repository of the hub has it above original/"
@@ -50,13 +51,20 @@ def _other_form(folder: Path) -> str | None:
             "LLaMA in Meta's original form (params.json, consolidated.*.pth), expected its "
             f"Hugging Face form (config.json, model*.safetensors, tokenizer.json): {where}"
         )
+    return None
+
+
+def _other_weights(folder: Path) -> str | None:
+    """What a folder without a model's weights, or a file, holds instead of them, and the cure."""
+    if any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        return None
     if (folder / "adapter_config.json").is_file():
         base = _read_json(folder / "adapter_config.json").get("base_model_name_or_path")
         return (
             f"a PEFT adapter of {base}, expected a whole model: merge it (peft's "
             "AutoPeftModelForCausalLM, merge_and_unload(), save_pretrained()) and give the merged folder"
         )
-    if gguf := sorted(folder.glob("*.gguf")):
+    if gguf := [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf")):
         return (
             f"weights in GGUF ({gguf[0].name}), expected a Hugging Face folder: the one that they were made "
             "from, or transformers' from_pretrained(FOLDER, gguf_file=NAME) and save_pretrained()"
@@ -88,7 +96,7 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
             window in only some layers.
     """
     file = Path(folder) / "config.json"
-    if not file.exists() and (found := _other_form(Path(folder))):
+    if found := _other_weights(Path(folder)) or (None if file.exists() else _original_form(Path(folder))):
         raise ConfigError(f"{folder}: {found}")
     return read_config(ConfigReader(file, _read_json(file)))
 

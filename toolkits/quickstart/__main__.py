@@ -49,7 +49,7 @@ def launcher_command(space: Workspace, precision: str, more_flags: Sequence[str]
         "CP": "1",
         "SP": "false",
         "DO": "false",
-        "FL": "true",
+        "FL": "false",
         "SFT": "true",
         "AC": "none",
         "OPTIMIZER_OFFLOAD": "false",
@@ -106,7 +106,8 @@ def report(space: Workspace, answered: list[Answered], seconds: float) -> None:
     first, *_, last = losses(space)
     for example, output in answered[:NUM_SHOWN]:
         verdict = "right" if output == example.answer else f"wrong, expected {example.answer}"
-        print(f"  {example.instruction} {example.input} -> {output}  ({verdict})")
+        question = example.question.replace("\n", "\\n")  # as the model was asked
+        print(f"  {question} -> {output}  ({verdict})")
     print(f"loss: {first:.4f} -> {last:.4f}")
     print(f"exact match: {exact_match_percent(answered):.1f} % of {len(answered)} held-out questions")
     plot, model = (os.path.relpath(space.run / name) for name in ("log/loss.png", "hf"))
@@ -114,8 +115,9 @@ def report(space: Workspace, answered: list[Answered], seconds: float) -> None:
     print(f"model:       {model}")
     print(f"time:        {seconds:.0f} s")
     print(
-        "next:        llama-patch preview YOUR_CHATS.json --tokenizer-name-or-path YOUR_MODEL; then "
-        "README.md, Train a model of your own",
+        "talk to it:  examples/llama3_1/guides/fine_tuning.md, Use the model\n"
+        "next:        source .venv/bin/activate; llama-patch preview YOUR_CHATS.json "
+        "--tokenizer-name-or-path YOUR_MODEL; then README.md, Train a model of your own",
         flush=True,
     )
 

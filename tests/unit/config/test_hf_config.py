@@ -221,6 +221,14 @@ def test_adapters_and_gguf_are_named_with_their_cure(command):
         command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=str(folder))
     with refused(ConfigError, f"^{gguf}"):
         read_hf_config(folder)
+    with refused(ConfigError, r"^--load .*/llama-Q4_K_M.gguf, weights in GGUF \(llama-Q4_K_M.gguf\)"):
+        command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=str(folder / "llama-Q4_K_M.gguf"))
+    _write(folder, MINIMAL)  # a description alone is no model
+    with refused(ConfigError, f"^{gguf}"):
+        read_hf_config(folder)
+    (folder / "model.safetensors").touch()
+    assert read_hf_config(folder)
+    (folder / "model.safetensors").unlink()
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "llama/8B"}')
     with refused(ConfigError, f"^{folder}: a PEFT adapter of llama/8B, expected a whole model: merge"):
         read_hf_config(folder)
