@@ -37,6 +37,7 @@ _ROWS = 4096
 """Rows that are compared at a time."""
 _DERIVED = "rotary_emb.inv_freq"
 """Old folders store these RoPE frequencies; they follow from config.json."""
+_LFS_POINTER = b"version https://git-lfs"
 
 
 class _TensorHeader(NamedTuple):
@@ -188,13 +189,26 @@ def _open(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         raise ConversionError(f"{path} holds more than tensors and was not read") from error
     except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
+        cure = (
+            "it is a pointer of git-lfs: run git lfs pull"
+            if _is_pointer(path)
+            else "copy or download it again"
+        )
         raise ConversionError(
-            f"{path} ({path.stat().st_size} bytes) cannot be read as {kind}: {error}; expected a "
-            "whole file: copy or download it again"
+            f"{path} ({path.stat().st_size} bytes) cannot be read as {kind}: {error}; expected a whole file: "
+            f"{cure}"
         ) from error
     if not isinstance(tensors, dict) or not all(isinstance(v, torch.Tensor) for v in tensors.values()):
         raise ConversionError(f"{path} holds something else than tensors by name")
     return tensors
+
+
+def _is_pointer(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_LFS_POINTER)) == _LFS_POINTER
+    except OSError:  # it cannot be read at all
+        return False
 
 
 def _headers(path: Path) -> dict[str, _TensorHeader]:

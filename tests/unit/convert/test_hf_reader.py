@@ -66,6 +66,13 @@ def test_truncated_shard_is_named_with_its_size(folder, keep):
         _check(folder)
 
 
+def test_pointer_of_git_lfs_is_told_how_to_become_the_file(folder):
+    path = _file_of(folder, GATE)
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
+    with pytest.raises(ConversionError, match=rf"{path.name} .* cannot be read .*: run git lfs pull"):
+        _check(folder)
+
+
 def test_missing_tensor_is_named_with_the_nearest_one(folder):
     _change(folder, QKV, lambda tensors: tensors.update({QKV + "s": tensors.pop(QKV)}))
     with pytest.raises(ConversionError, match=rf"no tensor {QKV} of shape \(32, 64\).*did you mean {QKV}s\?"):
