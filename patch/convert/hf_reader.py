@@ -189,14 +189,11 @@ def _open(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         raise ConversionError(f"{path} holds more than tensors and was not read") from error
     except (SafetensorError, OSError, RuntimeError, EOFError, ValueError) as error:
-        cure = (
-            "it is a pointer of git-lfs: run git lfs pull"
-            if _is_pointer(path)
-            else "copy or download it again"
-        )
+        if _is_pointer(path):
+            raise ConversionError(f"{path} is a pointer of git-lfs: run git lfs pull") from error
         raise ConversionError(
             f"{path} ({path.stat().st_size} bytes) cannot be read as {kind}: {error}; expected a whole file: "
-            f"{cure}"
+            "copy or download it again"
         ) from error
     if not isinstance(tensors, dict) or not all(isinstance(v, torch.Tensor) for v in tensors.values()):
         raise ConversionError(f"{path} holds something else than tensors by name")
