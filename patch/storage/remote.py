@@ -7,6 +7,7 @@ while, every error of a driver becomes an OSError with a text, and nothing is an
 from __future__ import annotations
 
 import errno
+import inspect
 import io
 import random
 import re
@@ -242,6 +243,23 @@ class RemotePath:
         self.parent.mkdir()
         self._ask("pipe_file", content)
         return len(content)
+
+    def create_bytes(self, content: bytes) -> None:
+        """Create a small file that is not there yet; a driver or store that cannot tell replaces one.
+
+        Raises:
+            FileExistsError: it is there.
+        """
+        self.parent.mkdir()
+        driver = type(self._system)
+        if "mode" in inspect.signature(getattr(driver, "_pipe_file", driver.pipe_file)).parameters:
+            try:
+                self._ask("pipe_file", content, mode="create")
+                return
+            except OSError as error:
+                if error.errno not in _FINAL_CODES:  # those of an S3 that does not know If-None-Match
+                    raise
+        self._ask("pipe_file", content)
 
     def open(self, mode: str = "rb") -> io.BufferedReader:
         """Open the file for reading, in large requests."""

@@ -169,6 +169,14 @@ def test_upload_in_parts_that_is_interrupted_leaves_no_file(server, store, monke
     assert not store.exists("bucket/half") and content(path) == written
 
 
+def test_only_the_first_creates_a_small_file(server, store) -> None:
+    path = RemotePath("s3://bucket/.lock")
+    path.create_bytes(b"first")
+    with pytest.raises(FileExistsError):
+        path.create_bytes(b"second")
+    assert path.read_bytes() == b"first"
+
+
 def state(value: float) -> dict:
     import torch
 

@@ -26,7 +26,6 @@ from patch.checkpoint.save import start_save
 from patch.checkpoint.stored import TorchDistReader
 from patch.config import to_yaml
 from patch.errors import CheckpointError
-from patch.storage import remote_lock
 from patch.storage.lock import hold_store
 from patch.storage.remote import RemotePath
 from patch.training.run_state import Progress, find_newest
@@ -199,7 +198,7 @@ def test_neither_store_nor_disk(tmp_path) -> None:
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_run_that_has_lost_its_lock_touches_nothing_of_the_new_owner(root, monkeypatch, is_whole) -> None:
     """Whether that one has written it, or still writes."""
-    monkeypatch.setattr(remote_lock, "SETTLE_S", 0.01)
+    monkeypatch.setattr("patch.storage.lock._SETTLE_S", 0.01)
     save(root, 1, 1.0)
     with hold_store(root):
         lock = (root / ".lock").read_bytes()

@@ -1,5 +1,6 @@
 """Paths in stores: against fsspec's own file system in memory, and one that fails."""
 
+import errno
 import pickle
 import re
 import zlib
@@ -86,6 +87,16 @@ def test_request_that_fails_is_tried_again_and_each_time_is_logged(error, logged
         assert path.read_bytes() == b"content"
     assert len(logged) == 3
     assert all(re.match(r"failing://folder\S* failed \(.*(slow|reset|503)\), again in 0", m) for m in logged)
+
+
+def test_store_without_exclusive_creation_replaces(folder: RemotePath) -> None:
+    (folder / "one").create_bytes(b"1")
+    with pytest.raises(FileExistsError):
+        (folder / "one").create_bytes(b"2")
+    assert (folder / "one").read_bytes() == b"1"
+    with failing_store(None, OSError(errno.ENOSYS, "A header you provided is not implemented")):
+        RemotePath("failing://folder/file").create_bytes(b"1")
+        assert RemotePath("failing://folder/file").read_bytes() == b"1"
 
 
 @pytest.mark.parametrize("error", [PermissionError("Access Denied"), FileNotFoundError("no such bucket")])

@@ -4,25 +4,24 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+from contextlib import suppress
 
 import pytest
 from failing_store import failing_store
 
 from patch.errors import CheckpointError, ConfigError
-from patch.storage import lock_file, remote_lock
+from patch.storage import lock
 from patch.storage.lock import check_held, hold_store
 from patch.storage.remote import RemotePath
 
-OTHER_MACHINE = "process 7 on elsewhere since yesterday\n{token}\nboot pid:[1] 7 99\n{renewed}\n"
+OTHER_MACHINE = "process 7 on elsewhere since yesterday\n{token}\nelsewhere boot pid:[1] 7 99\n{renewed}\n"
 
 
 @pytest.fixture
 def root(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> RemotePath:
-    monkeypatch.setattr(remote_lock, "SETTLE_S", 0.01)
-    monkeypatch.setattr("patch.storage.lock._WAIT_S", 0.1)
-    monkeypatch.setattr("patch.storage.lock._POLL_S", 0.01)
-    for module in (lock_file, remote_lock):
-        monkeypatch.setattr(module, "BEAT_S", 0.05)
+    for name, value in (("_SETTLE_S", 0.01), ("_WAIT_S", 0.1), ("_POLL_S", 0.01), ("_BEAT_S", 0.05)):
+        monkeypatch.setattr(lock, name, value)
     return RemotePath(f"memory://{request.node.name}")
 
 
@@ -39,14 +38,40 @@ def test_second_run_is_told_who_writes_there_and_the_end_of_the_first_frees_it(r
         pass
 
 
+def test_of_two_that_start_at_once_the_slower_writer_is_refused(root, monkeypatch) -> None:
+    """Both have seen that nobody holds it, and the slower one writes when the other one has it."""
+    describe, holding, looked = lock._describe_self, threading.Event(), threading.Event()
+
+    def describe_late() -> bytes:
+        looked.set()
+        holding.wait(10)
+        return describe()
+
+    def late() -> None:
+        with suppress(ConfigError), hold_store(root):
+            won.append("late")
+
+    won: list[str] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(lock, "_describe_self", describe_late)
+        thread = threading.Thread(target=late)
+        thread.start()
+        looked.wait(10)
+    with hold_store(root):
+        holding.set()
+        thread.join()
+        check_held(root)
+    assert not won
+
+
 def test_owner_on_another_machine_is_alive_as_long_as_it_renews_its_lock(root, monkeypatch) -> None:
-    monkeypatch.setattr(lock_file, "STALE_S", 0.3)
+    monkeypatch.setattr(lock, "_STALE_S", 0.3)
     (root / ".lock").write_bytes(OTHER_MACHINE.format(token="t", renewed=1.0).encode())
     with hold_store(root):  # silent for three beats, and for long
         assert b"elsewhere" not in (root / ".lock").read_bytes()
     (root / ".lock").write_bytes(OTHER_MACHINE.format(token="u", renewed=1.0).encode())
     content, _, _ = (root / ".lock").read_bytes().rpartition(b"1.0")
-    writer = remote_lock.RemoteLock(root / ".lock", content)
+    writer = lock._HeldLock(root / ".lock", content)
     try:
         with pytest.raises(ConfigError, match="being written by process 7 on elsewhere"), hold_store(root):
             pass
@@ -55,11 +80,11 @@ def test_owner_on_another_machine_is_alive_as_long_as_it_renews_its_lock(root, m
 
 
 def test_lock_of_a_killed_process_of_this_machine_is_taken_at_once(root) -> None:
-    program = "import os, patch.storage.remote_lock as lock; print(lock._identity(os.getpid()))"
+    program = "import os, patch.storage.lock as lock; print(lock._identity(os.getpid()))"
     identity = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     ).stdout
-    text = f"process {identity.split()[2]} on {socket.gethostname()} since now\ntoken\n{identity}1.0\n"
+    text = f"process {identity.split()[3]} on {socket.gethostname()} since now\ntoken\n{identity}1.0\n"
     (root / ".lock").write_bytes(text.encode())
     with hold_store(root):
         assert f"process {os.getpid()} ".encode() in (root / ".lock").read_bytes()
