@@ -32,12 +32,6 @@ def test_disk_begins_to_write_a_long_file_before_it_is_finished(tmp_path: Path, 
     assert file.finish() == Content(4 * len(part), f"{zlib.crc32(4 * part):08x}")
 
 
-@pytest.mark.parametrize("values", [7, [], {"data": 7}, {"data": {"length": 1}}])
-def test_other_values_are_refused(values: object) -> None:
-    with pytest.raises((AttributeError, TypeError)):
-        from_json(values)
-
-
 def test_difference_names_length_bits_and_absence(tmp_path: Path) -> None:
     path = tmp_path / "data"
     path.write_bytes(b"abc")

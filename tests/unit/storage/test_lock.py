@@ -96,8 +96,14 @@ def test_asking_leaves_no_trace(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_many_at_once_never_hold_it_together(tmp_path, monkeypatch):
+def no_flock(descriptor: int, operation: int) -> None:
+    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+
+@pytest.mark.parametrize("flock", [fcntl.flock, no_flock])
+def test_many_at_once_never_hold_it_together(tmp_path, monkeypatch, flock):
     """The file goes away with each holder, under the eyes of those who wait for it."""
+    monkeypatch.setattr(fcntl, "flock", flock)
     monkeypatch.setattr("patch.storage.lock._WAIT_S", 60.0)
     monkeypatch.setattr("patch.storage.lock._POLL_S", 0.0)
     inside, largest = [0], [0]
@@ -164,10 +170,6 @@ def holder(tmp_path, monkeypatch) -> Iterator[Callable[..., subprocess.Popen[str
     for process in started:
         process.kill()
         process.communicate()
-
-
-def no_flock(descriptor: int, operation: int) -> None:
-    raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
 
 def answer(process: subprocess.Popen[str]) -> str:
@@ -255,11 +257,6 @@ def test_of_many_who_take_over_at_once_one_wins(holder, tmp_path, monkeypatch, h
     for thread in threads:
         thread.join()
     assert len(won) == 1 and len(refused) == 4
-
-
-def test_many_at_once_never_hold_it_together_without_flock(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(fcntl, "flock", no_flock)
-    test_many_at_once_never_hold_it_together(tmp_path, monkeypatch)
 
 
 def test_folder_that_cannot_be_made_is_named(tmp_path):

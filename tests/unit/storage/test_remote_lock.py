@@ -4,8 +4,7 @@ import os
 import socket
 import subprocess
 import sys
-import threading
-from contextlib import suppress
+from contextlib import ExitStack
 
 import pytest
 from failing_store import failing_store
@@ -40,28 +39,16 @@ def test_second_run_is_told_who_writes_there_and_the_end_of_the_first_frees_it(r
 
 def test_of_two_that_start_at_once_the_slower_writer_is_refused(root, monkeypatch) -> None:
     """Both have seen that nobody holds it, and the slower one writes when the other one has it."""
-    describe, holding, looked = lock._describe_self, threading.Event(), threading.Event()
+    describe = lock._describe_self
 
     def describe_late() -> bytes:
-        looked.set()
-        holding.wait(10)
+        monkeypatch.setattr(lock, "_describe_self", describe)
+        other.enter_context(hold_store(root))
         return describe()
 
-    def late() -> None:
-        with suppress(ConfigError), hold_store(root):
-            won.append("late")
-
-    won: list[str] = []
-    with monkeypatch.context() as patched:
-        patched.setattr(lock, "_describe_self", describe_late)
-        thread = threading.Thread(target=late)
-        thread.start()
-        looked.wait(10)
-    with hold_store(root):
-        holding.set()
-        thread.join()
-        check_held(root)
-    assert not won
+    monkeypatch.setattr(lock, "_describe_self", describe_late)
+    with ExitStack() as other, pytest.raises(ConfigError, match="is being written by"), hold_store(root):
+        pass
 
 
 def test_owner_on_another_machine_is_alive_as_long_as_it_renews_its_lock(root, monkeypatch) -> None:
