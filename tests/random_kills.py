@@ -198,10 +198,10 @@ def launch_here(changes: dict[str, Any]) -> int:
     """Be the launcher of a run."""
     from small_runs import small_run
 
-    from patch.config import Rendezvous
     from patch.device import MachineFacts
     from patch.distributed.launch import launch
     from patch.logger import configure_logging
+    from patch.preflight import Rendezvous
 
     configure_logging()
     machine = MachineFacts(cuda_devices=0, cpu_cores=RANKS)

@@ -90,8 +90,8 @@ def row(planned: Planned, layout: Found, tokens: float | None) -> dict[str, Any]
 
 
 def _line(planned: Planned, layout: Found) -> str:
-    from patch.config.launch_line import launch_line
     from patch.plan.planned_run import NAMED_LATER
+    from toolkits._launch_line import launch_line
 
     line = launch_line(layout.run, planned.environ, planned.machine.facts)
     for name in NAMED_LATER:
@@ -101,8 +101,8 @@ def _line(planned: Planned, layout: Found) -> str:
 
 def _assumed(planned: Planned, layout: Found) -> list[str]:
     """The positions of a line that hold values which the user has not given: "5 LR 0.0003"."""
-    from patch.config.launch_line import launch_argv
     from patch.plan.planned_run import NAMED_LATER
+    from toolkits._launch_line import launch_argv
 
     argv = launch_argv(layout.run, planned.environ, planned.machine.facts)
     words = []

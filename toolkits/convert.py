@@ -15,7 +15,7 @@ def main(argv: list[str]) -> int:
     import torch
 
     from patch.compat import quick_start
-    from patch.config.hf_config import has_hf_config
+    from patch.preflight.stored_shape import has_hf_config
 
     with quick_start():
         from patch.convert import hf_to_mcore, mcore_to_hf

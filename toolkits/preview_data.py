@@ -6,10 +6,10 @@ import argparse
 import os
 import sys
 
-from patch.config.data_settings import DATA_FLAGS, DEFAULT_LENGTH
 from patch.config.flags import add_flags, fields_of
 from patch.errors import PatchError
 from toolkits._arguments import ArgumentParser, output_file, positive, typed
+from toolkits._data_settings import DATA_FLAGS, DEFAULT_LENGTH
 
 
 def main(argv: list[str]) -> int:
@@ -30,8 +30,8 @@ def _preview(options: argparse.Namespace) -> int:
 
     with quick_start():
         from patch.data.preview import Preview, terminal
-    from patch.config.data_settings import read_data_settings
     from patch.data.tokenizer import load_tokenizer
+    from toolkits._data_settings import read_data_settings
 
     flags = fields_of(options, DATA_FLAGS)
     settings = read_data_settings(options.data, flags, options.config, os.environ)

@@ -18,14 +18,13 @@ from patch.checkpoint import load_only_weights, weights_folder
 from patch.compat.unpickle import read_metadata
 from patch.config.choices import HfAttention, Precision
 from patch.config.execution import Execution
-from patch.config.hf_config import is_hf_folder, read_hf_config
 from patch.config.schema import ModelConfig
-from patch.config.stored_shape import shape_at
 from patch.device import FLOAT_TYPES, DeviceContext, torch_dtype
 from patch.errors import CheckpointError, ConfigError
 from patch.families import WEIGHT_FIELDS
 from patch.families.weights import EMBEDDING_PARAMETER, TIED_OUTPUT
 from patch.model import WEIGHT_PREFIXES, LlamaModel, build_llama_model, sharded_weights
+from patch.preflight.stored_shape import is_hf_folder, read_hf_config, shape_at
 from patch.storage.names import (
     METADATA_FILE,
     TRACKER,

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import NamedTuple, overload
 
 from patch.checkpoint.manifest import damage, is_marked
-from patch.config.checkpoint_places import hint_of_store
 from patch.distributed.collectives import fail_together, from_rank_0
 from patch.errors import CheckpointError
 from patch.logger import get_logger
+from patch.preflight.checkpoint_places import hint_of_store
 from patch.storage.atomic import StagedFolder, remove_leftover, write_atomically
 from patch.storage.names import (
     CHECKSUMS_FILE,

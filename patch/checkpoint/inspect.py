@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 from patch.checkpoint.manifest import read_manifest
 from patch.checkpoint.stored import Reader, StoredTensor, is_legacy_checkpoint, open_stored
-from patch.config.checkpoint_places import hint_of_store
-from patch.config.hf_config import has_hf_config, read_hf_config
 from patch.errors import CheckpointError, ConfigError
 from patch.families.weights import EMBEDDING_PARAMETER
+from patch.preflight.checkpoint_places import hint_of_store
+from patch.preflight.stored_shape import has_hf_config, read_hf_config
 from patch.storage.checksums import difference
 from patch.storage.names import (
     BEST_LINK,

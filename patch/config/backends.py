@@ -12,8 +12,6 @@
 Not used even if installed: flash-attn 2, because torch has its kernels; liger-kernel, because its SwiGLU
 takes gate and up, and its RoPE q and k, as tensors with memory of their own, not the merged products, and its
 loss needs the whole vocabulary on a rank.
-
-At the end: the notes and rules about these choices.
 """
 
 from __future__ import annotations
@@ -25,13 +23,12 @@ from typing import Literal, NamedTuple
 
 from patch.config.choices import Precision, TransformerImpl
 from patch.config.execution import Execution
-from patch.config.positions import refuse, where
+from patch.config.positions import where
 from patch.config.schema import ModelConfig, RunConfig
 from patch.device import MachineFacts
-from patch.errors import ConfigError
 
-_MULTIPLE = 16
-"""TE's 8-bit products need so many tokens, or a multiple."""
+FP8_MULTIPLE = 16
+"""CUDA's 8-bit products need sizes that are multiples of it; so does a CPU run, which may go on on a GPU."""
 
 
 def engine_obstacle(config: RunConfig) -> str:
@@ -66,10 +63,9 @@ def _fp8_obstacle(config: RunConfig) -> str:
     tokens = config.sample_length * training.micro_batch_size // parallel.context_parallel_size
     if parallel.sequence_parallel:
         tokens //= parallel.tensor_model_parallel_size
-    if tokens % _MULTIPLE:
-        return (
-            f"a rank has {tokens} tokens of a micro-batch, its 8-bit products need a multiple of {_MULTIPLE}"
-        )
+    if tokens % FP8_MULTIPLE:
+        needs = f"its 8-bit products need a multiple of {FP8_MULTIPLE}"
+        return f"a rank has {tokens} tokens of a micro-batch, {needs}"
     return ""
 
 
@@ -274,29 +270,3 @@ def _aligned_rows() -> Iterator[Served]:
 
 def _is_half(precision: Precision) -> bool:
     return precision != "fp32"
-
-
-def gpus_can_be_used(config: RunConfig, machine: MachineFacts) -> None:
-    """The machine's GPUs, if it has any, are not left idle without a word."""
-    if machine.unusable_gpus:
-        raise ConfigError(f"{machine.unusable_gpus}; CUDA_VISIBLE_DEVICES='' trains on the CPU")
-
-
-def backends_exist(config: RunConfig, machine: MachineFacts) -> None:
-    """Layers of Transformer Engine are asked for where they can be built."""
-    if config.model.transformer_impl == "transformer_engine":
-        obstacle = no_transformer_engine(config, machine)
-        if obstacle:
-            refuse("transformer_impl", "transformer_engine", "auto or local", obstacle)
-
-
-def backend_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """A kernel of attention that has no effect."""
-    wish, flag = config.model.attention_backend, where("attention_backend")
-    if not machine.cuda_devices and wish in ("flash", "unfused", "local"):
-        yield f"{flag} has no effect on the CPU: attention is torch's SDPA either way"
-    elif machine.cuda_devices and config.model.precision_align is not None and wish != "auto":
-        yield f"{flag} has no effect with {where('precision_align')}"
-    elif machine.cuda_devices and config.parallel.cp_comm_type == "p2p" and wish in ("fused", "unfused"):
-        if config.parallel.context_parallel_size > 1:
-            yield f"{flag} has no effect with {where('cp_comm_type')} p2p"

@@ -81,6 +81,14 @@ class ZeroStage(IntEnum):
     GRADIENTS = 2
     """Optimizer states and gradients."""
 
+    def sums_on_the_way(self, num_copies: int) -> bool:
+        """Whether gradients are all-reduced, which adds up in the type that travels.
+
+        Args:
+            num_copies: ranks with the same weights.
+        """
+        return self is ZeroStage.NONE and num_copies > 1
+
 
 Sharding = ZeroStage | Literal["auto"]
 """A stage, or `auto`: `patch.plan.resolve_sharding` chooses the stage by its cost."""

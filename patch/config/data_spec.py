@@ -24,6 +24,7 @@ from glob import escape, has_magic, iglob
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from patch.config.schema import DataConfig
 from patch.errors import ConfigError, DataError, nearest
 from patch.parse_numbers import to_float
 from patch.storage.hub import shadowed_by
@@ -86,7 +87,6 @@ def _cure(folder: Path, name: str, info: dict[str, Any]) -> str:
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-
 SPLITS = {
     "training": re.compile(r"(?<![a-z])train(ing)?(?![a-z])"),
     "validation": re.compile(r"(?<![a-z])(validation|valid|val|dev)(?![a-z])"),
@@ -339,3 +339,53 @@ def _place_of(name: Path, words: re.Pattern[str]) -> str:
             return str(folder)
     word = words.search(name.name.lower())
     return f"**/*{name.name[slice(*word.span())]}*" if word else str(name)
+
+
+def data_files(data: DataConfig, path: str, field: str | None = None) -> list[str]:
+    """The files of one set: of one `DataPart` of `train_data_path` or `valid_data_path`.
+
+    Raises:
+        DataError: there are none (raw rows).
+    """
+    if data.dataset_type == "raw":
+        return [str(file) for file in files_of(path, field)]
+    return [f"{path}.bin", f"{path}.idx"]
+
+
+COLUMNS_OF_TURNS = ("role", "content")
+"""Keys inside each turn of a list of messages."""
+COLUMNS = (
+    *("messages", *COLUMNS_OF_TURNS, "instruction", "input", "output", "query", "response"),
+    *("prompt", "completion", "history", "text", "system", "tools"),
+)
+"""Every key that can be given another name. `role` and `content` are those inside the turns."""
+_SHAREGPT = {"conversations": "messages", "conversation": "messages", "from": "role", "value": "content"}
+"""ShareGPT's keys, and ours for the same."""
+
+
+def parse_columns(text: str | None) -> dict[str, str]:
+    """Our name of a key to the name that the rows have: "instruction=question,output=answer".
+
+    Raises:
+        ConfigError: a part is not NAME=COLUMN, a name is unknown or given twice.
+    """
+    columns: dict[str, str] = {}
+    for part in text.split(",") if text is not None else ():
+        ours, _, theirs = (piece.strip() for piece in part.partition("="))
+        if not ours or not theirs:
+            example = "expected NAME=COLUMN, such as instruction=question,output=answer"
+            raise ConfigError(f"got {part.strip()!r}, {example}", field="columns")
+        if ours not in COLUMNS:
+            meant = _SHAREGPT.get(ours)
+            hint = nearest(ours, list(COLUMNS)) if meant is None else f", did you mean {meant}?"
+            raise ConfigError(
+                f"got the name {ours!r}, expected one of {', '.join(COLUMNS)}{hint}; the rows' own name "
+                "follows the =",
+                field="columns",
+            )
+        if ours in columns:
+            raise ConfigError(
+                f"got {ours} twice ({columns[ours]}, {theirs}), expected it once", field="columns"
+            )
+        columns[ours] = theirs
+    return columns

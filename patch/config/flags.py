@@ -10,10 +10,9 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from patch.config.fields import FIELDS, SECTIONS, Field, coerce
+from patch.config.fields import FIELDS, SECTIONS, Field, coerce, refused_yet
 from patch.config.foreign_flags import answers, is_meant_otherwise
 from patch.config.positions import POSITIONS, VARIABLES, built_words
-from patch.config.unsupported import refused_yet
 from patch.errors import ConfigError
 from patch.parse_numbers import to_float
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from patch.config.choices import AttentionBackend, HfAttention, RopeScaling, TransformerImpl
 from patch.config.flag_field import flag
-from patch.families import MOST_LAYERS
+from patch.families import FAMILIES, MOST_LAYERS
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,3 +93,16 @@ class ModelConfig:
         if multiple % tp_size:
             multiple *= tp_size
         return -(-self.vocab_size // multiple) * multiple
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    size: dict(fields) for family in FAMILIES.values() for size, fields in family.presets.items()
+}
+"""MODEL_SIZE -> ModelConfig's fields; a field that a preset leaves out keeps its default."""
+MODEL_SIZES: tuple[str, ...] = (*PRESETS, "auto")
+REQUIRED_SHAPE: frozenset[str] = frozenset(
+    {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "vocab_size"}
+)
+"""Fields that the user must give if neither a preset nor a config.json sets them."""
+SHAPE_FIELDS: frozenset[str] = frozenset(PRESETS["8B"])
+"""All fields that a preset sets; a change of MODEL_SIZE replaces all of them."""

@@ -1,4 +1,10 @@
-"""How many layers each pipeline stage has, by a rule or a layout by hand; groups of micro-batches.
+"""What each pipeline stage has: how many layers, by a rule or a layout by hand, and what becomes of theirs.
+
+The layers of a pipeline stage (with interleaving: of each of a process's stages) in the order of forward:
+
+    first the offloaded ones    they are away longest, and their copies have the most time
+    then the recomputed ones    with --recompute-method block; uniform recomputes all layers
+    then those that are kept    their backward comes first
 
 Imports neither torch nor megatron.
 """
@@ -6,9 +12,13 @@ Imports neither torch nor megatron.
 from __future__ import annotations
 
 import re
-from typing import NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from patch.errors import ConfigError
+
+if TYPE_CHECKING:
+    from patch.config.execution import Execution
+    from patch.config.schema import TrainingConfig
 
 _REPETITIONS = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 """First of groups, then of single letters, as megatron-core expands them."""
@@ -88,3 +98,34 @@ def smallest_micro_batch_group(num_micro_batches: int, pp_size: int) -> int:
     sizes = range(pp_size, num_micro_batches)
     fitting = (size for size in sizes if can_be_micro_batch_group(size, num_micro_batches, pp_size))
     return next(fitting, num_micro_batches)
+
+
+class StageActivations(NamedTuple):
+    """Numbers of layers of one stage, in this order."""
+
+    offloaded: int
+    """Their activations are in host memory until backward needs them."""
+    recomputed: int
+    """Only their inputs are kept; with --recompute-method uniform only those of blocks of layers."""
+    kept: int
+    """All that backward needs is kept; with AC=sel (as of offloaded layers) what it keeps."""
+
+
+def stage_activations(num_layers: int, settings: TrainingConfig | Execution) -> StageActivations:
+    """How a stage of this many layers is split. A stage that has fewer than are asked for gives what it has.
+
+    Args:
+        num_layers: of the stage.
+        settings: of the run.
+    """
+    is_full = settings.recompute_granularity == "full"
+    if is_full and settings.recompute_method == "uniform":
+        return StageActivations(0, num_layers, 0)
+    recomputed = settings.recompute_num_layers if is_full else 0
+    offloaded = 0
+    if settings.cpu_offloading:
+        # Backward of the stage's last layer often follows its forward at once.
+        all_but_last = max(num_layers - recomputed - 1, 1)
+        offloaded = min(settings.cpu_offloading_num_layers or all_but_last, num_layers)
+    recomputed = min(recomputed, num_layers - offloaded)
+    return StageActivations(offloaded, recomputed, num_layers - offloaded - recomputed)

@@ -1,7 +1,7 @@
 """The 25 positions of run_mcore_llama.sh: their names, legal values, and the fields they become.
 
 Source of their meaning: the public script of this family (Pai-Megatron-Patch, examples/llama3_1), without
-its faults. Tokens are converted to iterations here; rules that relate several values are in `rules.py`.
+its faults. Tokens are converted to iterations here; rules that relate several values are in `patch/checks`.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from patch.config.fields import FIELDS, check_choice, coerce
-from patch.config.presets import MODEL_SIZES
+from patch.config.fields import FIELDS, check_choice, coerce, is_built
+from patch.config.model_schema import MODEL_SIZES
 from patch.config.schema import RunConfig
-from patch.config.unsupported import is_built
 from patch.errors import ConfigError, PatchError, nearest, shown
 from patch.parse_numbers import to_float, to_int
 
@@ -262,7 +261,7 @@ def _tokens_to_iters(layer: dict[str, Any], flags: Mapping[str, Any]) -> list[st
         A line if the tokens of warm-up are fewer than a step.
     """
     batch, length = (flags.get(name, layer[name]) for name in ("global_batch_size", "seq_length"))
-    tokens_per_step = max(batch * length, 1)  # sizes below 1 are refused by name in rules.py
+    tokens_per_step = max(batch * length, 1)  # sizes below 1 are refused by name in patch/checks
     step = f"one step is {batch} samples x {length} tokens"
     tokens, warmup = layer["train_iters"], layer["lr_warmup_iters"]
     layer["train_iters"], layer["lr_warmup_iters"] = tokens // tokens_per_step, warmup // tokens_per_step

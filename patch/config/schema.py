@@ -3,7 +3,7 @@
 Each field is a flag: `hidden_size` is `--hidden-size`, `model.hidden_size` in YAML. The help text, the
 legal values (annotation and bounds) and the default are stated only here. A field without a default must be
 given or derived (from MODEL_SIZE, from a Hugging Face config.json, from the machine) before a RunConfig can
-be built. A RunConfig never changes. Rules that relate several fields are in `rules.py`.
+be built. A RunConfig never changes. Rules that relate several fields are in `patch/checks`.
 
 A value that is off or absent is None here. Flags, positions and YAML write words for it ("none", "false", 0);
 `fields.py` translates.
@@ -367,6 +367,12 @@ class RunConfig:
     def num_weight_copies(self) -> int:
         """Ranks that have the same weights: DP x CP."""
         return self.data_parallel_size * self.parallel.context_parallel_size
+
+    @property
+    def heads_divide_by_cp(self) -> bool:
+        """Whether context-parallel ranks can share the query heads of a TP rank evenly (a2a)."""
+        heads = self.model.num_attention_heads // self.parallel.tensor_model_parallel_size
+        return heads % self.parallel.context_parallel_size == 0
 
     @property
     def virtual_pipeline_size(self) -> int:

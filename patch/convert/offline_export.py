@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from patch.checkpoint.folder import unverified_weights
-from patch.config.hf_config import has_hf_config
 from patch.config.schema import ModelConfig, RunConfig
-from patch.config.stored_shape import run_behind
 from patch.convert.hf_config_files import (
     copy_descriptions,
     model_of,
@@ -29,6 +27,7 @@ from patch.convert.weight_table import hf_tensors
 from patch.device import same_device
 from patch.errors import ConversionError, DataError
 from patch.logger import get_logger
+from patch.preflight.stored_shape import has_hf_config, run_behind
 from patch.progress import progress
 from patch.storage.names import METADATA_FILE, SAFE_WEIGHTS_NAME, is_complete
 from patch.storage.places import AnyPath, StrPath, any_path, local_path

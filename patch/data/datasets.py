@@ -12,7 +12,6 @@ from typing import NamedTuple
 import torch.distributed as dist
 from transformers import PreTrainedTokenizerBase
 
-from patch.config.data_record import SetRecord
 from patch.config.data_spec import DataPart, parse_data
 from patch.config.schema import DataConfig, ModelConfig
 from patch.data.blend import Blend, Concatenation, passes_text
@@ -25,6 +24,7 @@ from patch.data.tokenizer import check_vocabulary
 from patch.distributed.collectives import all_gather_object, all_or_none
 from patch.errors import DataError, about
 from patch.logger import get_logger
+from patch.preflight.data_record import SetRecord
 from patch.storage.names import DATA_CACHE_FOLDER
 from patch.storage.places import StrPath
 from patch.storage.row_files import DATA_SUFFIXES

@@ -159,9 +159,7 @@ class Agent(LocalElasticAgent):
         meeting: of this machine with the others.
     """
 
-    def __init__(
-        self, spec: WorkerSpec, files: WorkerFiles, guardian: Guardian, meeting: Meeting
-    ) -> None:
+    def __init__(self, spec: WorkerSpec, files: WorkerFiles, guardian: Guardian, meeting: Meeting) -> None:
         super().__init__(spec, files, log_line_prefix_template="${rank}: ")
         self._files, self._guardian, self._meeting = files, guardian, meeting
         self._signals: list[tuple[int, float]] = []

@@ -16,12 +16,14 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from patch.config import Rendezvous, RunConfig, usable_sizes
+from patch.checks import usable_sizes
+from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.distributed.affinity import cores_of_workers
 from patch.distributed.worker_process import LAUNCHER
 from patch.errors import ConfigError
 from patch.logger import get_logger
+from patch.preflight import Rendezvous
 from patch.storage.lock import refuse_held_run
 from patch.storage.sizes import counted
 

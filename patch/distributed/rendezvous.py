@@ -34,11 +34,11 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from patch.config import Rendezvous
 from patch.device import start_thread
 from patch.distributed.job import ROUND, answer_within, await_address
 from patch.errors import TrainingError
 from patch.logger import get_logger
+from patch.preflight import Rendezvous
 
 _logger = get_logger(__name__)
 

@@ -20,8 +20,8 @@ from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from patch.config.activation_layers import stage_activations
 from patch.config.execution import Execution
+from patch.config.pipeline_stages import stage_activations
 from patch.memory import SavedTensors
 from patch.memory.saved_tensors import SavedGroup
 

@@ -101,7 +101,7 @@ def find_domains(
     Raises:
         ConfigError: a type for gradients that an all-reduce would add up in it.
     """
-    if travels_as is not None and zero_stage is ZeroStage.NONE and default[0].size() > 1:
+    if travels_as is not None and zero_stage.sums_on_the_way(default[0].size()):
         raise ConfigError(
             "got true, expected false: without sharding gradients are all-reduced, which adds up in the type "
             "that travels",

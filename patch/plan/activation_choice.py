@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.activation_layers import stage_activations
 from patch.config.choices import Recompute, RecomputeMethod
+from patch.config.pipeline_stages import stage_activations
 from patch.device import MachineFacts
 from patch.logger import get_logger
 from patch.plan.activation_peak import RankMemory, heaviest_rank, host_memory_needed

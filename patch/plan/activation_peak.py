@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.activation_layers import stage_activations
+from patch.config.pipeline_stages import stage_activations
 from patch.device import MachineFacts
 from patch.plan.activations import activation_bytes, final_norm_bytes, rope_table_bytes
 from patch.plan.loss import loss_bytes

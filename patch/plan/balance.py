@@ -7,10 +7,9 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from patch.checks.rules import is_legal
 from patch.config import RunConfig
-from patch.config.activation_layers import stage_activations
-from patch.config.pipeline_stages import layout_text, split_layers
-from patch.config.rules import is_legal
+from patch.config.pipeline_stages import layout_text, split_layers, stage_activations
 from patch.device import MachineFacts
 from patch.plan.flops import output_in_layers
 from patch.plan.pipeline import Schedule, Timing, simulate

@@ -50,7 +50,7 @@ def resolve_cp_comm_type(config: RunConfig) -> tuple[RunConfig, list[str]]:
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     sent = {way: sent_bytes(config, way) for way in ("p2p", "a2a")}
     has_parts = data.packing or data.reset_attention_mask or model.window_size is not None
-    is_possible = heads % parallel.context_parallel_size == 0
+    is_possible = config.heads_divide_by_cp
     chosen: ContextCommunication = "p2p"
     if is_possible and (has_parts or sent["a2a"] <= sent["p2p"]):
         chosen = "a2a"

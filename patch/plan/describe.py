@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from patch.checks.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.config import RunConfig
 from patch.config.backends import backends_of
-from patch.config.checkpoint_places import newest_saved
 from patch.config.choices import Recompute, ZeroStage
-from patch.config.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.device import MachineFacts
 from patch.plan.activation_choice import Mix
 from patch.plan.activation_peak import heaviest_rank, host_memory_needed
@@ -18,6 +17,7 @@ from patch.plan.flops import flops_per_step, output_in_layers
 from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import total_parameters
 from patch.plan.pipeline import Schedule
+from patch.preflight.checkpoint_places import newest_saved
 from patch.storage.sizes import counted, scaled, size_text
 
 _INDENT = " " * 12

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from patch.config import ModelConfig, RunConfig
-from patch.config.activation_layers import stage_activations
 from patch.config.choices import Precision
+from patch.config.pipeline_stages import stage_activations
 from patch.plan.parameters import layer_matrices
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (

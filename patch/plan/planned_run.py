@@ -6,18 +6,19 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from patch.config import RunConfig, parse_args
+from patch.checks.rules import RULES
+from patch.config import RunConfig
 from patch.config.fields import FIELDS
 from patch.config.flags import flag_words, read_flags
-from patch.config.parse import split_positions
 from patch.config.positions import VARIABLES, read_variables
-from patch.config.rules import RULES
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.plan.resolve import resolve_run
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import PRESETS, preset, read_machine, this_machine
+from patch.preflight import parse_args
+from patch.preflight.parse import split_positions
 
 _TOKENS_OF_A_STEP = 2**22
 """Tokens of the global batch where none is given: LLaMA's own."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from patch.checks.rules import is_legal
 from patch.config import RunConfig, resolve_transformer_impl
-from patch.config.rules import is_legal
 from patch.device import MachineFacts
 from patch.plan.activation_choice import Mix, resolve_activations, with_mix
 from patch.plan.activation_peak import heaviest_rank, host_memory_needed

@@ -13,7 +13,7 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from patch.config import ModelConfig, ParallelConfig, RunConfig
-from patch.config.presets import PRESETS
+from patch.config.model_schema import PRESETS
 from patch.config.schema import CheckpointConfig, DataConfig, OptimizerConfig, TrainingConfig
 from patch.plan.activation_peak import heaviest_rank
 from patch.plan.flops import flops_per_step

@@ -16,10 +16,10 @@ from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import Save, Writing, start_save
 from patch.checkpoint.sharded_tensors import bytes_to_write, shards_of
 from patch.config import to_yaml
-from patch.config.checkpoint_places import checkpoint_root, disk_root
 from patch.device import usable_memory
 from patch.distributed.collectives import all_gather_object
 from patch.logger import get_logger
+from patch.preflight.checkpoint_places import checkpoint_root, disk_root
 from patch.storage.sizes import size_text
 from patch.training.run_state import Progress, state_to_save
 from patch.training.setup import Run

@@ -12,10 +12,7 @@ from typing import Any
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch.config.checkpoint_places import checkpoint_root, disk_root
-from patch.config.data_record import SetRecord
-from patch.config.hf_config import is_hf_folder
-from patch.config.run_length import num_train_samples, with_samples
+from patch.checks.run_length import num_train_samples, with_samples
 from patch.config.schema import RunConfig
 from patch.convert import import_hf
 from patch.data import BatchReader, build_datasets, load_tokenizer
@@ -29,6 +26,9 @@ from patch.logger import get_logger
 from patch.memory import SavedTensors, SimulatedDevice
 from patch.model import LlamaModel, build_llama_model, forget_weights, initialize_weights
 from patch.optimizer import OverlappedDistributedOptimizer, build_optimizer
+from patch.preflight.checkpoint_places import checkpoint_root, disk_root
+from patch.preflight.data_record import SetRecord
+from patch.preflight.stored_shape import is_hf_folder
 from patch.storage.names import DATA_INDEX_FOLDER
 from patch.storage.places import AnyPath, any_path
 from patch.training.guards.phases import PhaseClock

@@ -10,11 +10,11 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from patch.config.checkpoint_places import checkpoint_root, record_home
 from patch.config.schema import RunConfig
 from patch.device import start_thread
 from patch.errors import CheckpointError
 from patch.logger import get_logger
+from patch.preflight.checkpoint_places import checkpoint_root, record_home
 from patch.storage.atomic import write_atomically
 from patch.storage.names import CONFIG_FILE, DATA_RECORD_FILE, METRICS_FILE
 from patch.storage.remote import RemotePath

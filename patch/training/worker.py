@@ -12,12 +12,10 @@ import torch.distributed as dist
 
 from patch import compat
 from patch.checkpoint.retention import Retention
-from patch.config import check_tokens, remember_data, to_yaml
-from patch.config.checkpoint_places import checkpoint_root, disk_root
+from patch.checks.run_length import profiled_steps
+from patch.config import to_yaml
 from patch.config.fields import FIELDS, scalar_of
-from patch.config.hf_config import has_hf_config
 from patch.config.schema import RunConfig
-from patch.config.validate import profiled_steps
 from patch.convert import export_hf
 from patch.device import DeviceContext
 from patch.distributed.collectives import all_gather_object, all_or_none, fail_together, on_all_ranks
@@ -27,6 +25,9 @@ from patch.errors import CheckpointError, ConfigError
 from patch.logger import configure_logging, get_logger
 from patch.optimizer.kernels import try_kernel
 from patch.plan import start_lines
+from patch.preflight import check_tokens, remember_data
+from patch.preflight.checkpoint_places import checkpoint_root, disk_root
+from patch.preflight.stored_shape import has_hf_config
 from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run, hold_store
 from patch.storage.names import CONFIG_FILE, HF_FOLDER

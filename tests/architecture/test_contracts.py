@@ -1,10 +1,11 @@
 """Frozen: the positions' order, the list of flags, and what 25 positions resolve to."""
 
-from patch.config import parse_args, to_yaml
+from patch.config import to_yaml
 from patch.config.fields import FIELDS
 from patch.config.flags import build_parser
 from patch.config.positions import POSITIONS
 from patch.device import MachineFacts
+from patch.preflight import parse_args
 
 ORDER = (
     "ENV MODEL_SIZE BATCH_SIZE GLOBAL_BATCH_SIZE LR MIN_LR SEQ_LEN PAD_LEN PR TP PP CP SP DO FL SFT AC "

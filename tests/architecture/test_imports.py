@@ -20,22 +20,24 @@ ROWS = {
     "patch.families": 1,
     "patch.config": 2,
     "patch.compat": 3,
-    "patch.plan": 3,
-    "patch.distributed": 4,
-    "patch.memory": 4,
-    "patch.model": 5,
-    "patch.optimizer": 5,
-    "patch.data": 5,
-    "patch.checkpoint": 6,
-    "patch.convert": 7,
-    "patch.alignment": 8,
-    "patch.training": 8,
-    "examples": 10,
-    "toolkits": 9,
+    "patch.checks": 3,
+    "patch.preflight": 4,
+    "patch.plan": 5,
+    "patch.distributed": 6,
+    "patch.memory": 6,
+    "patch.model": 7,
+    "patch.optimizer": 7,
+    "patch.data": 7,
+    "patch.checkpoint": 8,
+    "patch.convert": 9,
+    "patch.alignment": 10,
+    "patch.training": 10,
+    "examples": 12,
+    "toolkits": 11,
 }
 
 
-LIGHT = ("patch.families", "patch.config", "patch.plan")
+LIGHT = ("patch.families", "patch.config", "patch.checks", "patch.preflight", "patch.plan")
 """Packages that work where neither torch nor megatron-core is installed."""
 
 

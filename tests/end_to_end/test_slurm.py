@@ -196,7 +196,7 @@ def stories(
 
 TASK = """
 import json, os
-from patch.config import slurm_task
+from patch.preflight import slurm_task
 from patch.errors import ConfigError
 try:
     seen = {**os.environ, **slurm_task("slurm", os.environ)}

@@ -21,9 +21,9 @@ from small_runs import small_run
 
 from patch import compat
 from patch.checkpoint import latest_iteration, save_checkpoint
-from patch.config.file_rules import store_is_there
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.preflight.validate import store_is_there
 from patch.storage.checksums import SummedFile, content
 from patch.storage.remote import RemotePath
 from toolkits.convert import main as convert

@@ -18,15 +18,16 @@ from unittest import mock
 from guide_pages import KINDS, REPOSITORY, Block
 from guide_shell import Call
 
-from patch.config import user_message, validate_run
+from patch.checks.layout import fewer_machines_suffice
+from patch.checks.run_length import profile_names_steps
+from patch.config import user_message
 from patch.config.flags import build_parser
-from patch.config.machines import fewer_machines_suffice
 from patch.config.positions import unknown_variables
-from patch.config.validate import profile_names_steps
 from patch.device import MachineFacts
 from patch.errors import PatchError
 from patch.plan.fits import fit_of
 from patch.plan.planned_run import Planned, plan_run
+from patch.preflight import validate_run
 from patch.storage.sizes import size_text
 from toolkits.command import COMMANDS
 

@@ -6,8 +6,8 @@ from typing import Any
 
 from small_runs import small_run
 
-from patch.config.hf_config import read_hf_config
 from patch.config.schema import RunConfig
+from patch.preflight.stored_shape import read_hf_config
 
 _SHAPE: dict[str, Any] = {
     "vocab_size": 250, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,

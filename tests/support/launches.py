@@ -15,10 +15,11 @@ from pathlib import Path
 
 from started_programs import start_program
 
-from patch.config import Rendezvous, RunConfig, schema
+from patch.config import RunConfig, schema
 from patch.device import MachineFacts
 from patch.distributed import rendezvous
 from patch.distributed.launch import launch
+from patch.preflight import Rendezvous
 
 REPOSITORY = Path(__file__).parents[2]
 MACHINE = MachineFacts(cuda_devices=0, cpu_cores=4)

@@ -1,8 +1,9 @@
 """Runs that are only planned: of any layout, on GPUs that are not there."""
 
-from patch.config import RunConfig, parse_args
+from patch.config import RunConfig
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import PRESETS
+from patch.preflight import parse_args
 
 H100 = PRESETS["h100"]
 ENVIRON = {"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}

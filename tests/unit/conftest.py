@@ -1,12 +1,14 @@
-"""A job of one process inside the test's own, so that the many ways to fail need no start of processes."""
+"""Fixtures of several rooms: a command line, and a job of one process inside the test's own."""
 
 from collections.abc import Iterator
 
 import pytest
+from support.command_line import command, run_folder  # noqa: F401  (fixtures)
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A job of one process: the many ways to fail need no start of processes."""
     import torch.distributed as dist  # most tests below do without torch
     from megatron.core import parallel_state
 

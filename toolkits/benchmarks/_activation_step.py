@@ -60,9 +60,7 @@ class PacedDevice:
     def __init__(self, device: SimulatedDevice) -> None:
         self.bytes_per_s = float("inf")
         self._device = device
-        self._to_host, self._to_device = (
-            ThreadPoolExecutor(1, initializer=same_device()) for _ in range(2)
-        )
+        self._to_host, self._to_device = (ThreadPoolExecutor(1, initializer=same_device()) for _ in range(2))
 
     def copy_to_host(self, copies: Copies, after: Event) -> Event:
         """See OffloadDevice; on a CPU `after` is over."""

@@ -121,5 +121,3 @@ def _driver_version(file: Path) -> str:
     except OSError:
         return "unknown"
     return next((word for word in words if word[0].isdigit() and "." in word), "unknown")
-
-

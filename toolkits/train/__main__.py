@@ -28,23 +28,8 @@ from patch.distributed.worker_process import (  # noqa: E402
 
 begin()  # before anything that takes time or starts threads
 
-from patch.config import (  # noqa: E402
-    Invocation,
-    Rendezvous,
-    RunConfig,
-    fetch_from_hub,
-    parse_args,
-    read_run,
-    resume_notes,
-    run_warnings,
-    set_spares_aside,
-    slurm_task,
-    to_yaml,
-    unknown_variables,
-    user_message,
-    validate_run,
-    weights_here,
-)
+from patch.checks import set_spares_aside  # noqa: E402
+from patch.config import RunConfig, read_run, to_yaml, unknown_variables, user_message  # noqa: E402
 from patch.device import MachineFacts  # noqa: E402
 from patch.distributed.launch import allocator_environment, launch  # noqa: E402
 from patch.errors import ConfigError, PatchError, about  # noqa: E402
@@ -54,6 +39,17 @@ from patch.plan import (  # noqa: E402
     describe_length,
     refuse_what_cannot_fit,
     resolve_run,
+)
+from patch.preflight import (  # noqa: E402
+    Invocation,
+    Rendezvous,
+    fetch_from_hub,
+    parse_args,
+    resume_notes,
+    run_warnings,
+    slurm_task,
+    validate_run,
+    weights_here,
 )
 
 _logger = get_logger(__name__)

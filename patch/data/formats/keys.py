@@ -8,7 +8,7 @@ from typing import Any
 
 import orjson
 
-from patch.config.columns import COLUMNS_OF_TURNS
+from patch.config.data_spec import COLUMNS_OF_TURNS
 from patch.errors import DataError, nearest
 
 _KEYS_SHOWN = 50

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from patch.config.columns import COLUMNS_OF_TURNS
+from patch.config.data_spec import COLUMNS_OF_TURNS
 from patch.data.formats.keys import (
     first_key,
     from_json,

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from patch.config.choices import InputJoin
-from patch.config.columns import parse_columns
+from patch.config.data_spec import parse_columns
 from patch.config.schema import DataConfig
 from patch.data.formats.keys import (
     first_key,

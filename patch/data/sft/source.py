@@ -10,7 +10,6 @@ import torch
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from patch.config.data_record import SetRecord
 from patch.config.data_spec import files_of
 from patch.data.chat_templates import ensure_chat_template
 from patch.data.samples import Sample
@@ -21,6 +20,7 @@ from patch.data.sft.report import SetReport
 from patch.data.sft.token_files import TokenWriter
 from patch.data.tokenizer import padding_id
 from patch.errors import DataError
+from patch.preflight.data_record import SetRecord
 from patch.storage.places import StrPath
 
 _DEFAULT = SftOptions()

@@ -2,7 +2,7 @@
 
 import pytest
 
-from patch.config.columns import parse_columns
+from patch.config.data_spec import parse_columns
 from patch.errors import ConfigError
 
 

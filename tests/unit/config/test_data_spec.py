@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from patch.config.columns import parse_columns
-from patch.config.data_spec import DataPart, files_of, format_data, parse_data
+from patch.config.data_spec import DataPart, files_of, format_data, parse_columns, parse_data
 from patch.errors import DataError
 
 

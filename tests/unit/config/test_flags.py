@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from patch.config import parse_args, validate_run
 from patch.config.choices import ZeroStage
-from patch.config.fields import FIELDS
+from patch.config.fields import FIELDS, NOT_BUILT
 from patch.config.flags import read_flags, spellings
 from patch.config.foreign_flags import foreign_flag, foreign_flags, nearest_flag
 from patch.config.positions import POSITIONS, VARIABLES
-from patch.config.unsupported import NOT_BUILT
 from patch.config.yaml_io import read_run, to_yaml
 from patch.errors import ConfigError
+from patch.preflight import parse_args, validate_run
 
 
 @pytest.mark.parametrize(("text", "number"), [("12", 12), ("5e2", 500), ("1.2e3", 1200)])

@@ -12,7 +12,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from refusals import refused
 
 from patch.compat.stage_layout import StageLayout
-from patch.config import user_message, validate_run
+from patch.config import user_message
 from patch.config.pipeline_stages import (
     can_be_micro_batch_group,
     layout_layers,
@@ -22,6 +22,7 @@ from patch.config.pipeline_stages import (
 )
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.preflight import validate_run
 
 GPUS = MachineFacts(cuda_devices=4, cpu_cores=2)
 LAYOUT = "--pipeline-model-parallel-layout"

@@ -3,7 +3,7 @@
 import pytest
 from refusals import refused
 
-from patch.config.presets import MODEL_SIZES, PRESETS
+from patch.config.model_schema import MODEL_SIZES, PRESETS
 from patch.config.schema import ModelConfig
 from patch.errors import ConfigError
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from patch.config import Invocation, Rendezvous, parse_args, to_yaml
+from patch.config import to_yaml
 from patch.config.choices import ZeroStage
 from patch.errors import ConfigError
+from patch.preflight import Invocation, Rendezvous, parse_args
 from toolkits.train import __main__ as train
 
 ABSENT = """

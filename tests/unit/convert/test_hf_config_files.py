@@ -12,7 +12,6 @@ import torch
 from small_runs import hf_llama, small_run
 from transformers import AutoConfig, AutoTokenizer, LlamaConfig
 
-from patch.config.hf_config import read_hf_config
 from patch.convert import hf_to_mcore
 from patch.convert.hf_config_files import (
     copy_descriptions,
@@ -23,6 +22,7 @@ from patch.convert.hf_config_files import (
 )
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import ConfigError, ConversionError, PatchError
+from patch.preflight.stored_shape import read_hf_config
 
 CHAT = "{% for message in messages %}{{ message['content'] }}<|eot_id|>\n{% endfor %}"
 EOS_CHAT = CHAT.replace("<|eot_id|>", "{{ eos_token }}")

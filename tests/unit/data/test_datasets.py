@@ -14,7 +14,7 @@ from refusals import refused
 from small_runs import small_run
 from transformers import PreTrainedTokenizerBase
 
-from patch.config.run_length import num_train_samples
+from patch.checks.run_length import num_train_samples
 from patch.config.schema import RunConfig
 from patch.data import BatchReader, DataSets, SampleSource, build_datasets, load_tokenizer
 from patch.data.pretraining.preprocess import write_indexed

@@ -24,12 +24,12 @@ from launches import (
 )
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
-from patch.config import Rendezvous
 from patch.device import MachineFacts
 from patch.distributed import agent, rendezvous
 from patch.distributed.launch import worker_environment
 from patch.distributed.worker_process import LOST_RANK_CODE
 from patch.errors import ConfigError
+from patch.preflight import Rendezvous
 from patch.storage.lock import hold_run
 
 

@@ -13,9 +13,9 @@ import pytest
 from launches import await_end, await_files, free_port, launch_workers, start, write_script
 from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
-from patch.config import Rendezvous
 from patch.distributed import agent, rendezvous
 from patch.distributed.worker_process import STOP_SIGNALS, stop_signals
+from patch.preflight import Rendezvous
 
 pytestmark = pytest.mark.long
 

@@ -10,7 +10,7 @@ from small_runs import small_run
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from patch.config.presets import SHAPE_FIELDS
+from patch.config.model_schema import SHAPE_FIELDS
 from patch.families import FAMILIES, TYPE_FIELDS, WEIGHT_FIELDS, ModelShape, family_of, weight_rows
 
 

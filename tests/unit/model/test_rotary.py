@@ -11,10 +11,10 @@ from small_runs import hf_llama, small_run
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from patch.config.hf_config import read_hf_config
 from patch.config.schema import ModelConfig
 from patch.distributed.zigzag import Zigzag
 from patch.model.rotary import RotaryTable, attention_factor, inverse_frequencies
+from patch.preflight.stored_shape import read_hf_config
 
 
 @pytest.mark.parametrize(

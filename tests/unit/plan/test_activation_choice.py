@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 from small_runs import small_run
 
-from patch.config import RunConfig, parse_args, to_yaml
-from patch.config.rules import is_legal
+from patch.checks.rules import is_legal
+from patch.config import RunConfig, to_yaml
 from patch.device import MachineFacts
 from patch.plan import resolve_activations
 from patch.plan.activation_choice import Mix, with_mix
 from patch.plan.activation_peak import heaviest_rank
+from patch.preflight import parse_args
 
 CPU = MachineFacts(0, 2)
 B200, A100 = "NVIDIA B200", "NVIDIA A100-SXM4-80GB"

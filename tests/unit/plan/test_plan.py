@@ -8,8 +8,8 @@ import torch
 from megatron.core import parallel_state
 from training_runs import CPU
 
-from patch.config import RunConfig, parse_args
-from patch.config.presets import PRESETS
+from patch.config import RunConfig
+from patch.config.model_schema import PRESETS
 from patch.device import MachineFacts
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model
@@ -26,6 +26,7 @@ from patch.plan import (
     total_parameters,
 )
 from patch.plan.memory import staging_bytes
+from patch.preflight import parse_args
 from patch.storage.sizes import size_text
 
 UNKNOWN = MachineFacts(0, 2)

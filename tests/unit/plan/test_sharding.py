@@ -4,8 +4,8 @@ import pytest
 import torch
 from small_runs import small_run
 
+from patch.checks.rules import RULES
 from patch.config.choices import ZeroStage
-from patch.config.rules import RULES
 from patch.device import MachineFacts
 from patch.distributed.rounded_sums import RoundedSums
 from patch.plan import bytes_per_rank, resolve_sharding, stage_cost, total_parameters

@@ -19,7 +19,7 @@ from packed_runs import SIZES, Talks
 from small_runs import small_run
 from training_runs import build_seeded_run
 
-from patch.config.rules import RULES, notes
+from patch.checks.rules import RULES, notes
 from patch.config.schema import RunConfig
 from patch.data import Batch
 from patch.data.samples import Sample, collate, cut_batch

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from distributed_runner import run_distributed
 from small_runs import small_run
 
-from patch.config import Rendezvous
 from patch.device import MachineFacts
 from patch.distributed.launch import launch
 from patch.distributed.worker_process import LOST_RANK_CODE
 from patch.errors import DataError, TrainingError
+from patch.preflight import Rendezvous
 from patch.training.error_translation import LostRankError, is_out_of_memory, translate_errors
 from patch.training.memory_advice import is_device_error, memory_advice
 

@@ -13,9 +13,9 @@ from small_runs import small_run
 from torch.profiler import ProfilerActivity, profile
 from training_runs import build_seeded_run
 
+from patch.checks.run_length import profile_names_steps, profiled_steps
 from patch.compat.profiler import Phases, region
 from patch.config.schema import RunConfig
-from patch.config.validate import profile_names_steps, profiled_steps
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.training.hooks import Record, TrainerHook

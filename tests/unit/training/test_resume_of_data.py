@@ -9,9 +9,9 @@ from distributed_runner import run_distributed
 from llama3_tokenizer import build_tiny_tokenizer
 from small_runs import small_run
 
-from patch.config import resume_notes
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError
+from patch.preflight import resume_notes
 from patch.training import run
 
 

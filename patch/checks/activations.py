@@ -1,0 +1,119 @@
+"""The rules of what is recomputed and what is in host memory: activations of layers, optimizer states."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from patch.checks.model import divisors
+from patch.config.fields import FIELDS, scalar_of, value_of
+from patch.config.positions import refuse, where
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+from patch.storage.sizes import counted
+
+
+def recompute_divides(config: RunConfig, machine: MachineFacts) -> None:
+    """Full recomputation divides a stage's layers into equal blocks."""
+    block, stages = config.training.recompute_num_layers, sorted(set(config.stage_layers))
+    is_uniform = config.training.recompute_method == "uniform"
+    is_full = config.training.recompute_granularity == "full"
+    if is_full and is_uniform and any(layers % block for layers in stages):
+        why = f"a stage has {' or '.join(map(str, stages))} layers"
+        refuse("recompute_num_layers", block, f"one of {divisors(*stages)}", why)
+
+
+def check_activation_layers(config: RunConfig, machine: MachineFacts) -> None:
+    """Check that offload and recomputation of layers go together, and that the stages have so many layers.
+
+    Raises:
+        ConfigError: they do not.
+    """
+    training, most = config.training, max(config.stage_layers)
+    is_full, is_uniform = training.recompute_granularity == "full", training.recompute_method == "uniform"
+    if training.cpu_offloading and is_full and is_uniform:
+        expected = "block, or --recompute-granularity selective or none"
+        why = "it recomputes all layers, so --cpu-offloading finds none whose activations could travel"
+        refuse("recompute_method", "uniform", expected, why)
+    has = f"the largest stage has {counted(most, 'layer')}"
+    recomputed = training.recompute_num_layers if is_full and not is_uniform else 0
+    if recomputed > most - training.cpu_offloading:
+        others = ", and one at least is offloaded (--cpu-offloading)" if training.cpu_offloading else ""
+        expected = f"at most {most - training.cpu_offloading}"
+        if most == training.cpu_offloading:
+            expected = "--recompute-granularity selective or none"
+        refuse("recompute_num_layers", recomputed, expected, f"{has}{others}")
+    offloaded = training.cpu_offloading_num_layers or 0
+    if training.cpu_offloading and offloaded + recomputed > most:
+        others = f", and {recomputed} are recomputed (--recompute-num-layers)" if recomputed else ""
+        refuse("cpu_offloading_num_layers", offloaded, f"at most {most - recomputed}", f"{has}{others}")
+
+
+def check_activation_choice(config: RunConfig, machine: MachineFacts) -> None:
+    """Check that `auto` has a memory to fit, knows what it fits, and is not told what to choose.
+
+    Raises:
+        ConfigError: it has not, does not, or is.
+    """
+    training, field = config.training, "recompute_granularity"
+    if training.recompute_granularity != "auto":
+        return
+    if not machine.cuda_devices and not config.optimizer.simulated_device_memory:
+        expected = "none, selective, full, or auto with --simulated-device-memory BYTES"
+        refuse(field, "auto", expected, "there is no GPU whose memory the activations should fit")
+    if config.model.precision_align is not None:
+        expected = "none, selective or full, or none at --precision-align"
+        refuse(field, "auto", expected, "it is not planned what transformers' order of operations keeps")
+    if training.cpu_offloading:
+        expected = "false, or --recompute-granularity none or selective"
+        refuse("cpu_offloading", "true", expected, "--recompute-granularity auto chooses the layers itself")
+
+
+def activation_notes(config: RunConfig) -> Iterator[str]:
+    """Flags about recomputed and offloaded layers, where none are."""
+    training = config.training
+    if training.recompute_granularity != "full":
+        for field in ("recompute_method", "recompute_num_layers"):
+            if value_of(config, field) != FIELDS[field].default:
+                yield f"{where(field)} has no effect without AC=full"
+    if training.cpu_offloading_num_layers and not training.cpu_offloading:
+        yield f"{where('cpu_offloading_num_layers')} has no effect without {where('cpu_offloading')}"
+
+
+def offload_is_possible(config: RunConfig, machine: MachineFacts) -> None:
+    """The policy `auto` needs a device whose memory it can watch."""
+    optimizer = config.optimizer
+    is_auto = optimizer.optimizer_offload_policy == "auto"
+    if is_auto and not machine.cuda_devices and not optimizer.simulated_device_memory:
+        expected = "false, static, or auto with --simulated-device-memory BYTES"
+        refuse("optimizer_offload_policy", "auto", expected, "there is no GPU whose memory could be watched")
+
+
+_PLANNED = ("simulated_device_memory",)
+"""Fields that the plan reads in any case: it warns of memory that is too small, and chooses for AC=auto."""
+
+
+def offload_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """Flags of optimizer offload that have no effect with this policy, and a threshold above all memory."""
+    policy = config.optimizer.optimizer_offload_policy
+    policies_that_read = {
+        "optimizer_offload_fraction": ("static",),
+        "optimizer_offload_auto_threshold": ("auto",),
+        "optimizer_offload_chunk_size": ("static", "auto"),
+        "simulated_device_memory": () if machine.cuda_devices else ("static", "auto"),
+    }
+    for field, policies in policies_that_read.items():
+        if policy not in policies and value_of(config, field) != FIELDS[field].default:
+            word = scalar_of(config, "optimizer_offload_policy")
+            where_not = f"with {where('optimizer_offload_policy')} {word}" if policies else "beside a GPU"
+            what = "is only planned for" if policies and field in _PLANNED else "has no effect"
+            yield f"{where(field)} {what} {where_not}"
+
+    optimizer = config.optimizer
+    threshold, simulated = optimizer.optimizer_offload_auto_threshold, optimizer.simulated_device_memory
+    memory = machine.cuda_memory_bytes if machine.cuda_devices else simulated or 0
+    if policy == "auto" and 0 < memory <= threshold:
+        device = "a GPU" if machine.cuda_devices else where("simulated_device_memory")
+        yield (
+            f"{where('optimizer_offload_auto_threshold')}: keeps {threshold} bytes free, which is all the "
+            f"{memory} of {device}: optimizer states never leave host memory"
+        )

@@ -1,0 +1,338 @@
+"""The rules of how a model, a sequence and a batch are split over processes, and on how many machines.
+
+`usable_sizes` and `set_spares_aside` answer with how few machines a run can go on (--min-nodes).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from patch.checks.model import divisors
+from patch.checks.run_length import global_batch_divides
+from patch.config.choices import ZeroStage
+from patch.config.fields import FIELDS, value_of
+from patch.config.pipeline_stages import can_be_micro_batch_group, layout_layers, layout_text, split_layers
+from patch.config.positions import refuse, where
+from patch.config.schema import RANK_AXES, RunConfig
+from patch.device import MachineFacts
+from patch.errors import ConfigError
+from patch.storage.sizes import counted
+
+
+def tensor_parallel_divides(config: RunConfig, machine: MachineFacts) -> None:
+    """TP divides the number of query heads, of key/value groups and of MLP channels."""
+    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    cuts = {
+        "heads": model.num_attention_heads,
+        "key/value groups": model.num_query_groups,
+        "MLP channels": model.ffn_hidden_size,
+    }
+    if any(count % tp_size for count in cuts.values()):
+        found = ", ".join(f"{count} {what}" for what, count in cuts.items())
+        legal = divisors(*cuts.values())
+        why = f"it divides each of the model's {found}"
+        refuse("tensor_model_parallel_size", tp_size, f"one of {legal}", why)
+
+
+def interleaving_divides(config: RunConfig, machine: MachineFacts) -> None:
+    """With interleaving every process has several stages, all with the same number of layers."""
+    pp_size, field = config.parallel.pipeline_model_parallel_size, "num_layers_per_virtual_pipeline_stage"
+    layers = config.parallel.num_layers_per_virtual_pipeline_stage
+    if layers and pp_size == 1:
+        refuse(
+            field,
+            layers,
+            f"0, or {where('pipeline_model_parallel_size')} above 1",
+            "one process has all layers",
+        )
+    num_layers = config.parallel.num_split_layers(config.model.num_layers)
+    layers_per_process, remainder = divmod(num_layers, pp_size)
+    if layers and remainder:
+        expected = f"0, or stages by hand ({where('pipeline_model_parallel_layout')})"
+        refuse(field, layers, expected, f"{counted_layers(config, num_layers)} do not divide by PP={pp_size}")
+    if layers and layers_per_process % layers:
+        expected = f"0 or one of {divisors(layers_per_process)}"
+        refuse(field, layers, expected, f"a process has {counted_layers(config, layers_per_process)}")
+
+
+def context_parallel_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """What several ranks that share a sequence cannot do."""
+    cp_size, tp_size = config.parallel.context_parallel_size, config.parallel.tensor_model_parallel_size
+    if cp_size == 1:
+        return
+    if config.model.precision_align is not None:
+        expected = f"1, or none at {where('precision_align')}"
+        why = "transformers sums the scores of a whole sequence in one process, parts of it have other bits"
+        refuse("context_parallel_size", cp_size, expected, why)
+    heads = config.model.num_attention_heads // tp_size
+    if config.parallel.cp_comm_type == "a2a" and not config.heads_divide_by_cp:
+        of_rank = f" of a TP={tp_size} rank" if tp_size > 1 else ""
+        why = f"CP={cp_size} ranks cannot share the {heads} query heads{of_rank} evenly"
+        refuse("cp_comm_type", "a2a", "p2p or auto", why)
+
+
+def processes_fit(config: RunConfig, machine: MachineFacts) -> None:
+    """The processes make up whole replicas, and on a machine with GPUs each process has its own GPU."""
+    parallel = config.parallel
+    sizes = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+    )
+    replica = math.prod(sizes)
+    if config.world_size % replica:
+        machines, processes = counted(parallel.nnodes, "machine"), counted(parallel.nproc_per_node, "process")
+        why = f"{machines} x {processes} must make up whole replicas"
+        expected = f"processes in all a multiple of {replica} (TP x PP x CP = {' x '.join(map(str, sizes))})"
+        refuse("nproc_per_node", parallel.nproc_per_node, expected, why)
+    if 0 < machine.cuda_devices < parallel.nproc_per_node:
+        expected = f"at most {machine.cuda_devices}"
+        refuse("nproc_per_node", parallel.nproc_per_node, expected, "each process needs its own GPU")
+
+
+_LAYOUT = "pipeline_model_parallel_layout"
+_OVERLAP, _FLUSH = "overlap_p2p_communication", "overlap_p2p_communication_warmup_flush"
+_GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
+_MOST_NAMED = 8
+_ACCOUNTS = ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split")
+
+
+def layout_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """Stages by hand have all layers of the model, and each pipeline rank has as many; nothing else cuts."""
+    parallel, num_layers = config.parallel, config.model.num_layers
+    layout, pp_size = parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
+    if layout is None:
+        return
+    layers = layout_layers(layout)
+    for field in ("num_layers_per_virtual_pipeline_stage", *_ACCOUNTS):
+        if value := value_of(config, field):
+            instead = "false" if value is True else "0"
+            why = "stages by hand say already how layers are cut"
+            refuse(field, str(value).lower(), f"{instead}, or none at {where(_LAYOUT)}", why)
+    such_as = _example(num_layers, pp_size)
+    pp_text = f"{where('pipeline_model_parallel_size')} {pp_size}"
+    if len(layers) % pp_size:
+        refuse(_LAYOUT, layout, f"a multiple of {pp_text} stages{such_as}", f"it has {len(layers)}")
+    if pp_size == 1 and len(layers) > 1:
+        refuse(_LAYOUT, layout, f"one stage at {pp_text}", "one process has all layers")
+    if sum(layers) != num_layers:
+        why = f"it has {sum(layers)} layers, the model {num_layers}"
+        refuse(_LAYOUT, layout, f"{num_layers} t{such_as}", why)
+
+
+def _example(num_layers: int, pp_size: int) -> str:
+    """A layout of such a model with one stage for each pipeline rank, as part of a message."""
+    is_short = num_layers < pp_size
+    if num_layers + 2 * is_short < pp_size:
+        return ""
+    layers = split_layers(num_layers, pp_size, with_embedding=is_short, with_loss=is_short)
+    return f", such as {layout_text(layers)}"
+
+
+def pipeline_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """Every pipeline stage has a layer, or what counts as one."""
+    parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
+    layers = parallel.num_split_layers(config.model.num_layers)
+    if parallel.pipeline_model_parallel_layout is None and layers < pp_size:
+        why = f"the model has {counted_layers(config, layers)}"
+        refuse("pipeline_model_parallel_size", pp_size, f"at most {layers}", why)
+
+
+def interleaving_has_enough_batches(config: RunConfig, machine: MachineFacts) -> None:
+    """Interleaving needs PP micro-batches or more: so many pass a stage before the process changes stages."""
+    count, pp_size = config.num_micro_batches, config.parallel.pipeline_model_parallel_size
+    if config.virtual_pipeline_size > 1 and count < pp_size:
+        training = config.training
+        unit = training.micro_batch_size * config.data_parallel_size
+        why = f"interleaved stages need as many micro-batches as PP={pp_size}, this is {count}"
+        refuse("global_batch_size", training.global_batch_size, f"at least {unit * pp_size}", why)
+
+
+def rank_order_is_whole(config: RunConfig, machine: MachineFacts) -> None:
+    """The order of ranks names each axis once; axes of size 1 may be left out."""
+    parallel = config.parallel
+    sizes = {
+        "tp": parallel.tensor_model_parallel_size,
+        "cp": parallel.context_parallel_size,
+        "dp": config.data_parallel_size,
+        "pp": parallel.pipeline_model_parallel_size,
+    }
+    named, expected = parallel.rank_order.split("-"), "tp, cp, dp and pp in any order, such as tp-cp-pp-dp"
+    if len({*named}) < len(named) or not {*named} <= {*RANK_AXES, "ep"}:
+        refuse("rank_order", parallel.rank_order, expected, "it names each axis once, the fastest first")
+    for axis, size in sizes.items():
+        if size > 1 and axis not in named:
+            refuse("rank_order", parallel.rank_order, expected, f"{axis} is missing, its size is {size}")
+
+
+def messages_can_travel(config: RunConfig, machine: MachineFacts) -> None:
+    """Messages between interleaved stages that do not overlap need three processes, and never overlap."""
+    parallel, pp_size = config.parallel, config.parallel.pipeline_model_parallel_size
+    is_overlapped = parallel.overlap_p2p_communication
+    if config.virtual_pipeline_size > 1 and pp_size == 2 and not is_overlapped:
+        expected = f"true, or {where('pipeline_model_parallel_size')} above 2"
+        why = "two processes are neighbours on both sides, and could take a gradient for an activation"
+        refuse(_OVERLAP, "false", expected, why)
+    if parallel.overlap_p2p_communication_warmup_flush and not is_overlapped:
+        expected = f"false, or true at {where(_OVERLAP)}"
+        refuse(_FLUSH, "true", expected, "it extends the overlap")
+
+
+def micro_batch_groups_fit(config: RunConfig, machine: MachineFacts) -> None:
+    """The micro-batches of a step make up groups that upstream's interleaved schedule takes."""
+    size, pp_size = value_of(config, _GROUP), config.parallel.pipeline_model_parallel_size
+    count = config.num_micro_batches
+    if size is None or config.virtual_pipeline_size == 1 or can_be_micro_batch_group(size, count, pp_size):
+        return
+    fitting = [str(n) for n in range(pp_size, count + 1) if can_be_micro_batch_group(n, count, pp_size)]
+    expected = f"0 or one of {', '.join(fitting[:_MOST_NAMED])}" + (" ..." if fitting[_MOST_NAMED:] else "")
+    why = f"each group of a step's {count} micro-batches, also the last one, has at least PP={pp_size}"
+    refuse(_GROUP, size, expected, why)
+
+
+def counted_layers(config: RunConfig, number: int) -> str:
+    """So many layers, and what else was counted as one, in words."""
+    words = zip(_ACCOUNTS, ("embedding", "loss"), strict=True)
+    counted = [word for field, word in words if value_of(config, field)]
+    return f"{number} layers" + (f" ({' and '.join(counted)} counted)" if counted else "")
+
+
+def pipeline_notes(config: RunConfig) -> Iterator[str]:
+    """Flags of a pipeline that have no effect in this run."""
+    if config.parallel.pipeline_model_parallel_size == 1:
+        for field in (_LAYOUT, *_ACCOUNTS):
+            if value_of(config, field):
+                yield f"{where(field)} has no effect at PP=1"
+    if config.virtual_pipeline_size == 1:
+        for field in (_OVERLAP, _FLUSH, _GROUP):
+            if value_of(config, field) != FIELDS[field].default:
+                yield f"{where(field)} has no effect without interleaved stages (MP_VP)"
+
+
+def sharding_is_said_once(config: RunConfig, machine: MachineFacts) -> None:
+    """The flags that choose what replicas share do not contradict each other."""
+    parallel = config.parallel
+    if parallel.overlapped_distributed_optimizer and not parallel.use_distributed_optimizer:
+        why = "it shards gradients in addition to the optimizer's states"
+        refuse("overlapped_distributed_optimizer", "true", f"{where('use_distributed_optimizer')} true", why)
+    if parallel.use_distributed_optimizer and parallel.data_parallel_sharding is ZeroStage.NONE:
+        expected = "optimizer, gradients, auto, or none with DO=false"
+        refuse("data_parallel_sharding", "none", expected, "DO=true shards the optimizer's states")
+
+
+def instances_share_states(config: RunConfig, machine: MachineFacts) -> None:
+    """Every instance of the distributed optimizer has equally many ranks, which share something."""
+    instances, copies = config.parallel.num_distributed_optimizer_instances, config.num_weight_copies
+    if instances == 1:
+        return
+    if config.sharding is ZeroStage.NONE:
+        why = f"{where('data_parallel_sharding')} none: replicas share nothing"
+        refuse("num_distributed_optimizer_instances", instances, "1", why)
+    if copies % instances or copies == instances:
+        fitting = [str(number) for number in range(1, copies) if copies % number == 0] or ["1"]
+        why = f"{copies} replicas (DP x CP) form instances of equally many, at least two, ranks"
+        refuse("num_distributed_optimizer_instances", instances, " or ".join(fitting), why)
+
+
+def gradients_can_be_rounded(config: RunConfig, machine: MachineFacts) -> None:
+    """Gradients that travel as bf16 are added up in fp32 by the rank that keeps the sum."""
+    sharding = config.sharding
+    if not config.optimizer.grad_reduce_in_bf16 or sharding == "auto":
+        return
+    if sharding.sums_on_the_way(config.num_weight_copies):
+        expected = f"false, or {where('data_parallel_sharding')} optimizer, gradients or auto"
+        refuse("grad_reduce_in_bf16", "true", expected, "an all-reduce adds up in the type that travels")
+
+
+def layout_notes(config: RunConfig) -> Iterator[str]:
+    """Flags that have no effect without the axis that they are about."""
+    parallel = config.parallel
+    if parallel.sequence_parallel and parallel.tensor_model_parallel_size == 1:
+        yield f"{where('sequence_parallel')} has no effect at TP=1"
+    if parallel.tp_comm_overlap is not None and parallel.tensor_model_parallel_size == 1:
+        yield f"{where('tp_comm_overlap')} has no effect at TP=1"
+    if parallel.num_layers_per_virtual_pipeline_stage and config.virtual_pipeline_size == 1:
+        yield f"{where('num_layers_per_virtual_pipeline_stage')} has no effect: a process has no more layers"
+
+
+def context_parallel_notes(config: RunConfig) -> Iterator[str]:
+    """The way of messages has no effect without context parallelism."""
+    if config.parallel.cp_comm_type is not None and config.parallel.context_parallel_size == 1:
+        yield f"{where('cp_comm_type')} has no effect at CP=1"
+
+
+def sharding_notes(config: RunConfig) -> Iterator[str]:
+    """One line for each flag about replicas that has no effect in this run."""
+    for field in ("grad_reduce_in_bf16", "ddp_pad_buckets_for_high_nccl_busbw"):
+        if getattr(config.optimizer, field) and config.num_weight_copies == 1:
+            yield f"{where(field)} has no effect with one replica"
+
+
+_SIZE_RULES = (
+    processes_fit,
+    global_batch_divides,
+    instances_share_states,
+    interleaving_has_enough_batches,
+    micro_batch_groups_fit,
+)
+
+
+def usable_sizes(config: RunConfig, machine: MachineFacts) -> list[int]:
+    """The numbers of machines, from --min-nodes to --nnodes, that layout and global batch allow."""
+    parallel = config.parallel
+    fewer = range(parallel.min_nodes or parallel.nnodes, parallel.nnodes)
+    return [*(size for size in fewer if _obstacle(config, machine, size) is None), parallel.nnodes]
+
+
+def set_spares_aside(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+    """If layout and global batch do not allow all machines: the run on as many as they allow.
+
+    Without --min-nodes and --max-restarts, which make the others spares, nothing changes.
+
+    Args:
+        config: the run on all machines.
+        machine: one of them.
+    Returns:
+        The run, and a line for the log if machines are left over.
+    """
+    parallel = config.parallel
+    if parallel.min_nodes is None or not parallel.max_restarts:
+        return config, []
+    sizes = range(parallel.nnodes, parallel.min_nodes - 1, -1)
+    size = next((size for size in sizes if _obstacle(config, machine, size) is None), parallel.nnodes)
+    if size == parallel.nnodes:
+        return config, []
+    note = (
+        f"{size} of {parallel.nnodes} machines train, more do not fit layout and global batch: the rest wait"
+    )
+    return replace(config, parallel=replace(parallel, nnodes=size)), [f"{note} as spares"]
+
+
+def fewer_machines_suffice(config: RunConfig, machine: MachineFacts) -> None:
+    """The run can go on with --min-nodes machines: layout and global batch allow it, and it may restart."""
+    parallel = config.parallel
+    if parallel.min_nodes is None:
+        return
+    if parallel.min_nodes > parallel.nnodes:
+        why = "the run starts with all machines"
+        refuse("min_nodes", parallel.min_nodes, f"at most {where('nnodes')} {parallel.nnodes}", why)
+    if parallel.min_nodes < parallel.nnodes and not parallel.max_restarts:
+        why = "without a restart the run ends when a machine is lost"
+        refuse("max_restarts", 0, f"at least 1 with {where('min_nodes')}", why)
+    if (obstacle := _obstacle(config, machine, parallel.min_nodes)) is not None:
+        raise ConfigError(
+            f"got {parallel.min_nodes}, expected machines that can go on alone: {obstacle}", field="min_nodes"
+        )
+
+
+def _obstacle(config: RunConfig, machine: MachineFacts, size: int) -> ConfigError | None:
+    """Why the run is not possible on so many machines; None if it is."""
+    smaller = replace(config, parallel=replace(config.parallel, nnodes=size))
+    try:
+        for rule in _SIZE_RULES:
+            rule(smaller, machine)
+    except ConfigError as error:
+        return error
+    return None

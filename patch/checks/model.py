@@ -1,0 +1,100 @@
+"""The rules of a model's shape, and of the length of its sequences."""
+
+from __future__ import annotations
+
+import math
+
+from patch.config.fields import scalar_of
+from patch.config.positions import refuse, where
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+from patch.families import family_of
+
+
+def divisors(*numbers: int) -> str:
+    """The common divisors of the numbers, as the legal values in a message."""
+    common = math.gcd(*numbers)
+    # A number above 1e10 is a typing error; some of its divisors are left out, since finding all takes long.
+    small = [n for n in range(1, math.isqrt(min(common, 10**10)) + 1) if common % n == 0]
+    return ", ".join(map(str, sorted({*small, *(common // n for n in small)})))
+
+
+def heads_fit(config: RunConfig, machine: MachineFacts) -> None:
+    """Every key/value group has the same number of query heads."""
+    model = config.model
+    if model.num_attention_heads % model.num_query_groups:
+        legal = divisors(model.num_attention_heads)
+        why = f"{model.num_attention_heads} heads share the groups evenly"
+        refuse("num_query_groups", model.num_query_groups, f"one of {legal}", why)
+
+
+def window_is_causal(config: RunConfig, machine: MachineFacts) -> None:
+    """A sliding window has tokens to the left only; a token must not attend to those it has to predict."""
+    window = config.model.window_size
+    if window is not None and window[1] != 0:
+        got = scalar_of(config, "window_size")
+        refuse("window_size", got, "none, or LEFT,0 such as 4095,0", "attention is causal")
+
+
+def export_has_a_class(config: RunConfig, machine: MachineFacts) -> None:
+    """A model can be exported only if transformers has a class for it."""
+    if config.checkpoint.export_hf and family_of(config.model) is None:
+        why = "no model of transformers has biases on q, k, v and norms of their heads"
+        refuse("export_hf", "true", "one of --add-qkv-bias and --qk-layernorm left out, or no export", why)
+
+
+def rope_scaling_is_asked_for(config: RunConfig, machine: MachineFacts) -> None:
+    """A type of scaling is not named in vain."""
+    model = config.model
+    if model.rope_scaling_type != "llama3" and not model.use_rope_scaling:
+        why = "without it the frequencies are not scaled"
+        refuse("rope_scaling_type", model.rope_scaling_type, "--use-rope-scaling beside it", why)
+
+
+def rope_scaling_is_ordered(config: RunConfig, machine: MachineFacts) -> None:
+    """The band between the two borders of llama3's scaling, or YaRN's, is not empty; NTK's factor extends."""
+    model = config.model
+    if not model.use_rope_scaling:
+        return
+    factor = model.rope_scaling_factor
+    match model.rope_scaling_type:
+        case "llama3" if model.rope_low_freq_factor >= model.rope_high_freq_factor:
+            expected = f"less than --rope-high-freq-factor {model.rope_high_freq_factor}"
+            why = "wavelengths between are blended"
+            refuse("rope_low_freq_factor", model.rope_low_freq_factor, expected, why)
+        case "yarn" if model.yarn_beta_slow >= model.yarn_beta_fast:
+            expected = f"less than --yarn-beta-fast {model.yarn_beta_fast}"
+            refuse("yarn_beta_slow", model.yarn_beta_slow, expected, "channels between are blended")
+        case "dynamic" if factor < 1 or model.kv_channels < 4:
+            what = "the base grows with the context, by an exponent of the head size"
+            if factor < 1:
+                refuse("rope_scaling_factor", factor, "at least 1", what)
+            refuse("kv_channels", model.kv_channels, "at least 4", what)
+
+
+def sequence_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """PAD_LEN <= SEQ_LEN <= the model's longest sequence; TP and CP cut it evenly."""
+    model, padding = config.model, config.data.max_padding_length
+    if padding > model.seq_length:
+        expected = f"at most {model.seq_length}"
+        refuse("max_padding_length", padding, expected, f"it cannot exceed {where('seq_length')}")
+    longest = model.longest_sequence
+    if model.seq_length > longest:
+        expected = f"at most {longest} (or a larger --max-position-embeddings)"
+        refuse("seq_length", model.seq_length, expected, "the model claims no longer sequence")
+    _cuts_are_even(config)
+
+
+def _cuts_are_even(config: RunConfig) -> None:
+    """CP divides each sequence into 2 x CP chunks, and SP the part of a rank over TP."""
+    tp_size, cp_size = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    is_cut_over_tp = config.parallel.sequence_parallel and tp_size > 1
+    chunks = math.lcm(2, tp_size if is_cut_over_tp else 1)
+    unit, words, why = tp_size, f"TP={tp_size}", "SP=true cuts each sequence over TP"
+    if cp_size > 1:
+        unit, words = cp_size * chunks, f"{chunks} x CP={cp_size}"
+        over_tp = f", and SP=true each rank's part over TP={tp_size}" if is_cut_over_tp else ""
+        why = f"CP={cp_size} cuts each sequence in {2 * cp_size} chunks{over_tp}"
+    if (cp_size > 1 or is_cut_over_tp) and config.sample_length % unit:
+        field = "max_padding_length" if config.data.dataset_type == "raw" else "seq_length"
+        refuse(field, config.sample_length, f"a multiple of {words}", why)

@@ -1,0 +1,199 @@
+"""The rules of 8-bit products (`--precision fp8`), of the scale of fp16's loss and of `--precision-align`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from patch.config.backends import FP8_MULTIPLE, no_transformer_engine
+from patch.config.fields import FIELDS, scalar_of, value_of
+from patch.config.positions import refuse, where
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+from patch.errors import ConfigError
+
+_FLAGS = (
+    "fp8_format",
+    "fp8_recipe",
+    "first_last_layers_bf16",
+    "disable_parameter_transpose_cache",
+    "fp8_param_gather",
+)
+_COUNTS = ("num_layers_at_start_in_bf16", "num_layers_at_end_in_bf16")
+_LOSS_SCALE = ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+_FIRST_CAPABILITY = (8, 9)
+"""Compute capability of GPUs that have 8-bit products (Ada, Hopper and later)."""
+
+
+def fp8_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """8-bit products are asked for together with their flags, and device and model have them."""
+    if config.training.precision != "fp8":
+        for field in _FLAGS:
+            if value_of(config, field) != FIELDS[field].default:
+                expected = f"fp8 at {where('precision')} beside it"
+                refuse(field, str(scalar_of(config, field)).lower(), expected, "it is about 8-bit products")
+        return
+    if machine.cuda_devices and machine.compute_capability < _FIRST_CAPABILITY:
+        major, minor = machine.compute_capability
+        why = f"the GPU has compute capability {major}.{minor}, 8-bit products need 8.9 (Ada, Hopper)"
+        refuse("precision", "fp8", "bf16, fp16 or fp32", why)
+    if config.model.precision_align is not None:
+        why = "transformers computes no products of 8-bit factors"
+        refuse("precision", "fp8", f"bf16, fp16 or fp32, or none at {where('precision_align')}", why)
+    if config.training.fp8_recipe == "delayed":
+        _delayed_scaling_fits(config, machine)
+    if config.training.fp8_param_gather:
+        _param_gather_fits(config)
+    _widths_fit(config)
+    _a_layer_is_left(config)
+
+
+def _delayed_scaling_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """Only Transformer Engine's layers have delayed scaling, and all of a model's or none."""
+    obstacle = no_transformer_engine(config, machine)
+    if config.model.transformer_impl == "local":
+        obstacle = f"our own layers ({where('transformer_impl')} local) make their scales anew"
+    if obstacle:
+        refuse("fp8_recipe", "delayed", "tensorwise or rowwise", obstacle)
+    if config.training.first_last_layers_bf16:
+        why = "delayed scaling has no layers in bf16 (megatron-core)"
+        refuse("first_last_layers_bf16", "true", f"false, or tensorwise at {where('fp8_recipe')}", why)
+
+
+def _param_gather_fits(config: RunConfig) -> None:
+    """A weight has one scale, which ranks find together when all of them have updated it."""
+    flag = where("fp8_param_gather")
+    if config.training.fp8_recipe == "rowwise":
+        why = "a weight that travels in 8 bits has one scale, not others for its rows and for its columns"
+        refuse("fp8_recipe", "rowwise", f"tensorwise beside {flag}", why)
+    policy = config.optimizer.optimizer_offload_policy
+    if policy is not None:
+        why = "scales are found when the GPU has updated; of what a host updates later they would be old ones"
+        refuse("optimizer_offload_policy", policy, f"false beside {flag}", why)
+
+
+def _widths_fit(config: RunConfig) -> None:
+    """A rank's part of each weight has dimensions that CUDA's 8-bit products take."""
+    model, tp_size = config.model, config.parallel.tensor_model_parallel_size
+    heads = model.num_attention_heads * model.kv_channels
+    widths = {
+        "hidden_size": (model.hidden_size, "the hidden width"),
+        "kv_channels": (heads // tp_size, "a TP rank's width of the query heads"),
+        "num_query_groups": (
+            (heads + 2 * model.num_query_groups * model.kv_channels) // tp_size,
+            "a TP rank's width of q, k and v",
+        ),
+        "ffn_hidden_size": (model.ffn_hidden_size // tp_size, "a TP rank's MLP width"),
+    }
+    for field, (width, what) in widths.items():
+        if width % FP8_MULTIPLE:
+            why = f"{what} is {width}, 8-bit products need a multiple of {FP8_MULTIPLE}"
+            expected = f"another size or TP, or bf16 at {where('precision')}"
+            refuse(field, value_of(config, field), expected, why)
+
+
+def _a_layer_is_left(config: RunConfig) -> None:
+    """Some layer has 8-bit products."""
+    fp8, num_layers = config.training.fp8, config.model.num_layers
+    if fp8.num_first_in_bf16 + fp8.num_last_in_bf16 >= num_layers:
+        why = f"all {num_layers} layers of the model would stay in bf16"
+        got = f"{fp8.num_first_in_bf16} first and {fp8.num_last_in_bf16} last"
+        refuse("first_last_layers_bf16", got, f"fewer, or bf16 at {where('precision')}", why)
+
+
+def precision_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """16 bits are no gain on a CPU without instructions for them."""
+    if config.training.precision != "fp32" and not machine.cuda_devices and not machine.multiplies_16_bits:
+        yield (
+            f"{where('precision')} {config.training.precision}: this CPU has no instructions for products in "
+            "16 bits, so a step may take 10 times as long as with fp32, and more"
+        )
+
+
+def fp8_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """Flags that have no effect, and that a CPU gains nothing."""
+    if not config.training.first_last_layers_bf16:
+        for field in _COUNTS:
+            if value_of(config, field) != FIELDS[field].default:
+                yield f"{where(field)} has no effect without {where('first_last_layers_bf16')}"
+    if config.training.precision == "fp8" and config.parallel.tp_comm_overlap:
+        yield f"{where('tp_comm_overlap')} has no effect on layers with 8-bit products"
+    if config.training.precision == "fp8" and config.optimizer.gradient_accumulation_fusion:
+        if config.model.transformer_impl == "local" or no_transformer_engine(config, machine):
+            flag = where("gradient_accumulation_fusion")
+            yield f"{flag} has no effect on our own layers with 8-bit products"
+    if config.training.disable_parameter_transpose_cache and config.num_micro_batches == 1:
+        flag = where("disable_parameter_transpose_cache")
+        yield f"{flag} has no effect with one micro-batch: 8-bit weights are not kept then"
+    if config.training.fp8_param_gather and config.sharding != "auto" and not config.gathers_8_bit_weights:
+        yield f"{where('fp8_param_gather')} has no effect: no replicas share optimizer states"
+    if config.training.precision == "fp8" and not machine.cuda_devices:
+        yield f"{where('precision')} fp8 is slower than bf16 on a CPU, which has no 8-bit arithmetic"
+
+
+def loss_scale_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """The smallest scale of the loss is no larger than the first one."""
+    first, smallest = config.optimizer.initial_loss_scale, config.optimizer.min_loss_scale
+    if smallest > first:
+        refuse(
+            "min_loss_scale", smallest, f"at most {where('initial_loss_scale')} {first}", "it starts there"
+        )
+
+
+def loss_scale_notes(config: RunConfig) -> Iterator[str]:
+    """Flags about the scale of the loss that have no effect."""
+    given = [name for name in _LOSS_SCALE if value_of(config, name) != FIELDS[name].default]
+    if config.training.precision != "fp16":
+        yield from (f"{where(name)} has no effect without fp16 at {where('precision')}" for name in given)
+    elif config.optimizer.loss_scale is not None:
+        yield from (
+            f"{where(name)} has no effect with {where('loss_scale')}"
+            for name in given
+            if name != "loss_scale"
+        )
+
+
+def alignment_notes(config: RunConfig) -> Iterator[str]:
+    """What `--precision-align` cannot do in this run, and which flag has no effect with it."""
+    if config.model.precision_align is None:
+        return
+    tp_size = config.parallel.tensor_model_parallel_size
+    if tp_size > 1:
+        yield (
+            f"{where('precision_align')}: equal to transformers to the bit at TP=1 only; TP={tp_size} sums "
+            "in another order (logits: fp32 within 1e-5, bf16 cosine 0.999)"
+        )
+        if config.parallel.tp_comm_overlap:
+            yield f"{where('tp_comm_overlap')} has no effect with {where('precision_align')}"
+    if config.optimizer.gradient_accumulation_fusion:
+        yield f"{where('gradient_accumulation_fusion')} has no effect with {where('precision_align')}"
+    if config.data.packing:
+        yield (
+            f"{where('packing')} with {where('precision_align')}: the order of operations is transformers', "
+            "but a product of a whole pack has other bits than that of one sequence"
+        )
+
+
+def gpus_can_be_used(config: RunConfig, machine: MachineFacts) -> None:
+    """The machine's GPUs, if it has any, are not left idle without a word."""
+    if machine.unusable_gpus:
+        raise ConfigError(f"{machine.unusable_gpus}; CUDA_VISIBLE_DEVICES='' trains on the CPU")
+
+
+def backends_exist(config: RunConfig, machine: MachineFacts) -> None:
+    """Layers of Transformer Engine are asked for where they can be built."""
+    if config.model.transformer_impl == "transformer_engine":
+        obstacle = no_transformer_engine(config, machine)
+        if obstacle:
+            refuse("transformer_impl", "transformer_engine", "auto or local", obstacle)
+
+
+def backend_notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """A kernel of attention that has no effect."""
+    wish, flag = config.model.attention_backend, where("attention_backend")
+    if not machine.cuda_devices and wish in ("flash", "unfused", "local"):
+        yield f"{flag} has no effect on the CPU: attention is torch's SDPA either way"
+    elif machine.cuda_devices and config.model.precision_align is not None and wish != "auto":
+        yield f"{flag} has no effect with {where('precision_align')}"
+    elif machine.cuda_devices and config.parallel.cp_comm_type == "p2p" and wish in ("fused", "unfused"):
+        if config.parallel.context_parallel_size > 1:
+            yield f"{flag} has no effect with {where('cp_comm_type')} p2p"

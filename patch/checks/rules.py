@@ -1,0 +1,107 @@
+"""All rules that need arithmetic only, in order. Each is a small function that returns or raises.
+
+An error names the field, what was got, the legal values and the reason; `user_message` adds the flag and the
+position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from patch.checks import activations, data, layout, model, precision, run_length
+from patch.config.fields import FIELDS, NOT_BUILT, Field, scalar_of, value_of
+from patch.config.positions import refuse
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+from patch.errors import ConfigError
+
+Rule = Callable[[RunConfig, MachineFacts], None]
+
+
+def only_what_is_built(config: RunConfig, machine: MachineFacts) -> None:
+    """No value needs a feature that is not built yet."""
+    for row in NOT_BUILT:
+        if row.asks(value_of(config, row.field)):
+            got = str(scalar_of(config, row.field)).lower()
+            refuse(row.field, got, row.instead, f"{row.feature} is not built yet")
+
+
+def numbers_are_in_range(config: RunConfig, machine: MachineFacts) -> None:
+    """Every number is within the bounds that its field states."""
+    for field in FIELDS.values():
+        check_range(field, value_of(config, field.name))
+
+
+def check_range(field: Field, value: Any) -> None:
+    """Refuse a number that is not within the bounds of its field; other values pass."""
+    if field.kind in (int, float) and value is not None and not field.bounds.hold(float(value)):
+        refuse(field.name, value, str(field.bounds), field.help)
+
+
+RULES: tuple[Rule, ...] = (
+    precision.gpus_can_be_used,
+    only_what_is_built,
+    data.columns_are_pairs,
+    data.pretraining_reads_indexed_sets,
+    data.documents_are_pretraining,
+    data.packing_has_conversations,
+    numbers_are_in_range,
+    activations.offload_is_possible,
+    model.heads_fit,
+    model.window_is_causal,
+    model.export_has_a_class,
+    model.rope_scaling_is_asked_for,
+    model.rope_scaling_is_ordered,
+    layout.tensor_parallel_divides,
+    layout.layout_fits,
+    layout.pipeline_fits,
+    layout.interleaving_divides,
+    activations.check_activation_choice,
+    activations.check_activation_layers,
+    activations.recompute_divides,
+    precision.backends_exist,
+    precision.fp8_fits,
+    precision.loss_scale_fits,
+    model.sequence_fits,
+    layout.context_parallel_fits,
+    layout.processes_fit,
+    layout.rank_order_is_whole,
+    run_length.global_batch_divides,
+    layout.interleaving_has_enough_batches,
+    layout.micro_batch_groups_fit,
+    layout.messages_can_travel,
+    layout.sharding_is_said_once,
+    layout.instances_share_states,
+    layout.gradients_can_be_rounded,
+    run_length.run_has_steps,
+    run_length.retained_are_saved,
+    run_length.schedule_fits,
+)
+"""All rules in the order in which they are checked; later rules may rely on earlier ones."""
+
+
+def is_legal(config: RunConfig, machine: MachineFacts) -> bool:
+    """Whether no rule refuses the run."""
+    try:
+        for rule in RULES:
+            rule(config, machine)
+    except ConfigError:
+        return False
+    return True
+
+
+def notes(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
+    """One line for each value that is legal but has no effect in this run."""
+    yield from layout.layout_notes(config)
+    yield from layout.pipeline_notes(config)
+    yield from activations.offload_notes(config, machine)
+    yield from precision.alignment_notes(config)
+    yield from layout.context_parallel_notes(config)
+    yield from precision.precision_notes(config, machine)
+    yield from precision.backend_notes(config, machine)
+    yield from precision.fp8_notes(config, machine)
+    yield from precision.loss_scale_notes(config)
+    yield from activations.activation_notes(config)
+    yield from layout.sharding_notes(config)
+    yield from data.data_notes(config)

@@ -1,0 +1,143 @@
+"""The length of a run in samples and steps, and its rules: batches, steps, warm-up, what is saved.
+
+The length of pre-training is a number of samples (position 23 counts tokens), and so is that of
+`--train-epochs`; other fine-tuning has a number of steps. The two differ once the global batch size was
+changed on a resume.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from fractions import Fraction
+
+from patch.config.positions import length_text, refuse, where
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+from patch.parse_numbers import to_int
+
+
+def global_batch_divides(config: RunConfig, machine: MachineFacts) -> None:
+    """Every replica computes the same number of whole micro-batches."""
+    batch, micro = config.training.global_batch_size, config.training.micro_batch_size
+    unit = micro * config.data_parallel_size
+    if batch % unit:
+        below = batch // unit * unit
+        near = f"{below} or {below + unit}" if below else str(unit)
+        why = f"BATCH_SIZE {micro} x {config.data_parallel_size} data-parallel replicas"
+        refuse("global_batch_size", batch, f"a multiple of {unit} such as {near}", why)
+
+
+def run_has_steps(config: RunConfig, machine: MachineFacts) -> None:
+    """The run has at least one step, or a number of epochs."""
+    training = config.training
+    if training.train_iters < 1 and training.train_epochs is None:
+        refuse("train_iters", training.train_iters, "at least 1, or --train-epochs", "steps of the run")
+
+
+def retained_are_saved(config: RunConfig, machine: MachineFacts) -> None:
+    """The checkpoints that are to stay are saved at all."""
+    every, interval = config.checkpoint.save_retain_every, config.checkpoint.save_interval
+    if every and every % interval:
+        why = "a checkpoint stays only if it is saved"
+        refuse("save_retain_every", every, f"a multiple of {where('save_interval')} {interval}", why)
+
+
+def warmup_fits(config: RunConfig) -> None:
+    """The warm-up is shorter than the run, whose steps are known."""
+    warmup, iters = config.optimizer.lr_warmup_iters, config.training.train_iters
+    if warmup >= iters:
+        got, expected = length_text(config, warmup), length_text(config, iters)
+        refuse("lr_warmup_iters", got, f"less than the run's {expected}", "the warm-up is part of the run")
+
+
+def schedule_fits(config: RunConfig, machine: MachineFacts) -> None:
+    """The warm-up ends within the run, and the last learning rate is not above the highest one."""
+    optimizer = config.optimizer
+    if config.training.train_epochs is None:
+        warmup_fits(config)
+    if optimizer.min_lr > optimizer.lr:
+        refuse("min_lr", optimizer.min_lr, f"at most LR {optimizer.lr}", "the cosine ends below its top")
+    decoupled, decoupled_min = optimizer.decoupled_lr, optimizer.decoupled_min_lr
+    if decoupled is None:
+        if decoupled_min is not None:
+            refuse("decoupled_min_lr", decoupled_min, "none", "it goes with --decoupled-lr, which is none")
+    elif decoupled < (optimizer.min_lr if decoupled_min is None else decoupled_min):
+        expected = "at least --decoupled-min-lr, or without it --min-lr"
+        refuse("decoupled_lr", decoupled, expected, "the cosine ends below its top")
+
+
+def profiled_steps(text: str | None) -> range | None:
+    """The steps of START:END, both included and counted from 1; None: the text names none.
+
+    Args:
+        text: the value of --profile.
+    """
+    found = re.fullmatch(r"(\d+):(\d+)", text or "")
+    first, last = (to_int(found[1]), to_int(found[2])) if found else (0, 0)
+    return range(first, last + 1) if first and last and first <= last else None
+
+
+def profile_names_steps(config: RunConfig, machine: MachineFacts) -> None:
+    """--profile is START:END."""
+    text = config.checkpoint.profile
+    if text is not None and profiled_steps(text) is None:
+        refuse("profile", text, "START:END, such as 10:12", "the first and the last step of the trace")
+
+
+def is_counted_in_samples(config: RunConfig) -> bool:
+    """Whether another global batch size changes the number of steps, and not that of the samples."""
+    return not config.training.sft or config.training.train_epochs is not None
+
+
+def num_train_samples(config: RunConfig, one_pass: int, *, ahead: int = 0) -> int:
+    """How many samples the run takes: whole global batches, and those it is ahead.
+
+    A run of `--train-epochs` takes each sample at least so often: where the last global batch goes beyond
+    the last epoch, it is filled with the first samples of the next one. Pre-training takes `train_iters`
+    batches of the present size, whatever sizes it had before.
+
+    Args:
+        config: the run.
+        one_pass: samples of one pass over the training set.
+        ahead: samples that were consumed beyond one global batch a step; negative if they were fewer. It is 0
+            unless the global batch size was changed on a resume.
+    """
+    training, size = config.training, config.training.global_batch_size
+    if not is_counted_in_samples(config):
+        return training.train_iters * size + ahead
+    samples = Fraction(training.train_iters * size)
+    if training.train_epochs is not None:
+        # The decimal number that was written counts: 0.1 of 1000 samples are 100, not 100.00000000000001.
+        samples = Fraction(repr(training.train_epochs)) * one_pass
+    return math.ceil((samples - ahead) / size) * size + ahead
+
+
+def with_samples(config: RunConfig, num_samples: int, *, ahead: int = 0) -> RunConfig:
+    """The run with the steps that take so many samples.
+
+    Args:
+        config: the run.
+        num_samples: what `num_train_samples` returned.
+        ahead: as given to it.
+
+    Raises:
+        ConfigError: the warm-up is not shorter than the run.
+    """
+    steps = (num_samples - ahead) // config.training.global_batch_size
+    resolved = dataclasses.replace(config, training=dataclasses.replace(config.training, train_iters=steps))
+    warmup_fits(resolved)
+    return resolved
+
+
+def place_in_schedule(config: RunConfig, iteration: int, *, ahead: int = 0) -> tuple[float, float]:
+    """How far a run is after a step, and its length, in steps of the present global batch size.
+
+    Args:
+        config: the run, with its steps.
+        iteration: of the step, counted from 0.
+        ahead: as given to `num_train_samples`.
+    """
+    offset = ahead / config.training.global_batch_size if is_counted_in_samples(config) else 0
+    return iteration + 1 + offset, config.training.train_iters + offset

@@ -1,0 +1,178 @@
+"""What a run's folder remembers of its data, so that a resume notices that it has changed: data.json.
+
+The launcher compares files: those of the training sets, of the tokenizer, and the chat template. Their paths
+do not count: nothing that a run reads depends on where its files lie. The worker compares the tokens that
+became of rows, which also depend on the packages that render and encode.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, get_args
+
+from patch.config.choices import BuiltInTemplate
+from patch.config.data_spec import data_files, parse_data
+from patch.config.schema import RunConfig
+from patch.errors import CheckpointError, ConfigError
+from patch.storage.atomic import write_atomically
+from patch.storage.names import DATA_RECORD_FILE, TOKENIZER_FILES
+from patch.storage.places import AnyPath
+from patch.storage.text_files import read_json
+
+_END_BYTES = 2**20
+_PIECE_BYTES = 2**14
+_PIECES = 16
+BUILT_IN, TEXT, NONE = "built-in", "text", "none"
+"""Where a chat template comes from: chosen by its name, the text of a file, or nobody names one."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetRecord:
+    """One training set of rows that has become tokens."""
+
+    path: str
+    """As position 20 names it."""
+    tokens: str
+    """A hash of the tokens and of which of them are learned."""
+    sizes: str
+    """A hash of the number of tokens of each sample."""
+    origin: dict[str, str]
+    """What decides the tokens: its name in a message, and its value or the value's hash."""
+    reads_clock: bool
+    """Whether the chat template writes the date, so that the tokens may be others each day."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataRecord:
+    """The content of data.json."""
+
+    files: str
+    """A hash of the training sets' shares and of samples of their files."""
+    tokenizer: str | None
+    """A hash of the tokenizer's files; None if there are none."""
+    chat_template: tuple[str, str]
+    """Where it comes from, and its name or the hash of its text."""
+    sets: tuple[SetRecord, ...]
+    """The training sets of rows; none in pre-training."""
+
+    @classmethod
+    def of(cls, config: RunConfig, sets: Sequence[SetRecord] = ()) -> DataRecord:
+        """The record of a run.
+
+        Args:
+            config: the run; its files are read.
+            sets: its training sets, if they have become tokens.
+        """
+        return cls(_files_hash(config), _tokenizer_hash(config), _chat_template(config), tuple(sets))
+
+    @classmethod
+    def read(cls, output: AnyPath) -> DataRecord | None:
+        """The record in a run's folder; None if it has none.
+
+        Raises:
+            ConfigError: it is damaged.
+        """
+        path = output / DATA_RECORD_FILE
+        try:
+            values = read_json(path)
+            sets = tuple(SetRecord(**one) for one in values.pop("sets"))
+            where, value = values.pop("chat_template")
+            return cls(chat_template=(where, value), sets=sets, **values)
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(
+                f"{path} cannot be read ({error!s:.80}), expected what the run there has written; put "
+                "it back, or remove it to resume without a check of the data"
+            ) from error
+
+    def write(self, output: Path) -> None:
+        """Write it into a run's folder.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        path = output / DATA_RECORD_FILE
+        try:
+            output.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, json.dumps(asdict(self), indent=1) + "\n")
+        except OSError as error:
+            raise CheckpointError(
+                f"{path} cannot be written: {error.strerror}; make room there, or give another folder",
+                field="output_path",
+            ) from error
+
+
+def changes_of_origin(before: SetRecord, now: SetRecord) -> list[str]:
+    """What decides the tokens of a set and has changed; names and versions, or the name alone."""
+    changes = []
+    for name in sorted(before.origin.keys() | now.origin.keys()):
+        then, value = before.origin.get(name, "none"), now.origin.get(name, "none")
+        if then != value:
+            is_shown = max(len(then), len(value)) < 20
+            changes.append(f"{name} ({then} before, {value} now)" if is_shown else name)
+    return changes
+
+
+def _files_hash(config: RunConfig) -> str:
+    digest = hashlib.sha256()
+    parts = parse_data(config.data.train_data_path, "train_data_path")
+    total = sum(part.weight or 0 for part in parts)
+    for part in parts:
+        files = data_files(config.data, part.path, "train_data_path")
+        share = "" if part.weight is None else f"{part.weight / total:.6g}"
+        digest.update(f"{share} {len(files)}\n".encode())
+        for name in files:
+            with open(name, "rb") as file:
+                for piece in _samples(file):
+                    digest.update(piece)
+    return digest.hexdigest()
+
+
+def _samples(file: BinaryIO) -> Iterator[bytes]:
+    """The file's size, first and last MiB, and small pieces at equal distances between them.
+
+    This is cheap for files of any size, but may miss a change in the middle that keeps the size.
+    """
+    size = os.fstat(file.fileno()).st_size
+    yield size.to_bytes(8, "little") + file.read(_END_BYTES)
+    if size > 2 * _END_BYTES:
+        for index in range(1, _PIECES):
+            file.seek((size - _END_BYTES) * index // _PIECES)
+            yield file.read(_PIECE_BYTES)
+    file.seek(max(size - _END_BYTES, 0))
+    yield file.read(_END_BYTES)
+
+
+def _tokenizer_hash(config: RunConfig) -> str | None:
+    """Not of tokenizer_config.json, which is often written anew; what it changes is seen in the tokens."""
+    files = [Path(config.tokenizer_folder or "") / name for name in TOKENIZER_FILES]
+    there = [file for file in files if file.is_file()]
+    return (
+        _hash([(file.name, hashlib.sha256(file.read_bytes()).digest()) for file in there]) if there else None
+    )
+
+
+def _chat_template(config: RunConfig) -> tuple[str, str]:
+    """Equal for equal texts, whether a file is named or the tokenizer has it."""
+    chosen, folder = config.data.chat_template, Path(config.tokenizer_folder or "")
+    if chosen in get_args(BuiltInTemplate):
+        return BUILT_IN, str(chosen)
+    file = folder / "chat_template.jinja" if chosen is None else Path(chosen)
+    if file.is_file():
+        return TEXT, _hash(file.read_text(errors="replace"))
+    with suppress(OSError, ValueError, AttributeError):  # what is damaged, the tokenizer's reader says
+        text = read_json(folder / "tokenizer_config.json").get("chat_template")
+        if text is not None:
+            return TEXT, _hash(text)
+    return NONE, ""
+
+
+def _hash(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()

@@ -1,0 +1,228 @@
+"""From argv, environment and machine to one RunConfig: merges the layers, reads the shape, derives the rest.
+
+Flags beat positions and environment variables, these beat the --config file, the file beats the
+shape that MODEL_SIZE names, and that beats the defaults. The layer that sets MODEL_SIZE replaces the
+whole shape of the layers below it, so nothing of a file's 8B remains in a position's 70B.
+
+Relative paths, also those in a --config file, are relative to the working directory. The resulting RunConfig
+has absolute paths only, so that its config.yaml can be used from any directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from patch.config.data_spec import format_data, parse_data
+from patch.config.fields import FIELDS, assemble, check_choice, missing
+from patch.config.flags import build_parser, is_flag, read_flags
+from patch.config.model_schema import MODEL_SIZES, PRESETS, REQUIRED_SHAPE, SHAPE_FIELDS
+from patch.config.positions import USAGE, read_positions, read_variables, where
+from patch.config.schema import RunConfig
+from patch.config.yaml_io import read_yaml
+from patch.device import MachineFacts
+from patch.errors import ConfigError
+from patch.preflight.cluster import Rendezvous, default_nproc_per_node, read_cluster
+from patch.preflight.hub_names import take_models
+from patch.preflight.stored_shape import (
+    has_hf_config,
+    refuse_other_forms,
+    run_behind,
+    shape_at,
+    vocabulary_at,
+)
+from patch.storage.hub import hub_name
+from patch.storage.remote import is_url
+
+_PATHS = ("tokenizer_name_or_path", "load", "output_path", "log_dir")
+_DATA = ("train_data_path", "valid_data_path")
+
+
+class Invocation(NamedTuple):
+    """A resolved command line."""
+
+    config: RunConfig
+    dry_run: bool
+    rendezvous: Rendezvous
+    force: bool = False
+    """Start it even if by its plan it does not fit."""
+    notes: Sequence[str] = ()
+    """One line for each value that comes to something else than it says."""
+
+
+def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: MachineFacts) -> Invocation:
+    """Resolve a command line: 25 positions and then flags, or flags alone.
+
+    Args:
+        argv: the command line without the program's name.
+        environ: the environment variables.
+        machine: what this machine has; decides the default number of processes.
+
+    Raises:
+        ConfigError: a value is missing or cannot be read. Rules that relate several values are checked
+            later, by `validate_run`.
+        SystemExit: --help, after printing it.
+    """
+    if "--help" in argv or "-h" in argv:
+        build_parser().parse_args(["--help"])
+    if not argv:
+        raise ConfigError(f"nothing is given, expected {USAGE}; --help explains each")
+    texts, rest = split_positions(argv)
+    flags = read_flags(rest)
+    _refuse_two_lengths(flags.fields)
+    file = read_yaml(flags.config) if flags.config is not None else {}
+    env, positions = "dsw", read_variables(environ)
+    notes: list[str] = []
+    if texts:
+        env, positions, notes = read_positions(texts, environ, flags.fields)
+        if epochs := flags.fields.get("train_epochs"):
+            notes = [*notes, f"{where('train_iters')} has no effect with {where('train_epochs')} {epochs:g}"]
+    merged = _merge([file, positions, flags.fields])
+    take_models(merged)
+    refuse_other_forms(merged)
+    merged = {**_shape(merged), **merged}
+    # positions say how many machines there are, so only a flag may overrule them
+    nnodes = (flags.fields if texts else merged).get("nnodes")
+    if "LOCAL_RANK" in environ and merged.get("min_nodes"):
+        nnodes = None  # those that are there; the launcher counts them at each start
+    cluster = read_cluster(env, environ, nnodes)
+    merged["nnodes"] = cluster.nnodes if nnodes is None else nnodes
+    _derive(merged)
+    _take_tokenizer(merged)
+    if "nproc_per_node" not in flags.fields and (texts or "nproc_per_node" not in merged):
+        merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
+    _refuse_urls(merged)
+    _make_absolute(merged)
+    return Invocation(_build(merged), flags.dry_run, cluster.rendezvous, flags.force, notes)
+
+
+def split_positions(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Positions and flags. The flags begin at the first argument with a hyphen that begins with no number."""
+    for index, text in enumerate(argv):
+        if is_flag(text):
+            return list(argv[:index]), list(argv[index:])
+    return list(argv), []
+
+
+def _refuse_two_lengths(flags: Mapping[str, Any]) -> None:
+    if flags.get("train_iters") and flags.get("train_epochs"):
+        raise ConfigError(
+            f"got {flags['train_epochs']:g} with --train-iters {flags['train_iters']}, expected one of them",
+            field="train_epochs",
+        )
+
+
+def _merge(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Merge layers into one; a later layer overrides an earlier one.
+
+    Epochs and steps are two ways to give the length of a run: the later layer counts, within a layer epochs.
+    """
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        if "model_size" in layer:
+            merged = {name: value for name, value in merged.items() if name not in SHAPE_FIELDS}
+        merged.update(layer)
+        if layer.get("train_epochs"):
+            merged["train_iters"] = 0
+        elif layer.get("train_iters"):
+            merged["train_epochs"] = None
+    return merged
+
+
+def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
+    """What MODEL_SIZE stands for; empty if all fields of the shape are given already.
+
+    Beside a shape by flags the vocabulary's size comes from the tokenizer's folder.
+    """
+    size, load = merged.get("model_size", "auto"), merged.get("load")
+    check_choice(size, MODEL_SIZES, where("model_size"))
+    if merged.keys() >= SHAPE_FIELDS:
+        return {}
+    if size != "auto":
+        return PRESETS[size]
+    if (found := shape_at(load)) is not None:
+        return found.fields
+    if merged.keys() >= REQUIRED_SHAPE - {"vocab_size"}:
+        folder = merged.get("tokenizer_name_or_path") or load
+        return {} if folder is None else vocabulary_at(folder)
+    if not {"model_size", "load"} & merged.keys():
+        return {}
+    if load is not None and not is_url(load) and not Path(load).exists():
+        raise ConfigError(
+            f"got {load!r}, no such folder, expected a folder, or a name of the hub (org/name)", field="load"
+        )
+    raise ConfigError(
+        f"auto reads the shape from the folder at {where('load')}; got {FIELDS['load'].to_scalar(load)!r}, "
+        "which has neither a config.json nor a run's checkpoints with their config.yaml; expected one of the "
+        f"two there, one of {', '.join(PRESETS)}, or the shape by flags",
+        field="model_size",
+    )
+
+
+def _derive(merged: dict[str, Any]) -> None:
+    """Add values that were not given and follow from others, by Megatron-LM's and Megatron-LLaMA's rules."""
+    heads, hidden = merged.get("num_attention_heads", 0), merged.get("hidden_size", 0)
+    if heads > 0:
+        merged.setdefault("num_query_groups", heads)
+        if "kv_channels" not in merged and hidden % heads:
+            raise ConfigError(f"--kv-channels is needed: {heads} heads do not divide --hidden-size {hidden}")
+        merged.setdefault("kv_channels", hidden // heads)
+    if "seq_length" in merged:
+        merged.setdefault("max_padding_length", merged["seq_length"])
+    if merged.get("overlapped_distributed_optimizer"):
+        merged.setdefault("use_distributed_optimizer", True)
+
+
+def _take_tokenizer(merged: dict[str, Any]) -> None:
+    """Use the tokenizer of the run whose weights are loaded; its config.yaml names the tokenizer's folder."""
+    load = merged.get("load")
+    if load is None or merged.get("tokenizer_name_or_path") is not None or has_hf_config(load):
+        return
+    if (run := run_behind(load)) is not None:
+        merged["tokenizer_name_or_path"] = run.tokenizer_folder
+
+
+def _refuse_urls(merged: Mapping[str, Any]) -> None:
+    cures = {
+        "output_path": "a folder on a disk, for logs and the like, and --save URL for the checkpoints",
+        "tokenizer_name_or_path": "a folder on a disk, or a name of the hub (org/name)",
+    }
+    for name, cure in cures.items():
+        if is_url(merged.get(name)):
+            raise ConfigError(f"got {merged[name]}, expected {cure}", field=name)
+
+
+def _make_absolute(merged: dict[str, Any]) -> None:
+    for name in _PATHS:
+        if merged.get(name) is not None and not is_url(merged[name]):
+            merged[name] = os.path.abspath(merged[name])
+    for name in _DATA:
+        if merged.get(name) is not None:
+            parts = parse_data(merged[name], name)
+            merged[name] = format_data(
+                part._replace(path=_absolute_data(part.path, merged)) for part in parts
+            )
+
+
+def _absolute_data(path: str, merged: Mapping[str, Any]) -> str:
+    """The absolute path of a set; a name of the hub stays as it is until the rules have been checked."""
+    is_name = merged.get("dataset_type") == "raw" and hub_name(path, "dataset") is not None
+    return path if is_name else os.path.abspath(path)
+
+
+def _replica(merged: Mapping[str, Any]) -> int:
+    """Processes of one model replica: TP x PP x CP."""
+    size = 1
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        size *= merged.get(name, FIELDS[name].default)
+    return size
+
+
+def _build(merged: Mapping[str, Any]) -> RunConfig:
+    if lacking := missing(merged):
+        names = ", ".join(map(where, lacking))
+        what = f" ({FIELDS[lacking[0]].help})" if len(lacking) == 1 else ""
+        raise ConfigError(f"missing: {names}{what}; give the 25 positions, these flags, or --config FILE")
+    return assemble(merged)

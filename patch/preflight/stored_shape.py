@@ -1,0 +1,192 @@
+"""The shape of the weights at position 22: from a Hugging Face config.json, or from a run's config.yaml.
+
+The family interprets the keys of a config.json. Folders of another form (Meta's, adapters, GGUF) are refused
+by what they hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from patch.config.model_schema import SHAPE_FIELDS
+from patch.config.schema import RunConfig
+from patch.config.yaml_io import read_run
+from patch.errors import ConfigError
+from patch.families import ConfigReader, read_config
+from patch.preflight.checkpoint_places import store_errors, was_begun
+from patch.storage.names import CONFIG_FILE, TRACKER, find_checkpoint_root, is_complete
+from patch.storage.places import AnyPath, any_path
+from patch.storage.remote import RemotePath
+from patch.storage.text_files import read_json
+
+
+def has_hf_config(path: str | Path) -> bool:
+    """Whether a config.json describes the weights in this folder."""
+    return (Path(path) / "config.json").is_file()
+
+
+def is_hf_folder(path: str | Path) -> bool:
+    """Whether this is a Hugging Face model folder, and not a checkpoint converted from one."""
+    return has_hf_config(path) and not (Path(path) / TRACKER).is_file()
+
+
+def refuse_other_forms(values: Mapping[str, Any]) -> None:
+    """Refuse folders of LLaMA in another form than Hugging Face's as weights or tokenizer.
+
+    transformers loads the tokenizer.model of Meta's form without complaint, without special tokens.
+
+    Args:
+        values: fields of the configuration.
+
+    Raises:
+        ConfigError: a folder has files of another form, but not the file that the Hugging Face form has.
+    """
+    for field, instead in (("load", "config.json"), ("tokenizer_name_or_path", "tokenizer_config.json")):
+        folder = Path(values.get(field) or "")
+        if values.get(field) is None:
+            continue
+        found = None if (folder / instead).exists() else _original_form(folder)
+        if found or (field == "load" and (found := _other_weights(folder))):
+            raise ConfigError(f"got {folder}, {found}", field=field)
+
+
+def _original_form(folder: Path) -> str | None:
+    """That a folder holds Meta's own form, and where the other one is."""
+    if (folder / "params.json").is_file():
+        above = folder.absolute().parent
+        where = above if has_hf_config(above) else "a repository of the hub has it above original/"
+        return (
+            "LLaMA in Meta's original form (params.json, consolidated.*.pth), expected its "
+            f"Hugging Face form (config.json, model*.safetensors, tokenizer.json): {where}"
+        )
+    return None
+
+
+def _other_weights(folder: Path) -> str | None:
+    """What a folder without a model's weights, or a file, holds instead of them, and the cure."""
+    if any(folder.glob("model*.safetensors")) or any(folder.glob("pytorch_model*.bin")):
+        return None
+    if (folder / "adapter_config.json").is_file():
+        base = _read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        return (
+            f"a PEFT adapter of {base}, expected a whole model: merge it (peft's "
+            "AutoPeftModelForCausalLM, merge_and_unload(), save_pretrained()) and give the merged folder"
+        )
+    if gguf := [folder] if folder.suffix == ".gguf" else sorted(folder.glob("*.gguf")):
+        return (
+            f"weights in GGUF ({gguf[0].name}), expected a Hugging Face folder: the one that they were made "
+            "from, or transformers' from_pretrained(FOLDER, gguf_file=NAME) and save_pretrained()"
+        )
+    return None
+
+
+def _read_json(file: Path) -> Mapping[str, Any]:
+    try:
+        values = read_json(file)
+    except OSError as error:
+        raise ConfigError(
+            f"{file}: cannot be read: {error.strerror}; expected a Hugging Face folder"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(f"{file}: malformed JSON: {error}") from error
+    if not isinstance(values, dict):
+        raise ConfigError(f"{file}: got a JSON {type(values).__name__}, expected an object")
+    return values
+
+
+def read_hf_config(folder: str | Path) -> dict[str, Any]:
+    """ModelConfig's fields that `folder`/config.json sets.
+
+    Raises:
+        ConfigError: the file cannot be read or is malformed; the model is none of `families.FAMILIES`; or it
+            has something that is not supported (the message names the key): biases of the attention's output
+            or the MLP, another activation, a RoPE type other than those of `families/rope.py`, a sliding
+            window in only some layers.
+    """
+    file = Path(folder) / "config.json"
+    if found := _other_weights(Path(folder)) or (None if file.exists() else _original_form(Path(folder))):
+        raise ConfigError(f"{folder}: {found}")
+    return read_config(ConfigReader(file, _read_json(file)))
+
+
+def vocabulary_at(folder: str | Path) -> dict[str, int]:
+    """`vocab_size` of a tokenizer's folder: its config.json's, or the number of tokenizer.json's ids.
+
+    Returns:
+        The field, or nothing if neither file has it.
+
+    Raises:
+        ConfigError: a file cannot be read or is malformed.
+    """
+    rows = _read_json(Path(folder) / "config.json").get("vocab_size") if has_hf_config(folder) else None
+    if isinstance(rows, int):
+        return {"vocab_size": rows}
+    file = Path(folder) / "tokenizer.json"
+    if not file.is_file():
+        return {}
+    values = _read_json(file)
+    try:
+        vocabulary = values["model"]["vocab"]
+        ids = [*vocabulary.values()] if isinstance(vocabulary, dict) else [*range(len(vocabulary))]
+        return {"vocab_size": max(ids + [token["id"] for token in values.get("added_tokens", ())]) + 1}
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{file}: {error!r}, expected a tokenizer's file") from error
+
+
+STORED_SHAPE = SHAPE_FIELDS | {"make_vocab_size_divisible_by"}
+"""The fields of a preset, and the field that decides how the stored vocabulary is padded."""
+
+
+class FoundShape(NamedTuple):
+    """Fields of ModelConfig, and the file they were read from."""
+
+    file: AnyPath
+    fields: dict[str, Any]
+
+
+def run_behind(load: str | Path) -> RunConfig | None:
+    """The run that wrote the checkpoints at `load`; None if there is no config.yaml beside them.
+
+    Args:
+        load: the run's folder, the checkpoint/ in it, or a checkpoint or a link to one in that.
+
+    Raises:
+        ConfigError: the config.yaml cannot be read.
+    """
+    file = _run_file(load)
+    return read_run(file) if file is not None else None
+
+
+def _run_file(load: str | Path) -> AnyPath | None:
+    """The config.yaml of the run that wrote the checkpoints at `load`; None if there is none.
+
+    In a store it lies beside the checkpoints, or above them if a whole run's folder was copied there.
+    """
+    with store_errors("load"):
+        folder = any_path(str(load))
+        if isinstance(folder, Path):
+            folder = folder.absolute()
+        root = folder.parent if is_complete(folder) else find_checkpoint_root(folder)
+        if not was_begun(root):
+            return None
+        homes = (root, root.parent) if isinstance(root, RemotePath) else (root.parent,)
+        return next((home / CONFIG_FILE for home in homes if (home / CONFIG_FILE).is_file()), None)
+
+
+def shape_at(load: str | Path | None) -> FoundShape | None:
+    """The shape of the weights at `load`; None if no file there describes it.
+
+    Raises:
+        ConfigError: the file cannot be read, or its model is not supported.
+    """
+    if load is None:
+        return None
+    if has_hf_config(load):
+        return FoundShape(Path(load) / "config.json", read_hf_config(load))
+    file = _run_file(load)
+    if file is None:
+        return None
+    run = read_run(file)
+    return FoundShape(file, {name: getattr(run.model, name) for name in sorted(STORED_SHAPE)})

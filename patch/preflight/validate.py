@@ -1,0 +1,304 @@
+"""`validate_run`: every rule of a run, checked before a process starts; here those that look at files.
+
+The rules that need arithmetic only are those of `patch.checks`. Nothing is created: whether OUTPUT_BASEPATH
+can be written is tested on the nearest folder that exists.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from filecmp import cmp
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import get_args
+
+from patch.checks.layout import fewer_machines_suffice
+from patch.checks.rules import RULES, Rule, notes
+from patch.checks.run_length import profile_names_steps
+from patch.config.choices import BuiltInTemplate
+from patch.config.data_spec import data_files, nearest_set, parse_data
+from patch.config.fields import FIELDS
+from patch.config.model_schema import PRESETS
+from patch.config.positions import refuse, where
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+from patch.errors import DataError, nearest
+from patch.families import WEIGHT_FIELDS
+from patch.preflight.checkpoint_places import checkpoint_root, store_errors
+from patch.preflight.stored_shape import has_hf_config, is_hf_folder, run_behind, shape_at
+from patch.storage.hub import hub_name
+from patch.storage.names import (
+    RELEASE,
+    TOKENIZER_FILES,
+    TRACKER,
+    complete_iterations,
+    find_checkpoint_root,
+    is_complete,
+    is_legacy,
+    is_released,
+)
+from patch.storage.places import AnyPath, any_path
+from patch.storage.remote import RemotePath, is_url
+
+_STRUCTURE = WEIGHT_FIELDS | {"make_vocab_size_divisible_by"}
+"""Fields that decide the tensors' shapes; the other fields only change what is computed with the tensors."""
+
+
+def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
+    """Position 22 is none, a Hugging Face folder, a converted one, a run's folder, or its checkpoint/."""
+    load = config.checkpoint.load
+    if load is None or is_hf_folder(load):
+        return
+    with store_errors("load"):
+        _check_weights(load)
+
+
+def _check_weights(load: str) -> None:
+    folder = any_path(load)
+    root = find_checkpoint_root(folder)
+    released = is_released(root) and is_complete(root / RELEASE)
+    if complete_iterations(root) or released or is_complete(folder):
+        return
+    found = "a folder without either" if folder.is_dir() else "no such folder"
+    if isinstance(folder, RemotePath) and (folder / "config.json").is_file():
+        found = "a Hugging Face folder in a store: copy it to a disk, or give its name on the hub (org/name)"
+    if is_legacy(root):
+        found = (
+            "a checkpoint of Megatron-LM's old format (mp_rank_*), which the converter reads: "
+            "llama-patch convert mcore2hf"
+        )
+    elif (root / TRACKER).is_file():
+        found = f"{root / TRACKER} is there, but no complete checkpoint (iter_*, release) beside it"
+    expected = "none, a Hugging Face folder (config.json), a converted one, or a run's folder or checkpoint/"
+    refuse("load", load, expected, found)
+
+
+def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
+    """The weights at position 22 have the run's shape."""
+    for file, field, theirs, ours in _differences(config):
+        if field not in _STRUCTURE:
+            continue
+        size = config.model.model_size
+        if PRESETS.get(size, {}).get(field) == getattr(config.model, field):
+            why = f"{file} has {FIELDS[field].flag} {theirs}, {size} has {ours}"
+            refuse("model_size", size, "auto, or the size of these weights", why)
+        refuse(field, ours, theirs, f"{file} says so (MODEL_SIZE=auto reads the shape from there)")
+
+
+def _differences(config: RunConfig) -> Iterator[tuple[AnyPath, str, str, str]]:
+    """Fields in which the loaded model differs from the run: (file, field, its value, the run's value)."""
+    stored = shape_at(config.checkpoint.load)
+    if stored is None:
+        return
+    for field, theirs in stored.fields.items():
+        ours = getattr(config.model, field)
+        if theirs != ours:
+            to_text = FIELDS[field].to_scalar
+            yield stored.file, field, str(to_text(theirs)), str(to_text(ours))
+
+
+def numerics_notes(config: RunConfig) -> Iterator[str]:
+    """One line for each value that differs from the loaded model's although the weights fit."""
+    for file, field, theirs, ours in _differences(config):
+        yield f"{where(field)}: {ours} here, {theirs} in {file}"
+
+
+def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:
+    """A tokenizer is given, or is in the folder of the weights."""
+    folder = config.tokenizer_folder
+    if folder is None:
+        why = "without PRETRAIN_CHECKPOINT_PATH there is none to take it from"
+        refuse("tokenizer_name_or_path", "none", "a folder of a Hugging Face tokenizer", why)
+    if not any((Path(folder) / name).is_file() for name in TOKENIZER_FILES):
+        expected = f"a folder with one of {', '.join(TOKENIZER_FILES)}"
+        found = "none of them is there" if Path(folder).is_dir() else "no such folder"
+        refuse("tokenizer_name_or_path", folder, expected, found)
+
+
+def _differing_files(config: RunConfig) -> tuple[str, list[str]] | None:
+    """The tokenizer folder of position 22, and the tokenizer files in which the one in use differs from it.
+
+    None if the run uses that folder itself, or there is nothing to compare.
+    """
+    load, used = config.checkpoint.load, config.tokenizer_folder
+    if load is None or used is None:
+        return None
+    run = None if has_hf_config(load) else run_behind(load)
+    own = load if run is None else run.tokenizer_folder
+    if own is None:
+        return None
+    theirs, ours = ([Path(folder) / name for name in TOKENIZER_FILES] for folder in (own, used))
+    if not any(file.is_file() for file in theirs) or os.path.realpath(own) == os.path.realpath(used):
+        return None
+    differing = [
+        one.name
+        for one, other in zip(theirs, ours, strict=True)
+        if one.is_file() != other.is_file() or (one.is_file() and not cmp(one, other, shallow=False))
+    ]
+    return own, differing
+
+
+def chat_template_is_there(config: RunConfig, machine: MachineFacts) -> None:
+    """--chat-template is the name of a built-in template or a file."""
+    chosen, names = config.data.chat_template, get_args(BuiltInTemplate)
+    if chosen is None or chosen in names or os.path.isfile(chosen):
+        return
+    hint = nearest(chosen, list(names))
+    refuse(
+        "chat_template",
+        chosen,
+        f"{', '.join(names)}, or a .jinja file",
+        f"there is no file of that name{hint}",
+    )
+
+
+def tokenizer_notes(config: RunConfig) -> Iterator[str]:
+    """One line if the tokenizer is read from another folder than position 22, but has the same files."""
+    comparison = _differing_files(config)
+    if comparison is None:
+        return
+    own, differing = comparison
+    if not differing:
+        yield f"{_other_tokenizer(config, own)}, which has the same files"
+
+
+def run_warnings(config: RunConfig) -> list[str]:
+    """One line if the tokenizer differs from that of position 22."""
+    comparison = _differing_files(config)
+    if comparison is None:
+        return []
+    own, differing = comparison
+    if not differing:
+        return []
+    files = " and ".join(differing)
+    return [f"{_other_tokenizer(config, own)}, whose {files} differs: the weights were trained with that one"]
+
+
+def _other_tokenizer(config: RunConfig, own: str) -> str:
+    return f"{where('tokenizer_name_or_path')}: {config.tokenizer_folder} is used, not the tokenizer in {own}"
+
+
+def store_is_there(config: RunConfig, machine: MachineFacts) -> None:
+    """--save is a store that answers. Whether it can be written is seen when the run locks it."""
+    save = config.checkpoint.save
+    if save is None:
+        return
+    scheme = save.partition("://")[0]
+    if not is_url(save) or scheme in ("file", "local"):
+        why = (
+            "on a disk, checkpoints are in checkpoint/ in OUTPUT_BASEPATH (position 25), which may be a "
+            "symbolic link to a folder elsewhere"
+        )
+        refuse("save", save, "the URL of a store, such as s3://bucket/run", why)
+    if scheme == "memory":
+        refuse("save", save, "a store that stays", "the memory of a process ends with it")
+    with store_errors("save"):
+        checkpoint_root(config).exists()
+        bucket = RemotePath(f"{scheme}://{save.partition('://')[2].partition('/')[0]}")
+        if not bucket.has_folders and not _may_exist(bucket):
+            refuse("save", save, "a bucket that exists", f"there is no {bucket}")
+
+
+def _may_exist(bucket: RemotePath) -> bool:
+    try:
+        return bucket.exists()
+    except PermissionError:  # a user may have rights on a part of the bucket only
+        return True
+
+
+def output_is_writable(config: RunConfig, machine: MachineFacts) -> None:
+    """OUTPUT_BASEPATH is a folder that can be written or created."""
+    path = Path(config.checkpoint.output_path).absolute()
+    nearest = next(folder for folder in (path, *path.parents) if folder.exists())
+    if not nearest.is_dir():
+        refuse("output_path", path, "a folder", f"{nearest} is a file")
+    if not _can_hold_files(nearest):
+        refuse("output_path", path, "a folder that can be written", f"{nearest} is not writable")
+
+
+def stop_file_is_absent(config: RunConfig, machine: MachineFacts) -> None:
+    """Nobody has asked the run to stop; it would end after its first step."""
+    if os.path.exists(config.stop_file):
+        why = "it was put there to end this run; remove it when the run may go on"
+        refuse("stop_file", config.stop_file, "no file there", why)
+
+
+def _can_hold_files(folder: Path) -> bool:
+    if not os.access(folder, os.W_OK | os.X_OK):
+        return False
+    if os.statvfs(folder).f_blocks:
+        return True
+    # A file system without a size: either /proc, whose mode allows root to write although it cannot, or one
+    # that does not report its size.
+    try:
+        with TemporaryDirectory(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+FILE_RULES: tuple[Rule, ...] = (
+    weights_are_there,
+    weights_have_this_shape,
+    tokenizer_is_there,
+    chat_template_is_there,
+    output_is_writable,
+    store_is_there,
+    stop_file_is_absent,
+)
+
+
+def check_data(config: RunConfig) -> None:
+    """The files of all data sets exist and can be read.
+
+    Raises:
+        DataError: a file is missing or cannot be read; the message names it.
+    """
+    data = config.data
+    texts = {"train_data_path": data.train_data_path, "valid_data_path": data.valid_data_path}
+    for field, text in texts.items():
+        for part in parse_data(text, field) if text is not None else ():
+            if data.dataset_type == "raw" and hub_name(part.path, "dataset") is not None:
+                continue  # fetched and checked by `fetch_from_hub`
+            for file in data_files(data, part.path, field):
+                _check_file(field, part.path, file)
+
+
+def _check_file(field: str, path: str, file: str) -> None:
+    if not os.path.exists(file):
+        cure = "the path of .bin and .idx without the ending"
+        if path.endswith((".bin", ".idx")):
+            cure += f", that is {path[:-4]}"
+        elif os.path.isfile(path):
+            raise DataError(
+                f"got {path}, which is a file itself, expected {cure}, as llama-patch "
+                "preprocess writes them (fine-tuning on rows: SFT=true, MP_DATASET_TYPE=raw)",
+                field=field,
+            )
+        raise DataError(f"got {path}: {file} does not exist, expected {cure}{nearest_set(path)}", field=field)
+    if not os.path.isfile(file):
+        kind = "a folder" if os.path.isdir(file) else "a pipe or a device"
+        raise DataError(
+            f"{file} is {kind}, expected a file: every process reads it, and again when the run is resumed",
+            field=field,
+        )
+    if not os.access(file, os.R_OK):
+        raise DataError(f"{file} cannot be read by this user", field=field)
+
+
+def validate_run(config: RunConfig, machine: MachineFacts) -> list[str]:
+    """Check the whole configuration, then that the data files exist.
+
+    Returns:
+        One line for each value that has no effect or differs from the loaded model's. `run_warnings` returns
+        what deserves a warning.
+
+    Raises:
+        ConfigError: a value cannot work; the message says got, expected and why.
+        DataError: a data file is missing; raised only if the configuration itself is right.
+    """
+    for rule in (*RULES, fewer_machines_suffice, profile_names_steps, *FILE_RULES):
+        rule(config, machine)
+    check_data(config)
+    return [*notes(config, machine), *numerics_notes(config), *tokenizer_notes(config)]

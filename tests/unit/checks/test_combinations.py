@@ -1,0 +1,132 @@
+"""Every combination of values of positions 9 to 17 and their flags is planned, or refused in clear words."""
+
+import dataclasses
+import itertools
+import math
+import random
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+from patch.checks.layout import fewer_machines_suffice
+from patch.checks.rules import RULES
+from patch.config import user_message
+from patch.config.choices import ZeroStage
+from patch.config.fields import FIELDS
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+from patch.errors import ConfigError
+from patch.plan import describe_plan, resolve_activations, resolve_cp_comm_type, resolve_sharding
+
+SECTIONS = ("model", "parallel", "training", "optimizer", "data")
+LAYOUT = "pipeline_model_parallel_layout"
+FULL = {"recompute_granularity": "full"}
+VALUES: dict[str, list[dict[str, Any]]] = {
+    "PR": [{"precision": value} for value in ("fp32", "fp16", "bf16", "fp8")],
+    "TP": [{"tensor_model_parallel_size": value} for value in (1, 2, 3)],
+    "PP": [{"pipeline_model_parallel_size": value} for value in (1, 2, 3)],
+    "stages": [
+        {},
+        *({"num_layers_per_virtual_pipeline_stage": value} for value in (1, 2, 3)),
+        *({LAYOUT: value} for value in ("EttttL", "Ettt|tL", "E|tt|tt|L")),
+        {"account_for_embedding_in_pipeline_split": True},
+        {
+            "account_for_embedding_in_pipeline_split": True,
+            "account_for_loss_in_pipeline_split": True,
+            "num_layers_per_virtual_pipeline_stage": 1,
+        },
+    ],
+    "CP": [{"context_parallel_size": value} for value in (1, 2, 3, 4)],
+    "CP by": [{"cp_comm_type": value} for value in (None, "p2p", "a2a")],
+    "ranks": [{"rank_order": value} for value in ("tp-cp-dp-pp", "pp-tp", "tp-tp")],
+    "SP": [{"sequence_parallel": value} for value in (False, True)],
+    "DO": [
+        {"use_distributed_optimizer": shards, "overlapped_distributed_optimizer": too, **level}
+        for shards in (False, True)
+        for too in (False, True)
+        for level in ({}, {"data_parallel_sharding": ZeroStage.NONE}, {"data_parallel_sharding": "auto"})
+    ],
+    "FL": [{"attention_backend": value} for value in ("auto", "flash")],
+    "SFT": [{"sft": True, "dataset_type": "raw"}, {"sft": False, "dataset_type": "idxmap"}],
+    "AC": [
+        {},
+        {"recompute_granularity": "selective"},
+        {"recompute_granularity": "auto"},
+        *(FULL | {"recompute_method": method, "recompute_num_layers": number}
+          for method in ("uniform", "block") for number in (1, 2, 3)),
+    ],
+    "activations": [{}, {"cpu_offloading": True}, {"cpu_offloading": True, "cpu_offloading_num_layers": 2}],
+    "offload": [{"optimizer_offload_policy": value} for value in (None, "static", "auto")],
+    "GPU": [{}, {"simulated_device_memory": 2**30}],
+    "packing": [{"packing": value} for value in (False, True)],
+    "align": [{"precision_align": value} for value in (None, "eager")],
+    "batch": [{"global_batch_size": value} for value in (24, 7)],
+    "length": [{"max_padding_length": value} for value in (32, 24, 33)],
+}  # fmt: skip
+"""Names of positions and flags, and what their values are in the configuration."""
+RELATED = [
+    ("PP", "stages", "AC", "activations", "batch", "GPU"),
+    ("TP", "CP", "CP by", "SP", "length", "align", "PR"),
+    ("TP", "PP", "CP", "ranks", "batch"),
+    ("DO", "CP", "PP", "offload", "GPU"),
+    ("SFT", "packing", "CP", "length", "FL"),
+]
+"""Rules relate values within such a group: all its combinations are tried, with the first of other values."""
+SAMPLE = 1000
+"""Combinations of all values, drawn at random."""
+MESSAGE = re.compile(r"(--[a-z0-9-]+)( \([^)]*\))?: got .+, expected .+: .+", re.DOTALL)
+
+
+def combinations() -> Iterator[dict[str, Any]]:
+    first = {key: value for values in VALUES.values() for key, value in values[0].items()}
+    for names in RELATED:
+        for chosen in itertools.product(*(VALUES[name] for name in names)):
+            yield first | {key: value for changes in chosen for key, value in changes.items()}
+    chance = random.Random(0)
+    for _ in range(SAMPLE):
+        chosen = [chance.choice(values) for values in VALUES.values()]
+        yield first | {key: value for changes in chosen for key, value in changes.items()}
+
+
+def changed(config: RunConfig, changes: dict[str, Any]) -> RunConfig:
+    """The run with these values, on as many processes as two replicas take."""
+    axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    changes = changes | {"nproc_per_node": 2 * math.prod(changes[axis] for axis in axes)}
+    sections = {}
+    for name in SECTIONS:
+        section = getattr(config, name)
+        own = {field.name for field in dataclasses.fields(section)} & changes.keys()
+        sections[name] = dataclasses.replace(section, **{field: changes[field] for field in own})
+    return dataclasses.replace(config, **sections)
+
+
+def plan(config: RunConfig, machine: MachineFacts) -> str:
+    """What `--dry-run` says of a run that passes the rules, its automatic choices made."""
+    config, _ = resolve_sharding(config, machine)
+    config, _ = resolve_cp_comm_type(config)
+    config, _ = resolve_activations(config, machine)
+    assert len(config.execution.stage_layers) == config.virtual_pipeline_size * (
+        config.parallel.pipeline_model_parallel_size
+    )
+    return describe_plan(config, machine)
+
+
+def test_every_combination_is_planned_or_refused_in_clear_words(command) -> None:
+    shape = ("--num-layers=4", "--num-attention-heads=12", "--num-query-groups=6", "--ffn-hidden-size=192")
+    good = command.parse(*shape, PAD_LEN="48").config
+    refused: Counter[str] = Counter()
+    num_planned = 0
+    for changes in combinations():
+        config = changed(good, changes)
+        try:
+            for rule in (*RULES, fewer_machines_suffice):
+                rule(config, command.machine)
+        except ConfigError as error:
+            found = MESSAGE.fullmatch(user_message(error))
+            assert found and found[1] == FIELDS[error.field].flag, user_message(error)
+            refused[error.field] += 1
+        else:
+            assert f"processes   {config.world_size} = " in plan(config, command.machine)
+            num_planned += 1
+    assert num_planned > 500 and len(refused) > 10
