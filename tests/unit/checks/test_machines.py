@@ -3,7 +3,6 @@
 import pytest
 
 from patch.checks import set_spares_aside, usable_sizes
-from patch.errors import ConfigError
 from patch.preflight import validate_run
 
 MEETING = {"NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "99", "NPROC_PER_NODE": "1"}
@@ -39,19 +38,3 @@ def test_machines_that_do_not_divide_the_batch_are_spares_if_the_rest_is_enough(
     ]:
         config = parse(8, *flags)
         assert set_spares_aside(config, command.machine) == (config, [])
-
-
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        (("--nnodes=2", "--min-nodes=3", AGAIN), "got 3, expected at most --nnodes 2"),
-        (
-            ("--nnodes=4", "--min-nodes=3", AGAIN),
-            "got 3, expected machines that can go on alone: .*a multiple of 3",
-        ),
-        (("--nnodes=2", "--min-nodes=1"), "got 0, expected at least 1 with --min-nodes"),
-    ],
-)
-def test_numbers_that_cannot_work_are_refused(parse, command, flags, message):
-    with pytest.raises(ConfigError, match=message):
-        validate_run(parse(8, *flags), command.machine)

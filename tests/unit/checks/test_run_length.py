@@ -35,11 +35,6 @@ def test_epochs_alone_are_a_length(command, tmp_path):
         parse_args(flags, {}, command.machine)
 
 
-def test_two_lengths_by_flags_are_refused(command):
-    with refused(ConfigError, match="--train-epochs: got 2 with --train-iters 30, expected one of them"):
-        command.parse("--train-epochs=2", "--train-iters=30")
-
-
 def test_later_layer_decides_the_length(command, tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("training: {train_epochs: 2}\n")

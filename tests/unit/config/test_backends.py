@@ -112,21 +112,6 @@ def test_layers_are_local_without_a_gpu_or_the_library(command):
         assert resolve_transformer_impl(resolved, ALL) == (resolved, [])
 
 
-def test_layers_asked_for_in_vain_are_refused_with_the_cure(command):
-    cases = [
-        (command.machine, [], "needs a GPU, and this machine has none"),
-        (GPUS, [], "pip install --no-build-isolation 'transformer-engine[pytorch]'"),
-        (ALL, ["--precision-align=eager"], "transformers' order of operations"),
-    ]
-    for machine, flags, part in cases:
-        config = command.parse("--transformer-impl=transformer_engine", *flags, PR="bf16").config
-        with pytest.raises(ConfigError) as caught:
-            validate_run(config, machine)
-        message = user_message(caught.value)
-        assert "--transformer-impl: got transformer_engine, expected auto or local" in message
-        assert part in message
-
-
 ENGINE_NOT = [
     (dict(PR="fp32"), [], "multiplies float32 in TF32"),
     (dict(PR="bf16", TP="2"), ["--tp-comm-overlap"], "Transformer Engine's need user buffers"),
@@ -171,12 +156,6 @@ def test_transformer_engine_is_taken_where_it_is_installed(command):
     mixed = command.parse("--fp8-recipe=delayed", "--first-last-layers-bf16", PR="fp8", FL="true").config
     with pytest.raises(ConfigError, match="delayed scaling has no layers in bf16"):
         validate_run(mixed, ALL)
-
-
-@pytest.mark.parametrize("wish", ["unfused", "local"])
-def test_a_kernel_that_the_cpu_does_not_have_is_noted(command, wish):
-    config = command.parse(f"--attention-backend={wish}").config
-    assert any("no effect on the CPU" in note for note in validate_run(config, command.machine))
 
 
 @pytest.mark.parametrize(("precision", "is_said"), [("bf16", True), ("fp32", False)])
