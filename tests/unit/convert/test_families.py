@@ -1,4 +1,4 @@
-"""Every family from its config.json alone: frequencies, logits and the way back, in one process."""
+"""Every family from its config.json alone: logits and the way back, in one process."""
 
 from pathlib import Path
 
@@ -7,8 +7,6 @@ import torch
 from distributed_runner import run_distributed
 from hf_families import FAMILIES, family_model, family_run
 from safetensors.torch import load_file
-
-from patch.model.rotary import inverse_frequencies
 
 LENGTHS = (1, 5, 16, 17, 100)
 """Around a window of 16, and across several of them."""
@@ -91,12 +89,6 @@ def test_norms_are_found_under_transformer_engines_names(root, converted):
                 torch.from_numpy(weight), stored[f"model.layers.{layer}.{theirs[name]}.weight"]
             )
     assert len(converted[1]) == 5
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_frequencies_equal_transformers(root, name):
-    expected = family_model(name).model.rotary_emb.inv_freq
-    assert torch.equal(inverse_frequencies(family_run(root / name).model), expected)
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -51,63 +51,69 @@ def test_sharded_folder_that_fits_is_accepted_and_read(folder):
     assert torch.equal(HFFolder(folder)[GATE][3:5], load_file(_file_of(folder, GATE))[GATE][3:5])
 
 
-def test_missing_shard_is_named(folder):
+def _renamed(tensors):
+    tensors[QKV + "s"] = tensors.pop(QKV)
+
+
+def _with(name, make):
+    return lambda folder: _change(folder, GATE, lambda tensors: tensors.update({name: make(tensors)}))
+
+
+def _cut(keep):
+    return lambda folder: _rewritten(folder, lambda contents: contents[:keep])
+
+
+def _rewritten(folder, change):
     path = _file_of(folder, GATE)
-    path.unlink()
-    with pytest.raises(ConversionError, match=rf"{path.name} is missing.* places model\."):
-        _check(folder)
+    path.write_bytes(change(path.read_bytes()))
+    return path
 
 
-@pytest.mark.parametrize("keep", [0, 5, 200, -1])
-def test_truncated_shard_is_named_with_its_size(folder, keep):
-    path = _file_of(folder, GATE)
-    path.write_bytes(path.read_bytes()[:keep])
-    with pytest.raises(ConversionError, match=rf"{path.name} \({path.stat().st_size} bytes\) cannot be read"):
-        _check(folder)
+BIAS = "model.layers.0.self_attn.q_proj.bias"
+POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n"
+MISFITS = {
+    "missing shard": (lambda folder: _file_of(folder, GATE).unlink(), {}, r"is missing.* places model\."),
+    "empty": (_cut(0), {}, r"{file} \(0 bytes\) cannot be read"),
+    "no header": (_cut(5), {}, r"{file} \(5 bytes\) cannot be read"),
+    "half a header": (_cut(200), {}, r"{file} \(200 bytes\) cannot be read"),
+    "truncated": (_cut(-1), {}, r"{file} \(\d+ bytes\) cannot be read"),
+    "git-lfs": (
+        lambda folder: _rewritten(folder, lambda _: POINTER), {},
+        "{file} is a pointer of git-lfs: run git lfs pull",
+    ),
+    "missing tensor": (
+        lambda folder: _change(folder, QKV, _renamed), {},
+        rf"no tensor {QKV} of shape \(32, 64\).*did you mean {QKV}s\?",
+    ),
+    "unexpected": (_with(BIAS, lambda _: torch.zeros(64)), {}, rf"{{file}} holds {BIAS} \(shape \(64,\)\)"),
+    "more layers": (
+        lambda folder: None, {"num_layers": 3},
+        r"holds model\.layers\.3\..*no place for \(9 such tensors\)",
+    ),
+    "shape": (
+        lambda folder: None, {"num_query_groups": 4},
+        r"k_proj.weight.*\.safetensors.*\(32, 64\).*\(64, 64\)",
+    ),
+    "quantised": (
+        _with(GATE, lambda tensors: tensors[GATE].to(torch.float8_e4m3fn)), {},
+        rf"{GATE} .*stored as F8_E4M3",
+    ),
+}  # fmt: skip
+"""What is done to a folder, what is expected of its model, what is said."""
 
 
-def test_pointer_of_git_lfs_is_told_how_to_become_the_file(folder):
-    path = _file_of(folder, GATE)
-    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n")
-    with pytest.raises(ConversionError, match=rf"{path.name} is a pointer of git-lfs: run git lfs pull"):
-        _check(folder)
-
-
-def test_missing_tensor_is_named_with_the_nearest_one(folder):
-    _change(folder, QKV, lambda tensors: tensors.update({QKV + "s": tensors.pop(QKV)}))
-    with pytest.raises(ConversionError, match=rf"no tensor {QKV} of shape \(32, 64\).*did you mean {QKV}s\?"):
-        _check(folder)
-
-
-def test_unexpected_tensor_is_named_with_its_file(folder):
-    name = "model.layers.0.self_attn.q_proj.bias"
-    path = _change(folder, GATE, lambda tensors: tensors.update({name: torch.zeros(64)}))
-    with pytest.raises(ConversionError, match=rf"{path.name} holds {name} \(shape \(64,\)\)"):
-        _check(folder)
-
-
-def test_more_layers_than_configured_are_unexpected(folder):
-    with pytest.raises(ConversionError, match=r"holds model\.layers\.3\..*no place for \(9 such tensors\)"):
-        _check(folder, small_run(num_layers=3))
+@pytest.mark.parametrize("misfit", MISFITS)
+def test_folder_that_does_not_fit_is_refused_by_tensor_file_and_shapes(folder, misfit):
+    spoil, changes, said = MISFITS[misfit]
+    name = _file_of(folder, GATE).name
+    spoil(folder)
+    with pytest.raises(ConversionError, match=said.replace("{file}", name)):
+        _check(folder, small_run(**changes))
 
 
 def test_stored_rope_frequencies_are_ignored(folder):
-    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
-    _change(folder, GATE, lambda tensors: tensors.update({name: torch.zeros(8)}))
+    _with("model.layers.0.self_attn.rotary_emb.inv_freq", lambda _: torch.zeros(8))(folder)
     _check(folder)
-
-
-def test_wrong_shape_names_tensor_file_and_both_shapes(folder):
-    with pytest.raises(ConversionError) as caught:
-        _check(folder, small_run(num_query_groups=4))
-    for part in ("k_proj.weight", ".safetensors", "(32, 64)", "(64, 64)"):
-        assert part in str(caught.value)
-
-
-def test_quantised_tensor_is_refused_by_type(folder):
-    _change(folder, GATE, lambda tensors: tensors.update({GATE: tensors[GATE].to(torch.float8_e4m3fn)}))
-    with pytest.raises(ConversionError, match=rf"{GATE} .*stored as F8_E4M3"):
-        _check(folder)
 
 
 def test_output_layer_in_a_tied_folder_is_unused_not_unexpected(folder):

@@ -1,4 +1,4 @@
-"""Hugging Face tensors of a running model at TP 2 x PP 2, one by one, against what transformers wrote."""
+"""Hugging Face tensors of a running model at TP 2 x PP 2, one by one and as files, against transformers'."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ import torch
 from distributed_runner import new_job, run_distributed
 from safetensors.torch import load_file
 from small_runs import hf_llama, small_run
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 from patch.convert.live_weights import Receivers
 
@@ -21,6 +22,8 @@ CUT = ("stage", "pipeline_model_parallel_layout")
 LAYERS_OF_THE_SECOND = {"interleaved": {1, 3}, "by hand": {0, 1, 2}}
 RECEIVERS: tuple[Receivers, ...] = ("all", "first", "stage")
 NORM = "model.norm.weight"
+DIVIDED, FILE_BYTES = ("untied", "tied bf16"), 150_000
+"""Exports with several files for each stage, and how large they are at most."""
 
 
 def _equal(tensors: dict[str, torch.Tensor], folder: Path) -> bool:
@@ -32,10 +35,12 @@ def _equal(tensors: dict[str, torch.Tensor], folder: Path) -> bool:
     )
 
 
-def _iterate(rank: int, world_size: int, root: Path) -> dict[tuple[str, str], tuple[list[str], bool]]:
+def _iterate(
+    rank: int, world_size: int, root: Path, tokenizer: Any
+) -> dict[tuple[str, str], tuple[list[str], bool]]:
     """For each case and receivers: the names this rank got, and whether their values are the source's."""
     from patch import compat
-    from patch.convert import import_hf, iter_hf_weights
+    from patch.convert import export_hf, import_hf, iter_hf_weights
     from patch.device import DeviceContext
     from patch.distributed.groups import initialize
     from patch.model import build_llama_model
@@ -47,6 +52,10 @@ def _iterate(rank: int, world_size: int, root: Path) -> dict[tuple[str, str], tu
         groups = initialize(config, DeviceContext(torch.device("cpu"), "gloo"))
         stages = build_llama_model(config.model, groups, torch.device("cpu"), config.execution)
         import_hf(stages, root / case, config.model, groups)
+        export_hf(
+            stages, root / f"{case}-back", config.model, groups,
+            hf_source=root / case, tokenizer=tokenizer, file_bytes=FILE_BYTES if case in DIVIDED else 2**30,
+        )  # fmt: skip
         for receivers in RECEIVERS:
             tensors = dict(iter_hf_weights(stages, config.model, groups, receivers=receivers))
             found[case, receivers] = (list(tensors), _equal(tensors, root / case))
@@ -82,9 +91,9 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(root: Path) -> list[dict]:
+def ranks(root: Path, tiny_tokenizer: Any) -> list[dict]:
     """What each of the four ranks got: TP is the fastest, then PP."""
-    return run_distributed(_iterate, 4, root)
+    return run_distributed(_iterate, 4, root, tiny_tokenizer("{{ messages }}<|eot_id|>"))
 
 
 def _in_order(folder: Path) -> list[str]:
@@ -129,6 +138,24 @@ def test_first_rank_of_each_stage_gets_its_tensors(ranks: list[dict], case: str)
         LAYERS_OF_THE_SECOND.get(case, {2, 3})
     )
     assert all(ranks[rank][case, "stage"] == ([], True) for rank in (1, 3))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_export_is_the_source_and_loads_in_transformers(root: Path, ranks: list[dict], case: str) -> None:
+    source, target = root / case, root / f"{case}-back"
+    before, files = load_file(source / "model.safetensors"), list(target.glob("*.safetensors"))
+    after = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert before.keys() == after.keys()
+    assert all(after[name].dtype == tensor.dtype for name, tensor in before.items())
+    assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+    if case in DIVIDED:
+        assert len(files) > 2 and all(file.stat().st_size < FILE_BYTES + 5000 for file in files)
+    else:
+        assert len(files) == 2, "one for each stage"
+    model, info = LlamaForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(info.values()) and model.dtype == before[NORM].dtype
+    assert AutoTokenizer.from_pretrained(target).chat_template.endswith("<|eot_id|>")
+    assert not [path for path in root.iterdir() if path.name.startswith(".")]
 
 
 def test_tensors_are_made_one_by_one(ranks: list[dict]) -> None:

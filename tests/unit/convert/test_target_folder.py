@@ -22,32 +22,24 @@ def enter(target: Path, sources: list[Path], *, overwrite: bool) -> None:
         pass
 
 
-def test_target_that_is_no_model_is_not_replaced(tmp_path):
-    precious = tmp_path / "home"
+def test_only_a_model_is_replaced_and_only_where_that_was_asked_for(tmp_path):
+    target, precious = _target(tmp_path / "hf"), tmp_path / "home"
     precious.mkdir()
     (precious / "thesis.txt").write_text("years of work")
     with pytest.raises(ConversionError, match="no Hugging Face model"):
         enter(precious, [], overwrite=True)
     assert (precious / "thesis.txt").read_text() == "years of work"
-
-
-def test_model_at_the_target_is_replaced_only_where_that_was_asked_for(tmp_path):
-    target = _target(tmp_path / "hf")
     with pytest.raises(ConversionError, match="hf holds a Hugging Face model already.*--overwrite"):
         enter(target, [], overwrite=False)
     assert not (tmp_path / ".hf.partial").exists()
     enter(target, [], overwrite=True)
 
 
-def test_target_that_is_the_source_is_refused(tmp_path):
-    target = _target(tmp_path / "hf")
-    with pytest.raises(ConversionError, match="weights came from"):
-        enter(target, [tmp_path / "." / "hf"], overwrite=True)
-
-
-def test_target_that_holds_a_source_is_refused(tmp_path):
+def test_target_that_is_or_holds_a_source_is_refused(tmp_path):
     target = _target(tmp_path / "hf")
     source = _target(target / "source")
+    with pytest.raises(ConversionError, match="weights came from"):
+        enter(target, [tmp_path / "." / "hf"], overwrite=True)
     with pytest.raises(ConversionError, match=f"holds {source}, the weights came from"):
         enter(target, [tmp_path / "other", source], overwrite=True)
     enter(source / "new", [target, source], overwrite=True)
@@ -95,26 +87,19 @@ def test_target_that_another_conversion_made_in_the_meantime_is_not_replaced(tmp
     assert (target / "config.json").read_text() == "theirs"
 
 
-def test_publishing_replaces_the_target_and_leaves_nothing_else(tmp_path):
-    target = _target(tmp_path / "hf")
-    _target(tmp_path / ".hf.partial", "new")
-    publish(target)
-    assert (target / "config.json").read_text() == "new"
-    assert os.listdir(tmp_path) == ["hf"]
-
-
-def test_bytes_are_on_the_disk_before_the_target_has_its_name(tmp_path, monkeypatch):
-    partial = _target(tmp_path / ".hf.partial", "new")
+def test_target_is_replaced_when_all_bytes_are_on_the_disk(tmp_path, monkeypatch):
+    target, partial = _target(tmp_path / "hf"), _target(tmp_path / ".hf.partial", "new")
     (partial / "release").mkdir()
     (partial / "release" / "data").write_text("values")
     fsync, synced = os.fsync, []
 
     def watched(descriptor):
-        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), (tmp_path / "hf").exists()))
+        synced.append((os.readlink(f"/proc/self/fd/{descriptor}"), (target / "release").exists()))
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", watched)
-    publish(tmp_path / "hf")
+    publish(target)
+    assert (target / "config.json").read_text() == "new" and os.listdir(tmp_path) == ["hf"]
     before = {path for path, is_published in synced if not is_published}
     inside = ("", "/config.json", "/release", "/release/data")
     assert before == {f"{partial}{name}" for name in inside}
