@@ -45,15 +45,10 @@ def data(folder: Path) -> Path:
     return folder / "__0_0.distcp"
 
 
-def change(path: Path, place: int, values: bytes) -> None:
-    contents = bytearray(path.read_bytes())
-    contents[place : place + len(values)] = values
-    path.write_bytes(contents)
-
-
 def flip(path: Path) -> None:
-    contents = path.read_bytes()
-    change(path, len(contents) // 2, bytes([contents[len(contents) // 2] ^ 4]))
+    contents = bytearray(path.read_bytes())
+    contents[len(contents) // 2] ^= 4
+    path.write_bytes(contents)
 
 
 def become(make: Callable[[Path], object], path: Path) -> None:
@@ -66,26 +61,10 @@ def replace_folder(folder: Path) -> None:
     shutil.copytree(folder.with_name("iter_0000002"), folder)
 
 
-DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
-    "flipped bit": (lambda folder: flip(data(folder)), "__0_0.distcp has CRC-32"),
-    "zero bytes": (lambda folder: change(data(folder), 1024, bytes(512)), "__0_0.distcp has CRC-32"),
-    "other weights": (
-        lambda folder: shutil.copy(data(folder.with_name("iter_0000002")), folder),
-        "__0_0.distcp has CRC-32",
-    ),
-    "other common.pt": (
-        lambda folder: shutil.copy(folder.with_name("iter_0000002") / "common.pt", folder),
-        "common.pt has CRC-32",
-    ),
+UNFIT: dict[str, tuple[Callable[[Path], object], str]] = {
     "other folder": (replace_folder, "was written for iteration 2, not for iter_0000003"),
-    "garbage": (
-        lambda folder: (folder / "metadata.json").write_bytes(b"\xff\x00"),
-        "metadata.json has 2 bytes, expected",
-    ),
-    "index": (lambda folder: flip(folder / ".metadata"), ".metadata has CRC-32"),
-    "missing": (lambda folder: data(folder).unlink(), "__0_0.distcp is missing"),
-    "manifest": (
-        lambda folder: change(folder / "checksums.json", 0, b"["),
+    "manifest of numbers": (
+        lambda folder: (folder / "checksums.json").write_text("7"),
         "checksums.json is no list of checksums",
     ),
     "manifest of no files": (
@@ -112,17 +91,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: become(os.mkfifo, data(folder)),
         "__0_0.distcp has 0 bytes, expected",
     ),
-    "manifest of numbers": (
-        lambda folder: (folder / "checksums.json").write_text("7"),
-        "checksums.json is no list of checksums",
-    ),
 }  # fmt: skip
+"""What is not a file with other bytes, see SPOILED: how it comes about and what is said."""
 
 
 @pytest.mark.timeout(30)
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", UNFIT)
 def test_damaged_checkpoint_gives_way_to_the_next_whole_one(root, kind, caplog):
-    spoil, said = DAMAGE[kind]
+    spoil, said = UNFIT[kind]
     newest = iteration_folder(root, 3)
     spoil(newest)
     assert latest_iteration(root) == 2

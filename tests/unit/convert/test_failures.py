@@ -35,6 +35,8 @@ def _import_rounded(model, folder: Path, groups):
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("patch.convert").addHandler(handler)
+    for parameter in model.parameters():
+        parameter.data.fill_(float("nan"))
     import_hf([model], folder, RUN.model, groups)
     return messages, model.embedding.word_embeddings.weight.detach().float().numpy()
 
