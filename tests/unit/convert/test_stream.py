@@ -115,6 +115,7 @@ def _load_upstream(rank: int, world_size: int, root: Path) -> dict[str, object]:
         folder = root / f"{name}-mcore" / "release"
         loaded = dist_checkpointing.load(model.sharded_state_dict(), str(folder), strict="raise_all")
         model.load_state_dict({key: value for key, value in loaded.items() if "." in key}, strict=True)
+        assert not model.embedding.word_embeddings.weight[250:].any(), "padding"
         is_plain = name in PLAIN
         logits = model(TOKENS, torch.arange(12).expand(2, -1), mask)[..., :250] if is_plain else None
         found[name] = logits if logits is None else logits.numpy()

@@ -96,11 +96,6 @@ def test_output_and_gradients_are_products_of_rounded_factors(fp8: Fp8, keeps_in
     }.items():
         bound = SUM_BOUND * expected[name].abs().max().item()
         assert (found - expected[name]).abs().max() <= bound, name
-    if fp8.recipe == "tensorwise":  # the factors of forward: autograd through the rounded ones gives the same
-        straight = [rounded(t.detach(), E4M3, None).requires_grad_() for t in (x, w)]
-        torch.nn.functional.linear(*straight).backward(rounded(g, kind, None))
-        for ours, theirs in zip((x, w), straight, strict=True):
-            assert (ours.grad - theirs.grad).abs().max() <= SUM_BOUND * theirs.grad.abs().max()
 
 
 @pytest.mark.parametrize("fp8", SETTINGS[:2], ids=lambda fp8: fp8.recipe)

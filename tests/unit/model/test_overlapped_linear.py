@@ -10,19 +10,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from distributed_runner import new_job, run_distributed
+from distributed_runner import run_distributed
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from small_runs import small_run
 from torch.utils._python_dispatch import TorchDispatchMode
-from training_runs import CPU, build_seeded_run, digest_of
+from training_runs import CPU
 
 from patch import compat
 from patch.distributed.groups import initialize
 from patch.distributed.tensor_group import TensorGroup
 from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow, _Column, _Row
 from patch.model.weight_gradient import AccumulatingColumn, AccumulatingRow
-from patch.training.step import train_step
 
 UPSTREAM = {OverlappedColumn: ColumnParallelLinear, OverlappedRow: RowParallelLinear}
 ACCUMULATING = {OverlappedColumn: AccumulatingColumn, OverlappedRow: AccumulatingRow}
@@ -302,43 +301,3 @@ def test_messages_travel_while_products_are_computed(
         group.events.clear()
         output.backward(torch.zeros_like(output))
     assert group.events == backward
-
-
-LONG = {"max_padding_length": 1024, "seq_length": 1024, "micro_batch_size": 1, "global_batch_size": 2}
-"""Hidden states of 128 KiB a rank at TP=2: messages are cut."""
-RUNS: dict[int, dict[str, dict[str, Any]]] = {
-    2: {
-        "tp, full": {"tp": 2, "recompute_granularity": "full"},
-        "sp, bf16, families": {
-            "tp": 2, "sequence_parallel": True, "precision": "bf16", "recompute_granularity": "selective",
-            "add_qkv_bias": True, "qk_layernorm": True, "window_size": "63,0",
-        },
-    },
-    4: {
-        "tp=4, sp": {"tp": 4, "sequence_parallel": True, "num_query_groups": 4},
-        "sp, cp": {"tp": 2, "cp": 2, "sequence_parallel": True, "cp_comm_type": "p2p"},
-        "sp, vpp": {"tp": 2, "pp": 2, "stage": 1, "sequence_parallel": True, "num_layers": 4},
-    },
-}  # fmt: skip
-
-
-def bits(changes: dict[str, Any]) -> list[Any]:
-    run = build_seeded_run(small_run(**{"num_layers": 2, "train_iters": 1, **LONG, **changes}))
-    result = train_step(run, 0)
-    found = [result.loss, result.grad_norm, digest_of(b.shard for b in run.optimizer.grad_buffer.buckets)]
-    new_job()
-    return found
-
-
-def run_steps(rank: int, world_size: int) -> dict[str, list[Any]]:
-    return {
-        name: [bits({**changes, "tp_comm_overlap": overlap}) for overlap in (True, False)]
-        for name, changes in RUNS[world_size].items()
-    }
-
-
-@pytest.mark.parametrize("world_size", RUNS)
-def test_overlap_changes_no_bit_of_a_step(world_size: int) -> None:
-    for rank in run_distributed(run_steps, world_size):
-        for name, (overlapped, plain) in rank.items():
-            assert overlapped == plain, name

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_runs import hf_llama, small_run
+from small_runs import small_run
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -16,25 +16,12 @@ from patch.distributed.zigzag import Zigzag
 from patch.model.rotary import RotaryTable, attention_factor, inverse_frequencies
 from patch.preflight.stored_shape import read_hf_config
 
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"use_rope_scaling": False, "rotary_base": 10000.0},
-        {"rope_scaling_factor": 8.0, "rope_original_max_position": 8192, "kv_channels": 128},
-        {"rope_scaling_factor": 32.0, "rope_original_max_position": 8192, "kv_channels": 64},
-        {"rope_original_max_position": 2048, "rope_low_freq_factor": 2.0, "rope_high_freq_factor": 8.0},
-    ],
-    ids=["plain", "llama3.1", "llama3.2", "other-fields"],
-)
-def test_frequencies_equal_transformers(changes: dict) -> None:
-    config = small_run(**changes)
-    expected = hf_llama(config).model.rotary_emb.inv_freq
-    assert torch.equal(inverse_frequencies(config.model), expected)
-
-
 YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 SCALINGS: dict[str, dict[str, Any]] = {
+    "plain": {"rope_type": "default"},
+    "llama3": LLAMA3 | {"original_max_position_embeddings": 64},
+    "llama3, other factors": LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 8.0},
     "linear": {"rope_type": "linear", "factor": 3.0},
     "dynamic": {"rope_type": "dynamic", "factor": 4.0},
     "yarn": YARN,
@@ -70,9 +57,6 @@ def test_scaled_frequencies_and_attention_factor_equal_transformers(tmp_path: Pa
     expected = LlamaRotaryEmbedding(config)
     assert torch.equal(inverse_frequencies(model), expected.inv_freq)
     assert attention_factor(model) == expected.attention_scaling
-
-
-LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 
 
 @pytest.mark.parametrize("rope", [YARN, LLAMA3 | {"original_max_position_embeddings": 64}, LLAMA3])
