@@ -20,6 +20,16 @@ __all__ = ["office"]
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at cuBLAS's first use; see `deterministic`
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """All tests of this folder are GPU tests, and skip themselves where there is none."""
+    here = [item for item in items if item.path.parent == Path(__file__).parent]
+    for item in here:
+        item.add_marker(pytest.mark.gpu)
+        if not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session")
 def job() -> Iterator[DeviceContext]:
     """One process over NCCL on the first GPU."""

@@ -7,11 +7,6 @@ from adam_cases import FORMS, SIZES, assert_equal, bits_after, make_items, scala
 from patch.optimizer.kernels import AdamStates, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 TAIL = 4099
 
 

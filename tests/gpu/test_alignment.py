@@ -5,18 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hf_families import family_model
 
 from patch.alignment import verify
 from patch.convert import hf_to_mcore
 from patch.device import DeviceContext
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 ROPE: dict[str, dict[str, Any]] = {
     "linear": {"rope_type": "linear", "factor": 3.0},

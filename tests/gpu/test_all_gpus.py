@@ -9,10 +9,7 @@ import pytest
 import torch
 from gpu.nccl_ranks import STEPS, Found, is_possible, run_ranks
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not is_possible(), reason="needs two CUDA devices, or one and NCCL 2.30"),
-]
+pytestmark = pytest.mark.skipif(not is_possible(), reason="needs two CUDA devices, or one and NCCL 2.30")
 
 
 NUM_RANKS = max(2, torch.cuda.device_count() // 2 * 2)

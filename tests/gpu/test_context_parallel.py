@@ -6,11 +6,6 @@ import torch.nn.functional as F
 
 from patch.compat.attention_kernels import attend_backward, attend_with_lse
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 LENGTH, SCALE = 100, 0.125
 BOUNDS = {torch.float32: 1e-4, torch.float16: 0.01, torch.bfloat16: 0.03}
 """Outputs and gradients are near 1; two kernels round in other places."""

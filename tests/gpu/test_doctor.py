@@ -2,18 +2,12 @@
 
 from pathlib import Path
 
-import pytest
 import torch
 
 from patch.device import MachineFacts
 from toolkits.doctor.check import Check, Settings, run_check
 from toolkits.doctor.gpus import check_gpus
 from toolkits.doctor.speed import measure_gpus
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def test_gpus_are_seen_and_measured() -> None:

@@ -12,11 +12,6 @@ from training_runs import build_seeded_run
 from patch.device import DeviceContext
 from patch.training.step import train_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 WAITS = {"own_shards.py", "async_collectives.py"}
 """The norm; and after it the losses, which have been summed by then."""
 

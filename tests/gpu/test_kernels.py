@@ -18,11 +18,6 @@ from patch.model.kernels import layer_kernels
 from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
 from patch.model.llama import transformer_config
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SWIGLU_BOUND = {torch.float32: 1e-6, torch.bfloat16: 2**-7, torch.float16: 2**-9}
 """Relative; one unit of a number's last digit and, in fp32, another exp."""

@@ -20,11 +20,6 @@ from patch.plan.activation_peak import heaviest_rank
 from patch.training.setup import Run
 from patch.training.step import train_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 SHAPE = {
     "hidden_size": 4096, "ffn_hidden_size": 14336, "num_attention_heads": 32, "num_query_groups": 8,
     "kv_channels": 128, "num_layers": 2, "seq_length": 8192, "max_padding_length": 8192,

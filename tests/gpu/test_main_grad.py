@@ -10,11 +10,6 @@ from patch.device import DeviceContext
 from patch.model.weight_gradient import add_product, has_epilogue
 from patch.training.step import train_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 LOSS_BOUND = 5e-3
 """On losses near 5.6 over five steps of bf16."""
 

@@ -11,11 +11,6 @@ from patch.config.schema import OptimizerConfig
 from patch.device import DeviceContext
 from patch.optimizer import build_optimizer
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 LR, STEPS = 1e-2, 6
 BOUND = 2e-5
 """On weights near 0.3 after six steps of at most 0.01: two orders of the same sums in fp32."""

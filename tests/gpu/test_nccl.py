@@ -12,10 +12,7 @@ FP8_BOUND = 0.05
 """On losses near 5.6 over five steps; tensor parallelism scales and sums other parts."""
 
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not is_possible(), reason="needs two CUDA devices, or one and NCCL 2.30"),
-]
+pytestmark = pytest.mark.skipif(not is_possible(), reason="needs two CUDA devices, or one and NCCL 2.30")
 
 
 @pytest.fixture(scope="module")

@@ -12,11 +12,6 @@ from patch.optimizer.layout import BucketShard, ShardRange
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import StaticPlacementPolicy
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 
 @pytest.fixture
 def device() -> CudaDevice:

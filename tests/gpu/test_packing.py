@@ -10,11 +10,6 @@ from patch.model import PackedSequences
 from patch.model.attention import CausalAttention
 from patch.model.varlen import takes_varlen
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 LENGTHS = [100, 1, 155, 256]
 """Of two rows of 256 tokens: three sequences, and one that fills its row."""
 BF16_BOUND = 0.03

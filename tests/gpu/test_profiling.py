@@ -3,8 +3,6 @@
 import json
 from pathlib import Path
 
-import pytest
-import torch
 from megatron.core import parallel_state
 from small_runs import small_run
 from training_runs import build_seeded_run
@@ -13,11 +11,6 @@ from patch.device import DeviceContext
 from patch.training.profiling import StepProfile
 from patch.training.trainer import Trainer
 from toolkits.timeline.__main__ import main
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
 
 
 def test_a_step_with_offloaded_states_has_kernels_and_copies(job: DeviceContext, tmp_path: Path) -> None:

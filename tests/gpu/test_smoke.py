@@ -14,11 +14,6 @@ from end_to_end.shell import assert_same_weights, call, command, cut_back, losse
 
 from toolkits.preprocess_pretrain import main as preprocess_pretrain
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 STEPS = 3
 TWO_RANKS = [{"TP": 2}, {"PP": 2}, {"DO": "true"}]
 

@@ -21,11 +21,6 @@ from patch.training.run_state import Progress, resume, save
 from patch.training.setup import Run
 from patch.training.step import train_step
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
-
 STEPS = 8
 SMALL = {"train_iters": STEPS, "reduce_bucket_size": 40_000, "optimizer_offload_chunk_size": 9_999}
 POLICIES: dict[str, dict[str, Any]] = {

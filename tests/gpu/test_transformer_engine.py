@@ -16,10 +16,7 @@ from patch.training.setup import Run
 from patch.training.step import train_step
 
 pytest.importorskip("transformer_engine", reason="Transformer Engine is not installed")
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+
 needs_fp8 = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs 8-bit products"
 )
