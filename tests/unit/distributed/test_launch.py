@@ -22,6 +22,7 @@ from launches import (
     start,
     write_script,
 )
+from small_runs import small_run
 from torch.distributed.elastic.rendezvous import RendezvousGracefulExitError
 
 from patch.device import MachineFacts
@@ -49,35 +50,27 @@ def test_environment_tells_each_rank_its_place(tmp_path: Path, monkeypatch: pyte
     assert dict(os.environ) == before
 
 
-def test_environment_keeps_the_users_own_choices() -> None:
-    own = {"OMP_NUM_THREADS": "7", "RAYON_NUM_THREADS": "3", "TOKENIZERS_PARALLELISM": "false"}
-    own |= {"CUBLAS_WORKSPACE_CONFIG": ":16:8"}
-    only = worker_environment(make_config(1, deterministic_mode=True), MACHINE, own)
-    assert own.items() <= only.items()
-
-
-def test_environment_lets_cublas_be_deterministic_where_it_is_asked() -> None:
-    only = worker_environment(make_config(1, deterministic_mode=True), MACHINE, {})
-    assert only["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
-    only = worker_environment(make_config(1), MACHINE, {})
-    assert "CUBLAS_WORKSPACE_CONFIG" not in only
-
-
-def test_environment_bounds_how_long_s3_keeps_a_save_waiting() -> None:
-    config = make_config(1)
-    stored = replace(config, checkpoint=replace(config.checkpoint, save="s3://bucket/run"))
-    assert worker_environment(stored, MACHINE, {})["AWS_MAX_ATTEMPTS"] == "3"
-    assert worker_environment(stored, MACHINE, {"AWS_MAX_ATTEMPTS": "7"})["AWS_MAX_ATTEMPTS"] == "7"
-    assert "AWS_MAX_ATTEMPTS" not in worker_environment(config, MACHINE, {})
-
-
-def test_environment_keeps_nccl_from_sums_in_the_switch_where_bits_must_repeat() -> None:
-    """NVLS reductions differ from call to call (pytorch#154880)."""
-    config = make_config(1, deterministic_mode=True)
-    assert worker_environment(config, MACHINE, {})["NCCL_ALGO"] == "^NVLS"
-    own = {"NCCL_ALGO": "Ring"}
-    assert worker_environment(config, MACHINE, own)["NCCL_ALGO"] == "Ring"
-    assert "NCCL_ALGO" not in worker_environment(make_config(1), MACHINE, {})
+@pytest.mark.parametrize(
+    ("changes", "name", "expected"),
+    [
+        ({}, "OMP_NUM_THREADS", "4"),
+        ({}, "RAYON_NUM_THREADS", "4"),
+        ({"deterministic_mode": True}, "CUBLAS_WORKSPACE_CONFIG", ":4096:8"),
+        ({}, "CUBLAS_WORKSPACE_CONFIG", None),
+        # NVLS reductions differ from call to call (pytorch#154880).
+        ({"deterministic_mode": True}, "NCCL_ALGO", "^NVLS"),
+        ({}, "NCCL_ALGO", None),
+        # How long S3 keeps a save waiting.
+        ({"save": "s3://bucket/run"}, "AWS_MAX_ATTEMPTS", "3"),
+        ({}, "AWS_MAX_ATTEMPTS", None),
+    ],
+)
+def test_environment_has_what_the_run_needs_but_for_the_users_own_choices(
+    changes: dict, name: str, expected: str | None
+) -> None:
+    config = small_run(**changes)
+    assert worker_environment(config, MACHINE, {}).get(name) == expected
+    assert worker_environment(config, MACHINE, {name: "7"})[name] == "7"
 
 
 @pytest.mark.parametrize(
