@@ -7,7 +7,6 @@ from patch.preflight import run_warnings, validate_run
 
 CPU = MachineFacts(cuda_devices=0, cpu_cores=2)
 GPUS = MachineFacts(cuda_devices=2, cpu_cores=2)
-VPP = "--num-layers-per-virtual-pipeline-stage"
 
 
 def _with_two_tokenizers(command, text):
