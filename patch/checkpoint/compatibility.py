@@ -72,12 +72,22 @@ def _check_description(path: AnyPath) -> None:
         raise CheckpointError(f"{path} says sharded_backend {backend!r:.60}, expected 'torch_dist'")
 
 
+class AnyWeights(NamedTuple):
+    """A model's weights from any checkpoint, whose dtypes and vocabulary padding may differ."""
+
+    prefixes: tuple[str, ...]
+    """Prefixes of the keys of a model's tensors; other keys of the checkpoint are ignored."""
+    vocab_size: int
+    """Rows of the vocabulary without padding."""
+
+
 def check_fit(
     folder: AnyPath,
     index: Metadata,
     shards: list[ShardedBase],
     requested: set[str],
     cures: Mapping[str, Cure],
+    weights: AnyWeights | None = None,
 ) -> None:
     """Check that the checkpoint has exactly the requested keys, with the same shapes and dtypes.
 
@@ -89,48 +99,18 @@ def check_fit(
         shards: the shards that this rank loads.
         requested: the keys that all ranks together load.
         cures: prefix of keys -> what to do if such a key is missing or unexpected.
+        weights: only weights are loaded, and these may differ.
 
     Raises:
         CheckpointError: it does not fit; the message names the tensors, both shapes or dtypes, and for a
             missing tensor the nearest stored name.
     """
     stored = index.state_dict_metadata
-    _check_names(folder, set(stored), requested, cures)
+    keys = {key for key in stored if weights is None or key.startswith(weights.prefixes)}
+    _check_names(folder, keys, requested, cures)
     for shard in shards:
         if isinstance(shard, ShardedTensor):
-            _check_tensor(folder, shard, stored[shard.key])
-
-
-def check_weights(
-    folder: AnyPath,
-    index: Metadata,
-    shards: list[ShardedBase],
-    requested: set[str],
-    *,
-    prefixes: tuple[str, ...],
-    vocab_size: int,
-    cures: Mapping[str, Cure],
-) -> None:
-    """Check that the checkpoint has this model's weights; dtypes and vocabulary padding may differ.
-
-    Args:
-        folder: the checkpoint, for messages.
-        index: its parsed `.metadata`.
-        shards: the shards that this rank loads.
-        requested: the keys that all ranks together load.
-        prefixes: prefixes of the keys of a model's tensors; other keys of the checkpoint are ignored.
-        vocab_size: rows of the vocabulary without padding.
-        cures: see `check_fit`.
-
-    Raises:
-        CheckpointError: it does not fit; the message names the tensors, and both shapes or, for a missing
-            tensor, the nearest stored name.
-    """
-    stored = index.state_dict_metadata
-    _check_names(folder, {key for key in stored if key.startswith(prefixes)}, requested, cures)
-    for shard in shards:
-        if isinstance(shard, ShardedTensor):
-            _check_shape(folder, shard, stored[shard.key], vocab_size)
+            _check_tensor(folder, shard, stored[shard.key], weights)
 
 
 def _check_names(folder: AnyPath, stored: set[str], requested: set[str], cures: Mapping[str, Cure]) -> None:
@@ -150,25 +130,18 @@ def _check_names(folder: AnyPath, stored: set[str], requested: set[str], cures: 
         )
 
 
-def _check_shape(
-    folder: AnyPath, shard: ShardedTensor, stored: object, vocab_size: int | None = None
-) -> TensorStorageMetadata:
+def _check_tensor(folder: AnyPath, shard: ShardedTensor, stored: object, weights: AnyWeights | None) -> None:
     if not isinstance(stored, TensorStorageMetadata):
         raise CheckpointError(f"{folder}: {shard.key} is an object, expected a tensor")
     got, expected = tuple(stored.size), tuple(shard.global_shape)
-    is_padded = vocab_size is not None and shard.allow_shape_mismatch and got[0] >= vocab_size
+    is_padded = weights is not None and shard.allow_shape_mismatch and got[0] >= weights.vocab_size
     if got != expected and not (is_padded and got[1:] == expected[1:]):
         cure = _SECTION_CURES[_section(shard.key)]
         raise CheckpointError(
             f"{folder}: {shard.key} has shape {got}, this run expects {expected}; {cure.advice}",
             field=cure.field,
         )
-    return stored
-
-
-def _check_tensor(folder: AnyPath, shard: ShardedTensor, stored: object) -> None:
-    stored = _check_shape(folder, shard, stored)
-    if stored.properties.dtype != shard.dtype:
+    if weights is None and stored.properties.dtype != shard.dtype:
         raise CheckpointError(
             f"{folder}: {shard.key} is {stored.properties.dtype}, this run expects {shard.dtype}; "
             + SAME_PRECISION.advice,

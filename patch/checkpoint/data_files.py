@@ -5,14 +5,14 @@ from __future__ import annotations
 import heapq
 import io
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
-from typing import NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 
-from patch.checkpoint.records import write_record
 from patch.device import start_thread
 from patch.storage.checksums import Content, SummedFile
 from patch.storage.places import AnyPath, retried
@@ -21,6 +21,9 @@ NUM_FILES = 2
 """Files of each rank, which are written at the same time."""
 
 Value = torch.Tensor | io.BytesIO
+
+_crc32_lock = threading.Lock()
+_crc32_users = 0
 
 
 class Written(NamedTuple):
@@ -112,6 +115,60 @@ def _write_file(
         return file.finish()
     finally:
         file.close()
+
+
+@contextmanager
+def _no_zip_checksums() -> Iterator[None]:
+    """Make torch.save skip its CRC-32, which takes as long as writing and which torch.load never checks.
+
+    It is a setting of the process: while any thread is in this context, no thread computes them.
+    """
+    global _crc32_users
+    with _crc32_lock:
+        _crc32_users += 1
+        torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        with _crc32_lock:
+            _crc32_users -= 1
+            if not _crc32_users:
+                torch.serialization.set_crc32_options(True)
+
+
+def write_record(stream: SummedFile, value: Any) -> tuple[int, int]:
+    """Append a record; its offset and length in bytes.
+
+    Args:
+        stream: the data file.
+        value: a tensor, or an opaque object in the format of megatron-core's ShardedObject.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    begin = stream.tell()
+    try:
+        with _no_zip_checksums():
+            torch.save(_alone(value) if isinstance(value, torch.Tensor) else value, cast(IO[bytes], stream))
+    except RuntimeError:  # torch's zip writer raises it instead of the stream's error
+        if stream.error is not None:
+            raise stream.error from None
+        raise
+    return begin, stream.tell() - begin
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous CPU tensor with a storage of its own size, which is all that torch.save writes.
+
+    A view of a larger CPU storage is not copied.
+    """
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor
+    if not tensor.numel():
+        return tensor.clone()
+    values = torch.from_numpy(tensor.view(-1).view(torch.uint8).numpy())
+    return values.view(tensor.dtype).view(tensor.shape)
 
 
 def _split(values: Sequence[Value]) -> list[list[int]]:

@@ -1,38 +1,38 @@
-"""Loads checkpoints: everything is checked on all ranks before upstream writes into the model.
+"""Loads checkpoints: everything is checked on all ranks before a value of the model changes.
 
-A load that fails inside upstream leaves tensors zeroed or half read, so every name, shape, dtype and file
-size is checked before. The loading run may have any layout (TP, PP, DP).
+A load that fails in the middle leaves tensors half read, so every name, shape, dtype and file size is checked
+before. The loading run may have any layout (TP, PP, DP): each rank reads its part of each tensor.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import extract_matching_values
-from megatron.core.dist_checkpointing.mapping import ShardedBase, ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonLoadStrategy
+from megatron.core.dist_checkpointing.dict_utils import dict_list_map_outplace, extract_matching_values, merge
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+    apply_factory_merges,
+)
+from megatron.core.dist_checkpointing.state_dict_utils import load_preprocess
+from megatron.core.dist_checkpointing.utils import extract_sharded_base
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from patch.checkpoint.compatibility import NO_CURES, Cure, check_files, check_fit, check_weights
-from patch.checkpoint.failures import checkpoint_failures
+from patch.checkpoint.compatibility import NO_CURES, AnyWeights, Cure, check_files, check_fit
 from patch.checkpoint.folder import iteration_folder
-from patch.checkpoint.reader import WindowReader
 from patch.checkpoint.sharded_tensors import copied, index_key, shards_of
-from patch.compat.load_reader import reading_with
-from patch.compat.unpickle import load_plain, plain_readers, read_metadata
-from patch.distributed.collectives import all_gather_object
+from patch.checkpoint.stored import Box, TorchDistReader
+from patch.compat.unpickle import load_plain, read_metadata
+from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.storage.names import COMMON_FILE, METADATA_FILE, METADATA_JSON_FILE
+from patch.storage.names import COMMON_FILE, METADATA_FILE
 from patch.storage.places import AnyPath
 from patch.storage.remote import RemotePath
 from patch.storage.text_files import read_small
@@ -63,27 +63,10 @@ def load_checkpoint(
             tensors failed.
     """
     folder = iteration_folder(root, iteration)
-    with checkpoint_failures(f"checkpoint {folder} was not loaded"):
-        read_common(root, iteration)
-        index = read_metadata(folder / METADATA_FILE)
-        if dist.get_rank() == 0:
-            check_files(folder, index)
-        shards = shards_of(sharded_state)
-    requested = set().union(*all_gather_object({index_key(shard) for shard in shards}))
-    with checkpoint_failures(f"checkpoint {folder} was not loaded"):
-        check_fit(folder, index, shards, requested, cures)
-    failure = f"checkpoint {folder} failed while it was read, the model in memory is unusable"
-    reader = WindowReader(folder, index)
-    with (
-        checkpoint_failures(failure), _for_upstream(folder) as local, plain_readers(), reading_with(reader)
-    ):  # fmt: skip
-        # Overlapping or incomplete shards are no error of a load, and upstream would raise on rank 0 only.
-        loaded = dist_checkpointing.load(
-            copied(_without_absent_extra_state(sharded_state, index)),
-            str(local),
-            validate_access_integrity=False,
-        )
-    return loaded
+    with fail_together(f"checkpoint {folder} was not loaded", CheckpointError):
+        common = read_common(root, iteration)
+    merge(common, _load(folder, sharded_state, cures))
+    return common
 
 
 def load_only_weights(
@@ -109,47 +92,60 @@ def load_only_weights(
     Raises:
         CheckpointError: see `load_checkpoint`.
     """
-    with checkpoint_failures(f"weights of {folder} were not loaded"):
+    _load(folder, sharded_state, cures, AnyWeights(prefixes, vocab_size))
+
+
+def _load(
+    folder: AnyPath,
+    sharded_state: dict[str, Any],
+    cures: Mapping[str, Cure],
+    weights: AnyWeights | None = None,
+) -> dict[str, Any]:
+    """Check and load shards in place; a collective. Returns the same nesting with tensors and objects."""
+    with fail_together(f"checkpoint {folder} was not loaded", CheckpointError):
         index = read_metadata(folder / METADATA_FILE)
         if dist.get_rank() == 0:
             check_files(folder, index)
+        reader = TorchDistReader(folder, index)
         shards = shards_of(sharded_state)
     requested = set().union(*all_gather_object({index_key(shard) for shard in shards}))
-    with checkpoint_failures(f"weights of {folder} were not loaded"):
-        check_weights(folder, index, shards, requested, prefixes=prefixes, vocab_size=vocab_size, cures=cures)
-    _warn_of_rounding(folder, index, shards)
-    failure = f"{folder} failed while it was read, the model in memory is unusable"
-    reader = WindowReader(folder, index)
-    with (
-        checkpoint_failures(failure), _for_upstream(folder) as local, plain_readers(), reading_with(reader)
-    ):  # fmt: skip
-        dist_checkpointing.load(
-            copied(_without_absent_extra_state(sharded_state, index)),
-            str(local),
-            common_strategy=_NoCommon(),
-            validate_access_integrity=False,
-        )
+    with fail_together(f"checkpoint {folder} was not loaded", CheckpointError):
+        check_fit(folder, index, shards, requested, cures, weights)
+    if weights is not None:
+        _warn_of_rounding(folder, index, shards)
+    failure = f"checkpoint {folder} failed while it was read, the model in memory is unusable"
+    with fail_together(failure, CheckpointError):
+        try:
+            return _filled(reader, _without_absent_extra_state(sharded_state, index))
+        except CheckpointError as error:
+            raise CheckpointError(f"{failure}: {error}") from error
 
 
-@contextmanager
-def _for_upstream(folder: AnyPath) -> Iterator[Path]:
-    """A folder on the disk with the files that upstream opens itself, which are small."""
-    if isinstance(folder, Path):
-        yield folder
-        return
-    with tempfile.TemporaryDirectory() as local:
-        for name in (COMMON_FILE, METADATA_JSON_FILE):
-            if (folder / name).is_file():
-                (Path(local) / name).write_bytes(read_small(folder / name, _MOST_COMMON_BYTES))
-        yield Path(local)
+def _filled(reader: TorchDistReader, sharded_state: dict[str, Any]) -> dict[str, Any]:
+    """Read all that the shards want.
 
+    As megatron-core's load (dist_checkpointing/serialization.py:55), which reads through torch's planner: no
+    rank waits for another one here, and nothing is unpickled but by our own readers.
+    """
+    state, _, factories = load_preprocess(copied(sharded_state))
+    targets = []
 
-class _NoCommon(TorchCommonLoadStrategy):
-    """Does not read common.pt, where Megatron-LM stores objects of its own classes."""
+    def value_of(shard: ShardedBase) -> Any:
+        if isinstance(shard, ShardedObject):
+            return reader.read_object(shard.unique_key)
+        assert isinstance(shard, ShardedTensor), "factories are expanded"
+        if shard.data is None:
+            shard.init_data("cpu")
+        data = shard.data.detach()
+        if shard.allow_shape_mismatch:  # the stored one may have fewer rows
+            data.zero_()
+        stacked = data[(None,) * shard.prepend_axis_num]  # layers that are one tensor with a leading axis
+        targets.append((shard.key, Box(tuple(shard.global_offset), tuple(stacked.shape)), stacked))
+        return data
 
-    def load_common(self, checkpoint_dir: str | Path) -> dict[str, Any]:
-        """An empty common state."""
-        return {}
+    loaded = dict_list_map_outplace(value_of, extract_sharded_base(state)[0])
+    reader.fill(targets)
+    return apply_factory_merges(loaded, factories)
 
 
 def _warn_of_rounding(folder: AnyPath, index: Metadata, shards: list[ShardedBase]) -> None:

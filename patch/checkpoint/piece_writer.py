@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from patch.checkpoint.data_files import write_record
 from patch.checkpoint.manifest import write_manifest
-from patch.checkpoint.records import no_zip_checksums
 from patch.checkpoint.stored import Piece
 from patch.compat.save_plan import common_files
 from patch.compat.torch_checkpoint import StorageInfo
@@ -72,15 +72,8 @@ class PieceWriter:
         self._append(MetadataIndex(key), [value])
 
     def _append(self, index: MetadataIndex, value: Any) -> None:
-        begin = self._stream.tell()
-        try:
-            with no_zip_checksums():
-                torch.save(value, cast(IO[bytes], self._stream))
-        except RuntimeError:  # torch's zip writer raises it instead of the stream's OSError
-            if self._stream.error is not None:
-                raise self._stream.error from None
-            raise
-        self._index.storage_data[index] = StorageInfo(_DATA, begin, self._stream.tell() - begin)
+        begin, length = write_record(self._stream, value)
+        self._index.storage_data[index] = StorageInfo(_DATA, begin, length)
 
     def finish(self, common: dict[str, Any]) -> None:
         """Finish the data file and write the other files of the checkpoint; the checksums last.

@@ -26,7 +26,6 @@ import torch
 import torch.distributed as dist
 
 from patch.checkpoint.data_files import Value, Written, data_file, write_data
-from patch.checkpoint.failures import checkpoint_failures
 from patch.checkpoint.folder import iteration_folder, open_staging, publish, staged_checkpoint
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.manifest import write_manifest
@@ -35,7 +34,7 @@ from patch.checkpoint.sharded_tensors import bytes_to_write, copied, shards_of
 from patch.compat.save_plan import SavePlanner
 from patch.compat.torch_checkpoint import StorageInfo
 from patch.device import start_thread
-from patch.distributed.collectives import all_gather_object
+from patch.distributed.collectives import all_gather_object, fail_together
 from patch.errors import CheckpointError
 from patch.logger import get_logger
 from patch.storage.atomic import StagedFolder
@@ -94,15 +93,15 @@ def start_save(
     target = iteration_folder(root, iteration)
     planner = SavePlanner()
     with _discarding(target):
-        with checkpoint_failures(f"checkpoint {target} was not started"):
+        with fail_together(f"checkpoint {target} was not started", CheckpointError):
             json.dumps(common)
             num_bytes = bytes_to_write(shards_of(sharded_state))
         needed = sum(all_gather_object(num_bytes))
         if isinstance(target, Path):
             _open(target, needed)
-        with checkpoint_failures(_failure(target)):
+        with fail_together(_failure(target), CheckpointError):
             planner.split({**copied(sharded_state), **common})
-        with checkpoint_failures(_failure(target)):
+        with fail_together(_failure(target), CheckpointError):
             planner.plan()
     spare = None if isinstance(target, Path) else _Spare(needed, disk)
     return Save(target, iteration, planner, host_copies, spare)
@@ -115,7 +114,7 @@ def _open(target: AnyPath, needed: int) -> None:
         target: the checkpoint's folder.
         needed: bytes of all ranks.
     """
-    with checkpoint_failures(f"checkpoint {target} was not started"):
+    with fail_together(f"checkpoint {target} was not started", CheckpointError):
         if dist.get_rank() == 0:
             check_held(target)  # what it removes would be another run's
             open_staging(target)
@@ -223,7 +222,7 @@ class Save:
                 a store failed, and the checkpoint is on the disk instead.
         """
         try:
-            with _discarding(self._target), checkpoint_failures(_failure(self._target)):
+            with _discarding(self._target), fail_together(_failure(self._target), CheckpointError):
                 self._join()
                 if self._error is not None:
                     raise self._error
@@ -280,7 +279,7 @@ class Save:
         try:
             with _discarding(self._target):
                 _open(self._target, self._spare.needed)
-                with checkpoint_failures(_failure(self._target)):
+                with fail_together(_failure(self._target), CheckpointError):
                     if dist.get_rank() == 0:
                         (self._partial / REFUSED_FILE).write_bytes(b"")
         except CheckpointError as second:

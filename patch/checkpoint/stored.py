@@ -1,31 +1,37 @@
 """The tensors of a stored checkpoint, without a model or a job: names, shapes, types, any part of the values.
 
 A reader does not depend on how the tensors were cut into pieces when they were saved. It needs memory for
-what it returns and one window.
+what it returns and one window, because it reads the records of torch.save by windows: torch's own
+FileSystemReader has a whole stored piece in memory for each part of it that is wanted, and a mapped file ends
+the process by a signal, where a read raises an error, when a disk fails or the file is truncated meanwhile.
 """
 
 from __future__ import annotations
 
+import io
+import itertools
 import math
-from collections.abc import Iterator
+import pickle
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 import numpy as np
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from patch.checkpoint.compatibility import check_files
-from patch.checkpoint.records import WINDOW_BYTES, Record, read_header, read_region, reading_errors
-from patch.compat.torch_checkpoint import StorageInfo
-from patch.compat.unpickle import load_tensors, read_metadata
+from patch.compat.torch_checkpoint import StorageInfo, create_file_view
+from patch.compat.unpickle import load_plain, load_tensors, read_metadata
 from patch.errors import CheckpointError
 from patch.storage.names import COMMON_FILE, METADATA_FILE
-from patch.storage.places import AnyPath, local_file, open_to_read
+from patch.storage.places import AnyPath, local_file, open_to_read, read_at
 from patch.storage.remote import RemotePath
 
 LEGACY_FILE = "model_optim_rng.pt"
+WINDOW_BYTES = 2 * 2**20
+"""Bytes read at once. They fit the processor's cache."""
 
 
 class StoredTensor(NamedTuple):
@@ -68,26 +74,31 @@ class TorchDistReader:
 
     Args:
         folder: the checkpoint itself (`iter_*`, `release`).
+        index: its parsed `.metadata`, if the caller has read it and has its files checked.
 
     Raises:
         CheckpointError: the index cannot be read, or a data file is missing or truncated.
     """
 
-    def __init__(self, folder: AnyPath) -> None:
+    def __init__(self, folder: AnyPath, index: Metadata | None = None) -> None:
         self.folder = folder
-        index = read_metadata(folder / METADATA_FILE)
         try:
-            check_files(folder, index)
+            if index is None:
+                index = read_metadata(folder / METADATA_FILE)
+                check_files(folder, index)
             self.tensors = {
                 key: StoredTensor(tuple(stored.size), stored.properties.dtype)
                 for key, stored in index.state_dict_metadata.items()
                 if isinstance(stored, TensorStorageMetadata)
             }
             self.objects = sorted(set(index.state_dict_metadata) - set(self.tensors))
-            self._stored = _stored_pieces(folder, index)
+            self._places = {
+                (where.fqn, tuple(where.offset or ())): place for where, place in index.storage_data.items()
+            }
+            self._stored = _stored_pieces(folder, index, self._places)
         except (AttributeError, TypeError, ValueError) as error:
             raise CheckpointError(f"{folder / METADATA_FILE} is no index of tensors: {error}") from error
-        self._records: dict[tuple[str, int], Record] = {}
+        self._records: dict[tuple[str, int], _Record] = {}
         """Records of the tensor that was read last, by file and offset."""
         self._last_key: str | None = None
         self._buffer = np.empty(WINDOW_BYTES, np.uint8)
@@ -112,15 +123,45 @@ class TorchDistReader:
             CheckpointError: a piece cannot be read, or the pieces do not cover the part.
         """
         values = torch.empty(box.sizes, dtype=self.tensors[key].dtype)
-        missing = values.numel()
-        for stored in self._stored.get(key, ()):
-            common = intersection(box, stored.box)
-            if common is not None:
-                self._read_part(key, stored, common, values[_slices(common, box)])
-                missing -= math.prod(common.sizes)
-        if missing > 0:
-            raise CheckpointError(f"{self.folder}: the pieces of {key} do not cover it at {box.offsets}")
+        self.fill([(key, box, values)])
         return values
+
+    def fill(self, targets: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
+        """Read parts of tensors into others, in the order of the files.
+
+        Args:
+            targets: the stored tensor, the part of it, and where its values go, converted to that type. What
+                lies outside of the stored tensor stays as it is.
+
+        Raises:
+            CheckpointError: see `read`.
+        """
+        parts = []
+        for key, box, target in targets:
+            stored = [
+                (piece, common)
+                for piece in self._stored.get(key, ())
+                if (common := intersection(box, piece.box))
+            ]
+            shape = self.tensors[key].shape
+            wanted = intersection(box, Box((0,) * len(shape), shape))
+            if wanted and math.prod(wanted.sizes) > sum(math.prod(common.sizes) for _, common in stored):
+                raise CheckpointError(f"{self.folder}: the pieces of {key} do not cover it at {box.offsets}")
+            parts += [(piece, key, common, target[_slices(common, box)]) for piece, common in stored]
+        for piece, key, common, target in sorted(parts, key=lambda part: _position(part[0])):
+            self._read_part(key, piece, common, target)
+
+    def read_object(self, key: str) -> Any:
+        """The value of an opaque object, which holds nothing but tensors and plain values.
+
+        Raises:
+            CheckpointError: it cannot be read, or it holds something else.
+        """
+        place = self._places[key, ()]
+        path = self.folder / place.relative_path
+        with _reading_errors(path, key, place), self._opened(path) as stream:
+            (value,) = _load_record(stream, place)
+            return value
 
     def pieces(self, keys: set[str]) -> Iterator[Piece]:
         """All values of these tensors in the order of the files, a window of neighbouring rows at a time.
@@ -144,13 +185,13 @@ class TorchDistReader:
         path, place = self.folder / stored.place.relative_path, stored.place
         if key != self._last_key:
             self._records, self._last_key = {}, key
-        with reading_errors(path, key, place), self._opened(path) as stream:
+        with _reading_errors(path, key, place), self._opened(path) as stream:
             position = _position(stored)
             if position not in self._records:
                 dtype = self.tensors[key].dtype
-                self._records[position] = read_header(stream, place, stored.box.sizes, dtype)
+                self._records[position] = _read_header(stream, place, stored.box.sizes, dtype)
             offsets = [begin - origin for begin, origin in zip(part.offsets, stored.box.offsets, strict=True)]
-            read_region(stream, self._records[position], offsets, target, self._buffer)
+            _read_region(stream, self._records[position], offsets, target, self._buffer)
 
     @contextmanager
     def _opened(self, path: AnyPath) -> Iterator[IO[bytes]]:
@@ -252,17 +293,21 @@ def windows(box: Box, num_elements: int) -> Iterator[Box]:
         yield from windows(Box(tuple(offsets), tuple(sizes)), num_elements)
 
 
-def _stored_pieces(folder: AnyPath, index: Metadata) -> dict[str, list[_StoredPiece]]:
+def _stored_pieces(
+    folder: AnyPath, index: Metadata, places: dict[tuple[str, tuple[int, ...]], StorageInfo]
+) -> dict[str, list[_StoredPiece]]:
     """Where the pieces of each tensor are.
+
+    Args:
+        folder: the checkpoint, for messages.
+        index: its index.
+        places: of all records, by key and first element.
 
     Raises:
         CheckpointError: the index names no file for a piece.
         AttributeError, TypeError, ValueError: it is no index.
     """
     pieces: dict[str, list[_StoredPiece]] = {}
-    places: dict[tuple[str, tuple[int, ...]], StorageInfo] = {
-        (where.fqn, tuple(where.offset or ())): place for where, place in index.storage_data.items()
-    }
     for key, stored in index.state_dict_metadata.items():
         if not isinstance(stored, TensorStorageMetadata):
             continue
@@ -320,3 +365,125 @@ def _nested_tensors(values: Any, prefix: str, seen: set[int]) -> Iterator[tuple[
         items = values.items() if isinstance(values, dict) else enumerate(values)
         for name, value in items:
             yield from _nested_tensors(value, f"{prefix}.{name}", seen)
+
+
+class _Record(NamedTuple):
+    """A stored tensor whose values are read when they are wanted."""
+
+    tensor: torch.Tensor
+    """On the device `meta`: its shape and dtype. On the CPU, with its values, if these are not in order."""
+    begin: int | None
+    """The file offset of its values; None if they are not in the order of its elements."""
+
+
+def _read_header(stream: IO[bytes], place: StorageInfo, shape: Sequence[int], dtype: torch.dtype) -> _Record:
+    """A record's tensor without its values, unless they were stored with strides, which ours never are.
+
+    That the device `meta` reads no values is true since torch 2.11 (pytorch pull request 170619).
+
+    Args:
+        stream: the data file.
+        place: where the record is, by the index.
+        shape: of its tensor, by the index.
+        dtype: of its tensor, by the index.
+
+    Raises:
+        OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError: the record is damaged, or it is
+            another one.
+    """
+    header = _load_record(stream, place, "meta")
+    if not isinstance(header, torch.Tensor):
+        raise ValueError(f"it is a {type(header).__name__}, its index says {dtype}")
+    if (header.dtype, tuple(header.shape)) != (dtype, tuple(shape)):
+        found, expected = tuple(header.shape), tuple(shape)
+        raise ValueError(f"it is {header.dtype} of shape {found}, its index says {dtype} of shape {expected}")
+    storage: Any = header.untyped_storage()
+    first = storage._checkpoint_offset  # None in torch.save's format before 1.6
+    if first is None or not header.is_contiguous():
+        return _Record(_load_record(stream, place, "cpu"), None)
+    begin = place.offset + first + header.storage_offset() * header.element_size()
+    if begin + header.nbytes > place.offset + place.length:
+        raise EOFError("its values go beyond it")
+    return _Record(header, begin)
+
+
+def _load_record(stream: IO[bytes], place: StorageInfo, device: str | None = None) -> Any:
+    view = create_file_view(cast(io.IOBase, stream), place.offset, place.length)
+    return load_plain(cast(IO[bytes], view), device)
+
+
+def _read_region(
+    stream: IO[bytes],
+    record: _Record,
+    offsets: Sequence[int],
+    target: torch.Tensor,
+    buffer: np.ndarray,
+) -> None:
+    """Read a rectangular part of a stored tensor; the values are converted to the target's dtype.
+
+    Neighbouring rows are read at once, as many as fit the buffer: numbers, or slices of more dimensions.
+
+    Args:
+        stream: the data file.
+        record: of `_read_header`.
+        offsets: the part's first element.
+        target: has the part's shape; on any device.
+        buffer: (n,) uint8, the window.
+
+    Raises:
+        OSError, EOFError: the file cannot be read.
+    """
+    header, begin = record
+    size = header.element_size()
+    if begin is None:
+        target.copy_(_narrowed(header, offsets, target.shape))
+        return
+    if not header.ndim:  # a single number
+        header, target, offsets = header.view(1), target.view(1), (0,)
+    limit = buffer.nbytes // size
+    axis = next(axis for axis in range(header.ndim) if header.shape[axis + 1 :].numel() <= limit)
+    row = header.shape[axis + 1 :].numel()
+    step = max(1, limit // row)
+    for leading in itertools.product(*map(range, target.shape[:axis])):
+        for first in range(0, target.shape[axis], step):
+            part = target[leading][first : first + step]
+            place = [offset + index for offset, index in zip(offsets, (*leading, first), strict=False)]
+            start = begin + int(np.ravel_multi_index(place, header.shape[: axis + 1])) * row * size
+            is_whole_rows = part.shape[1:].numel() == row
+            if is_whole_rows and part.is_contiguous() and part.is_cpu and part.dtype == header.dtype:
+                memory = part.as_strided((part.numel(),), (1,)).view(torch.uint8).numpy()
+                _read_fully(stream, start, memory)
+                continue
+            memory = buffer[: len(part) * row * size]
+            _read_fully(stream, start, memory)
+            values = torch.from_numpy(memory).view(header.dtype).view(len(part), *header.shape[axis + 1 :])
+            part.copy_(_narrowed(values, (0, *offsets[axis + 1 :]), part.shape))
+
+
+def _narrowed(tensor: torch.Tensor, offsets: Sequence[int], shape: Sequence[int]) -> torch.Tensor:
+    for axis, (offset, length) in enumerate(zip(offsets, shape, strict=True)):
+        tensor = tensor.narrow(axis, offset, length)
+    return tensor
+
+
+@contextmanager
+def _reading_errors(path: AnyPath, name: str, place: StorageInfo) -> Iterator[None]:
+    """Turn errors of the block into a CheckpointError that names the file and the tensor."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+        raise CheckpointError(
+            f"{path}: {name} (bytes {place.offset} to {place.offset + place.length}) cannot be read: "
+            f"{error or type(error).__name__}"
+        ) from error
+
+
+def _read_fully(stream: IO[bytes], begin: int, memory: np.ndarray) -> None:
+    view = memory.data
+    while len(view):
+        count = read_at(stream, view, begin)
+        if not count:
+            raise EOFError("the file ends before its values do")
+        view, begin = view[count:], begin + count

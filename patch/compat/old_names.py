@@ -1,8 +1,8 @@
 """Warnings of torch about names that megatron-core uses and a user cannot change.
 
-megatron/core/dist_checkpointing/strategies/torch.py:799 and :138 use torch's deprecated load_state_dict and
-ShardedTensor, which would warn at every load; tensor_parallel/mappings.py uses collectives that torch 2.13
-renamed. Delete when megatron-core uses the new names.
+megatron/core/dist_checkpointing/strategies/torch.py:138 uses torch's deprecated ShardedTensor, which would
+warn at every save; tensor_parallel/mappings.py uses collectives that torch 2.13 renamed. Delete when
+megatron-core uses the new names.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 
 _MESSAGES = (
-    "`load_state_dict` is deprecated",
     "Please use DTensor instead",
     r"`torch\.distributed\.\w+_tensor` is deprecated",
 )

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
 from megatron.core.dist_checkpointing.strategies import torch as torch_strategies
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.checkpoint.utils import _DistWrapper
@@ -65,7 +66,7 @@ class SavePlanner:
         """Plan who writes which values; a collective. An error on one rank is raised on all.
 
         Raises:
-            CheckpointException: torch's own, which is no Exception.
+            RuntimeError: on all ranks, the error of the first rank that failed.
         """
         shards, _, _ = torch_strategies._replace_state_dict_keys_with_sharded_keys(self._shards, True)
         self._shards = {}
@@ -82,4 +83,8 @@ class SavePlanner:
             _, self.index = planner.create_global_plan(plans)
             self.keys_by_rank = [[item.index for item in plan.items] for plan in plans]
 
-        _DistWrapper(None, True, 0).all_reduce("plan", plan_rank, plan_all)
+        try:
+            _DistWrapper(None, True, 0).all_reduce("plan", plan_rank, plan_all)
+        except CheckpointException as error:  # torch derives it from BaseException, not from Exception
+            rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+            raise RuntimeError(f"rank {rank}: {type(cause).__name__}: {cause}") from error

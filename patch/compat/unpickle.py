@@ -1,22 +1,17 @@
 """Restricted unpicklers for all files of a checkpoint, so that no file can run code.
 
-`plain_readers` is open around a load, so that nothing changes for other readers of this process.
-
-- torch/distributed/checkpoint/filesystem.py:930 (`FileSystemReader.read_metadata`, which megatron-core's
-  CachedMetadataFileSystemReader uses too): `pickle.load` of `.metadata` would run code in that file.
+- torch/distributed/checkpoint/filesystem.py:930 (`FileSystemReader.read_metadata`): `pickle.load` of
+  `.metadata` would run code in that file.
 - torch/distributed/checkpoint/default_planner.py:387-391 (`DefaultLoadPlanner.load_bytes`) reads sharded
   objects with `torch.load(weights_only=False)`.
-- Old checkpoints of Megatron-LM contain argparse.Namespace and enums besides tensors; only our code reads
-  them.
-- megatron/core/dist_checkpointing/strategies/common.py:89, 123, 133 reads common.pt and object files with
-  torch.load, whose safe default TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment switches off.
+- Old checkpoints of Megatron-LM contain argparse.Namespace and enums besides tensors.
+- The safe default of torch.load is switched off by TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1 in the environment.
 
 Delete an entry when that file is read without pickle, or with an explicit `weights_only=True`.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 import io
 import pickle
@@ -28,11 +23,7 @@ from types import SimpleNamespace
 from typing import IO, Any, cast
 
 import torch
-from megatron.core.dist_checkpointing.strategies import common
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint._nested_dict import set_element
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint import metadata
 
 from patch.errors import CheckpointError
 from patch.storage.places import AnyPath
@@ -209,30 +200,6 @@ def load_tensors(path: Path) -> Any:
         return torch.load(path, map_location="cpu", pickle_module=reader, weights_only=False, mmap=True)
 
 
-def _read_metadata(reader: filesystem.FileSystemReader, *args: Any, **kwargs: Any) -> metadata.Metadata:
-    index = read_metadata(Path(reader._get_metadata_path(kwargs.get("rank"))))
-    stored = getattr(index, "storage_meta", None)
-    index.storage_meta = dataclasses.replace(stored or metadata.StorageMeta(), load_id=reader.load_id)
-    return index
-
-
-def _load_bytes(planner: DefaultLoadPlanner, read_item: ReadItem, value: io.BytesIO) -> None:
-    loaded, key = load_plain(value), read_item.dest_index.fqn
-    if planner.flatten_state_dict:
-        set_element(planner.original_state_dict, planner.mappings[key], loaded)
-    else:
-        planner.state_dict[key] = loaded
-
-
-class _PlainTorch:
-    """Stands in for the name `torch` in megatron-core's reader of common.pt."""
-
-    load = staticmethod(load_plain)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
 class _BytesUnpickler(_InertUnpickler):
     """_InertUnpickler of a plain pickle, where a tensor's storage is a torch.save file of its own."""
 
@@ -252,26 +219,3 @@ def unpickle_tensors(contents: bytes) -> Any:
     """
     with _translate_errors():
         return _BytesUnpickler(io.BytesIO(contents)).load()
-
-
-_RESTRICTED = (
-    (filesystem.FileSystemReader, "read_metadata", _read_metadata),
-    (DefaultLoadPlanner, "load_bytes", _load_bytes),
-    (common, "torch", _PlainTorch()),
-)
-
-
-@contextmanager
-def plain_readers() -> Iterator[None]:
-    """Context of a load by upstream: it unpickles nothing but plain data; afterwards its readers are back.
-
-    For the whole process as long as it is open, so only one thread at a time may open it.
-    """
-    before = [(owner, name, getattr(owner, name)) for owner, name, _ in _RESTRICTED]
-    try:
-        for owner, name, reader in _RESTRICTED:
-            setattr(owner, name, reader)
-        yield
-    finally:
-        for owner, name, reader in before:
-            setattr(owner, name, reader)

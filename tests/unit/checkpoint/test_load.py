@@ -2,15 +2,11 @@
 
 import os
 import pickle
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
-from megatron.core.dist_checkpointing.strategies import common
-from torch.distributed.checkpoint import FileSystemReader
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 from patch.checkpoint import load_checkpoint, load_only_weights, read_common, save_checkpoint
 from patch.checkpoint.folder import iteration_folder
@@ -186,22 +182,6 @@ def test_weights_alone_do_not_run_a_planted_payload(root, tmp_path):
             iteration_folder(root, 7), wanted, prefixes=("decoder.", "embedding."), vocab_size=6
         )
     assert not (tmp_path / "ran").exists()
-
-
-@pytest.mark.parametrize("is_damaged", [False, True])
-def test_readers_of_upstream_are_its_own_again_after_a_load(root, is_damaged):
-    """Another part of the program may read checkpoints that hold objects of its own."""
-
-    def readers() -> list:
-        return [FileSystemReader.read_metadata, DefaultLoadPlanner.load_bytes, common.torch]
-
-    before = readers()
-    if is_damaged:
-        file = next(iteration_folder(root, 7).glob("*.distcp"))
-        file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(CheckpointError) if is_damaged else nullcontext():
-        load_checkpoint(root, 7, sections(tensors()))
-    assert readers() == before and common.torch is torch
 
 
 @pytest.mark.parametrize("content", [b"\xff\xfe garbage", b"[]", b'{"sharded_backend": "zarr"}'])

@@ -4,20 +4,19 @@ import io
 from pathlib import Path
 from threading import Event
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from distributed_runner import run_distributed
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
-from torch.distributed.checkpoint.filesystem import _StorageInfo
 from upstream_saver import let_upstream_save
 
 from patch import compat
-from patch.checkpoint import load_checkpoint, save_checkpoint
+from patch.checkpoint import load_checkpoint, save_checkpoint, stored
 from patch.checkpoint.data_files import NUM_FILES, write_data
-from patch.checkpoint.records import read_header, read_region
+from patch.checkpoint.piece_writer import PieceWriter
+from patch.checkpoint.stored import Box, Piece, TorchDistReader
 from patch.storage.checksums import content
 
 MIB = 2**20
@@ -39,22 +38,21 @@ def part_of(tensor: torch.Tensor, offsets: tuple, lengths: tuple) -> torch.Tenso
     return tensor[tuple(slice(o, o + n) for o, n in zip(offsets, lengths, strict=True))]
 
 
-@pytest.mark.parametrize("window", [1, 64, 4096])
+@pytest.mark.parametrize("window", [4, 64, 4096])
 @pytest.mark.parametrize(("shape", "offsets", "lengths"), PARTS)
-def test_part_of_a_tensor_is_what_indexing_gives(tmp_path, shape, offsets, lengths, window):
+def test_part_of_a_tensor_is_what_indexing_gives(tmp_path, monkeypatch, shape, offsets, lengths, window):
     whole = torch.randn(shape)
-    stream = io.BytesIO(b"before")
-    stream.seek(6)
-    torch.save(whole, stream)
-    (tmp_path / "data").write_bytes(stream.getvalue())
-    place = _StorageInfo("data", 6, len(stream.getvalue()) - 6)
+    writer = PieceWriter(tmp_path)
+    writer.add(Piece("before", (0,), torch.ones(3)), (3,))
+    writer.add(Piece("whole", (0,) * len(shape), whole), shape)
+    writer.finish({})
+    monkeypatch.setattr(stored, "WINDOW_BYTES", window)
     roomy = torch.full((3, *lengths, 2), -1.0)
     targets = [torch.full(lengths, -1.0), torch.full(lengths, -1.0, dtype=torch.bfloat16), roomy[1, ..., 0]]
-    with (tmp_path / "data").open("rb") as file:
-        for target in targets:
-            record = read_header(file, place, shape, torch.float32)
-            read_region(file, record, offsets, target, np.empty(window, np.uint8))
-            assert torch.equal(target, part_of(whole, offsets, lengths).to(target.dtype))
+    reader = TorchDistReader(tmp_path)
+    reader.fill([("whole", Box(offsets, lengths), target) for target in targets])
+    for target in targets:
+        assert torch.equal(target, part_of(whole, offsets, lengths).to(target.dtype))
     assert bool((roomy[[0, 2]] == -1).all())
 
 

@@ -1,25 +1,17 @@
-"""Nothing that upstream reads from a checkpoint runs code."""
+"""Nothing that is read from a checkpoint runs code."""
 
 import io
 import os
 import pickle
 import tracemalloc
 import zipfile
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from megatron.core.dist_checkpointing import load_common_state_dict
-from megatron.core.dist_checkpointing.strategies.cached_metadata_filesystem_reader import (
-    CachedMetadataFileSystemReader,
-)
-from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint import load as torch_load_checkpoint
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint import save as torch_save_checkpoint
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import WriteItemType
 
@@ -37,22 +29,15 @@ class Payload:
         return os.mkdir, (str(self.mark),)
 
 
-@pytest.fixture(autouse=True)
-def restricted() -> Iterator[None]:
-    with unpickle.plain_readers():
-        yield
-
-
 @pytest.fixture
 def payload(tmp_path: Path) -> Payload:
     return Payload(tmp_path / "ran")
 
 
-@pytest.mark.parametrize("reader", [FileSystemReader, CachedMetadataFileSystemReader])
-def test_metadata_readers_refuse_a_payload_and_name_it(tmp_path, payload, reader):
+def test_payload_in_an_index_is_refused_and_named(tmp_path, payload):
     (tmp_path / ".metadata").write_bytes(pickle.dumps(payload))
     with pytest.raises(CheckpointError, match="posix.mkdir"):
-        reader(tmp_path).read_metadata()
+        unpickle.read_metadata(tmp_path / ".metadata")
     assert not payload.mark.exists()
 
 
@@ -155,32 +140,6 @@ def test_malformed_index_takes_no_memory(tmp_path):
         tracemalloc.stop()
 
 
-def test_objects_are_loaded_as_plain_data_only(payload):
-    planner = DefaultLoadPlanner(flatten_state_dict=False)
-    planner.state_dict = {}
-    item = SimpleNamespace(dest_index=SimpleNamespace(fqn="layer._extra_state"))
-    for data, refused in ((payload, True), ([None, torch.ones(2)], False)):
-        stream = io.BytesIO()
-        torch.save(data, stream)
-        stream.seek(0)
-        if refused:
-            with pytest.raises(pickle.UnpicklingError):
-                planner.load_bytes(item, stream)
-        else:
-            planner.load_bytes(item, stream)
-    assert not payload.mark.exists()
-    assert torch.equal(planner.state_dict["layer._extra_state"][1], torch.ones(2))
-
-
-def test_common_state_is_plain_data_whatever_the_environment_says(tmp_path, payload, monkeypatch):
-    monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")
-    (tmp_path / "metadata.json").write_text('{"sharded_backend": "torch_dist"}')
-    torch.save({"args": payload}, tmp_path / "common.pt")
-    with pytest.raises(pickle.UnpicklingError):
-        load_common_state_dict(str(tmp_path))
-    assert not payload.mark.exists()
-
-
 class Program(torch.nn.Module):
     """Says that it was loaded, from TorchScript."""
 
@@ -208,11 +167,13 @@ def test_program_in_the_place_of_tensors_is_not_run(tmp_path, capfd):
     assert "code of the file ran" not in capfd.readouterr().out
 
 
-def test_plain_torch_checkpoints_of_every_dtype_still_load(tmp_path):
+def test_index_of_torch_with_every_dtype_is_read(tmp_path):
     dtypes = [torch.float32, torch.bfloat16, torch.float16, torch.uint8, torch.int64, torch.bool]
     saved = {str(dtype): torch.arange(4).to(dtype) for dtype in dtypes} | {"step": 3}
     torch_save_checkpoint(saved, storage_writer=FileSystemWriter(tmp_path), no_dist=True)
-    loaded = {key: torch.zeros_like(value) if torch.is_tensor(value) else 0 for key, value in saved.items()}
-    torch_load_checkpoint(loaded, storage_reader=FileSystemReader(tmp_path), no_dist=True)
-    assert loaded["step"] == 3
-    assert all(torch.equal(loaded[str(dtype)], saved[str(dtype)]) for dtype in dtypes)
+    index = unpickle.read_metadata(tmp_path / ".metadata")
+    stored = {key: getattr(entry, "properties", None) for key, entry in index.state_dict_metadata.items()}
+    assert stored.pop("step") is None
+    assert {key: properties.dtype for key, properties in stored.items()} == {
+        str(each): each for each in dtypes
+    }
