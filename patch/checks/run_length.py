@@ -87,7 +87,7 @@ def profile_names_steps(config: RunConfig, machine: MachineFacts) -> None:
 
 
 def is_counted_in_samples(config: RunConfig) -> bool:
-    """Whether another global batch size changes the number of steps, and not that of the samples."""
+    """Whether the run's length is fixed in samples: another global batch size changes its number of steps."""
     return not config.training.sft or config.training.train_epochs is not None
 
 

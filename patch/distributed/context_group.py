@@ -16,7 +16,7 @@ class Shift:
         self._sent, self._received, self._pending = sent, received, pending
 
     def wait(self) -> torch.Tensor:
-        """What the rank before has sent; on CUDA the current stream waits for it."""
+        """Wait for the tensor from the previous rank of the ring and return it (stream-ordered on CUDA)."""
         self._pending.wait()
         return self._received
 

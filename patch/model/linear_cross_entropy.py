@@ -29,8 +29,8 @@ class LearnedTokens(NamedTuple):
     mask: torch.Tensor
     """[B, S]: 1 for a learned token, else 0; with CP this rank's part of each row, as of the labels."""
     gradient: float
-    """Expected gradient of the sum of losses: loss scale / divisor. Another one that comes costs a rounding,
-    no error."""
+    """Expected gradient of the sum of losses: loss scale / divisor. If backward brings another value, the
+    result is rescaled (one extra rounding)."""
 
 
 class VocabularyPart(NamedTuple):

@@ -106,7 +106,7 @@ class Bucket:
         self._unwritten = set(self.range.params)
 
     def move_to(self, staging: torch.Tensor) -> torch.Tensor:
-        """Go on in another staging buffer, with what was collected; the one before."""
+        """Copy the collected gradients to `staging` and collect there; the previous buffer."""
         before, collected = self._staging, self.buffer
         assert before is not None and collected is not None, "use_staging comes first"
         self._staging = staging

@@ -70,7 +70,7 @@ class MainGrad:
             setattr(parameter, name, value)
 
     def stand_in(self) -> torch.Tensor:
-        """What backward returns for a gradient that is in its place."""
+        """Dummy gradient for autograd: the real one is already in main_grad."""
         return self._stand_ins.like(self._parameter)
 
     def _open_for_upstream(self) -> torch.Tensor:

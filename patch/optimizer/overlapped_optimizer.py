@@ -152,13 +152,13 @@ class OverlappedDistributedOptimizer:
             self._own.start_norm(index)
 
     def _finish_updates(self) -> None:
-        # Of modules that this step's forward did not use: an update on the host may still read gradients, and
-        # the next one of all is to write parameters that no other writes.
+        # Modules that this step's forward did not use have not waited for their weights: their updates on the
+        # host end before their gradients are overwritten.
         self.finish_param_sync()
         self.param_buffer.start_gathers_of_others()
 
     def connect(self, model_config: ModelParallelConfig) -> None:
-        """Give megatron-core's schedules, which read it from the model's configuration, what they ask for."""
+        """Set `no_sync_func` and `grad_scale_func` on the TransformerConfig, where megatron-core looks."""
         model_config.no_sync_func = self.no_sync
         model_config.grad_scale_func = self.scale_loss
 
@@ -199,7 +199,7 @@ class OverlappedDistributedOptimizer:
 
     @torch.no_grad()
     def finish_grad_sync(self) -> None:
-        """Make every gradient that of the global batch; `step` calls it where nobody did before."""
+        """Wait for the gradient reductions; `step` calls it if you have not."""
         if self._is_grad_synced:
             return
         self.param_buffer.start_gathers_of_others()

@@ -114,7 +114,7 @@ def staging_bytes(config: RunConfig, pp_rank: int, *, cuda: bool) -> int:
 
 
 def _stand_in_bytes(config: RunConfig, *, cuda: bool) -> int:
-    """Zeros in the size of the largest matrix of a layer, where layers add up gradients."""
+    """Bytes of the dummy weight gradient that is returned with --gradient-accumulation-fusion."""
     is_fused, model = config.optimizer.gradient_accumulation_fusion, config.model
     is_wanted = cuda if is_fused is None else is_fused
     has_8_bits, keeps_order = config.training.precision == "fp8", model.precision_align is not None
