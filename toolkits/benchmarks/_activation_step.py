@@ -18,9 +18,10 @@ from patch.device import same_device
 from patch.distributed.groups import initialize
 from patch.memory import SimulatedDevice
 from patch.memory.offload_device import Copies, Event
-from toolkits.benchmarks._contenders import OurTrainer, SameBatches
-from toolkits.benchmarks._rank import CPU, job
-from toolkits.benchmarks._run_config import llama, run_config
+from toolkits.benchmarks._contenders import OurTrainer, SameBatches, llama, run_config
+from toolkits.benchmarks._measure import ratio
+from toolkits.benchmarks._report import spread, table
+from toolkits.benchmarks._runner import CPU, job
 
 KEEP, RECOMPUTE = "keep all", "recompute all layers"
 _LAYERS, _LENGTH = 8, 1024
@@ -152,3 +153,15 @@ def _layer_bytes_per_s(keep: Steps, offloading: Steps) -> float:
     offloading.time()
     sent = offloading.time()["sent_bytes"] / (_LAYERS - 1)
     return sent / (seconds * _FORWARD_SHARE / _LAYERS)
+
+
+def rounds_table(rounds: dict[str, list[dict[str, float]]]) -> str:
+    """A row for each way; see `measure`."""
+    rows = []
+    seconds = {name: [one["seconds"] for one in found] for name, found in rounds.items()}
+    for name, found in rounds.items():
+        middle = {key: median(one[key] for one in found) for key in found[0]}
+        cells = [f"{ratio(seconds[name], seconds[KEEP]):.3f}", f"{middle['peak_bytes'] / 2**20:.1f}"]
+        cells += [f"{middle.get('sent_bytes', 0) / 2**20:.1f}", f"{middle.get('waited_s', 0):.3f}"]
+        rows.append([name, *spread(seconds[name]), *cells])
+    return table(("", "median s", "quartiles", "/ keep all", "peak MiB", "to host MiB", "waited s"), rows)

@@ -1,50 +1,106 @@
-"""The contenders of `overlap`: ours at each sharding level, upstream, compute alone, communication alone."""
+"""Models, runs and contenders of several benchmarks: our step as in every run, and rounds of steps."""
 
 from __future__ import annotations
 
-import copy
-import time
-from collections.abc import Sequence
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from patch.config.choices import ZeroStage
-from patch.config.schema import RunConfig
+from patch.config.schema import (
+    CheckpointConfig,
+    DataConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from patch.data import Batch, BatchReader
-from patch.distributed.async_collectives import WaitClock, start_all_gather, start_reduce_scatter
-from patch.model import build_llama_model, initialize_weights
-from patch.optimizer import OverlappedDistributedOptimizer
-from patch.plan.sharding import with_sharding
+from patch.model import LlamaModel, build_llama_model, initialize_weights
 from patch.training.setup import Run, build_run_optimizer
 from patch.training.step import train_step
-from toolkits.benchmarks._overlap_figures import ALL_TO_ALL, COMMUNICATION, COMPUTE
-from toolkits.benchmarks._upstream import Overlap, UpstreamTrainer
+from toolkits.benchmarks._measure import now
 from toolkits.benchmarks._waiting_layers import let_layers_wait
 
-OURS = {f"ours: {stage.name.lower()}": stage for stage in ZeroStage}
-UPSTREAM = {
-    "upstream: no overlap": Overlap(),
-    "upstream: gradients": Overlap(gradients=True),
-    "upstream: gradients + weights": Overlap(gradients=True, weights=True),
-    ALL_TO_ALL: Overlap(gradients=True, weights=True, all_to_all=True),
-}
+_TRAINING: dict[str, Any] = {
+    "micro_batch_size": 1, "global_batch_size": 1, "train_iters": 10**6, "precision": "fp32"
+}  # fmt: skip
+_OPTIMIZER: dict[str, Any] = {"lr": 1e-4, "min_lr": 1e-4}
 
 
-class Contender(Protocol):
-    """The interface of a contender."""
+def llama(seq_length: int, **shape: Any) -> ModelConfig:
+    """A LLaMA-3 for sequences of at most `seq_length` tokens; `shape` are other fields of ModelConfig."""
+    return ModelConfig(
+        seq_length=seq_length, max_position_embeddings=seq_length, rotary_base=500000.0,
+        untie_embeddings_and_output_weights=True, **shape,
+    )  # fmt: skip
 
-    @property
-    def num_buckets(self) -> int:
-        """The number of messages for all gradients."""
+
+def llama_8b(seq_length: int, layers: int, **shape: Any) -> ModelConfig:
+    """Some layers of LLaMA-3.1 8B, with its embedding and output layer."""
+    return llama(
+        seq_length, num_layers=layers, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
+        num_query_groups=8, kv_channels=128, vocab_size=128256, **shape,
+    )  # fmt: skip
+
+
+def run_config(
+    model: ModelConfig,
+    parallel: ParallelConfig | None = None,
+    optimizer: dict[str, Any] | None = None,
+    **training: Any,
+) -> RunConfig:
+    """A run in fp32 of one sequence a step and a constant learning rate, without data and without end.
+
+    Args:
+        model: the shape.
+        parallel: the layout; None: one process.
+        optimizer: fields of OptimizerConfig that differ.
+        training: fields of TrainingConfig that differ.
+    """
+    return RunConfig(
+        model=model,
+        parallel=parallel or ParallelConfig(nproc_per_node=1),
+        training=TrainingConfig(**_TRAINING | training),
+        optimizer=OptimizerConfig(**_OPTIMIZER | (optimizer or {})),
+        data=DataConfig(train_data_path="none", max_padding_length=model.seq_length),
+        checkpoint=CheckpointConfig(output_path="none"),
+    )
+
+
+class Contender:
+    """What takes steps."""
+
+    num_buckets = 0
+    """The number of messages for all gradients."""
 
     def step(self) -> float:
         """One optimizer step; returns the loss, or 0 without a model."""
+        raise NotImplementedError
 
     def settle(self) -> None:
-        """Wait for communication that the last step has started."""
+        """Wait for what the last step has started."""
+
+    def take_surplus(self) -> float:
+        """Seconds since the last call that do not count."""
+        return 0.0
+
+
+def bare_run(
+    config: RunConfig,
+    groups: ProcessGroupCollection,
+    device: torch.device,
+    stages: list[LlamaModel],
+    reader: BatchReader | SameBatches,
+) -> Run:
+    """What a training step needs, and nothing of data, checkpoints and logs."""
+    return Run(
+        config=config, device=device, groups=groups, tokenizer=None,
+        train_reader=reader, valid_readers={}, stages=stages,  # type: ignore[arg-type]
+        optimizer=build_run_optimizer(stages, config, groups), start_iteration=0,
+    )  # fmt: skip
 
 
 class SameBatches:
@@ -67,7 +123,7 @@ class SameBatches:
         return self.batches
 
 
-class OurTrainer:
+class OurTrainer(Contender):
     """The step of patch.training, as in every run.
 
     Args:
@@ -90,24 +146,10 @@ class OurTrainer:
         initialize_weights(stages, config.model, config.training.seed)
         if wait_s:
             let_layers_wait(stages[0], wait_s, dist.get_rank())
-        optimizer = build_run_optimizer(stages, config, groups)
-        self.run = Run(
-            config=config,
-            device=device,
-            groups=groups,
-            tokenizer=None,
-            train_reader=reader,  # type: ignore[arg-type]
-            valid_readers={},
-            stages=stages,
-            optimizer=optimizer,
-            start_iteration=0,
-        )
+        self.run = bare_run(config, groups, device, stages, reader)
+        optimizer = self.run.optimizer
+        self.num_buckets = len(optimizer.grad_buffer.buckets)
         self._iteration = 0
-
-    @property
-    def num_buckets(self) -> int:
-        """The number of messages for all gradients."""
-        return len(self.run.optimizer.grad_buffer.buckets)
 
     def step(self) -> float:
         """One optimizer step, including the count of the next step's tokens."""
@@ -118,115 +160,6 @@ class OurTrainer:
     def settle(self) -> None:
         """Wait for the updated weights."""
         self.run.optimizer.finish_param_sync()
-
-
-class ComputeAlone(OurTrainer):
-    """A job of one rank, without communication.
-
-    It updates all parameters, while a rank of the other contenders updates only its shard; `take_surplus` is
-    the time of the part that belongs to other ranks.
-    """
-
-    def __init__(
-        self,
-        config: RunConfig,
-        groups: ProcessGroupCollection,
-        device: torch.device,
-        reader: SameBatches,
-        wait_s: float = 0.0,
-    ) -> None:
-        alone = copy.copy(groups)
-        alone.dp = alone.dp_cp = dist.new_subgroups(1)[0]
-        super().__init__(config, alone, device, reader, wait_s)
-        self._num_shards = groups.dp_cp.size()
-        self._update_s = 0.0
-        update = self.run.optimizer._update
-
-        def timed_update(grad_norm: float, lr: float) -> None:
-            begin = now(device)
-            update(grad_norm, lr)
-            self._update_s += now(device) - begin
-
-        self.run.optimizer._update = timed_update  # type: ignore[method-assign, assignment]
-
-    def take_surplus(self) -> float:
-        """Seconds of updates that belong to other ranks' shards, since the last call."""
-        update_s, self._update_s = self._update_s, 0.0
-        return update_s * (1 - 1 / self._num_shards)
-
-
-class CommunicationAlone:
-    """The bytes of one sharded step, bucket by bucket: gradients reduce-scattered, weights gathered."""
-
-    def __init__(self, like: OverlappedDistributedOptimizer) -> None:
-        self._group = like.groups.dp_cp
-        self._rank, self._num_ranks = self._group.rank(), self._group.size()
-        self._clock = WaitClock(like.device)
-        numels = [bucket.range.numel for bucket in like.grad_buffer.buckets]
-        total, device = sum(numels), like.device
-        self._gradients = torch.zeros(total, dtype=torch.float32, device=device).split(numels)
-        self._weights = torch.zeros(total, dtype=like.param_buffer.flats[0].dtype, device=device).split(
-            numels
-        )
-
-    @property
-    def num_buckets(self) -> int:
-        """The number of messages for all gradients."""
-        return len(self._gradients)
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that a rank sends in a step."""
-        whole = sum(part.numel() * part.element_size() for part in (*self._gradients, *self._weights))
-        return whole * (self._num_ranks - 1) // self._num_ranks
-
-    def step(self) -> float:
-        """All reductions, then all gathers."""
-        reduced = [start_reduce_scatter(part, self._own(part), self._group) for part in self._gradients]
-        for pending in reduced:
-            pending.wait(self._clock)
-        gathered = [start_all_gather(part, self._own(part), self._group) for part in self._weights]
-        for pending in gathered:
-            pending.wait(self._clock)
-        return 0.0
-
-    def settle(self) -> None:
-        """Nothing to do: every step waits for its own communication."""
-
-    def _own(self, part: torch.Tensor) -> torch.Tensor:
-        return part.chunk(self._num_ranks)[self._rank]
-
-
-def build_contenders(
-    config: RunConfig,
-    groups: ProcessGroupCollection,
-    device: torch.device,
-    wait_s: float = 0.0,
-    without: Sequence[str] = (),
-) -> dict[str, Contender]:
-    """The contenders by name, on this rank; each has its own model with the same first weights.
-
-    Args:
-        config: the run that all contenders train.
-        groups: the process groups of the job.
-        device: the device of this rank.
-        wait_s: seconds of a micro-batch in layers that wait; 0: layers compute.
-        without: the names of those that are left out.
-    """
-    reader = SameBatches(config, groups.dp_cp.rank())
-    contenders: dict[str, Contender] = {COMPUTE: ComputeAlone(config, groups, device, reader, wait_s)}
-    for name, stage in OURS.items():
-        if name in without:
-            continue
-        contenders[name] = OurTrainer(with_sharding(config, stage), groups, device, reader, wait_s)
-    sharded = contenders["ours: optimizer"]
-    assert isinstance(sharded, OurTrainer)
-    contenders[COMMUNICATION] = CommunicationAlone(sharded.run.optimizer)
-    for name, overlap in UPSTREAM.items():
-        if name in without:
-            continue
-        contenders[name] = UpstreamTrainer(config, groups, device, reader.batches, overlap, wait_s)
-    return contenders
 
 
 def time_round(contender: Contender, steps: int, device: torch.device) -> tuple[float, float]:
@@ -243,21 +176,11 @@ def time_round(contender: Contender, steps: int, device: torch.device) -> tuple[
         seconds per step, and the last loss.
     """
     contender.step()
-    if isinstance(contender, ComputeAlone):
-        contender.take_surplus()
+    contender.take_surplus()
     dist.barrier()
     begin = now(device)
     for _ in range(steps):
         loss = contender.step()
     seconds = now(device) - begin
     contender.settle()
-    if isinstance(contender, ComputeAlone):
-        seconds -= contender.take_surplus()
-    return seconds / steps, loss
-
-
-def now(device: torch.device) -> float:
-    """The time in seconds, after waiting for the GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
+    return (seconds - contender.take_surplus()) / steps, loss

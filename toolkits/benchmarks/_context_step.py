@@ -1,9 +1,11 @@
-"""One rank of the context-parallel part of `parallel`: two ranks at the ends of a cable of limited speed."""
+"""The context-parallel part of `parallel`: two ranks at the ends of a cable of limited speed."""
 
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,31 +14,34 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.schema import ParallelConfig, RunConfig
 from patch.data.samples import cut_batch
-from patch.device import DeviceContext
+from patch.device import DeviceContext, MachineFacts
 from patch.distributed.context_group import ContextGroup
 from patch.distributed.groups import initialize
 from patch.distributed.zigzag import Zigzag
 from patch.model import LearnedTokens, build_llama_model, initialize_weights
-from toolkits.benchmarks._contenders import SameBatches
-from toolkits.benchmarks._link import limit_speed
-from toolkits.benchmarks._rank import CPU, run_as_rank, time_on_ranks
-from toolkits.benchmarks._run_config import llama, run_config
+from toolkits.benchmarks._contenders import Contender, SameBatches, llama, run_config
+from toolkits.benchmarks._link import Link, limit_speed
+from toolkits.benchmarks._measure import COMMUNICATION, COMPUTE, take_turns, time_on_ranks
+from toolkits.benchmarks._report import NotRunError
+from toolkits.benchmarks._runner import CPU, run_ranks
 
 NUM_RANKS = 2
 WHOLE, RING, WAITING_RING, ALL_TO_ALL = "CP=1", "ring", "ring, no overlap", "all-to-all"
-COMPUTE, COMMUNICATION = "ring: compute alone", "ring: messages alone"
 
 _TOKENS = 8192
 """So many that attention is most of the compute, as in a large model with a long context."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Task:
-    """The work of one rank."""
+def run(shares: Sequence[float], rounds: int, timeout_s: float) -> list[dict[str, Any]]:
+    """`measure` on two cores.
 
-    shares: list[float]
-    """Speeds of the cable: time of the ring's messages alone as a share of its compute alone."""
-    rounds: int
+    Raises:
+        NotRunError: this machine has too few, or no network namespaces.
+    """
+    if (cores := MachineFacts.probe().cpu_cores) < NUM_RANKS:
+        raise NotRunError(f"needs {NUM_RANKS} cores, found {cores}")
+    with Link() as link:
+        return run_ranks(measure, NUM_RANKS, timeout_s, link=link, on_cpu=True, shares=shares, rounds=rounds)
 
 
 def context_run(way: str | None) -> RunConfig:
@@ -83,7 +88,7 @@ class SilentGroup(ContextGroup):
         return _Arrived(tensor)
 
 
-class Trainer:
+class Trainer(Contender):
     """Forward and backward of one step.
 
     Args:
@@ -124,16 +129,13 @@ def replace_batch(config: RunConfig) -> RunConfig:
     return replace(config, training=replace(config.training, global_batch_size=config.data_parallel_size))
 
 
-class MessagesAlone:
+class MessagesAlone(Contender):
     """The messages of a step of the ring, one after the other, without compute."""
 
     def __init__(self, group: WaitingGroup) -> None:
         self._group, self._messages = group, [torch.zeros(numel) for numel in group.numels]
-
-    @property
-    def num_bytes(self) -> int:
+        self.num_bytes = sum(message.nbytes for message in self._messages)
         """Bytes that a rank sends."""
-        return sum(message.nbytes for message in self._messages)
 
     def step(self) -> float:
         """Send and receive all; there is no loss."""
@@ -158,7 +160,7 @@ def build_contenders(groups: ProcessGroupCollection) -> dict[str, Any]:
     return found | {COMMUNICATION: MessagesAlone(waiting.group)}  # type: ignore[arg-type]
 
 
-def set_speed(share: float, contenders: dict[str, Any]) -> float:
+def set_speed(share: float, contenders: Mapping[str, Any]) -> float:
     """Limit the cable so that the messages alone take `share` of the compute alone; Mbit/s."""
     aim = share * min(time_on_ranks(contenders[COMPUTE].step, CPU) for _ in range(2))
     mbit = contenders[COMMUNICATION].num_bytes * 8e-6 / aim
@@ -169,22 +171,21 @@ def set_speed(share: float, contenders: dict[str, Any]) -> float:
     return mbit
 
 
-def measure(task: Task, context: DeviceContext) -> list[dict[str, Any]]:
-    """For each share: the speed, and the seconds of each contender in each round; equal on both ranks."""
+def measure(context: DeviceContext, shares: Sequence[float], rounds: int) -> list[dict[str, Any]]:
+    """For each share: the speed, and the seconds of each contender in each round; equal on both ranks.
+
+    Args:
+        context: the device.
+        shares: speeds of the cable: time of the ring's messages alone as a share of its compute alone.
+        rounds: how often each contender takes a step.
+    """
     contenders = build_contenders(initialize(context_run("p2p"), context))
     for contender in contenders.values():
         contender.step()
-    found = []
-    for share in task.shares:
-        mbit = set_speed(share, contenders)
-        rounds = []
-        for index in range(task.rounds):
-            names = sorted(contenders, reverse=bool(index % 2))
-            rounds.append({name: time_on_ranks(contenders[name].step, CPU) for name in names})
-        num_bytes = contenders[COMMUNICATION].num_bytes
-        found.append({"share": share, "mbit": mbit, "bytes": num_bytes, "rounds": rounds})
-    return found
-
-
-if __name__ == "__main__":
-    run_as_rank(Task, measure, on_cpu=True)
+    timed = {name: partial(time_on_ranks, one.step, CPU) for name, one in contenders.items()}
+    num_bytes = contenders[COMMUNICATION].num_bytes
+    return [
+        {"share": share, "mbit": set_speed(share, contenders), "bytes": num_bytes,
+         "rounds": take_turns(timed, rounds)}
+        for share in shares
+    ]  # fmt: skip

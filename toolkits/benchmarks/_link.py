@@ -7,21 +7,14 @@ no other interface than their loopback. It needs root, and `ip` and `tc` of ipro
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
-import time
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from patch.device import MachineFacts
+from toolkits.benchmarks._report import NotRunError
 
 INTERFACE = "cable"
 """Name of the cable's interface in the namespace of each rank."""
@@ -30,7 +23,7 @@ INTERFACE = "cable"
 _BURST, _QUEUE = "256kb", "4mb"
 
 
-class LinkError(Exception):
+class LinkError(NotRunError):
     """Namespaces cannot be created on this machine or by this user; the message says why."""
 
 
@@ -124,69 +117,6 @@ def limit_speed(mbit: float) -> None:
     """Limit the sending speed of this process's namespace to `mbit` Mbit/s, headers included."""
     rate = ["tbf", "rate", f"{mbit:.1f}mbit", "burst", _BURST, "limit", _QUEUE]
     _run("tc", "qdisc", "replace", "dev", INTERFACE, "root", *rate)
-
-
-def has_gpus(num_ranks: int) -> bool:
-    """Whether each rank can have a GPU of its own, or else a core.
-
-    Raises:
-        LinkError: there are too few of both.
-    """
-    machine = MachineFacts.probe()
-    if max(machine.cuda_devices, machine.cpu_cores) < num_ranks:
-        raise LinkError(
-            f"needs {num_ranks} cores or GPUs, found {machine.cpu_cores} and {machine.cuda_devices}"
-        )
-    return machine.cuda_devices >= num_ranks
-
-
-def run_ranks(task: Any, num_ranks: int, link: Link | None, timeout_s: float) -> Any:
-    """Run the ranks of a benchmark to their end, each in a process of its own; what rank 0 measured.
-
-    Args:
-        task: the work, a dataclass; the program of a rank is its module, which calls `_rank.run_as_rank`.
-        num_ranks: how many processes.
-        link: each rank runs at one end of it, on one core, with one thread; None: anywhere.
-        timeout_s: seconds after which all are killed.
-    Raises:
-        RuntimeError: a rank failed, or not all ended in time; the message of a rank is on stderr.
-    """
-    program = [sys.executable, "-W", "ignore", "-m", type(task).__module__]
-    fields = json.dumps(asdict(task))
-    ranks: list[subprocess.Popen] = []
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for rank in range(num_ranks):
-                ranks.append(_start([*program, folder, str(rank), str(num_ranks), fields], rank, link))
-            _wait(ranks, timeout_s)
-        finally:
-            for process in ranks:
-                process.kill()
-                process.wait()
-        return json.loads((Path(folder) / "output.json").read_text(encoding="utf-8"))
-
-
-def _start(command: list[str], rank: int, link: Link | None) -> subprocess.Popen:
-    if link is None:
-        return subprocess.Popen(command)
-    cores = sorted(os.sched_getaffinity(0))
-    core = cores[rank % len(cores)]
-    return subprocess.Popen(
-        link.inside(rank, command),
-        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE},
-        preexec_fn=partial(os.sched_setaffinity, 0, {core}),
-    )
-
-
-def _wait(ranks: list[subprocess.Popen], timeout_s: float) -> None:
-    deadline = time.monotonic() + timeout_s
-    while any(process.poll() is None for process in ranks):
-        failed = [rank for rank, process in enumerate(ranks) if process.poll()]
-        if failed or time.monotonic() > deadline:
-            rank = failed[0] if failed else 0
-            what = f"failed, exit code {ranks[rank].poll()}" if failed else f"took over {timeout_s:.0f} s"
-            raise RuntimeError(f"rank {rank} {what}")
-        time.sleep(0.2)
 
 
 def _run(*command: str) -> None:

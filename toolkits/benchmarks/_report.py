@@ -1,4 +1,4 @@
-"""The parts that all benchmarks share: options, aims, machine and versions, as JSON and text."""
+"""What all benchmarks share: their command line, tables, aims, the plot, and the report as JSON."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ import json
 import os
 import platform
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from statistics import quantiles
 from typing import Any, NamedTuple
 
 _PACKAGES = (
     "torch", "megatron-core", "transformers", "numpy", "deepspeed", "triton", "transformer_engine",
     "flash_attn_3",
 )  # fmt: skip
+
+
+class NotRunError(Exception):
+    """This machine cannot run the benchmark; the message says why."""
 
 
 class Aim(NamedTuple):
@@ -31,40 +36,127 @@ class Aim(NamedTuple):
         return self.measured <= self.aim
 
 
-def argument_parser(name: str, description: str | None, quick: str) -> argparse.ArgumentParser:
-    """The options that every benchmark has.
+class Panel(NamedTuple):
+    """A picture of the plot: bars with quartiles, or curves."""
+
+    xlabel: str
+    bars: Mapping[str, Sequence[float]] = {}
+    """Name -> the value of each round."""
+    marks: Mapping[str, float] = {}
+    """Name -> a value, as a line across the bars."""
+    curves: Mapping[str, tuple[Sequence[float], Sequence[float]]] = {}
+    """Name -> x and y values."""
+    ylabel: str = ""
+    title: str = ""
+    scales: tuple[str, str] = ("linear", "linear")
+    """Of x and y, as matplotlib names them."""
+
+
+class Report(NamedTuple):
+    """What a benchmark has found."""
+
+    text: str
+    aims: Sequence[Aim]
+    panels: Sequence[Panel]
+    content: Mapping[str, Any]
+    """More keys of the JSON, such as the raw rounds."""
+
+
+def run_benchmark(
+    name: str,
+    description: str | None,
+    argv: Sequence[str],
+    measure: Callable[[argparse.Namespace], Report],
+    quick: str,
+    options: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
+) -> int:
+    """The main program of a benchmark; 0, also where it cannot run, or 130 after Ctrl-C.
 
     Args:
-        name: the name of the benchmark.
+        name: of the benchmark.
         description: the docstring of its module; the first line is shown.
+        argv: the command line.
+        measure: gets the options; raises NotRunError where it cannot run.
         quick: the help text of --quick.
+        options: adds the benchmark's own.
     """
     parser = argparse.ArgumentParser(prog=name, description=(description or "").split("\n", 1)[0])
     parser.add_argument("--quick", action="store_true", help=quick)
     parser.add_argument("--json", type=Path, help="write aims, raw rounds, machine and versions here")
     parser.add_argument("--plot", type=Path, default=Path(f"{name}.png"), help="the plot, a PNG")
-    return parser
+    options(parser)
+    arguments = parser.parse_args(argv)
+    try:
+        publish(measure(arguments), arguments)
+    except NotRunError as reason:
+        print(f"not run: {reason}")
+    except KeyboardInterrupt:
+        return 130
+    return 0
 
 
-def write_json(file: Path, aims: Sequence[Aim], **content: Any) -> None:
-    """Write a JSON report.
+def publish(report: Report, arguments: argparse.Namespace) -> None:
+    """Print a report, and write its JSON and its plot."""
+    print(report.text)
+    for aim in report.aims:
+        state = "met   " if aim.is_met else "MISSED"
+        print(f"{state}  {aim.name}: {aim.measured:.3f} (aim: at most {aim.aim:.2f})")
+    if arguments.json:
+        aims = [{**aim._asdict(), "met": aim.is_met} for aim in report.aims]
+        content = {"aims": aims, "machine": machine(), "versions": versions(), **report.content}
+        arguments.json.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    if report.panels:
+        _plot(arguments.plot, report.panels)
+        print(f"plot: {arguments.plot}", flush=True)
 
-    Args:
-        file: the file to write.
-        aims: the aims with the measured values.
-        content: more keys of the report, such as the raw rounds.
-    """
-    listed = [{"name": aim.name, "measured": aim.measured, "aim": aim.aim, "met": aim.is_met} for aim in aims]
-    report = {"aims": listed, "machine": machine(), "versions": versions(), **content}
-    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+def table(heads: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table whose columns are aligned, the first one to the left; ends with an empty line."""
+    cells = [[str(cell) for cell in row] for row in (heads, *rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    cells.insert(1, ["-" * width for width in widths])
+    lines = []
+    for first, *others in cells:
+        padded = [first.ljust(widths[0]), *map(str.rjust, others, widths[1:])]
+        lines.append(f"| {' | '.join(padded)} |")
+    return "\n".join(lines) + "\n"
 
 
-def aim_lines(aims: Sequence[Aim]) -> list[str]:
-    """One line of text per aim."""
-    return [
-        f"{'met   ' if aim.is_met else 'MISSED'}  {aim.name}: {aim.measured:.3f} (aim: at most {aim.aim:.2f})"
-        for aim in aims
-    ]
+def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
+    """Lower quartile, median and upper quartile."""
+    lower, middle, upper = quantiles([*values] * (1 + (len(values) == 1)), n=4, method="inclusive")
+    return lower, middle, upper
+
+
+def spread(values: Sequence[float], digits: int = 3) -> tuple[str, str]:
+    """Median, and quartiles, as cells of a table."""
+    lower, middle, upper = (f"{value:.{digits}f}" for value in quartiles(values))
+    return middle, f"{lower} - {upper}"
+
+
+def _plot(file: Path, panels: Sequence[Panel]) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    size = (6.5 * len(panels), 4)
+    canvas, axes = pyplot.subplots(1, len(panels), figsize=size, layout="constrained", squeeze=False)
+    for axis, panel in zip(axes[0], panels, strict=True):
+        for name, values in reversed([*panel.bars.items()]):
+            lower, middle, upper = quartiles(values)
+            color = "tab:blue" if "ours" in name else "tab:gray"
+            axis.barh(name, middle, xerr=[[middle - lower], [upper - middle]], color=color)
+        for (name, value), style in zip(panel.marks.items(), ("--", ":", "-."), strict=False):
+            axis.axvline(value, linestyle=style, color="black", label=name)
+        for name, (xs, ys) in panel.curves.items():
+            axis.plot(xs, ys, "o-", markersize=3, label=name)
+        axis.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
+        axis.set(xscale=panel.scales[0], yscale=panel.scales[1])
+        if panel.marks or panel.curves:
+            axis.legend(fontsize="small")
+    canvas.savefig(file, dpi=120)
+    pyplot.close(canvas)
 
 
 def machine() -> dict[str, Any]:

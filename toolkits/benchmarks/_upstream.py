@@ -35,6 +35,7 @@ from patch.compat.cpu import replace_torch
 from patch.config.schema import RunConfig
 from patch.data import Batch
 from patch.model import build_llama_model, initialize_weights
+from toolkits.benchmarks._contenders import Contender
 from toolkits.benchmarks._waiting_layers import let_layers_wait
 
 # Modules that DDP and its optimizer need on a CPU in addition to patch.compat; training runs do not use them.
@@ -85,7 +86,7 @@ def _use_torch_instead_of_transformer_engine() -> None:
         )
 
 
-class UpstreamTrainer:
+class UpstreamTrainer(Contender):
     """Upstream's training loop around one of our models.
 
     Args:
@@ -125,14 +126,10 @@ class UpstreamTrainer:
         if not overlap.offload:  # with offload upstream sets it itself
             for group in self._optimizer.param_groups:
                 group["fused"] = True
+        self.num_buckets = len(self._model.bucket_groups)
         model.config.no_sync_func = self._model.no_sync
         model.config.grad_scale_func = self._optimizer.scale_loss
         model.config.finalize_model_grads_func = finalize_model_grads
-
-    @property
-    def num_buckets(self) -> int:
-        """The number of messages for all gradients."""
-        return len(self._model.bucket_groups)
 
     def step(self) -> float:
         """One optimizer step; returns the mean loss over ranks, which upstream's loop reduces too."""

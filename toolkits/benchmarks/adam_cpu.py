@@ -10,115 +10,189 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Sequence
-from pathlib import Path
-from random import Random
-from statistics import median, quantiles
+from collections.abc import Callable, Sequence
+from functools import partial
+from statistics import median
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from torch.optim.adamw import adamw
 
+from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem
 from patch.optimizer.kernels.build import BuildError
-from toolkits.benchmarks._adam_contenders import Contender, Tensors, contenders
-from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
+from patch.optimizer.kernels.cpp_adam import CppAdam
+from patch.optimizer.kernels.numpy_adam import low_bits, round_to_bf16
+from toolkits.benchmarks._measure import ratio, take_turns
+from toolkits.benchmarks._report import Aim, NotRunError, Panel, Report, run_benchmark, spread, table
 
 _NUMEL = 99_999_936
 _ROUNDS, _QUICK_ROUNDS = 31, 9
-Seconds = dict[tuple[str, str], list[float]]
+Seconds = dict[str, list[float]]
+"""Case and name of a contender, `bf16: ours` -> seconds of one update in each round."""
+SCALARS = AdamScalars(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, step=10)
+# Elements that a peer casts, updates and casts back at a time, so that the casts stay in a shared cache.
+_CHUNK = 1 << 22
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report; returns 0 also without a compiler or without DeepSpeed."""
-    arguments = _parse(argv)
+    """Run the benchmark and report; a missing DeepSpeed is named."""
+    return run_benchmark("adam_cpu", __doc__, argv, _run, "fewer rounds: about a third of the time")
+
+
+def _run(arguments: argparse.Namespace) -> Report:
     try:
         found, missing = contenders(Tensors(_NUMEL))
     except BuildError as reason:
-        print(f"not run: {reason}")
-        return 0
-    rounds = _QUICK_ROUNDS if arguments.quick else _ROUNDS
-    seconds = _measure(found, rounds)
-    aims = _aims(seconds)
-    print(f"{_NUMEL / 1e6:.0f} M parameters, {torch.get_num_threads()} threads, {rounds} rounds\n")
-    print(_table(found, seconds))
-    print("\n".join([*aim_lines(aims), *([missing] if missing else [])]))
-    if arguments.json:
-        rows = [{"case": c, "name": n, "seconds": s} for (c, n), s in seconds.items()]
-        threads = torch.get_num_threads()
-        write_json(arguments.json, aims, numel=_NUMEL, threads=threads, rounds=rows, missing=missing)
-    _plot(arguments.plot, found, seconds)
-    print(f"plot: {arguments.plot}")
-    return 0
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    return argument_parser("adam_cpu", __doc__, "fewer rounds: about a third of the time").parse_args(argv)
-
-
-def _measure(found: Sequence[Contender], rounds: int) -> Seconds:
-    """Seconds of one update by contender; each round runs every contender once, in a new order."""
-    seconds: Seconds = {(one.case, one.name): [] for one in found}
-    order = list(found)
-    for contender in order:
+        raise NotRunError(reason) from reason
+    rounds, threads = _QUICK_ROUNDS if arguments.quick else _ROUNDS, torch.get_num_threads()
+    for contender in found:
         contender.update()
-    for index in range(rounds):
-        Random(index).shuffle(order)
-        for contender in order:
-            begin = time.perf_counter()
-            contender.update()
-            seconds[contender.case, contender.name].append(time.perf_counter() - begin)
-    return seconds
+    seconds = take_turns({one.title: partial(_seconds, one) for one in found}, rounds)
+    head = f"{_NUMEL / 1e6:.0f} M parameters, {threads} threads, {rounds} rounds\n"
+    times = {one.title: [1e3 * second for second in seconds[one.title]] for one in found}
+    rows = []
+    for one in found:
+        speed = one.num_bytes * _NUMEL / median(times[one.title]) / 1e6
+        ours = "" if one.case == "copy" else f"{ratio(times[one.title], times[f'{one.case}: ours']):.2f}"
+        rows.append([one.title, *spread(times[one.title], 1), f"{speed:.1f}", ours])
+    text = f"{head}\n{table(('', 'median ms', 'quartiles', 'GB/s', '/ ours'), rows)}{missing}"
+    content = {"numel": _NUMEL, "threads": threads, "rounds": seconds, "missing": missing}
+    panel = Panel(f"ms for {_NUMEL / 1e6:.0f} M parameters (median, quartiles)", times)
+    return Report(text, _aims(seconds), [panel], content)
 
 
-def _ratio(seconds: Seconds, case: str, name: str, other: str) -> float:
-    """Median over rounds of the ratio within a round: other work on the machine hits neighbours alike."""
-    these, those = seconds[case, name], seconds[case, other]
-    return median(this / that for this, that in zip(these, those, strict=True))
-
-
-def _best(seconds: Seconds, case: str, prefixes: Sequence[str]) -> str:
-    names = [name for found, name in seconds if found == case and name.startswith(tuple(prefixes))]
-    return min(names, key=lambda name: median(seconds[case, name]))
+def _seconds(contender: Contender) -> float:
+    begin = time.perf_counter()
+    contender.update()
+    return time.perf_counter() - begin
 
 
 def _aims(seconds: Seconds) -> list[Aim]:
     """The thresholds of the issue, as ratios of times."""
-    peers = [name for name in ("torch fused", "DeepSpeed") if ("fp32", name) in seconds]
-    best = _best(seconds, "fp32", peers)
-    aims = [Aim(f"fp32: ours / best peer ({best})", _ratio(seconds, "fp32", "ours", best), 1 / 0.98)]
+
+    def best(case: str, *prefixes: str) -> str:
+        names = [name for name in seconds if name.startswith(tuple(f"{case}: {one}" for one in prefixes))]
+        return min(names, key=lambda name: median(seconds[name]))
+
+    def over(name: str, other: str) -> float:
+        return ratio(seconds[name], seconds[other])
+
+    peers = [name for name in ("torch fused", "DeepSpeed") if f"fp32: {name}" in seconds]
+    fastest = best("fp32", *peers)
+    aims = [Aim(f"fp32: ours / best peer ({fastest})", over("fp32: ours", fastest), 1 / 0.98)]
     for peer in peers:
-        best = _best(seconds, "bf16", [peer])
-        aims.append(Aim(f"bf16: ours / {best}", _ratio(seconds, "bf16", "ours", best), 1 / 1.4))
-    split = _ratio(seconds, "bf16", "ours, split master", "ours")
+        fastest = best("bf16", peer)
+        aims.append(Aim(f"bf16: ours / {fastest}", over("bf16: ours", fastest), 1 / 1.4))
+    split = over("bf16: ours, split master", "bf16: ours")
     return [*aims, Aim("bf16: ours, split master / ours", split, 1 / 1.1)]
 
 
-def _table(found: Sequence[Contender], seconds: Seconds) -> str:
-    lines = [f"{'':<37}{'median ms':>10}{'quartiles':>18}{'GB/s':>8}{'/ ours':>8}"]
-    for case, name, num_bytes, _ in found:
-        lower, middle, upper = quantiles(seconds[case, name], n=4, method="inclusive")
-        quartiles = f"{lower * 1e3:.1f} - {upper * 1e3:.1f}"
-        speed = num_bytes * _NUMEL / middle / 1e9
-        line = f"{case:<6}{name:<31}{middle * 1e3:>10.1f}{quartiles:>18}{speed:>8.1f}"
-        lines.append(line + (f"{_ratio(seconds, case, name, 'ours'):>8.2f}" if case != "copy" else ""))
-    return "\n".join(lines) + "\n"
+class Contender(NamedTuple):
+    """One way to update all parameters."""
+
+    case: str
+    name: str
+    num_bytes: int
+    """Bytes that one update must read and write per parameter; additional traffic is not counted."""
+    update: Callable[[], object]
+
+    @property
+    def title(self) -> str:
+        """Case and name."""
+        return f"{self.case}: {self.name}"
 
 
-def _plot(file: Path, found: Sequence[Contender], seconds: Seconds) -> None:
-    """Bars of the times of one update with quartiles, case by case."""
-    import matplotlib
+class Tensors:
+    """The tensors that all contenders share, each (numel,), so that 100 M parameters fit in 3 GB."""
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    def __init__(self, numel: int) -> None:
+        torch.manual_seed(0)
+        self.master = torch.randn(numel).mul_(0.02)
+        self.exp_avg, self.exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
+        self.grad = torch.randn(numel).mul_(1e-3)
+        self.grad_bf16 = self.grad.bfloat16()
+        bits = [split(self.master.numpy()) for split in (round_to_bf16, low_bits)]
+        weight, self.low_bits = (torch.from_numpy(half.view(np.int16)) for half in bits)
+        self.weight = weight.view(torch.bfloat16)
 
-    canvas, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    for case, name, *_ in reversed(found):
-        lower, middle, upper = (
-            1e3 * value for value in quantiles(seconds[case, name], n=4, method="inclusive")
+
+def contenders(tensors: Tensors) -> tuple[list[Contender], str]:
+    """All contenders that can run here, and a message if one is missing."""
+    found = [Contender("copy", "copy", 8, lambda: tensors.grad.copy_(tensors.master)), *_ours(tensors)]
+    found += _peer("torch fused", _torch_fused, tensors)
+    try:
+        found += _peer("DeepSpeed", _deepspeed(), tensors)
+    except Exception as reason:  # its extension is compiled at first use, which can fail in many ways
+        return found, f"missing: DeepSpeed's CPUAdam ({type(reason).__name__}: {reason})"
+    return found, ""
+
+
+def _ours(t: Tensors) -> list[Contender]:
+    kernel = CppAdam()
+    fp32 = UpdateItem(t.grad, AdamStates(t.master, t.exp_avg, t.exp_avg_sq), SCALARS)
+    bf16 = UpdateItem(t.grad_bf16, AdamStates(t.master, t.exp_avg, t.exp_avg_sq, t.weight), SCALARS)
+    split = UpdateItem(t.grad_bf16, AdamStates(t.low_bits, t.exp_avg, t.exp_avg_sq, t.weight), SCALARS)
+    return [
+        Contender("fp32", "ours", 28, lambda: kernel.update([fp32])),
+        Contender("bf16", "ours", 28, lambda: kernel.update([bf16])),
+        Contender("bf16", "ours, split master", 26, lambda: kernel.update([split])),
+    ]
+
+
+# param, grad, exp_avg, exp_avg_sq: all float32, updated in place.
+_Update = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+
+def _peer(name: str, update: _Update, t: Tensors) -> list[Contender]:
+    """A kernel for one type only: in bf16 it needs casts before and after, of everything or in chunks."""
+    states = (t.master, t.exp_avg, t.exp_avg_sq)
+    chunks = list(zip(*(x.split(_CHUNK) for x in (*states, t.grad_bf16, t.weight)), strict=True))
+    scratch = torch.empty(_CHUNK)
+
+    def chunked() -> None:
+        for master, exp_avg, exp_avg_sq, grad, weight in chunks:
+            cast = scratch[: grad.numel()].copy_(grad)
+            update(master, cast, exp_avg, exp_avg_sq)
+            weight.copy_(master)
+
+    def flat() -> None:
+        update(t.master, t.grad.copy_(t.grad_bf16), t.exp_avg, t.exp_avg_sq)
+        t.weight.copy_(t.master)
+
+    return [
+        Contender("fp32", name, 28, lambda: update(t.master, t.grad, t.exp_avg, t.exp_avg_sq)),
+        Contender("bf16", f"{name}, casts in chunks", 28, chunked),
+        Contender("bf16", f"{name}, casts of all", 28, flat),
+    ]
+
+
+def _torch_fused(
+    param: torch.Tensor, grad: torch.Tensor, exp_avg: torch.Tensor, exp_avg_sq: torch.Tensor
+) -> None:
+    step = torch.tensor(SCALARS.step - 1.0)  # of the previous update; adamw increments it
+    adamw(
+        [param], [grad], [exp_avg], [exp_avg_sq], [], [step], fused=True, amsgrad=False,
+        beta1=SCALARS.beta1, beta2=SCALARS.beta2, lr=SCALARS.lr, weight_decay=SCALARS.weight_decay,
+        eps=SCALARS.eps, maximize=False,
+    )  # fmt: skip
+
+
+def _deepspeed() -> _Update:
+    from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+    s = SCALARS
+    optimizer = DeepSpeedCPUAdam([torch.nn.Parameter(torch.zeros(1))], adamw_mode=True)
+    library, index = optimizer.ds_opt_adam, optimizer.opt_id
+
+    def update(param: torch.Tensor, *others: torch.Tensor) -> None:
+        library.adam_update(
+            index, s.step, s.lr, s.beta1, s.beta2, s.eps, s.weight_decay, True, param, *others
         )
-        color = "tab:blue" if name.startswith("ours") else "tab:gray"
-        axis.barh(f"{case}: {name}", middle, xerr=[[middle - lower], [upper - middle]], color=color)
-    axis.set(xlabel=f"ms for {_NUMEL / 1e6:.0f} M parameters (median, quartiles)")
-    canvas.savefig(file, dpi=120)
-    pyplot.close(canvas)
+
+    # Keeps the optimizer alive, whose destructor frees the kernel's state.
+    update.optimizer = optimizer  # type: ignore[attr-defined]
+    return update
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
-from random import Random
-from statistics import median, quantiles
+from statistics import median
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedTensor
@@ -29,10 +29,11 @@ from patch import compat
 from patch.checkpoint import latest_iteration, load_checkpoint, save_checkpoint
 from patch.checkpoint.host_copies import HostCopies
 from patch.checkpoint.save import start_save
-from patch.device import DeviceContext
 from patch.distributed.groups import alone
 from patch.storage.names import iteration_name
-from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
+from toolkits.benchmarks._measure import ratio, take_turns
+from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, spread, table
+from toolkits.benchmarks._runner import CPU
 
 _ROUNDS, _QUICK_ROUNDS = 9, 3
 _STEP_S = 1.0
@@ -40,36 +41,38 @@ _COUNT, _ROWS, _COLUMNS = 18, 1024, 4096
 """Weights in bf16, each with three states in fp32: 59 MB."""
 _BYTES_EACH = 14 * _ROWS * _COLUMNS
 COPY, SAVE, STALL, WRITE, LOAD = "plain copy", "save", "stall of one in the background", "its write", "load"
-_WAYS = (COPY, SAVE, STALL, WRITE, LOAD)
 Seconds = dict[str, list[float]]
+"""Way -> seconds of each round."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
-    arguments = _parse(argv)
+    return run_benchmark("checkpoint", __doc__, argv, _run, "a third of the rounds", _add_options)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", type=Path, help="folder for 4 GB of temporary files (default: TMPDIR)")
+
+
+def _run(arguments: argparse.Namespace) -> Report:
     rounds = _QUICK_ROUNDS if arguments.quick else _ROUNDS
     compat.apply(cuda=False)
-    with (
-        tempfile.TemporaryDirectory(dir=arguments.folder) as folder,
-        alone(DeviceContext(torch.device("cpu"), "gloo")),
-    ):
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, alone(CPU):
         seconds = _measure(Path(folder), rounds)
-    aims = _aims(seconds)
     num_bytes = _COUNT * _BYTES_EACH
-    print(f"{num_bytes / 1e9:.2f} GB, {torch.get_num_threads()} threads, {rounds} rounds\n")
-    print(_table(seconds, num_bytes))
-    print("\n".join(aim_lines(aims)))
-    if arguments.json:
-        write_json(arguments.json, aims, bytes=num_bytes, rounds=seconds)
-    _plot(arguments.plot, seconds, num_bytes)
-    print(f"plot: {arguments.plot}")
-    return 0
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argument_parser("checkpoint", __doc__, "a third of the rounds")
-    parser.add_argument("--folder", type=Path, help="folder for 4 GB of temporary files (default: TMPDIR)")
-    return parser.parse_args(argv)
+    aims = [
+        Aim("save / plain copy", ratio(seconds[SAVE], seconds[COPY]), 1 / 0.6),
+        Aim("load with checksums / plain copy", ratio(seconds[LOAD], seconds[COPY]), 1 / 0.6),
+        Aim("stall of a save in the background / save", ratio(seconds[STALL], seconds[SAVE]), 0.1),
+    ]
+    rows = []
+    for way, found in seconds.items():
+        speed, over = num_bytes / median(found) / 1e9, ratio(found, seconds[COPY])
+        rows.append([way, *spread(found), f"{speed:.2f}", f"{over:.2f}"])
+    head = f"{num_bytes / 1e9:.2f} GB, {torch.get_num_threads()} threads, {rounds} rounds\n"
+    text = f"{head}\n{table(('', 'median s', 'quartiles', 'GB/s', '/ copy'), rows)}"
+    panel = Panel(f"s for {num_bytes / 1e9:.2f} GB (median, quartiles)", seconds)
+    return Report(text, aims, [panel], {"bytes": num_bytes, "rounds": seconds})
 
 
 def _state() -> dict[str, dict[str, ShardedTensor]]:
@@ -85,7 +88,6 @@ def _state() -> dict[str, dict[str, ShardedTensor]]:
 def _measure(root: Path, rounds: int) -> Seconds:
     """Seconds of each way by round; a first round does not count."""
     state, copies = _state(), HostCopies()
-    seconds: Seconds = {way: [] for way in _WAYS}
     save_checkpoint(root, 0, state, {})
 
     def copy() -> dict[str, float]:
@@ -120,16 +122,17 @@ def _measure(root: Path, rounds: int) -> Seconds:
         load_checkpoint(root, found, state)
         return {LOAD: time.perf_counter() - begin}
 
-    ways: list[Callable[[], dict[str, float]]] = [copy, save, save_in_background, load]
-    for index in range(rounds + 1):
-        Random(index).shuffle(ways)
-        for way in ways:
-            os.sync()  # what others have written is not waited for inside
-            for name, value in way().items():
-                if index:
-                    seconds[name].append(value)
-            _clear(root)
-    return seconds
+    def alone_on_disk(way: Callable[[], dict[str, float]]) -> dict[str, float]:
+        os.sync()  # what others have written is not waited for inside
+        found = way()
+        _clear(root)
+        return found
+
+    ways = {"copy": copy, "save": save, "in background": save_in_background, "load": load}
+    found = take_turns({name: partial(alone_on_disk, way) for name, way in ways.items()}, rounds + 1)
+    return {
+        name: [one[name] for one in rounds_of[1:]] for rounds_of in found.values() for name in rounds_of[0]
+    }
 
 
 def _clear(root: Path) -> None:
@@ -137,49 +140,6 @@ def _clear(root: Path) -> None:
     for name in ("copy", iteration_name(1), iteration_name(2)):
         shutil.rmtree(root / name, ignore_errors=True)
     (root / "latest_checkpointed_iteration.txt").write_text("0\n")
-
-
-def _ratio(seconds: Seconds, way: str, other: str) -> float:
-    """Median over rounds of the ratio within a round: other work on the machine hits neighbours alike."""
-    return median(this / that for this, that in zip(seconds[way], seconds[other], strict=True))
-
-
-def _aims(seconds: Seconds) -> list[Aim]:
-    """The thresholds of the issue, as ratios of times."""
-    return [
-        Aim("save / plain copy", _ratio(seconds, SAVE, COPY), 1 / 0.6),
-        Aim("load with checksums / plain copy", _ratio(seconds, LOAD, COPY), 1 / 0.6),
-        Aim("stall of a save in the background / save", _ratio(seconds, STALL, SAVE), 0.1),
-    ]
-
-
-def _table(seconds: Seconds, num_bytes: int) -> str:
-    lines = [f"{'':<32}{'median s':>9}{'quartiles':>16}{'GB/s':>8}{'/ copy':>8}"]
-    for way in _WAYS:
-        lower, middle, upper = quantiles(seconds[way], n=4, method="inclusive")
-        quartiles = f"{lower:.3f} - {upper:.3f}"
-        lines.append(
-            f"{way:<32}{middle:>9.3f}{quartiles:>16}{num_bytes / middle / 1e9:>8.2f}"
-            f"{_ratio(seconds, way, COPY):>8.2f}"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _plot(file: Path, seconds: Seconds, num_bytes: int) -> None:
-    """Bars of the times with quartiles."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    canvas, axis = pyplot.subplots(figsize=(8, 3), layout="constrained")
-    for way in reversed(_WAYS):
-        lower, middle, upper = quantiles(seconds[way], n=4, method="inclusive")
-        color = "tab:gray" if way == COPY else "tab:blue"
-        axis.barh(way, middle, xerr=[[middle - lower], [upper - middle]], color=color)
-    axis.set(xlabel=f"s for {num_bytes / 1e9:.2f} GB (median, quartiles)")
-    canvas.savefig(file, dpi=120)
-    pyplot.close(canvas)
 
 
 if __name__ == "__main__":

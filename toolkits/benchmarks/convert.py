@@ -14,16 +14,16 @@ import json
 import multiprocessing
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from statistics import median
 
 from patch.storage.atomic import sync
-from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
+from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table
 
 _ROUNDS, _QUICK_ROUNDS = 5, 2
 _LAYERS, _QUICK_LAYERS = 16, 4
@@ -46,7 +46,15 @@ _Rounds = dict[str, list[float]]
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
-    arguments = _parse(argv)
+    quick = "a quarter of the layers, fewer rounds"
+    return run_benchmark("convert", __doc__, argv, _run, quick, _add_options)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--folder", type=Path, help="folder for 8 GiB of temporary files (default: TMPDIR)")
+
+
+def _run(arguments: argparse.Namespace) -> Report:
     rounds, layers = (_QUICK_ROUNDS, _QUICK_LAYERS) if arguments.quick else (_ROUNDS, _LAYERS)
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
@@ -57,26 +65,17 @@ def main(argv: Sequence[str]) -> int:
         writer.join()
         size = sum(path.stat().st_size for path in (folder / "source").glob("*.safetensors"))
         measured, peak_gib = _measure(folder, rounds)
-    aims = [
-        Aim(f"{way}: time / (cp + fsync)", _ratio(measured, way), 1.8) for way in ("hf2mcore", "mcore2hf")
-    ]
+    over = {way: median(seconds) / median(measured["cp"]) for way, seconds in measured.items()}
+    aims = [Aim(f"{way}: time / (cp + fsync)", over[way], 1.8) for way in ("hf2mcore", "mcore2hf")]
     aims.append(Aim("peak memory, GiB", peak_gib, 1.5))
-    print(f"{size / 2**30:.2f} GiB in {_FILES} files; peak memory {peak_gib:.2f} GiB")
-    print(f"{'median of ' + str(rounds):14}{'s':>8}{'least':>8}{'most':>8}{'/ cp':>8}")
+    rows = []
     for way, seconds in measured.items():
-        spread = "".join(f"{value:8.2f}" for value in (_median(seconds), min(seconds), max(seconds)))
-        print(f"{way:14}{spread}{_ratio(measured, way):8.2f}")
-    print("\n".join(aim_lines(aims)))
-    if arguments.json:
-        write_json(arguments.json, aims, bytes=size, peak_gib=peak_gib, rounds=measured)
-    _plot(measured, arguments.plot)
-    return 0
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argument_parser("convert", __doc__, "a quarter of the layers, fewer rounds")
-    parser.add_argument("--folder", type=Path, help="folder for 8 GiB of temporary files (default: TMPDIR)")
-    return parser.parse_args(argv)
+        values = (median(seconds), min(seconds), max(seconds), over[way])
+        rows.append([way, *(f"{value:.2f}" for value in values)])
+    head = f"{size / 2**30:.2f} GiB in {_FILES} files; peak memory {peak_gib:.2f} GiB\n"
+    text = f"{head}\n{table((f'median of {rounds}', 's', 'least', 'most', '/ cp'), rows)}"
+    content = {"bytes": size, "peak_gib": peak_gib, "rounds": measured}
+    return Report(text, aims, [Panel("seconds", measured)], content)
 
 
 def _write_model(folder: Path, layers: int) -> None:
@@ -108,12 +107,12 @@ def _measure(folder: Path, rounds: int) -> tuple[_Rounds, float]:
         "hf2mcore": ([*_CONVERT, "hf2mcore", "--load", source, "--save", mcore], mcore),
         "mcore2hf": ([*_CONVERT, "mcore2hf", "--load", mcore, "--save", back], back),
     }
-    results = [{way: _run(*ways[way]) for way in _WAYS} for _ in range(1 + rounds)][1:]
+    results = [{way: _time(*ways[way]) for way in _WAYS} for _ in range(1 + rounds)][1:]
     seconds = {way: [of_round[way][0] for of_round in results] for way in _WAYS}
     return seconds, max(peak_kib for of_round in results for _, peak_kib in of_round.values()) / 2**20
 
 
-def _run(command: list[str | Path], target: Path) -> tuple[float, int]:
+def _time(command: list[str | Path], target: Path) -> tuple[float, int]:
     """Seconds until a program that waits has ended and its target is on the disk; its peak of memory in KiB.
 
     Before it begins, the disk cache is written out and the target of the previous round is removed, so that
@@ -138,30 +137,6 @@ def _run(command: list[str | Path], target: Path) -> tuple[float, int]:
     process.stdout.close()
     assert process.returncode == 0, f"{command} ended with {process.returncode}"
     return seconds, usage.ru_maxrss
-
-
-def _median(seconds: list[float]) -> float:
-    return statistics.median(seconds)
-
-
-def _ratio(measured: _Rounds, way: str) -> float:
-    """The median of a way as a multiple of cp's."""
-    return _median(measured[way]) / _median(measured["cp"])
-
-
-def _plot(measured: _Rounds, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(5, 3.2), layout="constrained")
-    for index, seconds in enumerate(measured.values()):
-        axes.bar(index, _median(seconds), color="lightsteelblue")
-        axes.plot([index] * len(seconds), seconds, "k.", markersize=4)
-    axes.set_xticks(range(len(_WAYS)), _WAYS)
-    axes.set_ylabel("seconds")
-    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":

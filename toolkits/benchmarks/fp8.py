@@ -13,17 +13,22 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from statistics import mean, stdev
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from patch.device import same_device
-from toolkits.benchmarks._child import run_task
-from toolkits.benchmarks._fp8_run import Fp8Task
-from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
+from transformers.utils.logging import disable_progress_bar
+
+from patch.device import DeviceContext, same_device
+from toolkits.benchmarks._report import Aim, Panel, Report, publish, run_benchmark, table
+from toolkits.benchmarks._runner import try_alone
+from toolkits.quickstart.__main__ import losses, train
+from toolkits.quickstart.exam import answer, exact_match_percent
+from toolkits.quickstart.workspace import prepare
 
 BF16 = "bf16"
 CONTENDERS: dict[str, tuple[str, ...]] = {
@@ -39,6 +44,7 @@ _LIMIT_S = 7200.0
 _BLOCK = 100
 """Steps whose mean loss is a point of a curve: single steps differ by their data."""
 _MOST_POINTS = 1.0
+_NUM_QUESTIONS = 1000
 
 
 class Trained(NamedTuple):
@@ -57,8 +63,17 @@ Found = Mapping[str, Sequence[Trained]]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark, report whenever all contenders of a seed are done; 1 if a training failed."""
-    arguments = _parse(argv)
+    """Run the benchmark; an exit with 1 if a training failed."""
+    return run_benchmark("fp8", __doc__, argv, _run, f"only {' and '.join(_QUICK)}", _add_options)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seeds", type=int, default=3, help="trainings of each contender")
+    parser.add_argument("--output", type=Path, default=Path("fp8_output"), help="folder to work in")
+
+
+def _run(arguments: argparse.Namespace) -> Report:
+    """The figures of all trainings; those so far are reported whenever all contenders of a seed are done."""
     names = _QUICK if arguments.quick else tuple(CONTENDERS)
     tasks = [(seed, name) for seed in range(1, arguments.seeds + 1) for name in names]
     done: dict[tuple[int, str], Trained] = {}
@@ -68,17 +83,11 @@ def main(argv: Sequence[str]) -> int:
             trained = future.result()
             if trained is not None:
                 done[running[future]] = trained
-            found = _whole_seeds(done, names)
-            if trained is not None and found[BF16] and running[future][0] in _seeds(done, names):
-                _report(arguments, found)
-    return 0 if len(done) == len(tasks) else 1
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argument_parser("fp8", __doc__, f"only {' and '.join(_QUICK)}")
-    parser.add_argument("--seeds", type=int, default=3, help="trainings of each contender")
-    parser.add_argument("--output", type=Path, default=Path("fp8_output"), help="folder to work in")
-    return parser.parse_args(argv)
+                if running[future][0] in _seeds(done, names) and len(done) < len(tasks):
+                    publish(_report(_whole_seeds(done, names)), arguments)
+    if len(done) < len(tasks):
+        sys.exit(f"{len(tasks) - len(done)} of {len(tasks)} trainings failed")
+    return _report(_whole_seeds(done, names))
 
 
 def _trained(folder: Path, seed: int, name: str) -> Trained | None:
@@ -87,8 +96,10 @@ def _trained(folder: Path, seed: int, name: str) -> Trained | None:
     file = own.with_suffix(".json")
     if not file.exists():
         precision = "bf16" if name == BF16 else "fp8"
-        task = Fp8Task(folder=str(own), seed=seed, precision=precision, flags=CONTENDERS[name])
-        measured = run_task(task, _LIMIT_S, {**os.environ, "OMP_NUM_THREADS": "1"}).measured
+        measured = try_alone(
+            measure, _LIMIT_S, on_cpu=True, environment={**os.environ, "OMP_NUM_THREADS": "1"},
+            folder=str(own), seed=seed, precision=precision, flags=CONTENDERS[name],
+        )  # fmt: skip
         if measured is None:
             return None
         print(f"seed {seed}, {name}: {measured['percent']:.1f} %", flush=True)
@@ -107,14 +118,18 @@ def _whole_seeds(done: Mapping[tuple[int, str], Trained], names: Sequence[str]) 
     return {name: [done[seed, name] for seed in _seeds(done, names)] for name in names}
 
 
-def _report(arguments: argparse.Namespace, found: Found) -> None:
-    aims = aims_of(found)
-    print(table(found))
-    print("\n".join(aim_lines(aims)), flush=True)
-    if arguments.json:
-        trainings = {name: [each._asdict() for each in runs] for name, runs in found.items()}
-        write_json(arguments.json, aims, contenders=trainings)
-    _plot(arguments.plot, found)
+def _report(found: Found) -> Report:
+    curves = {}
+    for name, runs in found.items():
+        curve = [mean(points) for points in zip(*(means(each.losses) for each in runs), strict=True)]
+        steps = [(block + 1) * _BLOCK for block in range(len(curve))]
+        curves[f"{name}: {mean(each.percent for each in runs):.1f} %"] = (steps, curve)
+    panel = Panel(
+        "steps", curves=curves, ylabel=f"mean loss of {_BLOCK} steps", scales=("linear", "log"),
+        title="exact match in %",
+    )  # fmt: skip
+    trainings = {name: [each._asdict() for each in runs] for name, runs in found.items()}
+    return Report(figures_table(found), aims_of(found), [panel], {"contenders": trainings})
 
 
 def means(curve: Sequence[float]) -> list[float]:
@@ -122,7 +137,7 @@ def means(curve: Sequence[float]) -> list[float]:
     return [mean(curve[begin : begin + _BLOCK]) for begin in range(0, len(curve), _BLOCK)]
 
 
-def spread(values: Sequence[float], digits: int) -> str:
+def mean_and_deviation(values: Sequence[float], digits: int) -> str:
     """Mean and sample standard deviation as text; of one value only itself."""
     deviation = f" +- {stdev(values):.{digits}f}" if len(values) > 1 else ""
     return f"{mean(values):.{digits}f}{deviation}"
@@ -149,7 +164,7 @@ def aims_of(found: Found) -> list[Aim]:
     ]
 
 
-def table(found: Found) -> str:
+def figures_table(found: Found) -> str:
     """A column for each contender; cells are mean and standard deviation over the seeds.
 
     Rows: mean losses of some blocks of steps, exact match, points behind bf16 of the same seed, CPU seconds.
@@ -157,37 +172,43 @@ def table(found: Found) -> str:
     curves = {name: [means(each.losses) for each in runs] for name, runs in found.items()}
     num_blocks = len(curves[BF16][0])
     blocks = sorted({0, 1, 4, num_blocks // 2, num_blocks - 1} & set(range(num_blocks)))
-    rows = {"mean loss of steps": list(found)}
+    rows = {}
     for block in blocks:
         title = f"{block * _BLOCK + 1} to {(block + 1) * _BLOCK}"
-        rows[title] = [spread([curve[block] for curve in each], 4) for each in curves.values()]
-    rows["exact match, %"] = [spread([each.percent for each in runs], 1) for runs in found.values()]
-    rows["of each seed"] = [" ".join(f"{each.percent:.1f}" for each in runs) for runs in found.values()]
-    rows["points behind bf16"] = [spread(points_behind(found, name), 2) for name in found]
-    rows["CPU seconds"] = [spread([each.cpu_seconds for each in runs], 0) for runs in found.values()]
-    width = 2 + max(len(cell) for cells in rows.values() for cell in cells)
-    return "\n".join(
-        f"{title:<20}" + "".join(f"{cell:>{width}}" for cell in cells) for title, cells in rows.items()
-    )
+        rows[title] = [mean_and_deviation([curve[block] for curve in each], 4) for each in curves.values()]
+    runs = list(found.values())
+    rows["exact match, %"] = [mean_and_deviation([each.percent for each in one], 1) for one in runs]
+    rows["of each seed"] = [" ".join(f"{each.percent:.1f}" for each in one) for one in runs]
+    rows["points behind bf16"] = [mean_and_deviation(points_behind(found, name), 2) for name in found]
+    rows["CPU seconds"] = [mean_and_deviation([each.cpu_seconds for each in one], 0) for one in runs]
+    return table(["mean loss of steps", *found], [[title, *cells] for title, cells in rows.items()])
 
 
-def _plot(file: Path, found: Found) -> None:
-    """The curves of mean losses over all seeds."""
-    import matplotlib
+def measure(
+    context: DeviceContext, folder: str, seed: int, precision: str, flags: Sequence[str]
+) -> dict[str, Any]:
+    """Train, export, and question the exported model: a whole quickstart on one process.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    canvas, axis = pyplot.subplots(figsize=(8, 4), layout="constrained")
-    for name, runs in found.items():
-        curve = [mean(points) for points in zip(*(means(each.losses) for each in runs), strict=True)]
-        steps = [(block + 1) * _BLOCK for block in range(len(curve))]
-        label = f"{name}: {mean(each.percent for each in runs):.1f} %"
-        axis.plot(steps, curve, label=label, linewidth=2 if name == BF16 else 1)
-    axis.set(yscale="log", xlabel="steps", ylabel=f"mean loss of {_BLOCK} steps")
-    axis.legend(title="exact match")
-    canvas.savefig(file, dpi=120)
-    pyplot.close(canvas)
+    Args:
+        context: unused: the launcher starts a process of its own.
+        folder: to work in; files of an earlier quickstart in it are removed.
+        seed: of data, weights and the data's order.
+        precision: of the training.
+        flags: of the launcher, beside the precision.
+    Returns:
+        `losses` of each step, `percent` of the answers that are right, `cpu_seconds` of the launcher.
+    """
+    disable_progress_bar()
+    space, held_out = prepare(Path(folder).resolve(), _NUM_QUESTIONS, seed)
+    code = train(space, precision, (*flags, "--seed", str(seed)), num_processes=1)
+    if code != 0:
+        raise SystemExit(f"{folder}: the training ended with exit code {code}")
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "losses": losses(space),
+        "percent": exact_match_percent(answer(space.run / "hf", held_out)),
+        "cpu_seconds": usage.ru_utime + usage.ru_stime,
+    }
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ On the CPU, with a model so small that attention to 131072 tokens takes minutes.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
@@ -17,11 +18,26 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from toolkits.benchmarks._link import run_ranks
-from toolkits.benchmarks._long_context_rank import SHAPE, Task
-from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
+import torch
+import torch.distributed as dist
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from patch.config.schema import ParallelConfig, RunConfig
+from patch.data.samples import cut_batch
+from patch.device import DeviceContext
+from patch.distributed.groups import initialize
+from patch.distributed.zigzag import Zigzag
+from toolkits.benchmarks._contenders import OurTrainer, SameBatches, llama, run_config
+from toolkits.benchmarks._measure import peak_bytes
+from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table
+from toolkits.benchmarks._runner import run_ranks
 from toolkits.quickstart.seed_model import write_tokenizer
 
+SHAPE: dict[str, Any] = {
+    "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 160, "num_attention_heads": 1,
+    "num_query_groups": 1, "kv_channels": 32, "vocab_size": 512,
+}  # fmt: skip
+"""One small head, because attention to 131072 tokens is most of the time."""
 _TOKENS, _QUICK_TOKENS = (8192, 16384, 32768, 65536, 131072), (2048, 4096)
 _CP_SIZES = (1, 2, 4)
 _MOST_ON_RANK = 65536
@@ -47,28 +63,35 @@ class Peak(NamedTuple):
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
-    arguments = argument_parser("long_context", __doc__, "up to 4096 tokens: a minute").parse_args(argv)
+    return run_benchmark("long_context", __doc__, argv, _run, "up to 4096 tokens: a minute")
+
+
+def _run(arguments: argparse.Namespace) -> Report:
     sizes = _QUICK_TOKENS if arguments.quick else _TOKENS
     peaks = [peak for cp_size in _CP_SIZES for peak in _measure(sizes, cp_size)]
-    print(_table(peaks))
+    print(_table(peaks), flush=True)
     trained = _train(max(sizes))
-    print(
+    text = (
         f"{max(sizes)} tokens at CP {_LARGEST_CP} by the launcher: loss {trained['loss']:.3f}, step "
         f"{trained['step_time_ms'] / 1e3:.0f} s, {trained['peak_memory_gib']:.2f} GiB a process with torch\n"
     )
     aims = [Aim("memory above proportional to tokens / CP, at most, CP > 1", _above(peaks), _MOST_ABOVE)]
-    print("\n".join(aim_lines(aims)))
-    if arguments.json:
-        write_json(arguments.json, aims, peaks=[peak._asdict() for peak in peaks], trained=trained)
-    _plot(arguments.plot, peaks)
-    print(f"plot: {arguments.plot}")
-    return 0
+    content = {"peaks": [peak._asdict() for peak in peaks], "trained": trained}
+    curves = {}
+    for cp_size in _CP_SIZES:
+        own = [peak for peak in peaks if peak.cp_size == cp_size]
+        curves[f"CP {cp_size}"] = (
+            [peak.tokens / cp_size for peak in own],
+            [peak.peak_bytes / 2**20 for peak in own],
+        )
+    panel = Panel("tokens of a rank", curves=curves, ylabel="peak MiB of a step")
+    return Report(text, aims, [panel], content)
 
 
 def _measure(sizes: Sequence[int], cp_size: int) -> list[Peak]:
     """The peak bytes of a step on the worst rank, for each length that is not too long for one rank."""
     tokens = [size for size in sizes if size // cp_size <= _MOST_ON_RANK]
-    found = run_ranks(Task(tokens=tokens), cp_size, None, _TIMEOUT_S)
+    found = run_ranks(measure, cp_size, _TIMEOUT_S, on_cpu=True, tokens=tokens)
     return [Peak(size, cp_size, peak) for size, peak in zip(tokens, found, strict=True)]
 
 
@@ -104,31 +127,47 @@ def _above(peaks: Sequence[Peak]) -> float:
 
 
 def _table(peaks: Sequence[Peak]) -> str:
-    lines = [f"{'tokens':>8}{'CP':>4}{'tokens / CP':>13}{'peak MiB':>10}{'bytes a token':>15}"]
-    for peak in peaks:
-        lines.append(
-            f"{peak.tokens:>8}{peak.cp_size:>4}{peak.tokens // peak.cp_size:>13}"
-            f"{peak.peak_bytes / 2**20:>10.1f}{peak.bytes_a_token:>15.0f}"
-        )
-    return "\n".join(lines) + "\n"
+    rows = [
+        (peak.tokens, peak.cp_size, peak.tokens // peak.cp_size, f"{peak.peak_bytes / 2**20:.1f}",
+         f"{peak.bytes_a_token:.0f}")
+        for peak in peaks
+    ]  # fmt: skip
+    return table(("tokens", "CP", "tokens / CP", "peak MiB", "bytes a token"), rows)
 
 
-def _plot(file: Path, peaks: Sequence[Peak]) -> None:
-    """Memory of a rank against its tokens."""
-    import matplotlib
+def ring_run(tokens: int, cp_size: int) -> RunConfig:
+    """A run of one sequence a step, over a ring."""
+    parallel = ParallelConfig(
+        nproc_per_node=cp_size, context_parallel_size=cp_size, cp_comm_type="p2p" if cp_size > 1 else None
+    )
+    return run_config(llama(tokens, **SHAPE), parallel)
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
 
-    canvas, axis = pyplot.subplots(figsize=(6, 4), layout="constrained")
-    for cp_size in _CP_SIZES:
-        own = [peak for peak in peaks if peak.cp_size == cp_size]
-        own_tokens = [peak.tokens / cp_size for peak in own]
-        axis.plot(own_tokens, [peak.peak_bytes / 2**20 for peak in own], marker="o", label=f"CP {cp_size}")
-    axis.set(xlabel="tokens of a rank", ylabel="peak MiB of a step")
-    axis.legend()
-    canvas.savefig(file, dpi=120)
-    pyplot.close(canvas)
+def step_peak_bytes(config: RunConfig, groups: ProcessGroupCollection) -> int:
+    """The most bytes that the first step had allocated at once, beside weights and states, on the worst rank.
+
+    Args:
+        config: the run.
+        groups: the process groups of this rank.
+    """
+    device, reader = torch.device("cpu"), SameBatches(config, 0)
+    reader.batches = [cut_batch(batch, Zigzag.of(groups.cp)) for batch in reader.batches]
+    trainer = OurTrainer(config, groups, device, reader)
+
+    def step() -> None:
+        trainer.step()
+        trainer.run.optimizer.finish_param_sync()  # a profiler that stops meanwhile crashes gloo's threads
+
+    peak = torch.tensor(peak_bytes(step, device))
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+    return int(peak)
+
+
+def measure(context: DeviceContext, tokens: Sequence[int]) -> list[int]:
+    """See `step_peak_bytes`; of a step of one sequence of each length, equal on all ranks."""
+    configs = [ring_run(length, dist.get_world_size()) for length in tokens]
+    groups = initialize(configs[0], context)
+    return [step_peak_bytes(config, groups) for config in configs]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from functools import partial
 from statistics import median
 
 import torch
@@ -19,10 +19,10 @@ from patch.config.schema import RunConfig
 from patch.device import DeviceContext
 from patch.distributed.groups import initialize
 from patch.model import LearnedTokens, LlamaModel, build_llama_model, initialize_weights
-from toolkits.benchmarks._allocated import peak_bytes
-from toolkits.benchmarks._rank import Seconds, job, time_call
-from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
-from toolkits.benchmarks._run_config import llama, run_config
+from toolkits.benchmarks._contenders import llama, run_config
+from toolkits.benchmarks._measure import Seconds, peak_bytes, ratio, take_turns, time_call
+from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table
+from toolkits.benchmarks._runner import job
 
 _TOKENS, _VOCAB_SIZE = 8192, 128256
 _ROUNDS, _QUICK_ROUNDS = 5, 1
@@ -32,35 +32,40 @@ UPSTREAM, OURS = "upstream", "ours"
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
-    arguments = _parse(argv)
+    quick = f"{_QUICK_ROUNDS} round instead of {_ROUNDS}"
+    return run_benchmark("loss", __doc__, argv, _run, quick, _add_options)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of weights and logits")
+    parser.add_argument("--hidden-size", type=int, default=128, help="width of the model")
+
+
+def _run(arguments: argparse.Namespace) -> Report:
     context = DeviceContext.select(0)
     with job(context):
         contenders = _contenders(arguments, context)
         peaks = {name: peak_bytes(run, context.device) for name, run in contenders.items()}
-        rounds = []
-        for index in range(_QUICK_ROUNDS if arguments.quick else _ROUNDS):
-            names = (UPSTREAM, OURS) if index % 2 else (OURS, UPSTREAM)
-            rounds.append({name: time_call(contenders[name], context) for name in names})
+        rounds = take_turns(
+            {name: partial(time_call, run, context) for name, run in contenders.items()},
+            _QUICK_ROUNDS if arguments.quick else _ROUNDS,
+        )
     kind = "wall" if context.is_cuda else "cpu"
+    ours, upstream = ([getattr(one, kind) for one in rounds[name]] for name in (OURS, UPSTREAM))
     aims = [
         Aim("peak memory, as a share of upstream's", peaks[OURS] / peaks[UPSTREAM], _MOST_MEMORY),
-        Aim(f"{kind} time, as a share of upstream's", _time_share(rounds, kind), _MOST_TIME),
+        Aim(f"{kind} time, as a share of upstream's", ratio(ours, upstream), _MOST_TIME),
     ]
-    print(f"{_TOKENS} tokens x {_VOCAB_SIZE} words, width {arguments.hidden_size}, {arguments.precision}\n")
-    print(_table(peaks, rounds))
-    print("\n".join(aim_lines(aims)))
-    if arguments.json:
-        write_json(arguments.json, aims, rounds=rounds, peak_bytes=peaks)
-    _plot(arguments.plot, peaks)
-    print(f"plot: {arguments.plot}")
-    return 0
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argument_parser("loss", __doc__, f"{_QUICK_ROUNDS} round instead of {_ROUNDS}")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of weights and logits")
-    parser.add_argument("--hidden-size", type=int, default=128, help="width of the model")
-    return parser.parse_args(argv)
+    rows = []
+    for name, found in rounds.items():
+        times = (f"{median(getattr(one, kind) for one in found):.2f}" for kind in Seconds._fields)
+        rows.append([name, f"{peaks[name] / 2**20:.0f}", *times])
+    text = f"{_TOKENS} tokens x {_VOCAB_SIZE} words, width {arguments.hidden_size}, {arguments.precision}\n"
+    bars = {name: [peak / 2**20] for name, peak in peaks.items()}
+    eighth = {"1/8 of upstream": bars[UPSTREAM][0] * _MOST_MEMORY}
+    panel = Panel("peak MiB of output layer, loss and gradients", bars, eighth)
+    text = f"{text}\n{table(('', 'peak MiB', 'seconds', 'CPU seconds'), rows)}"
+    return Report(text, aims, [panel], {"rounds": rounds, "peak_bytes": peaks})
 
 
 def _contenders(arguments: argparse.Namespace, context: DeviceContext) -> dict[str, Callable[[], None]]:
@@ -106,37 +111,6 @@ def _loss_run(arguments: argparse.Namespace) -> RunConfig:
         num_query_groups=width // 64, kv_channels=64, vocab_size=_VOCAB_SIZE,
     )  # fmt: skip
     return run_config(model, precision=arguments.precision)
-
-
-def _time_share(rounds: Sequence[dict[str, Seconds]], kind: str) -> float:
-    return median(getattr(times[OURS], kind) / getattr(times[UPSTREAM], kind) for times in rounds)
-
-
-def _table(peaks: dict[str, int], rounds: Sequence[dict[str, Seconds]]) -> str:
-    lines = [f"{'':<10}{'peak MiB':>10}{'seconds':>10}{'CPU seconds':>13}"]
-    for name in (UPSTREAM, OURS):
-        wall, cpu = (median(getattr(times[name], kind) for times in rounds) for kind in Seconds._fields)
-        lines.append(f"{name:<10}{peaks[name] / 2**20:>10.0f}{wall:>10.2f}{cpu:>13.2f}")
-    return "\n".join(lines) + "\n"
-
-
-def _plot(file: Path, peaks: dict[str, int]) -> None:
-    """Bars of peak memory, and an eighth of upstream's."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    canvas, axis = pyplot.subplots(figsize=(8, 2), layout="constrained")
-    for name in (OURS, UPSTREAM):
-        axis.barh(name, peaks[name] / 2**20)
-    axis.axvline(
-        peaks[UPSTREAM] * _MOST_MEMORY / 2**20, color="gray", linestyle="--", label="1/8 of upstream"
-    )
-    axis.set(xlabel="peak MiB of output layer, loss and gradients")
-    axis.legend()
-    canvas.savefig(file, dpi=120)
-    pyplot.close(canvas)
 
 
 if __name__ == "__main__":

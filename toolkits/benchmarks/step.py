@@ -8,13 +8,33 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from statistics import median
 from typing import Any
 
-from patch.device import MachineFacts, usable_cores
-from toolkits.benchmarks._link import run_ranks
-from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
-from toolkits.benchmarks._step_rank import OURS, PLAIN, Task, ratio
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from patch.config.choices import Precision
+from patch.config.schema import ParallelConfig, RunConfig
+from patch.convert import iter_hf_weights
+from patch.data import Batch
+from patch.device import DeviceContext, MachineFacts, usable_cores
+from patch.distributed.groups import initialize
+from toolkits.benchmarks._contenders import (
+    Contender,
+    OurTrainer,
+    SameBatches,
+    llama,
+    run_config,
+    time_round,
+)
+from toolkits.benchmarks._measure import dearest_kernels, ratio, slowest, take_turns
+from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark
+from toolkits.benchmarks._runner import run_ranks
 
 _ROUNDS, _QUICK_ROUNDS = 9, 3
 _STEPS = 4
@@ -22,39 +42,43 @@ _AIM = 0.95
 _LOSS_BOUND = {"fp32": 1e-4, "bf16": 2e-2}
 _TIMEOUT_S = 900
 _NUM_OPERATORS = 8
+OURS, PLAIN = "the main job", "a plain loop"
+_MODEL = llama(
+    256, num_layers=8, hidden_size=512, ffn_hidden_size=1408, num_attention_heads=8, num_query_groups=8,
+    kv_channels=64, vocab_size=8192,
+)  # fmt: skip
+_BATCH = 4
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report; returns 1 if the contenders do not learn the same."""
-    arguments = _parse(argv)
+    """Run the benchmark and report; an exit with 1 if the contenders do not learn the same."""
+    return run_benchmark("step", __doc__, argv, _run, "fewer rounds", _add_options)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", help="one case: precision,processes,accumulation, as fp32,2,4")
+
+
+def _run(arguments: argparse.Namespace) -> Report:
     found: dict[str, Any] = {}
+    ratios: dict[str, list[float]] = {}
+    aims = []
     for precision, num_ranks, accumulation in _cases(arguments.only):
         name = f"{precision}, {num_ranks} process{'es'[: 2 * (num_ranks > 1)]}, accumulation {accumulation}"
-        rounds = _QUICK_ROUNDS if arguments.quick else _ROUNDS
-        steps = max(1, _STEPS // accumulation)
-        threads = max(1, min(2, usable_cores()) // num_ranks)
-        task = Task(
-            precision=precision, accumulation=accumulation, threads=threads, rounds=rounds, steps=steps
-        )
-        found[name] = run_ranks(task, num_ranks, None, _TIMEOUT_S)
-        print(_text(name, found[name]))
-        ours, plain = (found[name]["losses"][who] for who in (OURS, PLAIN))
-        if abs(ours - plain) > _LOSS_BOUND[precision] * plain:
-            print(f"FAILED: losses {ours} and {plain}, expected equal ones", file=sys.stderr)
-            return 1
-    aims = [Aim(f"{name}: {OURS} / {PLAIN}", ratio(one["rounds"]), _AIM) for name, one in found.items()]
-    print("\n".join(aim_lines(aims)))
-    if arguments.json:
-        write_json(arguments.json, aims, measured=found)
-    _plot(arguments.plot, found)
-    print(f"plot: {arguments.plot}")
-    return 0
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argument_parser("step", __doc__, "fewer rounds")
-    parser.add_argument("--only", help="one case: precision,processes,accumulation, as fp32,2,4")
-    return parser.parse_args(argv)
+        found[name] = run_ranks(
+            measure, num_ranks, _TIMEOUT_S, on_cpu=True,
+            threads=max(1, min(2, usable_cores()) // num_ranks), precision=precision,
+            accumulation=accumulation, rounds=_QUICK_ROUNDS if arguments.quick else _ROUNDS,
+            steps=max(1, _STEPS // accumulation),
+        )  # fmt: skip
+        print(_text(name, found[name]), flush=True)
+        losses, rounds = found[name]["losses"], found[name]["rounds"]
+        if abs(losses[OURS] - losses[PLAIN]) > _LOSS_BOUND[precision] * losses[PLAIN]:
+            sys.exit(f"FAILED: losses {losses}, expected equal ones")
+        ratios[name] = [a / b for a, b in zip(rounds[OURS], rounds[PLAIN], strict=True)]
+        aims.append(Aim(f"{name}: {OURS} / {PLAIN}", median(ratios[name]), _AIM))
+    panel = Panel(f"{OURS} / {PLAIN}, each round", ratios, {"equal": 1.0})
+    return Report("", aims, [panel], {"measured": found})
 
 
 def _cases(only: str | None) -> list[tuple[str, int, int]]:
@@ -67,7 +91,7 @@ def _cases(only: str | None) -> list[tuple[str, int, int]]:
 
 def _text(name: str, found: dict[str, Any]) -> str:
     """Milliseconds of a step of each contender, and of its dearest operators."""
-    lines = [f"{name}: {ratio(found['rounds']):.3f}"]
+    lines = [f"{name}: {ratio(found['rounds'][OURS], found['rounds'][PLAIN]):.3f}"]
     for contender, seconds in found["rounds"].items():
         least, middle, most = (1e3 * value for value in (min(seconds), median(seconds), max(seconds)))
         loss = found["losses"][contender]
@@ -77,21 +101,100 @@ def _text(name: str, found: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _plot(file: Any, found: dict[str, Any]) -> None:
-    import matplotlib
+class PlainLoop(Contender):
+    """What a user writes without us: transformers' model, torch's fused AdamW and clipping, and its DDP.
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    Args:
+        ours: gives the first weights.
+        batches: micro-batches of a step.
+    """
 
-    canvas, axis = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for place, one in enumerate(found.values()):
-        pairs = zip(one["rounds"][OURS], one["rounds"][PLAIN], strict=True)
-        axis.plot([a / b for a, b in pairs], [place] * len(one["rounds"][OURS]), "o", alpha=0.5)
-    axis.set_yticks(range(len(found)), list(found))
-    axis.axvline(1.0, color="grey")
-    axis.set(xlabel=f"{OURS} / {PLAIN}, each round")
-    canvas.savefig(file, dpi=120)
-    pyplot.close(canvas)
+    def __init__(self, ours: OurTrainer, batches: list[Batch]) -> None:
+        run = ours.run
+        self.model = _transformers_model(run.config)
+        self.model.load_state_dict(dict(iter_hf_weights(run.stages, run.config.model, run.groups)))
+        is_alone = dist.get_world_size() == 1
+        self._forward: Any = self.model if is_alone else DistributedDataParallel(self.model)
+        settings = run.config.optimizer
+        norms = [p for p in self.model.parameters() if p.ndim == 1]
+        matrices = [p for p in self.model.parameters() if p.ndim > 1]
+        groups: list[dict[str, Any]] = [{"params": matrices}, {"params": norms, "weight_decay": 0.0}]
+        self._optimizer = torch.optim.AdamW(
+            groups, lr=settings.lr, betas=(settings.adam_beta1, settings.adam_beta2), eps=settings.adam_eps,
+            weight_decay=settings.weight_decay, fused=True,
+        )  # fmt: skip
+        self._clip, self._batches = settings.clip_grad, batches
+        self._is_bf16 = run.config.training.precision == "bf16"
+
+    def step(self) -> float:
+        """One optimizer step; this rank's loss."""
+        total = 0.0
+        for batch in self._batches:
+            is_last = batch is self._batches[-1]
+            with nullcontext() if is_last or self._forward is self.model else self._forward.no_sync():
+                with torch.autocast("cpu", torch.bfloat16, enabled=self._is_bf16):
+                    labels = {"labels": batch.labels, "shift_labels": batch.labels}
+                    out = self._forward(input_ids=batch.tokens, use_cache=False, **labels)
+                loss = out.loss / len(self._batches)
+                loss.backward()
+                total += loss.item()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), self._clip)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        return total
+
+
+def _transformers_model(config: RunConfig) -> LlamaForCausalLM:
+    model = config.model
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=model.vocab_size, hidden_size=model.hidden_size,
+            intermediate_size=model.ffn_hidden_size, num_hidden_layers=model.num_layers,
+            num_attention_heads=model.num_attention_heads,
+            num_key_value_heads=model.num_query_groups, head_dim=model.kv_channels,
+            rms_norm_eps=model.norm_epsilon, max_position_embeddings=model.max_position_embeddings,
+            rope_parameters={"rope_type": "default", "rope_theta": model.rotary_base},
+            tie_word_embeddings=not model.untie_embeddings_and_output_weights,
+        )
+    )  # fmt: skip
+
+
+def measure(
+    context: DeviceContext, precision: Precision, accumulation: int, rounds: int, steps: int
+) -> dict[str, Any]:
+    """Seconds of a step and losses of each round, and the dearest operators of one step more.
+
+    Args:
+        context: the device of this rank.
+        precision: fp32 or bf16: ours has bf16 weights with fp32 master weights, the plain loop fp32 with
+            autocast.
+        accumulation: micro-batches of a step.
+        rounds: how often each contender is timed.
+        steps: timed steps of a round.
+    """
+    num_ranks = dist.get_world_size()
+    config = run_config(
+        _MODEL, ParallelConfig(nproc_per_node=num_ranks, use_distributed_optimizer=num_ranks > 1),
+        micro_batch_size=_BATCH, global_batch_size=_BATCH * num_ranks * accumulation, precision=precision,
+    )  # fmt: skip
+    groups = initialize(config, context)
+    reader = SameBatches(config, groups.dp_cp.rank())
+    ours = OurTrainer(config, groups, context.device, reader)
+    contenders: dict[str, Contender] = {OURS: ours, PLAIN: PlainLoop(ours, reader.batches)}
+    found = take_turns(
+        {name: partial(time_round, one, steps, context.device) for name, one in contenders.items()}, rounds
+    )
+    seconds = {name: [slowest(one, context.device) for one, _ in pairs] for name, pairs in found.items()}
+    losses = {name: pairs[-1][1] for name, pairs in found.items()}
+    losses[PLAIN] = _mean_over_ranks(losses[PLAIN])
+    kernels = {name: dearest_kernels(one.step, context.device) for name, one in contenders.items()}
+    return {"rounds": seconds, "losses": losses, "kernels": kernels}
+
+
+def _mean_over_ranks(value: float) -> float:
+    total = torch.tensor(value, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
 
 
 if __name__ == "__main__":

@@ -11,14 +11,30 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
-from toolkits.benchmarks._link import Link, LinkError, has_gpus, run_ranks
-from toolkits.benchmarks._overlap_figures import Figures, plot, table
-from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
-from toolkits.benchmarks._tensor_parallel_rank import NUM_RANKS, OVERLAPPED, UPSTREAM, Task
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+from patch.compat.torch_internals import TorchDispatchMode
+from patch.config.choices import Precision
+from patch.config.schema import ParallelConfig, RunConfig
+from patch.device import DeviceContext
+from patch.distributed.async_collectives import Pending
+from patch.distributed.groups import initialize
+from patch.distributed.tensor_group import GatheredRows, ReducedRows, ScatteredSums, TensorGroup
+from patch.model import build_llama_model, initialize_weights, overlapped_linear
+from patch.model.overlapped_linear import OverlappedColumn, OverlappedRow
+from toolkits.benchmarks._contenders import llama, run_config
+from toolkits.benchmarks._link import Link, limit_speed
+from toolkits.benchmarks._measure import COMMUNICATION, COMPUTE, Overlaps, take_turns, time_on_ranks
+from toolkits.benchmarks._report import Aim, Report, run_benchmark
+from toolkits.benchmarks._runner import has_gpus, run_ranks
 
 _ROUNDS, _QUICK_ROUNDS = 9, 3
 _CABLES = {"as long as compute": 1.0, "half as long": 0.5}
@@ -26,54 +42,186 @@ _CABLES = {"as long as compute": 1.0, "half as long": 0.5}
 _MOST = 0.95
 """The largest share of upstream's time: what is on by default should be worth it."""
 _TIMEOUT_S = 600
+NUM_RANKS = 2
+UPSTREAM, PLAIN, OVERLAPPED = "upstream", "ours: no overlap", "ours: overlap"
+_CLASSES = {ColumnParallelLinear: OverlappedColumn, RowParallelLinear: OverlappedRow}
+
+_ON_CPU = llama(
+    256, num_layers=2, hidden_size=512, ffn_hidden_size=1536, num_attention_heads=8, num_query_groups=4,
+    kv_channels=64, vocab_size=64,
+)  # fmt: skip
+_ON_CUDA = llama(
+    2048, num_layers=4, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32, num_query_groups=8,
+    kv_channels=128, vocab_size=64,
+)  # fmt: skip
+_ROWS = 4
+_PRODUCTS = {torch.ops.aten.mm.default, torch.ops.aten.mm.out}
+_WAITING_FLOPS = 1e11
+"""Floating-point operations a second of products that wait."""
+_FIRST_MBIT, _MANY_TIMES = 300.0, 3
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the benchmark and report; returns 0 also if it cannot run here, 130 after Ctrl-C."""
-    arguments = _parse(argv)
-    try:
-        cuda = has_gpus(NUM_RANKS)
-        measured = _measure(arguments, cuda)
-    except LinkError as reason:
-        print(f"not run: {reason}")
-        return 0
-    except KeyboardInterrupt:
-        return 130
-    figures = {name: Figures(found["rounds"]) for name, found in measured.items()}
+    """Run the benchmark and report."""
+    quick = f"{_QUICK_ROUNDS} rounds instead of {_ROUNDS}"
+    return run_benchmark("tensor_parallel", __doc__, argv, _run, quick, _add_options)
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--compute", action="store_true", help="without GPUs: compute products, do not wait")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="of the layers")
+
+
+def _run(arguments: argparse.Namespace) -> Report:
+    cuda = has_gpus(NUM_RANKS)
+    with nullcontext() if cuda else Link() as link:
+        measured = run_ranks(
+            measure, NUM_RANKS, _TIMEOUT_S, link=link, waits=not (cuda or arguments.compute),
+            precision=arguments.precision, cables={"NCCL": 0.0} if cuda else _CABLES,
+            rounds=_QUICK_ROUNDS if arguments.quick else _ROUNDS,
+        )  # fmt: skip
+    figures = {name: Overlaps(found["rounds"]) for name, found in measured.items()}
+    lines = []
     for name, found in figures.items():
         way = "NCCL" if cuda else f"a cable of {measured[name]['mbit']:.0f} Mbit/s each way"
-        print(f"{name}: {way}\n{table('', found)}")
+        lines.append(f"{name}: {way}\n\n{found.table('', UPSTREAM)}")
     aims = [
         Aim(f"{name}: {OVERLAPPED} / {UPSTREAM}", found.ratio(OVERLAPPED, UPSTREAM), _MOST)
         for name, found in figures.items()
     ]
-    print("\n".join(aim_lines(aims)))
-    if arguments.json:
-        write_json(arguments.json, aims, **measured)
-    plot(arguments.plot, figures)
-    print(f"plot: {arguments.plot}")
-    return 0
+    return Report("\n".join(lines), aims, [found.panel(name) for name, found in figures.items()], measured)
 
 
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argument_parser("tensor_parallel", __doc__, f"{_QUICK_ROUNDS} rounds instead of {_ROUNDS}")
-    parser.add_argument("--compute", action="store_true", help="without GPUs: compute products, do not wait")
-    parser.add_argument("--precision", choices=("fp32", "bf16"), default="bf16", help="of the layers")
-    return parser.parse_args(argv)
+class _WaitingProducts(TorchDispatchMode):
+    """Matrix products sleep as long as an accelerator would compute, and are zero."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function not in _PRODUCTS:
+            return function(*args, **kwargs or {})
+        left, columns = args[0], args[1].shape[1]
+        time.sleep(2 * left.numel() * columns / _WAITING_FLOPS)
+        out = (kwargs or {}).get("out")
+        return left.new_zeros(len(left), columns) if out is None else out.zero_()
 
 
-def _measure(arguments: argparse.Namespace, cuda: bool) -> dict[str, Any]:
-    """Run both ranks and return the measurements of rank 0.
+class _Silent(TensorGroup):
+    """Sends nothing, and receives zeros."""
 
-    Raises:
-        LinkError: namespaces cannot be created. RuntimeError: a rank failed; its message is on stderr.
+    def start_swap(self, step: int, sent: torch.Tensor, received: torch.Tensor) -> Pending:
+        received.zero_()
+        return Pending([])
+
+    def start_all_reduce(self, buffer: torch.Tensor) -> Pending:
+        return Pending([])
+
+
+class Layers:
+    """The layers of a model, forward and backward from random hidden states; no embedding, no loss.
+
+    Args:
+        config: the run.
+        context: the device of this rank.
+        groups: the process groups of the job.
+        waits: whether products wait instead of computing, as if an accelerator computed them.
     """
-    task = Task(
-        cuda=cuda, waits=not (cuda or arguments.compute), precision=arguments.precision,
-        cables={"NCCL": 0.0} if cuda else _CABLES, rounds=_QUICK_ROUNDS if arguments.quick else _ROUNDS,
+
+    def __init__(
+        self, config: RunConfig, context: DeviceContext, groups: ProcessGroupCollection, *, waits: bool
+    ) -> None:
+        stages = build_llama_model(config.model, groups, context.device, config.execution)
+        initialize_weights(stages, config.model, seed=1)
+        (self._model,) = stages
+        self._waits, self._is_cut = waits, config.parallel.sequence_parallel
+        length, width = config.model.seq_length, config.model.hidden_size
+        dtype = self._model.config.params_dtype
+        self._whole = torch.randn(length * _ROWS, width, device=context.device).to(dtype)
+        parts = NUM_RANKS if self._is_cut else 1
+        self._hidden = self._whole.chunk(parts)[0].view(length // parts, _ROWS, width)
+
+    def contenders(self) -> dict[str, Callable[[], None]]:
+        """By name; each call is one forward and backward."""
+        return {
+            COMPUTE: partial(self._run, OVERLAPPED, _Silent),
+            COMMUNICATION: self._communicate,
+            **{name: partial(self._run, name, TensorGroup) for name in (UPSTREAM, PLAIN, OVERLAPPED)},
+        }
+
+    def _run(self, name: str, group: type[TensorGroup]) -> None:
+        self._model.config.tp_comm_overlap = name == OVERLAPPED
+        for module in self._model.decoder.modules():
+            for upstream, ours in _CLASSES.items():
+                if isinstance(module, upstream):
+                    module.__class__ = upstream if name == UPSTREAM else ours
+        vars(overlapped_linear)["TensorGroup"] = group
+        hidden = self._hidden.clone().requires_grad_()
+        angles = self._model.rotary_pos_emb(self._whole.shape[0] // _ROWS)
+        with _WaitingProducts() if self._waits else nullcontext():
+            out = self._model.decoder(hidden, None, rotary_pos_emb=angles, packed_seq_params=None)
+            out.backward(self._hidden)
+        self._model.zero_grad()
+
+    def _communicate(self) -> None:
+        """The messages of a step, each pattern waited for."""
+        group = TensorGroup(self._model.pg_collection.tp, is_overlapped=True)
+        own, product = self._hidden.flatten(0, 1), torch.zeros_like(self._whole)
+        for _ in range(self._model.config.num_layers):
+            for _ in range(6 * self._is_cut):
+                GatheredRows(own, group).wait()
+            for _ in range(4):
+                sums = ScatteredSums(product, group) if self._is_cut else ReducedRows(product, group)
+                for _ in sums.pieces():
+                    pass
+                sums.wait()
+
+
+def tensor_parallel_run(precision: Precision, *, cuda: bool, is_cut: bool) -> RunConfig:
+    """The run whose layers all contenders compute; `is_cut`: with sequence parallelism."""
+    parallel = ParallelConfig(
+        nproc_per_node=NUM_RANKS, tensor_model_parallel_size=NUM_RANKS, sequence_parallel=is_cut,
+        tp_comm_overlap=True,
     )  # fmt: skip
-    with nullcontext() if cuda else Link() as link:
-        return run_ranks(task, NUM_RANKS, link, _TIMEOUT_S)
+    model = _ON_CUDA if cuda else _ON_CPU
+    return run_config(model, parallel, micro_batch_size=_ROWS, global_batch_size=_ROWS, precision=precision)
+
+
+def measure(
+    context: DeviceContext, waits: bool, precision: Precision, cables: Mapping[str, float], rounds: int
+) -> dict[str, Any]:
+    """Time all contenders in each setting; equal on both ranks.
+
+    Args:
+        context: the device of this rank.
+        waits: see `Layers`.
+        precision: of the layers.
+        cables: name -> the time of communication alone as a share of compute alone; not used with CUDA.
+        rounds: how often each contender takes a step.
+    """
+    run = partial(tensor_parallel_run, precision, cuda=context.is_cuda)
+    groups = initialize(run(is_cut=False), context)
+    found: dict[str, Any] = {}
+    for layout, is_cut in (("TP", False), ("TP, SP", True)):
+        contenders = Layers(run(is_cut=is_cut), context, groups, waits=waits).contenders()
+        timed = {name: partial(time_on_ranks, call, context) for name, call in contenders.items()}
+        for cable, share in cables.items():
+            mbit = 0.0 if context.is_cuda else _set_speed(share, timed)
+            for call in contenders.values():
+                call()
+            found[f"{layout}, {cable}"] = {"mbit": mbit, "rounds": take_turns(timed, rounds)}
+    return found
+
+
+def _set_speed(share: float, timed: Mapping[str, Callable[[], float]]) -> float:
+    """Set the cable's speed so that communication takes this share of compute's time."""
+
+    def fastest(name: str) -> float:
+        return min(timed[name]() for _ in range(_MANY_TIMES))
+
+    compute, mbit = fastest(COMPUTE), _FIRST_MBIT
+    for _ in range(_MANY_TIMES):  # headers and waits are a part of the time, so it is found step by step
+        limit_speed(mbit)
+        mbit *= fastest(COMMUNICATION) / (compute * share)
+    limit_speed(mbit)
+    return mbit
 
 
 if __name__ == "__main__":

@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import random
-import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from toolkits.benchmarks._report import Aim, aim_lines, argument_parser, write_json
+from toolkits.benchmarks._measure import ratio, take_turns
+from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, spread, table
 
 _ROUNDS, _QUICK_ROUNDS = 3, 2
 _SPEED_BYTES, _QUICK_SPEED_BYTES = 48 << 20, 6 << 20
@@ -37,9 +39,18 @@ _WORDS = "the of a in to is and that for it as was with be by on not he his but 
 
 def main(argv: Sequence[str]) -> int:
     """Run the benchmark and report."""
-    arguments = _parse(argv)
-    if arguments.worker:
-        return _work(*arguments.worker)
+    return run_benchmark(
+        "tokenise", __doc__, argv, _run, "fewer rows and rounds, no large file", _add_options
+    )
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer (default: trained here)")
+    parser.add_argument("--data", type=Path, help="a JSON list of alpaca rows (default: generated rows)")
+    parser.add_argument("--folder", type=Path, help="folder for 4 GB of temporary files (default: TMPDIR)")
+
+
+def _run(arguments: argparse.Namespace) -> Report:
     rounds = _QUICK_ROUNDS if arguments.quick else _ROUNDS
     with tempfile.TemporaryDirectory(dir=arguments.folder) as name:
         folder = Path(name)
@@ -47,21 +58,8 @@ def main(argv: Sequence[str]) -> int:
         tokenizer = arguments.tokenizer or _make_tokenizer(folder / "tokenizer", rows)
         measured: dict[str, Any] = {"speed": _speed(folder, tokenizer, rows, rounds, arguments.quick)}
         measured |= _memory(folder, tokenizer, rows, arguments.quick)
-    aims = _aims(measured)
-    _print(measured, aims)
-    if arguments.json:
-        write_json(arguments.json, aims, **measured)
-    _plot(measured, arguments.plot)
-    return 0
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argument_parser("tokenise", __doc__, "fewer rows and rounds, no large file")
-    parser.add_argument("--tokenizer", type=Path, help="folder of a tokenizer (default: trained here)")
-    parser.add_argument("--data", type=Path, help="a JSON list of alpaca rows (default: generated rows)")
-    parser.add_argument("--folder", type=Path, help="folder for 4 GB of temporary files (default: TMPDIR)")
-    parser.add_argument("--worker", nargs=5, help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
+    speeds = {way: speed["elapsed"] for way, speed in measured["speed"].items()}
+    return Report(_text(measured), _aims(measured), [Panel("tokens/s", speeds)], measured)
 
 
 def _rows(data: Path | None, count: int = 1000) -> list[dict[str, str]]:
@@ -103,34 +101,40 @@ def _speed(
     """Tokens per second of both, in turns, elapsed and of processor time; a missing rival is named."""
     path = _write_rows(folder / "speed.jsonl", rows, _QUICK_SPEED_BYTES if quick else _SPEED_BYTES)
     ways = ["ours", "datasets.map"] if find_spec("datasets") else ["ours"]
-    measured: dict[str, dict[str, list[float]]] = {way: {"elapsed": [], "cpu": []} for way in ways}
-    for number in range(rounds):
-        for way in ways if number % 2 == 0 else ways[::-1]:
-            result = _run_worker(way, path, tokenizer, folder / f"{way}{number}")
-            measured[way]["elapsed"].append(result["tokens"] / result["seconds"])
-            measured[way]["cpu"].append(result["tokens"] / result["cpu_seconds"])
-    return measured
+    found = take_turns({way: partial(_run_worker, way, path, tokenizer, folder) for way in ways}, rounds)
+    return {
+        way: {
+            "elapsed": [one["tokens"] / one["seconds"] for one in results],
+            "cpu": [one["tokens"] / one["cpu_seconds"] for one in results],
+        }
+        for way, results in found.items()
+    }
 
 
 def _memory(folder: Path, tokenizer: Path, rows: list[dict[str, str]], quick: bool) -> dict[str, Any]:
     """Peak memory of a large file, and the time of a second start."""
     path = _write_rows(folder / "memory.jsonl", rows, _QUICK_MEMORY_BYTES if quick else _MEMORY_BYTES)
-    first = _run_worker("ours", path, tokenizer, folder / "large")
-    second = _run_worker("ours", path, tokenizer, folder / "large")
+    cache = folder / "large"
+    first, second = (_run_worker("ours", path, tokenizer, folder, cache) for _ in range(2))
     return {"bytes": path.stat().st_size, "first": first, "second": second}
 
 
-def _run_worker(way: str, rows: Path, tokenizer: Path, folder: Path) -> dict[str, Any]:
-    """Tokenize in a new process. Adds the peak memory of its whole tree of processes."""
-    result = folder.with_name(f"{folder.name}.json")
-    command = [sys.executable, "-m", "toolkits.benchmarks.tokenise", "--worker", way]
-    worker = subprocess.Popen([*command, *map(str, (rows, tokenizer, folder, result))])
+def _run_worker(
+    way: str, rows: Path, tokenizer: Path, folder: Path, cache: Path | None = None
+) -> dict[str, Any]:
+    """Tokenize in a new process, with a new cache if none is given; with the peak memory of its processes."""
+    result, cache = folder / "result.json", cache or Path(tempfile.mkdtemp(dir=folder))
+    worker = multiprocessing.get_context("spawn").Process(
+        target=_work, args=(way, rows, tokenizer, cache, result)
+    )
+    worker.start()
+    assert worker.pid is not None
     peak = 0
-    while worker.poll() is None:
+    while worker.is_alive():
         peak = max(peak, _tree_bytes(worker.pid))
         time.sleep(_SAMPLE_S)
-    if worker.returncode:
-        raise subprocess.CalledProcessError(worker.returncode, worker.args)
+    if worker.exitcode:
+        raise RuntimeError(f"{way}: a process ended with {worker.exitcode}")
     return {**json.loads(result.read_text()), "peak_gib": peak / 2**30}
 
 
@@ -148,15 +152,14 @@ def _tree_bytes(pid: int) -> int:
     return total
 
 
-def _work(way: str, rows: str, tokenizer_folder: str, folder: str, result: str) -> int:
+def _work(way: str, rows: Path, tokenizer_folder: Path, folder: Path, result: Path) -> None:
     from patch.data.chat_templates import ensure_chat_template
     from patch.data.tokenizer import load_tokenizer
 
-    tokenizer = load_tokenizer(tokenizer_folder)
+    tokenizer = load_tokenizer(str(tokenizer_folder))
     ensure_chat_template(tokenizer)
     measure = _ours if way == "ours" else _rival
-    Path(result).write_text(json.dumps(measure(Path(rows), tokenizer, Path(folder))))
-    return 0
+    result.write_text(json.dumps(measure(rows, tokenizer, folder)))
 
 
 def _ours(rows: Path, tokenizer: Any, folder: Path) -> dict[str, float]:
@@ -194,10 +197,9 @@ def _timed(work: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     return result, {"seconds": seconds, "cpu_seconds": sum(after[:4]) - sum(before[:4])}
 
 
-def _ratio(speed: dict[str, dict[str, list[float]]], kind: str) -> float:
-    """The median over the rounds of the rival's speed divided by ours."""
-    pairs = zip(speed["ours"][kind], speed["datasets.map"][kind], strict=True)
-    return statistics.median(rival / ours for ours, rival in pairs)
+def _rival_over_ours(measured: dict[str, Any], kind: str) -> float:
+    speed = measured["speed"]
+    return ratio(speed["datasets.map"][kind], speed["ours"][kind])
 
 
 def _aims(measured: dict[str, Any]) -> list[Aim]:
@@ -207,45 +209,28 @@ def _aims(measured: dict[str, Any]) -> list[Aim]:
         Aim("second start, s", measured["second"]["seconds"], 2.0),
     ]
     if "datasets.map" in measured["speed"]:
-        aims.insert(0, Aim("datasets.map's tokens/s / ours", _ratio(measured["speed"], "elapsed"), 1 / 1.5))
+        name = "datasets.map's tokens/s / ours"
+        aims.insert(0, Aim(name, _rival_over_ours(measured, "elapsed"), 1 / 1.5))
     return aims
 
 
-def _print(measured: dict[str, Any], aims: Sequence[Aim]) -> None:
-    print(f"{'tokens/s':14}{'median':>10}{'lowest':>10}{'highest':>10}{'of processor time':>20}")
-    for way, speeds in measured["speed"].items():
-        elapsed = speeds["elapsed"]
-        print(
-            f"{way:14}{statistics.median(elapsed):10.0f}{min(elapsed):10.0f}{max(elapsed):10.0f}"
-            f"{statistics.median(speeds['cpu']):20.0f}"
-        )
+def _text(measured: dict[str, Any]) -> str:
+    rows = [
+        [way, *spread(speeds["elapsed"], 0), f"{median(speeds['cpu']):.0f}"]
+        for way, speeds in measured["speed"].items()
+    ]
+    lines = [table(("tokens/s", "median", "quartiles", "of processor time"), rows)]
     if "datasets.map" in measured["speed"]:
-        print(f"ours / datasets.map in processor time: {1 / _ratio(measured['speed'], 'cpu'):.2f}")
+        lines.append(f"ours / datasets.map in processor time: {1 / _rival_over_ours(measured, 'cpu'):.2f}")
     else:
-        print("datasets.map: missing (pip install datasets)")
+        lines.append("datasets.map: missing (pip install datasets)")
     first = measured["first"]
-    print(
+    lines.append(
         f"{measured['bytes'] / 2**30:.2f} GiB of rows: {first['seconds']:.0f} s, "
         f"{first['tokens'] / 1e6:.0f} M tokens, peak memory {first['peak_gib']:.2f} GiB; "
         f"second start {measured['second']['seconds']:.2f} s"
     )
-    print("\n".join(aim_lines(aims)))
-
-
-def _plot(measured: dict[str, Any], path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(4, 3.2), layout="constrained")
-    for index, way in enumerate(measured["speed"].values()):
-        speeds = way["elapsed"]
-        axes.bar(index, statistics.median(speeds), color="lightsteelblue")
-        axes.plot([index] * len(speeds), speeds, "k.", markersize=4)
-    axes.set_xticks(range(len(measured["speed"])), list(measured["speed"]))
-    axes.set_ylabel("tokens/s")
-    figure.savefig(path, dpi=120)
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

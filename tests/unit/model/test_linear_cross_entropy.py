@@ -18,7 +18,7 @@ from patch import compat
 from patch.distributed.groups import initialize
 from patch.model import LearnedTokens, LlamaModel, build_llama_model, initialize_weights
 from patch.model.linear_cross_entropy import VocabularyPart, chunk_length, linear_cross_entropy
-from toolkits.benchmarks._allocated import peak_bytes
+from toolkits.benchmarks._measure import peak_bytes
 
 LENGTH, ROWS, GRADIENT = 22, 2, 0.25
 CASES: dict[str, dict[str, Any]] = {

@@ -1,5 +1,6 @@
-"""The ranks of `parallel` and `long_context` do what their figures say; figures of known rounds."""
+"""What benchmarks of a CPU measure is what their figures say; figures of known rounds."""
 
+import json
 import subprocess
 import sys
 import time
@@ -13,16 +14,11 @@ from distributed_runner import new_job, rejoin, run_distributed
 
 from toolkits.benchmarks import _activation_step as activations
 from toolkits.benchmarks import _context_step as context
-from toolkits.benchmarks import overlap
+from toolkits.benchmarks import checkpoint, overlap
 from toolkits.benchmarks._link import Link, LinkError
-from toolkits.benchmarks._overlap_figures import ALL_TO_ALL, COMMUNICATION, COMPUTE, Figures
-from toolkits.benchmarks._parallel_figures import (
-    Bubble,
-    ContextFigures,
-    activation_table,
-    bubble_table,
-    context_table,
-)
+from toolkits.benchmarks._measure import COMMUNICATION, COMPUTE, Overlaps
+from toolkits.benchmarks.adam_cpu import Tensors, contenders
+from toolkits.benchmarks.parallel import Bubble, bubble_table
 
 WAIT_S = 0.03
 
@@ -42,8 +38,8 @@ def run_parts(rank: int, world_size: int) -> dict[str, Any]:
 
     from patch import compat
     from patch.distributed.groups import initialize, shutdown
-    from toolkits.benchmarks import _long_context_rank as long
-    from toolkits.benchmarks import _pipeline_bubble as pipeline
+    from toolkits.benchmarks import long_context as long
+    from toolkits.benchmarks import parallel as pipeline
 
     compat.apply(cuda=False)
     config = pipeline.pipeline_run(world_size, 2, 4)
@@ -53,7 +49,7 @@ def run_parts(rank: int, world_size: int) -> dict[str, Any]:
     context._TOKENS = 64
     contenders = context.build_contenders(initialize(context.context_run("p2p"), CPU))
     found["losses"] = {name: contender.step() for name, contender in contenders.items()}
-    found["bytes"] = contenders[context.COMMUNICATION].num_bytes
+    found["bytes"] = contenders[COMMUNICATION].num_bytes
     new_job()
     configs = [long.ring_run(tokens, world_size) for tokens in (256, 512)]
     groups = initialize(configs[0], CPU)
@@ -73,18 +69,16 @@ def run_waiting(world_size: int) -> dict[str, dict[str, Any]]:
     from training_runs import CPU
 
     from patch.distributed.groups import initialize
-    from toolkits.benchmarks import _contenders, _overlap_rank
-    from toolkits.benchmarks._run_config import llama
+    from toolkits.benchmarks._contenders import llama
     from toolkits.benchmarks._upstream import prepare_cpu
 
     prepare_cpu()
-    _overlap_rank._WAITING = llama(
+    overlap._WAITING = llama(
         8, num_layers=2, hidden_size=64, ffn_hidden_size=96, num_attention_heads=2, num_query_groups=1,
         kv_channels=32, vocab_size=32,
     )  # fmt: skip
-    task = _overlap_rank.Task(cuda=False, wait_s=WAIT_S, mbit=0.0, schedule={})
-    config = _overlap_rank.sharded_run(task, world_size, 2)
-    by_name = _contenders.build_contenders(config, initialize(config, CPU), CPU.device, WAIT_S)
+    config = overlap.sharded_run(WAIT_S, False, world_size, 2)
+    by_name = overlap.build_contenders(config, initialize(config, CPU), CPU.device, WAIT_S)
     found = {}
     for name, one in by_name.items():
         one.step()
@@ -143,13 +137,20 @@ def test_the_switch_has_a_cable_for_each_rank_or_says_why_not() -> None:
 
 def test_the_best_possible_ratio_is_the_bound_over_upstream() -> None:
     seconds = {
-        COMPUTE: 1.0, COMMUNICATION: 0.5, "ours: none": 1.05, "ours: optimizer": 1.02, ALL_TO_ALL: 1.25,
-        "upstream: gradients": 2.0,
+        COMPUTE: 1.0, COMMUNICATION: 0.5, "ours: none": 1.05, "ours: optimizer": 1.02,
+        overlap.ALL_TO_ALL: 1.25, "upstream: gradients": 2.0,
     }  # fmt: skip
-    figures = Figures({name: [{"seconds": one}, {"seconds": 2 * one}] for name, one in seconds.items()})
-    assert figures.best_upstream == ALL_TO_ALL
-    assert figures.best_possible(ALL_TO_ALL) == pytest.approx(0.8)
-    aims = overlap._aims(overlap.Setting("wait", 2, 0.1), {"1": figures, "16": figures}, cuda=False)
+    figures = Overlaps({name: [one, 2 * one] for name, one in seconds.items()})
+    assert figures.best("upstream") == overlap.ALL_TO_ALL
+    assert figures.best("upstream", besides=overlap.ALL_TO_ALL) == "upstream: gradients"
+    row = next(line for line in figures.table("", "ours: none").splitlines() if "all-to-all" in line)
+    assert row.split("|")[2:6] == [
+        "    1.875 ",
+        " 1.562 - 2.188 ",
+        "                 1.250 ",
+        "        1.190 ",
+    ]
+    aims = overlap.aims_of(overlap.Setting("wait", 2, 0.1), {"1": figures, "16": figures}, cuda=False)
     assert [(round(aim.measured, 3), aim.aim) for aim in aims] == [(0.816, 0.90), (1.02, 1.05), (0.816, 0.97)]
     assert "(perfect overlap: 0.800)" in aims[0].name
 
@@ -180,7 +181,7 @@ def test_activations_are_where_the_contenders_names_say(
     keep, recompute, fast, slow = (rounds[name][0] for name in names)
     assert recompute["peak_bytes"] < fast["peak_bytes"] == slow["peak_bytes"] < keep["peak_bytes"] / 2
     assert fast["sent_bytes"] == slow["sent_bytes"] > keep["peak_bytes"] / 2
-    assert len(activation_table(rounds).splitlines()) == 5
+    assert len(activations.rounds_table(rounds).splitlines()) == 6
 
 
 def test_the_bubble_of_two_waits_has_no_constant() -> None:
@@ -189,15 +190,30 @@ def test_the_bubble_of_two_waits_has_no_constant() -> None:
     one = Bubble(2, 1, 4, steps)
     assert one.formula == bubble and one.without_constant == pytest.approx(bubble)
     assert one.at(1.0) == pytest.approx(0.3)
-    assert bubble_table([one]).splitlines()[1].split()[:4] == ["2", "1", "4", "0.2500"]
+    assert bubble_table([one]).splitlines()[2].split()[1:8:2] == ["2", "1", "4", "0.2500"]
 
 
-def test_ratios_of_context_parallelism_are_within_a_round() -> None:
-    first = dict.fromkeys(
-        (context.WHOLE, context.RING, context.WAITING_RING, context.ALL_TO_ALL, context.COMPUTE), 2.0
-    )
-    rounds = [first | {context.COMMUNICATION: 1.0, context.RING: 2.2}]
-    rounds += [{name: 2 * seconds for name, seconds in rounds[0].items()}] * 2
-    one = ContextFigures(1.0, 100.0, 10**6, rounds)
-    assert one.over_bound(context.RING) == one.over_whole(context.RING) == pytest.approx(1.1)
-    assert "ring, no overlap" in context_table([one])
+def test_contenders_of_adam_do_the_same_update() -> None:
+    after = {}
+    for index, one in enumerate(contenders(Tensors(1))[0]):
+        tensors = Tensors(5000)
+        before = tensors.weight.clone()
+        contenders(tensors)[0][index].update()
+        after[one.title] = tensors.weight if one.case == "bf16" else tensors.master
+        assert one.case != "bf16" or not torch.equal(tensors.weight, before), one.title
+        if one.case != "copy":
+            torch.testing.assert_close(after[one.title], after[f"{one.case}: ours"], rtol=2**-7, atol=1e-7)
+
+
+def test_a_benchmark_reports_aims_machine_versions_and_a_plot(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = ["--json", str(tmp_path / "report.json"), "--plot", str(tmp_path / "plot.png")]
+    assert checkpoint.main(["--quick", "--folder", str(tmp_path), *files]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [sorted(aim) for aim in report["aims"]] == [["aim", "measured", "met", "name"]] * 3
+    assert report["versions"]["torch"] and report["machine"]["cores"]
+    assert {len(seconds) for seconds in report["rounds"].values()} == {3}
+    said = capsys.readouterr().out
+    assert "| plain copy " in said and (tmp_path / "plot.png").stat().st_size > 1000
+    assert sum(line.startswith(("met   ", "MISSED")) for line in said.splitlines()) == 3

@@ -18,7 +18,7 @@ from patch.plan.memory import RankBytes, staging_bytes
 from patch.plan.pipeline import Schedule
 from patch.training.setup import Run
 from patch.training.step import run_schedule, train_step
-from toolkits.benchmarks._allocated import peak_bytes
+from toolkits.benchmarks._measure import peak_bytes
 
 EIGHT = {"num_layers": 8}
 CASES: dict[str, dict[str, Any]] = {

@@ -1,0 +1,171 @@
+"""Runs a function of a benchmark in processes of its own: the ranks of a job."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from patch import compat
+from patch.device import DeviceContext, MachineFacts
+from patch.distributed.groups import shutdown
+from toolkits.benchmarks._link import INTERFACE, Link
+from toolkits.benchmarks._report import NotRunError
+
+CPU = DeviceContext(torch.device("cpu"), "gloo")
+
+
+def needs_gpu() -> MachineFacts:
+    """This machine.
+
+    Raises:
+        NotRunError: it has no GPU.
+    """
+    machine = MachineFacts.probe()
+    if not machine.cuda_devices:
+        raise NotRunError("needs a GPU, found none")
+    return machine
+
+
+def has_gpus(num_ranks: int) -> bool:
+    """Whether each rank can have a GPU of its own, or else a core.
+
+    Raises:
+        NotRunError: there are too few of both.
+    """
+    machine = MachineFacts.probe()
+    if max(machine.cuda_devices, machine.cpu_cores) < num_ranks:
+        raise NotRunError(
+            f"needs {num_ranks} cores or GPUs, found {machine.cpu_cores} and {machine.cuda_devices}"
+        )
+    return machine.cuda_devices >= num_ranks
+
+
+def run_ranks(
+    measure: Callable[..., Any],
+    num_ranks: int,
+    timeout_s: float,
+    *,
+    link: Link | None = None,
+    on_cpu: bool = False,
+    threads: int = 1,
+    environment: Mapping[str, str] | None = None,
+    **fields: Any,
+) -> Any:
+    """Run the ranks of a benchmark to their end, each in a process of its own; what rank 0 measured.
+
+    Args:
+        measure: a function of a module, called with the rank's device and `fields`; its result is JSON.
+        num_ranks: how many processes.
+        timeout_s: seconds after which all are killed.
+        link: each rank runs at one end of it, on one core; None: anywhere.
+        on_cpu: the ranks leave GPUs alone.
+        threads: of each process; 0: torch's own choice.
+        environment: of the processes; None: this one's.
+        fields: what JSON can hold.
+    Raises:
+        RuntimeError: a rank failed, or not all ended in time; the message of a rank is on stderr.
+    """
+    spec = sys.modules[measure.__module__].__spec__
+    assert spec is not None, "a benchmark runs as a module"
+    program = [sys.executable, "-W", "ignore", "-m", "toolkits.benchmarks._runner", spec.name]
+    ranks: list[subprocess.Popen] = []
+    with tempfile.TemporaryDirectory() as folder:
+        job = json.dumps([measure.__name__, folder, num_ranks, on_cpu, threads, fields])
+        try:
+            for rank in range(num_ranks):
+                ranks.append(_start([*program, str(rank), job], rank, link, dict(environment or os.environ)))
+            _wait(ranks, timeout_s)
+        finally:
+            for process in ranks:
+                process.kill()
+                process.wait()
+        return json.loads((Path(folder) / "output.json").read_text(encoding="utf-8"))
+
+
+def try_alone(measure: Callable[..., Any], timeout_s: float, **options: Any) -> Any:
+    """`run_ranks` of one rank; None, with a line on stderr, if it failed."""
+    try:
+        return run_ranks(measure, 1, timeout_s, **options)
+    except RuntimeError as error:
+        print(f"failed: {measure.__name__} {options}: {error}", file=sys.stderr)
+        return None
+
+
+def _start(command: list[str], rank: int, link: Link | None, environment: dict[str, str]) -> subprocess.Popen:
+    if link is None:
+        return subprocess.Popen(command, env=environment)
+    cores = sorted(os.sched_getaffinity(0))
+    return subprocess.Popen(
+        link.inside(rank, command),
+        env={**environment, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": INTERFACE},
+        preexec_fn=partial(os.sched_setaffinity, 0, {cores[rank % len(cores)]}),
+    )
+
+
+def _wait(ranks: list[subprocess.Popen], timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
+    while any(process.poll() is None for process in ranks):
+        failed = [rank for rank, process in enumerate(ranks) if process.poll()]
+        if failed or time.monotonic() > deadline:
+            rank = failed[0] if failed else 0
+            what = f"failed, exit code {ranks[rank].poll()}" if failed else f"took over {timeout_s:.0f} s"
+            raise RuntimeError(f"rank {rank} {what}")
+        time.sleep(0.2)
+    if failed := [process.returncode for process in ranks if process.returncode]:
+        raise RuntimeError(f"a rank failed, exit code {failed[0]}")
+
+
+@contextmanager
+def job(
+    context: DeviceContext,
+    rank: int = 0,
+    world_size: int = 1,
+    store: dist.Store | None = None,
+    threads: int = 1,
+) -> Iterator[None]:
+    """Within it this process is a rank of a job.
+
+    Args:
+        context: the device of the rank.
+        rank: its number.
+        world_size: the number of ranks.
+        store: where the ranks find each other; None: there is one rank.
+        threads: of torch; 0: its own choice.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads or before)
+    compat.apply(cuda=context.is_cuda)
+    dist.init_process_group(
+        context.backend, store=store or dist.HashStore(), rank=rank, world_size=world_size
+    )
+    yield
+    dist.barrier()  # before anybody leaves
+    shutdown()
+    torch.set_num_threads(before)
+
+
+def _run_as_rank(module: str, rank: int, work: str) -> None:
+    function, folder, world_size, on_cpu, threads, fields = json.loads(work)
+    measure = getattr(import_module(module), function)
+    context = CPU if on_cpu else DeviceContext.select(rank)
+    with job(context, rank, world_size, dist.FileStore(f"{folder}/store", world_size), threads):
+        measured = measure(context, **fields)
+    if rank == 0:
+        Path(folder, "output.json").write_text(json.dumps(measured), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    _run_as_rank(sys.argv[1], int(sys.argv[2]), sys.argv[3])
