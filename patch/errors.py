@@ -59,6 +59,19 @@ class TrainingError(PatchError, RuntimeError):
     exit_code = 5
 
 
+class MemoryLackError(TrainingError):
+    """A process ran out of memory.
+
+    Args:
+        message: what failed.
+        on_device: whether a GPU, or the simulated one, lacked memory, not the host.
+    """
+
+    def __init__(self, message: str = "", *, on_device: bool) -> None:
+        super().__init__(message)
+        self.on_device = on_device
+
+
 _SECRETS = re.compile(
     r"([A-Za-z][\w+.-]*:/{1,2})[^\s'\"]*:[^\s'\"]*@"  # a password, after a name
     r"|([A-Za-z][\w+.-]*:/{1,2}[^\s'\"?]*[?])[^\s'\"]+"  # a query

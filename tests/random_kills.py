@@ -201,7 +201,7 @@ def launch_here(changes: dict[str, Any]) -> int:
     from patch.device import MachineFacts
     from patch.distributed.launch import launch
     from patch.logger import configure_logging
-    from patch.preflight import Rendezvous
+    from patch.preflight.cluster import Rendezvous
 
     configure_logging()
     machine = MachineFacts(cuda_devices=0, cpu_cores=RANKS)

@@ -8,12 +8,23 @@ What cannot be read, written or does not fit raises a `ConversionError` of `patc
 checkpoint a `CheckpointError`. Both say what was expected, and on every rank.
 """
 
-from patch.convert.hf_config_files import model_of
-from patch.convert.live_export import export_hf
-from patch.convert.live_weights import import_hf, iter_hf_weights
-from patch.convert.offline_export import mcore_to_hf
-from patch.convert.offline_import import hf_to_mcore
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from patch.errors import CheckpointError, ConversionError
+
+if TYPE_CHECKING:
+    from patch.convert.hf_config_files import model_of
+    from patch.convert.live_export import export_hf
+    from patch.convert.live_weights import import_hf, iter_hf_weights
+    from patch.convert.offline_export import mcore_to_hf
+    from patch.convert.offline_import import hf_to_mcore
+
+_MODULES = {
+    "model_of": "hf_config_files", "export_hf": "live_export", "import_hf": "live_weights",
+    "iter_hf_weights": "live_weights", "mcore_to_hf": "offline_export", "hf_to_mcore": "offline_import",
+}  # fmt: skip
+"""Imported where they are asked for (PEP 562): most users need one way of conversion."""
 
 __all__ = [
     "CheckpointError",
@@ -25,3 +36,9 @@ __all__ = [
     "mcore_to_hf",
     "model_of",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)

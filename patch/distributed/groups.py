@@ -21,7 +21,7 @@ from patch.compat.gloo import shared_devices
 from patch.config.schema import ParallelConfig, RunConfig
 from patch.device import DeviceContext
 from patch.distributed.job import join
-from patch.distributed.launch import DETERMINISTIC
+from patch.distributed.worker_process import DETERMINISTIC
 from patch.errors import ConfigError
 
 

@@ -16,14 +16,15 @@ from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 
-from patch.checks import usable_sizes
+from patch.checks.layout import usable_sizes
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.distributed.affinity import cores_of_workers
-from patch.distributed.worker_process import LAUNCHER
+from patch.distributed.worker_process import DETERMINISTIC, LAUNCHER, read_reply
 from patch.errors import ConfigError
 from patch.logger import get_logger
-from patch.preflight import Rendezvous
+from patch.plan.cures import advice
+from patch.preflight.cluster import Rendezvous
 from patch.storage.lock import refuse_held_run
 from patch.storage.sizes import counted
 
@@ -31,12 +32,6 @@ _logger = get_logger(__name__)
 
 BLACKWELL = (10, 0)
 """Major compute capability of Blackwell GPUs."""
-DETERMINISTIC = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch refuses deterministic matmuls without it
-    "NCCL_ALGO": "^NVLS",  # NVLS sums in the switch, in no fixed order
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention
-}
-"""Environment variables that --deterministic-mode needs before a process uses a GPU."""
 
 
 def launch(
@@ -86,13 +81,13 @@ def launch(
     with _environment(environment), tempfile.TemporaryDirectory(prefix="patch-launch-") as folder:
         timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
         meeting = Meeting.join(rendezvous, usable_sizes(config, machine), timeout)
-        return run_workers(
-            [sys.executable, str(script), *flags],
-            parallel.nproc_per_node,
-            parallel.max_restarts,
-            meeting,
-            WorkerFiles(Path(folder), cores, log_dir),
-        )
+        files = WorkerFiles(Path(folder), cores, log_dir)
+        command = [sys.executable, str(script), *flags]
+        code = run_workers(command, parallel.nproc_per_node, parallel.max_restarts, meeting, files)
+        replies = [reply for file in files.error_files.values() if (reply := read_reply(file))]
+    if lacking := {reply.lacks for reply in replies} - {""}:
+        _logger.error("to need less memory: %s", advice(config, machine, on_device="device" in lacking))
+    return code
 
 
 def _make_log_dir(log_dir: str | None) -> Path | None:

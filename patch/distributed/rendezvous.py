@@ -38,7 +38,7 @@ from patch.device import start_thread
 from patch.distributed.job import ROUND, answer_within, await_address
 from patch.errors import TrainingError
 from patch.logger import get_logger
-from patch.preflight import Rendezvous
+from patch.preflight.cluster import Rendezvous
 
 _logger = get_logger(__name__)
 

@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from patch.errors import PatchError
+from patch.errors import MemoryLackError, PatchError
 from patch.storage.atomic import write_atomically
 
 END_S = 120.0
@@ -34,6 +34,12 @@ LAUNCHER = "PATCH_LAUNCHER_PID"
 """The variable with the process id of the launcher."""
 CORES = "PATCH_WORKER_CORES"
 """The variable with the cores that a worker is bound to, separated by commas."""
+DETERMINISTIC = {
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # torch refuses deterministic matmuls without it
+    "NCCL_ALGO": "^NVLS",  # NVLS sums in the switch, in no fixed order
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention
+}
+"""Environment variables that --deterministic-mode needs before a process uses a GPU."""
 _ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 _PR_SET_PDEATHSIG = 1
 
@@ -46,6 +52,8 @@ class Reply(NamedTuple):
     """The cause of a failure; "" after work that is done, or that a signal stopped with a checkpoint."""
     may_restart: bool = False
     """Whether the failure may pass when the workers are started again."""
+    lacks: str = ""
+    """"device" or "host": whose memory ran out, if that was the failure."""
 
     @property
     def is_failure(self) -> bool:
@@ -124,7 +132,10 @@ def failure(error: BaseException) -> Reply:
     message = str(error) or type(error).__name__
     if not isinstance(error, PatchError):
         return Reply(1, message, may_restart=True)
-    return Reply(error.exit_code, message, may_restart=error.may_restart)
+    lacks = ""
+    if isinstance(error, MemoryLackError):
+        lacks = "device" if error.on_device else "host"
+    return Reply(error.exit_code, message, error.may_restart, lacks)
 
 
 def read_reply(file: str) -> Reply | None:

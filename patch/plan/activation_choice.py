@@ -8,19 +8,17 @@ offloaded layer costs what its copies take longer than the forward and backward 
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import Recompute, RecomputeMethod
-from patch.config.pipeline_stages import stage_activations
 from patch.device import MachineFacts
 from patch.logger import get_logger
 from patch.plan.activation_peak import RankMemory, heaviest_rank, host_memory_needed
 from patch.plan.memory import device_memory, usable_device_memory
+from patch.plan.savings import Mix, with_mix
 from patch.plan.timing.layer_time import layer_times
 from patch.plan.timing.machine_presets import machines_of
 from patch.storage.sizes import size_text
@@ -33,35 +31,6 @@ product, but reads and writes memory."""
 OFFLOAD_COST = 0.1
 """Share of a layer's forward, also where its copies are hidden, which take bandwidth from compute.
 Assumed."""
-
-
-class Mix(NamedTuple):
-    """What becomes of the activations of each stage's layers."""
-
-    granularity: Recompute | None = None
-    method: RecomputeMethod = "uniform"
-    recomputed: int = 1
-    """With full: layers of a block (uniform) or of each stage (block)."""
-    offloaded: int = 0
-
-    @classmethod
-    def of(cls, config: RunConfig) -> Mix:
-        """The mix of a run, as its largest stage has it."""
-        training = config.training
-        split = stage_activations(max(config.stage_layers), training)
-        is_block = training.recompute_method == "block"
-        recomputed = split.recomputed if is_block else training.recompute_num_layers
-        return cls(config.recompute, training.recompute_method, recomputed, split.offloaded)
-
-    @property
-    def words(self) -> str:
-        """The mix in words."""
-        base: str = self.granularity or "none"
-        if self.granularity == "full" and self.method == "block":
-            base = f"full for {self.recomputed} of each stage's layers"
-        elif self.granularity == "full" and self.recomputed > 1:
-            base = f"full in blocks of {self.recomputed} layers"
-        return f"{base}, {self.offloaded} of each stage's layers offloaded" if self.offloaded else base
 
 
 class Candidate(NamedTuple):
@@ -101,19 +70,6 @@ def resolve_activations(config: RunConfig, machine: MachineFacts) -> tuple[RunCo
         )
     lines = [search.line(candidate, is_chosen=candidate is chosen) for candidate in candidates]
     return with_mix(config, chosen.mix), [search.room_line(), *lines]
-
-
-def with_mix(config: RunConfig, mix: Mix) -> RunConfig:
-    """The same run with another mix."""
-    training = dataclasses.replace(
-        config.training,
-        recompute_granularity=mix.granularity,
-        recompute_method=mix.method,
-        recompute_num_layers=mix.recomputed,
-        cpu_offloading=mix.offloaded > 0,
-        cpu_offloading_num_layers=mix.offloaded or None,
-    )
-    return dataclasses.replace(config, training=training)
 
 
 class _Search:

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Iterator
+from functools import reduce
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import ZeroStage
-from patch.config.fields import FIELDS
-from patch.config.flags import flag_words
-from patch.config.positions import place_of
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.plan.context_parallel import SHORTEST_PIECE
 from patch.plan.fits import Fit, fit_of
+from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes
 from patch.plan.resolve import resolve_if_legal
+from patch.plan.savings import SAVINGS, Change, less_offload
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import machines_of
 from patch.plan.timing.step_time import step_time
@@ -25,32 +22,6 @@ from patch.storage.sizes import size_text, timed
 
 _MOST_CHANGES = 3
 _NUM_SHOWN = 3
-_SMALL_BUCKET = 100_000_000
-"""Elements; ZeRO-2 has three staging buffers of a bucket's size."""
-
-
-class Change(NamedTuple):
-    """One way to save memory."""
-
-    kind: str
-    """One word for several values for the same purpose, which are alternatives."""
-    values: tuple[tuple[str, str, Any], ...]
-    """Section, field and value; a value of None takes back what the run has."""
-
-    @property
-    def flags(self) -> str:
-        """The flags that make the change."""
-        return " ".join(word for name, scalar in self._set for word in flag_words(FIELDS[name], scalar))
-
-    @property
-    def places(self) -> list[str]:
-        """The positions and environment variables that make it too, with their values."""
-        return [place for name, scalar in self._set if (place := place_of(name, scalar))]
-
-    @property
-    def _set(self) -> list[tuple[str, object]]:
-        """The fields that it sets, and their values as they are written."""
-        return [(name, FIELDS[name].to_scalar(value)) for _, name, value in self.values if value is not None]
 
 
 class Cure(NamedTuple):
@@ -144,11 +115,41 @@ def refuse_what_cannot_fit(config: RunConfig, machine: MachineFacts) -> None:
     raise ConfigError(f"this run cannot fit: {what}. By the plan {cure}(--force starts it all the same)")
 
 
+def advice(config: RunConfig, machine: MachineFacts, *, on_device: bool) -> str:
+    """What a run that ran out of memory may change, in one or two sentences.
+
+    Args:
+        config, machine: see `cures`.
+        on_device: whether a GPU, or the simulated one, lacked memory, not the host.
+    """
+    limit, state = device_memory(config, machine), bytes_per_rank(config)
+    wanted, more, lead = {"states"}, ["more machines (TP, PP)"], ""
+    if on_device:
+        wanted = {"states", "activations", "weights"}
+        found = "; or with ".join(map(str, cures(config, machine)))
+        more = ["more processes (TP, PP)" + (f"; by the plan it fits with {found}" if found else "")]
+        if 0 < limit < (fixed := state.weights + state.gradients):
+            wanted = {"gradients"}
+            lead = f"weights and gradients alone take {size_text(fixed)} of {size_text(limit)}"
+    elif machine.cuda_devices:
+        more = [*less_offload(config), *more]
+    else:
+        _, needed = needed_bytes(config, machine)
+        if 0 < (usable := machine.host_memory_bytes) < needed:
+            lead = f"the model's state alone takes {size_text(needed)} of {size_text(usable)}"
+        else:
+            wanted = {"states", "activations"}
+    savings = [one for one in SAVINGS if one.frees & wanted and (on_device or not one.goes_to_host)]
+    *others, last = [*(words for one in savings for words in one.words(config, limit)), *more]
+    take = f"take {', '.join(others)}, or {last}" if others else f"take {last}"
+    return f"{lead}: {take}" if lead else take
+
+
 def _sufficient(
     config: RunConfig, machine: MachineFacts
 ) -> Iterator[tuple[tuple[Change, ...], RunConfig, Fit]]:
     """Sets of changes with which the run fits, and with each the run and its fit; none contains another."""
-    changes = list(_changes(config, machine))
+    changes = [change for saving in SAVINGS for change in saving.changes(config)]
     found: list[set[Change]] = []
     for number in range(1, _MOST_CHANGES + 1):
         for some in combinations(changes, number):
@@ -156,19 +157,11 @@ def _sufficient(
             is_enough_already = any(smaller <= set(some) for smaller in found)
             if is_enough_already or len(fields) != len(set(fields)):
                 continue
-            run = resolve_if_legal(_changed(config, some), machine)
+            changed = reduce(lambda run, change: change.applied(run), some, config)
+            run = resolve_if_legal(changed, machine)
             if run is not None and (fit := fit_of(run, machine)).is_whole:
                 found.append(set(some))
                 yield some, run, fit
-
-
-def _changed(config: RunConfig, changes: tuple[Change, ...]) -> RunConfig:
-    run = config
-    for change in changes:
-        for section, field, value in change.values:
-            replaced = dataclasses.replace(getattr(run, section), **{field: value})
-            run = dataclasses.replace(run, **{section: replaced})
-    return run
 
 
 def _seconds(run: RunConfig, machine: Machine | None) -> float | None:
@@ -178,57 +171,3 @@ def _seconds(run: RunConfig, machine: Machine | None) -> float | None:
 def _rank(cure: Cure) -> tuple[float, int, int]:
     """The fastest first, then fewer changes, then less in host memory."""
     return cure.seconds or math.inf, len(cure.changes), cure.fit.host_needed
-
-
-def _changes(config: RunConfig, machine: MachineFacts) -> Iterator[Change]:
-    """What a run does not use yet, the cheapest first."""
-    parallel, training = config.parallel, config.training
-    if config.num_state_shares > 1:
-        yield from _more_sharding(config)
-    if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        yield _change("parallel", sequence_parallel=True)
-    if training.micro_batch_size > 1:
-        yield _change("training", micro_batch_size=1)
-    if config.recompute is None and not training.cpu_offloading:
-        yield _change("training", recompute_granularity="selective")
-    if config.recompute != "full" and not training.cpu_offloading:
-        yield _change("training", "full", recompute_granularity="full")
-    yield from _states_on_host(config)
-    yield from _smaller_parts(config)
-
-
-def _change(section: str, kind: str = "", **values: object) -> Change:
-    return Change(kind or next(iter(values)), tuple((section, *pair) for pair in values.items()))
-
-
-def _more_sharding(config: RunConfig) -> Iterator[Change]:
-    if config.zero_stage is ZeroStage.NONE:
-        yield _change("parallel", use_distributed_optimizer=True, data_parallel_sharding=None)
-    if config.zero_stage is not ZeroStage.GRADIENTS:
-        yield _change("parallel", data_parallel_sharding=ZeroStage.GRADIENTS)
-    if config.optimizer.reduce_bucket_size > _SMALL_BUCKET:
-        yield _change("optimizer", reduce_bucket_size=_SMALL_BUCKET)
-
-
-def _states_on_host(config: RunConfig) -> Iterator[Change]:
-    """Other shares of the optimizer states in host memory, in quarters."""
-    optimizer = config.optimizer
-    policy = optimizer.optimizer_offload_policy
-    if policy == "auto":  # it takes what the device has no room for already
-        return
-    now = optimizer.optimizer_offload_fraction if policy else 0.0
-    for fraction in (0.25, 0.5, 0.75, 1.0):
-        if fraction != now:
-            yield _change("optimizer", optimizer_offload_policy="static", optimizer_offload_fraction=fraction)
-
-
-def _smaller_parts(config: RunConfig) -> Iterator[Change]:
-    """More processes for each copy of the model."""
-    parallel = config.parallel
-    for factor in (2, 4, 8):
-        if (tp_size := parallel.tensor_model_parallel_size * factor) <= parallel.nproc_per_node:
-            yield _change("parallel", tensor_model_parallel_size=tp_size, sequence_parallel=True)
-        pp_size = parallel.pipeline_model_parallel_size * factor
-        yield _change("parallel", pipeline_model_parallel_size=pp_size)
-        if config.sample_length // (cp_size := parallel.context_parallel_size * factor) >= SHORTEST_PIECE:
-            yield _change("parallel", context_parallel_size=cp_size, cp_comm_type=None)

@@ -9,7 +9,6 @@ from patch.config import RunConfig
 from patch.config.backends import backends_of
 from patch.config.choices import Recompute, ZeroStage
 from patch.device import MachineFacts
-from patch.plan.activation_choice import Mix
 from patch.plan.activation_peak import heaviest_rank, host_memory_needed
 from patch.plan.activations import activation_bytes
 from patch.plan.balance import better_split, stage_work, step_timing
@@ -17,6 +16,7 @@ from patch.plan.flops import flops_per_step, output_in_layers
 from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
 from patch.plan.parameters import total_parameters
 from patch.plan.pipeline import Schedule
+from patch.plan.savings import Mix
 from patch.preflight.checkpoint_places import newest_saved
 from patch.storage.sizes import counted, scaled, size_text
 

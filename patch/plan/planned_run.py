@@ -17,8 +17,7 @@ from patch.errors import ConfigError
 from patch.plan.resolve import resolve_run
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import PRESETS, preset, read_machine, this_machine
-from patch.preflight import parse_args
-from patch.preflight.parse import split_positions
+from patch.preflight.parse import parse_args, split_positions
 
 _TOKENS_OF_A_STEP = 2**22
 """Tokens of the global batch where none is given: LLaMA's own."""

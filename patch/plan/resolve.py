@@ -7,10 +7,11 @@ import dataclasses
 from patch.checks.rules import is_legal
 from patch.config import RunConfig, resolve_transformer_impl
 from patch.device import MachineFacts
-from patch.plan.activation_choice import Mix, resolve_activations, with_mix
+from patch.plan.activation_choice import resolve_activations
 from patch.plan.activation_peak import heaviest_rank, host_memory_needed
 from patch.plan.context_parallel import resolve_cp_comm_type
 from patch.plan.memory import device_memory, usable_device_memory
+from patch.plan.savings import Mix, with_mix
 from patch.plan.sharding import resolve_sharding
 from patch.storage.sizes import size_text
 

@@ -13,23 +13,19 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import Recompute, ZeroStage
+from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.plan.context_parallel import SHORTEST_PIECE
 from patch.plan.fits import Fit, fit_of
 from patch.plan.memory import state_on_device, usable_device_memory
 from patch.plan.pipeline import Schedule
 from patch.plan.resolve import resolve_if_legal
+from patch.plan.savings import FRACTIONS, RECOMPUTED, SHARDED, with_offload, with_savings
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.step_costs import StepCosts, step_costs
 from patch.plan.timing.step_time import StepTime, step_time
 
 MICRO_BATCHES = (1, 2, 4, 8)
-RECOMPUTED: tuple[Recompute | None, ...] = (None, "selective", "full")
-FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of optimizer states on the host."""
-SHARDED = ((ZeroStage.OPTIMIZER, None), (ZeroStage.GRADIENTS, None), (ZeroStage.GRADIENTS, 100_000_000))
-"""Levels and bucket sizes; None: that of the run. Smaller buckets have smaller staging buffers."""
 _NUM_TIMED = 48
 _FAR = 1.2
 """A layout that takes so many times as long as another, even if it saves no memory, is not looked at."""
@@ -194,54 +190,6 @@ def _least_fraction(config: RunConfig, machine: MachineFacts) -> float | None:
     lacking = on_device.device_needed - on_device.device_usable
     fraction = next(each for each in FRACTIONS if each * states >= lacking)
     return fraction if fit_of(with_offload(config, fraction), machine).is_whole else None
-
-
-def with_offload(config: RunConfig, fraction: float) -> RunConfig:
-    """The run with this share of its optimizer states on the host."""
-    optimizer = dataclasses.replace(
-        config.optimizer,
-        optimizer_offload_policy="static" if fraction else None,
-        optimizer_offload_fraction=fraction or 1.0,
-    )
-    return dataclasses.replace(config, optimizer=optimizer)
-
-
-def with_savings(
-    config: RunConfig,
-    stage: ZeroStage,
-    granularity: Recompute | None,
-    fraction: float,
-    bucket: int | None = None,
-) -> RunConfig:
-    """The run with other ways to save memory.
-
-    Args:
-        config: the run.
-        stage: what replicas share.
-        granularity: what is recomputed, all layers alike.
-        fraction: of optimizer states on the host.
-        bucket: elements of a bucket; None: as it is.
-    """
-    shards_gradients = stage is ZeroStage.GRADIENTS
-    parallel = dataclasses.replace(
-        config.parallel,
-        use_distributed_optimizer=stage is not ZeroStage.NONE,
-        overlapped_distributed_optimizer=shards_gradients,
-        data_parallel_sharding=None,
-    )
-    training = dataclasses.replace(
-        config.training,
-        recompute_granularity=granularity,
-        recompute_method="uniform",
-        recompute_num_layers=1,
-        cpu_offloading=False,
-        cpu_offloading_num_layers=None,
-    )
-    optimizer = dataclasses.replace(
-        config.optimizer, reduce_bucket_size=bucket or config.optimizer.reduce_bucket_size
-    )
-    run = dataclasses.replace(config, parallel=parallel, training=training, optimizer=optimizer)
-    return with_offload(run, fraction)
 
 
 def _bound(config: RunConfig, costs: StepCosts) -> float:

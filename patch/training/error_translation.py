@@ -15,10 +15,8 @@ import torch.distributed as dist
 
 from patch.config.positions import where
 from patch.config.schema import RunConfig
-from patch.device import MachineFacts
 from patch.distributed.worker_process import LOST_RANK_CODE
-from patch.errors import PatchError, TrainingError
-from patch.training.memory_advice import memory_advice
+from patch.errors import MemoryLackError, PatchError, TrainingError
 
 # Sources of the wording: torch's c10/core/impl/alloc_cpu.cpp, c10/cuda and torch/csrc/distributed/c10d
 # (ProcessGroupNCCL, NCCLUtils, TCPStore); gloo/transport/tcp (pair.cc, unbound_buffer.cc); NCCL's alloc.h.
@@ -69,6 +67,12 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(words in str(error) for words in _OUT_OF_MEMORY)
 
 
+def is_device_error(error: Exception) -> bool:
+    """Whether an out-of-memory error is about a GPU or the simulated device, not about the host."""
+    libraries = ("CUDA", "CUDNN", "NCCL")  # cuBLAS and NCCL name CUDA too
+    return isinstance(error, torch.OutOfMemoryError) or any(name in str(error) for name in libraries)
+
+
 @contextmanager
 def translate_errors(config: RunConfig) -> Iterator[None]:
     """Translate errors of the `with` block: out of memory, a collective that timed out, a lost rank.
@@ -91,8 +95,7 @@ def _translate(error: RuntimeError | MemoryError | OSError, config: RunConfig) -
     message = str(error)
     reason = (message.strip().splitlines() or [type(error).__name__])[0]
     if is_out_of_memory(error):
-        advice = memory_advice(error, config, MachineFacts.probe())
-        return TrainingError(f"this process ran out of memory: {reason}; {advice}")
+        return MemoryLackError(f"this process ran out of memory: {reason}", on_device=is_device_error(error))
     if not isinstance(error, RuntimeError):
         return None
     if any(words in message for words in _TIMED_OUT):

@@ -23,7 +23,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from patch.errors import CheckpointError
 from patch.logger import get_logger
-from patch.plan import flops_per_step, peak_flops
+from patch.plan.flops import flops_per_step, peak_flops
 from patch.storage.atomic import write_atomically
 from patch.storage.names import METRICS_FILE, TENSORBOARD_FOLDER
 from patch.storage.text_files import parse_json, read_small

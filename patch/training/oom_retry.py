@@ -20,8 +20,7 @@ from patch.distributed.collectives import on_all_ranks
 from patch.logger import get_logger
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.storage.sizes import counted
-from patch.training.error_translation import LostRankError, is_out_of_memory
-from patch.training.memory_advice import is_device_error
+from patch.training.error_translation import LostRankError, is_device_error, is_out_of_memory
 from patch.training.run_state import random_state, set_random_state
 from patch.training.state_placement import evict
 

@@ -9,7 +9,6 @@ from patch.logger import get_logger
 from patch.optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.placement import Move
 from patch.storage.sizes import size_text
-from patch.training.memory_advice import more_offload
 
 _logger = get_logger(__name__)
 _moves_logger = get_logger(f"{__name__}.moves", every_rank=True)
@@ -47,6 +46,8 @@ def evict(optimizer: OverlappedDistributedOptimizer, what: str, reason: str) -> 
         what: the work that ran out of memory and is repeated, for the log.
         reason: the first line of the error, for the log.
     """
+    from patch.plan.savings import more_offload  # with it the planner, which a step does not need
+
     report = optimizer.report()
     moves = optimizer.evict(math.ceil((report.host_bytes + report.device_bytes) / _EVICTIONS))
     _moves_logger.warning(

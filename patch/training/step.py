@@ -26,7 +26,7 @@ from patch.distributed.collectives import sum_over
 from patch.distributed.zigzag import Zigzag
 from patch.model import LearnedTokens, LlamaModel, PackedSequences, sum_aligned, unchanged_weights
 from patch.optimizer import ParamGroup, learning_rate
-from patch.plan import attended_pairs
+from patch.plan.flops import attended_pairs
 from patch.training.guards.non_finite import handle_non_finite
 from patch.training.guards.phases import Phase
 from patch.training.oom_retry import OomRetry

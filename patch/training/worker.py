@@ -24,9 +24,8 @@ from patch.distributed.worker_process import Reply, announce_end, failure
 from patch.errors import CheckpointError, ConfigError
 from patch.logger import configure_logging, get_logger
 from patch.optimizer.kernels import try_kernel
-from patch.plan import start_lines
-from patch.preflight import check_tokens, remember_data
 from patch.preflight.checkpoint_places import checkpoint_root, disk_root
+from patch.preflight.resume_guard import check_tokens, remember_data
 from patch.preflight.stored_shape import has_hf_config
 from patch.storage.atomic import write_atomically
 from patch.storage.lock import hold_run, hold_store
@@ -91,8 +90,6 @@ def _train(config: RunConfig) -> int:
                     try_kernel(context.device)
     phases = PhaseClock()
     with guarding(config, phases, context.device), _locked_folder(config):
-        for line in start_lines(config, cuda=context.is_cuda):
-            _logger.info("%s", line)
         this_run = build_run(config, context, groups)
         this_run.phases, phases.num_before = phases, this_run.start_iteration
         _compare_data(this_run)

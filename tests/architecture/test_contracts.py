@@ -5,7 +5,7 @@ from patch.config.fields import FIELDS
 from patch.config.flags import build_parser
 from patch.config.positions import POSITIONS
 from patch.device import MachineFacts
-from patch.preflight import parse_args
+from patch.preflight.parse import parse_args
 
 ORDER = (
     "ENV MODEL_SIZE BATCH_SIZE GLOBAL_BATCH_SIZE LR MIN_LR SEQ_LEN PAD_LEN PR TP PP CP SP DO FL SFT AC "

@@ -28,7 +28,6 @@ import patch.alignment
 import patch.convert
 import patch.data
 import patch.optimizer
-import patch.plan
 
 pytestmark = pytest.mark.long
 
@@ -61,7 +60,7 @@ def test_paths_may_be_strings() -> None:
     """Not only in the programs here: wherever a public function takes a path."""
     found = {
         f"{name}({parameter.name})": str(parameter.annotation)
-        for package in (patch.alignment, patch.convert, patch.data, patch.optimizer, patch.plan)
+        for package in (patch.alignment, patch.convert, patch.data, patch.optimizer)
         for name, signature in _signatures(package)
         for parameter in signature.parameters.values()
         if "Path" in str(parameter.annotation)

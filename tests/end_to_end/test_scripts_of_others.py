@@ -10,7 +10,7 @@ import yaml
 from end_to_end.conftest import Office
 from end_to_end.shell import MACHINE, REPOSITORY, call
 
-from patch.preflight import parse_args
+from patch.preflight.parse import parse_args
 from toolkits.preprocess_pretrain import main as preprocess_pretrain
 
 pytestmark = pytest.mark.long

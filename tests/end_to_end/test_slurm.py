@@ -196,7 +196,7 @@ def stories(
 
 TASK = """
 import json, os
-from patch.preflight import slurm_task
+from patch.preflight.cluster import slurm_task
 from patch.errors import ConfigError
 try:
     seen = {**os.environ, **slurm_task("slurm", os.environ)}

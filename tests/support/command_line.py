@@ -8,7 +8,7 @@ import pytest
 
 from patch.config.positions import POSITIONS
 from patch.device import MachineFacts
-from patch.preflight import Invocation, parse_args
+from patch.preflight.parse import Invocation, parse_args
 
 CPU = MachineFacts(cuda_devices=0, cpu_cores=2)
 

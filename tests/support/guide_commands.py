@@ -27,7 +27,7 @@ from patch.device import MachineFacts
 from patch.errors import PatchError
 from patch.plan.fits import fit_of
 from patch.plan.planned_run import Planned, plan_run
-from patch.preflight import validate_run
+from patch.preflight.validate import validate_run
 from patch.storage.sizes import size_text
 from toolkits.command import COMMANDS
 

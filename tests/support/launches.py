@@ -19,7 +19,7 @@ from patch.config import RunConfig, schema
 from patch.device import MachineFacts
 from patch.distributed import rendezvous
 from patch.distributed.launch import launch
-from patch.preflight import Rendezvous
+from patch.preflight.cluster import Rendezvous
 
 REPOSITORY = Path(__file__).parents[2]
 MACHINE = MachineFacts(cuda_devices=0, cpu_cores=4)

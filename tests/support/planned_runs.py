@@ -3,7 +3,7 @@
 from patch.config import RunConfig
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import PRESETS
-from patch.preflight import parse_args
+from patch.preflight.parse import parse_args
 
 H100 = PRESETS["h100"]
 ENVIRON = {"NODE_RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"}

@@ -21,7 +21,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from patch.config.backends import SdpaKernel
 from patch.device import DeviceContext, MachineFacts, installed_libraries
 from patch.model.attention import CausalAttention
-from patch.plan import attended_pairs, peak_flops
+from patch.plan.flops import attended_pairs, peak_flops
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table
 from toolkits.benchmarks._runner import needs_gpu, try_alone
 

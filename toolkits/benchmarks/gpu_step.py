@@ -20,8 +20,8 @@ from patch.config.schema import RunConfig
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.groups import initialize
 from patch.distributed.launch import worker_environment
-from patch.plan import flops_per_step, peak_flops
 from patch.plan.describe import memory_needed
+from patch.plan.flops import flops_per_step, peak_flops
 from toolkits.benchmarks._contenders import OurTrainer, SameBatches, llama_8b, run_config
 from toolkits.benchmarks._measure import dearest_kernels, now
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table

@@ -23,8 +23,8 @@ import torch
 from patch.config.schema import RunConfig
 from patch.device import DeviceContext
 from patch.distributed.groups import initialize
-from patch.plan import step_time
 from patch.plan.timing.machine_presets import PRESETS
+from patch.plan.timing.step_time import step_time
 from toolkits.benchmarks._contenders import Contender, OurTrainer, SameBatches, llama_8b, run_config
 from toolkits.benchmarks._measure import now, take_turns
 from toolkits.benchmarks._report import Aim, Panel, Report, run_benchmark, table

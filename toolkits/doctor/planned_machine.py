@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from patch.plan import peak_flops
+from patch.plan.flops import peak_flops
 from patch.plan.timing.machine import MEASURED, Machine, Reached
 from toolkits.doctor.check import Finding, Settings
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from patch.config import RunConfig
 from patch.config.backends import Served, backends_of, resolve_transformer_impl
 from patch.device import GPU_LIBRARIES, MachineFacts
-from patch.preflight import parse_args
+from patch.preflight.parse import parse_args
 from toolkits.doctor.check import Finding, Settings, Status, graded, run_program
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
-from patch.plan import peak_flops
+from patch.plan.flops import peak_flops
 from patch.plan.timing.step_costs import UPDATE_BYTES
 from toolkits.doctor.check import Finding, Settings, graded
 

@@ -10,7 +10,10 @@ Takes seconds and no GPU. All figures are computed from data sheets, none is mea
 import sys
 
 from patch.errors import ConfigError
-from patch.plan import fit_of, plan_run, search, step_time
+from patch.plan.fits import fit_of
+from patch.plan.planned_run import plan_run
+from patch.plan.search import search
+from patch.plan.timing.step_time import step_time
 
 machine, nodes, *flags = sys.argv[1:]
 try:

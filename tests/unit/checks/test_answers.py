@@ -13,7 +13,7 @@ from patch.config.fields import NOT_BUILT
 from patch.config.positions import POSITIONS
 from patch.device import GPU_LIBRARIES, MachineFacts
 from patch.errors import PatchError
-from patch.preflight import validate_run
+from patch.preflight.validate import validate_run
 
 FILE = Path(__file__).with_name("answers.txt")
 NAMES = {position.name for position in POSITIONS}

@@ -2,8 +2,8 @@
 
 import pytest
 
-from patch.checks import set_spares_aside, usable_sizes
-from patch.preflight import validate_run
+from patch.checks.layout import set_spares_aside, usable_sizes
+from patch.preflight.validate import validate_run
 
 MEETING = {"NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "99", "NPROC_PER_NODE": "1"}
 AGAIN = "--max-restarts=1"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from patch.device import MachineFacts
-from patch.preflight import run_warnings, validate_run
+from patch.preflight.validate import run_warnings, validate_run
 
 CPU = MachineFacts(cuda_devices=0, cpu_cores=2)
 GPUS = MachineFacts(cuda_devices=2, cpu_cores=2)

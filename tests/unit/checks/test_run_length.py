@@ -9,8 +9,11 @@ from refusals import refused
 from patch.checks.run_length import num_train_samples, with_samples
 from patch.config import to_yaml
 from patch.errors import ConfigError
-from patch.plan import describe_plan, resolve_sharding
-from patch.preflight import parse_args, remember_data, resume_notes, validate_run
+from patch.plan.describe import describe_plan
+from patch.plan.sharding import resolve_sharding
+from patch.preflight.parse import parse_args
+from patch.preflight.resume_guard import remember_data, resume_notes
+from patch.preflight.validate import validate_run
 
 
 def test_epochs_beat_position_23_and_one_line_says_so(command):

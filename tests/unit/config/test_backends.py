@@ -9,8 +9,8 @@ from patch.config import resolve_transformer_impl, user_message
 from patch.config.backends import Backends, backends_of, choose_backends
 from patch.device import GPU_LIBRARIES, MachineFacts, installed_libraries
 from patch.errors import ConfigError
-from patch.plan import describe_plan
-from patch.preflight import validate_run
+from patch.plan.describe import describe_plan
+from patch.preflight.validate import validate_run
 
 GPUS = MachineFacts(2, 2, compute_capability=(9, 0), libraries=frozenset({"triton"}))
 AMPERE = dataclasses.replace(GPUS, compute_capability=(8, 0))

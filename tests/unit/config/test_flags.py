@@ -13,7 +13,8 @@ from patch.config.foreign_flags import foreign_flag, foreign_flags, nearest_flag
 from patch.config.positions import POSITIONS, VARIABLES
 from patch.config.yaml_io import read_run, to_yaml
 from patch.errors import ConfigError
-from patch.preflight import parse_args, validate_run
+from patch.preflight.parse import parse_args
+from patch.preflight.validate import validate_run
 
 
 @pytest.mark.parametrize(("text", "number"), [("12", 12), ("5e2", 500), ("1.2e3", 1200)])

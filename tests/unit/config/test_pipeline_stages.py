@@ -21,7 +21,7 @@ from patch.config.pipeline_stages import (
 )
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.preflight import validate_run
+from patch.preflight.validate import validate_run
 
 GPUS = MachineFacts(cuda_devices=4, cpu_cores=2)
 LAYOUT = "--pipeline-model-parallel-layout"

@@ -132,7 +132,7 @@ def test_line_of_pais_scripts_for_experts_is_told_so(command, more):
 
 
 def _parse(command, argv):
-    from patch.preflight import parse_args
+    from patch.preflight.parse import parse_args
 
     return parse_args(argv, command.environ, command.machine)
 

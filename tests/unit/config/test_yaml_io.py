@@ -9,7 +9,9 @@ import yaml
 from patch.config import to_yaml
 from patch.config.choices import ZeroStage
 from patch.errors import ConfigError
-from patch.preflight import Invocation, Rendezvous, parse_args
+from patch.preflight.cluster import Rendezvous
+from patch.preflight.parse import Invocation, parse_args
+from toolkits import _start
 from toolkits.train import __main__ as train
 
 ABSENT = """
@@ -46,13 +48,11 @@ def test_workers_get_the_run_that_the_launcher_has_in_a_file_of_the_users_own(co
 
     def launch(script, argv, *rest):
         folder = Path(argv[1]).parent
-        seen.append(
-            (train._resolved_run(Path(argv[1]), command.machine), folder.stat().st_mode & 0o077, folder)
-        )
+        seen.append((train._resolved_run(Path(argv[1])), folder.stat().st_mode & 0o077, folder))
         return 0
 
-    monkeypatch.setattr(train, "launch", launch)
-    assert train._launch(Invocation(config, False, Rendezvous()), command.machine) == 0
+    monkeypatch.setattr(_start, "launch", launch)
+    assert _start._launch(Invocation(config, False, Rendezvous()), command.machine) == 0
     ((again, others, folder),) = seen
     assert again == config and others == 0 and not folder.exists()
     elastic = dataclasses.replace(
@@ -60,8 +60,8 @@ def test_workers_get_the_run_that_the_launcher_has_in_a_file_of_the_users_own(co
     )
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(train, "_check", lambda invocation, machine: (invocation, []))
-    train._launch(Invocation(elastic, False, Rendezvous()), command.machine)
+    monkeypatch.setattr(_start, "_check", lambda invocation, machine: (invocation, []))
+    _start._launch(Invocation(elastic, False, Rendezvous()), command.machine)
     assert seen[1][0] == dataclasses.replace(
         elastic, parallel=dataclasses.replace(elastic.parallel, nnodes=1)
     )

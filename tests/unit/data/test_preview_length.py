@@ -18,7 +18,7 @@ from patch.data.datasets import build_datasets
 from patch.data.preview import show_data
 from patch.data.tokenizer import load_tokenizer
 from patch.errors import ConfigError, DataError
-from patch.plan import describe_length
+from patch.plan.describe import describe_length
 
 LENGTH = 32
 ROWS = [

@@ -30,7 +30,7 @@ from patch.distributed import agent, rendezvous
 from patch.distributed.launch import worker_environment
 from patch.distributed.worker_process import LOST_RANK_CODE
 from patch.errors import ConfigError
-from patch.preflight import Rendezvous
+from patch.preflight.cluster import Rendezvous
 from patch.storage.lock import hold_run
 
 

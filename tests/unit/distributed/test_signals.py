@@ -15,7 +15,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError
 
 from patch.distributed import agent, rendezvous
 from patch.distributed.worker_process import STOP_SIGNALS, stop_signals
-from patch.preflight import Rendezvous
+from patch.preflight.cluster import Rendezvous
 
 pytestmark = pytest.mark.long
 

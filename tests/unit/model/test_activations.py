@@ -14,7 +14,8 @@ from patch.config.schema import RunConfig
 from patch.distributed.zigzag import Zigzag
 from patch.memory import SimulatedDevice
 from patch.memory.offload_device import Copies, Event
-from patch.plan import activation_bytes, activation_peak
+from patch.plan.activation_peak import activation_peak
+from patch.plan.activations import activation_bytes
 from patch.training.evaluation import evaluate
 from patch.training.setup import Run
 from patch.training.step import train_step

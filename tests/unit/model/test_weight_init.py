@@ -19,7 +19,7 @@ from patch import compat
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model, initialize_weights, sharded_weights
 from patch.model.llama import transformer_config
-from patch.plan import parameters_per_rank
+from patch.plan.parameters import parameters_per_rank
 
 VOCAB = 90
 """Padded to 96 rows."""

@@ -8,10 +8,9 @@ from small_runs import small_run
 from patch.checks.rules import is_legal
 from patch.config import RunConfig, to_yaml
 from patch.device import MachineFacts
-from patch.plan import resolve_activations
-from patch.plan.activation_choice import Mix, with_mix
+from patch.plan.activation_choice import Mix, resolve_activations, with_mix
 from patch.plan.activation_peak import heaviest_rank
-from patch.preflight import parse_args
+from patch.preflight.parse import parse_args
 
 CPU = MachineFacts(0, 2)
 B200, A100 = "NVIDIA B200", "NVIDIA A100-SXM4-80GB"

@@ -5,11 +5,12 @@ import shlex
 
 import pytest
 from planned_runs import H100, planned_run
+from small_runs import small_run
 
 from patch.config.positions import POSITIONS
+from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.plan import cures, refuse_what_cannot_fit
-from patch.plan.cures import what_lacks
+from patch.plan.cures import advice, cures, refuse_what_cannot_fit, what_lacks
 from patch.plan.fits import fit_of
 from patch.plan.planned_run import plan_run
 from patch.plan.timing.step_time import step_time
@@ -111,3 +112,70 @@ def test_a_cpu_is_told_of_its_host_memory():
     enough = dataclasses.replace(CPU, host_memory_bytes=22 * 2**30)
     (cure, *_) = cures(run, enough)
     assert "of a machine's host memory" in str(cure) and cure.fit.host_needed <= 22 * 2**30
+
+
+BATCH, PAD, AC = "3 BATCH_SIZE", "8 PAD_LEN", "17 AC"
+DO, GRADIENTS, MORE = "14 DO", "gradients at --data-parallel-sharding", "more processes (TP, PP)"
+POLICY, FRACTION, THRESHOLD = "18 OPTIMIZER_OFFLOAD", "OFFLOAD_FRACTION", "--optimizer-offload-auto-threshold"
+CURES = {BATCH, PAD, AC, DO, GRADIENTS, MORE, POLICY, FRACTION, THRESHOLD}
+GPU = MachineFacts(cuda_devices=8, cpu_cores=2, cuda_memory_bytes=2**30, host_memory_bytes=2**31)
+STATIC, AUTO = {"optimizer_offload_policy": "static"}, {"optimizer_offload_policy": "auto"}
+LARGE = {"hidden_size": 4096, "vocab_size": 50_000}
+"""Weights and gradients of more than 1 GiB."""
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({}, {BATCH, AC, POLICY, MORE}),
+        ({"dp": 2}, {BATCH, AC, DO, GRADIENTS, POLICY, MORE}),
+        ({"dp": 2, "use_distributed_optimizer": True}, {BATCH, AC, GRADIENTS, POLICY, MORE}),
+        ({"dp": 2, "data_parallel_sharding": "gradients"}, {BATCH, AC, POLICY, MORE}),
+        ({"micro_batch_size": 1, "recompute_granularity": "full"}, {PAD, POLICY, MORE}),
+        ({"tp": 2, "optimizer_offload_fraction": 0.5, **STATIC}, {BATCH, AC, FRACTION, POLICY, MORE}),
+        ({"tp": 2, **STATIC}, {BATCH, AC, MORE}),
+        ({"tp": 2, **AUTO}, {BATCH, AC, THRESHOLD, MORE}),
+        ({"tp": 2, "optimizer_offload_auto_threshold": 2**30, **AUTO}, {BATCH, AC, MORE}),
+        # a process that holds the whole model has moved all of its states before it gives up
+        (AUTO, {BATCH, AC, MORE}),
+        ({"dp": 2, "data_parallel_sharding": "gradients", **AUTO}, {BATCH, AC, MORE}),
+        ({"optimizer_offload_fraction": 0.5, **STATIC}, {BATCH, AC, MORE}),
+        ({**LARGE, "dp": 2, **AUTO}, {GRADIENTS, MORE}),
+        (LARGE, {MORE}),
+    ],
+)
+def test_out_of_memory_on_a_gpu_names_the_cures_that_are_left(changes: dict, named: set[str]) -> None:
+    config = small_run(**{"optimizer_offload_auto_threshold": 2**20} | changes)
+    text = advice(config, GPU, on_device=True)
+    assert {cure for cure in CURES if cure in text} == named, text
+    assert ("weights and gradients alone take" in text) == (LARGE.items() <= changes.items())
+
+
+@pytest.mark.parametrize(
+    ("setting", "more"), [("none", ", selective (sel) or full at --rec"), ("selective", ", full at --rec")]
+)
+def test_out_of_memory_names_the_recomputation_that_is_left(setting: str, more: str) -> None:
+    config = small_run(recompute_granularity=setting)
+    assert more in advice(config, GPU, on_device=True)
+
+
+def test_out_of_memory_names_offloaded_activations() -> None:
+    offload = {"cpu_offloading": True}
+    block = {"recompute_granularity": "full", "recompute_method": "block"}
+    assert "true at --cpu-offloading (position 17 AC)" in advice(small_run(**block), GPU, on_device=True)
+    assert "uniform at --recompute-method" in advice(small_run(**block), GPU, on_device=True)
+    text = advice(small_run(**block, **offload), GPU, on_device=True)
+    assert "--cpu-offloading" not in text and "--recompute-method" not in text
+    text = advice(small_run(**offload), GPU, on_device=False)
+    assert "less offload (a smaller --cpu-offloading-num-layers)" in text
+
+
+def test_out_of_memory_of_a_gpus_host_asks_for_less_there() -> None:
+    text = advice(small_run(dp=2, **STATIC), GPU, on_device=False)
+    assert DO in text and "less offload (a smaller --optimizer-offload-fraction" in text
+    assert BATCH not in text and AC not in text
+
+
+def test_out_of_memory_on_a_cpu_names_no_offload():
+    text = advice(small_run(dp=2), CPU, on_device=False)
+    assert all(name in text for name in (BATCH, AC, DO)) and "OFFLOAD" not in text and "offload" not in text

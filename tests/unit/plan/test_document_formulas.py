@@ -8,9 +8,10 @@ import pytest
 from planned_runs import planned_run
 
 from patch.config import RunConfig
-from patch.plan import activation_bytes, bytes_per_rank, flops_per_step, total_parameters
-from patch.plan.memory import staging_bytes
-from patch.plan.parameters import layer_matrices
+from patch.plan.activations import activation_bytes
+from patch.plan.flops import flops_per_step
+from patch.plan.memory import bytes_per_rank, staging_bytes
+from patch.plan.parameters import layer_matrices, total_parameters
 
 B, S, L, H, A, V = 8, 2048, 24, 3072, 24, 51200
 

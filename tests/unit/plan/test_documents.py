@@ -10,11 +10,11 @@ import pytest
 
 from patch.config import RunConfig
 from patch.device import MachineFacts
-from patch.plan import flops_per_token, parameters_per_rank, total_parameters
-from patch.plan.flops import layer_flops, output_in_layers
+from patch.plan.flops import flops_per_token, layer_flops, output_in_layers
+from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.plan.pipeline import Schedule, simulate
 from patch.plan.timing.step_time import Travel
-from patch.preflight import parse_args
+from patch.preflight.parse import parse_args
 
 
 class Assumed(NamedTuple):

@@ -13,7 +13,7 @@ from patch import compat
 from patch.config import RunConfig
 from patch.distributed.groups import initialize
 from patch.model import PackedSequences, build_llama_model, initialize_weights
-from patch.plan import attended_pairs, flops_per_step
+from patch.plan.flops import attended_pairs, flops_per_step
 
 BORDERS = [0, 10, 32, 37, 64]
 """Of the sequences of two rows of 32 tokens."""

@@ -7,7 +7,7 @@ import yaml
 
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.plan import peak_flops
+from patch.plan.flops import peak_flops
 from patch.plan.timing.machine import Machine, Reached
 from patch.plan.timing.machine_presets import PRESETS, preset, read_machine, this_machine
 

@@ -8,8 +8,9 @@ from small_runs import small_run
 from patch.config import RunConfig
 from patch.config.pipeline_stages import layout_text, smallest_micro_batch_group
 from patch.device import MachineFacts
-from patch.plan import describe_plan, flops_per_step
 from patch.plan.balance import better_split, stage_work, step_timing
+from patch.plan.describe import describe_plan
+from patch.plan.flops import flops_per_step
 from patch.plan.pipeline import Schedule, simulate
 
 CPU = MachineFacts(0, 2)

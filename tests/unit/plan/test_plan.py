@@ -13,20 +13,13 @@ from patch.config.model_schema import PRESETS
 from patch.device import MachineFacts
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model
-from patch.plan import (
-    activation_bytes,
-    activation_peak,
-    bytes_per_rank,
-    describe_plan,
-    flops_per_step,
-    flops_per_token,
-    offloaded_bytes,
-    parameters_per_rank,
-    peak_flops,
-    total_parameters,
-)
-from patch.plan.memory import staging_bytes
-from patch.preflight import parse_args
+from patch.plan.activation_peak import activation_peak
+from patch.plan.activations import activation_bytes
+from patch.plan.describe import describe_plan
+from patch.plan.flops import flops_per_step, flops_per_token, peak_flops
+from patch.plan.memory import bytes_per_rank, offloaded_bytes, staging_bytes
+from patch.plan.parameters import parameters_per_rank, total_parameters
+from patch.preflight.parse import parse_args
 from patch.storage.sizes import size_text
 
 UNKNOWN = MachineFacts(0, 2)

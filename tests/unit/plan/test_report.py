@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from planned_runs import H100, planned_run
 
-from patch.plan import describe_here
+from patch.plan.report import describe_here
 from patch.plan.timing.step_time import step_time
 
 

@@ -8,8 +8,9 @@ from patch.checks.rules import RULES
 from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.distributed.rounded_sums import RoundedSums
-from patch.plan import bytes_per_rank, resolve_sharding, stage_cost, total_parameters
-from patch.plan.memory import staging_bytes
+from patch.plan.memory import bytes_per_rank, staging_bytes
+from patch.plan.parameters import total_parameters
+from patch.plan.sharding import resolve_sharding, stage_cost
 
 CPU = MachineFacts(cuda_devices=0, cpu_cores=2)
 

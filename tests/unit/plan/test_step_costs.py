@@ -4,7 +4,7 @@ import pytest
 from planned_runs import H100
 from planned_runs import planned_run as run
 
-from patch.plan import flops_per_step
+from patch.plan.flops import flops_per_step
 from patch.plan.parameters import layer_matrices
 from patch.plan.timing.layer_time import layer_products, layer_times, product_seconds
 from patch.plan.timing.machine_presets import PRESETS

@@ -7,7 +7,7 @@ import pytest
 from planned_runs import planned_run as run
 
 from patch.config.choices import ZeroStage
-from patch.plan import flops_per_step
+from patch.plan.flops import flops_per_step
 from patch.plan.pipeline import Schedule, simulate
 from patch.plan.timing.machine_presets import PRESETS, this_machine
 from patch.plan.timing.step_costs import step_costs

@@ -8,10 +8,11 @@ from refusals import refused
 
 from patch.config import to_yaml
 from patch.errors import ConfigError
-from patch.preflight import parse_args, remember_data, resume_notes, validate_run
 from patch.preflight.checkpoint_places import checkpoint_root, newest_saved, record_home
+from patch.preflight.parse import parse_args
+from patch.preflight.resume_guard import remember_data, resume_notes
 from patch.preflight.stored_shape import run_behind, shape_at
-from patch.preflight.validate import store_is_there
+from patch.preflight.validate import store_is_there, validate_run
 from patch.storage.remote import RemotePath
 
 FILES = (".metadata", "common.pt", "metadata.json")

@@ -5,8 +5,8 @@ import pytest
 from patch.config import to_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
-from patch.preflight import parse_args, slurm_task
-from patch.preflight.cluster import Rendezvous
+from patch.preflight.cluster import Rendezvous, slurm_task
+from patch.preflight.parse import parse_args
 
 DLC = {
     "WORLD_SIZE": "2",

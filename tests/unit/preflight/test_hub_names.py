@@ -12,8 +12,8 @@ from refusals import refused
 from patch.config import RunConfig, to_yaml
 from patch.config.data_spec import files_of
 from patch.errors import ConfigError, DataError
-from patch.preflight import fetch_from_hub, validate_run
-from patch.preflight.hub_names import fetch_sets
+from patch.preflight.hub_names import fetch_from_hub, fetch_sets
+from patch.preflight.validate import validate_run
 
 MODEL = "acme/llama"
 

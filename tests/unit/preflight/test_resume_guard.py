@@ -8,7 +8,8 @@ from refusals import refused
 
 from patch.config import to_yaml, user_message
 from patch.errors import CheckpointError, ConfigError
-from patch.preflight import SetRecord, check_tokens, remember_data, resume_notes
+from patch.preflight.data_record import SetRecord
+from patch.preflight.resume_guard import check_tokens, remember_data, resume_notes
 
 ANEW = "another OUTPUT_BASEPATH"
 WEIGHTS = "this folder as position 22"

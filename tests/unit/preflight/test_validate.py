@@ -10,7 +10,8 @@ from refusals import refused
 from patch.config import to_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError, DataError
-from patch.preflight import parse_args, validate_run
+from patch.preflight.parse import parse_args
+from patch.preflight.validate import validate_run
 
 GPUS = MachineFacts(cuda_devices=2, cpu_cores=2)
 VPP = "--num-layers-per-virtual-pipeline-stage"

@@ -19,7 +19,7 @@ from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.machine_presets import read_machine
-from patch.preflight import validate_run
+from patch.preflight.validate import validate_run
 from toolkits.doctor.__main__ import main
 from toolkits.doctor.check import Check, Finding, Settings, run_check, run_program
 from toolkits.doctor.folder import check_folder, file_system_of

@@ -168,7 +168,7 @@ def test_ratios_are_within_a_round_and_failures_are_shown(measured: tuple[dict, 
 
 
 def test_shapes_are_those_of_8b() -> None:
-    from patch.plan import total_parameters
+    from patch.plan.parameters import total_parameters
 
     whole = 32 * offload._LAYER + offload._EMBEDDINGS
     assert total_parameters(offload.offload_run(32, 4096).model) == whole == 8_030_261_248

@@ -7,8 +7,8 @@ import shlex
 import pytest
 from planned_runs import ENVIRON, H100
 
-from patch.plan import flops_per_step
-from patch.preflight import parse_args
+from patch.plan.flops import flops_per_step
+from patch.preflight.parse import parse_args
 from toolkits.plan import main
 
 POSITIONS = (

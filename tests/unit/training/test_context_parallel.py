@@ -17,7 +17,7 @@ from patch.data.samples import cut_batch
 from patch.distributed.groups import initialize
 from patch.distributed.zigzag import Zigzag
 from patch.model import build_llama_model, initialize_weights
-from patch.plan import activation_bytes
+from patch.plan.activations import activation_bytes
 
 WAYS = ("p2p", "a2a")
 

@@ -28,7 +28,7 @@ from patch.distributed.collectives import max_over_world
 from patch.distributed.zigzag import Zigzag
 from patch.errors import ConfigError
 from patch.model import linear_cross_entropy
-from patch.plan import attended_pairs
+from patch.plan.flops import attended_pairs
 from patch.training.evaluation import evaluate
 from patch.training.step import train_step
 

@@ -14,7 +14,7 @@ from training_runs import CPU, build_seeded_run
 
 from patch.config.schema import RunConfig
 from patch.distributed.collectives import max_over_world
-from patch.plan import attended_pairs
+from patch.plan.flops import attended_pairs
 from patch.training.step import run_schedule, train_step
 
 TRAINED_BOUND = 3e-5

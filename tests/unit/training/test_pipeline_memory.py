@@ -13,8 +13,9 @@ from small_runs import small_run
 from training_runs import build_seeded_run
 
 from patch.config.schema import RunConfig
-from patch.plan import activation_peak, bytes_per_rank, parameters_per_rank
-from patch.plan.memory import RankBytes, staging_bytes
+from patch.plan.activation_peak import activation_peak
+from patch.plan.memory import RankBytes, bytes_per_rank, staging_bytes
+from patch.plan.parameters import parameters_per_rank
 from patch.plan.pipeline import Schedule
 from patch.training.setup import Run
 from patch.training.step import run_schedule, train_step

@@ -11,7 +11,7 @@ from small_runs import small_run
 
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError
-from patch.preflight import resume_notes
+from patch.preflight.resume_guard import resume_notes
 from patch.training import run
 
 

@@ -1,0 +1,300 @@
+"""The ways to save memory, each in one place: what it changes, and how it is said.
+
+`cures` and `search` look through their changes, `activation_choice` through mixes of activations, and
+`advice` says what a run that ran out of memory does not use yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+from patch.config import RunConfig
+from patch.config.choices import OffloadPolicy, Recompute, RecomputeMethod, ZeroStage
+from patch.config.fields import FIELDS
+from patch.config.flags import flag_words
+from patch.config.pipeline_stages import stage_activations
+from patch.config.positions import place_of, where
+from patch.config.schema import OptimizerConfig
+from patch.plan.context_parallel import SHORTEST_PIECE
+from patch.plan.memory import bytes_per_rank
+
+RECOMPUTED: tuple[Recompute | None, ...] = (None, "selective", "full")
+FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of optimizer states on the host."""
+SMALL_BUCKET = 100_000_000
+"""Elements; ZeRO-2 has three staging buffers of a bucket's size."""
+SHARDED = ((ZeroStage.OPTIMIZER, None), (ZeroStage.GRADIENTS, None), (ZeroStage.GRADIENTS, SMALL_BUCKET))
+"""Levels and bucket sizes; None: that of the run."""
+
+
+class Change(NamedTuple):
+    """One way to save memory."""
+
+    kind: str
+    """One word for several values for the same purpose, which are alternatives."""
+    values: tuple[tuple[str, str, Any], ...]
+    """Section, field and value; a value of None takes back what the run has."""
+
+    @property
+    def flags(self) -> str:
+        """The flags that make the change."""
+        return " ".join(word for name, scalar in self._set for word in flag_words(FIELDS[name], scalar))
+
+    @property
+    def places(self) -> list[str]:
+        """The positions and environment variables that make it too, with their values."""
+        return [place for name, scalar in self._set if (place := place_of(name, scalar))]
+
+    def applied(self, config: RunConfig) -> RunConfig:
+        """The run with it."""
+        for section, field, value in self.values:
+            replaced = dataclasses.replace(getattr(config, section), **{field: value})
+            config = dataclasses.replace(config, **{section: replaced})
+        return config
+
+    @property
+    def _set(self) -> list[tuple[str, object]]:
+        """The fields that it sets, and their values as they are written."""
+        return [(name, FIELDS[name].to_scalar(value)) for _, name, value in self.values if value is not None]
+
+
+class Saving(NamedTuple):
+    """A way to save memory: what a run does not use of it yet."""
+
+    frees: frozenset[str]
+    """"gradients", "states", "activations", "weights" (those in 8 bits)."""
+    changes: Callable[[RunConfig], Iterator[Change]]
+    """For a run that does not fit by the plan."""
+    words: Callable[[RunConfig, int], Iterator[str]]
+    """For a run that ran out of memory, with the bytes of its device (0: unknown): settings to take."""
+    goes_to_host: bool = False
+    """Whether what it frees on the device lies in host memory."""
+
+
+def _change(section: str, kind: str = "", **values: object) -> Change:
+    return Change(kind or next(iter(values)), tuple((section, *pair) for pair in values.items()))
+
+
+def _nothing(*unused: object) -> Iterator[Any]:
+    return iter(())
+
+
+def _sharded_states(config: RunConfig) -> Iterator[Change]:
+    if config.num_state_shares > 1 and config.zero_stage is ZeroStage.NONE:
+        yield _change("parallel", use_distributed_optimizer=True, data_parallel_sharding=None)
+
+
+def _sharded_states_words(config: RunConfig, limit: int) -> Iterator[str]:
+    if config.num_state_shares > 1 and config.zero_stage is ZeroStage.NONE:
+        yield f"true at {where('use_distributed_optimizer')}"
+
+
+def _sharded_gradients(config: RunConfig) -> Iterator[Change]:
+    if config.num_state_shares == 1:
+        return
+    if config.zero_stage is not ZeroStage.GRADIENTS:
+        yield _change("parallel", data_parallel_sharding=ZeroStage.GRADIENTS)
+    if config.optimizer.reduce_bucket_size > SMALL_BUCKET:
+        yield _change("optimizer", reduce_bucket_size=SMALL_BUCKET)
+
+
+def _sharded_gradients_words(config: RunConfig, limit: int) -> Iterator[str]:
+    if config.num_state_shares > 1 and config.zero_stage is not ZeroStage.GRADIENTS:
+        yield f"gradients at {where('data_parallel_sharding')}"
+
+
+def _smaller_passes(config: RunConfig) -> Iterator[Change]:
+    if config.parallel.tensor_model_parallel_size > 1 and not config.parallel.sequence_parallel:
+        yield _change("parallel", sequence_parallel=True)
+    if config.training.micro_batch_size > 1:
+        yield _change("training", micro_batch_size=1)
+
+
+def _smaller_passes_words(config: RunConfig, limit: int) -> Iterator[str]:
+    length = "max_padding_length" if config.data.dataset_type == "raw" else "seq_length"
+    yield f"a smaller {where('micro_batch_size' if config.training.micro_batch_size > 1 else length)}"
+
+
+def _recomputed(config: RunConfig) -> Iterator[Change]:
+    if config.recompute is None and not config.training.cpu_offloading:
+        yield _change("training", recompute_granularity="selective")
+    if config.recompute != "full" and not config.training.cpu_offloading:
+        yield _change("training", "full", recompute_granularity="full")
+
+
+def _recomputed_words(config: RunConfig, limit: int) -> Iterator[str]:
+    training = config.training
+    left = {None: "selective (sel) or full", "selective": "full", "full": ""}[config.recompute]
+    if left:
+        yield f"{left} at {where('recompute_granularity')}"
+    elif training.recompute_method == "block" and not training.cpu_offloading:
+        yield f"uniform at {where('recompute_method')}"
+
+
+def _offloaded_activations_words(config: RunConfig, limit: int) -> Iterator[str]:
+    training = config.training
+    recomputes_all = training.recompute_granularity == "full" and training.recompute_method == "uniform"
+    if not training.cpu_offloading and not recomputes_all:
+        yield f"true at {where('cpu_offloading')}"
+
+
+def _fewer_8_bit_weights_words(config: RunConfig, limit: int) -> Iterator[str]:
+    if config.keeps_8_bit_weights:
+        yield f"true at {where('disable_parameter_transpose_cache')}"
+
+
+def _states_on_host(config: RunConfig) -> Iterator[Change]:
+    """Other shares of the optimizer states in host memory, in quarters."""
+    optimizer = config.optimizer
+    policy = optimizer.optimizer_offload_policy
+    if policy == "auto":  # it takes what the device has no room for already
+        return
+    now = optimizer.optimizer_offload_fraction if policy else 0.0
+    for fraction in FRACTIONS[1:]:
+        if fraction != now:
+            yield _change("optimizer", optimizer_offload_policy="static", optimizer_offload_fraction=fraction)
+
+
+def _states_on_host_words(config: RunConfig, limit: int) -> Iterator[str]:
+    """More states on the host; nothing if all are there already.
+
+    A process that has the whole model moved all states to the host before it failed, if it could begin.
+    """
+    optimizer = config.optimizer
+    is_whole = config.world_size == config.data_parallel_size
+    could_begin = not limit or bytes_per_rank(config).total <= limit
+    on_host: dict[OffloadPolicy | None, bool] = {
+        None: False,
+        "static": optimizer.optimizer_offload_fraction == 1 or (is_whole and could_begin),
+        "auto": is_whole or 0 < limit <= optimizer.optimizer_offload_auto_threshold,
+    }
+    if not on_host[optimizer.optimizer_offload_policy]:
+        yield more_offload(optimizer)
+
+
+def more_offload(config: OptimizerConfig) -> str:
+    """The flags of optimizer offload that use less device memory."""
+    policy = where("optimizer_offload_policy")
+    if config.optimizer_offload_policy is None:
+        return f"static or auto at {policy}"
+    if config.optimizer_offload_policy == "auto":
+        return f"a larger {where('optimizer_offload_auto_threshold')}"
+    return f"a larger {where('optimizer_offload_fraction')} or auto at {policy}"
+
+
+def less_offload(config: RunConfig) -> list[str]:
+    """The settings of offload that use less host memory."""
+    fields = {"static": "optimizer_offload_fraction", "auto": "optimizer_offload_auto_threshold"}
+    policy = config.optimizer.optimizer_offload_policy
+    found = [fields[policy]] if policy else []
+    found += ["cpu_offloading_num_layers"] if config.training.cpu_offloading else []
+    return [f"less offload (a smaller {where(field)})" for field in found]
+
+
+def _smaller_parts(config: RunConfig) -> Iterator[Change]:
+    """More processes for each copy of the model."""
+    parallel = config.parallel
+    for factor in (2, 4, 8):
+        if (tp_size := parallel.tensor_model_parallel_size * factor) <= parallel.nproc_per_node:
+            yield _change("parallel", tensor_model_parallel_size=tp_size, sequence_parallel=True)
+        pp_size = parallel.pipeline_model_parallel_size * factor
+        yield _change("parallel", pipeline_model_parallel_size=pp_size)
+        if config.sample_length // (cp_size := parallel.context_parallel_size * factor) >= SHORTEST_PIECE:
+            yield _change("parallel", context_parallel_size=cp_size, cp_comm_type=None)
+
+
+SAVINGS = (
+    Saving(frozenset({"states"}), _sharded_states, _sharded_states_words),
+    Saving(frozenset({"gradients", "states"}), _sharded_gradients, _sharded_gradients_words),
+    Saving(frozenset({"activations"}), _smaller_passes, _smaller_passes_words),
+    Saving(frozenset({"activations"}), _recomputed, _recomputed_words),
+    Saving(frozenset({"activations"}), _nothing, _offloaded_activations_words, goes_to_host=True),
+    Saving(frozenset({"weights"}), _nothing, _fewer_8_bit_weights_words),
+    Saving(frozenset({"states"}), _states_on_host, _states_on_host_words, goes_to_host=True),
+    Saving(frozenset({"gradients", "states", "weights"}), _smaller_parts, _nothing),
+)
+"""The cheapest first. Smaller parts are said by `cures`, with their sizes."""
+
+
+class Mix(NamedTuple):
+    """What becomes of the activations of each stage's layers."""
+
+    granularity: Recompute | None = None
+    method: RecomputeMethod = "uniform"
+    recomputed: int = 1
+    """With full: layers of a block (uniform) or of each stage (block)."""
+    offloaded: int = 0
+
+    @classmethod
+    def of(cls, config: RunConfig) -> Mix:
+        """The mix of a run, as its largest stage has it."""
+        training = config.training
+        split = stage_activations(max(config.stage_layers), training)
+        is_block = training.recompute_method == "block"
+        recomputed = split.recomputed if is_block else training.recompute_num_layers
+        return cls(config.recompute, training.recompute_method, recomputed, split.offloaded)
+
+    @property
+    def words(self) -> str:
+        """The mix in words."""
+        base: str = self.granularity or "none"
+        if self.granularity == "full" and self.method == "block":
+            base = f"full for {self.recomputed} of each stage's layers"
+        elif self.granularity == "full" and self.recomputed > 1:
+            base = f"full in blocks of {self.recomputed} layers"
+        return f"{base}, {self.offloaded} of each stage's layers offloaded" if self.offloaded else base
+
+
+def with_mix(config: RunConfig, mix: Mix) -> RunConfig:
+    """The same run with another mix."""
+    training = dataclasses.replace(
+        config.training,
+        recompute_granularity=mix.granularity,
+        recompute_method=mix.method,
+        recompute_num_layers=mix.recomputed,
+        cpu_offloading=mix.offloaded > 0,
+        cpu_offloading_num_layers=mix.offloaded or None,
+    )
+    return dataclasses.replace(config, training=training)
+
+
+def with_offload(config: RunConfig, fraction: float) -> RunConfig:
+    """The run with this share of its optimizer states on the host."""
+    optimizer = dataclasses.replace(
+        config.optimizer,
+        optimizer_offload_policy="static" if fraction else None,
+        optimizer_offload_fraction=fraction or 1.0,
+    )
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def with_savings(
+    config: RunConfig,
+    stage: ZeroStage,
+    granularity: Recompute | None,
+    fraction: float,
+    bucket: int | None = None,
+) -> RunConfig:
+    """The run with other ways to save memory.
+
+    Args:
+        config: the run.
+        stage: what replicas share.
+        granularity: what is recomputed, all layers alike.
+        fraction: of optimizer states on the host.
+        bucket: elements of a bucket; None: as it is.
+    """
+    shards_gradients = stage is ZeroStage.GRADIENTS
+    parallel = dataclasses.replace(
+        config.parallel,
+        use_distributed_optimizer=stage is not ZeroStage.NONE,
+        overlapped_distributed_optimizer=shards_gradients,
+        data_parallel_sharding=None,
+    )
+    optimizer = dataclasses.replace(
+        config.optimizer, reduce_bucket_size=bucket or config.optimizer.reduce_bucket_size
+    )
+    run = dataclasses.replace(config, parallel=parallel, optimizer=optimizer)
+    return with_offload(with_mix(run, Mix(granularity)), fraction)

@@ -1,0 +1,151 @@
+"""What the command line of a run does before it trains: it checks, describes, and starts the workers.
+
+Our launcher's workers read what it has resolved and import nothing of this; those that torchrun or srun have
+started go through it themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+from patch.checks.layout import set_spares_aside
+from patch.config import RunConfig, to_yaml, unknown_variables
+from patch.device import MachineFacts
+from patch.distributed.launch import allocator_environment, launch
+from patch.errors import ConfigError, MemoryLackError, TrainingError, about
+from patch.logger import configure_logging, get_logger
+from patch.plan.cures import advice, refuse_what_cannot_fit
+from patch.plan.describe import describe_length, start_lines
+from patch.plan.report import describe_here
+from patch.plan.resolve import resolve_run
+from patch.preflight.cluster import Rendezvous, slurm_task
+from patch.preflight.hub_names import fetch_from_hub, weights_here
+from patch.preflight.parse import Invocation, parse_args
+from patch.preflight.resume_guard import resume_notes
+from patch.preflight.validate import run_warnings, validate_run
+from toolkits.train import RESOLVED
+
+_logger = get_logger(__name__)
+_WORKER = Path(__file__).with_name("train") / "__main__.py"
+
+
+def start(argv: list[str]) -> int:
+    """Start the workers of a run and wait for them, or be one of a scheduler's; returns the exit code."""
+    os.environ.update(slurm_task(argv[0] if argv else "", os.environ))
+    is_worker = "LOCAL_RANK" in os.environ
+    if is_worker:
+        configure_logging()  # now that the rank is known
+        os.environ.update(allocator_environment(os.environ))
+    else:  # first of all, because the misspelled variable may be why the run is refused
+        for warning in unknown_variables(os.environ):
+            _logger.warning("%s", warning)
+    machine = MachineFacts.probe()
+    if is_worker and machine.cuda_devices == 1 and "SLURM_LOCALID" in os.environ:
+        # SLURM may show each task its own GPU only.
+        machine = replace(machine, cuda_devices=int(os.environ["LOCAL_WORLD_SIZE"]))
+    invocation = parse_args(argv, os.environ, machine)
+    invocation, notes = _check(invocation, machine)
+    if is_worker and not invocation.dry_run:
+        _work(invocation.config, machine)
+        return 0
+    for warning in run_warnings(invocation.config):
+        _logger.warning("%s", warning)
+    for note in notes:
+        _logger.info("%s", note)
+    if invocation.dry_run:
+        _describe(invocation, machine)
+    if not invocation.force:
+        refuse_what_cannot_fit(invocation.config, machine)
+    return 0 if invocation.dry_run else _launch(invocation, machine)
+
+
+def resolve_for(config: RunConfig, num_machines: int) -> RunConfig:
+    """A run of --min-nodes on as many machines as there are now.
+
+    Args:
+        config: the run as its launcher has resolved it, on as many machines as it was given.
+        num_machines: those that have come.
+    """
+    machine = MachineFacts.probe()
+    config = replace(config, parallel=replace(config.parallel, nnodes=num_machines))
+    return _check(Invocation(config, dry_run=False, rendezvous=Rendezvous()), machine)[0].config
+
+
+def _check(invocation: Invocation, machine: MachineFacts) -> tuple[Invocation, list[str]]:
+    config, spares = set_spares_aside(invocation.config, machine)
+    rendezvous = invocation.rendezvous._replace(
+        num_spares=invocation.config.parallel.nnodes - config.parallel.nnodes
+    )
+    notes = validate_run(config, machine)
+    config = fetch_from_hub(config, weights=not invocation.dry_run)
+    config, chosen = resolve_run(config, machine)
+    notes = [*invocation.notes, *spares, *notes, *chosen, *resume_notes(config)]
+    return invocation._replace(config=config, rendezvous=rendezvous), notes
+
+
+def _launch(invocation: Invocation, machine: MachineFacts) -> int:
+    """Start workers that read the resolved run from a file of this user's and check nothing again."""
+    config = invocation.config
+    _say_memory(config, machine)
+    with tempfile.TemporaryDirectory(prefix="patch-run-") as folder:
+        file = Path(folder) / "run.yaml"
+        file.write_text(to_yaml(config), encoding="utf-8")
+        command = [RESOLVED, str(file)]
+        return launch(_WORKER.resolve(), command, config, invocation.rendezvous, machine)
+
+
+def _describe(invocation: Invocation, machine: MachineFacts) -> None:
+    config = invocation.config
+    sys.stdout.write(to_yaml(config))
+    sys.stderr.write("\n".join(describe_here(config, machine)) + "\n")
+    from patch.compat import quick_start  # it imports torch, which the launcher does not need
+
+    with quick_start():
+        from patch.data.preview import show_data
+
+    if (folder := weights_here(config)) is not None:
+        from patch.convert.hf_reader import check_headers
+
+        with about("load"):
+            check_headers(folder, config.model)
+    samples = show_data(
+        config.data,
+        config.model,
+        config.tokenizer_folder,
+        sft=config.training.sft,
+        output=Path(config.checkpoint.output_path),
+        stream=sys.stderr,
+    )
+    if samples is not None:
+        sys.stderr.write(describe_length(config, samples) + "\n")
+
+
+def _work(config: RunConfig, machine: MachineFacts) -> None:
+    """Train as a worker that torchrun or SLURM has started, which nobody advises but itself."""
+    parallel, who = config.parallel, "torchrun or SLURM has started this process, and"
+    if parallel.max_restarts:
+        raise ConfigError(
+            f"got {parallel.max_restarts}, expected 0: {who} starts it again", field="max_restarts"
+        )
+    if parallel.log_dir:
+        raise ConfigError(f"got {parallel.log_dir}, expected none: {who} writes its log", field="log_dir")
+    if os.environ.get("RANK") == "0":
+        _say_memory(config, machine)
+    from patch.compat import quick_start
+
+    with quick_start():
+        from patch.training import run
+
+    try:
+        run(config)
+    except MemoryLackError as error:
+        raise TrainingError(f"{error}; {advice(config, machine, on_device=error.on_device)}") from error
+
+
+def _say_memory(config: RunConfig, machine: MachineFacts) -> None:
+    for line in start_lines(config, cuda=bool(machine.cuda_devices)):
+        _logger.info("%s", line)
