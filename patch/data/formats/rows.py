@@ -12,7 +12,9 @@ row's meaning and is not supported is refused by name; other keys are ignored.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 from patch.config.data_spec import COLUMNS_OF_TURNS
@@ -40,6 +42,9 @@ _EXPECTED = (
     "messages (or conversations); or instruction (or query, prompt) and output (or response, completion, "
     "content); or text; where the rows have other names: --columns instruction=question,output=answer"
 )
+_OPTIONAL = ("input", "history", *_SYSTEMS)
+_MISSPELLED = 0.75
+"""How alike a misspelled key is to the right one."""
 _JOINS = {"newline": "\n", "empty": ""}
 
 _NOT_SUPPORTED = {
@@ -76,6 +81,7 @@ def to_conversation(row: dict[str, Any], where: str, options: FormatOptions = PL
     _refuse(row, where)
     if key is None:
         raise DataError(f"{where}: {missing_keys(row, _EXPECTED, _KNOWN)}")
+    _refuse_misspelled(row, where)
     if key == "text":
         return Text(text_of(row, key, where), where)
     if key in _MESSAGES:
@@ -106,6 +112,24 @@ def _refuse(row: Mapping[str, Any], where: str) -> None:
         raise DataError(f"{where}: key {key} is not supported: {_NOT_SUPPORTED[key]}")
     if isinstance(row.get("label"), bool) and ("completion" in row or "messages" in row):
         raise DataError(f"{where}: key label is not supported: {_NOT_SUPPORTED['kto_tag']}")
+
+
+def _refuse_misspelled(row: Mapping[str, Any], where: str) -> None:
+    """Refuse a key that means one of the optional ones: what stands under it would not be learned."""
+    for key in row:
+        meant = _meant(key)
+        if meant and meant not in row and not is_absent(row[key]):
+            raise DataError(
+                f"{where}: key {key} is unknown, did you mean {meant}?; rename it, or --columns "
+                f"{meant}={key}, or take it out of the rows"
+            )
+
+
+@lru_cache(maxsize=1024)  # the rows of a file have the same keys
+def _meant(key: str) -> str:
+    if key in _KNOWN:
+        return ""
+    return next(iter(difflib.get_close_matches(key, _OPTIONAL, 1, _MISSPELLED)), "")
 
 
 def _from_prompt(

@@ -146,7 +146,7 @@ class SetStatistics:
             ("learned", f"{packing.num_learned:,} ({packing.num_learned / packing.num_tokens:.1%})"),
             ("length", f"median {self.median:,}, longest row {report.longest:,}"),
             *_dropped(report),
-            ("too long", _cut(report)),
+            ("too long, cut", _cut(report)),
             ("special tokens in text", _places(report.special)),
             ("duplicates", _times(self.duplicates, self.most_copies)),
             ("padding, unpacked", f"{self.padded_share:.1%} of all slots"),

@@ -23,7 +23,7 @@ import psutil
 
 from patch.errors import TrainingError
 
-SECONDS = 60
+SECONDS = 15
 """CPU time for one item; a normal item takes milliseconds."""
 BYTES = 2 << 30
 """Memory in addition to what the parent has when it forks."""
@@ -40,7 +40,7 @@ class ChildEndedError(Exception):
 
     Args:
         item: what it worked on.
-        reason: what it did, such as "takes more than 60 s".
+        reason: what it did, such as "takes more than 15 s".
         was_killed: whether it was killed from outside, so the item need not be the reason.
     """
 

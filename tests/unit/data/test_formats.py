@@ -268,6 +268,7 @@ def test_join_of_instruction_and_input() -> None:
         ({"instructoin": "I", "output": "O"}, "found the keys instructoin, output"),
         ({"instructoin": "I", "output": "O"}, "instructoin, did you mean instruction?"),
         ({"instruction": "I", "ouput": "O"}, "ouput, did you mean output?"),
+        ({"instruction": "I", "imput": "X", "output": "O"}, "key imput is unknown, did you mean input?"),
         ({"massages": []}, "massages, did you mean messages?"),
         ({"question": "Q", "answer": "A"}, "found the keys question, answer; expected messages"),
         ({"question": "Q", "answer": "A"}, "--columns instruction=question,output=answer"),
@@ -377,6 +378,19 @@ def test_keys_and_roles_of_any_size_and_number_are_named_in_part() -> None:
         with pytest.raises(DataError, match="instructioninstruction") as caught:
             to_conversation(row, WHERE)
         assert len(str(caught.value)) < 1500
+
+
+def test_keys_that_only_look_like_ours_are_ignored() -> None:
+    row = {
+        "instruction": "Q",
+        "input": "",
+        "output": "A",
+        "inputs": None,
+        "imput": [],
+        "input_tokens": 3,
+        "id": 1,
+    }
+    assert converted(row).messages == QA
 
 
 @pytest.mark.parametrize("name", ["alpaca_en_demo.json", "alpaca_zh_demo.json"])
