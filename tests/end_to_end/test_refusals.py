@@ -18,36 +18,6 @@ from patch.storage.lock import hold_run
 pytestmark = pytest.mark.long
 
 
-@pytest.mark.parametrize(
-    ("changes", "named"),
-    [
-        ({"PR": "fp17"}, ("PR", "fp17", "bf16")),
-        ({"GLOBAL_BATCH_SIZE": 6}, ("GLOBAL_BATCH_SIZE", "6")),
-    ],
-    ids=["unknown-value", "batch-does-not-divide"],
-)
-def test_bad_position_is_refused_by_name(
-    office: Office, tmp_path: Path, changes: dict[str, object], named: tuple[str, ...]
-) -> None:
-    result = call(command(**{**office.positions(tmp_path / "out"), **changes}))
-    assert result.returncode == 2, result.stderr
-    assert all(word in result.stderr for word in named), result.stderr
-    assert "Traceback" not in result.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_wrong_number_of_positions_is_refused(office: Office, tmp_path: Path) -> None:
-    result = call(command(**office.positions(tmp_path / "out"))[:-1])
-    assert result.returncode == 2
-    assert "24" in result.stderr and "25" in result.stderr
-
-
-def test_unknown_flag_names_the_nearest(office: Office, tmp_path: Path) -> None:
-    result = call([*command(**office.positions(tmp_path / "out")), "--eval-intervall", "3"])
-    assert result.returncode == 2
-    assert "--eval-interval" in result.stderr
-
-
 @pytest.mark.parametrize("flag", ["--max-restarts=1", "--log-dir=logs"])
 def test_what_only_our_launcher_does_is_refused_under_another_one(
     office: Office, tmp_path: Path, flag: str
@@ -66,26 +36,11 @@ def test_missing_data_is_refused_after_the_configuration(office: Office, tmp_pat
     assert call(command(**missing, PR="fp17")).returncode == 2
 
 
-def test_output_with_a_file_in_the_way_is_refused(office: Office, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    result = call(command(**office.positions(tmp_path / "file" / "out")))
-    assert result.returncode == 2, result.stderr
-    assert "OUTPUT_BASEPATH" in result.stderr and f"{tmp_path / 'file'} is a file" in result.stderr
-
-
 def test_output_that_cannot_be_made_is_refused_without_a_process(office: Office) -> None:
     for flags in ([], ["--dry-run"]):
         result = call([*command(**office.positions(Path("/proc/foo"))), *flags])
         assert result.returncode == 2, result.stderr
         assert "/proc is not writable" in result.stderr and "OMP_NUM_THREADS" not in result.stderr
-
-
-def test_empty_set_is_refused(office: Office, tmp_path: Path) -> None:
-    empty = tmp_path / "empty.jsonl"
-    empty.touch()
-    result = call_workers(1, command(**{**office.positions(tmp_path / "out"), "DATASET_PATH": empty}))
-    assert result.returncode == 3, result.stderr
-    assert result.stderr.count("empty.jsonl") == 1 and "Traceback" not in result.stderr
 
 
 def test_folder_of_a_run_that_is_still_going_on_is_refused_at_once(office: Office, tmp_path: Path) -> None:
@@ -96,12 +51,6 @@ def test_folder_of_a_run_that_is_still_going_on_is_refused_at_once(office: Offic
         assert "OUTPUT_BASEPATH" in result.stderr and "OMP_NUM_THREADS" not in result.stderr
         assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
         assert call([*command(**office.positions(tmp_path / "out")), "--dry-run"]).returncode == 0
-
-
-def test_device_as_data_is_refused_without_a_process(office: Office, tmp_path: Path) -> None:
-    result = call(command(**{**office.positions(tmp_path / "out"), "DATASET_PATH": "/dev/zero"}))
-    assert result.returncode == 3, result.stderr
-    assert "/dev/zero is a pipe or a device" in result.stderr and "OMP_NUM_THREADS" not in result.stderr
 
 
 def test_chat_template_that_fails_is_refused_with_its_file(office: Office, tmp_path: Path) -> None:
