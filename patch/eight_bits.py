@@ -1,4 +1,4 @@
-"""Numbers in 8 bits: the scale that goes with the largest of them, and the cast.
+"""Numbers in 8 bits: matrices of them, the scale that goes with the largest one, and the cast.
 
 A scale is a power of two, so scaling is exact. Both the layers' products and the optimizer's gathers make
 8-bit weights by these two functions, which is why they get the same bits.
@@ -6,12 +6,39 @@ A scale is a power of two, so scaling is exact. Both the layers' products and th
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
+MULTIPLE = 16
+"""CUDA's 8-bit products need a contracted dimension and columns that are multiples of this."""
 SMALLEST_AMAX = 2.0**-100
 """Below it the scale stays, so that the scale of zeros, and its inverse, are normal float32 numbers."""
 SIGN_AND_EXPONENT = -(2**23)
 """The bits of a float32 that are left if its mantissa is cleared."""
+
+
+class Fp8Matrix(NamedTuple):
+    """A matrix whose numbers are `values * scale_inv`."""
+
+    values: torch.Tensor
+    """[M, N] float8, contiguous."""
+    scale_inv: torch.Tensor
+    """float32 []: one for all; [M, 1]: one for each row; or [1, N]: one for each column."""
+
+
+class Factors(NamedTuple):
+    """A matrix [M, N] as a factor of products; what was not asked for is None."""
+
+    rows: Fp8Matrix | None
+    """[M, N], of a product that sums along its rows."""
+    columns: Fp8Matrix | None
+    """[N, padded(M)], of one that sums along its columns."""
+
+
+def padded(length: int) -> int:
+    """The dimension that a product contracts, at least `length`; not 0, which is no product for a library."""
+    return max(1, -(-length // MULTIPLE)) * MULTIPLE
 
 
 def scale_inv_of(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from patch.eight_bits import SIGN_AND_EXPONENT, SMALLEST_AMAX
-from patch.model.fp8_matrix import Factors, Fp8Matrix, padded
+from patch.eight_bits import SIGN_AND_EXPONENT, SMALLEST_AMAX, Factors, Fp8Matrix, padded
 
 _ROWS, _COLUMNS = 64, 128
 """Rows and columns of a tile, which a program keeps in registers; it is transposed through shared memory."""
@@ -49,7 +48,7 @@ def factors(
     return Factors(*_cast(matrix, dtype, (kinds[0] * rows, kinds[1] * columns), known))
 
 
-def turned(values: torch.Tensor) -> torch.Tensor:
+def transposed(values: torch.Tensor) -> torch.Tensor:
     """[M, N] 8-bit values as [N, padded(M)], with zeros."""
     num_rows, num_columns = values.shape
     out = values.new_empty(num_columns, padded(num_rows))

@@ -28,7 +28,8 @@ from patch.distributed.async_collectives import (
     start_all_reduce,
     start_reduce_scatter,
 )
-from patch.model.fp8_matrix import Factors, Fp8Matrix, factors, product, quantize
+from patch.eight_bits import Factors, Fp8Matrix
+from patch.model.fp8_matrix import factors, product, quantize, transposed
 from patch.model.fp8_weights import Fp8Weight, StepWeights
 
 _INPUT = torch.float8_e4m3fn
@@ -139,7 +140,7 @@ def _input_columns(how: Fp8Product, kept: list[torch.Tensor]) -> Fp8Matrix:
     """The input as a factor of the weight's gradient, from what was kept and gathered."""
     if not how.keeps_input:
         of_columns = Fp8Matrix(*kept)
-        return of_columns.transposed() if how.is_gathered else of_columns
+        return transposed(of_columns) if how.is_gathered else of_columns
     (whole,) = kept
     _, columns = how.of_input(whole.reshape(-1, whole.shape[-1]), rows=False, columns=True)
     assert columns is not None

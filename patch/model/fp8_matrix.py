@@ -15,59 +15,31 @@ from __future__ import annotations
 
 import math
 from types import ModuleType
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import ScalingType, pad, scaled_mm
 
 from patch.compat.torch_internals import has_kernel
-from patch.eight_bits import cast, scale_inv_of
-
-MULTIPLE = 16
-"""CUDA's 8-bit products need a contracted dimension and columns that are multiples of this."""
+from patch.eight_bits import Factors, Fp8Matrix, cast, padded, scale_inv_of
 
 _IS_ON_CPU = has_kernel("aten::_scaled_mm_v2", "CPU")
 """torch 2.13 has 8-bit products on the CPU, 2.11 only on GPUs."""
 
 
-class Fp8Matrix(NamedTuple):
-    """A matrix whose numbers are `values * scale_inv`."""
+def transposed(matrix: Fp8Matrix) -> Fp8Matrix:
+    """A matrix [M, N] as [N, padded(M)], with zeros, which add nothing to a sum over M.
 
-    values: torch.Tensor
-    """[M, N] float8, contiguous."""
-    scale_inv: torch.Tensor
-    """float32 []: one for all; [M, 1]: one for each row; or [1, N]: one for each column."""
-
-    def transposed(self) -> Fp8Matrix:
-        """[N, M], M padded with zeros to `padded(M)`; zeros add nothing to a sum over M.
-
-        The scale, of all or of each column, becomes one of all or of each row.
-        """
-        if self.values.is_cuda:
-            return Fp8Matrix(_kernels().turned(self.values), _turned_scale(self.scale_inv))
-        # As bytes, for which every device has these operations; a zero is a zero byte.
-        turned = self.values.view(torch.uint8).t()
-        missing = padded(len(self.values)) - len(self.values)
-        turned = pad(turned, (0, missing)) if missing else turned.contiguous()
-        return Fp8Matrix(turned.view(self.values.dtype), _turned_scale(self.scale_inv))
-
-
-class Factors(NamedTuple):
-    """A matrix [M, N] as a factor of products; what was not asked for is None."""
-
-    rows: Fp8Matrix | None
-    """[M, N], of a product that sums along its rows."""
-    columns: Fp8Matrix | None
-    """[N, padded(M)], of one that sums along its columns."""
-
-
-def padded(length: int) -> int:
-    """The dimension that a product contracts, at least `length`; not 0, which is no product for a library."""
-    return max(1, -(-length // MULTIPLE)) * MULTIPLE
-
-
-def _turned_scale(scale_inv: torch.Tensor) -> torch.Tensor:
-    return scale_inv.view(-1, 1) if scale_inv.dim() else scale_inv
+    The scale, of all or of each column, becomes one of all or of each row.
+    """
+    values, scale_inv = matrix
+    scale_inv = scale_inv.view(-1, 1) if scale_inv.dim() else scale_inv
+    if values.is_cuda:
+        return Fp8Matrix(_kernels().transposed(values), scale_inv)
+    # As bytes, for which every device has these operations; a zero is a zero byte.
+    across = values.view(torch.uint8).t()
+    missing = padded(len(values)) - len(values)
+    across = pad(across, (0, missing)) if missing else across.contiguous()
+    return Fp8Matrix(across.view(values.dtype), scale_inv)
 
 
 def _kernels() -> ModuleType:
@@ -119,11 +91,11 @@ def factors(
     if not rowwise:
         known = scale_inv[0] if scale_inv[0] is not None else scale_inv[1]
         both = quantize(matrix, dtype, None, known)
-        return Factors(both if rows else None, both.transposed() if columns else None)
-    turned = scale_inv[1].view(1, -1) if scale_inv[1] is not None else None
+        return Factors(both if rows else None, transposed(both) if columns else None)
+    known = scale_inv[1].view(1, -1) if scale_inv[1] is not None else None
     return Factors(
         quantize(matrix, dtype, 1, scale_inv[0]) if rows else None,
-        quantize(matrix, dtype, 0, turned).transposed() if columns else None,
+        transposed(quantize(matrix, dtype, 0, known)) if columns else None,
     )
 
 

@@ -19,7 +19,8 @@ from contextlib import contextmanager
 
 import torch
 
-from patch.model.fp8_matrix import Fp8Matrix, factors
+from patch.eight_bits import Fp8Matrix
+from patch.model.fp8_matrix import factors, transposed
 
 _DTYPE = torch.float8_e4m3fn
 
@@ -97,14 +98,14 @@ class Fp8Weight:
         if self._columns is not None:
             return self._columns
         if weight.dtype == _DTYPE:
-            made = self._as_gathered(weight).transposed()
+            made = transposed(self._as_gathered(weight))
         elif self._rows is not None and not self._step.rowwise:
-            made = self._rows.transposed()
+            made = transposed(self._rows)
         else:
             known = (None, self._column_scales) if self._step.rowwise else (self._row_scales, None)
-            _, turned = factors(weight, _DTYPE, rowwise=self._step.rowwise, rows=False, scale_inv=known)
-            assert turned is not None
-            made = turned
+            _, columns = factors(weight, _DTYPE, rowwise=self._step.rowwise, rows=False, scale_inv=known)
+            assert columns is not None
+            made = columns
         if self._step.is_open:
             if self._step.rowwise:
                 self._column_scales = made.scale_inv

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from patch.model.fp8_matrix import product, quantize
+from patch.model.fp8_matrix import product, quantize, transposed
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 LARGEST = {E4M3: 448.0, E5M2: 57344.0}
@@ -81,12 +81,12 @@ def test_product_is_that_of_the_rounded_matrices(
 @pytest.mark.parametrize("shared_dim", [None, 0])
 def test_transposing_pads_what_is_summed_over(shared_dim: int | None) -> None:
     matrix = quantize(normal(21, 16), E5M2, shared_dim)
-    turned = matrix.transposed()
+    turned = transposed(matrix)
     assert turned.values.shape == (16, 32) and turned.values.is_contiguous()
     assert torch.equal(numbers_of(turned)[:, :21], numbers_of(matrix).t())
     assert not numbers_of(turned)[:, 21:].any()
     weights = quantize(normal(21, 48), E4M3, shared_dim)
-    found = product(turned, weights.transposed(), torch.float32).double()
+    found = product(turned, transposed(weights), torch.float32).double()
     torch.testing.assert_close(
         found, numbers_of(matrix).t() @ numbers_of(weights), rtol=1e-5, atol=1e-6 * found.abs().max().item()
     )
