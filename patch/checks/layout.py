@@ -13,11 +13,11 @@ from patch.checks.model import divisors
 from patch.checks.run_length import global_batch_divides
 from patch.config.choices import ZeroStage
 from patch.config.fields import FIELDS, value_of
-from patch.config.pipeline_stages import can_be_micro_batch_group, layout_layers, layout_text, split_layers
 from patch.config.positions import refuse, where
 from patch.config.schema import RANK_AXES, RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.layout.pipeline_stages import can_be_micro_batch_group, layout_layers, layout_text, split_layers
 from patch.storage.sizes import counted
 
 

@@ -35,7 +35,7 @@ from patch.config.data_schema import DataConfig
 from patch.config.execution import Execution, Fp8
 from patch.config.flag_field import flag
 from patch.config.model_schema import ModelConfig
-from patch.config.pipeline_stages import layout_layers, smallest_micro_batch_group, split_layers
+from patch.layout.pipeline_stages import layout_layers, smallest_micro_batch_group, split_layers
 from patch.storage.names import STOP_FILE
 
 RANK_AXES = ("tp", "cp", "dp", "pp")

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from patch.config.execution import Execution
-from patch.config.pipeline_stages import stage_activations
+from patch.layout.pipeline_stages import stage_activations
 from patch.memory import SavedTensors
 from patch.memory.saved_tensors import SavedGroup
 

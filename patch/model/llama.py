@@ -36,11 +36,11 @@ from torch.nn.functional import silu
 from patch.compat.stage_layout import StageLayout
 from patch.config.backends import Backends
 from patch.config.execution import Execution, Fp8
-from patch.config.pipeline_stages import smallest_micro_batch_group, split_layers
 from patch.config.schema import ModelConfig
 from patch.device import torch_dtype
 from patch.distributed.zigzag import Zigzag
 from patch.families import traits_of
+from patch.layout.pipeline_stages import smallest_micro_batch_group, split_layers
 from patch.memory import UNLIMITED, CudaDevice, SavedTensors, SimulatedDevice
 from patch.model.activation_layers import set_activation_layers
 from patch.model.backends import backends_on
@@ -51,9 +51,8 @@ from patch.model.hf_order import SOURCES, AlignedOutput, batch_first_silu
 from patch.model.linear_cross_entropy import LearnedTokens, VocabularyPart, linear_cross_entropy
 from patch.model.loss import aligned_losses, hide_padded_vocabulary
 from patch.model.packed_sequences import give_own_positions
-from patch.model.recompute import recomputed_modules
 from patch.model.rotary import RotaryTable, attention_factor, inverse_frequencies
-from patch.model.spec import block_spec
+from patch.model.spec import block_spec, recomputed_modules
 
 _ACTIVATIONS = {"silu": silu}
 

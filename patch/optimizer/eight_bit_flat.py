@@ -22,8 +22,8 @@ from torch.autograd.graph import increment_version
 from patch.compat.torch_internals import foreach_norm
 from patch.distributed.async_collectives import Pending, WaitClock, start_all_gather, start_all_reduce
 from patch.eight_bits import cast, scale_inv_of
+from patch.layout.buckets import BucketRange
 from patch.optimizer.domain import Domain
-from patch.plan.buckets import BucketRange
 
 
 class _Round:

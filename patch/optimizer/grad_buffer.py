@@ -39,14 +39,19 @@ from patch.config.choices import ZeroStage
 from patch.distributed.async_collectives import Pending, WaitClock, follows_on_device
 from patch.distributed.rounded_sums import RoundedSums
 from patch.errors import TrainingError
+from patch.layout.buckets import (
+    MAX_TRAVELLING,
+    NUM_STAGING,
+    BucketRange,
+    ParamRange,
+    flat_numels,
+)
 from patch.optimizer.bucket import Bucket
 from patch.optimizer.domain import Domain
 from patch.optimizer.main_grad import MainGrad, StandIns
 from patch.optimizer.micro_batch import NO_BACKWARD, LastMicroBatchCheck, follow_backward
 from patch.optimizer.refusals import Named
 from patch.optimizer.staging import Staging
-from patch.plan.buckets import BucketRange, ParamRange, flat_numels
-from patch.plan.memory import MAX_TRAVELLING, NUM_STAGING
 
 
 @dataclass

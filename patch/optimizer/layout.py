@@ -1,4 +1,4 @@
-"""A rank's shard of each bucket (`patch.plan.buckets`), and its elements that are treated alike."""
+"""A rank's shard of each bucket (`patch.layout.buckets`), and its elements that are treated alike."""
 
 from __future__ import annotations
 

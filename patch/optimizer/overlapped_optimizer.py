@@ -33,6 +33,7 @@ from patch.config.schema import OptimizerConfig
 from patch.device import torch_dtype
 from patch.distributed.async_collectives import Pending, WaitClock
 from patch.errors import CheckpointError, TrainingError
+from patch.layout.buckets import lay_out
 from patch.memory import OffloadDevice
 from patch.optimizer.domain import Domain, find_domains, find_instances
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
@@ -47,7 +48,6 @@ from patch.optimizer.placement import Move
 from patch.optimizer.refusals import TrainedParameters, check_arguments, check_gathers, check_parameters
 from patch.optimizer.sharded_state import sharded_ranges, zeros_of_frozen
 from patch.optimizer.trained import like_trained, specs_of, trained_in
-from patch.plan.buckets import lay_out
 
 _STATE = "optimizer.state"
 """What the keys of states in checkpoints begin with."""

@@ -18,13 +18,13 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.compat.profiler import region
 from patch.distributed.async_collectives import WaitClock
+from patch.layout.buckets import ParamRange, ParamSpec
 from patch.optimizer.bucket import Bucket
 from patch.optimizer.domain import Domain
 from patch.optimizer.kernels import sums_of_squares
 from patch.optimizer.layout import BucketShard, ShardRange
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.sharded_state import StateRange
-from patch.plan.buckets import ParamRange, ParamSpec
 
 _Key = TypeVar("_Key")
 

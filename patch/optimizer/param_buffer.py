@@ -28,9 +28,9 @@ from patch.device import stream_of, streams_of
 from patch.distributed.async_collectives import Pending, WaitClock, queued_on, start_all_gather
 from patch.distributed.collectives import all_or_none
 from patch.errors import TrainingError
+from patch.layout.buckets import BucketRange, flat_numels
 from patch.optimizer.domain import Domain
 from patch.optimizer.eight_bit_flat import EightBitFlat
-from patch.plan.buckets import BucketRange, flat_numels
 
 
 class WaitForUpdate(Protocol):

@@ -7,8 +7,8 @@ from itertools import chain
 
 import torch
 
+from patch.layout.buckets import ParamSpec
 from patch.optimizer.refusals import Named
-from patch.plan.buckets import ParamSpec
 
 
 def trained_in(

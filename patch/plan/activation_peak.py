@@ -7,13 +7,15 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.pipeline_stages import stage_activations
 from patch.device import MachineFacts
+from patch.layout.loss_chunks import chunk_length
+from patch.layout.pipeline_stages import stage_activations
 from patch.plan.activations import activation_bytes, final_norm_bytes, rope_table_bytes
-from patch.plan.loss import loss_bytes
 from patch.plan.memory import fp8_weight_bytes, needed_bytes, staging_bytes, state_on_device
 from patch.plan.parameters import element_bytes
 from patch.plan.pipeline import Moment, Schedule, moments
+
+_FP32 = 4
 
 
 class ActivationPeak(NamedTuple):
@@ -168,7 +170,7 @@ def stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> StageBytes:
     layers = _layers_of(config, stage, boundary, cuda=cuda)
     ends, forward = rope_table_bytes(config) if layers else 0, 0
     if stage == last:
-        loss = loss_bytes(config, cuda=cuda)
+        loss = _loss_bytes(config, cuda=cuda)
         norm = final_norm_bytes(model, parallel, training, length=config.sample_length, cuda=cuda)
         ends += loss.kept + norm
         forward = loss.transient
@@ -230,3 +232,31 @@ def _backward(layers: list[_LayerBytes]) -> int:
         most = max(most, layer.back - freed)
         freed += layer.kept
     return most
+
+
+class _LossBytes(NamedTuple):
+    """Bytes of one micro-batch on one rank."""
+
+    kept: int
+    """The gradients of hidden states and weight, from the loss to its backward."""
+    transient: int
+    """A chunk of logits, and the float32 sum of the weight's gradient; until the loss is known."""
+
+
+def _loss_bytes(config: RunConfig, *, cuda: bool) -> _LossBytes:
+    """What the loss without logits needs (not `--precision-align`, which has all logits).
+
+    Args:
+        config: the run.
+        cuda: whether it runs on GPUs, where Triton's kernels need no float32 copy of a chunk's logits. A CPU
+            adds another type to the sum through such a copy.
+    """
+    training, hidden = config.training, config.model.hidden_size
+    rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
+    tokens = config.micro_batch_tokens
+    size = element_bytes(training.precision)
+    chunk = chunk_length(rows, hidden)
+    logits = min(chunk, tokens) * rows * (size if cuda or size == _FP32 else size + _FP32)
+    has_sum = chunk < tokens and size != _FP32
+    weight_sum = rows * hidden * _FP32 * (1 if cuda else 2) if has_sum else 0
+    return _LossBytes(kept=(tokens + rows) * hidden * size, transient=logits + weight_sum)

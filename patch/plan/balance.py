@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from patch.checks.rules import is_legal
 from patch.config import RunConfig
-from patch.config.pipeline_stages import layout_text, split_layers, stage_activations
 from patch.device import MachineFacts
+from patch.layout.pipeline_stages import layout_text, split_layers, stage_activations
 from patch.plan.flops import output_in_layers
 from patch.plan.pipeline import Schedule, Timing, simulate
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from patch.config import ModelConfig, RunConfig
 from patch.config.choices import Precision
-from patch.config.pipeline_stages import stage_activations
+from patch.layout.pipeline_stages import stage_activations
 from patch.plan.parameters import layer_matrices
 
 _PEAK_TFLOPS: tuple[tuple[str, float], ...] = (

@@ -8,19 +8,13 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
+from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING
 from patch.plan.parameters import (
     element_bytes,
     largest_matrix_per_rank,
     matrix_elements_per_rank,
     parameters_per_rank,
 )
-
-NUM_STAGING = 3
-"""Staging buffers of ZeRO-2: one filling, one travelling, one for gradients that come before the last of the
-bucket before."""
-MAX_TRAVELLING = 4
-"""Reductions that a CPU lets travel while backward goes on: each holds memory for what it receives, a
-bucket less the own part. From 2 to all of them a step takes equally long (toolkits/benchmarks/RESULTS.md)."""
 
 _RESERVED_SHARE, _RESERVED_BYTES = 0.05, 2**30
 """Share and bytes of a GPU's memory: CUDA, NCCL and cuDNN, and what fragmentation loses."""

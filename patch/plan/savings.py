@@ -14,9 +14,9 @@ from patch.config import RunConfig
 from patch.config.choices import OffloadPolicy, Recompute, RecomputeMethod, ZeroStage
 from patch.config.fields import FIELDS
 from patch.config.flags import flag_words
-from patch.config.pipeline_stages import stage_activations
 from patch.config.positions import place_of, where
 from patch.config.schema import OptimizerConfig
+from patch.layout.pipeline_stages import stage_activations
 from patch.plan.context_parallel import SHORTEST_PIECE
 from patch.plan.memory import bytes_per_rank
 

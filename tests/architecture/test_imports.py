@@ -19,6 +19,7 @@ ROWS = {
     "patch.progress": 1,
     "patch.storage": 1,
     "patch.families": 1,
+    "patch.layout": 1,
     "patch.config": 2,
     "patch.compat": 3,
     "patch.checks": 3,
@@ -38,7 +39,7 @@ ROWS = {
 }
 
 
-LIGHT = ("patch.families", "patch.config", "patch.checks", "patch.preflight", "patch.plan")
+LIGHT = ("patch.families", "patch.layout", "patch.config", "patch.checks", "patch.preflight", "patch.plan")
 """Packages that work where neither torch nor megatron-core is installed."""
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from patch.config import RunConfig
 from patch.config.choices import Precision, ZeroStage
-from patch.config.pipeline_stages import stage_activations
+from patch.layout.pipeline_stages import stage_activations
 from patch.plan.parameters import element_bytes, parameters_per_rank
 from patch.plan.timing.communication import (
     GradientTravel,

@@ -13,8 +13,8 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import ZeroStage
+from patch.layout.buckets import smallest_bucket
 from patch.plan.activation_peak import heaviest_rank
-from patch.plan.buckets import smallest_bucket
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, usable_device_memory
 from patch.plan.pipeline import Schedule, Timing, simulate

@@ -3,7 +3,7 @@
 import pytest
 from small_runs import small_run
 
-from patch.config.pipeline_stages import stage_activations
+from patch.layout.pipeline_stages import stage_activations
 
 FULL = {"recompute_granularity": "full"}
 BLOCK = FULL | {"recompute_method": "block"}

@@ -12,15 +12,15 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from refusals import refused
 
 from patch.compat.stage_layout import StageLayout
-from patch.config.pipeline_stages import (
+from patch.device import MachineFacts
+from patch.errors import ConfigError
+from patch.layout.pipeline_stages import (
     can_be_micro_batch_group,
     layout_layers,
     layout_text,
     smallest_micro_batch_group,
     split_layers,
 )
-from patch.device import MachineFacts
-from patch.errors import ConfigError
 from patch.preflight.validate import validate_run
 
 GPUS = MachineFacts(cuda_devices=4, cpu_cores=2)

@@ -5,10 +5,10 @@ import torch
 import torch.distributed as dist
 
 from patch.config.choices import ZeroStage
+from patch.layout.buckets import BucketRange, ParamRange
 from patch.optimizer.bucket import Bucket
 from patch.optimizer.domain import Domain
 from patch.optimizer.staging import Staging
-from patch.plan.buckets import BucketRange, ParamRange
 
 
 def staged_bucket(*params: ParamRange) -> Bucket:

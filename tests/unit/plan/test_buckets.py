@@ -5,7 +5,7 @@ from itertools import pairwise, product
 
 import pytest
 
-from patch.plan.buckets import ALIGNMENT, BucketRange, ParamSpec, flat_numels, lay_out
+from patch.layout.buckets import ALIGNMENT, BucketRange, ParamSpec, flat_numels, lay_out
 
 # The last bucket size exceeds every model here.
 BUCKET_SIZES = (1, 7, 64, 1000, 5000, 10**9)

@@ -6,8 +6,8 @@ import pytest
 from small_runs import small_run
 
 from patch.config import RunConfig
-from patch.config.pipeline_stages import layout_text, smallest_micro_batch_group
 from patch.device import MachineFacts
+from patch.layout.pipeline_stages import layout_text, smallest_micro_batch_group
 from patch.plan.balance import better_split, stage_work, step_timing
 from patch.plan.describe import describe_plan
 from patch.plan.flops import flops_per_step

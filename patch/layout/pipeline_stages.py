@@ -12,13 +12,9 @@ Imports neither torch nor megatron.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from patch.errors import ConfigError
-
-if TYPE_CHECKING:
-    from patch.config.execution import Execution
-    from patch.config.schema import TrainingConfig
 
 _REPETITIONS = (re.compile(r"\(([^)]+)\)\*(\d+)"), re.compile(r"(.)\*(\d+)"))
 """First of groups, then of single letters, as megatron-core expands them."""
@@ -111,12 +107,12 @@ class StageActivations(NamedTuple):
     """All that backward needs is kept; with AC=sel (as of offloaded layers) what it keeps."""
 
 
-def stage_activations(num_layers: int, settings: TrainingConfig | Execution) -> StageActivations:
+def stage_activations(num_layers: int, settings: Any) -> StageActivations:
     """How a stage of this many layers is split. A stage that has fewer than are asked for gives what it has.
 
     Args:
         num_layers: of the stage.
-        settings: of the run.
+        settings: of the run: a TrainingConfig, or another with its fields of recomputation and offload.
     """
     is_full = settings.recompute_granularity == "full"
     if is_full and settings.recompute_method == "uniform":

@@ -31,6 +31,13 @@ _SMALLEST_SHARE, _LONG_RING = 16, 128
 """A tapered bucket has at least 1/16 of `bucket_size`; among more than 128 ranks a share that grows with
 them, because every bucket costs a message its latency for each (toolkits/benchmarks/RESULTS.md)."""
 
+NUM_STAGING = 3
+"""Staging buffers of ZeRO-2: one filling, one travelling, one for gradients that come before the last of the
+bucket before."""
+MAX_TRAVELLING = 4
+"""Reductions that a CPU lets travel while backward goes on: each holds memory for what it receives, a
+bucket less the own part. From 2 to all of them a step takes equally long (toolkits/benchmarks/RESULTS.md)."""
+
 
 class ParamSpec(NamedTuple):
     """What the layout needs to know about one parameter."""
