@@ -5,16 +5,20 @@ the micro-batches of each data-parallel rank.
 """
 
 import gc
+import random
 import time
-from collections.abc import Sequence
-from contextlib import nullcontext
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import reduce
 from itertools import product
 from types import FunctionType, ModuleType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 from stale_reads import no_stale_reads
@@ -24,9 +28,12 @@ from patch.compat.gloo import shared_devices
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.distributed.groups import split_instances
-from patch.optimizer import OverlappedDistributedOptimizer
-from patch.optimizer.kernels import AdamScalars, UpdateItem, adam_kernel
+from patch.memory import UNLIMITED, SimulatedDevice
+from patch.optimizer import OverlappedDistributedOptimizer, ParamGroup, host_update
+from patch.optimizer.hybrid_adam import Offload
+from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import adam, round_to_bf16
+from patch.optimizer.placement import ChunkInfo, DeviceMemory, Move, StaticPlacementPolicy
 
 ZERO_STAGES = tuple(ZeroStage)
 LR = 3e-3
@@ -35,6 +42,9 @@ Step = Sequence[Sequence[Any]]
 
 class OddModel(torch.nn.Module):
     """975 elements in matrices (decayed) and vectors of 31 and 7 (not), none a multiple of 2, 3 or 4."""
+
+    is_short = False
+    """Whether the last layer is left out: nothing in forward waits for its weights."""
 
     def __init__(self, seed: int = 0, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -46,7 +56,8 @@ class OddModel(torch.nn.Module):
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:
         """The loss of inputs [B, 23]."""
-        return (self.last(torch.tanh(self.first(batch))) * self.gain).square().mean()
+        hidden = torch.tanh(self.first(batch))
+        return (hidden if self.is_short else self.last(hidden) * self.gain).square().mean()
 
 
 class WideModel(torch.nn.Module):
@@ -81,17 +92,28 @@ def data_parallel_groups() -> ProcessGroupCollection:
 
 
 def build_optimizer(
-    model: torch.nn.Module,
+    model: torch.nn.Module | list[torch.nn.Module],
     zero_stage: ZeroStage,
     *,
     num_instances: int = 1,
+    offload: Offload | None = None,
+    param_groups: Sequence[ParamGroup] | None = None,
     **changes: Any,
 ) -> OverlappedDistributedOptimizer:
-    """The optimizer over all processes of the job; `changes` are fields of its configuration."""
+    """The optimizer of a model, or of a list of stages, over all processes of the job.
+
+    `changes` are fields of its configuration.
+    """
     config = OptimizerConfig(**{"lr": LR, "clip_grad": 0.5, "reduce_bucket_size": 300} | changes)
     groups = data_parallel_groups()
     split_instances(groups, num_instances)
-    return OverlappedDistributedOptimizer([model], config, zero_stage, groups)
+    stages = model if isinstance(model, list) else [model]
+    return OverlappedDistributedOptimizer(stages, config, zero_stage, groups, offload, param_groups)
+
+
+def on_host(fraction: float, chunk_size: int = 100, host_bytes: int = UNLIMITED) -> Offload:
+    """So much of the states on the host, beside a simulated device."""
+    return Offload(SimulatedDevice(UNLIMITED), StaticPlacementPolicy(fraction), chunk_size, host_bytes)
 
 
 def accumulate(
@@ -107,6 +129,7 @@ def accumulate(
                 loss = model(batch)
             optimizer.scale_loss(loss).backward()
     optimizer.finish_grad_sync()
+    assert all(parameter.grad is None for parameter in optimizer.parameters)
 
 
 def take_step(model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer, batches: Sequence) -> float:
@@ -226,16 +249,70 @@ def assert_same_weights(model: torch.nn.Module, oracle: Oracle, atol: float = 0.
         np.testing.assert_allclose(ours, expected[name], rtol=0, atol=atol, err_msg=name)
 
 
-class SlowKernel:
-    """The kernel of a slow host."""
+def check_training(
+    rank: int,
+    zero_stage: ZeroStage,
+    build: Callable[[], torch.nn.Module],
+    steps: Sequence[Step],
+    atol: float = 0.0,
+    **changes: Any,
+) -> None:
+    """Train a model and its oracle; `changes` are fields of the optimizer's configuration."""
+    model, oracle = build(), Oracle(build(), zero_stage)
+    optimizer = build_optimizer(model, zero_stage, **changes)
+    for step in steps:
+        take_step(model, optimizer, step[rank])
+        oracle.take_step(step)
+    optimizer.finish_param_sync()
+    assert_same_weights(model, oracle, atol)
 
-    def __init__(self, seconds: float) -> None:
+
+def failures_of(checks: Mapping[Any, Callable[[], object]]) -> dict[Any, str]:
+    """The failure of each check on this rank, or an empty string; those after it are made all the same."""
+    found = {}
+    for name, check in checks.items():
+        try:
+            check()
+            found[name] = ""
+        except Exception:  # noqa: BLE001 - reported by the check's own test
+            found[name] = traceback.format_exc()
+        dist.barrier()
+    return found
+
+
+class SlowKernel:
+    """The kernel of a host that takes one of some times more for each call, drawn at random."""
+
+    def __init__(self, *seconds: float) -> None:
         self._kernel, self._seconds = adam_kernel(torch.device("cpu")), seconds
+        self._random = random.Random(0)
 
     def update(self, items: Sequence[UpdateItem]) -> None:
-        """Each call takes some time more."""
-        time.sleep(self._seconds)
+        time.sleep(self._random.choice(self._seconds))
         self._kernel.update(items)
+
+
+@contextmanager
+def host_kernel(kernel: AdamKernel) -> Iterator[None]:
+    """What is built inside updates chunks on the host by `kernel`."""
+    with mock.patch.object(host_update, "adam_kernel", lambda device: kernel):
+        yield
+
+
+class RandomPolicy:
+    """Before about half of the steps, each chunk goes anywhere."""
+
+    def __init__(self, seed: Any) -> None:
+        self._random = random.Random(str(seed))
+        self.num_moves = 0
+
+    def moves(self, chunks: Sequence[ChunkInfo], memory: DeviceMemory) -> list[Move]:
+        if self._random.random() < 0.5:
+            return []
+        wanted = [Move(chunk, self._random.random() < 0.7, "chance") for chunk in chunks]
+        found = [move for move in wanted if move.to_host != move.chunk.is_on_host]
+        self.num_moves += len(found)
+        return found
 
 
 WIDTH, DEPTH = 64, 8

@@ -7,7 +7,6 @@ a plain torch model with the weights that arrive in the end.
 import copy
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,18 +15,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from distributed_runner import run_distributed
-from optimizer_runs import LR, SlowKernel, accumulate, build_optimizer, data_parallel_groups
+from optimizer_runs import LR, SlowKernel, accumulate, build_optimizer, failures_of, host_kernel, on_host
 from stale_reads import StaleReadError, no_stale_reads
 from torch.func import functional_call, grad, vmap
+from torch.nn.modules import module as torch_module
 from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 
 from patch.config.choices import ZeroStage
-from patch.config.schema import OptimizerConfig
-from patch.memory import UNLIMITED, SimulatedDevice
-from patch.optimizer import OverlappedDistributedOptimizer, host_update
-from patch.optimizer.hybrid_adam import Offload
-from patch.optimizer.placement import StaticPlacementPolicy
+from patch.optimizer import OverlappedDistributedOptimizer
 
 WIDTH = 8
 LATE_S, CHUNK_S = 0.1, 0.004
@@ -47,6 +43,7 @@ class Reader(torch.nn.Module):
         self.raw = torch.nn.Linear(WIDTH, WIDTH)
         self.kept = torch.nn.Linear(WIDTH, WIDTH)
         self.aside = [self.kept.weight]
+        self.idle = torch.nn.Linear(WIDTH, WIDTH)  # which no forward needs
         self.is_regular = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,11 +72,6 @@ def forward(model: Reader) -> Any:
 def fast_path_of_an_encoder_in_eval(model: Reader) -> Any:
     with torch.no_grad():
         return model.encoder.eval()(INPUTS)
-
-
-@reads
-def attention_called_alone(model: Reader) -> Any:
-    return model.attention(INPUTS, INPUTS, INPUTS)[0]
 
 
 @reads
@@ -129,12 +121,6 @@ def inference_mode(model: Reader) -> Any:
 
 
 @reads
-def autocast(model: Reader) -> Any:
-    with torch.autocast("cpu", torch.bfloat16):
-        return model.kept(INPUTS @ model.raw.weight).float()
-
-
-@reads
 def checkpoints_of_both_kinds(model: Reader) -> Any:
     def part(x: torch.Tensor) -> torch.Tensor:
         return model.kept(x @ model.raw.weight).sum()
@@ -164,16 +150,10 @@ def threads_that_share_a_model(model: Reader) -> Any:
 
 def offloaded(model: torch.nn.Module) -> OverlappedDistributedOptimizer:
     """All states on a slow host, in many chunks; none is updated ahead: gradients are always clipped."""
-    config = OptimizerConfig(lr=LR, clip_grad=1e-3, reduce_bucket_size=1)
-    offload = Offload(SimulatedDevice(UNLIMITED), StaticPlacementPolicy(1.0), 100)
-    original = host_update.adam_kernel
-    host_update.adam_kernel = lambda device: SlowKernel(CHUNK_S)  # type: ignore[assignment]
-    try:
-        return OverlappedDistributedOptimizer(
-            [model], config, ZeroStage.NONE, data_parallel_groups(), offload
+    with host_kernel(SlowKernel(CHUNK_S)):
+        return build_optimizer(
+            model, ZeroStage.NONE, offload=on_host(1.0), clip_grad=1e-3, reduce_bucket_size=1
         )
-    finally:
-        host_update.adam_kernel = original
 
 
 def begin_step(model: torch.nn.Module, optimizer: OverlappedDistributedOptimizer) -> None:
@@ -202,39 +182,35 @@ def check_read(read: Read, build: Callable[[torch.nn.Module], OverlappedDistribu
     assert not torch.equal(found, read(Reader())), "the step changed nothing that is read"
 
 
-def check_compiled(way: str) -> None:
-    """Two steps, two forwards each: the second finds nothing to wait for."""
+def compiled_whole(model: Reader) -> Callable:
+    return torch.compile(model, backend="eager")
+
+
+def compiled_in_parts(model: Reader) -> Callable:
+    model.attention.compile(backend="eager")
+    model.kept.compile(backend="eager")
+    return model
+
+
+def compiled_reader(model: Reader) -> Callable:
+    """A function that reads a weight raw."""
+    return torch.compile(lambda x: x @ model.raw.weight, backend="eager")
+
+
+def check_compiled(way: Callable[[Reader], Callable], plain: Callable[[Reader], Callable]) -> None:
+    """Two steps, two calls each: the second finds nothing to wait for."""
     torch._dynamo.reset()
     model = Reader()
     optimizer = offloaded(model)
-    call: Callable = model
-    if way == "whole":
-        call = torch.compile(model, backend="eager")
-    else:
-        model.attention.compile(backend="eager")
-        model.kept.compile(backend="eager")
+    call = way(model)
     for _ in range(2):
         begin_step(model, optimizer)
         with torch.no_grad():
-            found = call(INPUTS)
-            again = call(INPUTS)
+            found = [call(INPUTS), call(INPUTS)]
         optimizer.finish_param_sync()
-        expected = with_weights_of(model)(INPUTS)
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
-        torch.testing.assert_close(again, expected, rtol=1e-6, atol=0)
-
-
-def check_compiled_reader() -> None:
-    """A compiled function that reads a weight raw."""
-    torch._dynamo.reset()
-    model = Reader()
-    optimizer = offloaded(model)
-    call = torch.compile(lambda x: x @ model.raw.weight, backend="eager")
-    for _ in range(2):
-        begin_step(model, optimizer)
-        found = call(INPUTS)
-        optimizer.finish_param_sync()
-        torch.testing.assert_close(found, INPUTS @ with_weights_of(model).raw.weight)
+        expected = plain(with_weights_of(model))(INPUTS)
+        for values in found:
+            torch.testing.assert_close(values, expected, rtol=1e-6, atol=1e-7)
 
 
 def check_kept_reference_is_loud() -> None:
@@ -270,10 +246,34 @@ def check_debug_mode_tells() -> None:
         model(INPUTS)
 
 
+def check_loaded_weights_stay(zero_stage: ZeroStage) -> None:
+    """Late ones do not overwrite them."""
+    model, loaded = Reader(), Reader(seed=7)
+    optimizer = build_optimizer(model, zero_stage, reduce_bucket_size=1)
+    begin_step(model, optimizer)
+    model.load_state_dict(loaded.state_dict())
+    optimizer.finish_param_sync()
+    assert all(map(torch.equal, model.parameters(), loaded.parameters()))
+
+
+def check_only_own_modules_wait(zero_stage: ZeroStage) -> None:
+    """The original's hooks are global: a forward of any other module waits."""
+    model = Reader()
+    optimizer = build_optimizer(model, zero_stage, reduce_bucket_size=1)
+    begin_step(model, optimizer)
+    assert not torch_module._global_forward_pre_hooks and not torch_module._global_forward_hooks
+    torch.nn.Linear(4, 4)(torch.ones(4))
+    assert len(optimizer.param_buffer._pending) == len(optimizer.grad_buffer.buckets)
+    optimizer.finish_param_sync()
+
+
 CHECKS: dict[str, Callable[[], None]] = {
     **{name: partial(check_read, read, offloaded) for name, read in READS.items()},
-    **{f"compiled {way}": partial(check_compiled, way) for way in ("whole", "parts")},
-    "a compiled function that reads": check_compiled_reader,
+    "compiled": partial(check_compiled, compiled_whole, lambda model: model),
+    "compiled in parts": partial(check_compiled, compiled_in_parts, lambda model: model),
+    "a compiled function that reads": partial(
+        check_compiled, compiled_reader, lambda model: lambda x: x @ model.raw.weight
+    ),
     "kept reference": check_kept_reference_is_loud,
     "graph of before": check_graph_of_before_the_step_is_loud,
     "debug mode": check_debug_mode_tells,
@@ -283,21 +283,16 @@ SHARDED_CHECKS: dict[str, Callable[[], None]] = {
         check_read, READS[name], partial(build_optimizer, zero_stage=zero_stage, reduce_bucket_size=1)
     )
     for zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
-    for name in ("forward", "fast_path_of_an_encoder_in_eval", "a_deep_copy")
+    for name in ("forward", "fast_path_of_an_encoder_in_eval", "a_deep_copy", "state_dict_of_a_part")
+} | {
+    f"{check.__name__} {zero_stage.name}": partial(check, zero_stage)
+    for zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS)
+    for check in (check_loaded_weights_stay, check_only_own_modules_wait)
 }
 
 
 def run_checks(rank: int, world_size: int) -> dict[str, str]:
-    """The failure of each check on this rank, or an empty string."""
-    found = {}
-    for name, check in (SHARDED_CHECKS if world_size > 1 else CHECKS).items():
-        try:
-            check()
-            found[name] = ""
-        except Exception:  # noqa: BLE001 - reported by the check's own test; the others go on
-            found[name] = traceback.format_exc()
-        dist.barrier()
-    return found
+    return failures_of(SHARDED_CHECKS if world_size > 1 else CHECKS)
 
 
 @pytest.fixture(scope="module")

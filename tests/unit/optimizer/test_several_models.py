@@ -1,35 +1,27 @@
 """Several models, each with its optimizer, over the same ranks: messages have one order on all ranks."""
 
+from collections.abc import Sequence
+from contextlib import nullcontext
+
 import torch
 from distributed_runner import run_distributed
-from optimizer_runs import LR, OddModel, SlowKernel, data_parallel_groups, make_steps, take_step
+from optimizer_runs import OddModel, SlowKernel, build_optimizer, host_kernel, make_steps, on_host, take_step
 
 from patch.config.choices import ZeroStage
-from patch.config.schema import OptimizerConfig
-from patch.memory import UNLIMITED, SimulatedDevice
-from patch.optimizer import OverlappedDistributedOptimizer, host_update
-from patch.optimizer.hybrid_adam import Offload
-from patch.optimizer.placement import StaticPlacementPolicy
 
 CHUNK_S = 0.002
 """Of the slow host."""
 
 
-def _build(seed: int, zero_stage: ZeroStage) -> tuple[OddModel, OverlappedDistributedOptimizer]:
-    model = OddModel(seed)
-    config = OptimizerConfig(lr=LR, clip_grad=1e-3, reduce_bucket_size=200)
-    offload = Offload(SimulatedDevice(UNLIMITED), StaticPlacementPolicy(1.0), 100)
-    return model, OverlappedDistributedOptimizer([model], config, zero_stage, data_parallel_groups(), offload)
-
-
-def _train(rank: int, zero_stage: ZeroStage, *, waits: bool) -> list[torch.Tensor]:
-    """The weights of two models that are trained in turns."""
-    pairs = [_build(seed, zero_stage) for seed in (0, 1)]
+def _train(rank: int, zero_stage: ZeroStage, seeds: Sequence[int]) -> list[torch.Tensor]:
+    """The weights of models that are trained in turns."""
+    pairs = []
+    for seed in seeds:
+        model, changes = OddModel(seed), {"clip_grad": 1e-3, "reduce_bucket_size": 200}
+        pairs.append((model, build_optimizer(model, zero_stage, offload=on_host(1.0), **changes)))
     for step in make_steps(3, 2, 2):
         for model, optimizer in pairs:
             take_step(model, optimizer, step[rank])
-            if waits:
-                optimizer.finish_param_sync()
     found = []
     for model, optimizer in reversed(pairs):
         optimizer.finish_param_sync()
@@ -38,12 +30,12 @@ def _train(rank: int, zero_stage: ZeroStage, *, waits: bool) -> list[torch.Tenso
 
 
 def _compare(rank: int, world_size: int) -> list[bool]:
-    if rank == 1:
-        host_update.adam_kernel = lambda device: SlowKernel(CHUNK_S)  # type: ignore[assignment]
     found = []
     for zero_stage in (ZeroStage.OPTIMIZER, ZeroStage.GRADIENTS):
-        overlapped, waiting = (_train(rank, zero_stage, waits=waits) for waits in (False, True))
-        found.append(all(torch.equal(*pair) for pair in zip(overlapped, waiting, strict=True)))
+        with host_kernel(SlowKernel(CHUNK_S)) if rank == 1 else nullcontext():
+            in_turns = _train(rank, zero_stage, (0, 1))
+        alone = _train(rank, zero_stage, (1,)) + _train(rank, zero_stage, (0,))
+        found.append(all(map(torch.equal, in_turns, alone)))
     return found
 
 
