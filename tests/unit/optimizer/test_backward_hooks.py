@@ -5,22 +5,23 @@ to the bit.
 """
 
 import copy
-import traceback
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from distributed_runner import run_distributed
 from optimizer_runs import (
     LR,
     ZERO_STAGES,
     Oracle,
+    assert_same_weights,
     data_parallel_groups,
+    failures_of,
     make_steps,
     weights_of,
 )
@@ -187,54 +188,42 @@ def check(case: Case, zero_stage: ZeroStage, rank: int) -> None:
         assert abs(weight - expected[name]).max() <= case.bound, name
 
 
-def check_stages_in_one_backward(zero_stage: ZeroStage, rank: int) -> None:
+class Twice(torch.nn.Module):
     """Two stages of one rank, passed twice by one backward."""
 
-    def build() -> torch.nn.Module:
+    def __init__(self) -> None:
+        super().__init__()
         torch.manual_seed(8)
-        return torch.nn.Sequential(torch.nn.Linear(23, 9), torch.nn.Linear(9, 4))
+        self.stages = torch.nn.Sequential(torch.nn.Linear(23, 9), torch.nn.Linear(9, 4))
 
-    stages, whole = build(), build()
-    oracle = Oracle(WithLoss(_Twice(whole)), zero_stage)
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        first, second = self.stages
+        return loss_of(second(first(batch[:2])), second(first(batch[2:])))
+
+
+def check_stages_in_one_backward(zero_stage: ZeroStage, rank: int) -> None:
+    model, oracle = Twice(), Oracle(Twice(), zero_stage)
     config = OptimizerConfig(lr=LR, clip_grad=0.5, reduce_bucket_size=1)
-    optimizer = build_optimizer(list(stages), config, zero_stage, data_parallel_groups())
+    optimizer = build_optimizer(list(model.stages), config, zero_stage, data_parallel_groups())
     for step in make_steps(3, 2, 1):
         optimizer.zero_grad(LR)
-        _Twice(stages).loss(stages, step[rank][0]).backward()
+        model(step[rank][0]).backward()
         optimizer.step()
         oracle.take_step(step)
     optimizer.finish_param_sync()
-    expected = weights_of(whole)
-    for name, weight in weights_of(stages).items():
-        assert (weight == expected[name]).all(), name
-
-
-class _Twice(Case):
-    def __init__(self, model: torch.nn.Module) -> None:
-        super().__init__(lambda model, x: loss_of(model[1](model[0](x[:2])), model[1](model[0](x[2:]))))
-        self._model = model
-
-    def build(self) -> torch.nn.Module:
-        return self._model
+    assert_same_weights(model, oracle)
 
 
 def run_all(rank: int, world_size: int) -> dict[tuple[str, ZeroStage], str]:
-    """The failure of each case at each ZeRO stage on this rank, or an empty string."""
-    found = {}
     data_parallel_groups()
-    for name, zero_stage in product([*CASES, "stages in one backward"], ZERO_STAGES):
-        if (name, zero_stage) in LEFT_OUT:
-            continue
-        try:
-            if name in CASES:
-                check(CASES[name], zero_stage, rank)
-            else:
-                check_stages_in_one_backward(zero_stage, rank)
-            found[name, zero_stage] = ""
-        except Exception:  # noqa: BLE001 - reported by the case's own test; the others go on
-            found[name, zero_stage] = traceback.format_exc()
-        dist.barrier()
-    return found
+    checks = {
+        (name, zero_stage): partial(check, case, zero_stage, rank)
+        for (name, case), zero_stage in product(CASES.items(), ZERO_STAGES)
+        if (name, zero_stage) not in LEFT_OUT
+    }
+    for zero_stage in ZERO_STAGES:
+        checks["stages in one backward", zero_stage] = partial(check_stages_in_one_backward, zero_stage, rank)
+    return failures_of(checks)
 
 
 @pytest.fixture(scope="module")

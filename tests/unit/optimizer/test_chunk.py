@@ -8,10 +8,14 @@ import threading
 
 import pytest
 import torch
+from optimizer_runs import on_host
 
+from patch.config.schema import OptimizerConfig
 from patch.memory import HOST, Copies, Event, SimulatedDevice, SimulatedOutOfMemory, StagedCopier
 from patch.optimizer.chunk import Chunk, ChunkFullError, ChunkManager, find_best_chunk_size
-from patch.optimizer.layout import ShardRange
+from patch.optimizer.hybrid_adam import HybridAdam
+from patch.optimizer.layout import BucketShard, ShardRange
+from patch.optimizer.param_groups import ParamGroup
 
 GENEROUS = 1 << 40
 DTYPES = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32, "master_low": torch.int16}
@@ -84,10 +88,18 @@ def test_search_wastes_least_where_the_original_added_up_the_waste_of_all_candid
     assert size == min(candidate for candidate in waste if waste[candidate] == waste[size])
 
 
-def test_search_of_a_large_model_keeps_chunks_of_megabytes() -> None:
-    numels = [4096 * 14336] * 96 + [128256 * 4096] * 2
-    size = find_best_chunk_size(numels)
-    assert size % (8 << 20) == 0 and 8 << 20 <= size <= 128 << 20
+@pytest.mark.parametrize("fraction", [None, 0.0, 0.5, 1.0])
+def test_states_of_late_gradients_take_the_bytes_of_their_elements(fraction: float | None) -> None:
+    """Chunks of their own, but not as long as those that hold everything else."""
+    ranges = [ShardRange(0, 900, 0, False), ShardRange(900, 1000, 1, True)]
+    shards = [
+        BucketShard(torch.zeros(1000), torch.zeros(1000, dtype=torch.bfloat16), ranges) for _ in range(2)
+    ]
+    groups = [ParamGroup([], 0.1), ParamGroup([], 0.0)]
+    offload = None if fraction is None else on_host(fraction, 300)
+    manager = HybridAdam(shards, OptimizerConfig(lr=1e-3), groups, offload).manager
+    assert manager.num_elements == 2000
+    assert manager.total_bytes(on_host=True) + manager.total_bytes(on_host=False) == 2000 * (4 + 4 + 2)
 
 
 def test_tensors_lie_one_behind_the_other() -> None:

@@ -4,7 +4,6 @@ The product's own code runs on the fake device: hooks, buckets, weights, chunks,
 What comes out must be what states on the device give where everything takes place at the call.
 """
 
-import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,7 +15,16 @@ from adding_linear import AddingLinear
 from distributed_runner import run_distributed
 from fake_device import AT_ONCE, COMPUTE_FIRST, COPIES_FIRST, LATE, FakeDevice, Order
 from fake_offload import FakeOffloadDevice, collectives_of, on
-from optimizer_runs import LR, OddModel, accumulate, data_parallel_groups, make_steps, weights_of
+from optimizer_runs import (
+    LR,
+    OddModel,
+    RandomPolicy,
+    accumulate,
+    data_parallel_groups,
+    make_steps,
+    states_of,
+    weights_of,
+)
 
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
@@ -41,28 +49,6 @@ CASES = [
 as of an expert; or ranks in instances."""
 TIGHT = 20 * CHUNK * 12
 """Host memory for the states, and hardly more: the buffers that updates share go round."""
-
-
-class RandomPolicy:
-    """Before some steps, some chunks go anywhere."""
-
-    def __init__(self, seed: int) -> None:
-        self._random = random.Random(seed)
-
-    def moves(self, chunks: Sequence[ChunkInfo], memory: DeviceMemory) -> list[Move]:
-        if self._random.random() < 0.5:
-            return []
-        wanted = [Move(chunk, self._random.random() < 0.8, "chance") for chunk in chunks]
-        return [move for move in wanted if move.to_host != move.chunk.is_on_host]
-
-
-class Shortened(OddModel):
-    """Leaves out its last layer where it is told to."""
-
-    is_short = False
-
-    def forward(self, batch: torch.Tensor) -> torch.Tensor:
-        return torch.tanh(self.first(batch)).square().mean() if self.is_short else super().forward(batch)
 
 
 def build(
@@ -96,7 +82,7 @@ def build(
 
 
 def fail_midway(
-    model: Shortened, optimizer: OverlappedDistributedOptimizer, batches: list[torch.Tensor]
+    model: OddModel, optimizer: OverlappedDistributedOptimizer, batches: list[torch.Tensor]
 ) -> None:
     """A step whose backward ends before the first layer's gradient."""
 
@@ -121,7 +107,7 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
     """Norms, losses and weights of steps of all kinds."""
     zero_stage, dtype, clip_grad, copies = case
     with fake.executing():
-        model, other = Shortened(dtype=dtype), OddModel(seed=7, dtype=dtype)
+        model, other = OddModel(dtype=dtype), OddModel(seed=7, dtype=dtype)
         steps = [[batch.to(dtype) for batch in step[0]] for step in make_steps(NUM_STEPS, 1, 2)]
     model.last.bias.shared_embedding = True
     fake.adopt(list(model.parameters()))
@@ -147,8 +133,8 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
         if index == 3:
             saved = {name: weight.clone() for name, weight in model.state_dict().items()}
     optimizer.apply_placement()
-    states = states_of(optimizer)
     optimizer.finish_param_sync()
+    states = [torch.cat([state for state, _ in states_of(optimizer, name)]) for name in optimizer.adam.dtypes]
     fake.compute.synchronize()
     with fake.executing():
         found = {f"saved {name}": weight.float().numpy() for name, weight in saved.items()}
@@ -156,21 +142,10 @@ def train(case: tuple, offload: Offload | None, fake: FakeDevice) -> dict[str, A
         return {"bits": [norms, [loss.item() for loss in losses]], "arrays": found | weights_of(model)}
 
 
-def states_of(optimizer: OverlappedDistributedOptimizer) -> list[torch.Tensor]:
-    """Copies of all states, shard by shard."""
-    optimizer.finish_param_sync()
-    return [
-        torch.cat([state.clone() for _, state in optimizer.adam.state(name, index, part.begin, part.end)])
-        for name in optimizer.adam.dtypes
-        for index, shard in enumerate(optimizer.adam.shards)
-        for part in shard.ranges
-    ]
-
-
 def faked(order: Order, host_bytes: int, case: tuple) -> dict[str, Any]:
     fake = FakeDevice(order)
     with on(fake) as kernel:
-        offload = Offload(FakeOffloadDevice(fake), RandomPolicy(str(order)), CHUNK, host_bytes)  # type: ignore[arg-type]
+        offload = Offload(FakeOffloadDevice(fake), RandomPolicy(order), CHUNK, host_bytes)  # type: ignore[arg-type]
         found = train(case, offload, fake)
     return found | {"faults": kernel.faults, "updates": len(kernel.numels)}
 
@@ -206,7 +181,7 @@ def move_after_a_step_not_taken() -> tuple[int, int]:
     return len(kernel.numels) - before, before
 
 
-class Written(Shortened):
+class Written(OddModel):
     """The first layer's weight gets its gradient from the layer itself."""
 
     def forward(self, batch: torch.Tensor) -> torch.Tensor:

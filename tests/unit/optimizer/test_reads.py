@@ -47,11 +47,10 @@ class Reader(torch.nn.Module):
         self.is_regular = False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.is_regular:
-            x = x + sum(p.square().sum() for p in self.parameters())
+        penalty = sum(p.square().sum() for p in self.parameters()) if self.is_regular else 0.0
         x = self.attention(x, x, x, need_weights=False)[0] + self.normed(x)
         x = self.recurrent(self.encoder(x))[0] @ self.raw.weight
-        return self.kept(x).square().mean()
+        return self.kept(x).square().mean() + penalty
 
 
 Read = Callable[[Reader], Any]
