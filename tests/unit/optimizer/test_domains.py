@@ -16,8 +16,7 @@ from distributed_runner import run_distributed
 from megatron.core import parallel_state
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.process_groups_config import ProcessGroupCollection
-from optimizer_runs import LR, data_parallel_groups, states_of
-from stale_reads import no_stale_reads
+from optimizer_runs import LR, build_optimizer, states_of, take_step
 
 from patch import compat
 from patch.checkpoint import load_checkpoint, save_checkpoint
@@ -82,11 +81,8 @@ def param_groups(model: Model, copies: dist.ProcessGroup) -> list[ParamGroup]:
 def build(
     model: Model, zero_stage: ZeroStage, copies: dist.ProcessGroup, bucket_size: int = 300
 ) -> OverlappedDistributedOptimizer:
-    config = OptimizerConfig(lr=LR, clip_grad=CLIP_GRAD, reduce_bucket_size=bucket_size)
-    groups = param_groups(model, copies)
-    return OverlappedDistributedOptimizer(
-        [model], config, zero_stage, data_parallel_groups(), param_groups=groups
-    )
+    groups, changes = param_groups(model, copies), {"clip_grad": CLIP_GRAD, "reduce_bucket_size": bucket_size}
+    return build_optimizer(model, zero_stage, param_groups=groups, **changes)
 
 
 def batches(rank: int) -> Iterator[list[torch.Tensor]]:
@@ -143,12 +139,7 @@ def train(rank: int, case: tuple, copies: dist.ProcessGroup, expert: int) -> dic
     optimizer = build(model, zero_stage, copies, bucket_size)
     norms = []
     for micro_batches in batches(rank):
-        optimizer.zero_grad(LR)
-        for batch in micro_batches[:-1]:
-            with optimizer.no_sync(), no_stale_reads(optimizer):
-                model(batch).backward()
-        model(micro_batches[-1]).backward()
-        norms.append((optimizer.step().grad_norm, plain.take_step(micro_batches)))
+        norms.append((take_step(model, optimizer, micro_batches), plain.take_step(micro_batches)))
     optimizer.finish_param_sync()
     gaps = {dtype: 0.0 for dtype in BOUNDS}
     for ours, other in zip(model.parameters(), plain.model.parameters(), strict=True):
@@ -279,9 +270,7 @@ def run_chain(rank: int, world_size: int, folder: str) -> None:
 
         if iteration == 0:
             for micro_batches in batches(rank):
-                optimizer.zero_grad(LR)
-                model(micro_batches[0]).backward()
-                optimizer.step()
+                take_step(model, optimizer, micro_batches)
             optimizer.finish_param_sync()
             wanted = {
                 name: [s.clone() for s, _ in states_of(optimizer, name)] for name in optimizer.adam.dtypes

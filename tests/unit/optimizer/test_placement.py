@@ -11,7 +11,6 @@ from itertools import chain, repeat
 import pytest
 
 from patch.optimizer.placement import (
-    WARM_UP,
     WINDOW,
     AutoPlacementPolicy,
     DeviceMemory,
@@ -72,6 +71,8 @@ TRACES = {
     ],
 }
 """Of one pass; evaluations and checkpoints come back in the same place of each."""
+SURPRISES = ("a long sequence at step 40", "evaluation", "checkpoint")
+"""Where a step needs much more than the one before."""
 
 
 @dataclass
@@ -108,39 +109,23 @@ def repeated(trace: list[Step], times: int) -> Iterator[Step]:
     return chain.from_iterable(repeat(trace, times))
 
 
-@pytest.mark.parametrize("name", TRACES)
-def test_auto_is_never_over_budget_once_a_trace_repeats(name):
-    trace = TRACES[name]
-    outcome = simulate(AutoPlacementPolicy(THRESHOLD * MIB), make_chunks(), repeated(trace, 8))
-
-    assert max(outcome.over[len(trace) :]) <= -THRESHOLD
-
-
-@pytest.mark.parametrize(
-    "name", ["warm-up growth", "noise", "another process", "another process, flickering"]
-)
-def test_auto_is_never_over_budget_at_all_where_each_step_resembles_the_one_before(name):
-    outcome = simulate(AutoPlacementPolicy(THRESHOLD * MIB), make_chunks(), repeated(TRACES[name], 8))
-
-    assert max(outcome.over) <= 0
+def auto(threshold: int = THRESHOLD) -> AutoPlacementPolicy:
+    return AutoPlacementPolicy(threshold * MIB)
 
 
 @pytest.mark.parametrize("name", TRACES)
-def test_auto_fills_to_within_one_chunk_of_what_is_possible(name):
-    trace = TRACES[name]
-    outcome = simulate(AutoPlacementPolicy(THRESHOLD * MIB), make_chunks(), repeated(trace, 12))
-
-    peak = max(max(step.peak, *step.others.values()) if step.others else step.peak for step in trace)
-    possible = min(step.usable for step in trace) - FIXED - peak - THRESHOLD
-    assert 0 <= possible - min(outcome.device[-len(trace) :]) < CHUNK
-
-
-@pytest.mark.parametrize("name", TRACES)
-def test_auto_has_no_ping_pong(name):
+def test_auto_is_never_over_budget_and_fills_to_within_one_chunk_without_ping_pong(name):
     """No hysteresis (the original's defect 10): there a chunk came and went with every wobble."""
-    times = 5_000 // len(TRACES[name])
-    outcome = simulate(AutoPlacementPolicy(THRESHOLD * MIB), make_chunks(), repeated(TRACES[name], times))
+    trace = TRACES[name]
+    length = len(trace)
+    outcome = simulate(auto(), make_chunks(), repeated(trace, 5_000 // length))
 
+    assert max(outcome.over[length:]) <= -THRESHOLD, "once the trace repeats"
+    if name not in SURPRISES:
+        assert max(outcome.over) <= 0
+    peak = max(max(step.peak, *step.others.values(), 0) for step in trace)
+    possible = min(step.usable for step in trace) - FIXED - peak - THRESHOLD
+    assert 0 <= possible - min(outcome.device[11 * length : 12 * length]) < CHUNK
     count = Counter(move.chunk.index for moves in outcome.moves for move in moves)
     assert max(count.values()) <= 7
     assert not any(outcome.moves[-1_000:])
@@ -148,31 +133,23 @@ def test_auto_has_no_ping_pong(name):
 
 def test_what_comes_back_just_when_it_was_forgotten_is_a_surprise_a_few_times_only():
     trace = [Step(31_806), *steady(WINDOW + 6)]
-    outcome = simulate(AutoPlacementPolicy(THRESHOLD * MIB), make_chunks(), repeated(trace, 60))
+    outcome = simulate(auto(), make_chunks(), repeated(trace, 60))
 
     surprises = sum(over > 0 for over in outcome.over)
     assert surprises <= 2
     assert not any(outcome.moves[len(outcome.moves) // 2 :])
 
 
-def test_auto_starts_safe_and_warms_up():
-    outcome = simulate(AutoPlacementPolicy(THRESHOLD * MIB), make_chunks(), steady(6))
-
-    assert outcome.device[:WARM_UP] == [0] * WARM_UP
-    assert outcome.device[WARM_UP + 1] > 0
-    assert len([moves for moves in outcome.moves if moves]) == 1
-
-
 def test_auto_waits_for_the_end_of_growth():
     trace = [Step(10_000 + 1_000 * index) for index in range(9)] + steady(9, 18_000)
-    outcome = simulate(AutoPlacementPolicy(THRESHOLD * MIB), make_chunks(), trace)
+    outcome = simulate(auto(), make_chunks(), trace)
 
-    assert outcome.device[9] == 0 and outcome.device[-1] > 0
+    assert outcome.device[:10] == [0] * 10 and outcome.device[-1] > 0
     assert max(outcome.over) <= -THRESHOLD
 
 
 def test_auto_evicts_at_once_and_no_more_than_it_must():
-    policy, chunks = AutoPlacementPolicy(THRESHOLD * MIB), make_chunks()
+    policy, chunks = auto(), make_chunks()
     before = simulate(policy, chunks, steady(10)).device[-1]
     after = simulate(policy, chunks, steady(1, usable=USABLE - 5_000))
 
@@ -181,7 +158,7 @@ def test_auto_evicts_at_once_and_no_more_than_it_must():
 
 
 def test_the_host_keeps_the_chunks_whose_gradients_come_first():
-    policy, chunks = AutoPlacementPolicy(THRESHOLD * MIB), make_chunks()
+    policy, chunks = auto(), make_chunks()
     for trace in (steady(10), steady(1, usable=USABLE - 5_000), steady(200)):
         simulate(policy, chunks, trace)
         on_host = [chunk.is_on_host for chunk in chunks]
@@ -190,24 +167,24 @@ def test_the_host_keeps_the_chunks_whose_gradients_come_first():
 
 
 def test_all_chunks_fit_or_none_do():
-    roomy, chunks = AutoPlacementPolicy(THRESHOLD * MIB), make_chunks()
+    roomy, chunks = auto(), make_chunks()
     simulate(roomy, chunks, steady(10, usable=3 * USABLE))
     assert not any(chunk.is_on_host for chunk in chunks)
-    cramped, chunks = AutoPlacementPolicy(THRESHOLD * MIB), make_chunks()
+    cramped, chunks = auto(), make_chunks()
     outcome = simulate(cramped, chunks, steady(200, usable=FIXED + 19_420 + THRESHOLD + CHUNK - 1))
     assert not any(outcome.moves)
 
 
 @pytest.mark.parametrize("threshold", [0, 1, 2_048, 30_000])
 def test_the_threshold_stays_free(threshold):
-    outcome = simulate(AutoPlacementPolicy(threshold * MIB), make_chunks(), steady(40))
+    outcome = simulate(auto(threshold), make_chunks(), steady(40))
 
     assert -threshold - CHUNK < outcome.over[-1] <= -threshold
 
 
 def test_a_device_that_has_no_room_after_all_is_asked_less_and_less():
     """Free memory in fragments: the device refuses what by its numbers would fit."""
-    policy, chunks, asked = AutoPlacementPolicy(THRESHOLD * MIB), make_chunks(), []
+    policy, chunks, asked = auto(), make_chunks(), []
     policy.stats.record("train", (FIXED + 19_420) * MIB, FIXED * MIB)
     for step in range(1_000):
         if policy.moves(chunks, DeviceMemory(USABLE * MIB, FIXED * MIB)):
@@ -218,26 +195,13 @@ def test_a_device_that_has_no_room_after_all_is_asked_less_and_less():
 
 
 def test_out_of_memory_takes_the_lowest_indices_first():
-    policy, chunks = AutoPlacementPolicy(THRESHOLD * MIB), make_chunks(is_on_host=False)
+    policy, chunks = auto(), make_chunks(is_on_host=False)
 
     assert [move.chunk.index for move in policy.evict(chunks, CHUNK * MIB + 1)] == [0, 1]
 
 
-def test_equal_runs_are_placed_equally():
-    runs = [
-        simulate(AutoPlacementPolicy(THRESHOLD * MIB), make_chunks(), repeated(TRACES["noise"], 20))
-        for _ in range(2)
-    ]
-    decisions = [
-        [[(move.chunk.index, move.to_host, move.reason) for move in moves] for moves in run.moves]
-        for run in runs
-    ]
-
-    assert decisions[0] == decisions[1]
-
-
 def test_out_of_memory_is_remembered():
-    policy, chunks = AutoPlacementPolicy(THRESHOLD * MIB), make_chunks()
+    policy, chunks = auto(), make_chunks()
     held = simulate(policy, chunks, steady(10)).device[-1] // CHUNK
     everything = policy.evict(chunks, ALL)
     assert len(everything) == held
@@ -249,34 +213,12 @@ def test_out_of_memory_is_remembered():
     assert outcome.device[WINDOW - 2] == 0 and outcome.device[-1] // CHUNK == held
 
 
-def test_evaluation_and_checkpoint_peaks_are_counted():
-    """Evaluation and checkpoint memory untracked (the original's defect 10)."""
-    for kind in ("evaluate", "save"):
-        stats = MemStatsCollector()
-        stats.record("train", 50, 30)
-        stats.record(kind, 75, 30)
-        for _ in range(10 * WINDOW):
-            stats.record("train", 50, 30)
-        assert stats.max_non_model == 45
-
-
 def test_an_early_peak_is_forgotten():
     """Max over all history (the original's defect 10): one large step kept its memory to the end."""
-    outcome = simulate(
-        AutoPlacementPolicy(THRESHOLD * MIB), make_chunks(), [*steady(5), Step(50_000), *steady(3 * WINDOW)]
-    )
+    outcome = simulate(auto(), make_chunks(), [*steady(5), Step(50_000), *steady(3 * WINDOW)])
 
     assert outcome.device[6] < outcome.device[5] - 20_000
     assert outcome.device[-1] == outcome.device[5]
-
-
-def test_the_collector_does_not_grow():
-    """Unbounded lists (the original's defect 10)."""
-    stats = MemStatsCollector()
-    for index in range(100 * WINDOW):
-        stats.record(("train", "evaluate", "save")[index % 3], index, 0)
-
-    assert sum(len(peaks) for peaks in stats._peaks.values()) == 3 * WINDOW
 
 
 def test_only_non_model_memory_is_a_peak():
@@ -284,8 +226,17 @@ def test_only_non_model_memory_is_a_peak():
     assert stats.max_non_model is None
     stats.record("save", 10, 4)
     assert stats.max_non_model is None, "nothing is known of training"
-    stats.record("train", 3, 4)
+    for _ in range(10 * WINDOW):  # of other kinds of work nothing is forgotten
+        stats.record("train", 3, 4)
     assert stats.max_non_model == 6
+
+
+def place(policy, chunks: list) -> list:
+    """The policy's moves, which are made."""
+    moves = policy.moves(chunks, DeviceMemory(0, 0))
+    for move in moves:
+        move.chunk.is_on_host = move.to_host
+    return [(move.chunk.index, move.to_host) for move in moves]
 
 
 @pytest.mark.parametrize("is_on_host", [True, False])
@@ -295,20 +246,16 @@ def test_only_non_model_memory_is_a_peak():
 def test_static_keeps_the_users_fraction(fraction, num_host, is_on_host):
     """Fraction mis-scaled (the original's defect 3): 0.65 offloaded 0.53 there, and 0.25 nothing."""
     policy, chunks = StaticPlacementPolicy(fraction), make_chunks(is_on_host=is_on_host)
-    for move in policy.moves(chunks, DeviceMemory(0, 0)):
-        move.chunk.is_on_host = move.to_host
-
+    place(policy, chunks)
     assert [chunk.is_on_host for chunk in chunks] == [True] * num_host + [False] * (NUM_CHUNKS - num_host)
-    assert policy.moves(chunks, DeviceMemory(0, 0)) == [], "it is decided once"
+    assert place(policy, chunks) == [], "it is decided once"
 
 
 @pytest.mark.parametrize("numels", [[7, 7, 7, 3], [5], [1, 9, 2, 8, 3, 7], [100, 1, 1]])
 @pytest.mark.parametrize("fraction", [0.0, 0.05, 0.3, 0.5, 0.77, 1.0])
 def test_static_is_exact_to_one_chunk(numels, fraction):
     policy, chunks = StaticPlacementPolicy(fraction), make_chunks(numels)
-    for move in policy.moves(chunks, DeviceMemory(0, 0)):
-        move.chunk.is_on_host = move.to_host
-
+    place(policy, chunks)
     on_host = sum(chunk.numel for chunk in chunks if chunk.is_on_host)
     assert abs(on_host - fraction * sum(numels)) <= max(numels) / 2
 
@@ -317,16 +264,8 @@ def test_static_takes_evictions_first_and_keeps_what_out_of_memory_moved():
     policy, chunks = StaticPlacementPolicy(0.5), make_chunks([1] * 4)
     for chunk in chunks[:2]:
         chunk.is_on_host = False
-    moves = policy.moves(chunks, DeviceMemory(0, 0))
-    assert [(move.chunk.index, move.to_host) for move in moves] == [
-        (0, True),
-        (1, True),
-        (2, False),
-        (3, False),
-    ]
-    for move in [*moves, *policy.evict(chunks, ALL)]:
-        move.chunk.is_on_host = move.to_host
+    assert place(policy, chunks) == [(0, True), (1, True), (2, False), (3, False)]
     for move in policy.evict(chunks, 1):
         move.chunk.is_on_host = True
     assert [chunk.is_on_host for chunk in chunks] == [True, True, True, False]
-    assert policy.moves(chunks, DeviceMemory(0, 0)) == []
+    assert place(policy, chunks) == []
