@@ -9,13 +9,9 @@ parallel_state and `compat.apply` are not needed.
 from patch.config.choices import ZeroStage
 from patch.config.schema import OptimizerConfig
 from patch.optimizer.build import build_optimizer
-from patch.optimizer.overlapped_optimizer import (
-    OptimizerReport,
-    OverlappedDistributedOptimizer,
-    StepOutcome,
-)
-from patch.optimizer.param_groups import ParamGroup, default_param_groups
-from patch.optimizer.schedule import learning_rate
+from patch.optimizer.hybrid_adam import OptimizerReport
+from patch.optimizer.overlapped_optimizer import OverlappedDistributedOptimizer, StepOutcome
+from patch.optimizer.param_groups import ParamGroup, default_param_groups, learning_rate
 
 __all__ = [
     "OptimizerConfig",

@@ -1,4 +1,4 @@
-"""One bucket of gradients: it collects them, reduces them, and knows when it is full."""
+"""One bucket of gradients: it collects them, reduces them, and knows when it is full; buffers to stage it."""
 
 from __future__ import annotations
 
@@ -107,10 +107,10 @@ class Bucket:
 
     def move_to(self, staging: torch.Tensor) -> torch.Tensor:
         """Copy the collected gradients to `staging` and collect there; the previous buffer."""
-        before, collected = self._staging, self.buffer
-        assert before is not None and collected is not None, "use_staging comes first"
+        before = self._staging
+        assert before is not None, "use_staging comes first"
         self._staging = staging
-        self._set_buffer(staging[: self.range.numel].copy_(collected))
+        self._set_buffer(staging[: self.range.numel].copy_(self._collected))
         return before
 
     def _set_buffer(self, buffer: torch.Tensor | None) -> None:
@@ -135,10 +135,15 @@ class Bucket:
         self._unwritten.discard(param)
         return is_first
 
+    @property
+    def _collected(self) -> torch.Tensor:
+        """The buffer that there is now."""
+        assert self.buffer is not None, "use_staging comes first"
+        return self.buffer
+
     def _elements(self, param: ParamRange) -> torch.Tensor:
         """(n,) what belongs to a parameter in the buffer."""
-        assert self.buffer is not None, "use_staging comes first"
-        return self.buffer[param.begin - self.range.begin : param.end - self.range.begin]
+        return self._collected[param.begin - self.range.begin : param.end - self.range.begin]
 
     def collect(self, param: ParamRange, gradient: torch.Tensor | None, *, is_nested: bool) -> None:
         """Add the gradient of one parameter, or of its part in this bucket, to the buffer.
@@ -174,33 +179,30 @@ class Bucket:
 
     def complete(self) -> None:
         """Before the reduction: a parameter without a gradient counts as zeros, as padding does."""
-        assert self.buffer is not None, "use_staging comes first"
         for param in self._unwritten:
             self._elements(param).zero_()
         if self._staging is not None:  # it has what another bucket left there, or memory that nobody wrote
             end = max((param.end for param in self.range.params), default=self.range.begin)
-            self.buffer[end - self.range.begin :].zero_()
+            self._collected[end - self.range.begin :].zero_()
 
     def is_finite(self) -> bool:
         """Whether everything that was collected is finite; waits for the device."""
-        assert self.buffer is not None, "use_staging comes first"
-        return bool(self.buffer.isfinite().all())
+        return bool(self._collected.isfinite().all())
 
     def start_grad_sync(self) -> None:
         """Start the reduction of what was collected and completed."""
-        assert self.buffer is not None, "use_staging comes first"
         self._is_shard_summed = False
         if self.domain.zero_stage is ZeroStage.NONE:
-            self.pending = start_all_reduce(self.buffer, self.domain.group)
+            self.pending = start_all_reduce(self._collected, self.domain.group)
         else:
             # In place; only the first reduction of a ZeRO-2 step can write where the sum is kept.
             is_direct = self.domain.zero_stage is ZeroStage.GRADIENTS and self._is_shard_empty
             out = self.shard if is_direct else self._own_part()
             instance, across = self.domain.instance, self.domain.across
             if self._rounded_sums is not None:
-                self.pending = self._rounded_sums.start(self.buffer, out, instance)
+                self.pending = self._rounded_sums.start(self._collected, out, instance)
             else:
-                self.pending = start_reduce_scatter(self.buffer, out, instance, self.domain.travels_as)
+                self.pending = start_reduce_scatter(self._collected, out, instance, self.domain.travels_as)
             if across is not None and self.is_last:
                 follow = partial(self._start_sum_of_instances, across)
                 self.pending = self.pending.then(follow, instance, self.shard.device)
@@ -228,6 +230,71 @@ class Bucket:
 
     def _own_part(self) -> torch.Tensor:
         """(n,) the part of the buffer that belongs to this rank."""
-        assert self.buffer is not None
-        size = self.range.numel // self.domain.num_shards
-        return self.buffer[self.domain.rank * size : (self.domain.rank + 1) * size]
+        begin, end = self.domain.own(self.range)
+        return self._collected[begin - self.range.begin : end - self.range.begin]
+
+
+class Staging:
+    """What buckets are collected in and sent from where a rank keeps its shards only (stage `gradients`).
+
+    Message m of a step leaves from slot m mod n, on all ranks, whatever the order of their gradients was.
+    A bucket that opens so early that the message before in its slot has not left is collected in a spare, and
+    moved into the slot when it leaves: that happens where unused parameters or several domains hold buckets
+    open.
+
+    Args:
+        like: on the device, of the type of gradients.
+        numel: of the largest bucket.
+        num_slots: how many messages may be open at a time, from the first gradient until the sum is there.
+    """
+
+    def __init__(self, like: torch.Tensor, numel: int, num_slots: int) -> None:
+        self._slots = [like.new_empty(numel) for _ in range(num_slots)]
+        self._spares: list[torch.Tensor] = []
+        self._lent: list[torch.Tensor] = []
+        self._num_messages = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the slots."""
+        return sum(slot.nbytes for slot in self._slots)
+
+    def reset(self) -> None:
+        """Begin a step: nothing is on its way, and spares that an error left with their buckets are back."""
+        self._num_messages = 0
+        self._spares += self._lent
+        self._lent = []
+
+    def next_message(self) -> int:
+        """The number of a further message; all ranks ask in one order."""
+        self._num_messages += 1
+        return self._num_messages - 1
+
+    def is_free(self, message: int, num_open: int) -> bool:
+        """Whether the message before in its slot has ended.
+
+        Args:
+            message: its number.
+            num_open: so many, the newest, have not ended.
+        """
+        return message - len(self._slots) < self._num_messages - num_open
+
+    def slot(self, message: int) -> torch.Tensor:
+        """(numel,) where it leaves from."""
+        return self._slots[message % len(self._slots)]
+
+    def is_slot(self, buffer: torch.Tensor) -> bool:
+        """Whether the buffer lies in a slot."""
+        address = buffer.untyped_storage().data_ptr()
+        return any(slot.untyped_storage().data_ptr() == address for slot in self._slots)
+
+    def borrow_spare(self) -> torch.Tensor:
+        """(numel,) memory that is in no slot."""
+        spare = self._spares.pop() if self._spares else torch.empty_like(self._slots[0])
+        self._lent.append(spare)
+        return spare
+
+    def give_back(self, spare: torch.Tensor) -> None:
+        """Whoever borrowed it has no need of it any more."""
+        self._lent = [lent for lent in self._lent if lent is not spare]
+        self._spares.append(spare)

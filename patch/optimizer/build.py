@@ -16,7 +16,7 @@ from patch.optimizer.hybrid_adam import Offload
 from patch.optimizer.overlapped_optimizer import OverlappedDistributedOptimizer
 from patch.optimizer.param_groups import ParamGroup
 from patch.optimizer.placement import AutoPlacementPolicy, StaticPlacementPolicy
-from patch.optimizer.refusals import check_arguments
+from patch.optimizer.trained import check_arguments
 
 
 def build_optimizer(
@@ -63,14 +63,14 @@ def _data_parallel_groups() -> ProcessGroupCollection:
 def _build_offload(config: OptimizerConfig, device: torch.device, host_bytes: int) -> Offload | None:
     if config.optimizer_offload_policy is None:
         return None
-    offload_device: OffloadDevice
-    if device.type == "cuda":
-        offload_device = CudaDevice(device)
-    else:
-        offload_device = SimulatedDevice(config.simulated_device_memory or UNLIMITED)
-    policy: StaticPlacementPolicy | AutoPlacementPolicy
-    if config.optimizer_offload_policy == "static":
-        policy = StaticPlacementPolicy(config.optimizer_offload_fraction)
-    else:
-        policy = AutoPlacementPolicy(config.optimizer_offload_auto_threshold)
+    offload_device: OffloadDevice = (
+        CudaDevice(device)
+        if device.type == "cuda"
+        else SimulatedDevice(config.simulated_device_memory or UNLIMITED)
+    )
+    policy = (
+        StaticPlacementPolicy(config.optimizer_offload_fraction)
+        if config.optimizer_offload_policy == "static"
+        else AutoPlacementPolicy(config.optimizer_offload_auto_threshold)
+    )
     return Offload(offload_device, policy, config.optimizer_offload_chunk_size or 0, host_bytes)

@@ -19,10 +19,32 @@ from typing import NamedTuple
 import torch
 
 from patch.memory import HOST, Allocator, StagedCopier
-from patch.optimizer.layout import ShardRange
 
 # The search for a chunk size tries this many multiples of a unit: 8 Mi elements, or 1/64 of a small model.
 _CANDIDATES, _UNIT, _UNITS_OF_SMALL = 16, 8 << 20, 64
+
+
+class ShardRange(NamedTuple):
+    """Neighbouring elements [begin, end) of a shard that are treated alike, counted in the shard."""
+
+    begin: int
+    end: int
+    group: int
+    """Index of the parameter group."""
+    needs_extra_reduction: bool
+    """Whether the gradient is summed over more ranks after the reduction of its bucket (over tensor-parallel
+    ranks, or over the two stages of a tied embedding), so that it is not final before."""
+
+
+class BucketShard(NamedTuple):
+    """This rank's part of one bucket."""
+
+    grad: torch.Tensor
+    """(n,) the reduced gradient."""
+    param: torch.Tensor
+    """(n,) a view of the flat buffer of parameters."""
+    ranges: list[ShardRange]
+    """Its elements without padding."""
 
 
 class ChunkFullError(Exception):

@@ -11,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from patch.config.choices import ZeroStage
 from patch.errors import ConfigError
+from patch.layout.buckets import BucketRange
 
 
 class Domain(NamedTuple):
@@ -40,6 +41,10 @@ class Domain(NamedTuple):
     def rank(self) -> int:
         """This rank's shard."""
         return 0 if self.zero_stage is ZeroStage.NONE else self.instance.rank()
+
+    def own(self, bucket_range: BucketRange) -> tuple[int, int]:
+        """This rank's part [begin, end) of a bucket, counted in the flat buffer."""
+        return bucket_range.shard(self.rank, self.num_shards)
 
     @property
     def replica(self) -> int:

@@ -125,7 +125,7 @@ class EightBitFlat:
 
     def start_gather(self, index: int) -> Pending:
         """Round this rank's part of a bucket, and send it; on CUDA all of it on the current stream."""
-        begin, end = self._ranges[index].shard(self._domain.rank, self._domain.num_shards)
+        begin, end = self._domain.own(self._ranges[index])
         if index in self._rounds:  # not a bucket of padding alone
             self._finish(self._rounds.pop(index))
             for place, first, values in self._own_parts(index):
@@ -144,7 +144,7 @@ class EightBitFlat:
 
     def _own_parts(self, index: int) -> list[tuple[int, int, torch.Tensor]]:
         """The parameters in this rank's part of a bucket: place, where the part begins, and values."""
-        begin, end = self._ranges[index].shard(self._domain.rank, self._domain.num_shards)
+        begin, end = self._domain.own(self._ranges[index])
         own = self.shard(index)
         return [
             (self._places[param.parameter], param.begin, own[param.begin - begin : param.end - begin])
@@ -162,7 +162,7 @@ class EightBitFlat:
         """Give parameters that are not whole their own type, gathered from all ranks; a collective."""
         gathers = []
         for index, bucket_range in self._ranges.items():
-            begin, end = bucket_range.shard(self._domain.rank, self._domain.num_shards)
+            begin, end = self._domain.own(bucket_range)
             own = whole[begin:end].copy_(self.shard(index))
             buffer = whole[bucket_range.begin : bucket_range.end]
             gathers.append(start_all_gather(buffer, own, self._domain.instance))
@@ -177,7 +177,7 @@ class EightBitFlat:
         if self._whole is None:
             return
         for index, bucket_range in self._ranges.items():
-            begin, end = bucket_range.shard(self._domain.rank, self._domain.num_shards)
+            begin, end = self._domain.own(bucket_range)
             self.shard(index).copy_(self._whole[begin:end])
         weights = [parameter.detach().view(-1) for parameter, _ in self._members]
         self._scale_inv.copy_(scale_inv_of(torch.stack(_largest(weights)), self._dtype))

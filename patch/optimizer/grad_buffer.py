@@ -3,7 +3,7 @@
     ZeRO stage none         full gradients; each bucket is all-reduced in the last micro-batch of a step
     ZeRO stage optimizer    full gradients; each bucket is reduce-scattered in the last micro-batch
     ZeRO stage gradients    a rank keeps its shards only; each bucket is staged in one of a few rotating
-                            buffers (staging.py) and reduce-scattered in every micro-batch
+                            buffers (bucket.py) and reduce-scattered in every micro-batch
 
 Reductions start in one order on every rank: a bucket's when it and all earlier buckets are full. What unused
 parameters leave open is reduced, in order, when the micro-batch ends.
@@ -39,19 +39,12 @@ from patch.config.choices import ZeroStage
 from patch.distributed.async_collectives import Pending, WaitClock, follows_on_device
 from patch.distributed.rounded_sums import RoundedSums
 from patch.errors import TrainingError
-from patch.layout.buckets import (
-    MAX_TRAVELLING,
-    NUM_STAGING,
-    BucketRange,
-    ParamRange,
-    flat_numels,
-)
-from patch.optimizer.bucket import Bucket
+from patch.layout.buckets import MAX_TRAVELLING, NUM_STAGING, BucketRange, ParamRange, flat_numels
+from patch.optimizer.bucket import Bucket, Staging
 from patch.optimizer.domain import Domain
 from patch.optimizer.main_grad import MainGrad, StandIns
 from patch.optimizer.micro_batch import NO_BACKWARD, LastMicroBatchCheck, follow_backward
-from patch.optimizer.refusals import Named
-from patch.optimizer.staging import Staging
+from patch.optimizer.trained import Named
 
 
 @dataclass
@@ -206,7 +199,7 @@ class GradBuffer:
                 begin, end = bucket_range.begin // domain.num_shards, bucket_range.end // domain.num_shards
                 buffer = None
             else:
-                begin, end = bucket_range.shard(domain.rank, domain.num_shards)
+                begin, end = domain.own(bucket_range)
                 buffer = flat[bucket_range.begin : bucket_range.end]
             buckets.append(Bucket(index, bucket_range, flat[begin:end], buffer, domain, self._rounded_sums))
         return buckets

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 import torch
 
 from patch.memory import HOST, Event, OffloadDevice
-from patch.optimizer.chunk import Chunk
-from patch.optimizer.layout import BucketShard
+from patch.optimizer.chunk import BucketShard, Chunk
 
 # The largest share of the chunks on the host that is updated speculatively.
 _SPECULATIVE_SHARE = 0.5

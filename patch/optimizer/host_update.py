@@ -29,10 +29,9 @@ import torch
 
 from patch.compat.profiler import region
 from patch.memory import Event, Joinable, OffloadDevice
-from patch.optimizer.chunk import Chunk, StateChunk
+from patch.optimizer.chunk import BucketShard, Chunk, StateChunk
 from patch.optimizer.host_buffers import HostBuffers, InputBuffers, OutputBuffers
 from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
-from patch.optimizer.layout import BucketShard
 
 # Speculation pauses while it has failed in more than this share of recent steps.
 _MAX_FAILURE_RATE = 0.2

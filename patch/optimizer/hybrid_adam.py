@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -22,11 +23,10 @@ from patch.memory import (
     StagedCopier,
     TorchAllocator,
 )
-from patch.optimizer.chunk import ChunkManager, StateChunk, find_best_chunk_size
+from patch.optimizer.chunk import BucketShard, ChunkManager, StateChunk, find_best_chunk_size
 from patch.optimizer.host_update import HostUpdates, adam_states
 from patch.optimizer.kernels import AdamKernel, AdamScalars, UpdateItem, adam_kernel
 from patch.optimizer.kernels.numpy_adam import NumpyAdam
-from patch.optimizer.layout import BucketShard
 from patch.optimizer.param_groups import ParamGroup, group_rates
 from patch.optimizer.placement import AutoPlacementPolicy, DeviceMemory, Move, StaticPlacementPolicy
 
@@ -55,6 +55,24 @@ class Offload:
     """Elements of a chunk; 0: `find_best_chunk_size` decides."""
     host_bytes: int = UNLIMITED
     """Host memory that this process may use."""
+
+
+class OptimizerReport(NamedTuple):
+    """Where optimizer states lie on this rank, and what that costs."""
+
+    num_chunks: int
+    chunk_numel: int
+    """Elements of a chunk."""
+    host_bytes: int
+    device_bytes: int
+    """Bytes of states in host memory, and on the device."""
+    offload_fraction: float
+    """Share of the elements whose states are in host memory."""
+    host_busy_s: float
+    host_wait_s: float
+    """Seconds since the start that the host updated chunks, and that somebody waited for it."""
+    largest_peak: int
+    """The most bytes of the device that `record_memory` ever saw."""
 
 
 class HybridAdam:
@@ -213,10 +231,19 @@ class HybridAdam:
             model_bytes = self.fixed_bytes + self.manager.total_bytes(on_host=False)
             self._offload.policy.stats.record(kind, peak, model_bytes)
 
-    @property
-    def host_seconds(self) -> tuple[float, float]:
-        """Since the start: seconds that the host updated chunks, and seconds that others waited for it."""
-        return (self.host_updates.busy_s, self.host_updates.waited_s) if self.host_updates else (0.0, 0.0)
+    def report(self) -> OptimizerReport:
+        """Where states lie now, and what that costs."""
+        updates = self.host_updates
+        return OptimizerReport(
+            num_chunks=len(self.manager.chunks),
+            chunk_numel=self.manager.size,
+            host_bytes=self.manager.total_bytes(on_host=True),
+            device_bytes=self.manager.total_bytes(on_host=False),
+            offload_fraction=self.manager.offload_fraction,
+            host_busy_s=updates.busy_s if updates else 0.0,
+            host_wait_s=updates.waited_s if updates else 0.0,
+            largest_peak=self.largest_peak,
+        )
 
     def start_step(self, lr: float | Sequence[float], grad_scale: float) -> None:
         """Begin a step, before its backward.

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
@@ -37,20 +37,37 @@ from patch.layout.buckets import lay_out
 from patch.memory import OffloadDevice
 from patch.optimizer.domain import Domain, find_domains, find_instances
 from patch.optimizer.grad_buffer import GradBuffer, LocalCheck
-from patch.optimizer.hybrid_adam import HybridAdam, Offload, state_dtypes
+from patch.optimizer.hybrid_adam import HybridAdam, Offload, OptimizerReport, state_dtypes
 from patch.optimizer.loss_scale import loss_scale_of
 from patch.optimizer.main_grad import is_fused
-from patch.optimizer.outcomes import OptimizerReport, StepOutcome
 from patch.optimizer.own_shards import OwnShards
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.param_groups import ParamGroup, assign_groups, default_param_groups
 from patch.optimizer.placement import Move
-from patch.optimizer.refusals import TrainedParameters, check_arguments, check_gathers, check_parameters
 from patch.optimizer.sharded_state import sharded_ranges, zeros_of_frozen
-from patch.optimizer.trained import like_trained, specs_of, trained_in
+from patch.optimizer.trained import (
+    TrainedParameters,
+    check_arguments,
+    check_gathers,
+    check_parameters,
+    like_trained,
+    specs_of,
+    trained_in,
+)
 
 _STATE = "optimizer.state"
 """What the keys of states in checkpoints begin with."""
+
+
+class StepOutcome(NamedTuple):
+    """What `step` did."""
+
+    grad_norm: float
+    """Global L2 norm of the gradients before clipping; not finite where the update was skipped."""
+    is_skipped: bool
+    """Whether nothing was updated, because the gradient norm is not finite."""
+    is_overflow: bool
+    """Whether that was an overflow of fp16: the loss scale was halved."""
 
 
 class OverlappedDistributedOptimizer:
@@ -104,7 +121,7 @@ class OverlappedDistributedOptimizer:
             bucket_ranges,
             domains=domains,
             device=self.device,
-            wait_for_update=self._wait_for_update,
+            wait_for_update=lambda index, block: self.adam.wait_for_update(index, block=block),
             clock=self._clock,
         )
         self._trained = TrainedParameters(stages, named)
@@ -123,9 +140,6 @@ class OverlappedDistributedOptimizer:
         self._own = OwnShards(self.parameters, specs, self.grad_buffer.buckets, self.param_buffer, groups)
         fixed_bytes = self.param_buffer.num_bytes + self.grad_buffer.num_bytes
         self.adam = HybridAdam(self._own.shards, config, self.param_groups, offload, fixed_bytes)
-
-    def _wait_for_update(self, index: int, *, block: bool) -> bool:
-        return self.adam.wait_for_update(index, block=block)
 
     def _find_domains(
         self, zero_stage: ZeroStage, group_indices: list[int], default: torch.dtype
@@ -378,17 +392,7 @@ class OverlappedDistributedOptimizer:
 
     def report(self) -> OptimizerReport:
         """Where states lie on this rank now, and what that costs."""
-        manager, (busy, waited) = self.adam.manager, self.adam.host_seconds
-        return OptimizerReport(
-            num_chunks=len(manager.chunks),
-            chunk_numel=manager.size,
-            host_bytes=manager.total_bytes(on_host=True),
-            device_bytes=manager.total_bytes(on_host=False),
-            offload_fraction=self.offload_fraction,
-            host_busy_s=busy,
-            host_wait_s=waited,
-            largest_peak=self.adam.largest_peak,
-        )
+        return self.adam.report()
 
     def record_memory(self, kind: str) -> None:
         """Note for placement `auto` what the device held at most since the last call.

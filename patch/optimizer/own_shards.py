@@ -20,9 +20,9 @@ from patch.compat.profiler import region
 from patch.distributed.async_collectives import WaitClock
 from patch.layout.buckets import ParamRange, ParamSpec
 from patch.optimizer.bucket import Bucket
+from patch.optimizer.chunk import BucketShard, ShardRange
 from patch.optimizer.domain import Domain
 from patch.optimizer.kernels import sums_of_squares
-from patch.optimizer.layout import BucketShard, ShardRange
 from patch.optimizer.param_buffer import ParamBuffer
 from patch.optimizer.sharded_state import StateRange
 
@@ -47,7 +47,7 @@ class OwnShards:
         groups: ProcessGroupCollection,
     ) -> None:
         self._parameters, self._specs, self._buckets, self._groups = parameters, specs, buckets, groups
-        parts = [bucket.range.shard(bucket.domain.rank, bucket.domain.num_shards) for bucket in buckets]
+        parts = [bucket.domain.own(bucket.range) for bucket in buckets]
         self._begins = [begin for begin, _ in parts]
         self._params = [b.range.params_within(*part) for b, part in zip(buckets, parts, strict=True)]
         self.shards = [

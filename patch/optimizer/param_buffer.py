@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -33,17 +33,6 @@ from patch.optimizer.domain import Domain
 from patch.optimizer.eight_bit_flat import EightBitFlat
 
 
-class WaitForUpdate(Protocol):
-    """How the buffer asks for this rank's new part of a bucket."""
-
-    def __call__(self, index: int, *, block: bool) -> bool:
-        """Let the current stream wait for the update of bucket `index`.
-
-        Returns:
-            False where the update is not done yet and `block` is False.
-        """
-
-
 class ParamBuffer:
     """The parameters of a rank's pipeline stages.
 
@@ -53,7 +42,8 @@ class ParamBuffer:
         bucket_ranges: buckets in the order of backward.
         domains: of the buckets, which refer to them by index.
         device: of the parameters.
-        wait_for_update: waits for this rank's new part of a bucket.
+        wait_for_update: lets the current stream wait for this rank's new part of a bucket; False where it is
+            not there yet and the second argument, whether to block this thread, is false.
         clock: gets the time that compute waits for parameters.
     """
 
@@ -69,7 +59,7 @@ class ParamBuffer:
         *,
         domains: Sequence[Domain],
         device: torch.device,
-        wait_for_update: WaitForUpdate,
+        wait_for_update: Callable[[int, bool], bool],
         clock: WaitClock,
     ) -> None:
         self._bucket_ranges, self._domains = bucket_ranges, domains
@@ -133,8 +123,7 @@ class ParamBuffer:
         bucket_range = self._bucket_ranges[index]
         if bucket_range.domain in self._in_8_bits:
             return self._in_8_bits[bucket_range.domain].shard(index)
-        domain = self._domains[bucket_range.domain]
-        begin, end = bucket_range.shard(domain.rank, domain.num_shards)
+        begin, end = self._domains[bucket_range.domain].own(bucket_range)
         return self.flats[bucket_range.domain][begin:end]
 
     @property
@@ -262,7 +251,7 @@ class ParamBuffer:
             in_8_bits = self._in_8_bits.get(bucket_range.domain)
             if in_8_bits is not None and not (block or in_8_bits.has_scales(index)):
                 return False
-            if not self._wait_for_update(index, block=block):
+            if not self._wait_for_update(index, block):
                 return False
             self._updating.popleft()
             domain = self._domains[bucket_range.domain]

@@ -1,7 +1,8 @@
-"""Parameter groups: which parameters share a weight decay, a learning rate and data-parallel ranks."""
+"""Parameter groups: which parameters share a weight decay, data-parallel ranks, and a learning rate."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -109,3 +110,26 @@ def group_rates(lr: float | Sequence[float], groups: Sequence[ParamGroup]) -> li
             "groups, or one for each"
         )
     return [rate * group.lr_multiplier for rate, group in zip(rates, groups, strict=True)]
+
+
+def learning_rate(
+    step: float, train_iters: float, optimizer: OptimizerConfig, group: ParamGroup | None = None
+) -> float:
+    """The learning rate of one step, a pure function of it: linear warm-up, then cosine decay.
+
+    Args:
+        step: counted from 1. The first step has lr / warm-up steps (in Megatron-LM it has 0 and changes
+            nothing); the last one has exactly min_lr. Steps of another batch size count by their samples.
+        train_iters: steps of the whole run, where the cosine ends.
+        optimizer: lr, min_lr and the number of warm-up steps.
+        group: a parameter group, whose own max_lr and min_lr replace the optimizer's; None: the optimizer's.
+    Source: Loshchilov & Hutter, arXiv:1608.03983, without restarts.
+    """
+    max_lr = optimizer.lr if group is None or group.max_lr is None else group.max_lr
+    min_lr = optimizer.min_lr if group is None or group.min_lr is None else group.min_lr
+    warmup = optimizer.lr_warmup_iters
+    if step <= warmup:
+        return max_lr * step / warmup
+    progress = (step - warmup) / max(1, train_iters - warmup)
+    cosine = 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    return min_lr + (max_lr - min_lr) * cosine

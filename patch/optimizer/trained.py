@@ -1,14 +1,23 @@
-"""What is trained: the parameters in about the order of backward, and what the layout asks of them."""
+"""What is trained, in about the order of backward; what would be trained wrongly is refused by name."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 
 import torch
 
+from patch.compat.torch_internals import is_watched, own_parameters
+from patch.config.choices import ZeroStage
+from patch.errors import ConfigError, TrainingError
 from patch.layout.buckets import ParamSpec
-from patch.optimizer.refusals import Named
+from patch.optimizer.domain import Domain
+
+Named = Sequence[tuple[str, torch.nn.Parameter]]
+"""Parameters, each with its name in its stage."""
+
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def trained_in(
@@ -42,3 +51,119 @@ def like_trained(parameters: list[torch.nn.Parameter], stages: Sequence[torch.nn
     """A tensor of the type and device that is trained; where nothing is, of the frozen parameters."""
     frozen = chain.from_iterable(stage.parameters() for stage in stages)
     return next(chain(parameters, frozen), torch.empty(0)).detach()
+
+
+def check_arguments(stages: object, zero_stage: object) -> None:
+    """Refuse what Python would take for something else.
+
+    Args:
+        stages: a list of modules: a container of torch would pass for a list of its parts.
+        zero_stage: a ZeroStage.
+    Raises:
+        ConfigError: they are something else.
+    """
+    if isinstance(stages, torch.nn.Module):
+        raise ConfigError(f"`stages`: got a module ({type(stages).__name__}), expected a list: [model]")
+    if not isinstance(zero_stage, ZeroStage):
+        names = ", ".join(f"ZeroStage.{stage.name}" for stage in ZeroStage)
+        raise ConfigError(f"`zero_stage`: got {zero_stage!r}, expected one of {names}")
+
+
+def check_parameters(stages: Sequence[torch.nn.Module], trained: Named, *, is_offloading: bool) -> None:
+    """Refuse parameters that no run could train.
+
+    Args:
+        stages: the pipeline stages of this rank. trained: all their trainable parameters.
+        is_offloading: whether optimizer states may go to the host.
+    Raises:
+        ConfigError: their type or device, several devices, several types of which states go to the host, one
+            parameter in two stages, or another optimizer that trains them.
+    """
+    for name, parameter in trained:
+        if parameter.dtype not in _DTYPES:
+            raise ConfigError(
+                f"{name} has type {parameter.dtype}, expected float32, bfloat16 or float16 (--precision)"
+            )
+        if parameter.device.type == "meta":
+            raise ConfigError(f"{name} is on the meta device, expected values: load or draw them first")
+    one_type = "with --optimizer-offload-policy: use false, or one type"
+    for what, attribute, cure in (("types", "dtype", one_type), ("devices", "device", "")):
+        found = {str(getattr(parameter, attribute)): name for name, parameter in trained}
+        if len(found) > 1 and (is_offloading or attribute != "dtype"):
+            each = ", ".join(f"{value} ({name})" for value, name in sorted(found.items()))
+            raise ConfigError(f"trainable parameters have {what} {each}, expected one {cure}".rstrip())
+    uses = Counter(id(parameter) for _, parameter in trained)
+    for name, parameter in trained:
+        if uses[id(parameter)] > 1:
+            raise ConfigError(f"{name} is in several stages, expected one: put them in one stage")
+    for name, module in chain.from_iterable(stage.named_modules() for stage in stages):
+        if is_watched(module):
+            raise ConfigError(
+                f"module {name or type(module).__name__}: another optimizer trains its parameters, expected "
+                "one: build the model anew, or train other modules"
+            )
+
+
+def check_gathers(domains: Sequence[Domain], *, is_offloading: bool) -> None:
+    """Refuse weights that are gathered in 8 bits of which this rank's shards are not ready when that begins.
+
+    Args:
+        domains: all of this rank's.
+        is_offloading: whether optimizer states may go to the host.
+    Raises:
+        ConfigError: their states may go to the host, or they have masters beside them (fp16).
+    """
+    for domain in domains:
+        if domain.gathered_as is None:
+            continue
+        if is_offloading:
+            raise ConfigError(
+                "got weights that are gathered in 8 bits, expected none (--fp8-param-gather): their scales "
+                "are found when the device has updated them, and the host updates later",
+                field="optimizer_offload_policy",
+            )
+        if domain.dtype == torch.float16:
+            raise ConfigError("got float16 weights that are gathered in 8 bits, expected bfloat16 or float32")
+
+
+class TrainedParameters:
+    """The trainable parameters as they were when the optimizer was built."""
+
+    def __init__(self, stages: Sequence[torch.nn.Module], trained: Named) -> None:
+        self._stages, self._trained = stages, list(trained)
+        self._addresses: dict[int, int] = {}
+        self.note(parameter for _, parameter in trained)
+
+    def note(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """The optimizer itself has given these parameters the memory that they have now."""
+        self._addresses |= {id(parameter): parameter.data_ptr() for parameter in parameters}
+
+    def check(self) -> None:
+        """Refuse what has become of them since.
+
+        Raises:
+            TrainingError: one was frozen, unfrozen, added, removed, or has other memory.
+        """
+        found = {id(parameter): parameter.data_ptr() for parameter in self._trainable()}
+        if found == self._addresses:
+            return
+        known = {id(parameter) for _, parameter in self._trained}
+        for name, parameter in chain.from_iterable(stage.named_parameters() for stage in self._stages):
+            if parameter.requires_grad and id(parameter) not in known:
+                raise _changed(name, "unfrozen or added")
+        for name, parameter in self._trained:
+            if id(parameter) not in found:
+                raise _changed(name, "removed or replaced" if parameter.requires_grad else "frozen")
+            if found[id(parameter)] != self._addresses[id(parameter)]:
+                raise _changed(name, "moved to other memory (by `to`, `half` or an assignment to `.data`)")
+
+    def _trainable(self) -> Iterator[torch.nn.Parameter]:
+        for module in chain.from_iterable(stage.modules() for stage in self._stages):
+            yield from (p for p in own_parameters(module).values() if p.requires_grad)
+
+
+def _changed(name: str, what: str) -> TrainingError:
+    return TrainingError(
+        f"{name} was {what} after the optimizer was built, expected the parameters of then: "
+        "change the model before, and load weights by load_state_dict and `reload_model_params`"
+    )

@@ -6,9 +6,8 @@ import torch.distributed as dist
 
 from patch.config.choices import ZeroStage
 from patch.layout.buckets import BucketRange, ParamRange
-from patch.optimizer.bucket import Bucket
+from patch.optimizer.bucket import Bucket, Staging
 from patch.optimizer.domain import Domain
-from patch.optimizer.staging import Staging
 
 
 def staged_bucket(*params: ParamRange) -> Bucket:

@@ -12,9 +12,15 @@ from optimizer_runs import on_host
 
 from patch.config.schema import OptimizerConfig
 from patch.memory import HOST, Copies, Event, SimulatedDevice, SimulatedOutOfMemory, StagedCopier
-from patch.optimizer.chunk import Chunk, ChunkFullError, ChunkManager, find_best_chunk_size
+from patch.optimizer.chunk import (
+    BucketShard,
+    Chunk,
+    ChunkFullError,
+    ChunkManager,
+    ShardRange,
+    find_best_chunk_size,
+)
 from patch.optimizer.hybrid_adam import HybridAdam
-from patch.optimizer.layout import BucketShard, ShardRange
 from patch.optimizer.param_groups import ParamGroup
 
 GENEROUS = 1 << 40
