@@ -1,58 +1,164 @@
-"""`--scaling` of `llama-patch plan`: table and plot of LLaMA 8B, 70B and 405B on 8 to 16384 GPUs."""
+"""`--scaling` of `llama-patch plan`: LLaMA 8B, 70B and 405B on 8 to 16384 GPUs, which are not equally fast.
+
+The batch is LLaMA-3's largest, 2048 samples of 8192 tokens, until every replica has one sample in a step;
+beyond that it grows with the replicas. So more GPUs accumulate fewer micro-batches, which hide less.
+"""
 
 from __future__ import annotations
 
-import argparse
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from statistics import NormalDist
+from typing import NamedTuple
 
-from toolkits._arguments import output_file
-
-if TYPE_CHECKING:
-    from patch.plan.scaling import Point, Variant
-    from patch.plan.timing.machine import Machine
-
-    Curves = Mapping[str, Mapping[Variant, Sequence[Point]]]
-    """Points by MODEL_SIZE and variant."""
+from patch.device import MachineFacts
+from patch.errors import ConfigError
+from patch.plan.fits import fit_of
+from patch.plan.flops import flops_per_step
+from patch.plan.planned_run import Planned, machine_named, plan_run
+from patch.plan.timing.step_time import step_time
 
 COUNTS = [2**power for power in range(3, 15)]
 """Numbers of GPUs."""
+LAYOUTS = {
+    "8B": (2, "--tensor-model-parallel-size 2"),
+    "70B": (
+        32,
+        "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 "
+        "--num-layers-per-virtual-pipeline-stage 2",
+    ),
+    # That of LLaMA-3's own training (arXiv 2407.21783, table 4, its rows without CP)
+    "405B": (
+        128,
+        "--tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 "
+        "--num-layers-per-virtual-pipeline-stage 1 --account-for-embedding-in-pipeline-split "
+        "--account-for-loss-in-pipeline-split --recompute-granularity selective",
+    ),
+}
+"""GPUs of a replica and flags by MODEL_SIZE; sequence parallelism and ZeRO-1 besides. They fit an H100."""
+PER_INSTANCE = 64
+"""Ranks that share states where there are several instances of the distributed optimizer, which exchange sums
+of their shards."""
+VARIANTS = {"one instance": False, f"instances of {PER_INSTANCE}": True}
+"""What is compared, by its title: whether there are several instances."""
+_LENGTH, _SAMPLES = 8192, 2048
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add `--scaling`."""
-    parser.add_argument(
-        "--scaling", type=output_file, metavar="PNG",
-        help="plan LLaMA 8B, 70B, 405B on 8 to 16384 devices of the machine: a table, and this plot",
-    )  # fmt: skip
+class Point(NamedTuple):
+    """A step on a number of GPUs."""
+
+    gpus: int
+    micro_batches: int
+    """Micro-batches of a replica in a step."""
+    seconds: float
+    mfu: float
+    efficiency: float
+    """Share of the step in which the process that computes longest computes, as if it were alone."""
 
 
-def run(file: Path, machine: Machine, counts: Sequence[int] = COUNTS) -> int:
+Curves = Mapping[str, Mapping[str, Sequence[Point]]]
+"""Points by MODEL_SIZE and title of the variant."""
+
+
+def run(file: Path, machine: str, counts: Sequence[int] = COUNTS) -> int:
     """Print the table and write the plot.
 
     Args:
         file: a PNG.
-        machine: what a node is, and the links.
+        machine: what a node is, and the links: as `plan_run` takes it.
         counts: of GPUs.
     Returns:
         the exit code, 0.
     Raises:
-        ConfigError: the machine has no GPUs.
+        ConfigError: the machine is not known, or has no GPUs.
     """
-    from patch.errors import ConfigError
-    from patch.plan.scaling import LAYOUTS, VARIANTS, scaling
-
-    if not machine.is_gpu:
-        raise ConfigError(f"--scaling: got {machine.name}, expected a machine with GPUs (--machine h100)")
+    node = machine_named(machine, MachineFacts.probe(), 1)
+    if not node.is_gpu:
+        raise ConfigError(f"--scaling: got {node.name}, expected a machine with GPUs (--machine h100)")
     curves = {
-        size: {variant: list(scaling(size, machine, counts, variant)) for variant in VARIANTS}
+        size: {title: scaling(size, machine, counts, has_instances=has) for title, has in VARIANTS.items()}
         for size in LAYOUTS
     }
-    print(table(machine.name, curves))
-    plot(file, machine.name, curves)
+    print(table(node.name, curves))
+    plot(file, node.name, curves)
     print(f"plot: {file}")
     return 0
+
+
+def slowest_of(count: int) -> float:
+    """The expected maximum of independent standard normal draws, in standard deviations.
+
+    Blom's approximation, the quantile at (n - 3/8) / (n + 1/4): within 2 % of the exact value.
+    """
+    return 0.0 if count == 1 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
+
+
+def slowdown(num_ranks: int, num_passes: int, of_devices: float = 0.01, of_passes: float = 0.01) -> float:
+    """The factor on compute when all ranks wait for each other once in so many passes.
+
+    A rank's n passes together have the relative deviation sqrt(d^2 + p^2 / n); the slowest of N ranks takes
+    1 + slowest_of(N) times as much.
+
+    Args:
+        num_ranks: N.
+        num_passes: n.
+        of_devices: d, standard deviation between devices as a share of a pass's time, the same in every pass:
+            clocks that power and temperature limit. Both are assumed unless they were measured.
+        of_passes: p, the same between passes of one device: the host, memory, other work.
+    """
+    return 1.0 + slowest_of(num_ranks) * math.hypot(of_devices, of_passes / math.sqrt(num_passes))
+
+
+def scaling(
+    size: str, machine: str, counts: Sequence[int], *, has_instances: bool = False
+) -> list[Point]:
+    """The steps of a model on these numbers of GPUs.
+
+    Those on which it does not fit, or that are too few for two replicas, are left out.
+
+    Args:
+        size: of `LAYOUTS`.
+        machine: what a node is, and the links: as `plan_run` takes it.
+        counts: of GPUs.
+        has_instances: whether there are several instances of the distributed optimizer.
+    """
+    here, of_replica = MachineFacts.probe(), LAYOUTS[size][0]
+    points = []
+    for gpus in counts:
+        if gpus < 2 * of_replica:
+            continue
+        planned = scaled_run(size, machine, gpus, here, has_instances=has_instances)
+        config, node = planned.resolved, planned.machine
+        if not fit_of(config, node.facts).is_whole:
+            continue
+        step = step_time(config, node)
+        passes = 2 * config.virtual_pipeline_size * config.num_micro_batches
+        seconds = step.seconds + step.computing * (slowdown(gpus, passes) - 1)
+        mfu = flops_per_step(config).model / seconds / gpus / node.peak_flops(config.training.precision)
+        points.append(Point(gpus, config.num_micro_batches, seconds, mfu, step.computing / seconds))
+    return points
+
+
+def scaled_run(
+    size: str, machine: str, gpus: int, here: MachineFacts, *, has_instances: bool = False
+) -> Planned:
+    """The run of a model on so many GPUs.
+
+    Args:
+        size, machine, has_instances: see `scaling`.
+        gpus: a multiple of the layout's.
+        here: this machine.
+    """
+    of_replica, flags = LAYOUTS[size]
+    replicas, per_node = gpus // of_replica, min(gpus, machine_named(machine, here, 1).devices_per_node)
+    argv = (
+        f"--model-size {size} --seq-length {_LENGTH} --global-batch-size {max(_SAMPLES, replicas)} "
+        f"--sequence-parallel --use-distributed-optimizer {flags}"
+    )
+    if has_instances:
+        argv += f" --num-distributed-optimizer-instances {max(1, replicas // PER_INSTANCE)}"
+    return plan_run(argv.split(), machine, gpus // per_node, per_node, here=here)
 
 
 def table(name: str, curves: Curves) -> str:
@@ -62,11 +168,10 @@ def table(name: str, curves: Curves) -> str:
         name: of the machine.
         curves: what is shown.
     """
-    titles = list(next(iter(curves.values())))
     lines = [
         f"Planned, not measured: {name}; 2048 samples of 8192 tokens a step, or one a replica",
         f"{'model':<6}{'GPUs':>7}{'micro-batches':>15}{'s a step':>10}   MFU in %: "
-        + ", ".join(variant.title for variant in titles),
+        + ", ".join(VARIANTS),
     ]
     for size, by_variant in curves.items():
         for points in zip(*by_variant.values(), strict=True):
@@ -93,10 +198,8 @@ def plot(file: Path, name: str, curves: Curves) -> None:
         1, len(curves), figsize=(5 * len(curves), 4), layout="constrained", sharey=True
     )
     for axis, (size, by_variant) in zip(axes, curves.items(), strict=True):
-        for (variant, points), style in zip(by_variant.items(), ("-o", ":^"), strict=True):
-            axis.plot(
-                [p.gpus for p in points], [100 * p.efficiency for p in points], style, label=variant.title
-            )
+        for (title, points), style in zip(by_variant.items(), ("-o", ":^"), strict=True):
+            axis.plot([p.gpus for p in points], [100 * p.efficiency for p in points], style, label=title)
         axis.set_xscale("log", base=2)
         axis.set(title=f"LLaMA {size}", xlabel="GPUs", ylim=(0, 100))
         axis.grid(alpha=0.3)

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import shlex
 import sys
 from argparse import Namespace
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from patch.config.positions import POSITIONS
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from patch.plan.planned_run import Planned
-    from patch.plan.search import Found
+from patch.config.fields import FIELDS, scalar_of
+from patch.config.flags import flag_words
+from patch.config.positions import POSITIONS, VARIABLES, position_word
+from patch.config.schema import RunConfig
+from patch.device import MachineFacts
+from patch.plan.planned_run import NAMED_LATER, Planned
+from patch.plan.report import budget, budget_line, machine_line
+from patch.plan.search import Found, fits_somewhere, search
+from patch.preflight.parse import parse_args
+from patch.storage.sizes import scaled, size_text, timed
 
 _WIDTH = 160
 """Columns where the output is no terminal."""
@@ -23,6 +28,7 @@ _TOKENS = 1e9
 """Whose device hours are compared, if --tokens gives no number."""
 _DOUBLINGS = 6
 """Doublings of the number of machines, where no layout fits."""
+_BY_THE_MACHINE = ("nnodes", "nproc_per_node")
 _BY_THE_SEARCH = {
     "ENV", "MODEL_SIZE", "BATCH_SIZE", "TP", "PP", "CP", "SP", "DO", "FL", "AC", "OPTIMIZER_OFFLOAD",
 }  # fmt: skip
@@ -37,9 +43,6 @@ def run(options: Namespace, plans: Sequence[Planned]) -> tuple[int, dict[str, An
     Returns:
         the exit code, and what is printed as JSON.
     """
-    from patch.plan.report import machine_line
-    from patch.plan.search import search
-
     best = options.best if len(plans) == 1 else 1
     found = [search(planned.run, planned.machine, best) for planned in plans]
     print(machine_line(plans[-1].machine))
@@ -62,8 +65,6 @@ def run(options: Namespace, plans: Sequence[Planned]) -> tuple[int, dict[str, An
 
 def _say_more(options: Namespace, layouts: list[tuple[Planned, Found]], lines: list[str]) -> None:
     """Days and cost, the command lines, and which of their values are not the user's."""
-    from patch.plan.report import budget_line
-
     planned, first = layouts[0]
     if options.tokens and len({each.machine.nodes for each, _ in layouts}) == 1:
         print(budget_line(first.time, planned.machine, options.tokens).replace("budget", "budget 1", 1))
@@ -74,36 +75,84 @@ def _say_more(options: Namespace, layouts: list[tuple[Planned, Found]], lines: l
 
 
 def row(planned: Planned, layout: Found, tokens: float | None) -> dict[str, Any]:
-    """A layout of a search with its machines, days and device hours.
+    """A layout of a search: machines, sizes, savings, memory and speed, days and device hours.
 
     Args:
         planned: the run and the machines that the layout is for.
         layout: it.
         tokens: of the training; None: a thousand million.
     """
-    from patch.plan.report import budget, found_row
-
-    names = ("days", "device_hours", "price")
-    cost = dict(zip(names, budget(layout.time, planned.machine, tokens or _TOKENS), strict=True))
-    machine = planned.machine
-    return {"nodes": machine.nodes, "devices": machine.num_devices, **found_row(layout), **cost}
+    run, machine = layout.resolved, planned.machine
+    optimizer = run.optimizer
+    return {
+        "nodes": machine.nodes,
+        "devices": machine.num_devices,
+        **layout.layout._asdict(),
+        "dp": run.data_parallel_size,
+        "sharding": run.zero_stage.name.lower(),
+        "bucket_size": optimizer.reduce_bucket_size,
+        "recompute": run.recompute or "none",
+        "host_fraction": optimizer.optimizer_offload_fraction if optimizer.optimizer_offload_policy else 0.0,
+        "device_bytes": layout.fit.device_needed,
+        "step_seconds": layout.time.seconds,
+        "tokens_per_second_per_device": layout.time.tokens_per_second / run.world_size,
+        "mfu": layout.time.mfu,
+        **budget(layout.time, machine, tokens or _TOKENS),
+    }
 
 
 def _line(planned: Planned, layout: Found) -> str:
-    from patch.plan.planned_run import NAMED_LATER
-    from toolkits._launch_line import launch_line
-
-    line = launch_line(layout.run, planned.environ, planned.machine.facts)
+    """A line for a shell, with the environment variables that set fields."""
+    environ = planned.environ
+    variables = [f"{name}={shlex.quote(environ[name])} " for name in VARIABLES if name in environ]
+    argv = launch_argv(layout.run, environ, planned.machine.facts)
+    line = "".join(variables) + shlex.join(["bash", "examples/llama3_1/run_mcore_llama.sh", *argv])
     for name in NAMED_LATER:
         line = line.replace(os.path.abspath(name), name)
     return line
 
 
+def launch_argv(config: RunConfig, environ: Mapping[str, str], machine: MachineFacts) -> list[str]:
+    """The arguments of run_mcore_llama.sh that give a run on this machine with these variables.
+
+    Args:
+        config: the run, of a preset's size or with its shape in position 22.
+        environ: the environment variables that say how many machines there are, and which one this is.
+        machine: one of them.
+    Returns:
+        ENV `dsw`, or `dlc` for several machines, the other positions, and a flag for each field that they
+        leave different.
+    """
+    positions = [_position(config, position.name, position.fields) for position in POSITIONS]
+    found = parse_args(positions, environ, machine).config
+    flags = []
+    for field in FIELDS.values():
+        wanted = scalar_of(config, field.name)
+        if field.name in _BY_THE_MACHINE or scalar_of(found, field.name) == wanted:
+            continue
+        flags.append("=".join(flag_words(field, wanted)))
+    return positions + flags
+
+
+def _position(config: RunConfig, name: str, fields: tuple[str, ...]) -> str:
+    training = config.training
+    if name == "ENV":
+        return "dlc" if config.parallel.nnodes > 1 else "dsw"
+    if name == "FL":
+        return "true" if scalar_of(config, "attention_backend") == "flash" else "false"
+    if name == "AC":
+        word = position_word("recompute_granularity", scalar_of(config, "recompute_granularity"))
+        return "offload" if training.cpu_offloading and word == "none" else word
+    value = scalar_of(config, fields[0])
+    if fields[0] in ("train_iters", "lr_warmup_iters") and not training.sft:
+        # A run whose length is in epochs has no steps yet; the flags say so.
+        steps = max(int(value), 1) if fields[0] == "train_iters" else int(value)
+        value = steps * training.global_batch_size * config.model.seq_length
+    return position_word(fields[0], value)
+
+
 def _assumed(planned: Planned, layout: Found) -> list[str]:
     """The positions of a line that hold values which the user has not given: "5 LR 0.0003"."""
-    from patch.plan.planned_run import NAMED_LATER
-    from toolkits._launch_line import launch_argv
-
     argv = launch_argv(layout.run, planned.environ, planned.machine.facts)
     words = []
     for number, position in enumerate(POSITIONS, 1):
@@ -118,8 +167,6 @@ def _assumed(planned: Planned, layout: Found) -> list[str]:
 
 def _none_found(planned: Planned) -> str:
     """What lacks, and on how many machines a layout would fit."""
-    from patch.plan.search import fits_somewhere
-
     machine = planned.machine
     what = f"no layout fits {machine.num_devices} devices of this memory" if machine.is_gpu else (
         f"no layout fits: the host memory of {machine.nodes * machine.host_memory_bytes / 2**30:.0f} GiB is "
@@ -136,8 +183,6 @@ def _show(rows: list[dict[str, Any]], tokens: float | None, *, by_count: bool) -
     """A table of layouts; by the number of machines with the cost of training at each."""
     from rich.console import Console
     from rich.table import Table
-
-    from patch.storage.sizes import scaled, size_text, timed
 
     table = Table(box=None, pad_edge=True)
     names = ["TP", "PP", "VPP", "CP", "DP", "micro-batch", "sharding", "AC", "on host", "memory", "step"]

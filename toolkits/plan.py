@@ -16,23 +16,22 @@ import argparse
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from patch.config import user_message
+from patch.device import MachineFacts
 from patch.errors import ConfigError, PatchError
+from patch.logger import configure_logging
+from patch.plan.fits import fit_of
+from patch.plan.planned_run import Planned, plan_run
+from patch.plan.report import plan_json, plan_lines
 from toolkits import _scaling, _search
 from toolkits._arguments import ArgumentParser, output_file, positive, typed
-
-if TYPE_CHECKING:
-    from patch.device import MachineFacts
-    from patch.plan.planned_run import Planned
 
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns 0, 1 if nothing fits, or the exit code of the error."""
-    from patch.config import user_message
-    from patch.logger import configure_logging
-
     configure_logging()
     own, run = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
     options = _parser().parse_args(own)
@@ -44,28 +43,22 @@ def main(argv: list[str]) -> int:
 
 
 def _plan(options: argparse.Namespace, argv: list[str]) -> int:
-    from patch.device import MachineFacts
-    from patch.plan.planned_run import machine_named
-
-    here = MachineFacts.probe()
     if options.scaling:
         if argv or options.search or options.nodes or options.devices_per_node:
             raise ConfigError("--scaling takes --machine alone: its models and numbers of GPUs are its own")
-        return _scaling.run(options.scaling, machine_named(options.machine, here, 1))
+        return _scaling.run(options.scaling, options.machine)
     if not argv:
         raise ConfigError("no run is given, expected one after `--`, such as -- --model-size 8B")
     counts = options.nodes or [None]
     if len(counts) > 1 and not options.search:
         raise ConfigError(f"--nodes: got {len(counts)} numbers, expected one; several with --search")
+    here = MachineFacts.probe()
     plans = [_planned(options, argv, nodes, here) for nodes in counts]
     if options.search:
         exit_code, found = _search.run(options, plans)
         _write(options.json, found)
         return exit_code
     (planned,) = plans
-    from patch.plan.fits import fit_of
-    from patch.plan.report import plan_json, plan_lines
-
     for line in plan_lines(planned, options.tokens, explain=options.explain):
         print(line)
     _write(options.json, plan_json(planned, options.tokens) if options.json else {})
@@ -74,18 +67,13 @@ def _plan(options: argparse.Namespace, argv: list[str]) -> int:
 
 def _planned(options: argparse.Namespace, argv: list[str], nodes: int | None, here: MachineFacts) -> Planned:
     """The run on so many machines, with the price that is given."""
-    import dataclasses
-
-    from patch.plan.planned_run import plan_run
-
     planned = plan_run(
         argv, options.machine, nodes, options.devices_per_node,
         environ=os.environ, here=here, for_search=options.search,
     )  # fmt: skip
     if options.price is None:
         return planned
-    machine = dataclasses.replace(planned.machine, price_per_device_hour=options.price)
-    return planned._replace(machine=machine)
+    return planned._replace(machine=replace(planned.machine, price_per_device_hour=options.price))
 
 
 def _write(file: Path | None, report: dict[str, object]) -> None:
@@ -138,7 +126,10 @@ def _parser() -> argparse.ArgumentParser:
         "--plot", type=output_file, metavar="FILE.png", help="--search: draw the parts of a step"
     )
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write all of this as JSON")
-    _scaling.add_arguments(parser)
+    parser.add_argument(
+        "--scaling", type=output_file, metavar="PNG",
+        help="plan LLaMA 8B, 70B, 405B on 8 to 16384 devices of the machine: a table, and this plot",
+    )  # fmt: skip
     return parser
 
 

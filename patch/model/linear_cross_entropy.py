@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
-from patch.layout.loss_chunks import chunk_length
+from patch.layout import chunk_length
 from patch.model.weight_gradient import add_product, has_epilogue
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.logger import get_logger
-from patch.plan.activation_peak import RankMemory, heaviest_rank, host_memory_needed
+from patch.plan.fits import Fit, fit_of, heaviest_rank
 from patch.plan.memory import device_memory, usable_device_memory
 from patch.plan.savings import Mix, with_mix
 from patch.plan.timing.layer_time import layer_times
@@ -37,11 +37,19 @@ class Candidate(NamedTuple):
     """A mix, what it needs and what it costs."""
 
     mix: Mix
-    memory: RankMemory
+    fit: Fit
     cost: float
     """Cost of a micro-batch in the largest stage: more than if all is kept, in forwards of a layer."""
-    fits_device: bool
-    fits_host: bool
+
+    @property
+    def fits_device(self) -> bool:
+        """Whether the device has room."""
+        return self.fit.device_needed <= self.fit.device_usable
+
+    @property
+    def fits_host(self) -> bool:
+        """Whether the host has room for offloaded layers."""
+        return not self.mix.offloaded or self.fit.is_on_host
 
     @property
     def fits(self) -> bool:
@@ -63,13 +71,16 @@ def resolve_activations(config: RunConfig, machine: MachineFacts) -> tuple[RunCo
     if fitting:
         chosen = min(fitting, key=lambda candidate: candidate.cost)
     else:
-        chosen = min(candidates, key=lambda candidate: (not candidate.fits_host, candidate.memory.total))
+        chosen = min(
+            candidates, key=lambda candidate: (not candidate.fits_host, candidate.fit.device_needed)
+        )
         _logger.warning(
             "--recompute-granularity auto: no mix fits the device, so this run may end out of memory: more "
             "PP, TP or CP, a smaller micro-batch or optimizer offload need less"
         )
     lines = [search.line(candidate, is_chosen=candidate is chosen) for candidate in candidates]
-    return with_mix(config, chosen.mix), [search.room_line(), *lines]
+    named = [f"--recompute-granularity auto: {line}" for line in (search.room_line(), *lines)]
+    return with_mix(config, chosen.mix), named
 
 
 class _Search:
@@ -82,12 +93,9 @@ class _Search:
 
     def __init__(self, config: RunConfig, machine: MachineFacts) -> None:
         self._config, self._machine = with_mix(config, Mix()), machine
-        self._is_cuda = bool(machine.cuda_devices)
         self._num_layers = max(config.stage_layers)
-        self._total = device_memory(config, machine)
-        self._usable = usable_device_memory(config, machine)
         # A simulated device has no speed.
-        self._timed_on = machines_of(config, machine) if self._is_cuda else None
+        self._timed_on = machines_of(config, machine) if machine.cuda_devices else None
 
     def candidates(self) -> Iterator[Candidate]:
         """All kept, selective, and of each other kind the one with the fewest layers that fits the device."""
@@ -118,13 +126,7 @@ class _Search:
         return self._candidate(mix_of(layers))
 
     def _candidate(self, mix: Mix) -> Candidate:
-        run = with_mix(self._config, mix)
-        memory = heaviest_rank(run, cuda=self._is_cuda)
-        fits_host = True
-        if self._machine.host_memory_bytes and mix.offloaded:
-            needed = host_memory_needed(run, self._machine, memory)
-            fits_host = needed <= self._machine.host_memory_bytes
-        return Candidate(mix, memory, self._cost(mix), memory.total <= self._usable, fits_host)
+        return Candidate(mix, fit_of(with_mix(self._config, mix), self._machine), self._cost(mix))
 
     def _cost(self, mix: Mix) -> float:
         if mix.granularity == "full":
@@ -139,6 +141,9 @@ class _Search:
 
     def room_line(self) -> str:
         """What the choice assumes."""
+        usable = size_text(usable_device_memory(self._config, self._machine))
+        total = size_text(device_memory(self._config, self._machine))
+        device = "GPU" if self._machine.cuda_devices else "simulated device"
         speed = "of unknown speed, so recomputation goes before offload"
         if self._timed_on is not None:
             machine, times = self._timed_on, layer_times(self._config, self._timed_on)
@@ -147,20 +152,16 @@ class _Search:
                 f"a layer's forward takes {1e3 * times.forward.total:.1f} ms by plan; the host is reached "
                 f"with {link / 1e9:.0f} GB/s"
             )
-        device = "GPU" if self._is_cuda else "simulated device"
-        return (
-            f"--recompute-granularity auto: {size_text(self._usable)} of the {size_text(self._total)} of a "
-            f"{device} may be used, {speed}"
-        )
+        return f"{usable} of the {total} of a {device} may be used, {speed}"
 
     def line(self, candidate: Candidate, *, is_chosen: bool) -> str:
         """A line about a candidate."""
-        mix, memory, cost, *_ = candidate
+        mix, fit, cost = candidate
         why = "" if candidate.fits_host else ", which host memory has no room for"
-        host = f" and {size_text(memory.activations.on_host)} on the host{why}" if mix.offloaded else ""
+        host = ""
+        if mix.offloaded:
+            rank = heaviest_rank(with_mix(self._config, mix), cuda=bool(self._machine.cuda_devices))
+            host = f" and {size_text(rank.activations.on_host)} on the host{why}"
         costs = f", costs {cost:.1f} forwards of a layer ({self._num_layers} in a stage)" if cost else ""
         chosen = "" if not is_chosen else ", chosen" if candidate.fits else ", chosen, although too much"
-        return (
-            f"--recompute-granularity auto: {mix.words} needs {size_text(memory.total)} a rank{host}{costs}"
-            f"{chosen}"
-        )
+        return f"{mix.words} needs {size_text(fit.device_needed)} a rank{host}{costs}{chosen}"

@@ -1,21 +1,204 @@
-"""Bytes that a layer's forward keeps for its backward, for each setting of recomputation (AC)."""
+"""Bytes that activations take: what a layer keeps for its backward, and the most on each pipeline rank.
+
+The most is over all passes of a step (pipeline.py).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
 
-from patch.config import ModelConfig, ParallelConfig, RunConfig, TrainingConfig
+from patch.config import RunConfig
 from patch.config.choices import Recompute
+from patch.layout import chunk_length
+from patch.layout.pipeline_stages import stage_activations
 from patch.plan.parameters import element_bytes
+from patch.plan.pipeline import Moment, Schedule, moments
 
 _FP8 = 1
 _HALF = 2
 _FP32 = 4
 
 
-def activation_bytes(
-    model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, *, length: int, cuda: bool
-) -> dict[Recompute | None, int]:
+class ActivationPeak(NamedTuple):
+    """Bytes of one process at its worst moment."""
+
+    layers: int
+    """What layers keep for backward, of all micro-batches in flight."""
+    ends: int
+    """What the last norm and the loss keep, and interleaved stages of their outputs."""
+    transient: int
+    """What the pass itself allocates, with what travels between stages."""
+    in_flight: int
+    """Micro-batches in flight, counted in each stage of the process."""
+    on_host: int
+    """Bytes of offloaded layers, in host memory."""
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return self.layers + self.ends + self.transient
+
+
+class _StageBytes(NamedTuple):
+    """Bytes of one micro-batch in one pipeline stage."""
+
+    layers: int
+    """Kept by the layers from forward to backward."""
+    ends: int
+    """Kept besides."""
+    forward: int
+    """Allocated by forward at its worst moment, beyond what is kept."""
+    backward: int
+    """The same of backward."""
+    embedding: int
+    """The gradient of the embedding's weight, when nothing else of the micro-batch is left."""
+    on_host: int
+    """Offloaded layers."""
+
+
+def activation_peak(config: RunConfig, pp_rank: int, *, cuda: bool) -> ActivationPeak:
+    """Activations of a process of this pipeline rank.
+
+    Args:
+        config: the run, without `--precision-align`.
+        pp_rank: the process's place in the pipeline.
+        cuda: whether it runs on a GPU.
+    """
+    schedule = Schedule.of(config)
+    stages = tuple(
+        _stage_bytes(config, chunk * schedule.pp_size + pp_rank, cuda=cuda)
+        for chunk in range(schedule.vp_size)
+    )
+    return _peak(schedule, pp_rank, stages)
+
+
+@lru_cache(maxsize=4096)  # a search asks for many runs that differ in their optimizer alone
+def _peak(schedule: Schedule, pp_rank: int, stages: tuple[_StageBytes, ...]) -> ActivationPeak:
+    peaks = (peak for moment in moments(schedule, pp_rank) for peak in _peaks_of(moment, stages))
+    return max(peaks, key=lambda peak: (peak.total, peak.in_flight))
+
+
+def _peaks_of(moment: Moment, stages: Sequence[_StageBytes]) -> Iterator[ActivationPeak]:
+    """The worst moments of one pass."""
+    counts, own = moment.in_flight, stages[moment.chunk]
+    held = list(zip(counts, stages, strict=True))
+    layers = sum(count * stage.layers for count, stage in held)
+    ends = sum(count * stage.ends for count, stage in held)
+    on_host = sum(count * stage.on_host for count, stage in held)
+    transient = own.forward if moment.is_forward else own.backward
+    yield ActivationPeak(layers, ends, transient, sum(counts), on_host)
+    if not moment.is_forward and own.embedding:
+        yield ActivationPeak(
+            layers - own.layers, ends - own.ends, own.embedding, sum(counts) - 1, on_host - own.on_host
+        )
+
+
+def _stage_bytes(config: RunConfig, stage: int, *, cuda: bool) -> _StageBytes:
+    """Bytes of one micro-batch in a pipeline stage.
+
+    Args:
+        config: the run, without `--precision-align`.
+        stage: its number in the order of the model.
+        cuda: whether it runs on a GPU.
+    """
+    parallel, model = config.parallel, config.model
+    size = element_bytes(config.training.precision)
+    tp_size, last = parallel.tensor_model_parallel_size, len(config.stage_layers) - 1
+    tokens = config.micro_batch_tokens
+    hidden, boundary = tokens * model.hidden_size * size, boundary_bytes(config)
+    # The gradients of gate and up; with SP the MLP's gathered input and its gradient.
+    gradients = tokens * 2 * model.ffn_hidden_size // tp_size * size
+    gradients += 2 * hidden if parallel.sequence_parallel else 0
+    layers = _layers_of(config, stage, cuda=cuda)
+    ends, forward = _rope_table_bytes(config) if layers else 0, 0
+    if stage == last:
+        of_loss, forward = _loss_bytes(config, cuda=cuda)
+        # The norm's output is the loss's input.
+        ends += of_loss + tokens * (_norm_bytes(config, cuda=cuda) - _own_hidden(config) * size)
+    elif config.virtual_pipeline_size > 1:  # only 1F1B frees them once they are sent
+        ends += boundary
+    travelling = 2 * boundary if last else 0
+    rows = config.padded_vocab_size // tp_size
+    return _StageBytes(
+        layers=sum(layer.kept for layer in layers),
+        ends=ends,
+        forward=forward + travelling,
+        backward=_backward(layers) + gradients + travelling,
+        embedding=rows * model.hidden_size * size if stage == 0 else 0,
+        on_host=sum(layer.on_host for layer in layers),
+    )
+
+
+class _LayerBytes(NamedTuple):
+    kept: int
+    """On the device from forward to backward."""
+    back: int
+    """What its own backward has in addition: computed again, or come back from the host."""
+    on_host: int = 0
+
+
+def _layers_of(config: RunConfig, stage: int, *, cuda: bool) -> list[_LayerBytes]:
+    """The layers of a stage, or its blocks of recomputed layers, in the order of forward.
+
+    Args:
+        config: the run.
+        stage: its number in the order of the model.
+        cuda: whether the layers are on a GPU.
+    """
+    training, num_layers = config.training, config.stage_layers[stage]
+    of_layer = activation_bytes(config, cuda=cuda)
+    whole, boundary = of_layer[None], boundary_bytes(config)
+    if config.recompute == "full" and training.recompute_method == "uniform":
+        block = training.recompute_num_layers
+        return [_LayerBytes(boundary, block * whole - boundary)] * (num_layers // block)
+    split = stage_activations(num_layers, training)
+    kept = of_layer["selective"] if config.recompute == "selective" else whole
+    # Two are on the device at once, of which one travels. What the stage before has sent stays.
+    offloaded = [_LayerBytes(0, min(2, split.offloaded) * kept + whole - kept, kept)] * split.offloaded
+    if offloaded and stage:
+        offloaded[0] = offloaded[0]._replace(kept=boundary, on_host=kept - boundary)
+    return [
+        *offloaded,
+        *[_LayerBytes(boundary, whole - boundary)] * split.recomputed,
+        *[_LayerBytes(kept, whole - kept)] * split.kept,
+    ]
+
+
+def _backward(layers: list[_LayerBytes]) -> int:
+    """The most bytes of these layers that exist during backward beyond what they keep in all."""
+    most, freed = 0, 0
+    for layer in reversed(layers):
+        most = max(most, layer.back - freed)
+        freed += layer.kept
+    return most
+
+
+def _loss_bytes(config: RunConfig, *, cuda: bool) -> tuple[int, int]:
+    """What the loss without logits needs (not `--precision-align`, which has all logits).
+
+    Args:
+        config: the run.
+        cuda: whether it runs on GPUs, where Triton's kernels need no float32 copy of a chunk's logits. A CPU
+            adds another type to the sum through such a copy.
+    Returns:
+        bytes of one micro-batch: gradients of hidden states and weight, until the loss's backward; and a
+        chunk of logits with the float32 sum of the weight's gradient, until the loss is known.
+    """
+    training, hidden = config.training, config.model.hidden_size
+    rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
+    tokens = config.micro_batch_tokens
+    size = element_bytes(training.precision)
+    chunk = chunk_length(rows, hidden)
+    logits = min(chunk, tokens) * rows * (size if cuda or size == _FP32 else size + _FP32)
+    has_sum = chunk < tokens and size != _FP32
+    weight_sum = rows * hidden * _FP32 * (1 if cuda else 2) if has_sum else 0
+    return (tokens + rows) * hidden * size, logits + weight_sum
+
+
+def activation_bytes(config: RunConfig, *, cuda: bool) -> dict[Recompute | None, int]:
     """Bytes of one layer and one micro-batch on one rank, for each value of `recompute_granularity`.
 
     With `--recompute-method block`, "full" is that of the layers that are recomputed, None of the others.
@@ -25,80 +208,64 @@ def activation_bytes(
     result twice), and what backward itself allocates (with `full`, all of a block of layers).
 
     Args:
-        model: the model's shape.
-        parallel: how a layer is split over ranks.
-        training: precision and micro-batch size.
-        length: tokens of one sample.
+        config: the run.
         cuda: whether the layer runs on a GPU. On a CPU torch's norm consists of several operations in fp32,
             which keep two more values for each element.
     """
-    tp_size = parallel.tensor_model_parallel_size
-    size = element_bytes(training.precision)
-    hidden = _own_hidden(model, parallel)
-    norm = _norm_bytes(hidden, size, cuda=cuda)
+    training = config.training
+    ffn = config.model.ffn_hidden_size // config.parallel.tensor_model_parallel_size
+    size, hidden = element_bytes(training.precision), _own_hidden(config)
+    norm = _norm_bytes(config, cuda=cuda)
     is_norm_recomputed = cuda or size == _HALF
-    attention = _attention_bytes(model, parallel, size)
-    gate_up = size * 2 * model.ffn_hidden_size // tp_size
+    attention = _attention_bytes(config)
+    gate_up = size * 2 * ffn
     layers_of_block = training.recompute_num_layers if training.recompute_method == "uniform" else 1
-    activation = gate_up // 2  # the product of silu(gate) and up
-    narrowed = 0
-    if training.precision == "fp8":
-        # Three products keep their inputs in 8 bits: both norms' outputs, and the MLP's product.
-        narrowed = (size - _FP8) * (2 * hidden + model.ffn_hidden_size // tp_size)
+    activation = size * ffn  # the product of silu(gate) and up
+    # With fp8 three products keep their inputs in 8 bits: both norms' outputs, and the MLP's product.
+    narrowed = (size - _FP8) * (2 * hidden + ffn) if training.precision == "fp8" else 0
     per_token: dict[Recompute | None, float] = {
         None: 2 * norm + attention + gate_up + activation - narrowed,
         "selective": 2 * (hidden * size if is_norm_recomputed else norm) + attention + gate_up,
         "full": hidden * size / layers_of_block,
     }
-    num_tokens = training.micro_batch_size * length // parallel.context_parallel_size
-    return {setting: int(num_tokens * num_bytes) for setting, num_bytes in per_token.items()}
+    return {setting: int(config.micro_batch_tokens * num_bytes) for setting, num_bytes in per_token.items()}
 
 
-def final_norm_bytes(
-    model: ModelConfig, parallel: ParallelConfig, training: TrainingConfig, *, length: int, cuda: bool
-) -> int:
-    """Bytes that the norm after the last layer keeps of one micro-batch on one rank, without its output.
-
-    Args:
-        model, parallel, training, length, cuda: see `activation_bytes`.
-    """
-    size = element_bytes(training.precision)
-    hidden = _own_hidden(model, parallel)
-    num_tokens = training.micro_batch_size * length // parallel.context_parallel_size
-    return num_tokens * (_norm_bytes(hidden, size, cuda=cuda) - hidden * size)
-
-
-def rope_table_bytes(config: RunConfig) -> int:
+def _rope_table_bytes(config: RunConfig) -> int:
     """Cosines and sines of one micro-batch, which a stage's layers share; packed rows have their own."""
     rows = config.training.micro_batch_size if config.data.packing else 1
-    return (
-        _FP32
-        * rows
-        * config.sample_length
-        // config.parallel.context_parallel_size
-        * config.model.kv_channels
-    )
+    length = config.sample_length // config.parallel.context_parallel_size
+    return _FP32 * rows * length * config.model.kv_channels
 
 
-def _own_hidden(model: ModelConfig, parallel: ParallelConfig) -> int:
+def boundary_bytes(config: RunConfig) -> int:
+    """Bytes of what a layer gives to the next one, of one micro-batch on one rank."""
+    return config.micro_batch_tokens * _own_hidden(config) * element_bytes(config.training.precision)
+
+
+def _own_hidden(config: RunConfig) -> int:
     """Hidden values of a token on one rank, averaged: SP cuts the tokens of what is outside of products."""
-    return model.hidden_size // (parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1)
+    parallel = config.parallel
+    shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return config.model.hidden_size // shares
 
 
-def _norm_bytes(hidden: int, size: int, *, cuda: bool) -> int:
+def _norm_bytes(config: RunConfig, *, cuda: bool) -> int:
     """Bytes of one token: a norm's input, its output and a sum; on a CPU also two fp32 values."""
-    return hidden * (2 * size if cuda else 2 * _FP32 + size) + _FP32
+    size = element_bytes(config.training.precision)
+    return _own_hidden(config) * (2 * size if cuda else 2 * _FP32 + size) + _FP32
 
 
-def _attention_bytes(model: ModelConfig, parallel: ParallelConfig, size: int) -> int:
+def _attention_bytes(config: RunConfig) -> int:
     """Bytes of one token: q and k after RoPE, v, the result and its fp32 sum.
 
     Norms of heads keep more. A ring keeps k and v as one message; all-to-all keeps what was exchanged: q, k,
     v of whole sequences, the result, and the result of all heads.
     """
+    model, parallel = config.model, config.parallel
     tp_size, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     heads, groups = model.num_attention_heads // tp_size, model.num_query_groups // tp_size
     kept = 2 * heads + 2 * groups
     if cp_size > 1 and parallel.cp_comm_type != "p2p":
         kept = 3 * heads + 2 * math.lcm(groups, cp_size)
-    return size * model.kv_channels * kept + _FP32 * heads
+    return element_bytes(config.training.precision) * model.kv_channels * kept + _FP32 * heads

@@ -1,125 +1,88 @@
-"""The plan as text: what `--dry-run` prints besides the YAML."""
+"""The plan as text: its rows with the formulas behind them, and two lines at the start of a log."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from patch.checks.run_length import is_counted_in_samples, num_train_samples, with_samples
 from patch.config import RunConfig
 from patch.config.backends import backends_of
 from patch.config.choices import Recompute, ZeroStage
 from patch.device import MachineFacts
-from patch.plan.activation_peak import heaviest_rank, host_memory_needed
+from patch.families import weight_rows
+from patch.families.weights import TIED_OUTPUT
 from patch.plan.activations import activation_bytes
-from patch.plan.balance import better_split, stage_work, step_timing
-from patch.plan.flops import flops_per_step, output_in_layers
-from patch.plan.memory import bytes_per_rank, device_memory, needed_bytes, offloaded_bytes
-from patch.plan.parameters import total_parameters
-from patch.plan.pipeline import Schedule
+from patch.plan.fits import fit_of, heaviest_rank
+from patch.plan.flops import attended_pairs, flops_per_step, output_in_layers
+from patch.plan.memory import (
+    STATE_BYTES,
+    bytes_per_rank,
+    device_memory,
+    offloaded_bytes,
+    usable_device_memory,
+)
+from patch.plan.parameters import element_bytes, layer_matrices, parameters_per_rank, total_parameters
+from patch.plan.pipeline import Schedule, better_split, stage_work, step_timing
 from patch.plan.savings import Mix
 from patch.preflight.checkpoint_places import newest_saved
 from patch.storage.sizes import counted, scaled, size_text
 
-_INDENT = " " * 12
+INDENT = " " * 12
 _ROUNDED = 0.0005
 """A difference that one digit of a percentage does not show."""
 
 
-def bubble_lines(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """Idle time of the pipeline by its schedule, and the stage that is to blame; nothing without stages."""
-    schedule = Schedule.of(config)
-    if schedule.pp_size == 1:
-        return
-    has_several = schedule.vp_size > 1
-    stages, count = (f"VPP {schedule.vp_size} x ", "({})") if has_several else ("", "{}")
-    equal = f"(PP - 1) / {count.format(f'{stages}{schedule.num_micro_batches} micro-batches')}"
-    timing = step_timing(config)
-    if timing.bubble <= 1.01 * schedule.formula + _ROUNDED:
-        yield f"bubble      {timing.bubble:.1%} of the computing time = {equal}"
-        return
-    yield (
-        f"bubble      {timing.bubble:.1%} of the computing time; if all stages took equally long, "
-        f"{equal} = {schedule.formula:.1%}"
-    )
-    work = stage_work(config).layers
-    heaviest = max(range(len(work)), key=lambda stage: work[stage])
-    yield (
-        f"{_INDENT}stage {heaviest + 1} of {len(work)} is the heaviest: the work of {work[heaviest]:.1f} "
-        f"layers, {sum(work) / len(work):.1f} on average (output layer and loss: "
-        f"{output_in_layers(config):.1f})"
-    )
-    if split := better_split(config, machine):
-        saved = 1 - split.timing.step / timing.step
-        line = f"{_INDENT}{split.flags} would idle {split.timing.bubble:.1%} and take {saved:.1%} less time"
-        if config.model.precision_align is None:
-            needed = heaviest_rank(split.run, cuda=bool(machine.cuda_devices)).total
-            line += f", with {size_text(needed)} a rank"
-        yield line
+class Row(NamedTuple):
+    """What the plan says about one thing."""
+
+    lines: Sequence[str]
+    """The first begins with what it is about, the others are indented."""
+    formulas: Sequence[str] = ()
+    """How the numbers were computed."""
 
 
-def memory_lines(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
-    """Memory of the heaviest rank; none for `--precision-align`, which keeps more."""
-    if config.model.precision_align is not None:
-        return
-    rank = heaviest_rank(config, cuda=bool(machine.cuda_devices))
-    kept = rank.activations
-    pp_size = config.parallel.pipeline_model_parallel_size
-    where = f" on pipeline rank {rank.pp_rank} of {pp_size}" if pp_size > 1 else ""
-    in_flight = counted(kept.in_flight, "micro-batch") + " in flight"
-    if config.virtual_pipeline_size > 1:
-        in_flight = f"{in_flight} through {config.virtual_pipeline_size} stages"
-    staging = f"+ gradients under way {size_text(rank.staging)} " if rank.staging else ""
-    fp8 = f"+ 8-bit weights {size_text(rank.fp8_weights)} " if rank.fp8_weights else ""
-    on_host = f"; {size_text(kept.on_host)} more in host memory" if kept.on_host else ""
-    yield (
-        f"memory/rank {size_text(rank.total)} at most{where} = state {size_text(rank.state)} {staging}{fp8}"
-        f"+ activations {size_text(kept.total)} ({in_flight}: layers {size_text(kept.layers)}, "
-        f"loss, borders and RoPE {size_text(kept.ends)}, "
-        f"the running pass {size_text(kept.transient)}{on_host})"
-    )
-
-
-def memory_needed(config: RunConfig, machine: MachineFacts) -> tuple[int, int, str]:
-    """Bytes on the device of one process, and in the host memory of one machine; and what they consist of."""
-    if config.model.precision_align is not None:
-        return *needed_bytes(config, machine), "model state"
-    rank = heaviest_rank(config, cuda=bool(machine.cuda_devices))
-    return rank.total, host_memory_needed(config, machine, rank), "model state and activations"
-
-
-def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
-    """Lines about processes, parameters, bytes of model state per rank, a step, the whole run; and warnings.
+def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[Row]:
+    """Rows about processes, parameters, bytes of a rank, a step, the whole run; and warnings.
 
     Args:
         config: the run.
         machine: the machine whose memory is compared with what the run needs; all are taken to be equal.
     """
-    training = config.training
-    state = bytes_per_rank(config)
-    host = offloaded_bytes(config)
-    offloaded = f" ({size_text(host)} more in host memory)" if host else ""
-    tokens = training.global_batch_size * config.sample_length
-    return "\n".join(
-        (
-            f"processes   {layout_text(config)}",
-            *_split_layers(config),
-            f"parameters  {scaled(total_parameters(config.model))} ({config.model.model_size})",
-            f"state/rank  {size_text(state.total)} = weights {size_text(state.weights)} "
-            f"+ gradients {size_text(state.gradients)} + optimizer {size_text(state.optimizer)}{offloaded} "
-            f"(data-parallel sharding: {config.zero_stage.name.lower()}{_instances(config)})",
-            *_activations(config, machine),
-            *memory_lines(config, machine),
-            *bubble_lines(config, machine),
-            f"step        {training.global_batch_size} samples x {config.sample_length} tokens = "
-            f"{tokens} tokens, {counted(config.num_micro_batches, 'micro-batch')} a replica, "
-            + _flops(config),
-            *_packing(config),
-            *_kernels(config, machine),
-            f"run         {_length(config)}",
-            *_resume(config),
-            *_shortages(config, machine),
-        )
-    )
+    model, layers = config.model, config.stage_layers
+    yield Row([f"processes   {layout_text(config)}"])
+    if len(set(layers)) > 1:
+        split = " + ".join(map(str, layers))
+        yield Row([f"layers      {model.num_layers} = {split} over the pipeline stages"])
+    size = f"{scaled(total_parameters(model))} ({model.model_size})"
+    yield Row([f"parameters  {size}"], list(_shapes(config)))
+    yield _state(config)
+    if model.precision_align is None:  # which keeps more
+        yield _activations(config, machine)
+        yield _memory(config, machine)
+    if config.parallel.pipeline_model_parallel_size > 1:
+        yield _bubble(config, machine)
+    yield _step(config)
+    if config.data.packing and config.data.dataset_type == "raw":  # .bin/.idx are as they were made
+        packed = f"several rows share a sequence of {config.sample_length} tokens"
+        yield Row([f"packing     on: {packed}, a sample of the step is such a sequence"])
+    if machine.cuda_devices:
+        yield Row([f"kernels     {backends_of(config, machine).line}"])
+    yield Row([f"run         {_length(config)}"])
+    if found := newest_saved(config):  # by its name: whether it is whole is not read
+        root, newest = found
+        of_all = "" if is_counted_in_samples(config) else f" of {config.training.train_iters}"
+        yield Row([f"resume      after step {newest}{of_all}, from {root}"])
+    yield Row(list(_shortages(config, machine)))
+
+
+def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
+    """The lines of a plan without formulas.
+
+    Args:
+        config, machine: see `plan_rows`.
+    """
+    return "\n".join(line for row in plan_rows(config, machine) for line in row.lines)
 
 
 def layout_text(config: RunConfig) -> str:
@@ -133,17 +96,141 @@ def layout_text(config: RunConfig) -> str:
     )
 
 
-def _instances(config: RunConfig) -> str:
-    """In how many groups of replicas, if in several."""
-    number = config.parallel.num_distributed_optimizer_instances
-    return f" in {number} instances" if number > 1 else ""
+def _shapes(config: RunConfig) -> Iterator[str]:
+    """The weights that are counted."""
+    model = config.model
+    for row in weight_rows(model):
+        if row.name == TIED_OUTPUT and not model.untie_embeddings_and_output_weights:
+            continue
+        times = f"{model.num_layers} layers x " if row.is_per_layer else ""
+        shapes = " + ".join(" x ".join(map(str, shape)) for shape in row.hf.values())
+        yield f"{row.name}: {times}({shapes})"
 
 
-def _flops(config: RunConfig) -> str:
-    """FLOPs of a step, and those with what recomputation repeats if they are more."""
-    model, hardware = flops_per_step(config)
-    repeated = f", {scaled(hardware)}FLOP with recomputation" if hardware > model else ""
-    return f"{scaled(model)}FLOP{repeated}"
+def _state(config: RunConfig) -> Row:
+    """Model state of the heaviest rank."""
+    parallel, stage, state = config.parallel, config.zero_stage, bytes_per_rank(config)
+    host, instances = offloaded_bytes(config), parallel.num_distributed_optimizer_instances
+    weights, gradients, optimizer = map(size_text, state)
+    count, shares = max(parameters_per_rank(config.model, parallel)), config.num_state_shares
+    precision, main = config.training.precision, element_bytes(config.optimizer.main_grads_dtype)
+    line = (
+        f"state/rank  {size_text(state.total)} = weights {weights} + gradients {gradients} "
+        f"+ optimizer {optimizer}"
+        + (f" ({size_text(host)} more in host memory)" if host else "")
+        + f" (data-parallel sharding: {stage.name.lower()}"
+        + (f" in {instances} instances)" if instances > 1 else ")")
+    )
+    cut = {level: f" / {shares}" if stage >= level else "" for level in ZeroStage}
+    return Row([line], [
+        f"{count} parameters on the heaviest rank: of its stage, matrices and vocabulary over TP "
+        f"{parallel.tensor_model_parallel_size}",
+        f"weights: {count} x {element_bytes(precision)} bytes = {weights}",
+        f"gradients: {count} x {main} bytes{cut[ZeroStage.GRADIENTS]} = {gradients}",
+        f"optimizer: {count} x {STATE_BYTES[precision]} bytes{cut[ZeroStage.OPTIMIZER]} (moments 8, and what "
+        f"a float32 master has beyond the weight), less what is on the host = {optimizer}",
+    ])  # fmt: skip
+
+
+def _activations(config: RunConfig, machine: MachineFacts) -> Row:
+    """What layers keep, and the run's mix."""
+    words: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}
+    kept = activation_bytes(config, cuda=bool(machine.cuda_devices))
+    sizes = ", ".join(f"{words[setting]} {size_text(num_bytes)}" for setting, num_bytes in kept.items())
+    line = (
+        f"activations a layer and micro-batch keep {sizes} for backward; "
+        f"this run: {Mix.of(config).words} (AC)"
+    )
+    tokens = config.micro_batch_tokens
+    of_token = {setting or "none": f"{num_bytes / tokens:.0f}" for setting, num_bytes in kept.items()}
+    return Row([line], [
+        *(f"{name}: {tokens} tokens x {number} bytes of a token" for name, number in of_token.items()),
+        "none keeps norms' inputs and outputs, q, k, v, attention's result, gate, up and their product",
+        "sel leaves out what the norms give and the product; full keeps the layer's input",
+    ])  # fmt: skip
+
+
+def _memory(config: RunConfig, machine: MachineFacts) -> Row:
+    """Memory of the heaviest rank."""
+    rank = heaviest_rank(config, cuda=bool(machine.cuda_devices))
+    kept, pp_size = rank.activations, config.parallel.pipeline_model_parallel_size
+    where = f" on pipeline rank {rank.pp_rank} of {pp_size}" if pp_size > 1 else ""
+    in_flight = counted(kept.in_flight, "micro-batch") + " in flight"
+    if config.virtual_pipeline_size > 1:
+        in_flight = f"{in_flight} through {config.virtual_pipeline_size} stages"
+    staging = f"+ gradients under way {size_text(rank.staging)} " if rank.staging else ""
+    fp8 = f"+ 8-bit weights {size_text(rank.fp8_weights)} " if rank.fp8_weights else ""
+    on_host = f"; {size_text(kept.on_host)} more in host memory" if kept.on_host else ""
+    line = (
+        f"memory/rank {size_text(rank.total)} at most{where} = state {size_text(rank.state)} {staging}{fp8}"
+        f"+ activations {size_text(kept.total)} ({in_flight}: layers {size_text(kept.layers)}, "
+        f"loss, borders and RoPE {size_text(kept.ends)}, "
+        f"the running pass {size_text(kept.transient)}{on_host})"
+    )
+    formulas = [
+        f"{rank.state} state + {rank.staging} of gradients under way + {rank.fp8_weights} 8-bit weights + "
+        f"{kept.layers} of layers + {kept.ends} of ends + {kept.transient} of the running pass = "
+        f"{rank.total} bytes",
+        "the running pass: layers that are computed again, gradients of gate and up, a chunk of logits, "
+        "messages; the worst moment of a step counts",
+    ]
+    if machine.cuda_devices:
+        usable = usable_device_memory(config, machine)
+        formulas.append(
+            f"may use {size_text(usable)} of {size_text(machine.cuda_memory_bytes)}: 5 % and 1 GiB are for "
+            "CUDA, NCCL, cuDNN and fragmentation"
+        )
+    return Row([line], formulas)
+
+
+def _bubble(config: RunConfig, machine: MachineFacts) -> Row:
+    """Idle time of the pipeline by its schedule, and the stage that is to blame."""
+    schedule, timing = Schedule.of(config), step_timing(config)
+    equal = f"(PP - 1) / {schedule.num_micro_batches} micro-batches"
+    if schedule.vp_size > 1:
+        equal = f"(PP - 1) / (VPP {schedule.vp_size} x {schedule.num_micro_batches} micro-batches)"
+    formula = (
+        f"(p - 1) / (v m) = ({schedule.pp_size} - 1) / ({schedule.vp_size} x {schedule.num_micro_batches}); "
+        "unequal stages are simulated pass by pass"
+    )
+    idle = f"bubble      {timing.bubble:.1%} of the computing time"
+    if timing.bubble <= 1.01 * schedule.formula + _ROUNDED:
+        return Row([f"{idle} = {equal}"], [formula])
+    work = stage_work(config).layers
+    heaviest = max(range(len(work)), key=lambda stage: work[stage])
+    lines = [
+        f"{idle}; if all stages took equally long, {equal} = {schedule.formula:.1%}",
+        f"{INDENT}stage {heaviest + 1} of {len(work)} is the heaviest: the work of {work[heaviest]:.1f} "
+        f"layers, {sum(work) / len(work):.1f} on average (output layer and loss: "
+        f"{output_in_layers(config):.1f})",
+    ]
+    if split := better_split(config, machine):
+        saved = 1 - split.timing.step / timing.step
+        line = f"{INDENT}{split.flags} would idle {split.timing.bubble:.1%} and take {saved:.1%} less time"
+        if config.model.precision_align is None:
+            needed = heaviest_rank(split.run, cuda=bool(machine.cuda_devices)).total
+            line += f", with {size_text(needed)} a rank"
+        lines.append(line)
+    return Row(lines, [formula])
+
+
+def _step(config: RunConfig) -> Row:
+    """Samples, tokens and FLOPs of a step, and those with what recomputation repeats if they are more."""
+    model, samples, length = config.model, config.training.global_batch_size, config.sample_length
+    flops, tokens = flops_per_step(config), samples * length
+    again = f", {scaled(flops.hardware)}FLOP with recomputation" if flops.hardware > flops.model else ""
+    line = (
+        f"step        {samples} samples x {length} tokens = {tokens} tokens, "
+        f"{counted(config.num_micro_batches, 'micro-batch')} a replica, {scaled(flops.model)}FLOP{again}"
+    )
+    heads = model.num_attention_heads * model.kv_channels
+    pairs = attended_pairs([length], model.window_size)
+    return Row([line], [
+        f"3 x (2 x {tokens} tokens x ({model.num_layers} layers x {layer_matrices(model)} + output "
+        f"{config.padded_vocab_size} x {model.hidden_size}) + {samples} x 4 x "
+        f"{model.num_layers} x {heads} x {pairs} pairs) = {flops.model:.4g}",
+        "a multiply-add is 2 FLOPs, backward is twice forward, attention counts the pairs under its mask",
+    ])  # fmt: skip
 
 
 def _length(config: RunConfig) -> str:
@@ -152,16 +239,6 @@ def _length(config: RunConfig) -> str:
         return f"{_epochs(f'{training.train_epochs:g}')}; the steps follow from the training set"
     tokens = training.train_iters * training.global_batch_size * config.sample_length
     return f"{training.train_iters} steps = {scaled(tokens)} tokens"
-
-
-def _resume(config: RunConfig) -> list[str]:
-    """A line about the checkpoint that the run goes on from, by its name: whether it is whole is not read."""
-    found = newest_saved(config)
-    if found is None:
-        return []
-    root, newest = found
-    of_all = "" if is_counted_in_samples(config) else f" of {config.training.train_iters}"
-    return [f"resume      after step {newest}{of_all}, from {root}"]
 
 
 def describe_length(config: RunConfig, one_pass: int) -> str:
@@ -184,62 +261,19 @@ def _epochs(number: str) -> str:
     return f"{number} epoch" if number == "1" else f"{number} epochs"
 
 
-def _packing(config: RunConfig) -> list[str]:
-    """A line about packed sequences; none for .bin/.idx, which are packed, or not, as they were made."""
-    if not config.data.packing or config.data.dataset_type != "raw":
-        return []
-    return [
-        f"packing     on: several rows share a sequence of {config.sample_length} tokens, a sample of the "
-        "step is such a sequence"
-    ]
-
-
-def _kernels(config: RunConfig, machine: MachineFacts) -> list[str]:
-    """A line about what serves each operation on a GPU."""
-    return [f"kernels     {backends_of(config, machine).line}"] if machine.cuda_devices else []
-
-
-def _split_layers(config: RunConfig) -> list[str]:
-    """A line about the pipeline stages, if they have different numbers of layers."""
-    layers = config.stage_layers
-    if len(set(layers)) == 1:
-        return []
-    split = " + ".join(map(str, layers))
-    return [f"layers      {config.model.num_layers} = {split} over the pipeline stages"]
-
-
-def _activations(config: RunConfig, machine: MachineFacts) -> list[str]:
-    """A line about what layers keep, and the run's mix; none for `--precision-align`, which keeps more."""
-    if config.model.precision_align is not None:
-        return []
-    words: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}
-    kept = activation_bytes(
-        config.model,
-        config.parallel,
-        config.training,
-        length=config.sample_length,
-        cuda=bool(machine.cuda_devices),
-    )
-    sizes = ", ".join(f"{words[setting]} {size_text(num_bytes)}" for setting, num_bytes in kept.items())
-    return [
-        f"activations a layer and micro-batch keep {sizes} for backward; "
-        f"this run: {Mix.of(config).words} (AC)"
-    ]
-
-
 def _shortages(config: RunConfig, machine: MachineFacts) -> Iterator[str]:
     """A line for each memory that is too small."""
-    on_device, on_host, what = memory_needed(config, machine)
-    device = device_memory(config, machine)
-    if 0 < device < on_device:
+    fit, device = fit_of(config, machine), device_memory(config, machine)
+    what = "model state" if config.model.precision_align is not None else "model state and activations"
+    if 0 < device < fit.device_needed:
         name = "GPU" if machine.cuda_devices else "simulated device"
-        yield (f"warning     {size_text(on_device)} of {what} on a {name} that has {size_text(device)}")
-    if 0 < machine.host_memory_bytes < on_host:
+        yield f"warning     {size_text(fit.device_needed)} of {what} on a {name} that has {size_text(device)}"
+    if not fit.is_on_host:
         processes = counted(config.parallel.nproc_per_node, "process")
         of_host = "model state" if machine.cuda_devices else what
         yield (
-            f"warning     {size_text(on_host)} of {of_host} in the host memory of {processes}, "
-            f"a machine has {size_text(machine.host_memory_bytes)}"
+            f"warning     {size_text(fit.host_needed)} of {of_host} in the host memory of {processes}, "
+            f"a machine has {size_text(fit.host_usable)}"
         )
 
 
@@ -248,7 +282,6 @@ _SHARED = {
     ZeroStage.OPTIMIZER: "optimizer states",
     ZeroStage.GRADIENTS: "optimizer states and gradients",
 }
-_KINDS = {"optimizer": "optimizer states"}
 
 
 def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
@@ -259,33 +292,37 @@ def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
         cuda: whether it runs on GPUs.
     """
     size = config.training.micro_batch_size
-    return (
+    layout = (
         f"layout: processes {layout_text(config)}; replicas share {_SHARED[config.zero_stage]}; a step has "
-        f"{counted(config.num_micro_batches, 'micro-batch')} of {counted(size, 'sample')} a replica",
-        _memory(config, cuda=cuda),
+        f"{counted(config.num_micro_batches, 'micro-batch')} of {counted(size, 'sample')} a replica"
     )
-
-
-def _memory(config: RunConfig, *, cuda: bool) -> str:
     if config.model.precision_align is not None:
-        text = _sum(bytes_per_rank(config)._asdict())
-        return f"planned state of a rank: {text}; --precision-align's activations are not planned"
+        text = _by_kind(*bytes_per_rank(config))
+        return layout, f"planned state of a rank: {text}; --precision-align's activations are not planned"
     rank = heaviest_rank(config, cuda=cuda)
-    kinds = bytes_per_rank(config, rank.pp_rank)._asdict()
-    if is_auto := config.optimizer.optimizer_offload_policy == "auto":
-        states = kinds.pop("optimizer")
-    kinds |= {
-        "gradients under way": rank.staging,
-        "8-bit weights": rank.fp8_weights,
-        "activations": rank.activations.total,
-    }
-    text = f"planned memory of the heaviest rank: {_sum(kinds)}"
+    weights, gradients, states = bytes_per_rank(config, rank.pp_rank)
+    is_auto = config.optimizer.optimizer_offload_policy == "auto"
+    text = _by_kind(
+        weights, gradients, 0 if is_auto else states, rank.staging, rank.fp8_weights, rank.activations.total
+    )
     if is_auto:
         text += f"; {size_text(states)} of optimizer states beside it as far as there is room"
     on_host = offloaded_bytes(config, rank.pp_rank) + rank.activations.on_host
-    return text + (f"; {size_text(on_host)} more in host memory" if on_host else "")
+    text += f"; {size_text(on_host)} more in host memory" if on_host else ""
+    return layout, f"planned memory of the heaviest rank: {text}"
 
 
-def _sum(kinds: dict[str, int]) -> str:
-    parts = " + ".join(f"{_KINDS.get(kind, kind)} {size_text(size)}" for kind, size in kinds.items() if size)
+def _by_kind(
+    weights: int, gradients: int, states: int, staging: int = 0, fp8_weights: int = 0, activations: int = 0
+) -> str:
+    """A sum of bytes and its parts, those that are not 0."""
+    kinds = {
+        "weights": weights,
+        "gradients": gradients,
+        "optimizer states": states,
+        "gradients under way": staging,
+        "8-bit weights": fp8_weights,
+        "activations": activations,
+    }
+    parts = " + ".join(f"{kind} {size_text(size)}" for kind, size in kinds.items() if size)
     return f"{size_text(sum(kinds.values()))} = {parts}"

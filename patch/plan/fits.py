@@ -6,8 +6,52 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.device import MachineFacts
-from patch.plan.describe import memory_needed
-from patch.plan.memory import usable_device_memory
+from patch.plan.activations import ActivationPeak, activation_peak
+from patch.plan.memory import (
+    fp8_weight_bytes,
+    needed_bytes,
+    staging_bytes,
+    state_on_device,
+    usable_device_memory,
+)
+
+
+class RankMemory(NamedTuple):
+    """Bytes on the device of one process."""
+
+    pp_rank: int
+    state: int
+    """Model state, without optimizer states that `auto` places."""
+    staging: int
+    """Buffers in which gradients are collected and travel, beside the main gradients."""
+    fp8_weights: int
+    """8-bit weights that are kept during a step."""
+    activations: ActivationPeak
+
+    @property
+    def total(self) -> int:
+        """All together."""
+        return self.state + self.staging + self.fp8_weights + self.activations.total
+
+
+def heaviest_rank(config: RunConfig, *, cuda: bool) -> RankMemory:
+    """The pipeline rank that needs the most memory for model state and activations together.
+
+    Args:
+        config: the run, without `--precision-align`, which keeps more.
+        cuda: whether it runs on GPUs.
+    """
+    ranks = (
+        RankMemory(
+            rank,
+            state_on_device(config, rank),
+            staging_bytes(config, rank, cuda=cuda),
+            fp8_weight_bytes(config, rank),
+            activation_peak(config, rank, cuda=cuda),
+        )
+        for rank in range(config.parallel.pipeline_model_parallel_size)
+    )
+    return max(ranks, key=lambda rank: rank.total)
 
 
 class Fit(NamedTuple):
@@ -25,17 +69,29 @@ class Fit(NamedTuple):
         return not 0 < self.device_usable < self.device_needed
 
     @property
+    def is_on_host(self) -> bool:
+        """Whether the host has room."""
+        return not 0 < self.host_usable < self.host_needed
+
+    @property
     def is_whole(self) -> bool:
         """Whether device and host have room."""
-        return self.is_on_device and not 0 < self.host_usable < self.host_needed
+        return self.is_on_device and self.is_on_host
 
 
 def fit_of(config: RunConfig, machine: MachineFacts) -> Fit:
     """Whether a run fits; a GPU is planned with 95 % of its memory less 1 GiB.
 
+    Of `--precision-align`, which keeps more activations, only the model state counts. The host of a CPU run
+    holds all, that of GPUs what they offload.
+
     Args:
         config: the run, its automatic choices made.
         machine: one of its machines.
     """
-    on_device, on_host, _ = memory_needed(config, machine)
+    on_device, on_host = needed_bytes(config, machine)
+    if config.model.precision_align is None:
+        rank = heaviest_rank(config, cuda=bool(machine.cuda_devices))
+        of_process = rank.activations.on_host + (0 if machine.cuda_devices else rank.total - rank.state)
+        on_device, on_host = rank.total, on_host + of_process * config.parallel.nproc_per_node
     return Fit(on_device, usable_device_memory(config, machine), on_host, machine.host_memory_bytes)

@@ -3,45 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 from patch.checks.rules import is_legal
 from patch.config import RunConfig, resolve_transformer_impl
+from patch.config.choices import ContextCommunication, Sharding, ZeroStage
 from patch.device import MachineFacts
 from patch.plan.activation_choice import resolve_activations
-from patch.plan.activation_peak import heaviest_rank, host_memory_needed
-from patch.plan.context_parallel import resolve_cp_comm_type
-from patch.plan.memory import device_memory, usable_device_memory
+from patch.plan.fits import fit_of, heaviest_rank
+from patch.plan.memory import bytes_per_rank, device_memory, gathered_bytes
+from patch.plan.parameters import element_bytes, parameters_per_rank
 from patch.plan.savings import Mix, with_mix
-from patch.plan.sharding import resolve_sharding
+from patch.plan.timing.communication import sent_bytes
 from patch.storage.sizes import size_text
 
-
-def resolve_fp8_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
-    """Keep no 8-bit weights where there is no memory for them; call before `resolve_activations`.
-
-    With AC=auto there must be room while all activations are kept: recomputing a layer costs more than making
-    its 8-bit weights again.
-
-    Returns:
-        the run with `--disable-parameter-transpose-cache` if they do not fit, and a line that says so.
-    """
-    if not config.keeps_8_bit_weights:
-        return config, []
-    is_auto = config.training.recompute_granularity == "auto"
-    run = with_mix(config, Mix()) if is_auto else config
-    rank = heaviest_rank(run, cuda=bool(machine.cuda_devices))
-    if device_memory(config, machine):
-        has_room = rank.total <= usable_device_memory(config, machine)
-    else:
-        has_room = not 0 < machine.host_memory_bytes < host_memory_needed(run, machine, rank)
-    if has_room:
-        return config, []
-    training = dataclasses.replace(config.training, disable_parameter_transpose_cache=True)
-    line = (
-        f"8-bit weights are made in each micro-batch: there is no room to keep {size_text(rank.fp8_weights)} "
-        f"beside the {size_text(rank.total - rank.fp8_weights)} of a rank"
-    )
-    return dataclasses.replace(config, training=training), [line]
+_MIB = 2**20
 
 
 def resolve_run(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
@@ -68,3 +44,121 @@ def resolve_if_legal(config: RunConfig, machine: MachineFacts) -> RunConfig | No
         config, machine: see `resolve_run`.
     """
     return resolve_run(config, machine)[0] if is_legal(config, machine) else None
+
+
+class StageCost(NamedTuple):
+    """Communication and memory of one ZeRO stage, on the heaviest rank."""
+
+    moved: int
+    """Bytes that a rank sends in one step: gradients and updated weights."""
+    held: int
+    """Bytes of weights, gradients and optimizer states in the rank's memory."""
+
+
+def stage_cost(config: RunConfig, stage: ZeroStage) -> StageCost:
+    """Communication and memory of one ZeRO stage.
+
+    A ring collective over P ranks sends (P - 1) / P of its data, an all-reduce twice that. ZeRO-2 reduces in
+    every micro-batch, the other stages once a step. Several instances of the distributed optimizer share
+    inside each of them, and sum the shards of all of them once a step.
+    """
+    config = with_sharding(config, stage)
+    parameters = max(parameters_per_rank(config.model, config.parallel))
+    shares, copies = config.num_state_shares, config.num_weight_copies
+    instances = copies // shares
+    gradients = parameters * element_bytes(config.optimizer.main_grads_dtype)
+    if stage is ZeroStage.NONE:
+        sent = 2 * gradients * (copies - 1) // copies
+    else:
+        travelling = parameters * 2 if config.optimizer.grad_reduce_in_bf16 else gradients
+        reductions = config.num_micro_batches if stage is ZeroStage.GRADIENTS else 1
+        sent = (travelling * reductions + gathered_bytes(config)) * (shares - 1) // shares
+        sent += 2 * gradients * (instances - 1) // copies
+    return StageCost(sent, bytes_per_rank(config).total)
+
+
+def with_sharding(config: RunConfig, sharding: Sharding) -> RunConfig:
+    """The same run with another ZeRO stage, or with `auto`."""
+    return dataclasses.replace(
+        config, parallel=dataclasses.replace(config.parallel, data_parallel_sharding=sharding)
+    )
+
+
+def resolve_sharding(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+    """Replace `auto` by the ZeRO stage that suits the run.
+
+    With one micro-batch a step it is ZeRO-2, which sends as much as ZeRO-1 and needs less memory. With
+    several it is ZeRO-1, which reduces once a step, unless only ZeRO-2 fits the GPU.
+
+    Returns:
+        the run with a stage instead of auto, and one line for each stage about its communication and memory.
+    """
+    if config.sharding != "auto":
+        return config, []
+    costs = {stage: stage_cost(config, stage) for stage in ZeroStage}
+    chosen = ZeroStage.GRADIENTS if config.num_micro_batches == 1 else ZeroStage.OPTIMIZER
+    if machine.cuda_memory_bytes and costs[chosen].held > machine.cuda_memory_bytes:
+        chosen = ZeroStage.GRADIENTS
+    if config.num_state_shares == 1:  # all stages need the same; take the one that DO allows
+        chosen = ZeroStage.OPTIMIZER if config.parallel.use_distributed_optimizer else ZeroStage.NONE
+    lines = [
+        f"--data-parallel-sharding auto: {stage.name.lower()} moves {cost.moved / _MIB:.1f} MiB a step and "
+        f"holds {cost.held / _MIB:.1f} MiB a rank" + (", chosen" if stage is chosen else "")
+        for stage, cost in costs.items()
+    ]
+    return with_sharding(config, chosen), lines
+
+
+def resolve_cp_comm_type(config: RunConfig) -> tuple[RunConfig, list[str]]:
+    """Replace `auto` by the way that suits the run; without context parallelism there is nothing to choose.
+
+    It is a2a where CP divides the query heads of a TP rank and either a2a sends no more, or sequences are
+    packed or have a window: then most of what travels around a ring is for ranks that do not need it, and
+    the work of the ranks is not even. Otherwise it is p2p, which hides what it sends behind attention.
+
+    Returns:
+        the run with a way instead of auto, and a line about the choice.
+    """
+    parallel = config.parallel
+    if parallel.cp_comm_type is not None or parallel.context_parallel_size == 1:
+        return config, []
+    model, data = config.model, config.data
+    heads = model.num_attention_heads // parallel.tensor_model_parallel_size
+    sent = {way: sent_bytes(config, way) for way in ("p2p", "a2a")}
+    has_parts = data.packing or data.reset_attention_mask or model.window_size is not None
+    is_possible = config.heads_divide_by_cp
+    chosen: ContextCommunication = "p2p"
+    if is_possible and (has_parts or sent["a2a"] <= sent["p2p"]):
+        chosen = "a2a"
+    a2a = f"a2a {sent['a2a'] / _MIB:.1f} MiB" if is_possible else f"a2a cannot share {heads} heads"
+    line = (
+        f"--cp-comm-type auto: for a layer and micro-batch a rank sends by p2p {sent['p2p'] / _MIB:.1f} MiB, "
+        f"by {a2a}; {chosen} is chosen"
+    )
+    resolved = dataclasses.replace(parallel, cp_comm_type=chosen)
+    return dataclasses.replace(config, parallel=resolved), [line]
+
+
+def resolve_fp8_weights(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
+    """Keep no 8-bit weights where there is no memory for them; call before `resolve_activations`.
+
+    With AC=auto there must be room while all activations are kept: recomputing a layer costs more than making
+    its 8-bit weights again.
+
+    Returns:
+        the run with `--disable-parameter-transpose-cache` if they do not fit, and a line that says so.
+    """
+    if not config.keeps_8_bit_weights:
+        return config, []
+    is_auto = config.training.recompute_granularity == "auto"
+    run = with_mix(config, Mix()) if is_auto else config
+    fit, has_device = fit_of(run, machine), device_memory(config, machine) > 0
+    if fit.is_on_device if has_device else fit.is_on_host:
+        return config, []
+    rank = heaviest_rank(run, cuda=bool(machine.cuda_devices))
+    training = dataclasses.replace(config.training, disable_parameter_transpose_cache=True)
+    line = (
+        f"8-bit weights are made in each micro-batch: there is no room to keep {size_text(rank.fp8_weights)} "
+        f"beside the {size_text(rank.total - rank.fp8_weights)} of a rank"
+    )
+    return dataclasses.replace(config, training=training), [line]

@@ -17,7 +17,6 @@ from patch.config.flags import flag_words
 from patch.config.positions import place_of, where
 from patch.config.schema import OptimizerConfig
 from patch.layout.pipeline_stages import stage_activations
-from patch.plan.context_parallel import SHORTEST_PIECE
 from patch.plan.memory import bytes_per_rank
 
 RECOMPUTED: tuple[Recompute | None, ...] = (None, "selective", "full")
@@ -27,6 +26,8 @@ SMALL_BUCKET = 100_000_000
 """Elements; ZeRO-2 has three staging buffers of a bucket's size."""
 SHARDED = ((ZeroStage.OPTIMIZER, None), (ZeroStage.GRADIENTS, None), (ZeroStage.GRADIENTS, SMALL_BUCKET))
 """Levels and bucket sizes; None: that of the run."""
+SHORTEST_PIECE = 4096
+"""Tokens of a rank with CP: shorter pieces do not hide what travels."""
 
 
 class Change(NamedTuple):

@@ -15,15 +15,13 @@ from typing import NamedTuple
 from patch.config import RunConfig
 from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
-from patch.plan.context_parallel import SHORTEST_PIECE
 from patch.plan.fits import Fit, fit_of
 from patch.plan.memory import state_on_device, usable_device_memory
 from patch.plan.pipeline import Schedule
 from patch.plan.resolve import resolve_if_legal
-from patch.plan.savings import FRACTIONS, RECOMPUTED, SHARDED, with_offload, with_savings
+from patch.plan.savings import FRACTIONS, RECOMPUTED, SHARDED, SHORTEST_PIECE, with_offload, with_savings
 from patch.plan.timing.machine import Machine
-from patch.plan.timing.step_costs import StepCosts, step_costs
-from patch.plan.timing.step_time import StepTime, step_time
+from patch.plan.timing.step_time import StepTime, step_costs, step_time
 
 MICRO_BATCHES = (1, 2, 4, 8)
 _NUM_TIMED = 48
@@ -72,12 +70,12 @@ def search(
             continue
         run = _with_layout(config, machine, layout)
         plain = with_savings(run, ZeroStage.OPTIMIZER, None, 0.0)
-        if _bound(plain, step_costs(plain, machine)) > _FAR * fastest:
+        if _bound(plain, machine) > _FAR * fastest:
             continue
         if (cheapest := _cheapest(run, machine)) is None:
             too_large.add(sizes)
         else:
-            bound = _bound(cheapest[1], step_costs(cheapest[1], machine))
+            bound = _bound(cheapest[1], machine)
             fastest = min(fastest, bound)
             candidates.append((bound, layout, *cheapest))
     candidates.sort(key=lambda candidate: candidate[0])
@@ -166,7 +164,7 @@ def _cheapest(config: RunConfig, machine: Machine) -> tuple[RunConfig, RunConfig
                 continue
             run, resolved = (with_offload(each, fraction) for each in (run, resolved))
             # What the host delays is seen only when it is timed.
-            bound = _bound(resolved, step_costs(resolved, machine)) * (1 + 0.02 * fraction)
+            bound = _bound(resolved, machine) * (1 + 0.02 * fraction)
             if best is None or bound < best[0]:
                 best = bound, run, resolved
     return best[1:] if best else None
@@ -192,8 +190,9 @@ def _least_fraction(config: RunConfig, machine: MachineFacts) -> float | None:
     return fraction if fit_of(with_offload(config, fraction), machine).is_whole else None
 
 
-def _bound(config: RunConfig, costs: StepCosts) -> float:
+def _bound(config: RunConfig, machine: Machine) -> float:
     """Seconds that a step takes roughly: the passes of the heaviest rank and equal stages' idle time."""
+    costs = step_costs(config, machine)
     pp_size, schedule = config.parallel.pipeline_model_parallel_size, Schedule.of(config)
     passes = max(
         sum(costs.forward[rank::pp_size]) + sum(costs.backward[rank::pp_size]) for rank in range(pp_size)

@@ -16,7 +16,7 @@ from training_runs import build_seeded_run
 from patch.device import DeviceContext, MachineFacts
 from patch.model.attention import CausalAttention
 from patch.model.backends import _use_flash_attention_3, is_skipped
-from patch.plan.activation_peak import heaviest_rank
+from patch.plan.fits import heaviest_rank
 from patch.training.setup import Run
 from patch.training.step import train_step
 

@@ -20,7 +20,7 @@ from patch.config.schema import RunConfig
 from patch.device import DeviceContext, MachineFacts
 from patch.distributed.groups import initialize
 from patch.distributed.launch import worker_environment
-from patch.plan.describe import memory_needed
+from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step, peak_flops
 from toolkits.benchmarks._contenders import OurTrainer, SameBatches, llama_8b, run_config
 from toolkits.benchmarks._measure import dearest_kernels, now
@@ -169,7 +169,7 @@ def layers_that_fit(machine: MachineFacts, sequence: int, share: float) -> int:
         share: of its memory; the rest is the CUDA context, the libraries' workspaces and fragmentation.
     """
     for layers in range(_MOST_LAYERS, 1, -1):
-        needed, *_ = memory_needed(step_run("local bf16", layers, sequence), machine)
+        needed = fit_of(step_run("local bf16", layers, sequence), machine).device_needed
         if needed <= share * machine.cuda_memory_bytes:
             return layers
     return 1

@@ -29,7 +29,7 @@ from patch.device import DeviceContext, MachineFacts
 from patch.distributed.async_collectives import WaitClock, start_all_gather, start_reduce_scatter
 from patch.distributed.groups import initialize
 from patch.optimizer import OverlappedDistributedOptimizer
-from patch.plan.sharding import resolve_sharding, with_sharding
+from patch.plan.resolve import resolve_sharding, with_sharding
 from toolkits.benchmarks._contenders import (
     Contender,
     OurTrainer,

@@ -9,7 +9,7 @@ import torch
 
 from patch.optimizer.kernels import AdamScalars, AdamStates, UpdateItem, adam_kernel
 from patch.plan.flops import peak_flops
-from patch.plan.timing.step_costs import UPDATE_BYTES
+from patch.plan.timing.step_time import UPDATE_BYTES
 from toolkits.doctor.check import Finding, Settings, graded
 
 _COPY_BYTES = 256 << 20

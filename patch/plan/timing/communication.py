@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import ZeroStage
+from patch.config.choices import ContextCommunication, ZeroStage
 from patch.plan.memory import gathered_bytes
 from patch.plan.parameters import element_bytes, parameters_per_rank
 from patch.plan.timing.machine import Machine
+
+_FP32 = 4
 
 
 class Group(NamedTuple):
@@ -117,12 +119,22 @@ def neighbour_seconds(machine: Machine, config: RunConfig, axis: str, num_bytes:
     return machine.network_latency + num_bytes / (machine.network_bandwidth * reached.network)
 
 
-def boundary_bytes(config: RunConfig) -> int:
-    """Bytes of what a layer gives to the next one, of one micro-batch on one rank."""
-    parallel, training = config.parallel, config.training
-    tokens = config.micro_batch_tokens
-    shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return tokens * config.model.hidden_size * element_bytes(training.precision) // shares
+def sent_bytes(config: RunConfig, way: ContextCommunication) -> int:
+    """Bytes that a rank sends for one layer and micro-batch, forward and backward together.
+
+    p2p: keys and values go to CP - 1 ranks in forward and again in backward, with their fp32 gradients.
+    a2a: queries, keys, values and the result, and the gradients of each, less the share that stays. Key and
+    value heads that CP does not divide are repeated.
+    """
+    model, parallel = config.model, config.parallel
+    tp_size, cp_size = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    heads, groups = model.num_attention_heads // tp_size, model.num_query_groups // tp_size
+    size = element_bytes(config.training.precision)
+    channels = model.kv_channels * config.micro_batch_tokens
+    if way == "p2p":
+        return 2 * groups * channels * (2 * size + _FP32) * (cp_size - 1)
+    exchanged = 2 * (heads + math.lcm(groups, cp_size)) * channels
+    return 2 * size * exchanged * (cp_size - 1) // cp_size
 
 
 class GradientTravel(NamedTuple):

@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import Precision, Recompute
-from patch.plan.activations import activation_bytes
-from patch.plan.context_parallel import sent_bytes
+from patch.plan.activations import activation_bytes, boundary_bytes
 from patch.plan.flops import attended_pairs
 from patch.plan.parameters import element_bytes
-from patch.plan.timing.communication import boundary_bytes, group_of, neighbour_seconds, ring
+from patch.plan.timing.communication import group_of, neighbour_seconds, ring, sent_bytes
 from patch.plan.timing.machine import Machine
 
 HALF_REACHED = 256
@@ -227,9 +226,7 @@ def _context(config: RunConfig, machine: Machine, attention: float) -> tuple[flo
 
 def _offload(config: RunConfig, machine: Machine, forward: float, backward: float) -> float:
     """What the copies of an offloaded layer's activations take longer than the passes beside them."""
-    kept = activation_bytes(
-        config.model, config.parallel, config.training, length=config.sample_length, cuda=machine.is_gpu
-    )
+    kept = activation_bytes(config, cuda=machine.is_gpu)
     granularity: Recompute | None = "selective" if config.recompute == "selective" else None
     copy = kept[granularity] / (machine.host_link_bandwidth * machine.reached.host_link)
     return max(0.0, copy - forward) + max(0.0, copy - backward)

@@ -9,23 +9,143 @@ first forward runs; the embedding's come first.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from patch.config import RunConfig
-from patch.config.choices import ZeroStage
+from patch.config.choices import Precision, ZeroStage
 from patch.layout.buckets import smallest_bucket
-from patch.plan.activation_peak import heaviest_rank
+from patch.layout.pipeline_stages import stage_activations
+from patch.plan.activations import boundary_bytes
+from patch.plan.fits import heaviest_rank
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import bytes_per_rank, usable_device_memory
+from patch.plan.parameters import element_bytes, parameters_per_rank
 from patch.plan.pipeline import Schedule, Timing, simulate
-from patch.plan.timing.communication import Collective
+from patch.plan.timing.communication import (
+    Collective,
+    GradientTravel,
+    gradient_travel,
+    group_of,
+    neighbour_seconds,
+    ring,
+)
+from patch.plan.timing.layer_time import LayerTimes, layer_times, product_seconds
 from patch.plan.timing.machine import Machine
-from patch.plan.timing.step_costs import StepCosts, step_costs
 from patch.storage.sizes import timed
+
+UPDATE_BYTES = {"fp32": 28, "bf16": 28, "fp16": 34, "fp8": 28}
+"""That the optimizer's kernel reads and writes for a parameter: gradient 4, moments 16, master and weight."""
+_LOGIT_BYTES = 20
+"""For each logit: written, read for its largest and their sum, made a gradient, read by two products."""
 
 _SPECULATIVE_SHARE, _SHADOW_FACTOR = 0.5, 1.36
 """At most half of the host's states is updated while backward runs, which takes 1.36 times as long
 (patch/optimizer/host_buffers.py; toolkits/benchmarks/RESULTS.md)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepCosts:
+    """Seconds of what a step consists of, each alone on its device or link; passes are of one micro-batch."""
+
+    layer: LayerTimes
+    """Seconds of one layer, in parts."""
+    loss: float
+    """Output layer and loss with their gradients, which the last stage's forward computes."""
+    embedding: tuple[float, float]
+    """Forward and backward, in the first stage."""
+    forward: tuple[float, ...]
+    """Forward of each stage, in the order of the model; with recomputation and what nothing hides of TP and
+    CP."""
+    backward: tuple[float, ...]
+    message: float
+    """Between neighbouring stages, one way; 0 without stages."""
+    has_hidden_messages: bool
+    """Stages compute while their messages travel (interleaved PP)."""
+    travel: GradientTravel
+    """Collectives of buckets of gradients and weights between replicas."""
+    parameters: tuple[int, ...]
+    """Elements on a rank of each pipeline rank."""
+    shares: int
+    """Ranks that share an optimizer state; 1 without sharding."""
+    update: float
+    """For each element that a rank updates on its device."""
+
+
+def step_costs(config: RunConfig, machine: Machine) -> StepCosts:
+    """The seconds of what a run's step consists of.
+
+    Args:
+        config: the run, its automatic choices made.
+        machine: where it runs.
+    """
+    layer = layer_times(config, machine)
+    loss, embedding = _loss(config, machine), _embedding(config, machine)
+    forward, backward = _stages(config, layer)
+    forward[0], backward[0] = forward[0] + embedding[0], backward[0] + embedding[1]
+    forward[-1] += loss
+    stages, parallel = len(forward), config.parallel
+    message = neighbour_seconds(machine, config, "pp", boundary_bytes(config)) if stages > 1 else 0.0
+    return StepCosts(
+        layer=layer,
+        loss=loss,
+        embedding=embedding,
+        forward=tuple(forward),
+        backward=tuple(backward),
+        message=message,
+        has_hidden_messages=config.virtual_pipeline_size > 1 and parallel.overlap_p2p_communication,
+        travel=gradient_travel(config, machine),
+        parameters=tuple(parameters_per_rank(config.model, parallel)),
+        shares=1 if config.zero_stage is ZeroStage.NONE else config.num_state_shares,
+        update=UPDATE_BYTES[config.training.precision] / machine.memory_rate,
+    )
+
+
+def _stages(config: RunConfig, layer: LayerTimes) -> tuple[list[float], list[float]]:
+    """Forward and backward of each stage's layers."""
+    forward, backward = [], []
+    for count in config.stage_layers:
+        split = stage_activations(count, config.training)
+        selective = layer.selective if config.recompute == "selective" else 0.0
+        forward.append(count * layer.forward.total)
+        backward.append(
+            count * (layer.backward.total + selective)
+            + split.recomputed * layer.forward.total
+            + split.offloaded * layer.offload
+        )
+    return forward, backward
+
+
+def _loss(config: RunConfig, machine: Machine) -> float:
+    """Three products with the output layer's weight, in 16 bits at most, and the work on logits."""
+    model, training = config.model, config.training
+    rows = config.padded_vocab_size // config.parallel.tensor_model_parallel_size
+    tokens = config.micro_batch_tokens
+    precision: Precision = "bf16" if training.precision == "fp8" else training.precision
+    size = element_bytes(precision)
+    sides = (tokens, rows, model.hidden_size)
+    products = 3 * product_seconds(machine, precision, sides, size)
+    bandwidth = machine.memory_rate
+    return products + tokens * rows * _LOGIT_BYTES / bandwidth + 2 * _summed(config, machine)
+
+
+def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
+    """Forward reads and writes rows; backward makes a gradient of the whole weight, and adds it up."""
+    size, parallel = element_bytes(config.training.precision), config.parallel
+    rows = config.padded_vocab_size // parallel.tensor_model_parallel_size
+    bandwidth = machine.memory_rate
+    boundary = boundary_bytes(config)
+    added = 2 * size + 2 * element_bytes(config.optimizer.main_grads_dtype)
+    weight = rows * config.model.hidden_size * added
+    forward = 2 * boundary / bandwidth + _summed(config, machine)
+    return forward, (weight + 2 * boundary) / bandwidth + _summed(config, machine) / 2
+
+
+def _summed(config: RunConfig, machine: Machine) -> float:
+    """Seconds of one sum of hidden states over TP, which the embedding and the output layer need."""
+    parallel = config.parallel
+    shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return ring(machine, group_of(config, "tp"), 1).seconds(boundary_bytes(config) * shares)
 
 
 class Part(NamedTuple):
@@ -129,16 +249,17 @@ def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timin
     fraction = offloaded_fraction(config, machine)
     own = max(costs.parameters) / costs.shares
     held = own if config.zero_stage is ZeroStage.GRADIENTS else max(costs.parameters)
+    read = element_bytes(config.optimizer.main_grads_dtype) / machine.memory_rate  # of a gradient
     hops = 2 * math.ceil(math.log2(max(config.world_size, 1)))
     latency = hops * (machine.network_latency if config.parallel.nnodes > 1 else machine.node_link_latency)
-    seconds = own * (costs.norm + costs.update * (1 - fraction)) + held * costs.zero + latency
+    seconds = own * (read + costs.update * (1 - fraction)) + held * read + latency
     text = (
-        f"{own / 1e6:.0f} M states a rank: norm {timed(own * costs.norm + latency)}, Adam "
+        f"{own / 1e6:.0f} M states a rank: norm {timed(own * read + latency)}, Adam "
         f"{timed(own * costs.update * (1 - fraction))}; {held / 1e6:.0f} M gradients cleared"
     )
     parts.append(Part("norm and update", seconds, text))
     if fraction:
-        parts.append(_host_update(config, costs, own * fraction))
+        parts.append(_host_update(config, machine, costs, own * fraction))
     return parts
 
 
@@ -237,13 +358,17 @@ def offloaded_fraction(config: RunConfig, machine: Machine) -> float:
     return min(1.0, max(0.0, 1 - room / states))
 
 
-def _host_update(config: RunConfig, costs: StepCosts, elements: float) -> Part:
+def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements: float) -> Part:
     """What a step waits for states on the host.
 
     Gradients go down behind the last backward. So many states are updated meanwhile as there is time for, at
     most half; the others after the norm, while the next forward runs, which needs its first weights at once.
     """
-    down, up, update = (elements * each for each in (costs.copy_down, costs.copy_up, costs.host_update))
+    main, weight = (element_bytes(p) for p in (config.optimizer.main_grads_dtype, config.training.precision))
+    link = machine.host_link_bandwidth * machine.reached.host_link
+    of_process = machine.host_bandwidth * machine.reached.host_bandwidth / config.parallel.nproc_per_node
+    down, up = elements * (main + weight) / link, elements * weight / link
+    update = elements * UPDATE_BYTES[config.training.precision] / of_process
     pp_size = config.parallel.pipeline_model_parallel_size
     backward, forward = sum(costs.backward[::pp_size]), sum(costs.forward[::pp_size])
     early = min(_SPECULATIVE_SHARE, backward / (update * _SHADOW_FACTOR))

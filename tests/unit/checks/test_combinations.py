@@ -18,9 +18,8 @@ from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.plan.activation_choice import resolve_activations
-from patch.plan.context_parallel import resolve_cp_comm_type
 from patch.plan.describe import describe_plan
-from patch.plan.sharding import resolve_sharding
+from patch.plan.resolve import resolve_cp_comm_type, resolve_sharding
 
 SECTIONS = ("model", "parallel", "training", "optimizer", "data")
 LAYOUT = "pipeline_model_parallel_layout"

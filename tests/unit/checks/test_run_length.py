@@ -10,7 +10,7 @@ from patch.checks.run_length import num_train_samples, with_samples
 from patch.config import to_yaml
 from patch.errors import ConfigError
 from patch.plan.describe import describe_plan
-from patch.plan.sharding import resolve_sharding
+from patch.plan.resolve import resolve_sharding
 from patch.preflight.parse import parse_args
 from patch.preflight.resume_guard import remember_data, resume_notes
 from patch.preflight.validate import validate_run

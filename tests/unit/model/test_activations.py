@@ -14,8 +14,7 @@ from patch.config.schema import RunConfig
 from patch.distributed.zigzag import Zigzag
 from patch.memory import SimulatedDevice
 from patch.memory.offload_device import Copies, Event
-from patch.plan.activation_peak import activation_peak
-from patch.plan.activations import activation_bytes
+from patch.plan.activations import activation_bytes, activation_peak
 from patch.training.evaluation import evaluate
 from patch.training.setup import Run
 from patch.training.step import train_step
@@ -145,9 +144,7 @@ def measure_layers(changes: dict[str, Any]) -> dict[str, Any]:
 
 def planned_of(config: RunConfig) -> Any:
     """Planned bytes of a layer, by recomputation."""
-    return activation_bytes(
-        config.model, config.parallel, config.training, length=config.sample_length, cuda=False
-    )
+    return activation_bytes(config, cuda=False)
 
 
 class LoggingDevice(SimulatedDevice):

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from patch.distributed.zigzag import Zigzag
 from patch.model import PackedSequences
 from patch.model.context_parallel import ContextParallelAttention
-from patch.plan.context_parallel import resolve_cp_comm_type, sent_bytes
+from patch.plan.resolve import resolve_cp_comm_type
+from patch.plan.timing.communication import sent_bytes
 
 HEAD_SIZE, ROWS, LENGTH = 12, 2, 48
 BOUND = 1e-12

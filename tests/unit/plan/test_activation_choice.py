@@ -9,7 +9,7 @@ from patch.checks.rules import is_legal
 from patch.config import RunConfig, to_yaml
 from patch.device import MachineFacts
 from patch.plan.activation_choice import Mix, resolve_activations, with_mix
-from patch.plan.activation_peak import heaviest_rank
+from patch.plan.fits import heaviest_rank
 from patch.preflight.parse import parse_args
 
 CPU = MachineFacts(0, 2)

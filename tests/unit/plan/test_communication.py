@@ -6,7 +6,8 @@ import pytest
 from planned_runs import H100
 from planned_runs import planned_run as run
 
-from patch.plan.timing.communication import apart, boundary_bytes, gradient_travel, group_of, ring
+from patch.plan.activations import boundary_bytes
+from patch.plan.timing.communication import apart, gradient_travel, group_of, ring
 
 SHAPES = [
     ("tp-cp-dp-pp", 2, 1, 4, 4),

@@ -5,8 +5,8 @@ import re
 import pytest
 from planned_runs import planned_run
 
-from patch.plan.activation_peak import heaviest_rank
 from patch.plan.describe import start_lines
+from patch.plan.fits import heaviest_rank
 
 
 def sizes(text: str) -> list[float]:

@@ -66,7 +66,7 @@ def test_activations_are_34_sbh(t, sp):
     fused attention computes again). Kept besides: float32 sums of norms and of attention.
     """
     config = gpt(*(("--sequence-parallel",) if sp and t > 1 else ()), tp=t)
-    found = activation_bytes(config.model, config.parallel, config.training, length=S, cuda=True)[None]
+    found = activation_bytes(config, cuda=True)[None]
     squares = 5 * A * S / H / t
     document = (34 / t if sp else 10 + 24 / t) + squares
     cut = t if sp else 1

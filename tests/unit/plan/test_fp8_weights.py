@@ -5,11 +5,10 @@ from small_runs import small_run
 from patch.config.choices import ZeroStage
 from patch.device import MachineFacts
 from patch.plan.activation_choice import resolve_activations
-from patch.plan.activation_peak import heaviest_rank
 from patch.plan.describe import describe_plan
+from patch.plan.fits import heaviest_rank
 from patch.plan.memory import bytes_per_rank, fp8_weight_bytes
-from patch.plan.resolve import resolve_fp8_weights
-from patch.plan.sharding import stage_cost
+from patch.plan.resolve import resolve_fp8_weights, stage_cost
 from patch.storage.sizes import size_text
 
 UNKNOWN = MachineFacts(0, 2)

@@ -8,10 +8,9 @@ from small_runs import small_run
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.layout.pipeline_stages import layout_text, smallest_micro_batch_group
-from patch.plan.balance import better_split, stage_work, step_timing
 from patch.plan.describe import describe_plan
 from patch.plan.flops import flops_per_step
-from patch.plan.pipeline import Schedule, simulate
+from patch.plan.pipeline import Schedule, better_split, simulate, stage_work, step_timing
 
 CPU = MachineFacts(0, 2)
 SIZES = [(pp, vp, count) for pp in (2, 3, 4, 8) for vp in (1, 2, 3) for count in (pp, pp + 1, 2 * pp, 37)]

@@ -13,8 +13,7 @@ from patch.config.model_schema import PRESETS
 from patch.device import MachineFacts
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model
-from patch.plan.activation_peak import activation_peak
-from patch.plan.activations import activation_bytes
+from patch.plan.activations import activation_bytes, activation_peak
 from patch.plan.describe import describe_plan
 from patch.plan.flops import flops_per_step, flops_per_token, peak_flops
 from patch.plan.memory import bytes_per_rank, offloaded_bytes, staging_bytes
@@ -43,8 +42,7 @@ def _parameters_per_rank(config: RunConfig) -> list[int]:
 
 
 def _activation_bytes(config: RunConfig) -> dict:
-    sections = config.model, config.parallel, config.training
-    return activation_bytes(*sections, length=config.sample_length, cuda=True)
+    return activation_bytes(config, cuda=True)
 
 
 def _hf_model(config: RunConfig) -> torch.nn.Module:

@@ -1,4 +1,4 @@
-"""Scaling: against published figures, and stragglers against random draws."""
+"""The scaling plot: stragglers against draws, MFU against published training, the table, what is refused."""
 
 import random
 from statistics import fmean
@@ -6,8 +6,8 @@ from statistics import fmean
 import pytest
 from planned_runs import H100
 
-from patch.plan.scaling import VARIANTS, Spread, scaled_run, scaling, slowdown, slowest_of
-from toolkits import _scaling, plan
+from toolkits import plan
+from toolkits._scaling import run, scaled_run, scaling, slowdown, slowest_of
 
 
 @pytest.mark.parametrize("count", [2, 8, 64, 1000])
@@ -20,36 +20,38 @@ def test_the_slowest_of_many_against_draws(count: int) -> None:
 
 def test_stragglers_against_draws() -> None:
     """64 ranks wait for each other after 8 passes of 1 s times the device's and the pass's own factor."""
-    draw, spread, steps = random.Random(0), Spread(of_devices=0.03, of_passes=0.05), []
+    draw, steps = random.Random(0), []
     for _ in range(150):
         ranks = [
             8 * (1 + draw.gauss(0, 0.03)) + sum(draw.gauss(0, 0.05) for _ in range(8)) for _ in range(64)
         ]
         steps.append(max(ranks))
-    assert 8 * slowdown(spread, 64, 8) == pytest.approx(fmean(steps), rel=0.01)
-    assert slowdown(Spread(0, 0), 64, 8) == slowdown(spread, 1, 8) == 1
+    assert 8 * slowdown(64, 8, 0.03, 0.05) == pytest.approx(fmean(steps), rel=0.01)
+    assert slowdown(64, 8, 0, 0) == slowdown(1, 8) == 1
 
 
 @pytest.mark.parametrize(("gpus", "mfu"), [(8192, 0.43), (16384, 0.41)])
 def test_llama_3_405b_as_published(gpus: int, mfu: float) -> None:
     """arXiv 2407.21783, table 4: 430 and 400 TFLOP/s a GPU; nothing was fitted to them."""
-    (point,) = scaling("405B", H100, [gpus])
+    (point,) = scaling("405B", "h100", [gpus])
     assert point.mfu == pytest.approx(mfu, rel=0.05)
 
 
 def test_instances_keep_latency_small() -> None:
     """On 4096 GPUs rings of all replicas have a latency that every bucket pays again."""
-    one, instances = (next(scaling("8B", H100, [4096], variant)) for variant in VARIANTS)
+    (one, few), (instances, few_instances) = (
+        scaling("8B", "h100", [4096, 64], has_instances=has) for has in (False, True)
+    )
     assert one.efficiency + 0.03 < instances.efficiency
-    assert scaled_run("8B", H100, 4096, VARIANTS[1]).num_state_shares == 64
-    few = [next(scaling("8B", H100, [64], variant)).efficiency for variant in VARIANTS]
-    assert few[0] == pytest.approx(few[1], rel=1e-3)
-    assert not list(scaling("70B", H100, [32]))  # one replica
-    assert not list(scaling("405B", H100, [256]))  # does not fit
+    assert few.efficiency == pytest.approx(few_instances.efficiency, rel=1e-3)
+    planned = scaled_run("8B", "h100", 4096, H100.facts, has_instances=True)
+    assert planned.resolved.num_state_shares == 64
+    assert not scaling("70B", "h100", [32])  # one replica
+    assert not scaling("405B", "h100", [256])  # does not fit
 
 
 def test_the_table_and_the_plot(tmp_path, capsys) -> None:
-    assert _scaling.run(tmp_path / "scaling.png", H100, [64]) == 0
+    assert run(tmp_path / "scaling.png", "h100", [64]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "not measured" in lines[0]
     assert [line[:3] for line in lines if line[6:13].strip() == "64"] == ["8B ", "70B"]  # 405B needs more

@@ -9,7 +9,7 @@ from patch.checks.rules import RULES
 from patch.plan.search import Found, search
 from patch.plan.timing.machine_presets import PRESETS
 from patch.preflight.parse import parse_args
-from toolkits._launch_line import launch_argv
+from toolkits._search import launch_argv
 
 ENVIRONMENT = {**ENVIRON, "WORLD_SIZE": "4", "RANK": "0"}
 

@@ -10,7 +10,7 @@ from patch.device import MachineFacts
 from patch.distributed.rounded_sums import RoundedSums
 from patch.plan.memory import bytes_per_rank, staging_bytes
 from patch.plan.parameters import total_parameters
-from patch.plan.sharding import resolve_sharding, stage_cost
+from patch.plan.resolve import resolve_sharding, stage_cost
 
 CPU = MachineFacts(cuda_devices=0, cpu_cores=2)
 

@@ -8,7 +8,7 @@ from patch.plan.flops import flops_per_step
 from patch.plan.parameters import layer_matrices
 from patch.plan.timing.layer_time import layer_products, layer_times, product_seconds
 from patch.plan.timing.machine_presets import PRESETS
-from patch.plan.timing.step_costs import step_costs
+from patch.plan.timing.step_time import step_costs
 
 LAYER = 4096 * 6144 + 4096 * 4096 + 3 * 4096 * 14336
 

@@ -10,8 +10,7 @@ from patch.config.choices import ZeroStage
 from patch.plan.flops import flops_per_step
 from patch.plan.pipeline import Schedule, simulate
 from patch.plan.timing.machine_presets import PRESETS, this_machine
-from patch.plan.timing.step_costs import step_costs
-from patch.plan.timing.step_time import Travel, offloaded_fraction, step_time
+from patch.plan.timing.step_time import Travel, offloaded_fraction, step_costs, step_time
 
 QUIET = dataclasses.replace(planned_runs.H100.reached, contention=0.0)
 H100 = dataclasses.replace(planned_runs.H100, reached=QUIET)

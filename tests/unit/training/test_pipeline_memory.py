@@ -13,7 +13,7 @@ from small_runs import small_run
 from training_runs import build_seeded_run
 
 from patch.config.schema import RunConfig
-from patch.plan.activation_peak import activation_peak
+from patch.plan.activations import activation_peak
 from patch.plan.memory import RankBytes, bytes_per_rank, staging_bytes
 from patch.plan.parameters import parameters_per_rank
 from patch.plan.pipeline import Schedule
