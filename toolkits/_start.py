@@ -18,9 +18,8 @@ from patch.device import MachineFacts
 from patch.distributed.launch import allocator_environment, launch
 from patch.errors import ConfigError, MemoryLackError, TrainingError, about
 from patch.logger import configure_logging, get_logger
-from patch.plan.cures import advice, refuse_what_cannot_fit
 from patch.plan.describe import describe_length, start_lines
-from patch.plan.report import describe_here
+from patch.plan.fits import fit_of
 from patch.plan.resolve import resolve_run
 from patch.preflight.cluster import Rendezvous, slurm_task
 from patch.preflight.hub_names import fetch_from_hub, weights_here
@@ -58,7 +57,9 @@ def start(argv: list[str]) -> int:
         _logger.info("%s", note)
     if invocation.dry_run:
         _describe(invocation, machine)
-    if not invocation.force:
+    if not invocation.force and not fit_of(invocation.config, machine).is_whole:
+        from patch.plan.cures import refuse_what_cannot_fit  # a run that fits does not need it
+
         refuse_what_cannot_fit(invocation.config, machine)
     return 0 if invocation.dry_run else _launch(invocation, machine)
 
@@ -100,6 +101,8 @@ def _launch(invocation: Invocation, machine: MachineFacts) -> int:
 
 def _describe(invocation: Invocation, machine: MachineFacts) -> None:
     config = invocation.config
+    from patch.plan.report import describe_here
+
     sys.stdout.write(to_yaml(config))
     sys.stderr.write("\n".join(describe_here(config, machine)) + "\n")
     from patch.compat import quick_start  # it imports torch, which the launcher does not need
@@ -143,6 +146,8 @@ def _work(config: RunConfig, machine: MachineFacts) -> None:
     try:
         run(config)
     except MemoryLackError as error:
+        from patch.plan.cures import advice
+
         raise TrainingError(f"{error}; {advice(config, machine, on_device=error.on_device)}") from error
 
 

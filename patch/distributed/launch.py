@@ -23,7 +23,6 @@ from patch.distributed.affinity import cores_of_workers
 from patch.distributed.worker_process import DETERMINISTIC, LAUNCHER, read_reply
 from patch.errors import ConfigError
 from patch.logger import get_logger
-from patch.plan.cures import advice
 from patch.preflight.cluster import Rendezvous
 from patch.storage.lock import refuse_held_run
 from patch.storage.sizes import counted
@@ -86,6 +85,8 @@ def launch(
         code = run_workers(command, parallel.nproc_per_node, parallel.max_restarts, meeting, files)
         replies = [reply for file in files.error_files.values() if (reply := read_reply(file))]
     if lacking := {reply.lacks for reply in replies} - {""}:
+        from patch.plan.cures import advice  # a run with enough memory does not need it
+
         _logger.error("to need less memory: %s", advice(config, machine, on_device="device" in lacking))
     return code
 

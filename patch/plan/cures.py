@@ -139,8 +139,9 @@ def advice(config: RunConfig, machine: MachineFacts, *, on_device: bool) -> str:
             lead = f"the model's state alone takes {size_text(needed)} of {size_text(usable)}"
         else:
             wanted = {"states", "activations"}
-    savings = [one for one in SAVINGS if one.frees & wanted and (on_device or not one.goes_to_host)]
-    *others, last = [*(words for one in savings for words in one.words(config, limit)), *more]
+    savings = [each for each in SAVINGS if each.frees & wanted and (on_device or not each.goes_to_host)]
+    changes = [change for saving in savings for change in saving.changes(config, limit)]
+    *others, last = [*(change.words for change in changes if change.words), *more]
     take = f"take {', '.join(others)}, or {last}" if others else f"take {last}"
     return f"{lead}: {take}" if lead else take
 
@@ -149,7 +150,7 @@ def _sufficient(
     config: RunConfig, machine: MachineFacts
 ) -> Iterator[tuple[tuple[Change, ...], RunConfig, Fit]]:
     """Sets of changes with which the run fits, and with each the run and its fit; none contains another."""
-    changes = [change for saving in SAVINGS for change in saving.changes(config)]
+    changes = [change for saving in SAVINGS for change in saving.changes(config, 0) if change.values]
     found: list[set[Change]] = []
     for number in range(1, _MOST_CHANGES + 1):
         for some in combinations(changes, number):

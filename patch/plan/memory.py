@@ -149,13 +149,14 @@ def _elements_in_8_bits(config: RunConfig, pp_rank: int | None) -> int:
 
 
 def usable_device_memory(config: RunConfig, machine: MachineFacts) -> int:
-    """What of `device_memory` a run may plan with."""
-    usable = device_memory(config, machine)
+    """What of `device_memory` a run may plan with, at least 1; 0 if there is none."""
+    if not (usable := device_memory(config, machine)):
+        return 0
     if machine.cuda_devices:
         usable -= int(usable * _RESERVED_SHARE) + _RESERVED_BYTES
     if config.optimizer.optimizer_offload_policy == "auto":
         usable -= config.optimizer.optimizer_offload_auto_threshold
-    return usable
+    return max(usable, 1)
 
 
 def device_memory(config: RunConfig, machine: MachineFacts) -> int:

@@ -24,8 +24,6 @@ FRACTIONS = (0.0, 0.25, 0.5, 0.75, 1.0)
 """Shares of optimizer states on the host."""
 SMALL_BUCKET = 100_000_000
 """Elements; ZeRO-2 has three staging buffers of a bucket's size."""
-SHARDED = ((ZeroStage.OPTIMIZER, None), (ZeroStage.GRADIENTS, None), (ZeroStage.GRADIENTS, SMALL_BUCKET))
-"""Levels and bucket sizes; None: that of the run."""
 SHORTEST_PIECE = 4096
 """Tokens of a rank with CP: shorter pieces do not hide what travels."""
 
@@ -36,7 +34,9 @@ class Change(NamedTuple):
     kind: str
     """One word for several values for the same purpose, which are alternatives."""
     values: tuple[tuple[str, str, Any], ...]
-    """Section, field and value; a value of None takes back what the run has."""
+    """Section, field and value; a value of None takes back what the run has. Empty: cures leave it out."""
+    words: str = ""
+    """What advice after an out-of-memory says of it; "": nothing."""
 
     @property
     def flags(self) -> str:
@@ -61,109 +61,92 @@ class Change(NamedTuple):
         return [(name, FIELDS[name].to_scalar(value)) for _, name, value in self.values if value is not None]
 
 
+_ZERO_2 = ("parallel", "overlapped_distributed_optimizer", True)
+SHARDED = (
+    Change("ZeRO-1", ()),
+    Change("ZeRO-2", (_ZERO_2,)),
+    Change("ZeRO-2", (_ZERO_2, ("optimizer", "reduce_bucket_size", SMALL_BUCKET))),
+)
+"""What a search looks at, of a run `without_savings`."""
+
+
 class Saving(NamedTuple):
-    """A way to save memory: what a run does not use of it yet."""
+    """A way to save memory, with what a run does not use of it yet."""
 
     frees: frozenset[str]
     """"gradients", "states", "activations", "weights" (those in 8 bits)."""
-    changes: Callable[[RunConfig], Iterator[Change]]
-    """For a run that does not fit by the plan."""
-    words: Callable[[RunConfig, int], Iterator[str]]
-    """For a run that ran out of memory, with the bytes of its device (0: unknown): settings to take."""
+    changes: Callable[[RunConfig, int], Iterator[Change]]
+    """Of a run and the bytes of its device, 0 if they are not known."""
     goes_to_host: bool = False
     """Whether what it frees on the device lies in host memory."""
 
 
-def _change(section: str, kind: str = "", **values: object) -> Change:
-    return Change(kind or next(iter(values)), tuple((section, *pair) for pair in values.items()))
+def _change(section: str, words: str = "", kind: str = "", **values: object) -> Change:
+    return Change(kind or next(iter(values)), tuple((section, *pair) for pair in values.items()), words)
 
 
-def _nothing(*unused: object) -> Iterator[Any]:
-    return iter(())
+def _advice(value: str, field: str) -> Change:
+    """Words without a change: `value` at the places of a field."""
+    return Change(field, (), f"{value} at {where(field)}")
 
 
-def _sharded_states(config: RunConfig) -> Iterator[Change]:
+def _sharded_states(config: RunConfig, limit: int) -> Iterator[Change]:
     if config.num_state_shares > 1 and config.zero_stage is ZeroStage.NONE:
-        yield _change("parallel", use_distributed_optimizer=True, data_parallel_sharding=None)
+        words = f"true at {where('use_distributed_optimizer')}"
+        yield _change("parallel", words, use_distributed_optimizer=True, data_parallel_sharding=None)
 
 
-def _sharded_states_words(config: RunConfig, limit: int) -> Iterator[str]:
-    if config.num_state_shares > 1 and config.zero_stage is ZeroStage.NONE:
-        yield f"true at {where('use_distributed_optimizer')}"
-
-
-def _sharded_gradients(config: RunConfig) -> Iterator[Change]:
+def _sharded_gradients(config: RunConfig, limit: int) -> Iterator[Change]:
     if config.num_state_shares == 1:
         return
     if config.zero_stage is not ZeroStage.GRADIENTS:
-        yield _change("parallel", data_parallel_sharding=ZeroStage.GRADIENTS)
+        words = f"gradients at {where('data_parallel_sharding')}"
+        yield _change("parallel", words, data_parallel_sharding=ZeroStage.GRADIENTS)
     if config.optimizer.reduce_bucket_size > SMALL_BUCKET:
         yield _change("optimizer", reduce_bucket_size=SMALL_BUCKET)
 
 
-def _sharded_gradients_words(config: RunConfig, limit: int) -> Iterator[str]:
-    if config.num_state_shares > 1 and config.zero_stage is not ZeroStage.GRADIENTS:
-        yield f"gradients at {where('data_parallel_sharding')}"
-
-
-def _smaller_passes(config: RunConfig) -> Iterator[Change]:
+def _smaller_passes(config: RunConfig, limit: int) -> Iterator[Change]:
     if config.parallel.tensor_model_parallel_size > 1 and not config.parallel.sequence_parallel:
         yield _change("parallel", sequence_parallel=True)
     if config.training.micro_batch_size > 1:
-        yield _change("training", micro_batch_size=1)
+        yield _change("training", f"a smaller {where('micro_batch_size')}", micro_batch_size=1)
+    else:
+        length = "max_padding_length" if config.data.dataset_type == "raw" else "seq_length"
+        yield Change(length, (), f"a smaller {where(length)}")
 
 
-def _smaller_passes_words(config: RunConfig, limit: int) -> Iterator[str]:
-    length = "max_padding_length" if config.data.dataset_type == "raw" else "seq_length"
-    yield f"a smaller {where('micro_batch_size' if config.training.micro_batch_size > 1 else length)}"
-
-
-def _recomputed(config: RunConfig) -> Iterator[Change]:
-    if config.recompute is None and not config.training.cpu_offloading:
-        yield _change("training", recompute_granularity="selective")
-    if config.recompute != "full" and not config.training.cpu_offloading:
-        yield _change("training", "full", recompute_granularity="full")
-
-
-def _recomputed_words(config: RunConfig, limit: int) -> Iterator[str]:
-    training = config.training
-    left = {None: "selective (sel) or full", "selective": "full", "full": ""}[config.recompute]
-    if left:
-        yield f"{left} at {where('recompute_granularity')}"
+def _recomputed(config: RunConfig, limit: int) -> Iterator[Change]:
+    training, now = config.training, config.recompute
+    if now != "full":
+        yield _advice("full" if now else "selective (sel) or full", "recompute_granularity")
     elif training.recompute_method == "block" and not training.cpu_offloading:
-        yield f"uniform at {where('recompute_method')}"
+        yield _advice("uniform", "recompute_method")
+    if now is None and not training.cpu_offloading:
+        yield _change("training", recompute_granularity="selective")
+    if now != "full" and not training.cpu_offloading:
+        yield _change("training", kind="full", recompute_granularity="full")
 
 
-def _offloaded_activations_words(config: RunConfig, limit: int) -> Iterator[str]:
+def _offloaded_activations(config: RunConfig, limit: int) -> Iterator[Change]:
     training = config.training
     recomputes_all = training.recompute_granularity == "full" and training.recompute_method == "uniform"
     if not training.cpu_offloading and not recomputes_all:
-        yield f"true at {where('cpu_offloading')}"
+        yield _advice("true", "cpu_offloading")
 
 
-def _fewer_8_bit_weights_words(config: RunConfig, limit: int) -> Iterator[str]:
+def _fewer_8_bit_weights(config: RunConfig, limit: int) -> Iterator[Change]:
     if config.keeps_8_bit_weights:
-        yield f"true at {where('disable_parameter_transpose_cache')}"
+        yield _advice("true", "disable_parameter_transpose_cache")
 
 
-def _states_on_host(config: RunConfig) -> Iterator[Change]:
-    """Other shares of the optimizer states in host memory, in quarters."""
-    optimizer = config.optimizer
-    policy = optimizer.optimizer_offload_policy
-    if policy == "auto":  # it takes what the device has no room for already
-        return
-    now = optimizer.optimizer_offload_fraction if policy else 0.0
-    for fraction in FRACTIONS[1:]:
-        if fraction != now:
-            yield _change("optimizer", optimizer_offload_policy="static", optimizer_offload_fraction=fraction)
-
-
-def _states_on_host_words(config: RunConfig, limit: int) -> Iterator[str]:
-    """More states on the host; nothing if all are there already.
+def _states_on_host(config: RunConfig, limit: int) -> Iterator[Change]:
+    """Other shares of the optimizer states in host memory, in quarters; no words if all are there already.
 
     A process that has the whole model moved all states to the host before it failed, if it could begin.
     """
     optimizer = config.optimizer
+    policy = optimizer.optimizer_offload_policy
     is_whole = config.world_size == config.data_parallel_size
     could_begin = not limit or bytes_per_rank(config).total <= limit
     on_host: dict[OffloadPolicy | None, bool] = {
@@ -171,8 +154,14 @@ def _states_on_host_words(config: RunConfig, limit: int) -> Iterator[str]:
         "static": optimizer.optimizer_offload_fraction == 1 or (is_whole and could_begin),
         "auto": is_whole or 0 < limit <= optimizer.optimizer_offload_auto_threshold,
     }
-    if not on_host[optimizer.optimizer_offload_policy]:
-        yield more_offload(optimizer)
+    if not on_host[policy]:
+        yield Change("states", (), more_offload(optimizer))
+    if policy == "auto":  # it takes what the device has no room for already
+        return
+    now = optimizer.optimizer_offload_fraction if policy else 0.0
+    for fraction in FRACTIONS[1:]:
+        if fraction != now:
+            yield _change("optimizer", optimizer_offload_policy="static", optimizer_offload_fraction=fraction)
 
 
 def more_offload(config: OptimizerConfig) -> str:
@@ -194,8 +183,8 @@ def less_offload(config: RunConfig) -> list[str]:
     return [f"less offload (a smaller {where(field)})" for field in found]
 
 
-def _smaller_parts(config: RunConfig) -> Iterator[Change]:
-    """More processes for each copy of the model."""
+def _smaller_parts(config: RunConfig, limit: int) -> Iterator[Change]:
+    """More processes for each copy of the model, which cures name with their sizes."""
     parallel = config.parallel
     for factor in (2, 4, 8):
         if (tp_size := parallel.tensor_model_parallel_size * factor) <= parallel.nproc_per_node:
@@ -207,16 +196,16 @@ def _smaller_parts(config: RunConfig) -> Iterator[Change]:
 
 
 SAVINGS = (
-    Saving(frozenset({"states"}), _sharded_states, _sharded_states_words),
-    Saving(frozenset({"gradients", "states"}), _sharded_gradients, _sharded_gradients_words),
-    Saving(frozenset({"activations"}), _smaller_passes, _smaller_passes_words),
-    Saving(frozenset({"activations"}), _recomputed, _recomputed_words),
-    Saving(frozenset({"activations"}), _nothing, _offloaded_activations_words, goes_to_host=True),
-    Saving(frozenset({"weights"}), _nothing, _fewer_8_bit_weights_words),
-    Saving(frozenset({"states"}), _states_on_host, _states_on_host_words, goes_to_host=True),
-    Saving(frozenset({"gradients", "states", "weights"}), _smaller_parts, _nothing),
+    Saving(frozenset({"states"}), _sharded_states),
+    Saving(frozenset({"gradients", "states"}), _sharded_gradients),
+    Saving(frozenset({"activations"}), _smaller_passes),
+    Saving(frozenset({"activations"}), _recomputed),
+    Saving(frozenset({"activations"}), _offloaded_activations, goes_to_host=True),
+    Saving(frozenset({"weights"}), _fewer_8_bit_weights),
+    Saving(frozenset({"states"}), _states_on_host, goes_to_host=True),
+    Saving(frozenset({"gradients", "states", "weights"}), _smaller_parts),
 )
-"""The cheapest first. Smaller parts are said by `cures`, with their sizes."""
+"""The cheapest first."""
 
 
 class Mix(NamedTuple):
@@ -271,31 +260,12 @@ def with_offload(config: RunConfig, fraction: float) -> RunConfig:
     return dataclasses.replace(config, optimizer=optimizer)
 
 
-def with_savings(
-    config: RunConfig,
-    stage: ZeroStage,
-    granularity: Recompute | None,
-    fraction: float,
-    bucket: int | None = None,
-) -> RunConfig:
-    """The run with other ways to save memory.
-
-    Args:
-        config: the run.
-        stage: what replicas share.
-        granularity: what is recomputed, all layers alike.
-        fraction: of optimizer states on the host.
-        bucket: elements of a bucket; None: as it is.
-    """
-    shards_gradients = stage is ZeroStage.GRADIENTS
+def without_savings(config: RunConfig) -> RunConfig:
+    """The run with optimizer states shared by replicas and on the device, and all activations kept."""
     parallel = dataclasses.replace(
         config.parallel,
-        use_distributed_optimizer=stage is not ZeroStage.NONE,
-        overlapped_distributed_optimizer=shards_gradients,
+        use_distributed_optimizer=True,
+        overlapped_distributed_optimizer=False,
         data_parallel_sharding=None,
     )
-    optimizer = dataclasses.replace(
-        config.optimizer, reduce_bucket_size=bucket or config.optimizer.reduce_bucket_size
-    )
-    run = dataclasses.replace(config, parallel=parallel, optimizer=optimizer)
-    return with_offload(with_mix(run, Mix(granularity)), fraction)
+    return with_offload(with_mix(dataclasses.replace(config, parallel=parallel), Mix()), 0.0)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from patch.config import RunConfig
@@ -19,7 +19,16 @@ from patch.plan.fits import Fit, fit_of
 from patch.plan.memory import state_on_device, usable_device_memory
 from patch.plan.pipeline import Schedule
 from patch.plan.resolve import resolve_if_legal
-from patch.plan.savings import FRACTIONS, RECOMPUTED, SHARDED, SHORTEST_PIECE, with_offload, with_savings
+from patch.plan.savings import (
+    FRACTIONS,
+    RECOMPUTED,
+    SHARDED,
+    SHORTEST_PIECE,
+    Mix,
+    with_mix,
+    with_offload,
+    without_savings,
+)
 from patch.plan.timing.machine import Machine
 from patch.plan.timing.step_time import StepTime, step_costs, step_time
 
@@ -50,27 +59,22 @@ class Found(NamedTuple):
     time: StepTime
 
 
-def search(
-    config: RunConfig, machine: Machine, num_best: int = 5, report: Callable[[int], None] = lambda seen: None
-) -> list[Found]:
+def search(config: RunConfig, machine: Machine, num_best: int = 5) -> list[Found]:
     """The fastest layouts, the best of each TP, PP and CP, fastest first; [] if nothing fits.
 
     Args:
         config: the run; its layout, micro-batch, recomputation, sharding and offload are replaced.
         machine: all nodes of it are used.
         num_best: at most so many.
-        report: called with the number of layouts that were looked at.
     """
     candidates: list[tuple[float, Layout, RunConfig, RunConfig]] = []
     fastest, too_large = math.inf, set[tuple[int, ...]]()
-    for seen, layout in enumerate(_layouts(config, machine), 1):
-        report(seen)
+    for layout in _layouts(config, machine):
         sizes = layout[:-1]
         if sizes in too_large:  # with a smaller micro-batch already
             continue
         run = _with_layout(config, machine, layout)
-        plain = with_savings(run, ZeroStage.OPTIMIZER, None, 0.0)
-        if _bound(plain, machine) > _FAR * fastest:
+        if _bound(run, machine) > _FAR * fastest:
             continue
         if (cheapest := _cheapest(run, machine)) is None:
             too_large.add(sizes)
@@ -148,15 +152,15 @@ def _with_layout(config: RunConfig, machine: Machine, layout: Layout) -> RunConf
         nproc_per_node=machine.devices_per_node,
     )
     training = dataclasses.replace(config.training, micro_batch_size=layout.micro_batch)
-    return dataclasses.replace(config, parallel=parallel, training=training)
+    return without_savings(dataclasses.replace(config, parallel=parallel, training=training))
 
 
 def _cheapest(config: RunConfig, machine: Machine) -> tuple[RunConfig, RunConfig] | None:
     """A run that fits at the least cost, also with its choices made; None if none fits or is legal."""
     best: tuple[float, RunConfig, RunConfig] | None = None
-    for stage, bucket in SHARDED if config.num_weight_copies > 1 else SHARDED[:1]:
+    for sharded in SHARDED if config.num_weight_copies > 1 else SHARDED[:1]:
         for granularity in RECOMPUTED:
-            run = with_savings(config, stage, granularity, 0.0, bucket)
+            run = with_mix(sharded.applied(config), Mix(granularity))
             if (resolved := resolve_if_legal(run, machine.facts)) is None:
                 continue
             fraction = _least_fraction(resolved, machine.facts)
