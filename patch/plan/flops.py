@@ -91,18 +91,6 @@ def _recomputed_layers(config: RunConfig) -> int:
     return sum(stage_activations(layers, config.training).recomputed for layers in config.stage_layers)
 
 
-def flops_per_token(model: ModelConfig, length: int, tp_size: int) -> float:
-    """Model FLOPs of forward and backward for one token, averaged over its sequence.
-
-    Args:
-        model: the model's shape.
-        length: tokens of the sequence that the token is part of.
-        tp_size: tensor parallel size, on which the padding of the vocabulary depends.
-    """
-    forward = sum(_forward_of_layers(model, length, attended_pairs([length], model.window_size)))
-    return 3 * (forward + _forward_of_output(model, length, tp_size)) / length
-
-
 def _forward_of_layers(model: ModelConfig, tokens: int, pairs: float) -> tuple[float, float]:
     """FLOPs of a forward through all layers: of the products with weights, and of attention."""
     heads = model.num_attention_heads * model.kv_channels

@@ -10,7 +10,7 @@ import pytest
 
 from patch.config import RunConfig
 from patch.device import MachineFacts
-from patch.plan.flops import flops_per_token, layer_flops, output_in_layers
+from patch.plan.flops import flops_per_step, layer_flops, output_in_layers
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.plan.pipeline import Schedule, simulate
 from patch.plan.timing.step_time import Travel
@@ -57,13 +57,17 @@ def _llama(size: str, length: int, *flags: str) -> RunConfig:
     return parse_args([*argv.split(), *flags], {}, MachineFacts(8, 16)).config
 
 
+def _flops_per_token(config: RunConfig) -> float:
+    return flops_per_step(config).model / config.training.global_batch_size / config.sample_length
+
+
 LLAMA_13B = _llama("llama1-13B", A.length, "--tensor-model-parallel-size", str(A.tp_size))
 (WEIGHTS_13B,) = parameters_per_rank(LLAMA_13B.model, LLAMA_13B.parallel)
 MICRO_BATCH_13B = A.step_32 / (32 + A.messages_over_compute)
 """Seconds of compute of a micro-batch: the 32 GPUs' step has 32 of them and messages once."""
 TOKENS_13B = A.micro_batch * A.length / A.tp_size
 """Of a micro-batch, a GPU's share."""
-RATE = flops_per_token(LLAMA_13B.model, A.length, A.tp_size) * TOKENS_13B / MICRO_BATCH_13B
+RATE = _flops_per_token(LLAMA_13B) * TOKENS_13B / MICRO_BATCH_13B
 """FLOP/s of an A100 while it computes: 177e12."""
 MESSAGES_13B = A.messages_over_compute * MICRO_BATCH_13B
 """Seconds of reductions and gathers of a step: 4 and 2 bytes of each weight."""
@@ -177,7 +181,7 @@ def pai_offload(micro_batches: int, link: float, host: float) -> float:
     """
     config = _llama("8B", 4096)
     shard = total_parameters(config.model) // 8
-    seconds = flops_per_token(config.model, 4096, 1) * 4096 / A.pai_best
+    seconds = _flops_per_token(config) * 4096 / A.pai_best
     fraction = 1 - (1 - 0.65) * 4 / 3  # its budget counts 16 bytes of 12: 53 % are really there
     on_host = fraction * shard * (4 / link + 28 / (host / 8) + 4 / link)
     return A.pai_best * seconds * micro_batches / (seconds * micro_batches + on_host)

@@ -8,7 +8,6 @@ from small_runs import small_run
 from patch.config import RunConfig
 from patch.device import MachineFacts
 from patch.layout.pipeline_stages import layout_text, smallest_micro_batch_group
-from patch.plan.describe import describe_plan
 from patch.plan.flops import flops_per_step
 from patch.plan.pipeline import Schedule, better_split, simulate, stage_work, step_timing
 
@@ -61,26 +60,7 @@ def test_work_is_counted_as_flops_are() -> None:
     assert computed / (3 * (5 + of_output)) == pytest.approx(hardware / model)
 
 
-def text_of(**changes: object) -> str:
-    return describe_plan(small_run(**changes), CPU)
-
-
 SMALL_OUTPUT = {"vocab_size": 16, "ffn_hidden_size": 4096, "global_batch_size": 16}
-
-
-def test_description_says_the_bubble_by_the_formula() -> None:
-    assert "12.5% of the computing time = (PP - 1) / 8 micro-batches" in text_of(pp=2, **SMALL_OUTPUT)
-    interleaved = text_of(pp=2, stage=1, **SMALL_OUTPUT)
-    assert "6.3% of the computing time = (PP - 1) / (VPP 2 x 8 micro-batches)" in interleaved
-    assert "bubble" not in text_of(**SMALL_OUTPUT)
-
-
-def test_description_names_the_heaviest_stage() -> None:
-    config = small_run(pp=2, global_batch_size=16)
-    text = describe_plan(config, CPU)
-    heaviest = stage_work(config).layers[1]
-    assert f"bubble      {step_timing(config).bubble:.1%} of the computing time; if all stages" in text
-    assert f"stage 2 of 2 is the heaviest: the work of {heaviest:.1f} layers" in text
 
 
 def with_layout(layout: str | None, **changes: object) -> RunConfig:
@@ -107,7 +87,6 @@ def test_the_better_split_is_the_best_of_all(vocab_size: int) -> None:
         if weight < min(heaviest) + 1
     ]
     assert split.timing.step <= 1.01 * min(fastest) < step_timing(config).step
-    assert f"{split.flags} would idle" in describe_plan(config, CPU)
 
 
 def test_stages_that_are_even_get_no_advice() -> None:

@@ -1,7 +1,5 @@
 """Parameters against transformers' modules and our own, FLOPs against torch's counter, bytes by hand."""
 
-import dataclasses
-
 import hf_families
 import pytest
 import torch
@@ -14,15 +12,11 @@ from patch.device import MachineFacts
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model
 from patch.plan.activations import activation_bytes, activation_peak
-from patch.plan.describe import describe_plan
-from patch.plan.flops import flops_per_step, flops_per_token, peak_flops
+from patch.plan.fits import fit_of
+from patch.plan.flops import flops_per_step, peak_flops
 from patch.plan.memory import bytes_per_rank, offloaded_bytes, staging_bytes
 from patch.plan.parameters import parameters_per_rank, total_parameters
 from patch.preflight.parse import parse_args
-from patch.storage.sizes import size_text
-
-UNKNOWN = MachineFacts(0, 2)
-"""A machine whose memory is not known."""
 
 
 def _run(size: str, *flags: str, length: int = 2048) -> RunConfig:
@@ -33,8 +27,7 @@ def _run(size: str, *flags: str, length: int = 2048) -> RunConfig:
     return parse_args([*argv.split(), *flags], {}, MachineFacts(0, 2)).config
 
 
-def _flops_per_token(config: RunConfig) -> float:
-    return flops_per_token(config.model, config.sample_length, config.parallel.tensor_model_parallel_size)
+TINY = total_parameters(_run("tiny").model)
 
 
 def _parameters_per_rank(config: RunConfig) -> list[int]:
@@ -113,37 +106,10 @@ def test_ranks_share_matrices_and_repeat_norms():
     assert 2 * sum(stages) == total_parameters(config.model) + norms + copy_of_tied_embedding
 
 
-def test_flops_are_six_per_matrix_element_and_token():
-    config = _run("8B")
-    matrices = sum(
-        p.numel() for n, p in _hf_model(config).named_parameters() if p.ndim == 2 and "embed" not in n
-    )
-    attention = 6 * 32 * 4096 * 2049  # layers x width x sequence: half of PaLM's 12, for the causal mask
-    assert _flops_per_token(config) == 6 * matrices + attention
-
-
-def test_flops_of_a_step_count_all_samples():
-    config = _run("tiny")
-    assert flops_per_step(config).model == _flops_per_token(config) * 16 * 2048
-
-
-def test_flops_agree_with_torchs_own_counter():
-    from torch.utils.flop_counter import FlopCounterMode
-
-    config = _run("tiny", "--vocab-size=512", length=32)
-    model = _hf_model(config).to_empty(device="cpu")
-    model.config._attn_implementation = "eager"  # its two score matmuls are whole squares
-    with FlopCounterMode(display=False) as counter:
-        model(input_ids=torch.zeros(1, 32, dtype=torch.long), use_cache=False)
-    hidden_scores = 4 * (32 * 31 // 2) * 64 * 2  # scores and values, above the diagonal, width, layers
-    assert _flops_per_token(config) * 32 == 3 * (counter.get_total_flops() - hidden_scores)
-
-
 def test_bytes_follow_the_precision():
     bf16, fp8, fp32 = (bytes_per_rank(_run("tiny", f"--precision={p}")) for p in ("bf16", "fp8", "fp32"))
-    count = total_parameters(_run("tiny").model)
-    assert bf16 == (2 * count, 4 * count, 10 * count) and bf16.total == 16 * count
-    assert fp8 == bf16 and fp32 == (4 * count, 4 * count, 8 * count)
+    assert bf16 == (2 * TINY, 4 * TINY, 10 * TINY) and bf16.total == 16 * TINY
+    assert fp8 == bf16 and fp32 == (4 * TINY, 4 * TINY, 8 * TINY)
 
 
 def test_ranks_that_share_sequences_share_states_and_hold_their_part_of_activations():
@@ -152,19 +118,14 @@ def test_ranks_that_share_sequences_share_states_and_hold_their_part_of_activati
     assert (cut.world_size, cut.data_parallel_size) == (2, 1)
     assert bytes_per_rank(cut).optimizer == bytes_per_rank(whole).optimizer // 2
     assert bytes_per_rank(cut).weights == bytes_per_rank(whole).weights
-    full = _activation_bytes(whole)["full"], _activation_bytes(cut)["full"]
-    assert full[1] == full[0] // 2
+    assert _activation_bytes(cut)["full"] == _activation_bytes(whole)["full"] // 2
     assert flops_per_step(cut) == flops_per_step(whole)
-    assert "TP 1 x PP 1 x CP 2 x DP 1" in describe_plan(cut, UNKNOWN)
 
 
 def test_offloaded_states_are_in_host_memory():
-    count = total_parameters(_run("tiny").model)
     run = _run("tiny", "--optimizer-offload-policy=static", "--optimizer-offload-fraction=0.25")
-    assert offloaded_bytes(run) == 5 * count // 2
-    assert bytes_per_rank(run) == (2 * count, 4 * count, 15 * count // 2)
-    device, host = (f"{times * count / 2**30:.2f} GiB" for times in (7.5, 2.5))
-    assert f"optimizer {device} ({host} more in host memory)" in describe_plan(run, UNKNOWN)
+    assert offloaded_bytes(run) == 5 * TINY // 2
+    assert bytes_per_rank(run) == (2 * TINY, 4 * TINY, 15 * TINY // 2)
     assert offloaded_bytes(_run("tiny", "--optimizer-offload-policy=auto")) == 0
     assert offloaded_bytes(_run("tiny", "--optimizer-offload-fraction=0.25")) == 0
 
@@ -179,63 +140,24 @@ def test_offloaded_states_are_in_host_memory():
         ("NVIDIA A100-SXM4-80GB", 312.0),
         ("NVIDIA L4", 121.0),
         ("NVIDIA L40S", 362.0),
+        *((name, None) for name in ("", "Tesla V100-SXM2-16GB", "NVIDIA A10G", "NVIDIA H1000")),
     ],
 )
 def test_peak_is_found_by_the_drivers_name(name, tflops):
-    assert peak_flops(name) == peak_flops(name, "fp32") == tflops * 1e12
-    assert peak_flops(name, "fp8") == 2 * tflops * 1e12
+    assert peak_flops(name) == peak_flops(name, "fp32") == (tflops and tflops * 1e12)
+    assert peak_flops(name, "fp8") == (tflops and 2 * tflops * 1e12)
 
 
-@pytest.mark.parametrize("name", ["", "Tesla V100-SXM2-16GB", "NVIDIA A10G", "NVIDIA H1000"])
-def test_unknown_device_has_no_peak(name):
-    assert peak_flops(name) is None
-
-
-def test_description_names_the_layout_and_the_length():
-    text = describe_plan(_run("8B", "--tensor-model-parallel-size=2", "--nproc-per-node=4"), UNKNOWN)
-    assert "4 = TP 2 x PP 1 x CP 1 x DP 2 on 1 machine" in text
-    assert "8.03 G (8B)" in text and "interleaved" not in text
-    assert "16 samples x 2048 tokens = 32768 tokens, 4 micro-batches a replica" in text
-    assert "10 steps = 328 k tokens" in text
-
-
-def test_description_names_interleaved_stages():
-    flags = ("--pipeline-model-parallel-size=4", "--num-layers-per-virtual-pipeline-stage=2")
-    assert "PP 4 x CP 1 x DP 1 on 1 machine, 4 interleaved stages each" in describe_plan(
-        _run("8B", *flags), UNKNOWN
-    )
-
-
-def test_description_splits_layers_that_do_not_divide():
-    flags = ("--num-layers=10", "--pipeline-model-parallel-size=4")
-    assert "layers      10 = 2 + 3 + 3 + 2 over the pipeline stages" in describe_plan(
-        _run("8B", *flags), UNKNOWN
-    )
-    assert "layers     " not in describe_plan(_run("8B", "--pipeline-model-parallel-size=4"), UNKNOWN)
-
-
-def test_small_sizes_are_in_mib():
-    run = _run("tiny", "--vocab-size=512")
-    assert f"= weights {2 * total_parameters(run.model) / 2**20:.2f} MiB + " in describe_plan(run, UNKNOWN)
-
-
-def test_description_says_what_a_layer_keeps_at_each_recomputation():
+def test_what_a_layer_keeps_by_hand():
     """LLaMA-3 8B, 2 x 8192 tokens in bf16 on a GPU, by values of a token: widths 4096, 14336; fp32 sums."""
     attention = 2 * (4096 + 1024) + 32 * 2
     kept = {
-        "none": 4 * 4096 + 2 * 2 + attention + 3 * 14336,
-        "sel": 2 * 4096 + attention + 2 * 14336,
+        None: 4 * 4096 + 2 * 2 + attention + 3 * 14336,
+        "selective": 2 * 4096 + attention + 2 * 14336,
         "full": 4096,
     }
-    texts = {word: f"{word} {2 * 2 * 8192 * values / 2**30:.2f} GiB" for word, values in kept.items()}
-    gpu = MachineFacts(1, 2)
-    line = f"activations a layer and micro-batch keep {', '.join(texts.values())} for backward"
-    assert f"{line}; this run: none (AC)" in describe_plan(_run("8B", length=8192), gpu)
-    selective = _run("8B", "--recompute-granularity=selective", length=8192)
-    assert "this run: sel" in describe_plan(selective, gpu)
-    offloading = _run("8B", "--cpu-offloading", "--cpu-offloading-num-layers=3", length=8192)
-    assert "this run: none, 3 of each stage's layers offloaded (AC)" in describe_plan(offloading, gpu)
-    assert "activations a layer" not in describe_plan(_run("8B", "--precision-align=eager"), gpu)
+    found = _activation_bytes(_run("8B", length=8192))
+    assert found == {setting: 2 * 2 * 8192 * values for setting, values in kept.items()}
 
 
 def test_a_rank_keeps_its_part_of_a_layers_activations():
@@ -247,67 +169,52 @@ def test_a_rank_keeps_its_part_of_a_layers_activations():
     assert 4 * _activation_bytes(blocks)["full"] == whole["full"]
 
 
-TINY = total_parameters(_run("tiny").model)
 STATIC_HALF = ("--optimizer-offload-policy=static", "--optimizer-offload-fraction=0.5")
 AUTO = ("--optimizer-offload-policy=auto",)
+EAGER = ("--precision-align=eager",)
 
 
 @pytest.mark.parametrize(
-    ("flags", "device_state", "host_state"),
-    [((), 16, 0), (STATIC_HALF, 11, 5), (AUTO, 6, 0), (("--nproc-per-node=2",), 16, 0)],
+    ("flags", "cuda", "on_device", "on_host"),
+    [
+        ((), True, 16, 0),
+        (STATIC_HALF, True, 11, 5),
+        (AUTO, True, 6, 0),
+        (EAGER, True, 16, 0),  # of the order of operations of transformers only the state is planned
+        ((), False, 16, 16),
+        (("--nproc-per-node=2",), False, 16, 32),
+        (("--simulated-device-memory=1e6", *STATIC_HALF), False, 11, 16),
+    ],
 )
-def test_a_gpu_without_room_for_state_and_activations_is_warned_of(flags, device_state, host_state):
+def test_what_a_run_needs_is_state_and_activations(flags, cuda, on_device, on_host):
+    """16 bytes of state a parameter; the host of a CPU run holds all of each process."""
     config = _run("tiny", *flags)
-    beside = activation_peak(config, 0, cuda=True).total + staging_bytes(config, 0, cuda=True)
-    needed = device_state * TINY + beside
-    on_host = host_state * TINY
-    fits = MachineFacts(2, 2, needed, on_host + 1)
-    assert "warning" not in describe_plan(config, fits)
-    text = describe_plan(config, dataclasses.replace(fits, cuda_memory_bytes=needed - 1))
-    size = size_text(needed)
-    assert f"warning     {size} of model state and activations on a GPU that has {size}" in text
-    if on_host:
-        text = describe_plan(config, dataclasses.replace(fits, host_memory_bytes=on_host - 1))
-        assert f"warning     {size_text(on_host)} of model state in the host memory of 1 process," in text
+    peak, staging = activation_peak(config, 0, cuda=cuda).total, staging_bytes(config, 0, cuda=cuda)
+    beside = 0 if flags == EAGER else peak + staging
+    of_host = 0 if cuda else beside * config.parallel.nproc_per_node
+    device, host = on_device * TINY + beside, on_host * TINY + of_host
+    fit = fit_of(config, MachineFacts(2 * cuda, 2, 2**33 * cuda, host))
+    assert (fit.device_needed, fit.host_needed) == (device, host) and fit.is_on_host
+    assert fit_of(config, MachineFacts(2 * cuda, 2, 2**33, host - 1)).is_on_host == (host == 0)
+    assert fit.is_on_device == ("--simulated-device-memory=1e6" not in flags)
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_a_host_without_room_for_its_processes_is_warned_of(processes):
-    config = _run("tiny", f"--nproc-per-node={processes}")
-    needed = processes * (16 * TINY + activation_peak(config, 0, cuda=False).total)
-    assert "warning" not in describe_plan(config, MachineFacts(0, 2, host_memory_bytes=needed))
-    text = describe_plan(config, MachineFacts(0, 2, host_memory_bytes=needed - 1))
-    what = f"{size_text(needed)} of model state and activations in the host memory of {processes} process"
-    assert f"warning     {what}" in text and f"a machine has {size_text(needed)}" in text
+@pytest.mark.parametrize(("cuda", "usable"), [(True, 1), (False, 0)])
+def test_a_device_that_is_too_small_is_not_taken_for_an_unknown_one(cuda, usable):
+    fit = fit_of(_run("tiny"), MachineFacts(2 * cuda, 2, 2**20 * cuda))
+    assert fit.device_usable == usable and fit.is_on_device == (not cuda)
 
 
-def test_a_simulated_device_without_room_is_warned_of():
-    config = _run("tiny", *STATIC_HALF, "--simulated-device-memory=1e6")
-    assert "model state and activations on a simulated device that has 0.95 MiB" in describe_plan(
-        config, UNKNOWN
-    )
-
-
-def test_memory_of_transformers_order_is_that_of_the_state_alone():
-    text = describe_plan(_run("tiny", "--precision-align=eager"), MachineFacts(1, 2, 16 * TINY - 1))
-    assert "memory/rank" not in text
-    assert f"warning     {size_text(16 * TINY)} of model state on a GPU" in text
-
-
-def test_memory_of_a_rank_is_its_state_and_what_waits_for_backward():
-    """LLaMA-3 8B over four stages: the first one holds four micro-batches of eight layers."""
-    flags = ("--pipeline-model-parallel-size=4", "--nproc-per-node=4")
-    config = _run("8B", *flags, length=8192)
-    layers = 4 * 8 * _activation_bytes(config)[None]
-    text = describe_plan(config, MachineFacts(4, 2))
-    state = size_text(bytes_per_rank(config, 0).total)
-    zeros = size_text(2 * 2 * 14336 * 4096)  # in the size of gate and up, beside sums that layers make
-    assert f"at most on pipeline rank 0 of 4 = state {state} + gradients under way {zeros} + act" in text
-    kept = f"layers {size_text(layers)}, loss, borders and RoPE {size_text(4 * 4 * 8192 * 128)}"
-    assert f"(4 micro-batches in flight: {kept}" in text
-    selective = _run("8B", *flags, "--recompute-granularity=selective", length=8192)
-    kept_layers = activation_peak(selective, 0, cuda=True).layers
-    assert kept_layers == 4 * 8 * _activation_bytes(config)["selective"]
+@pytest.mark.parametrize("kept", [None, "selective"])
+def test_the_first_stage_holds_its_layers_of_all_micro_batches_in_flight(kept):
+    """LLaMA-3 8B over four stages: four micro-batches of eight layers, and the table of RoPE."""
+    recomputed = f"--recompute-granularity={kept or 'none'}"
+    config = _run("8B", "--pipeline-model-parallel-size=4", "--nproc-per-node=4", recomputed, length=8192)
+    peak = activation_peak(config, 0, cuda=True)
+    assert (peak.in_flight, peak.layers) == (4, 4 * 8 * _activation_bytes(config)[kept])
+    assert peak.ends == 4 * 4 * 8192 * 128
+    zeros = 2 * 2 * 14336 * 4096  # in the size of gate and up, beside sums that layers make
+    assert staging_bytes(config, 0, cuda=True) == zeros
 
 
 def test_the_last_stage_keeps_the_gradients_of_the_loss():

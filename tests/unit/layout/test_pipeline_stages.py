@@ -1,5 +1,6 @@
-"""The cut of layers into stages against megatron-core's own split and reading of layouts; refusals."""
+"""Layers of stages against megatron-core's own split and reading of layouts; what becomes of each layer."""
 
+import itertools
 import random
 
 import pytest
@@ -10,9 +11,9 @@ from megatron.core.transformer.transformer_block import get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
 from refusals import refused
+from small_runs import small_run
 
 from patch.compat.stage_layout import StageLayout
-from patch.device import MachineFacts
 from patch.errors import ConfigError
 from patch.layout.pipeline_stages import (
     can_be_micro_batch_group,
@@ -20,13 +21,10 @@ from patch.layout.pipeline_stages import (
     layout_text,
     smallest_micro_batch_group,
     split_layers,
+    stage_activations,
 )
-from patch.preflight.validate import validate_run
 
-GPUS = MachineFacts(cuda_devices=4, cpu_cores=2)
 LAYOUT = "--pipeline-model-parallel-layout"
-EMBEDDING, LOSS = "--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split"
-VPP = "--num-layers-per-virtual-pipeline-stage"
 
 
 def upstream_config(num_layers, pp, vp, **changes):
@@ -47,27 +45,21 @@ def test_where_all_divides_the_split_is_upstreams_with_embedding_and_loss_counte
     accounts = {
         "account_for_embedding_in_pipeline_split": embedding, "account_for_loss_in_pipeline_split": loss,
     }  # fmt: skip
-    seen = 0
-    for pp in (2, 3, 4):
-        for vp in (1, 2, 3):
-            for each in (1, 2, 5):
-                num_layers = pp * vp * each - embedding - loss
-                if num_layers < 1:
-                    continue
-                config = upstream_config(num_layers, pp, vp, **accounts)
-                expected = upstream_stages(config, pp, vp, get_num_layers_to_build)
-                layers = split_layers(num_layers, pp * vp, with_embedding=embedding, with_loss=loss)
-                assert layers == expected, (pp, vp, num_layers)
-                layout = upstream_config(num_layers, pp, vp)
-                offsets = upstream_stages(config, pp, vp, get_transformer_layer_offset)
-                for rank in range(pp):
-                    layout.pipeline_model_parallel_layout = StageLayout(layers, pp, rank)
-                    for stage in range(vp):
-                        of_rank = [get_num_layers_to_build(layout, stage, rank)]
-                        of_rank.append(get_transformer_layer_offset(layout, stage, rank))
-                        assert of_rank == [expected[stage * pp + rank], offsets[stage * pp + rank]]
-                seen += 1
-    assert seen > 20
+    for pp, vp, each in itertools.product((2, 3, 4), (1, 2, 3), (1, 2, 5)):
+        num_layers = pp * vp * each - embedding - loss
+        if num_layers < 1:
+            continue
+        config = upstream_config(num_layers, pp, vp, **accounts)
+        expected = upstream_stages(config, pp, vp, get_num_layers_to_build)
+        layers = split_layers(num_layers, pp * vp, with_embedding=embedding, with_loss=loss)
+        assert layers == expected, (pp, vp, num_layers)
+        layout = upstream_config(num_layers, pp, vp)
+        offsets = upstream_stages(config, pp, vp, get_transformer_layer_offset)
+        for rank, stage in itertools.product(range(pp), range(vp)):
+            layout.pipeline_model_parallel_layout = StageLayout(layers, pp, rank)
+            of_rank = [get_num_layers_to_build(layout, stage, rank)]
+            of_rank.append(get_transformer_layer_offset(layout, stage, rank))
+            assert of_rank == [expected[stage * pp + rank], offsets[stage * pp + rank]]
 
 
 @pytest.mark.parametrize(
@@ -142,18 +134,20 @@ def test_what_is_taken_of_random_texts_is_what_upstream_takes():
     assert min(taken, refusals) > 500
 
 
-def test_stages_of_a_run_follow_the_flags_and_repeat(command):
-    by_flags = {
-        (4, 2, "none"): ([EMBEDDING, LOSS], [0, 1, 1, 0]),
-        (2, 6, "interleaved"): ([EMBEDDING, LOSS, f"{VPP}=2"], [1, 2, 2, 1]),
-        (2, 6, "by hand"): ([f"{LAYOUT}=E|ttt|tt|tL"], [0, 3, 2, 1]),
-    }
-    for (pp, num_layers, _), (flags, layers) in by_flags.items():
-        argv = [f"--num-layers={num_layers}", f"--nproc-per-node={pp}", *flags]
-        config = command.parse(*argv, PP=str(pp)).config
-        assert validate_run(config, GPUS) == []
-        assert config.stage_layers == layers and config.virtual_pipeline_size == len(layers) // pp
-        assert config.execution.stage_layers == tuple(layers)
+ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+
+
+@pytest.mark.parametrize(
+    ("pp", "changes", "layers"),
+    [
+        (4, {"num_layers": 2, **ENDS}, [0, 1, 1, 0]),
+        (2, {"num_layers": 6, "stage": 2, **ENDS}, [1, 2, 2, 1]),
+        (2, {"num_layers": 6, "pipeline_model_parallel_layout": "E|ttt|tt|tL"}, [0, 3, 2, 1]),
+    ],
+)
+def test_stages_of_a_run_follow_the_flags(pp, changes, layers):
+    config = small_run(pp=pp, **changes)
+    assert config.stage_layers == layers and config.virtual_pipeline_size == len(layers) // pp
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])
@@ -166,3 +160,31 @@ def test_groups_of_micro_batches_are_those_that_upstream_takes(pp):
         ]  # fmt: skip
         assert [n for n in range(1, 30) if can_be_micro_batch_group(n, count, pp)] == legal
         assert smallest_micro_batch_group(count, pp) == min(legal)
+
+
+FULL = {"recompute_granularity": "full"}
+BLOCK = FULL | {"recompute_method": "block"}
+OFFLOAD = {"cpu_offloading": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers", "expected"),
+    [
+        ({}, 4, (0, 0, 4)),
+        ({"recompute_granularity": "selective"}, 4, (0, 0, 4)),
+        (FULL, 4, (0, 4, 0)),
+        (BLOCK | {"recompute_num_layers": 3}, 4, (0, 3, 1)),
+        (BLOCK | {"recompute_num_layers": 3}, 2, (0, 2, 0)),
+        (OFFLOAD, 4, (3, 0, 1)),
+        (OFFLOAD, 1, (1, 0, 0)),
+        (OFFLOAD, 0, (0, 0, 0)),
+        (OFFLOAD | {"cpu_offloading_num_layers": 3}, 4, (3, 0, 1)),
+        (OFFLOAD | {"cpu_offloading_num_layers": 3}, 2, (2, 0, 0)),
+        (OFFLOAD | BLOCK, 4, (2, 1, 1)),
+        (OFFLOAD | BLOCK | {"recompute_num_layers": 3}, 4, (1, 3, 0)),
+        (OFFLOAD | BLOCK | {"cpu_offloading_num_layers": 1, "recompute_num_layers": 2}, 4, (1, 2, 1)),
+        (OFFLOAD | BLOCK | {"cpu_offloading_num_layers": 2, "recompute_num_layers": 2}, 3, (2, 1, 0)),
+    ],
+)
+def test_layers_are_offloaded_then_recomputed_then_kept(changes, layers, expected):
+    assert stage_activations(layers, small_run(**changes).training) == expected
