@@ -180,18 +180,12 @@ def _least_fraction(config: RunConfig, machine: MachineFacts) -> float | None:
     # Looked at first, because activations take long to plan.
     if 0 < usable_device_memory(config, machine) < state_on_device(all_on_host):
         return None
-    on_device = fit_of(config, machine)
-    if on_device.is_whole:
+    if fit_of(config, machine).is_whole:
         return 0.0
-    if on_device.is_on_device:  # the host lacks memory
+    if not fit_of(all_on_host, machine).is_on_device:
         return None
-    on_host = fit_of(all_on_host, machine)
-    if not on_host.is_on_device:
-        return None
-    states = on_device.device_needed - on_host.device_needed
-    lacking = on_device.device_needed - on_device.device_usable
-    fraction = next(each for each in FRACTIONS if each * states >= lacking)
-    return fraction if fit_of(with_offload(config, fraction), machine).is_whole else None
+    shares = FRACTIONS[1:]
+    return next((each for each in shares if fit_of(with_offload(config, each), machine).is_whole), None)
 
 
 def _bound(config: RunConfig, machine: Machine) -> float:
