@@ -24,7 +24,7 @@ _MOST_CHANGES = 3
 _NUM_SHOWN = 3
 
 
-class Cure(NamedTuple):
+class ChangeSet(NamedTuple):
     """A set of changes with which a run fits."""
 
     changes: tuple[Change, ...]
@@ -50,7 +50,7 @@ class Cure(NamedTuple):
         return f"{self.flags} ({', '.join(needs)}{positions})"
 
 
-def cures(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> list[Cure]:
+def cures(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = None) -> list[ChangeSet]:
     """The sets of changes that make a run fit, the fastest first; [] if it fits, or none is found.
 
     Of sets that differ only in a number (TP 2 or 4), the fastest one.
@@ -63,9 +63,9 @@ def cures(config: RunConfig, machine: MachineFacts, timed_on: Machine | None = N
     if fit_of(config, machine).is_whole:
         return []
     timed_on = timed_on or machines_of(config, machine)
-    best: dict[frozenset[str], Cure] = {}
+    best: dict[frozenset[str], ChangeSet] = {}
     for chosen, run, fit in _sufficient(config, machine):
-        cure = Cure(chosen, fit, _seconds(run, timed_on))
+        cure = ChangeSet(chosen, fit, _seconds(run, timed_on))
         kinds = frozenset(change.kind for change in chosen)
         if kinds not in best or _rank(cure) < _rank(best[kinds]):
             best[kinds] = cure
@@ -169,6 +169,6 @@ def _seconds(run: RunConfig, machine: Machine | None) -> float | None:
     return None if machine is None else step_time(run, machine).seconds
 
 
-def _rank(cure: Cure) -> tuple[float, int, int]:
+def _rank(cure: ChangeSet) -> tuple[float, int, int]:
     """The fastest first, then fewer changes, then less in host memory."""
     return cure.seconds or math.inf, len(cure.changes), cure.fit.host_needed

@@ -33,7 +33,7 @@ _ROUNDED = 0.0005
 """A difference that one digit of a percentage does not show."""
 
 
-class Row(NamedTuple):
+class PlanRow(NamedTuple):
     """What the plan says about one thing."""
 
     lines: Sequence[str]
@@ -42,7 +42,7 @@ class Row(NamedTuple):
     """How the numbers were computed."""
 
 
-def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[Row]:
+def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[PlanRow]:
     """Rows about processes, parameters, bytes of a rank, a step, the whole run; and warnings.
 
     Args:
@@ -50,12 +50,12 @@ def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[Row]:
         machine: the machine whose memory is compared with what the run needs; all are taken to be equal.
     """
     model, layers = config.model, config.stage_layers
-    yield Row([f"processes   {layout_text(config)}"])
+    yield PlanRow([f"processes   {processes_text(config)}"])
     if len(set(layers)) > 1:
         split = " + ".join(map(str, layers))
-        yield Row([f"layers      {model.num_layers} = {split} over the pipeline stages"])
+        yield PlanRow([f"layers      {model.num_layers} = {split} over the pipeline stages"])
     size = f"{scaled(total_parameters(model))} ({model.model_size})"
-    yield Row([f"parameters  {size}"], list(_shapes(config)))
+    yield PlanRow([f"parameters  {size}"], list(_shapes(config)))
     yield _state(config)
     if model.precision_align is None:  # which keeps more
         yield _activations(config, machine)
@@ -65,15 +65,15 @@ def plan_rows(config: RunConfig, machine: MachineFacts) -> Iterator[Row]:
     yield _step(config)
     if config.data.packing and config.data.dataset_type == "raw":  # .bin/.idx are as they were made
         packed = f"several rows share a sequence of {config.sample_length} tokens"
-        yield Row([f"packing     on: {packed}, a sample of the step is such a sequence"])
+        yield PlanRow([f"packing     on: {packed}, a sample of the step is such a sequence"])
     if machine.cuda_devices:
-        yield Row([f"kernels     {backends_of(config, machine).line}"])
-    yield Row([f"run         {_length(config)}"])
+        yield PlanRow([f"kernels     {backends_of(config, machine).line}"])
+    yield PlanRow([f"run         {_length(config)}"])
     if found := newest_saved(config):  # by its name: whether it is whole is not read
         root, newest = found
         of_all = "" if is_counted_in_samples(config) else f" of {config.training.train_iters}"
-        yield Row([f"resume      after step {newest}{of_all}, from {root}"])
-    yield Row(list(_shortages(config, machine)))
+        yield PlanRow([f"resume      after step {newest}{of_all}, from {root}"])
+    yield PlanRow(list(_shortages(config, machine)))
 
 
 def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
@@ -85,7 +85,7 @@ def describe_plan(config: RunConfig, machine: MachineFacts) -> str:
     return "\n".join(line for row in plan_rows(config, machine) for line in row.lines)
 
 
-def layout_text(config: RunConfig) -> str:
+def processes_text(config: RunConfig) -> str:
     """Processes, their axes and machines: "8 = TP 2 x PP 1 x CP 1 x DP 4 on 1 machine"."""
     parallel, stages = config.parallel, config.virtual_pipeline_size
     return (
@@ -107,7 +107,7 @@ def _shapes(config: RunConfig) -> Iterator[str]:
         yield f"{row.name}: {times}({shapes})"
 
 
-def _state(config: RunConfig) -> Row:
+def _state(config: RunConfig) -> PlanRow:
     """Model state of the heaviest rank."""
     parallel, stage, state = config.parallel, config.zero_stage, bytes_per_rank(config)
     host, instances = offloaded_bytes(config), parallel.num_distributed_optimizer_instances
@@ -122,7 +122,7 @@ def _state(config: RunConfig) -> Row:
         + (f" in {instances} instances)" if instances > 1 else ")")
     )
     cut = {level: f" / {shares}" if stage >= level else "" for level in ZeroStage}
-    return Row([line], [
+    return PlanRow([line], [
         f"{count} parameters on the heaviest rank: of its stage, matrices and vocabulary over TP "
         f"{parallel.tensor_model_parallel_size}",
         f"weights: {count} x {element_bytes(precision)} bytes = {weights}",
@@ -132,7 +132,7 @@ def _state(config: RunConfig) -> Row:
     ])  # fmt: skip
 
 
-def _activations(config: RunConfig, machine: MachineFacts) -> Row:
+def _activations(config: RunConfig, machine: MachineFacts) -> PlanRow:
     """What layers keep, and the run's mix."""
     words: dict[Recompute | None, str] = {None: "none", "selective": "sel", "full": "full"}
     kept = activation_bytes(config, cuda=bool(machine.cuda_devices))
@@ -143,14 +143,14 @@ def _activations(config: RunConfig, machine: MachineFacts) -> Row:
     )
     tokens = config.micro_batch_tokens
     of_token = {setting or "none": f"{num_bytes / tokens:.0f}" for setting, num_bytes in kept.items()}
-    return Row([line], [
+    return PlanRow([line], [
         *(f"{name}: {tokens} tokens x {number} bytes of a token" for name, number in of_token.items()),
         "none keeps norms' inputs and outputs, q, k, v, attention's result, gate, up and their product",
         "sel leaves out what the norms give and the product; full keeps the layer's input",
     ])  # fmt: skip
 
 
-def _memory(config: RunConfig, machine: MachineFacts) -> Row:
+def _memory(config: RunConfig, machine: MachineFacts) -> PlanRow:
     """Memory of the heaviest rank."""
     rank = heaviest_rank(config, cuda=bool(machine.cuda_devices))
     kept, pp_size = rank.activations, config.parallel.pipeline_model_parallel_size
@@ -180,10 +180,10 @@ def _memory(config: RunConfig, machine: MachineFacts) -> Row:
             f"may use {size_text(usable)} of {size_text(machine.cuda_memory_bytes)}: 5 % and 1 GiB are for "
             "CUDA, NCCL, cuDNN and fragmentation"
         )
-    return Row([line], formulas)
+    return PlanRow([line], formulas)
 
 
-def _bubble(config: RunConfig, machine: MachineFacts) -> Row:
+def _bubble(config: RunConfig, machine: MachineFacts) -> PlanRow:
     """Idle time of the pipeline by its schedule, and the stage that is to blame."""
     schedule, timing = Schedule.of(config), step_timing(config)
     equal = f"(PP - 1) / {schedule.num_micro_batches} micro-batches"
@@ -195,7 +195,7 @@ def _bubble(config: RunConfig, machine: MachineFacts) -> Row:
     )
     idle = f"bubble      {timing.bubble:.1%} of the computing time"
     if timing.bubble <= 1.01 * schedule.formula + _ROUNDED:
-        return Row([f"{idle} = {equal}"], [formula])
+        return PlanRow([f"{idle} = {equal}"], [formula])
     work = stage_work(config).layers
     heaviest = max(range(len(work)), key=lambda stage: work[stage])
     lines = [
@@ -211,10 +211,10 @@ def _bubble(config: RunConfig, machine: MachineFacts) -> Row:
             needed = heaviest_rank(split.run, cuda=bool(machine.cuda_devices)).total
             line += f", with {size_text(needed)} a rank"
         lines.append(line)
-    return Row(lines, [formula])
+    return PlanRow(lines, [formula])
 
 
-def _step(config: RunConfig) -> Row:
+def _step(config: RunConfig) -> PlanRow:
     """Samples, tokens and FLOPs of a step, and those with what recomputation repeats if they are more."""
     model, samples, length = config.model, config.training.global_batch_size, config.sample_length
     flops, tokens = flops_per_step(config), samples * length
@@ -225,7 +225,7 @@ def _step(config: RunConfig) -> Row:
     )
     heads = model.num_attention_heads * model.kv_channels
     pairs = attended_pairs([length], model.window_size)
-    return Row([line], [
+    return PlanRow([line], [
         f"3 x (2 x {tokens} tokens x ({model.num_layers} layers x {layer_matrices(model)} + output "
         f"{config.padded_vocab_size} x {model.hidden_size}) + {samples} x 4 x "
         f"{model.num_layers} x {heads} x {pairs} pairs) = {flops.model:.4g}",
@@ -291,10 +291,11 @@ def start_lines(config: RunConfig, *, cuda: bool) -> tuple[str, str]:
         config: the run, its automatic choices made.
         cuda: whether it runs on GPUs.
     """
-    size = config.training.micro_batch_size
+    micro_batches = counted(config.num_micro_batches, "micro-batch")
+    samples = counted(config.training.micro_batch_size, "sample")
     layout = (
-        f"layout: processes {layout_text(config)}; replicas share {_SHARED[config.zero_stage]}; a step has "
-        f"{counted(config.num_micro_batches, 'micro-batch')} of {counted(size, 'sample')} a replica"
+        f"layout: processes {processes_text(config)}; replicas share {_SHARED[config.zero_stage]}; "
+        f"a step has {micro_batches} of {samples} a replica"
     )
     if config.model.precision_align is not None:
         text = _by_kind(*bytes_per_rank(config))

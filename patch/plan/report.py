@@ -10,7 +10,7 @@ from patch.config import RunConfig
 from patch.config.fields import SECTIONS, scalar_of
 from patch.device import MachineFacts
 from patch.plan.cures import cures, what_lacks
-from patch.plan.describe import INDENT, Row, describe_plan, plan_rows
+from patch.plan.describe import INDENT, PlanRow, describe_plan, plan_rows
 from patch.plan.fits import fit_of
 from patch.plan.memory import bytes_per_rank
 from patch.plan.parameters import parameters_per_rank, total_parameters
@@ -53,11 +53,11 @@ def plan_lines(planned: Planned, tokens: float | None, *, explain: bool) -> Iter
     config, machine = planned.resolved, planned.machine
     time = step_time(config, machine)
     rows = [
-        Row([machine_line(machine)], list(_rates(machine))),
+        PlanRow([machine_line(machine)], list(_rates(machine))),
         *plan_rows(config, machine.facts),
         _time(time, config, machine),
-        *([Row([budget_line(time, machine, tokens)])] if tokens else []),
-        Row(list(_advice(planned))),
+        *([PlanRow([budget_line(time, machine, tokens)])] if tokens else []),
+        PlanRow(list(_advice(planned))),
     ]
     for row in rows:
         yield from row.lines
@@ -93,7 +93,7 @@ def _rates(machine: Machine) -> Iterator[str]:
     yield f"a collective's step takes {timed(machine.node_link_latency)}, or {timed(machine.network_latency)}"
 
 
-def _time(time: StepTime, config: RunConfig, machine: Machine) -> Row:
+def _time(time: StepTime, config: RunConfig, machine: Machine) -> PlanRow:
     """A planned step and its parts."""
     each, what = time.tokens_per_second / config.world_size, "GPU" if machine.is_gpu else "process"
     mfu = f", MFU {time.mfu:.1%}" if time.mfu is not None else ""
@@ -105,7 +105,7 @@ def _time(time: StepTime, config: RunConfig, machine: Machine) -> Row:
         if part.seconds >= _SHOWN * time.seconds:
             share = f"{part.seconds / time.seconds:.1%}"
             lines.append(f"{INDENT}{share:>6}  {timed(part.seconds):>8}  {part.name}")
-    return Row(lines, [f"{part.name}: {part.formula}" for part in time.parts if part.seconds])
+    return PlanRow(lines, [f"{part.name}: {part.formula}" for part in time.parts if part.seconds])
 
 
 def budget_line(time: StepTime, machine: Machine, tokens: float) -> str:

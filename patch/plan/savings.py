@@ -70,7 +70,7 @@ SHARDED = (
 """What a search looks at, of a run `without_savings`."""
 
 
-class Saving(NamedTuple):
+class MemorySaving(NamedTuple):
     """A way to save memory, with what a run does not use of it yet."""
 
     frees: frozenset[str]
@@ -196,14 +196,14 @@ def _smaller_parts(config: RunConfig, limit: int) -> Iterator[Change]:
 
 
 SAVINGS = (
-    Saving(frozenset({"states"}), _sharded_states),
-    Saving(frozenset({"gradients", "states"}), _sharded_gradients),
-    Saving(frozenset({"activations"}), _smaller_passes),
-    Saving(frozenset({"activations"}), _recomputed),
-    Saving(frozenset({"activations"}), _offloaded_activations, goes_to_host=True),
-    Saving(frozenset({"weights"}), _fewer_8_bit_weights),
-    Saving(frozenset({"states"}), _states_on_host, goes_to_host=True),
-    Saving(frozenset({"gradients", "states", "weights"}), _smaller_parts),
+    MemorySaving(frozenset({"states"}), _sharded_states),
+    MemorySaving(frozenset({"gradients", "states"}), _sharded_gradients),
+    MemorySaving(frozenset({"activations"}), _smaller_passes),
+    MemorySaving(frozenset({"activations"}), _recomputed),
+    MemorySaving(frozenset({"activations"}), _offloaded_activations, goes_to_host=True),
+    MemorySaving(frozenset({"weights"}), _fewer_8_bit_weights),
+    MemorySaving(frozenset({"states"}), _states_on_host, goes_to_host=True),
+    MemorySaving(frozenset({"gradients", "states", "weights"}), _smaller_parts),
 )
 """The cheapest first."""
 

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import ContextCommunication, ZeroStage
+from patch.plan.activations import boundary_bytes
 from patch.plan.memory import gathered_bytes
 from patch.plan.parameters import element_bytes, parameters_per_rank
 from patch.plan.timing.machine import Machine
@@ -117,6 +118,18 @@ def neighbour_seconds(machine: Machine, config: RunConfig, axis: str, num_bytes:
     if distance * (group_of(config, axis).size - 1) < config.parallel.nproc_per_node:
         return machine.node_link_latency + num_bytes / (machine.node_link_bandwidth * reached.node_link)
     return machine.network_latency + num_bytes / (machine.network_bandwidth * reached.network)
+
+
+def summing_seconds(config: RunConfig, machine: Machine) -> float:
+    """Seconds of one gather of a micro-batch's hidden states over TP, or of one sum that is scattered.
+
+    Args:
+        config: the run.
+        machine: its links.
+    """
+    parallel = config.parallel
+    shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    return ring(machine, group_of(config, "tp"), 1).seconds(boundary_bytes(config) * shares)
 
 
 def sent_bytes(config: RunConfig, way: ContextCommunication) -> int:

@@ -11,10 +11,16 @@ from typing import NamedTuple
 
 from patch.config import RunConfig
 from patch.config.choices import Precision, Recompute
-from patch.plan.activations import activation_bytes, boundary_bytes
+from patch.plan.activations import activation_bytes
 from patch.plan.flops import attended_pairs
 from patch.plan.parameters import element_bytes
-from patch.plan.timing.communication import group_of, neighbour_seconds, ring, sent_bytes
+from patch.plan.timing.communication import (
+    group_of,
+    neighbour_seconds,
+    ring,
+    sent_bytes,
+    summing_seconds,
+)
 from patch.plan.timing.machine import Machine
 
 HALF_REACHED = 256
@@ -187,8 +193,7 @@ def _tensor(config: RunConfig, machine: Machine, products: _Products, *, is_forw
     tp_size = parallel.tensor_model_parallel_size
     if tp_size == 1:
         return 0.0
-    whole = boundary_bytes(config) * (tp_size if parallel.sequence_parallel else 1)
-    once = ring(machine, group_of(config, "tp"), 1).seconds(whole)
+    once = summing_seconds(config, machine)
     inputs, weights = products.inputs, products.weights
     overlaps = parallel.tp_comm_overlap
     if not machine.is_gpu if overlaps is None else overlaps:

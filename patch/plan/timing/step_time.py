@@ -26,9 +26,8 @@ from patch.plan.timing.communication import (
     Collective,
     GradientTravel,
     gradient_travel,
-    group_of,
     neighbour_seconds,
-    ring,
+    summing_seconds,
 )
 from patch.plan.timing.layer_time import LayerTimes, layer_times, product_seconds
 from patch.plan.timing.machine import Machine
@@ -126,7 +125,7 @@ def _loss(config: RunConfig, machine: Machine) -> float:
     sides = (tokens, rows, model.hidden_size)
     products = 3 * product_seconds(machine, precision, sides, size)
     bandwidth = machine.memory_rate
-    return products + tokens * rows * _LOGIT_BYTES / bandwidth + 2 * _summed(config, machine)
+    return products + tokens * rows * _LOGIT_BYTES / bandwidth + 2 * summing_seconds(config, machine)
 
 
 def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
@@ -137,18 +136,11 @@ def _embedding(config: RunConfig, machine: Machine) -> tuple[float, float]:
     boundary = boundary_bytes(config)
     added = 2 * size + 2 * element_bytes(config.optimizer.main_grads_dtype)
     weight = rows * config.model.hidden_size * added
-    forward = 2 * boundary / bandwidth + _summed(config, machine)
-    return forward, (weight + 2 * boundary) / bandwidth + _summed(config, machine) / 2
+    forward = 2 * boundary / bandwidth + summing_seconds(config, machine)
+    return forward, (weight + 2 * boundary) / bandwidth + summing_seconds(config, machine) / 2
 
 
-def _summed(config: RunConfig, machine: Machine) -> float:
-    """Seconds of one sum of hidden states over TP, which the embedding and the output layer need."""
-    parallel = config.parallel
-    shares = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-    return ring(machine, group_of(config, "tp"), 1).seconds(boundary_bytes(config) * shares)
-
-
-class Part(NamedTuple):
+class StepPart(NamedTuple):
     """A part of a step."""
 
     name: str
@@ -160,7 +152,7 @@ class Part(NamedTuple):
 class StepTime(NamedTuple):
     """A planned step."""
 
-    parts: list[Part]
+    parts: list[StepPart]
     seconds: float
     """Their sum."""
     tokens_per_second: float
@@ -199,7 +191,7 @@ def _timing(config: RunConfig, costs: StepCosts) -> Timing:
     return simulate(Schedule.of(config), forward, backward, costs.message if is_hidden else 0.0)
 
 
-def _passes(config: RunConfig, costs: StepCosts, timing: Timing) -> list[Part]:
+def _passes(config: RunConfig, costs: StepCosts, timing: Timing) -> list[StepPart]:
     """The parts of all passes of the process that computes longest, and the time that it waits for others."""
     pp_size, count = config.parallel.pipeline_model_parallel_size, config.num_micro_batches
     rank = max(range(pp_size), key=lambda rank: timing.computing[rank])
@@ -213,21 +205,21 @@ def _passes(config: RunConfig, costs: StepCosts, timing: Timing) -> list[Part]:
     ):  # fmt: skip
         first, second = getattr(forward, name), getattr(backward, name)
         text = f"{count} micro-batches x {layers} layers x ({timed(first)} + {timed(second)} backward)"
-        parts.append(Part(title, kept * (first + second), text))
+        parts.append(StepPart(title, kept * (first + second), text))
     waiting = kept * (forward.total + backward.total) - sum(part.seconds for part in parts)
     text = f"a layer's kernels take the host {timed(forward.launches)} + {timed(backward.launches)} to start"
-    parts.append(Part("waiting for the host", max(0.0, waiting), text))
+    parts.append(StepPart("waiting for the host", max(0.0, waiting), text))
     plain = layers * backward.total + (costs.embedding[1] if 0 in own else 0)
     again = sum(costs.backward[stage] for stage in own) - plain
     text = f"{count} x {timed(again)}: forwards and activations that AC computes or copies again"
-    parts.append(Part("recomputation, offload of activations", count * max(0.0, again), text))
+    parts.append(StepPart("recomputation, offload of activations", count * max(0.0, again), text))
     if 0 in own:
         first, second = costs.embedding
         text = f"{count} x ({timed(first)} + {timed(second)} backward); its gradient is a whole one"
-        parts.append(Part("embedding", count * sum(costs.embedding), text))
+        parts.append(StepPart("embedding", count * sum(costs.embedding), text))
     if len(costs.forward) - 1 in own:
         text = f"{count} x {timed(costs.loss)}: three products with {config.padded_vocab_size} rows, logits"
-        parts.append(Part("output layer and loss", count * costs.loss, text))
+        parts.append(StepPart("output layer and loss", count * costs.loss, text))
     if pp_size > 1:
         idle = timing.step - sum(part.seconds for part in parts)
         formula = Schedule.of(config).formula
@@ -235,11 +227,11 @@ def _passes(config: RunConfig, costs: StepCosts, timing: Timing) -> list[Part]:
             f"the order of passes, simulated; a message takes {timed(costs.message)}, "
             f"{'hidden' if costs.has_hidden_messages else 'waited for'}; equal stages idle {formula:.1%}"
         )
-        parts.append(Part("pipeline bubble and messages", idle, text))
+        parts.append(StepPart("pipeline bubble and messages", idle, text))
     return parts
 
 
-def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timing) -> list[Part]:
+def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timing) -> list[StepPart]:
     """The parts after the last backward: gradients, norm, update, weights."""
     parts = []
     if config.num_weight_copies > 1:
@@ -257,7 +249,7 @@ def _around(config: RunConfig, machine: Machine, costs: StepCosts, timing: Timin
         f"{own / 1e6:.0f} M states a rank: norm {timed(own * read + latency)}, Adam "
         f"{timed(own * costs.update * (1 - fraction))}; {held / 1e6:.0f} M gradients cleared"
     )
-    parts.append(Part("norm and update", seconds, text))
+    parts.append(StepPart("norm and update", seconds, text))
     if fraction:
         parts.append(_host_update(config, machine, costs, own * fraction))
     return parts
@@ -303,7 +295,7 @@ def _travels(config: RunConfig, costs: StepCosts, collective: Collective) -> lis
     return found
 
 
-def _reduction(config: RunConfig, costs: StepCosts, timing: Timing, contention: float) -> Part:
+def _reduction(config: RunConfig, costs: StepCosts, timing: Timing, contention: float) -> StepPart:
     """Gradients that are still on their way when the last process ends its last backward."""
     pp_size, count = config.parallel.pipeline_model_parallel_size, config.num_micro_batches
     times = count if config.zero_stage is ZeroStage.GRADIENTS else 1
@@ -322,10 +314,10 @@ def _reduction(config: RunConfig, costs: StepCosts, timing: Timing, contention: 
         f"; {timed(slower)} of slower kernels beside"
         + (f"; sums across instances {timed(across)}" if across else "")
     )
-    return Part("gradients, exposed", latest - timing.step + across + slower, text)
+    return StepPart("gradients, exposed", latest - timing.step + across + slower, text)
 
 
-def _gathering(config: RunConfig, costs: StepCosts, contention: float) -> Part:
+def _gathering(config: RunConfig, costs: StepCosts, contention: float) -> StepPart:
     """Weights that the first forward waits for. A later stage's forward begins later."""
     pp_size = config.parallel.pipeline_model_parallel_size
     travels = _travels(config, costs, costs.travel.gather)
@@ -338,7 +330,7 @@ def _gathering(config: RunConfig, costs: StepCosts, contention: float) -> Part:
         f"{timed(max(travels).seconds)} travel behind forward ({timed(sum(costs.forward[::pp_size]))} of the "
         f"first rank), except {timed(travels[0].unhidden)}; {timed(slower)} of slower kernels beside"
     )
-    return Part("weights, exposed", worst + slower, text)
+    return StepPart("weights, exposed", worst + slower, text)
 
 
 def offloaded_fraction(config: RunConfig, machine: Machine) -> float:
@@ -358,7 +350,7 @@ def offloaded_fraction(config: RunConfig, machine: Machine) -> float:
     return min(1.0, max(0.0, 1 - room / states))
 
 
-def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements: float) -> Part:
+def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements: float) -> StepPart:
     """What a step waits for states on the host.
 
     Gradients go down behind the last backward. So many states are updated meanwhile as there is time for, at
@@ -378,4 +370,4 @@ def _host_update(config: RunConfig, machine: Machine, costs: StepCosts, elements
         f"{elements / 1e6:.0f} M states: down {timed(down)} behind backward ({timed(backward)}), update "
         f"{timed(update)}, {early:.0%} of it early, up {timed(up)} behind forward ({timed(forward)})"
     )
-    return Part("states on the host, exposed", exposed, text)
+    return StepPart("states on the host, exposed", exposed, text)
