@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 from patch.config.choices import Precision
 from patch.device import MachineFacts
 from patch.errors import ConfigError, nearest
-from patch.parse_numbers import to_float
+from patch.parse_numbers import to_float, to_int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,14 +188,13 @@ def _value(name: str, value: Any, annotation: str, origin: str) -> Any:
         return tuple(value) if is_pair else _refuse(origin, name, value, "two whole numbers")
     if annotation == "float | None" and value is None:
         return None
+    is_whole, may_be_zero = annotation == "int", name in _MAY_BE_ZERO
     # YAML reads 1e-05, which JSON writes, as a text.
-    number = None if isinstance(value, bool) else to_float(str(value))
-    is_whole = annotation == "int"
-    may_be_zero = name in _MAY_BE_ZERO
-    if number is None or number < 0 or (not number and not may_be_zero) or (is_whole and number % 1):
+    number = (to_int if is_whole else to_float)(str(value))
+    if number is None or number < 0 or not (number or may_be_zero):
         kind = f"a {'whole ' if is_whole else ''}number {'of at least' if may_be_zero else 'above'} 0"
         _refuse(origin, name, value, kind)
-    return int(number) if is_whole else number
+    return number
 
 
 def _refuse(origin: str, name: str, value: object, expected: str) -> NoReturn:

@@ -37,22 +37,18 @@ def test_the_report_adds_up(tmp_path):
     assert time["mfu"] == pytest.approx(flops / time["step_seconds"] / 16 / 989.5e12)
 
 
-def test_the_lines_of_a_search_give_its_layouts(tmp_path, capsys):
+def test_the_rows_and_lines_of_a_search_are_its_layouts(tmp_path, capsys):
     file, plot = tmp_path / "found.json", tmp_path / "found.png"
-    options = ["--machine=h100", "--search", "--best=3", f"--json={file}", f"--plot={plot}"]
+    options = ["--machine=h100", "--search", "--best=2", f"--json={file}", f"--plot={plot}"]
     assert main([*options, "--", "--model-size=8B", "--seq-length=8192", "--global-batch-size=128"]) == 0
     layouts, text = json.loads(file.read_text())["layouts"], capsys.readouterr().out
-    assert len(layouts) == 3 and plot.stat().st_size > 1000
+    assert len(layouts) == 2 and plot.stat().st_size > 1000
     for layout in layouts:
         assert layout["command"] in text
-        program, script, *argv = shlex.split(layout["command"])
-        assert (program, script) == ("bash", "examples/llama3_1/run_mcore_llama.sh")
+        _, _, *argv = shlex.split(layout["command"])
         run = parse_args(argv, {}, H100.facts).config
-        sizes = run.parallel.tensor_model_parallel_size, run.parallel.pipeline_model_parallel_size
-        assert sizes == (layout["tp"], layout["pp"])
-        assert run.training.micro_batch_size == layout["micro_batch"]
-        assert run.data_parallel_size == layout["dp"]
-        assert run.training.global_batch_size == 128 and run.model.num_layers == 32
+        sizes = run.parallel.tensor_model_parallel_size, run.training.micro_batch_size
+        assert (*sizes, run.data_parallel_size) == (layout["tp"], layout["micro_batch"], layout["dp"])
 
 
 def test_the_number_of_machines_that_is_named_is_enough(capsys):
