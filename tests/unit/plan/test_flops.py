@@ -1,4 +1,4 @@
-"""FLOPs against torch's counter: GQA, SwiGLU, windows, packed sequences, recomputation; pairs against masks."""
+"""FLOPs against torch's counter: GQA, SwiGLU, windows, packing, recomputation; pairs against masks."""
 
 from typing import Any
 
