@@ -110,9 +110,7 @@ def slowdown(num_ranks: int, num_passes: int, of_devices: float = 0.01, of_passe
     return 1.0 + slowest_of(num_ranks) * math.hypot(of_devices, of_passes / math.sqrt(num_passes))
 
 
-def scaling(
-    size: str, machine: str, counts: Sequence[int], *, has_instances: bool = False
-) -> list[Point]:
+def scaling(size: str, machine: str, counts: Sequence[int], *, has_instances: bool = False) -> list[Point]:
     """The steps of a model on these numbers of GPUs.
 
     Those on which it does not fit, or that are too few for two replicas, are left out.
