@@ -47,7 +47,7 @@ def test_a_slow_first_stage_of_several_interleaved_ones_is_waited_for() -> None:
     Process 1: F1a 2-3, F1b 4-5, F3a 5-6, B3a 6-7, F3b 7-8, B3b 8-9, B1a 9-10, B1b 10-11.
     """
     timing = simulate(schedule_of(2, 2, 2), [2.0, 1.0, 1.0, 1.0], [2.0, 1.0, 1.0, 1.0])
-    assert (timing.step, timing.computing) == (14, [12, 8])
+    assert (timing.step, timing.computing, timing.ends) == (14, [12, 8], [14, 11])
 
 
 def test_work_is_counted_as_flops_are() -> None:

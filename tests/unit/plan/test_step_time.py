@@ -31,16 +31,6 @@ def test_one_device_computes_and_updates():
     assert time.mfu == pytest.approx(flops_per_step(config).model / time.seconds / 989.5e12)
 
 
-def test_equal_stages_idle_as_the_formula_says():
-    """(PP - 1) / micro-batches of the computing time: no embedding, no loss, messages that take no time."""
-    schedule = Schedule.of(run(pp=4))
-    timing = simulate(schedule, [1.0] * 4, [2.0] * 4)
-    assert timing.step - 24 == pytest.approx(24 * 3 / 8)
-    assert timing.ends == [33, 31, 29, 27]
-    slower = simulate(schedule, [1.0] * 4, [2.0] * 4, message=0.5)
-    assert slower.step - timing.step >= 3 * 0.5 * 2
-
-
 def test_a_pipelines_parts_are_its_simulated_time():
     config = run(pp=4)
     costs = step_costs(config, H100)
