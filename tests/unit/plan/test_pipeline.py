@@ -36,7 +36,7 @@ def test_fewer_micro_batches_than_stages_still_pass_all_of_them() -> None:
 def test_the_slowest_stage_sets_the_pace() -> None:
     """By hand: the slow last stage gets an input at 1 and works without a gap; one backward follows."""
     timing = simulate(schedule_of(2, 1, 5), [1.0, 2.0], [2.0, 4.0])
-    assert timing.step == 1 + 5 * 6 + 2
+    assert timing.step == 1 + 5 * 6 + 2 and timing.ends == [33, 31]
     assert timing.bubble == pytest.approx((2 * 33 - 45) / 45)
 
 
