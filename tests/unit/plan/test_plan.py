@@ -12,6 +12,7 @@ from patch.device import MachineFacts
 from patch.distributed.groups import initialize
 from patch.model import build_llama_model
 from patch.plan.activations import activation_bytes, activation_peak
+from patch.plan.describe import describe_plan
 from patch.plan.fits import fit_of
 from patch.plan.flops import flops_per_step, peak_flops
 from patch.plan.memory import bytes_per_rank, offloaded_bytes, staging_bytes
@@ -203,6 +204,14 @@ def test_what_a_run_needs_is_state_and_activations(flags, cuda, on_device, on_ho
 def test_a_device_that_is_too_small_is_not_taken_for_an_unknown_one(cuda, usable):
     fit = fit_of(_run("tiny"), MachineFacts(2 * cuda, 2, 2**20 * cuda))
     assert fit.device_usable == usable and fit.is_on_device == (not cuda)
+
+
+def test_memory_of_a_cpu_that_is_too_small_is_warned_of():
+    run = _run("tiny", "--simulated-device-memory=1e6", "--nproc-per-node=2")
+    text = describe_plan(run, MachineFacts(0, 2, host_memory_bytes=2**20))
+    assert "of model state and activations on a simulated device that has 0.95 MiB" in text
+    assert "of model state and activations in the host memory of 2 processes, a machine has 1.00 MiB" in text
+    assert "warning" not in describe_plan(_run("tiny"), MachineFacts(0, 2))
 
 
 @pytest.mark.parametrize("kept", [None, "selective"])
