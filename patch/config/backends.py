@@ -21,11 +21,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from patch.config.choices import Precision, TransformerImpl
+from patch.config.choices import Precision
 from patch.config.execution import Execution
 from patch.config.positions import where
 from patch.config.schema import ModelConfig, RunConfig
 from patch.device import MachineFacts
+from patch.families import TransformerImpl
 
 FP8_MULTIPLE = 16
 """CUDA's 8-bit products need sizes that are multiples of it; so does a CPU run, which may go on on a GPU."""

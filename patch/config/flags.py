@@ -10,9 +10,9 @@ import argparse
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from patch.config.fields import FIELDS, SECTIONS, Field, coerce, refused_yet
+from patch.config.fields import FIELDS, SECTIONS, Field, coerce
 from patch.config.foreign_flags import answers, is_meant_otherwise
-from patch.config.positions import POSITIONS, VARIABLES, built_words
+from patch.config.positions import POSITIONS, VARIABLES
 from patch.errors import ConfigError
 from patch.parse_numbers import to_float
 
@@ -35,18 +35,11 @@ class _Parser(argparse.ArgumentParser):
 def _positions_help() -> str:
     lines = ["The 25 positions (then named flags; or named flags alone):", ""]
     for index, position in enumerate(POSITIONS, 1):
+        lines.append(f"  {index:2}  {position.name:24}  {position.help}")
         if isinstance(position.kind, tuple):
-            built = built_words(position)
-            lines.append(f"  {index:2}  {position.name:24}  {position.help}")
-            refused = _refused(", ".join(word for word in position.kind if word not in built))
-            lines.append(f"  {'':30}{'|'.join(built)}{refused}")
-        else:
-            refused = _refused("; ".join(filter(None, map(refused_yet, position.fields))))
-            lines.append(f"  {index:2}  {position.name:24}  {position.help}{refused}")
+            lines.append(f"  {'':30}{'|'.join(position.kind)}")
     lines += ["", "Environment variables beside the positions:", ""]
-    lines += [
-        f"      {name:24}  {help}{_refused(refused_yet(field))}" for name, (field, help) in VARIABLES.items()
-    ]
+    lines += [f"      {name:24}  {help}" for name, (_, help) in VARIABLES.items()]
     lines += [
         f"      {'NPROC_PER_NODE':24}  processes on this machine (default: its GPUs, else TP x PP x CP)"
     ]
@@ -58,19 +51,10 @@ def _positions_help() -> str:
     return "\n".join(lines)
 
 
-def _refused(values: str) -> str:
-    """The note in `--help` about values that are not supported yet."""
-    return f" (refused yet: {values})" if values else ""
-
-
 def _help(field: Field) -> str:
-    if field.kind is bool:
-        marks = {"": "", "true": " (refused yet)", "false": f" (refused yet: {spellings(field)[1]})"}
-        text = field.help + marks[refused_yet(field.name)]
-    else:
-        default = "" if field.required else f" [{field.to_scalar(field.default)}]"
-        text = field.help + default + _refused(refused_yet(field.name))
-    return text.replace("%", "%%")
+    has_default = field.kind is not bool and not field.required
+    default = f" [{field.to_scalar(field.default)}]" if has_default else ""
+    return (field.help + default).replace("%", "%%")
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from patch.families.llama_like import LlamaLike
+from patch.families.family import Family
 from patch.families.shape import Traits
 
 
@@ -82,7 +82,7 @@ _PRESETS: dict[str, dict[str, Any]] = {
     "llama1-65B": _llama12(_Size(80, 8192, 22016, 64, 64), max_position=2048, norm_epsilon=1e-5),
 }
 
-LLAMA = LlamaLike(
+LLAMA = Family(
     model_type="llama",
     architecture="LlamaForCausalLM",
     traits=Traits(),

@@ -13,8 +13,8 @@ from statistics import NormalDist
 from typing import Any, NamedTuple
 
 from patch.config import ModelConfig, ParallelConfig, RunConfig
-from patch.config.model_schema import PRESETS
 from patch.config.schema import CheckpointConfig, DataConfig, OptimizerConfig, TrainingConfig
+from patch.families import PRESETS
 from patch.plan.activation_peak import heaviest_rank
 from patch.plan.flops import flops_per_step
 from patch.plan.memory import usable_device_memory

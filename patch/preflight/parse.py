@@ -18,12 +18,12 @@ from typing import Any, NamedTuple
 from patch.config.data_spec import format_data, parse_data
 from patch.config.fields import FIELDS, assemble, check_choice, missing
 from patch.config.flags import build_parser, is_flag, read_flags
-from patch.config.model_schema import MODEL_SIZES, PRESETS, REQUIRED_SHAPE, SHAPE_FIELDS
 from patch.config.positions import USAGE, read_positions, read_variables, where
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_yaml
 from patch.device import MachineFacts
 from patch.errors import ConfigError
+from patch.families import MODEL_SIZES, PRESETS, SHAPE_FIELDS
 from patch.preflight.cluster import Rendezvous, default_nproc_per_node, read_cluster
 from patch.preflight.hub_names import take_models
 from patch.preflight.stored_shape import (
@@ -38,6 +38,8 @@ from patch.storage.remote import is_url
 
 _PATHS = ("tokenizer_name_or_path", "load", "output_path", "log_dir")
 _DATA = ("train_data_path", "valid_data_path")
+_REQUIRED_SHAPE = {"num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads"}
+"""Fields that the user must give if neither a preset nor a config.json sets them."""
 
 
 class Invocation(NamedTuple):
@@ -144,7 +146,7 @@ def _shape(merged: Mapping[str, Any]) -> dict[str, Any]:
         return PRESETS[size]
     if (found := shape_at(load)) is not None:
         return found.fields
-    if merged.keys() >= REQUIRED_SHAPE - {"vocab_size"}:
+    if merged.keys() >= _REQUIRED_SHAPE:
         folder = merged.get("tokenizer_name_or_path") or load
         return {} if folder is None else vocabulary_at(folder)
     if not {"model_size", "load"} & merged.keys():

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 from patch.config.data_spec import parse_columns
 from patch.config.fields import FIELDS, scalar_of, value_of
 from patch.config.flags import spellings
-from patch.config.model_schema import SHAPE_FIELDS
 from patch.config.positions import length_text, where
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
+from patch.families import SHAPE_FIELDS
 from patch.preflight.checkpoint_places import begun_root, record_home, refuse_left_checkpoints
 from patch.preflight.data_record import DataRecord, SetRecord, changes_of_origin
 from patch.preflight.stored_shape import STORED_SHAPE

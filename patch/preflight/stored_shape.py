@@ -10,11 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from patch.config.model_schema import SHAPE_FIELDS
 from patch.config.schema import RunConfig
 from patch.config.yaml_io import read_run
 from patch.errors import ConfigError
-from patch.families import ConfigReader, read_config
+from patch.families import SHAPE_FIELDS, ConfigReader, read_config
 from patch.preflight.checkpoint_places import store_errors, was_begun
 from patch.storage.names import CONFIG_FILE, TRACKER, find_checkpoint_root, is_complete
 from patch.storage.places import AnyPath, any_path

@@ -14,17 +14,17 @@ from tempfile import TemporaryDirectory
 from typing import get_args
 
 from patch.checks.layout import fewer_machines_suffice
-from patch.checks.rules import RULES, Rule, notes
+from patch.checks.notes import notes
+from patch.checks.rules import RULES, Rule
 from patch.checks.run_length import profile_names_steps
 from patch.config.choices import BuiltInTemplate
 from patch.config.data_spec import data_files, nearest_set, parse_data
 from patch.config.fields import FIELDS
-from patch.config.model_schema import PRESETS
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import DataError, nearest
-from patch.families import WEIGHT_FIELDS
+from patch.families import PRESETS, WEIGHT_FIELDS
 from patch.preflight.checkpoint_places import checkpoint_root, store_errors
 from patch.preflight.stored_shape import has_hf_config, is_hf_folder, run_behind, shape_at
 from patch.storage.hub import hub_name
