@@ -114,8 +114,7 @@ def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
         field: the field of the configuration that holds it, for messages.
 
     Raises:
-        DataError: there is no path, a weight is missing or not positive, paths are separated by commas, or a
-            quotation mark is not closed.
+        DataError: there is no path, a weight is missing or not positive, or a quotation mark is not closed.
     """
     if url := _URL.search(text):
         raise DataError(
@@ -125,7 +124,6 @@ def parse_data(text: str, field: str | None = None) -> tuple[DataPart, ...]:
     if _names_files(text):
         return (DataPart(None, text),)
     words = _words(text, field)
-    _refuse_commas(text, words, field)
     if not words:
         raise DataError(f"got {text!r}, expected a path", field=field)
     if not _is_number(words[0]):
@@ -202,8 +200,8 @@ def files_of(path: str, field: str | None = None) -> list[Path]:
         if not os.path.exists(path):
             hint = nearest_set(path) or _nearest_file(path) or _shadow(path)
             raise DataError(
-                f"{path} does not exist{hint}, expected a file, a folder or a glob (several paths: quote one "
-                "that has blanks)",
+                f"{path} does not exist{hint}, expected a file, a folder or a glob (several paths: "
+                "blanks between them, no commas; quote one that has blanks)",
                 field=field,
             )
         return [Path(path)]
@@ -256,21 +254,6 @@ def _names_files(text: str) -> bool:
     if any(os.path.exists(text + ending) for ending in ("", ".bin", ".idx")):
         return True
     return has_magic(text) and next(iglob(text, recursive=True), None) is not None
-
-
-def _refuse_commas(text: str, words: list[str], field: str | None) -> None:
-    """Refuse a list with commas, as other programs have it."""
-    for word in words:
-        if "," not in word or _names_files(word):
-            continue
-        paths = [path for path in re.split(r"[\s,]+", text) if path and to_float(path) is None]
-        if any(_names_files(os.path.expanduser(path)) for path in word.split(",") if path):
-            raise DataError(
-                f"got {text!r}: no file has this name, and sets are separated by blanks: expected "
-                f"'{' '.join(paths)}' (all samples of each) or '{' '.join(f'1 {path}' for path in paths)}' "
-                "(shares)",
-                field=field,
-            )
 
 
 def _words(text: str, field: str | None) -> list[str]:

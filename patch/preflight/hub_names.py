@@ -13,6 +13,7 @@ import dataclasses
 import os
 import re
 from collections.abc import Mapping
+from functools import partial
 from glob import escape
 from pathlib import Path
 from typing import Any
@@ -56,7 +57,8 @@ def take_models(merged: dict[str, Any]) -> None:
     """
     _refuse_what_is_no_path(merged)
     output = merged.get("output_path")
-    for field, fetch in (("load", _without_weights), ("tokenizer_name_or_path", fetch_tokenizer)):
+    readers = {"load": partial(fetch_model, weights=False), "tokenizer_name_or_path": fetch_tokenizer}
+    for field, fetch in readers.items():
         text = merged.get(field)
         if text is None:
             continue
@@ -130,10 +132,6 @@ def fetch_sets(text: str, field: str, output: str | None = None) -> str:
         part if name is None else part._replace(path=_set_of(_pinned(name, output), field))
         for part, name in zip(parts, names, strict=True)
     )
-
-
-def _without_weights(name: HubName, *, field: str) -> Path:
-    return fetch_model(name, weights=False, field=field)
 
 
 def _pinned(name: HubName, output: str | None) -> HubName:

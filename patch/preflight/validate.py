@@ -51,27 +51,29 @@ def weights_are_there(config: RunConfig, machine: MachineFacts) -> None:
     if load is None or is_hf_folder(load):
         return
     with store_errors("load"):
-        _check_weights(load)
+        found = _lack_of_weights(load)
+    if found:
+        either = "a Hugging Face folder (config.json), a converted one, or a run's folder or checkpoint/"
+        refuse("load", load, f"none, {either}", found)
 
 
-def _check_weights(load: str) -> None:
+def _lack_of_weights(load: str) -> str:
+    """What is there instead of a checkpoint; "" if one is there."""
     folder = any_path(load)
     root = find_checkpoint_root(folder)
     released = is_released(root) and is_complete(root / RELEASE)
     if complete_iterations(root) or released or is_complete(folder):
-        return
-    found = "a folder without either" if folder.is_dir() else "no such folder"
-    if isinstance(folder, RemotePath) and (folder / "config.json").is_file():
-        found = "a Hugging Face folder in a store: copy it to a disk, or give its name on the hub (org/name)"
+        return ""
     if is_legacy(root):
-        found = (
+        return (
             "a checkpoint of Megatron-LM's old format (mp_rank_*), which the converter reads: "
             "llama-patch convert mcore2hf"
         )
-    elif (root / TRACKER).is_file():
-        found = f"{root / TRACKER} is there, but no complete checkpoint (iter_*, release) beside it"
-    expected = "none, a Hugging Face folder (config.json), a converted one, or a run's folder or checkpoint/"
-    refuse("load", load, expected, found)
+    if (root / TRACKER).is_file():
+        return f"{root / TRACKER} is there, but no complete checkpoint (iter_*, release) beside it"
+    if isinstance(folder, RemotePath) and (folder / "config.json").is_file():
+        return "a Hugging Face folder in a store: copy it to a disk, or give its name on the hub (org/name)"
+    return "a folder without either" if folder.is_dir() else "no such folder"
 
 
 def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
@@ -116,27 +118,25 @@ def tokenizer_is_there(config: RunConfig, machine: MachineFacts) -> None:
         refuse("tokenizer_name_or_path", folder, expected, found)
 
 
-def _differing_files(config: RunConfig) -> tuple[str, list[str]] | None:
-    """The tokenizer folder of position 22, and the tokenizer files in which the one in use differs from it.
-
-    None if the run uses that folder itself, or there is nothing to compare.
-    """
+def _other_tokenizer(config: RunConfig) -> tuple[str, str]:
+    """A remark if the tokenizer is not that of position 22, which has one; the files in which they differ."""
     load, used = config.checkpoint.load, config.tokenizer_folder
     if load is None or used is None:
-        return None
+        return "", ""
     run = None if has_hf_config(load) else run_behind(load)
     own = load if run is None else run.tokenizer_folder
     if own is None:
-        return None
+        return "", ""
     theirs, ours = ([Path(folder) / name for name in TOKENIZER_FILES] for folder in (own, used))
     if not any(file.is_file() for file in theirs) or os.path.realpath(own) == os.path.realpath(used):
-        return None
+        return "", ""
     differing = [
         one.name
         for one, other in zip(theirs, ours, strict=True)
         if one.is_file() != other.is_file() or (one.is_file() and not cmp(one, other, shallow=False))
     ]
-    return own, differing
+    remark = f"{where('tokenizer_name_or_path')}: {used} is used, not the tokenizer in {own}"
+    return remark, " and ".join(differing)
 
 
 def chat_template_is_there(config: RunConfig, machine: MachineFacts) -> None:
@@ -155,28 +155,16 @@ def chat_template_is_there(config: RunConfig, machine: MachineFacts) -> None:
 
 def tokenizer_notes(config: RunConfig) -> Iterator[str]:
     """One line if the tokenizer is read from another folder than position 22, but has the same files."""
-    comparison = _differing_files(config)
-    if comparison is None:
-        return
-    own, differing = comparison
-    if not differing:
-        yield f"{_other_tokenizer(config, own)}, which has the same files"
+    remark, differing = _other_tokenizer(config)
+    if remark and not differing:
+        yield f"{remark}, which has the same files"
 
 
 def run_warnings(config: RunConfig) -> list[str]:
     """One line if the tokenizer differs from that of position 22."""
-    comparison = _differing_files(config)
-    if comparison is None:
-        return []
-    own, differing = comparison
-    if not differing:
-        return []
-    files = " and ".join(differing)
-    return [f"{_other_tokenizer(config, own)}, whose {files} differs: the weights were trained with that one"]
-
-
-def _other_tokenizer(config: RunConfig, own: str) -> str:
-    return f"{where('tokenizer_name_or_path')}: {config.tokenizer_folder} is used, not the tokenizer in {own}"
+    remark, differing = _other_tokenizer(config)
+    why = "the weights were trained with that one"
+    return [f"{remark}, whose {differing} differs: {why}"] if differing else []
 
 
 def store_is_there(config: RunConfig, machine: MachineFacts) -> None:

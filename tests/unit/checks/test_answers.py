@@ -46,7 +46,7 @@ MACHINES = {
 
 
 def _make_files(folder: Path) -> None:
-    for name in (*SETS, "splits/train.json", "splits/test.json", "gguf/a.gguf"):
+    for name in (*SETS, "docs,1.jsonl", "splits/train.json", "splits/test.json", "gguf/a.gguf"):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).touch()
     for name in ("empty", "adapter", "meta"):
@@ -66,8 +66,10 @@ def _differences(config: RunConfig, good: RunConfig) -> str:
 
 def _invocation(command, argv: list[str], environ: dict[str, str], machine: MachineFacts):
     environ = command.environ | environ
-    invocation = parse_args(argv, environ | slurm_task(argv[0] if argv else "", environ), machine)
-    return invocation._replace(notes=[*unknown_variables(environ), *invocation.notes])
+    task = slurm_task(argv[0] if argv else "", environ)
+    invocation = parse_args(argv, environ | task, machine)
+    of_task = [f"SLURM's task is a worker: {task}"] if task else []
+    return invocation._replace(notes=[*unknown_variables(environ), *of_task, *invocation.notes])
 
 
 def _run(command, words: list[str]):

@@ -174,21 +174,3 @@ def test_prefix_that_lacks_its_end_names_the_set(tmp_path):
         files_of(str(tmp_path / "docsA"))
     with pytest.raises(DataError, match="docsB does not exist, expected"):  # it has no .bin
         files_of(str(tmp_path / "docsB"))
-
-
-@pytest.mark.parametrize(
-    "text", ["{0}/a.json,{0}/b.json", "{0}/a.json, {0}/b.json", "0.5,{0}/a.json,0.5,{0}/b.json"]
-)
-def test_commas_between_sets_are_refused_with_the_list_that_is_meant(tmp_path: Path, text: str):
-    tree(tmp_path, "a.json", "b.json")
-    with pytest.raises(DataError) as caught:
-        parse_data(text.format(tmp_path), "train_data_path")
-    for cure in ("'{0}/a.json {0}/b.json'", "'1 {0}/a.json 1 {0}/b.json'"):
-        assert cure.format(tmp_path) in str(caught.value)
-
-
-def test_commas_in_names_are_taken(tmp_path: Path):
-    tree(tmp_path, "a,b.json", "a", "c.json")
-    paths = f"{tmp_path}/a,b.json {tmp_path}/c.json"
-    assert [part.path for part in parse_data(paths)] == paths.split()
-    assert parse_data("x,y")[0].path == "x,y"  # found missing later, as every path

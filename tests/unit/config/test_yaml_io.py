@@ -9,6 +9,7 @@ import yaml
 from patch.config import to_yaml
 from patch.config.choices import ZeroStage
 from patch.errors import ConfigError
+from patch.plan.resolve import resolve_run
 from patch.preflight.cluster import Rendezvous
 from patch.preflight.parse import Invocation, parse_args
 from toolkits import _start
@@ -55,15 +56,13 @@ def test_workers_get_the_run_that_the_launcher_has_in_a_file_of_the_users_own(co
     assert _start._launch(Invocation(config, False, Rendezvous()), command.machine) == 0
     ((again, others, folder),) = seen
     assert again == config and others == 0 and not folder.exists()
-    elastic = dataclasses.replace(
-        config, parallel=dataclasses.replace(config.parallel, nnodes=2, min_nodes=1)
-    )
+    parallel = dataclasses.replace(config.parallel, nnodes=2, min_nodes=1)
+    elastic, _ = resolve_run(dataclasses.replace(config, parallel=parallel), command.machine)
     monkeypatch.setenv("WORLD_SIZE", "1")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setattr(_start, "_check", lambda invocation, machine: (invocation, []))
     _start._launch(Invocation(elastic, False, Rendezvous()), command.machine)
     assert seen[1][0] == dataclasses.replace(
-        elastic, parallel=dataclasses.replace(elastic.parallel, nnodes=1)
+        elastic, parallel=dataclasses.replace(parallel, nnodes=1)
     )
 
 
@@ -88,6 +87,17 @@ def test_words_for_absent_values_are_none_inside_and_words_outside(command):
     for section, values in yaml.safe_load(ABSENT).items():
         for name, word in values.items():
             assert written[section][name] == ("false" if word is False else word)
+
+
+def test_variables_count_without_positions_too(command):
+    lines = to_yaml(command.parse().config).splitlines(keepends=True)
+    kept = [line for line in lines if "tokenizer_name_or_path" not in line and "dataset_type" not in line]
+    assert len(kept) == len(lines) - 2
+    file = command.folder / "run.yaml"
+    file.write_text("".join(kept))
+    config = parse_args(["--config", str(file)], command.environ, command.machine).config
+    assert config.data.tokenizer_name_or_path == str(command.tokenizer)
+    assert config.data.dataset_type == "raw"
 
 
 _LEVELS = range(1, 7)

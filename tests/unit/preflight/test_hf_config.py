@@ -107,45 +107,19 @@ def test_sparse_config_is_refused_without_holding_it(tmp_path):
         read_hf_config(tmp_path)
 
 
-def _original(folder: Path) -> Path:
+def test_adapters_gguf_and_metas_form_are_named_to_the_converter_too(command):
+    """What a run says of them is in checks/answers.txt."""
+    folder = Path(command.hf_folder()) / "original"
     folder.mkdir()
-    for name in ("params.json", "consolidated.00.pth", "tokenizer.model"):
-        (folder / name).write_text("{}")
-    return folder
-
-
-def test_adapters_and_gguf_are_named_with_their_cure(command):
-    folder = command.folder / "given"
-    folder.mkdir()
-    (folder / "llama-Q4_K_M.gguf").touch()
-    gguf = rf"{folder}[:,] weights in GGUF \(llama-Q4_K_M.gguf\), expected a Hugging Face folder: .*gguf_file"
-    with refused(ConfigError, rf"^--load \(position 22 .*: got {gguf}"):
-        command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=str(folder))
-    with refused(ConfigError, f"^{gguf}"):
+    (folder / "params.json").write_text("{}")
+    with refused(ConfigError, rf"^{folder}: LLaMA in Meta's original form .*: {folder.parent}$"):
         read_hf_config(folder)
-    with refused(ConfigError, r"^--load .*/llama-Q4_K_M.gguf, weights in GGUF \(llama-Q4_K_M.gguf\)"):
-        command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=str(folder / "llama-Q4_K_M.gguf"))
     _write(folder, MINIMAL)  # a description alone is no model
-    with refused(ConfigError, f"^{gguf}"):
+    (folder / "llama-Q4_K_M.gguf").touch()
+    with refused(ConfigError, rf"^{folder}: weights in GGUF \(llama-Q4_K_M.gguf\), expected"):
         read_hf_config(folder)
-    (folder / "model.safetensors").touch()
-    assert read_hf_config(folder)
-    (folder / "model.safetensors").unlink()
     (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "llama/8B"}')
     with refused(ConfigError, f"^{folder}: a PEFT adapter of llama/8B, expected a whole model: merge"):
         read_hf_config(folder)
-
-
-def test_metas_original_form_is_named_with_the_place_of_the_other_one(command):
-    form = r"LLaMA in Meta's original form \(params.json, .* expected its Hugging Face form \(config.json, "
-    folder = _original(command.folder / "llama")
-    with refused(ConfigError, rf"^--load \(position 22 .*: got {folder}, {form}.*: a repository of the hub "):
-        command.parse(MODEL_SIZE="auto", PRETRAIN_CHECKPOINT_PATH=str(folder))
-    inside = _original(Path(command.hf_folder()) / "original")
-    with refused(ConfigError, rf"^--load \(position 22 .*: got {inside}, {form}.*: {inside.parent}$"):
-        command.parse(PRETRAIN_CHECKPOINT_PATH=str(inside))
-    command.environ["TOKENIZER_PATH"] = str(folder)
-    with refused(ConfigError, rf"^--tokenizer-name-or-path .*: got {folder}, {form}"):
-        command.parse()
-    (folder / "tokenizer_config.json").write_text("{}")
-    assert command.parse().config.tokenizer_folder == str(folder)
+    (folder / "model.safetensors").touch()
+    assert read_hf_config(folder)
