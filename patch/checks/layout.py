@@ -244,9 +244,7 @@ _SIZE_RULES = (
 
 def usable_sizes(config: RunConfig, machine: MachineFacts) -> list[int]:
     """The numbers of machines, from --min-nodes to --nnodes, that layout and global batch allow."""
-    parallel = config.parallel
-    fewer = range(parallel.min_nodes or parallel.nnodes, parallel.nnodes)
-    return [*(size for size in fewer if _obstacle(config, machine, size) is None), parallel.nnodes]
+    return sorted({*_fitting_sizes(config, machine), config.parallel.nnodes})
 
 
 def set_spares_aside(config: RunConfig, machine: MachineFacts) -> tuple[RunConfig, list[str]]:
@@ -263,14 +261,19 @@ def set_spares_aside(config: RunConfig, machine: MachineFacts) -> tuple[RunConfi
     parallel = config.parallel
     if parallel.min_nodes is None or not parallel.max_restarts:
         return config, []
-    sizes = range(parallel.nnodes, parallel.min_nodes - 1, -1)
-    size = next((size for size in sizes if _obstacle(config, machine, size) is None), parallel.nnodes)
+    size = max(_fitting_sizes(config, machine), default=parallel.nnodes)
     if size == parallel.nnodes:
         return config, []
     note = (
         f"{size} of {parallel.nnodes} machines train, more do not fit layout and global batch: the rest wait"
     )
     return replace(config, parallel=replace(parallel, nnodes=size)), [f"{note} as spares"]
+
+
+def _fitting_sizes(config: RunConfig, machine: MachineFacts) -> list[int]:
+    parallel = config.parallel
+    sizes = range(parallel.min_nodes or parallel.nnodes, parallel.nnodes + 1)
+    return [size for size in sizes if _obstacle(config, machine, size) is None]
 
 
 def fewer_machines_suffice(config: RunConfig, machine: MachineFacts) -> None:

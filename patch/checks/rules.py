@@ -52,7 +52,6 @@ RULES: tuple[Rule, ...] = (
     numbers_are_in_range,
     activations.offload_is_possible,
     model.heads_fit,
-    model.window_is_causal,
     model.export_has_a_class,
     model.rope_scaling_is_asked_for,
     model.rope_scaling_is_ordered,

@@ -32,7 +32,7 @@ class Field(NamedTuple):
     section: str
     name: str
     kind: type
-    """The type of the scalar: int, float, bool or str; tuple for a pair of numbers in one text."""
+    """The type of the scalar: int, float, bool or str; tuple for a window."""
     default: Any
     """dataclasses.MISSING if the value must be given or derived."""
     words: Mapping[str, Any]
@@ -139,11 +139,11 @@ def _to_str(value: object) -> str | None:
     return str(value) if isinstance(value, (str, int, float)) and value != "" else None
 
 
-def _to_pair(value: object) -> tuple[int, int] | None:
-    """Two numbers in text such as `4095,0`."""
-    match = re.fullmatch(r"(\d+),(\d+)", value) if isinstance(value, str) else None
-    left, right = (to_int(match[1]), to_int(match[2])) if match else (None, None)
-    return None if left is None or right is None else (left, right)
+def _to_window(value: object) -> tuple[int, int] | None:
+    """A causal window in text: `4095,0`."""
+    match = re.fullmatch(r"(\d+),0", value) if isinstance(value, str) else None
+    left = to_int(match[1]) if match else None
+    return None if left is None else (left, 0)
 
 
 _CONVERSIONS: Mapping[type, tuple[Callable[[object], Any], str]] = {
@@ -151,7 +151,7 @@ _CONVERSIONS: Mapping[type, tuple[Callable[[object], Any], str]] = {
     float: (to_float, "a finite number"),
     bool: (_to_bool, "true or false"),
     str: (_to_str, "a text that is not empty"),
-    tuple: (_to_pair, "none, or LEFT,0 such as 4095,0"),
+    tuple: (_to_window, "none, or LEFT,0 such as 4095,0"),
 }
 
 

@@ -10,6 +10,7 @@ has absolute paths only, so that its config.yaml can be used from any directory.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -95,7 +96,6 @@ def parse_args(argv: Sequence[str], environ: Mapping[str, str], machine: Machine
     _take_tokenizer(merged)
     if "nproc_per_node" not in flags.fields and (texts or "nproc_per_node" not in merged):
         merged["nproc_per_node"] = default_nproc_per_node(cluster, machine, _replica(merged))
-    _refuse_urls(merged)
     _make_absolute(merged)
     return Invocation(_build(merged), flags.dry_run, cluster.rendezvous, flags.force, notes)
 
@@ -186,16 +186,6 @@ def _take_tokenizer(merged: dict[str, Any]) -> None:
         merged["tokenizer_name_or_path"] = run.tokenizer_folder
 
 
-def _refuse_urls(merged: Mapping[str, Any]) -> None:
-    cures = {
-        "output_path": "a folder on a disk, for logs and the like, and --save URL for the checkpoints",
-        "tokenizer_name_or_path": "a folder on a disk, or a name of the hub (org/name)",
-    }
-    for name, cure in cures.items():
-        if is_url(merged.get(name)):
-            raise ConfigError(f"got {merged[name]}, expected {cure}", field=name)
-
-
 def _make_absolute(merged: dict[str, Any]) -> None:
     for name in _PATHS:
         if merged.get(name) is not None and not is_url(merged[name]):
@@ -216,10 +206,8 @@ def _absolute_data(path: str, merged: Mapping[str, Any]) -> str:
 
 def _replica(merged: Mapping[str, Any]) -> int:
     """Processes of one model replica: TP x PP x CP."""
-    size = 1
-    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
-        size *= merged.get(name, FIELDS[name].default)
-    return size
+    axes = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
+    return math.prod(merged.get(name, FIELDS[name].default) for name in axes)
 
 
 def _build(merged: Mapping[str, Any]) -> RunConfig:

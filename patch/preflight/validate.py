@@ -23,7 +23,7 @@ from patch.config.fields import FIELDS
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
-from patch.errors import DataError, nearest
+from patch.errors import ConfigError, DataError, nearest
 from patch.families import PRESETS, WEIGHT_FIELDS
 from patch.preflight.checkpoint_places import checkpoint_root, store_errors
 from patch.preflight.stored_shape import has_hf_config, is_hf_folder, run_behind, shape_at
@@ -196,7 +196,10 @@ def _may_exist(bucket: RemotePath) -> bool:
 
 
 def output_is_writable(config: RunConfig, machine: MachineFacts) -> None:
-    """OUTPUT_BASEPATH is a folder that can be written or created."""
+    """OUTPUT_BASEPATH is a folder on a disk that can be written or created."""
+    if is_url(config.checkpoint.output_path):
+        cure = "a folder on a disk, for logs and the like, and --save URL for the checkpoints"
+        raise ConfigError(f"got {config.checkpoint.output_path}, expected {cure}", field="output_path")
     path = Path(config.checkpoint.output_path).absolute()
     nearest = next(folder for folder in (path, *path.parents) if folder.exists())
     if not nearest.is_dir():
