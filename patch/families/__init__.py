@@ -11,6 +11,7 @@ from patch.families.config_json import ConfigReader
 from patch.families.family import Family
 from patch.families.llama import LLAMA
 from patch.families.shape import (
+    SHAPE_FIELDS,
     TYPE_FIELDS,
     WEIGHT_FIELDS,
     AttentionBackend,
@@ -56,9 +57,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 """MODEL_SIZE -> ModelConfig's fields; a field that a preset leaves out keeps its default."""
 MODEL_SIZES: tuple[str, ...] = (*PRESETS, "auto")
-SHAPE_FIELDS: frozenset[str] = frozenset(PRESETS["8B"])
-"""All fields that a preset sets; a change of MODEL_SIZE replaces all of them."""
-
 __all__ = [
     "FAMILIES",
     "MODEL_SIZES",

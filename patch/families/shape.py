@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Literal
 
 from patch.flag_field import flag
@@ -137,6 +137,12 @@ def traits_of(model: ModelConfig) -> Traits:
     """The traits that a model's fields set. A new trait gets a field in ModelConfig and is read here."""
     return Traits(add_qkv_bias=model.add_qkv_bias, qk_layernorm=model.qk_layernorm)
 
+
+SHAPE_FIELDS: frozenset[str] = frozenset(field.name for field in fields(ModelConfig)) - {
+    *("model_size", "seq_length", "make_vocab_size_divisible_by", "init_method_std"),
+    *("transformer_impl", "attention_backend", "precision_align"),
+}
+"""All fields that a MODEL_SIZE decides; a change of it replaces all of them."""
 
 WEIGHT_FIELDS: frozenset[str] = frozenset(
     {

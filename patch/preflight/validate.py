@@ -24,7 +24,7 @@ from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
 from patch.device import MachineFacts
 from patch.errors import ConfigError, DataError, nearest
-from patch.families import PRESETS, WEIGHT_FIELDS
+from patch.families import PRESETS, SHAPE_FIELDS, WEIGHT_FIELDS
 from patch.preflight.checkpoint_places import checkpoint_root, store_errors
 from patch.preflight.stored_shape import has_hf_config, is_hf_folder, run_behind, shape_at
 from patch.storage.hub import hub_name
@@ -82,7 +82,8 @@ def weights_have_this_shape(config: RunConfig, machine: MachineFacts) -> None:
         if field not in _STRUCTURE:
             continue
         size = config.model.model_size
-        if PRESETS.get(size, {}).get(field) == getattr(config.model, field):
+        is_of_size = field in SHAPE_FIELDS and size in PRESETS
+        if is_of_size and PRESETS[size].get(field, FIELDS[field].default) == getattr(config.model, field):
             why = f"{file} has {FIELDS[field].flag} {theirs}, {size} has {ours}"
             refuse("model_size", size, "auto, or the size of these weights", why)
         refuse(field, ours, theirs, f"{file} says so (MODEL_SIZE=auto reads the shape from there)")
