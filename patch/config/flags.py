@@ -58,7 +58,7 @@ def _help(field: Field) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all flags. Each value is a list of everything written for that flag, or absent."""
+    """The parser of all flags: one that is not given is absent, of one that is given again the last counts."""
     parser = _Parser(
         prog="run_mcore_llama.sh",
         usage="run_mcore_llama.sh ENV MODEL_SIZE ... OUTPUT_BASEPATH [FLAGS] | pretrain_llama.py FLAGS",
@@ -67,9 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--config", metavar="FILE", action="append", help="a run as YAML, such as config.yaml"
-    )
+    parser.add_argument("--config", metavar="FILE", help="a run as YAML, such as config.yaml")
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -93,13 +91,13 @@ def add_flags(parser: argparse._ActionsContainer, names: Iterable[str]) -> None:
 
 
 def fields_of(namespace: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
-    """Those of the fields that were given by flags of `add_flags`; of a flag given again the last one counts.
+    """Those of the fields that were given by flags of `add_flags`.
 
     Raises:
         ConfigError: a wrong value.
     """
-    given = {name: values for name in names if (values := getattr(namespace, name, None)) is not None}
-    return {name: coerce(FIELDS[name], values[-1], FIELDS[name].flag) for name, values in given.items()}
+    given = {name: value for name in names if (value := getattr(namespace, name, None)) is not None}
+    return {name: coerce(FIELDS[name], value, FIELDS[name].flag) for name, value in given.items()}
 
 
 def spellings(field: Field) -> list[str]:
@@ -124,10 +122,10 @@ def _add(group: argparse._ActionsContainer, field: Field) -> None:
         for flag, const, text in zip(
             spellings(field), (True, False), (_help(field), argparse.SUPPRESS), strict=True
         ):
-            group.add_argument(flag, dest=field.name, action="append_const", const=const, help=text)
+            group.add_argument(flag, dest=field.name, action="store_const", const=const, help=text)
     else:
         metavar = "|".join(field.choices) or {int: "N", float: "X", str: "TEXT", tuple: "TEXT"}[field.kind]
-        group.add_argument(field.flag, dest=field.name, action="append", metavar=metavar, help=_help(field))
+        group.add_argument(field.flag, dest=field.name, metavar=metavar, help=_help(field))
 
 
 def read_flags(argv: Sequence[str]) -> Flags:
@@ -144,9 +142,8 @@ def read_flags(argv: Sequence[str]) -> Flags:
         raise ConfigError(f"unknown arguments (--help lists the flags):{lines}")
     parser = build_parser()
     namespace = parser.parse_args(list(argv))
-    config = getattr(namespace, "config", [None])[-1]
     dry_run, force = (getattr(namespace, name, False) for name in ("dry_run", "force"))
-    return Flags(fields_of(namespace, FIELDS), config, dry_run, force)
+    return Flags(fields_of(namespace, FIELDS), getattr(namespace, "config", None), dry_run, force)
 
 
 def _unknown(argv: Sequence[str]) -> list[str]:
