@@ -58,7 +58,7 @@ def _help(field: Field) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all flags: one that is not given is absent, of one that is given again the last counts."""
+    """The parser of all flags: of one that is given again the last one counts, others are absent."""
     parser = _Parser(
         prog="run_mcore_llama.sh",
         usage="run_mcore_llama.sh ENV MODEL_SIZE ... OUTPUT_BASEPATH [FLAGS] | pretrain_llama.py FLAGS",
