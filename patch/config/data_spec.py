@@ -325,7 +325,7 @@ def _place_of(name: Path, words: re.Pattern[str]) -> str:
     return f"**/*{name.name[slice(*word.span())]}*" if word else str(name)
 
 
-def data_files(data: DataConfig, path: str, field: str | None = None) -> list[str]:
+def set_files(data: DataConfig, path: str, field: str | None = None) -> list[str]:
     """The files of one set: of one `DataPart` of `train_data_path` or `valid_data_path`.
 
     Raises:

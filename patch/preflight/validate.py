@@ -18,7 +18,7 @@ from patch.checks.notes import notes
 from patch.checks.rules import RULES, Rule
 from patch.checks.run_length import profile_names_steps
 from patch.config.choices import BuiltInTemplate
-from patch.config.data_spec import data_files, nearest_set, parse_data
+from patch.config.data_spec import nearest_set, parse_data, set_files
 from patch.config.fields import FIELDS
 from patch.config.positions import refuse, where
 from patch.config.schema import RunConfig
@@ -253,7 +253,7 @@ def check_data(config: RunConfig) -> None:
         for part in parse_data(text, field) if text is not None else ():
             if data.dataset_type == "raw" and hub_name(part.path, "dataset") is not None:
                 continue  # fetched and checked by `fetch_from_hub`
-            for file in data_files(data, part.path, field):
+            for file in set_files(data, part.path, field):
                 _check_file(field, part.path, file)
 
 
