@@ -101,8 +101,8 @@ def read_hf_config(folder: str | Path) -> dict[str, Any]:
     Raises:
         ConfigError: the file cannot be read or is malformed; the model is none of `families.FAMILIES`; or it
             has something that is not supported (the message names the key): biases of the attention's output
-            or the MLP, another activation, a RoPE type other than those of `families/config_json.py`, a sliding
-            window in only some layers.
+            or the MLP, another activation, a RoPE type other than those of `families/config_json.py`, a
+            sliding window in only some layers.
     """
     file = Path(folder) / "config.json"
     if found := _other_weights(Path(folder)) or (None if file.exists() else _original_form(Path(folder))):
