@@ -199,10 +199,10 @@ def files_of(path: str, field: str | None = None) -> list[Path]:
     if os.path.lexists(path) or not has_magic(path):
         if not os.path.exists(path):
             hint = nearest_set(path) or _nearest_file(path) or _shadow(path)
-            commas = "; blanks, not commas, are between them" if "," in path else ""
+            commas = " (sets are separated by blanks, not commas)" if "," in path else ""
             raise DataError(
-                f"{path} does not exist{hint}, expected a file, a folder or a glob (several paths: quote one "
-                f"that has blanks{commas})",
+                f"{path} does not exist{hint}{commas}, expected a file, a folder or a glob (several paths: "
+                "quote one that has blanks)",
                 field=field,
             )
         return [Path(path)]

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from glob import escape
 from pathlib import Path
@@ -57,8 +57,11 @@ def take_models(merged: dict[str, Any]) -> None:
     """
     _refuse_what_is_no_path(merged)
     output = merged.get("output_path")
-    readers = {"load": partial(fetch_model, weights=False), "tokenizer_name_or_path": fetch_tokenizer}
-    for field, fetch in readers.items():
+    fetchers: dict[str, Callable[..., Path]] = {
+        "load": partial(fetch_model, weights=False),
+        "tokenizer_name_or_path": fetch_tokenizer,
+    }
+    for field, fetch in fetchers.items():
         text = merged.get(field)
         if text is None:
             continue

@@ -164,8 +164,8 @@ def tokenizer_notes(config: RunConfig) -> Iterator[str]:
 def run_warnings(config: RunConfig) -> list[str]:
     """One line if the tokenizer differs from that of position 22."""
     remark, differing = _other_tokenizer(config)
-    why = "the weights were trained with that one"
-    return [f"{remark}, whose {differing} differs: {why}"] if differing else []
+    text = f"{remark}, whose {differing} differs: the weights were trained with that one"
+    return [text] if differing else []
 
 
 def store_is_there(config: RunConfig, machine: MachineFacts) -> None:
