@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from glob import escape, has_magic, iglob
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -87,12 +87,20 @@ def _cure(folder: Path, name: str, info: dict[str, Any]) -> str:
 
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
-SPLITS = {
+_SPLITS = {
     "training": re.compile(r"(?<![a-z])train(ing)?(?![a-z])"),
     "validation": re.compile(r"(?<![a-z])(validation|valid|val|dev)(?![a-z])"),
     "test": re.compile(r"(?<![a-z])(test|testing|eval|evaluation)(?![a-z])"),
 }
 """The words for splits of a set in names of files and folders. Source: Hugging Face datasets."""
+
+
+def by_split(names: Collection[str]) -> dict[str, list[str]]:
+    """The splits (training, validation, test) that are among these files or folders, and their names."""
+    found = {
+        split: [name for name in names if words.search(name.lower())] for split, words in _SPLITS.items()
+    }
+    return {split: named for split, named in found.items() if named}
 
 
 class DataPart(NamedTuple):
@@ -300,18 +308,13 @@ def _walk(folder: str, field: str | None) -> Iterator[Path]:
 
 def _refuse_several_splits(folder: str, files: list[Path], field: str | None) -> None:
     """Refuse a folder that holds a training and a test set: it would be trained on both, silently."""
-    names = [file.relative_to(folder) for file in files]
-    found = {
-        split: next((name for name in names if words.search(str(name).lower())), None)
-        for split, words in SPLITS.items()
-    }
-    splits = {split: name for split, name in found.items() if name is not None}
+    splits = by_split([str(file.relative_to(folder)) for file in files])
     if len(splits) > 1:
-        listed = ", ".join(f"{split} ({name})" for split, name in splits.items())
-        split, name = next(iter(splits.items()))
+        listed = ", ".join(f"{split} ({names[0]})" for split, names in splits.items())
+        split, names = next(iter(splits.items()))
         raise DataError(
             f"{folder} holds several splits: {listed}; expected the files of one, by a folder below or a "
-            f"glob, such as '{folder}/{_place_of(name, SPLITS[split])}'",
+            f"glob, such as '{folder}/{_place_of(Path(names[0]), _SPLITS[split])}'",
             field=field,
         )
 

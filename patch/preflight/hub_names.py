@@ -18,7 +18,7 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
-from patch.config.data_spec import SPLITS, format_data, parse_data
+from patch.config.data_spec import by_split, format_data, parse_data
 from patch.config.schema import RunConfig
 from patch.errors import ConfigError, DataError, nearest, shown
 from patch.preflight.checkpoint_places import begun_root
@@ -176,10 +176,8 @@ def _set_of(name: HubName, field: str) -> str:
     if name.inside:
         return escape(str(folder)) + name.inside
     sets = _sets(folder, data_files(folder))
-    splits = {split: {text for text in sets if words.search(text.lower())} for split, words in SPLITS.items()}
-    meant = next((splits[split] for split in _SPLITS_OF[field] if splits[split]), set())
-    if not any(splits.values()):
-        meant = set(sets)
+    splits = by_split(sets)
+    meant = next((splits[split] for split in _SPLITS_OF[field] if split in splits), [] if splits else [*sets])
     if len(meant) != 1:
         found = "several sets" if meant else f"no {' or '.join(_SPLITS_OF[field])} set"
         raise DataError(
@@ -187,7 +185,7 @@ def _set_of(name: HubName, field: str) -> str:
             f"'{folder}/{min(meant or sets)}'",
             field=field,
         )
-    return f"{escape(str(folder))}/{meant.pop()}"
+    return f"{escape(str(folder))}/{meant[0]}"
 
 
 def _sets(folder: Path, files: list[Path]) -> dict[str, list[Path]]:
